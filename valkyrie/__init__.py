@@ -45,10 +45,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of the API, imported when it is first used: `import valkyrie` alone imports nothing."""
+    """Import a name of the API on first use. `import valkyrie` alone imports nothing."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    inside = "named_slice" if name == "slice" else name  # no module of ours shadows the builtin
+    inside = "named_slice" if name == "slice" else name  # in our modules, `slice` stays the builtin
     return getattr(import_module("valkyrie.api"), inside)
 
 

@@ -1,8 +1,9 @@
-"""The Python API: what `valkyrie-train` and `valkyrie-report` do, as functions that return values.
+"""The Python API: the functions of `valkyrie-train` and `valkyrie-report`, with return values.
 
-Every function is a name of `valkyrie` itself (`valkyrie.fit`; `named_slice` is `valkyrie.slice`). None of them exits,
-takes over a signal, or prints where `quiet=True`; a mistake of the caller is a ValueError with the message that the
-command line prints. JAX is imported by what needs it, so composing, reading trials and reports work without a device.
+Every function is available in `valkyrie` (`valkyrie.fit`; `named_slice` is `valkyrie.slice`). The functions do not
+exit, do not install signal handlers, and print nothing with `quiet=True`. Wrong arguments raise ValueError with the
+message of the command line. Only functions that need JAX import it, so composing runs and reading trials work without a
+device.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """A compiled or measured layout. `print(result)` shows what the command prints; `record` is its JSON file.
+    """A compiled or measured layout. `print(result)` prints the output of the command; `record` is its JSON file.
 
-    Seconds, tokens per second and GiB of one device; None if unknown, as of a layout that does not fit.
+    Properties are None if unknown, such as the step time of a layout that does not fit.
     """
 
     record: Prediction | Measurement
@@ -51,12 +52,12 @@ class Result:
 
     @property
     def reason(self) -> str | None:
-        """Why the status is not `ok`."""
+        """Reason why the status is not `ok`, or None."""
         return self.record.reason
 
     @property
     def fits(self) -> bool | None:
-        """Whether a step fits into the memory of one device; None where that could not be told."""
+        """Whether a step fits into the memory of one device, or None if unknown."""
         memory, status = self.record.memory, self.record.status
         if status is CompileStatus.ok and memory is not None and memory.peak is None:
             return None
@@ -64,26 +65,26 @@ class Result:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step: predicted of a compile, the median of a measurement."""
+        """Step time in seconds: predicted for a compile, the median for a measurement."""
         return None if self.record.step is None else self.record.step.step_s
 
     @property
     def interval_s(self) -> tuple[float, float] | None:
-        """The range of a predicted step, from published runs (`record.step.interval` has them).
+        """Interval of a predicted step time in seconds, from comparable published runs (see `record.step.interval`).
 
-        None for a measured step, and if no published run is comparable.
+        None for a measured step, or if no published run is comparable.
         """
         interval = getattr(self.record.step, "interval", None)
         return None if interval is None else (interval.low_s, interval.high_s)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of all devices."""
+        """Tokens per second on all devices."""
         return None if self.record.step is None else self.record.step.tokens_per_second
 
     @property
     def tokens_per_second_per_chip(self) -> float | None:
-        """Tokens per second of one chip."""
+        """Tokens per second per chip."""
         return None if self.record.step is None else self.record.step.tokens_per_second_per_chip
 
     @property
@@ -93,7 +94,7 @@ class Result:
 
     @property
     def peak_gib(self) -> float | None:
-        """Peak memory of one device; of a layout that does not fit, what it would need."""
+        """Peak memory of one device in GiB. For a layout that does not fit, the memory that it would need."""
         memory = self.record.memory
         if memory is None:
             return None
@@ -109,9 +110,9 @@ class Result:
         return text.getvalue()
 
     def timeline(self, path: str | Path) -> Path:
-        """Write the predicted step as a timeline that https://ui.perfetto.dev opens, and return its path.
+        """Write the predicted step as a timeline for https://ui.perfetto.dev, and return its path.
 
-        ValueError where there is none: of a measurement, a CPU target, or what was not compiled.
+        Raises ValueError if there is no predicted step: for a measurement, a CPU target or a failed compile.
         """
         from valkyrie.machine.timeline import write_timeline
 
@@ -119,7 +120,7 @@ class Result:
         return Path(path)
 
     def html(self, path: str | Path) -> Path:
-        """Write the report and a drawing of the step as one page that opens from disk, and return its path."""
+        """Write the report and a drawing of the step as a standalone HTML page, and return its path."""
         from valkyrie.report.program import program_page
 
         return write_whole(Path(path), program_page(str(self), self._title, self.replay.spans if self.replay else []))
@@ -137,7 +138,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training: its run folder, its summary (losses, rates, memory), and the model that it left."""
+    """A finished training: its run folder, its summary (losses, rates, memory) and the trained model."""
 
     run: Run
     folder: Path
@@ -146,22 +147,22 @@ class Trained:
 
     @property
     def parameters(self) -> Any:
-        """The trained parameters on their devices, as a tree of arrays: the average of them where one was kept."""
+        """The trained parameters on their devices, as a tree of arrays. With `ema_decay`, their moving average."""
         return self.fitted.parameters
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`: logged steps (`step`, `loss`, `learning_rate`, ...) and evaluations."""
+        """The entries of `metrics.jsonl`: logged steps (`step`, `loss`, `learning_rate`, ...) and evaluations."""
         from valkyrie.runs.tracking import read_metrics
 
         return [line for line in read_metrics(self.folder / "metrics.jsonl") if "step" in line]
 
 
 def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
-    """Return the run that `valkyrie-train` makes of the same arguments: `compose("model=gpt_tiny", "mesh=2x2x2")`.
+    """Compose a run from arguments of `valkyrie-train`: `compose("model=gpt_tiny", "mesh=2x2x2")`.
 
-    `config_dir` is a folder with configurations and modules of your own, as `--config-dir` takes it. ValueError lists
-    everything that is wrong with the run: unknown names with the known ones, and all problems of the layout.
+    `config_dir` is a folder with your configs and modules, like `--config-dir`. Raises ValueError with everything that
+    is wrong with the run: unknown names with the valid ones, and all problems of the layout.
     """
     from valkyrie.config.arguments import run_of
 
@@ -174,11 +175,11 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
 
 
 def load(folder: str | Path, *overrides: str) -> Run:
-    """Return the run of a run folder from its `run.yaml`, with other values of some keys: `load(folder, "steps=400")`.
+    """Load a run from the `run.yaml` of a run folder, with some keys overridden: `load(folder, "steps=400")`.
 
-    Training it goes on from its newest checkpoint. Another choice of a group (`mesh=4x2x1`) is composed with the
-    arguments that the run was trained with, as `resume=` does. ValueError where there is no such file, or it is
-    damaged, and for what `compose` refuses.
+    Training it resumes from its newest checkpoint. Another choice of a group (`mesh=4x2x1`) is composed with the
+    arguments that the run was trained with, like with `resume=`. Raises ValueError if the file is missing or damaged,
+    and for the same reasons as `compose`.
     """
     from valkyrie.config.arguments import run_in
 
@@ -188,8 +189,8 @@ def load(folder: str | Path, *overrides: str) -> Run:
 def named_slice(name: str, *, slices: int = 1) -> Slice:
     """Return a slice by its name (`v4-64`, `v5litepod-8`, `v4:4x8x8`): chip, chips, hosts, topology, prices.
 
-    `slice.mesh((4, 16), ("data", "model"))` is a mesh of its devices, to compile for. `slices` of them are joined by
-    the data-centre network. ValueError names the nearest legal slices.
+    `slice.mesh((4, 16), ("data", "model"))` is a mesh of its devices, to compile for. `slices` is the number of slices,
+    connected by the data-centre network. The ValueError for an unknown name lists the nearest legal slices.
     """
     from valkyrie.config.choices import target_named
 
@@ -199,7 +200,7 @@ def named_slice(name: str, *, slices: int = 1) -> Slice:
 
 
 def show(run: Run) -> None:
-    """Print every parameter with its placement and bytes, the roles, and the memory expected; needs no device."""
+    """Print every parameter with its placement and bytes, the roles and the expected memory. Needs no device."""
     from valkyrie.train.screen import make_console
     from valkyrie.train.show import show_run
 
@@ -219,20 +220,21 @@ def predict(
     quiet: bool = False,
     **named: Any,
 ) -> Result:
-    """Return what a step takes on a slice without the slice: whether it fits, how long it is, and what it waits for.
+    """Predict a step on a slice without the hardware: whether it fits, its time, and the time spent waiting.
 
     `program` is one of:
 
-    - a `Run`: its step is compiled for its target, in a process of its own, and equal compiles are taken from the
-      cache; no other argument is needed. Of a CPU target only memory and bytes come back.
-    - a jitted function, with the arguments of a call (`jax.ShapeDtypeStruct`s do) and `slice=`; or what its `lower` or
-      `compile` returned. Its shardings lie on a mesh of `slice.mesh(...)`; `mesh` says which where none of its
-      arguments does. `options` are the compiler's. It is compiled here, in this process.
-    - a file with a compiled module that was dumped, as `valkyrie-predict` takes it, with `slice=` and
-      `mesh={"data": 8, "model": 4}`; `places` are the positions of the mesh's devices, as in `record.positions`.
+    - A `Run`. Its step is compiled for its target in a child process, and identical compiles come from the cache. It
+      needs no other arguments. For a CPU target, only memory and communicated bytes are predicted.
+    - A jitted function with the arguments of a call (or `jax.ShapeDtypeStruct`s) and `slice=`, or the result of its
+      `lower` or `compile`. Its shardings use a mesh of `slice.mesh(...)`; pass it as `mesh` if no argument has one.
+      `options` are compiler options. It is compiled in this process.
+    - A file with a dumped compiled module, as for `valkyrie-predict`, with `slice=` and `mesh={"data": 8, "model": 4}`.
+      `places` are the positions of the mesh's devices, as in `record.positions`.
 
-    `tokens` and `flops` are those of the model in one step of all devices, for tokens per second and MFU; `name` stands
-    in the report. TPU slices need libtpu (extra `tpu`) to compile, and no TPU. ValueError where it is refused.
+    `tokens` and `flops` are those of the model in one step on all devices, for tokens per second and MFU. `name` is the
+    title of the report. Compiling for TPU slices needs libtpu (extra `tpu`) but no TPU. Raises ValueError for illegal
+    arguments or programs.
     """
     if isinstance(program, Run):
         _refuse_with_a_run(arguments, named, slice=slice, mesh=mesh, places=places, options=options, name=name)
@@ -264,7 +266,7 @@ def _predict_run(run: Run, quiet: bool) -> Result:
 
 
 def _refuse_with_a_run(arguments: Sequence[Any], named: Mapping[str, Any], **given: Any) -> None:
-    """Raise ValueError for arguments that a run already decides."""
+    """Raise ValueError for arguments that the run already sets."""
     unread = [*named, *(key for key, value in given.items() if value is not None)]
     if arguments or unread:
         raise ValueError(
@@ -274,9 +276,9 @@ def _refuse_with_a_run(arguments: Sequence[Any], named: Mapping[str, Any], **giv
 
 
 def measure(run: Run, *, quiet: bool = False) -> Result:
-    """Return the timed step of a run on the devices of this process; ValueError where they are not the target's.
+    """Time the step of a run on the devices of this process; ValueError if they do not match the target.
 
-    Simulated devices are fixed when JAX first starts: a mesh of more of them needs a new process.
+    The number of simulated devices is fixed when JAX starts. A mesh with more of them needs a new process.
     """
     from valkyrie.train.devices import prepare_devices
 
@@ -288,11 +290,12 @@ def measure(run: Run, *, quiet: bool = False) -> Result:
 
 
 def fit(run: Run, *, quiet: bool = False) -> Trained:
-    """Train a run in its run folder, as `mode=train` does without the sample, and return what it leaves.
+    """Train a run in its run folder, like `mode=train` without the sample.
 
-    A run with `resume=` or the `name=` of an earlier one goes on from its newest checkpoint. Interrupting it (a
-    notebook's stop button) raises KeyboardInterrupt; the checkpoints saved until then stay. ValueError where devices,
-    data or checkpoint do not fit; `valkyrie.train.callbacks.DivergedError` where the loss is no longer finite.
+    A run with `resume=` or with the `name=` of an earlier run resumes from its newest checkpoint. Interrupting it (a
+    notebook's stop button) raises KeyboardInterrupt and keeps the checkpoints saved so far. Raises ValueError if
+    devices, data or checkpoint do not match the run, and `valkyrie.train.callbacks.DivergedError` if the loss is no
+    longer finite.
     """
     from valkyrie.runs.folder import run_folder
     from valkyrie.train.prepare import prepare_run
@@ -306,9 +309,9 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
 
 
 def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
-    """Return the metrics of a trained run over its whole validation split: `eval_loss` in nats per token, ...
+    """Return the metrics of a trained run on its whole validation split: `eval_loss` in nats per token, ...
 
-    The run is the one that `resume=` or `name=` names, or the latest; ValueError where there is none.
+    Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none.
     """
     from valkyrie.train.prepare import prepare_run, restore, trained_folder
 
@@ -321,9 +324,9 @@ def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
 
 
 def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int | None = 40) -> str:
-    """Return the text that a trained run makes of a prompt, without the prompt, of at most `tokens` tokens.
+    """Continue a prompt with a trained run by at most `tokens` tokens. Returns the new text without the prompt.
 
-    The run is the one that `resume=` or `name=` names, or the latest; ValueError where there is none.
+    Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none.
     """
     from valkyrie.train.devices import prepare_devices
     from valkyrie.train.prepare import restore, tokenizer_of, trained_folder
@@ -338,9 +341,9 @@ def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0
 
 
 def trials(*paths: str | Path) -> list[Row]:
-    """Return the trials of sweeps, one row each, from folders of sweeps or folders of those.
+    """Return the trials of sweeps, one row per trial. `paths` are sweep folders or folders that contain them.
 
-    `pandas.DataFrame(valkyrie.trials("runs"))` is a table of them.
+    `pandas.DataFrame(valkyrie.trials("runs"))` makes a table.
     """
     from valkyrie.report.records import read_rows
 
@@ -348,7 +351,7 @@ def trials(*paths: str | Path) -> list[Row]:
 
 
 def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
-    """Write the page of sweeps and return its path: `report.html` in the first folder, or `output`."""
+    """Write the report of sweeps and return its path: `output`, or `report.html` in the first folder."""
     from valkyrie.paths import write_whole
     from valkyrie.report.page import page, page_file
 

@@ -1,7 +1,7 @@
-"""Logical axes: the named dimensions of a model's arrays, and the `Shard` that places arrays by them.
+"""Logical axes: the named dimensions of a model's arrays, and `Shard`, which places arrays by their logical axes.
 
-Blocks declare logical axes and parameters (`Parameter`). A model never names a mesh axis: it passes the logical axes of
-an array to its `shard` argument. `UNSHARDED` does nothing, so that every model also runs without a mesh.
+Blocks declare logical axes and parameters (`Parameter`). Models never name mesh axes; they pass the logical axes of an
+array to their `shard` argument. `UNSHARDED` does nothing, so that every model also runs without a mesh.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ SHARED_AXES: dict[str, str] = {
     SEQ: "positions in a sequence",
     LAYERS: "repetitions of a block, stacked for a scan",
 }
-"""The logical axes of every model, with what each counts; the others are declared by blocks and models."""
+"""Logical axes that all models have, with descriptions. Blocks and models declare the others."""
 
 Axis = str | tuple[str, ...] | None
 """The logical axis or axes that split one dimension, or None."""
 
 Axes = tuple[str | None, ...]
-"""One logical axis per array dimension, or None for a dimension that is never split."""
+"""One logical axis per array dimension, or None for a dimension that is never sharded."""
 
 Repeated = Callable[[Any, Any, Any, "Shard"], Any]
 """One step of a stack: (stream, one layer, per-row arrays such as document boundaries, Shard) -> stream."""
 
 
 class LossHead(NamedTuple):
-    """The loss head, applied to the last stream: `f(parameters, stream, rows, shard)` -> (sums, per-row values).
+    """The loss head, applied to the last residual stream: `f(parameters, stream, rows, shard)` -> (sums, row values).
 
-    The first leaf of `sums` is the objective. `rows` is a tree of arrays whose first dimension is the batch.
+    The first leaf of `sums` is the objective. `rows` is a tree of arrays with a leading batch dimension.
     """
 
     f: Callable[[Any, Any, Any, Shard], tuple[Any, Any]]
@@ -52,17 +52,17 @@ UNATTRIBUTED = "unattributed"
 
 
 def axes_text(mesh_axes: Sequence[str]) -> str:
-    """Return mesh axes as they are printed: `x,y`."""
+    """Format mesh axes as text, such as `x,y`."""
     return ",".join(mesh_axes) or UNATTRIBUTED
 
 
 def read_axes(text: str) -> tuple[str, ...]:
-    """Return the mesh axes of such a text in a file; `?` is how versions before 6670094 wrote unknown ones."""
+    """Parse the text of `axes_text`. Versions before 6670094 wrote `?` for unknown axes."""
     return () if text in ("", "?", UNATTRIBUTED) else tuple(text.split(","))
 
 
 class Size(NamedTuple):
-    """The length of a logical axis, and the config key that sets it (None: no one key)."""
+    """The length of a logical axis and the config key that sets it, or None if no single key does."""
 
     length: int
     key: str | None = None
@@ -70,9 +70,9 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array before it exists: per dimension its logical axis, its length, and the config key that sets it.
+    """Description of an array: the logical axis, the length and the config key of each dimension.
 
-    Lengths of `batch` and `seq` are 0: they are a run's, not a model's.
+    The lengths of `batch` and `seq` are 0, because they depend on the run, not on the model.
     """
 
     axes: Axes
@@ -81,7 +81,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -98,16 +98,18 @@ GROUPS: dict[str, str] = {
     "puzzle": "rows of which a batch uses a few; only those change, by their gradient's signs",
     "fixed": "never changed",
 }
-"""The groups of parameters that an optimizer may tell apart."""
+"""Parameter groups for optimizers, with descriptions."""
 
 
 @dataclass(frozen=True)
 class Parameter(Tensor):
-    """A parameter before it exists.
+    """Description of a parameter.
 
-    `group` is what the optimizer goes by, one of `GROUPS`. `float32`: kept so whatever the precision policy says.
-    `output_first`: of a matrix, that its first dimension (after `layers`) is that of what it makes, and the others
-    together that of what it reads; else the other way round.
+    Args:
+        group: the optimizer's parameter group, one of `GROUPS`.
+        float32: whether it stays float32 under every precision policy.
+        output_first: for a matrix, whether the first dimension (after `layers`) is the output and the others together
+            are the input. If false, the first is the input.
     """
 
     group: str = "matrix"
@@ -117,15 +119,15 @@ class Parameter(Tensor):
 
 @dataclass(frozen=True)
 class Arrays:
-    """The arrays of a model that a layout splits.
+    """The arrays of a model that a layout shards.
 
     Args:
-        axes: Every logical axis, with what it counts.
+        axes: Every logical axis, with a description.
         parameters: Every distinct parameter tensor, with its names in messages.
-        activations: The same for activations whose placement the model requests.
-        follows: Axes that are split like another one as far as their length divides.
-        stacked: Repetitions of each stack of equal layers, first to last.
-        dispatched: Axes whose shards receive data from other devices instead of being gathered (`experts`).
+        activations: The same for activations that the model constrains.
+        follows: Axes that are sharded like another axis, as far as their length is divisible.
+        stacked: Number of layers in each stack of equal layers, first to last.
+        dispatched: Axes with data sent to their shards instead of gathered parameters (`experts`).
     """
 
     axes: dict[str, str]
@@ -138,7 +140,7 @@ class Arrays:
 
 @runtime_checkable
 class Shard(Protocol):
-    """Places a model's arrays: on a mesh (`valkyrie.parallel.sharding.MeshShard`), or nowhere (`Unsharded`)."""
+    """Places a model's arrays on a mesh (`valkyrie.parallel.sharding.MeshShard`), or not at all (`Unsharded`)."""
 
     @property
     def backend(self) -> str | None:
@@ -150,15 +152,15 @@ class Shard(Protocol):
         ...
 
     def gather_for_use(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Gather a parameter over the mesh axes that split data, as products use it (`Layout.computed`)."""
+        """Gather a parameter over the mesh axes that split data, for a matrix product (`Layout.computed`)."""
         ...
 
     def gather_table(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Gather a table for a look-up of its rows."""
+        """Gather a table for looking up rows."""
         ...
 
     def shard_for_storage(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Shard a parameter, or its gradient, as it is stored between steps."""
+        """Shard a parameter or its gradient for storage between steps."""
         ...
 
     def gradient(
@@ -171,13 +173,13 @@ class Shard(Protocol):
     ) -> jax.Array:
         """Return the gradient of a parameter with these logical axes, summed over devices and sharded for storage.
 
-        `f` computes it from operands whose first two dimensions are batch and seq. Devices exchange partial sums in the
-        dtype `reduction`. `whole` keeps the compiler from moving operands to the shards of the gradient instead.
+        `f` computes it from operands with leading dimensions batch and seq. Devices exchange partial sums in the dtype
+        `reduction`. `whole` prevents the compiler from instead moving operands to the shards of the gradient.
         """
         ...
 
     def mesh_axes_of(self, axis: str) -> tuple[str, ...]:
-        """Return the mesh axes larger than 1 that split a logical axis of activations."""
+        """Return the mesh axes of size above 1 that shard a logical axis of activations."""
         ...
 
     def size(self, axis: str) -> int:
@@ -187,9 +189,9 @@ class Shard(Protocol):
     def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
         """Apply `f` to the stream `x` once per layer, then `head`, if any.
 
-        `layers` is stacked on a leading axis. `x`, `rows` and the stream are trees of arrays whose first dimension is
-        the batch. If the partition splits `layers`, the devices along that mesh axis are pipeline stages. Only the
-        objective of `head` may be differentiated.
+        `layers` is stacked on a leading axis. `x`, `rows` and the stream are trees of arrays with a leading batch
+        dimension. If the partition shards `layers`, the devices along that mesh axis are pipeline stages. Only the
+        objective of `head` is differentiable.
         """
         ...
 
@@ -201,11 +203,14 @@ class Shard(Protocol):
         *,
         checked: bool | None = None,
     ) -> Callable[..., Any]:
-        """Return `f` run once per device on its local shards (`jax.shard_map`).
+        """Map `f` over devices, each with its local shards (`jax.shard_map`).
 
-        `in_axes` are the logical axes of each argument (None: replicated), `out_axes` those of the result: a tuple for
-        one array, a list of tuples for several. `checked` is `check_vma` of `jax.shard_map`; without it gradients of
-        replicated arguments are summed over the mesh. None: on wherever every kernel supports it.
+        Args:
+            f: the function.
+            in_axes: logical axes of each argument, or None if replicated.
+            out_axes: logical axes of the result: a tuple for one array, a list of tuples for several.
+            checked: `check_vma` of `jax.shard_map`, or None to check whenever every kernel supports it. Without the
+                check, gradients of replicated arguments are summed over the mesh.
         """
         ...
 
@@ -243,11 +248,11 @@ class Unsharded:
         return f(*operands)
 
     def mesh_axes_of(self, axis: str) -> tuple[str, ...]:
-        """Return no axes: nothing is split."""
+        """Return no axes, as nothing is sharded."""
         return ()
 
     def size(self, axis: str) -> int:
-        """Return 1: nothing is split."""
+        """Return 1, as nothing is sharded."""
         return 1
 
     def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
@@ -280,5 +285,5 @@ def scan_layers(f: Repeated, layers: Any, x: Any, rows: Any, shard: Shard) -> An
 
 
 def apply_head(head: LossHead | None, x: Any, shard: Shard) -> Any:
-    """Apply the loss head, if any, to the stream."""
+    """Apply the loss head to the stream. Returns the stream if `head` is None."""
     return x if head is None else head.f(head.parameters, x, head.rows, shard)

@@ -1,4 +1,4 @@
-"""Paths of buckets, such as `gs://bucket/x`: told from those of a disk, and the package that serves a scheme."""
+"""Checks of bucket paths such as `gs://bucket/x`: their scheme and the package that it needs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from valkyrie.problems import Problem, ProblemCode
 
 
 def scheme_of(path: str) -> str | None:
-    """Return `gs` of `gs://bucket/x`, without `://`; None of a path of a disk."""
+    """Return the scheme of a bucket path, such as `gs` for `gs://bucket/x`, or None for a path on disk."""
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+)://", path)
     return found[1] if found else None
 
 
 def package_problems(key: str, path: str, scheme: str, package: str) -> list[Problem]:
-    """Return the problem of a path whose scheme needs a package that is not installed."""
+    """Return a problem if the scheme of a path needs a package that is not installed."""
     if find_spec(package) is not None:
         return []
     text = f"{key}={path}: {scheme}:// needs the package {package}: uv pip install {package}."
@@ -23,7 +23,7 @@ def package_problems(key: str, path: str, scheme: str, package: str) -> list[Pro
 
 
 def needs_disk(key: str, path: str) -> list[Problem]:
-    """Return the problem of a bucket's path where only a folder of a disk will do."""
+    """Return a problem if a path is in a bucket but must be on disk."""
     scheme = scheme_of(path)
     if scheme is None:
         return []

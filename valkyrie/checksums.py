@@ -1,4 +1,4 @@
-"""Checksums of the files of a folder: written once, compared before the files are trusted."""
+"""Checksums of the files in a folder, to verify the files before they are used."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from valkyrie.paths import write_whole
 from valkyrie.problems import Problem, ProblemCode
 
 CHECKSUMS = "checksums.json"
-"""The file of a folder with the size in bytes and the SHA-256 of the other files in it, by path."""
+"""Name of the file with the size in bytes and the SHA-256 of the other files in a folder, by path."""
 _THREADS = min(8, os.cpu_count() or 1)
-"""Files hashed at a time: hashing and reading release the interpreter lock."""
+"""Number of files to hash in parallel. Hashing and reading release the interpreter lock."""
 
 
 def digest(value: object) -> str:
-    """SHA-256 of a value, in hexadecimal: of bytes, of a text in UTF-8, else of its JSON with sorted keys.
+    """Return the hexadecimal SHA-256 of bytes, of text in UTF-8, or of another value's JSON with sorted keys.
 
-    Values that JSON does not have count as their text.
+    Values that JSON does not support are converted with `str`.
     """
     if isinstance(value, str):
         value = value.encode()
@@ -30,7 +30,7 @@ def digest(value: object) -> str:
 
 
 def write_checksums(folder: Path, without: Container[str] = ()) -> None:
-    """Write the checksums of the files in a folder into it, except for some names. OSError if one cannot be read."""
+    """Write the checksums of a folder's files, except `without`, to the folder. OSError if a file cannot be read."""
     files = [name for name in _files(folder) if name not in without]
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = dict(zip(files, threads.map(lambda name: _checksum(folder / name), files), strict=True))
@@ -38,7 +38,10 @@ def write_checksums(folder: Path, without: Container[str] = ()) -> None:
 
 
 def folder_damage(folder: Path) -> Problem | None:
-    """The first file of a folder that differs from `checksums.json`, or None. A folder without that file has none."""
+    """Return the problem of the first file that differs from `checksums.json`, or None.
+
+    Also returns None for a folder without `checksums.json`.
+    """
     path = folder / CHECKSUMS
     if not path.is_file():
         return None
@@ -51,12 +54,12 @@ def folder_damage(folder: Path) -> Problem | None:
 
 
 def file_damages(folder: Path, expected: Mapping[str, tuple[int, str]], trusted: Container[str] = ()) -> list[Problem]:
-    """Files of a folder that are missing or were changed, or none. If sizes differ, no content is read.
+    """Return the problems of files that are missing or were changed. If sizes differ, no content is read.
 
     Args:
         folder: the folder.
         expected: size in bytes and SHA-256 of each file, by path in the folder.
-        trusted: files of which only the size is compared.
+        trusted: files to compare by size only.
     """
     sizes = {name: _size_damage(folder / name, name, size) for name, (size, _) in expected.items()}
     if damages := [damage for damage in sizes.values() if damage is not None]:

@@ -16,15 +16,15 @@ from valkyrie.paths import defaults_of
 
 @dataclass(frozen=True)
 class Families:
-    """The modules that `KEY=NAME` can select; each defines a dataclass `Config`.
+    """The modules that `KEY=NAME` can select. Each defines a dataclass `Config`.
 
-    A module of `package` is known by its last name. Any other name is a module that can be imported, such as one in
-    the folder of `--config-dir`.
+    A name refers to a module in `package`, or else to any importable module, such as one in the folder of
+    `--config-dir`.
 
     Args:
-        key: the config key that selects a family, such as `optimizer.family`.
-        package: the package whose modules are the families that ship with Valkyrie.
-        base: the class from which every `Config` derives.
+        key: config key that selects a family, such as `optimizer.family`.
+        package: package with the families that ship with Valkyrie.
+        base: base class of every `Config`.
     """
 
     key: str
@@ -32,11 +32,11 @@ class Families:
     base: type = object
 
     def names(self) -> list[str]:
-        """Names of the families that ship with Valkyrie."""
+        """Return the names of the families that ship with Valkyrie."""
         return sorted(module.name for module in iter_modules(import_module(self.package).__path__))
 
     def user_names(self) -> list[str]:
-        """Names of the user's families: modules next to a folder of YAMLs of this group that use their schema."""
+        """Return the names of the user's families: modules next to a folder of YAMLs that use their schema."""
         return list(_user_families(self, tuple(sys.path)))
 
     def __contains__(self, name: str) -> bool:
@@ -60,13 +60,13 @@ class Families:
         return config
 
     def user_folder(self, name: str) -> Path | None:
-        """Folder of a user's module, or None for a family that ships with Valkyrie."""
+        """Return the folder of a user's module, or None for a family that ships with Valkyrie."""
         spec = None if name in self.names() else find_spec(name)
         return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
 
 
 def add_import_path(folders: Iterable[str | Path]) -> None:
-    """Append folders to `sys.path`, so that the user's modules there can be imported after all others."""
+    """Append folders to `sys.path`, so that the user's modules can be imported but do not shadow others."""
     for folder in map(str, folders):
         if folder not in sys.path:
             sys.path.append(folder)

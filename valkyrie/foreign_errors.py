@@ -1,6 +1,6 @@
-"""Error messages of other programs. Nothing else in Valkyrie parses text meant for people.
+"""Parses error messages of other programs. No other module of Valkyrie parses text meant for people.
 
-Each pattern names the version in which its message was seen; `tests/test_foreign_errors.py` has an example of each.
+Comments name the versions that produce the messages. `tests/test_foreign_errors.py` has an example of each.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-# OmegaConf 2.3: the first line of ValidationError and the like.
+# OmegaConf 2.3: the first line of ValidationError and similar errors.
 
 
 class WrongValue(Enum):
-    """Why OmegaConf refuses the value of a key."""
+    """Reason why OmegaConf rejects the value of a key."""
 
     not_a_number = "not_a_number"
     not_a_bool = "not_a_bool"
@@ -34,7 +34,10 @@ _WRONG_VALUES = {
 
 
 def wrong_value(message: str) -> tuple[WrongValue, list[str]] | None:
-    """Return why OmegaConf refuses a value, the value and what is needed, as far as it says; None if not known."""
+    """Return the reason why OmegaConf rejects a value, with the value and the allowed ones if the message has them.
+
+    Returns None for other messages.
+    """
     for kind, pattern in _WRONG_VALUES.items():
         if match := re.match(pattern, message):
             return kind, list(match.groups())
@@ -42,7 +45,7 @@ def wrong_value(message: str) -> tuple[WrongValue, list[str]] | None:
 
 
 def is_key_of_null(message: str) -> bool:
-    """Return whether OmegaConf 2.3 asserts because a key is set inside a group that is null."""
+    """Return whether OmegaConf 2.3 raised an AssertionError because a key was set in a group that is null."""
     return re.match("Unexpected type( for root)?: None", message) is not None
 
 
@@ -50,13 +53,13 @@ def is_key_of_null(message: str) -> bool:
 
 
 def ambiguous_argument(message: str) -> str | None:
-    """Return the argument with several values that Hydra refuses outside a multirun, or None."""
+    """Return the argument with several values that Hydra rejects outside of a multirun, or None."""
     match = re.match(r"Ambiguous value for argument '(.*)'", message)
     return match[1] if match else None
 
 
 def missing_group(message: str) -> tuple[str, str] | None:
-    """Return the file whose defaults list overrides a group that does not exist, and that group, or None."""
+    """Return the file with a defaults list that overrides a nonexistent group, and that group, or None."""
     match = re.match(r"In '(.+)': Could not override '(.+)'\.", message)
     return (match[1], match[2].rpartition("@")[2]) if match else None
 
@@ -69,7 +72,7 @@ def scalar_for_group(message: str) -> tuple[str, str] | None:
 
 
 def needs_quotes(message: str) -> bool:
-    """Return whether Hydra's lexer met a character that may only be written in quotes."""
+    """Return whether Hydra's lexer found a character that needs quotes."""
     return message.startswith("LexerNoViableAltException")
 
 
@@ -80,9 +83,9 @@ _SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
 
 
 def is_out_of_memory(message: str) -> bool:
-    """Return whether XLA says that a program needs more of a device's memory than there is, on any backend.
+    """Return whether an XLA error of any backend means that a program exceeds the memory of a device.
 
-    A kernel that exceeds the scratch memory (VMEM) of a core is another matter: no layout helps.
+    Returns False for a kernel that exceeds the scratch memory (VMEM) of a core, because no layout can fix that.
     """
     if "memory space vmem" in message:
         return False
@@ -90,14 +93,14 @@ def is_out_of_memory(message: str) -> bool:
 
 
 def allocated_bytes(message: str) -> int | None:
-    """Return the bytes of the allocation that failed, or None if the message does not say."""
+    """Return the bytes of the failed allocation, or None if unknown."""
     match = re.search(r"allocat\w* (\d+)(?: bytes|\b)", message)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A large array of a program; `shape` as XLA writes it, or what the bytes are for."""
+    """A large array of a program. `shape` is XLA's text for the shape or the purpose, or None if unknown."""
 
     bytes: int
     shape: str | None
@@ -106,7 +109,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Bytes that a refused program needs and may use, both None if XLA does not say, and its largest allocations."""
+    """Bytes that a program needs and the usable bytes, both None if unknown, and its largest allocations."""
 
     needed: int | None
     usable: int | None
@@ -114,7 +117,7 @@ class OutOfMemory:
 
 
 def parse_out_of_memory(text: str) -> OutOfMemory:
-    """Parse the compiler's refusal of a program that needs more memory than there is."""
+    """Parse the compiler's error for a program that exceeds the memory of a device."""
     sizes = re.search(rf"Used {_SIZE} of {_SIZE}", text)
     sizes = sizes or re.search(rf"{_SIZE}\)? exceeds available \w+ \({_SIZE}\)", text)
     needed, usable = (_bytes(sizes[1], sizes[2]), _bytes(sizes[3], sizes[4])) if sizes else (None, None)
@@ -129,7 +132,7 @@ def parse_out_of_memory(text: str) -> OutOfMemory:
 
 @dataclass(frozen=True)
 class ScratchMemory:
-    """A kernel's scratch memory (VMEM): MiB needed and MiB available. `kernel` is None if XLA does not name it."""
+    """A kernel's scratch memory (VMEM), needed and available. `kernel` is None if XLA does not name it."""
 
     kernel: str | None
     needed_mib: float
@@ -147,13 +150,13 @@ def parse_scratch_memory(text: str) -> ScratchMemory | None:
 
 
 def unknown_option(message: str) -> str | None:
-    """Return the name of the compile option that XLA does not know, or None."""
+    """Return the name of a compile option that XLA does not know, or None for other messages."""
     match = re.search(r"No such compile option: '([^']*)'", message)
     return match[1] if match else None
 
 
 def unreadable_option(message: str) -> tuple[str, str, str] | None:
-    """Return name, value and reason of the compile option whose value XLA cannot parse, or None."""
+    """Return (name, value, reason) of a compile option with a value that XLA cannot parse, or None."""
     match = re.search(r"Failed to parse '([^']*)' into flag (\w+):\s*(.*)", message)
     return (match[2], match[1], match[3].strip().rstrip(".")) if match else None
 
@@ -168,13 +171,13 @@ def first_lines(text: str) -> str:
 
 
 def no_device_reason(error: Exception) -> str:
-    """Return why `jax.devices` finds no device, without JAX's advice; empty if it does not say."""
+    """Return the reason why `jax.devices` finds no device, without JAX's advice, or an empty string if unknown."""
     lines = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".").splitlines()
     return lines[0] if lines else ""
 
 
 def topology_reason(error: Exception) -> str:
-    """Return why libtpu describes no such topology."""
+    """Return the reason why libtpu rejects a topology."""
     first = next(iter(str(error).splitlines()), type(error).__name__)
     return first.removeprefix("INVALID_ARGUMENT: ").rstrip(".")
 

@@ -1,4 +1,4 @@
-"""The parts of a step's time. Imports neither JAX nor NumPy: reports read them."""
+"""The parts of a step's time. Imports neither JAX nor NumPy, because reports read them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class PartKind(Enum):
-    """What a device does during a part of a step."""
+    """Kind of work of a device during a part of a step."""
 
     matmul = "matmul"
     kernel = "kernel"
@@ -22,13 +22,13 @@ class PartKind(Enum):
 
     @property
     def by_axes(self) -> bool:
-        """Whether parts of this kind belong to mesh axes."""
+        """Whether parts of this kind have mesh axes."""
         return self in (PartKind.exposed, PartKind.collectives)
 
 
 @dataclass(frozen=True)
 class StepPart:
-    """Seconds of a step spent on one kind of work; `mesh_axes` are those that communication crosses, else empty."""
+    """Seconds of a step spent on one kind of work. `mesh_axes` are the axes of communication, else empty."""
 
     kind: PartKind
     mesh_axes: tuple[str, ...]
@@ -41,18 +41,18 @@ def seconds_in(parts: Iterable[StepPart], *kinds: PartKind) -> float:
 
 
 def describe_part(kind: PartKind, over: str) -> str:
-    """Return a part as it is printed: `matmul`, `waiting for communication over x,y` with `over="x,y"`."""
+    """Format a part for printing: `matmul`, or `waiting for communication over x,y` with `over="x,y"`."""
     name = "waiting for communication" if kind is PartKind.exposed else kind.value
     return f"{name} over {over}" if kind.by_axes else name
 
 
 def write_category(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
-    """Return the category of a part in a timeline file: `matmul`, `exposed x,y`."""
+    """Format a part as a category of a timeline file: `matmul`, `exposed x,y`."""
     return f"{kind.value} {','.join(mesh_axes)}" if kind.by_axes else kind.value
 
 
 def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
-    """Return the kind and mesh axes of a timeline's category, or None for one that is not a part of a step."""
+    """Parse a category of a timeline file into kind and mesh axes, or None if it is not a part of a step."""
     kind, _, axes = text.partition(" ")
     if kind not in {known.value for known in PartKind}:
         return None
@@ -60,9 +60,9 @@ def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
 
 
 def upgrade_part(category: str) -> dict[str, Any]:
-    """Return the plain `kind` and `mesh_axes` of a part that an older file names by its category.
+    """Convert the category of a part in an older file to plain `kind` and `mesh_axes`.
 
-    Raises ValueError for a text that is not the category of a part.
+    Raises ValueError for text that is not the category of a part.
     """
     part = read_category(category)
     if part is None:

@@ -1,4 +1,4 @@
-"""Where the shipped configuration lies, how it is read without Hydra, where caches are, how files are written."""
+"""Paths of the shipped configuration and of caches, reading configs without Hydra, and writing files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Schema = TypeVar("Schema")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _PROBE = 4 * 2**20
-"""Bytes that a cache must have room for: a compiled step is one to ten MiB."""
+"""Bytes that must be free for a cache. A compiled step is one to ten MiB."""
 
 
 class DiskError(OSError):
-    """A file or folder that could not be written: the message has its path and what to do."""
+    """A file or folder could not be written. The message has its path and a remedy."""
 
 
 def conf_dir() -> Path:
@@ -35,18 +35,18 @@ def conf_dir() -> Path:
 
 
 def cache_root() -> Path:
-    """Return the folder of everything kept between runs: `VALKYRIE_CACHE`, else `~/.cache/valkyrie`."""
+    """Return the folder of all caches: `VALKYRIE_CACHE`, or else `~/.cache/valkyrie`."""
     return Path(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie")).expanduser()
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write a file in one piece, text as UTF-8, and return its path.
+    """Write a file atomically, text as UTF-8, and return its path.
 
-    Readers see the file before or this one, also after a kill, on a full disk, or when the machine goes down.
-    DiskError where it cannot be written.
+    Readers see either the old file or the complete new one, even after a kill, a full disk or a crash of the machine.
+    Raises DiskError if it cannot be written.
     """
     body = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():  # a device or a pipe: nothing can take its place
+    if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
         path.write_bytes(body)
         return path
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
@@ -65,9 +65,9 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 @contextlib.contextmanager
 def writing(path: Path, elsewhere: str | None = None) -> Iterator[None]:
-    """Around what writes a file or folder: DiskError with its path and the remedy, in place of the system's error.
+    """Convert OSErrors while writing a file or folder to DiskErrors with the path and a remedy.
 
-    `elsewhere` is the setting that chooses another place; by default that of caches for a path in them, else `runs`.
+    `elsewhere` is the setting for another location, by default that of caches for a path in them, else `runs`.
     """
     try:
         yield
@@ -80,7 +80,7 @@ def writing(path: Path, elsewhere: str | None = None) -> Iterator[None]:
 
 
 def publish_folder(partial: Path, final: Path) -> None:
-    """Give a complete folder its name, unless another process published one of that name first."""
+    """Rename a complete folder to its final name, unless another process already published that folder."""
     try:
         partial.rename(final)
     except OSError:
@@ -89,13 +89,13 @@ def publish_folder(partial: Path, final: Path) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error says that a disk or a quota is full, as the system or a library words it."""
+    """Return whether an error of the system or of a library means that a disk or a quota is full."""
     number = error.errno if isinstance(error, OSError) else None
     return number in _FULL or os.strerror(errno.ENOSPC) in str(error)
 
 
 def why(error: BaseException) -> str:
-    """Return what an error about a file says in one short line: `no space left on device`."""
+    """Return the reason for a file error in one short line, such as `no space left on device`."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     if is_full(error):
@@ -105,7 +105,7 @@ def why(error: BaseException) -> str:
 
 
 def cache_trouble(folder: Path, elsewhere: str = "VALKYRIE_CACHE=DIR") -> str | None:
-    """Return why a folder cannot serve as a cache, which needs room for a few files; None where it can."""
+    """Return the reason why a folder cannot be used as a cache, such as too little space, or None if it can."""
     try:
         with writing(folder, elsewhere):
             folder.mkdir(parents=True, exist_ok=True)
@@ -117,10 +117,10 @@ def cache_trouble(folder: Path, elsewhere: str = "VALKYRIE_CACHE=DIR") -> str | 
 
 
 def source_digest(*names: str) -> str:
-    """Return a digest of the source of modules and folders: of this package (`run.py`, `models`), or by full path.
+    """Return a digest of the source of modules and folders, relative to this package (`run.py`, `models`) or absolute.
 
-    A folder counts with all folders in it from which Python can import. Files outside the package are read every time:
-    a notebook's user edits them while it runs.
+    Includes all importable subfolders of a folder. Files outside the package are read every time, because users edit
+    them while a notebook runs.
     """
     package = Path(__file__).resolve().parent
     digest = hashlib.sha256()
@@ -132,7 +132,7 @@ def source_digest(*names: str) -> str:
 
 
 def _digest_of(path: Path) -> str:
-    """Return a digest of a module, or of a folder's modules with their places in it."""
+    """Return a digest of a module, or of a folder's modules and their relative paths."""
     digest = hashlib.sha256()
     for file in sorted(_modules_in(path, set())) if path.is_dir() else [path]:
         digest.update(f"{file.relative_to(path)}\0".encode() + file.read_bytes() + b"\0")
@@ -143,7 +143,7 @@ _digest_of_package = cache(_digest_of)
 
 
 def _modules_in(folder: Path, entered: set[Path]) -> Iterator[Path]:
-    """Yield the modules of a folder and of those in it; links are followed, each folder entered once."""
+    """Yield the modules of a folder and its subfolders. Follows links and visits each folder once."""
     entered.add(folder.resolve())
     for path in sorted(folder.iterdir()):
         if path.suffix == ".py" and path.is_file():
@@ -153,18 +153,21 @@ def _modules_in(folder: Path, entered: set[Path]) -> Iterator[Path]:
 
 
 def config_names(group: str) -> list[str]:
-    """Return the names of the configs of a group that ship with the package, in order."""
+    """Return the sorted names of the configs of a group that ship with the package."""
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
 def config_files(group: str) -> dict[str, Path]:
-    """Return the YAMLs of a config group by name: those of the user's folders on `sys.path`, then the package's."""
+    """Return the YAMLs of a config group by name, from the package and from the user's folders on `sys.path`.
+
+    For equal names, the package's YAML takes precedence, then the first folder on `sys.path`.
+    """
     folders = [Path(entry) for entry in reversed(sys.path) if entry]
     return {path.stem: path for folder in (*folders, conf_dir()) for path in sorted((folder / group).glob("*.yaml"))}
 
 
 def defaults_of(path: Path) -> list[Any]:
-    """Return the defaults list of a YAML: names, and one-key mappings of groups. ValueError if it is no YAML."""
+    """Return the defaults list of a YAML: names, and one-key mappings of groups. ValueError for invalid YAML."""
     import yaml
 
     try:
@@ -175,7 +178,7 @@ def defaults_of(path: Path) -> list[Any]:
 
 
 def read_config(group: str, name: str, schema: type[Schema]) -> Schema:
-    """Return a config of a group as its dataclass, without what its defaults list adds to the schema."""
+    """Return a config of a group as its dataclass, ignoring its defaults list."""
     from omegaconf import DictConfig, OmegaConf
 
     path = conf_dir() / group / f"{name}.yaml"
@@ -189,12 +192,12 @@ def read_config(group: str, name: str, schema: type[Schema]) -> Schema:
 
 
 def read_group(group: str, schema: type[Schema]) -> list[Schema]:
-    """Return every config of a group as its dataclass, by file name."""
+    """Return every shipped config of a group as its dataclass, sorted by file name."""
     return [read_config(group, name, schema) for name in config_names(group)]
 
 
 def unused(folder: Path) -> Path:
-    """Return a folder that does not exist yet: this one, or the first of FOLDER-2, FOLDER-3, ..."""
+    """Return the first folder of FOLDER, FOLDER-2, FOLDER-3, ... that does not exist yet."""
     candidate, number = folder, 2
     while candidate.exists():
         candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1

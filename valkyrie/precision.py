@@ -1,4 +1,4 @@
-"""Precision policies: the dtypes of parameters, products and sums over devices; what steps add up is float32."""
+"""Precision policies: the dtypes of parameters, matrix products and sums over devices."""
 
 from __future__ import annotations
 
@@ -7,41 +7,46 @@ from enum import Enum
 
 
 class DType(Enum):
-    """The dtypes a policy may name; the value is NumPy's name."""
+    """Dtypes of a policy, with NumPy's names as values."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """Bytes per element."""
         return 4 if self is DType.float32 else 2
 
 
 class ProductDType(Enum):
-    """The narrow dtypes that products may take their operands in; the value is NumPy's name."""
+    """Narrow dtypes for operands of matrix products, with NumPy's names as values."""
 
     int8 = "int8"
     float8_e4m3fn = "float8_e4m3fn"
 
 
 ACCUMULATED = DType.float32
-"""The dtype of whatever is added to in small parts, under every policy: moments, averages, gradients of microbatches.
+"""Dtype of accumulators under every policy: moments, moving averages, gradients of microbatches.
 
-A bfloat16 number does not change by less than 0.4% of itself: an average that moves by a thousandth a step would stay
-where it began.
+A bfloat16 value cannot change by less than 0.4% of itself, so an average that moves by a thousandth per step would
+never change.
 """
 
 
 @dataclass
 class PolicyConfig:
-    """A precision policy. S5 parameters and every softmax, norm and loss stay in float32 under all of them.
+    """A precision policy.
 
-    `parameter`: dtype of stored parameters; `compute`: dtype of activations and of the operands of matrix products;
-    `products`: narrow dtype of the operands of blocks' products with parameters, forward and by the activations
-    backward (null: `compute`); each row and column is scaled to it anew. Gradients of parameters are products in
-    `compute`, as are attention and logits. `reduction`: dtype in which gradients are summed over devices. Optimizer
-    moments, the average of the parameters and sums over microbatches are float32 (`ACCUMULATED`).
+    S5 parameters and every softmax, norm and loss are float32 under all policies. So are optimizer moments, the moving
+    average of the parameters, and sums over microbatches (`ACCUMULATED`).
+
+    Args:
+        parameter: dtype of stored parameters.
+        compute: dtype of activations and of the operands of matrix products, including parameter gradients, attention
+            and logits.
+        products: narrow dtype of the operands when blocks multiply activations with parameters, forward and for the
+            gradients of the activations. Each row and column is rescaled at every product. null for `compute`.
+        reduction: dtype for summing gradients over devices.
     """
 
     name: str = "float32"

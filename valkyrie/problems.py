@@ -1,4 +1,4 @@
-"""Problems of a run: what is refused, as data, and the text of each. Imports no JAX."""
+"""Problems of a run as data, and their messages. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Number = int | float
 
 
 class ProblemCode(Enum):
-    """What is wrong. The layout codes have their texts in this module, the general ones bring their own.
+    """Kind of a problem. Messages of layout codes are in this module; problems with general codes include their own.
 
-    A layout code is one that both `valkyrie.parallel.problems` (one layout) and the search (arrays of layouts) use, or
-    that sweeps count.
+    Layout codes are shared by `valkyrie.parallel.problems` (one layout) and the search (arrays of layouts), or are
+    counted by sweeps.
     """
 
-    # General codes, for settings by themselves and together.
+    # General codes, for single settings and their combinations.
     out_of_range = "out_of_range"
     not_finite = "not_finite"
     too_large = "too_large"
@@ -69,12 +69,12 @@ INDIVISIBLE = frozenset(
         ProblemCode.rounds_not_divisible,
     }
 )
-"""Codes of sizes that the mesh does not divide: another mesh or batch removes them."""
+"""Codes of sizes that are not divisible over the mesh. Another mesh or batch solves them."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a setting may have: from `least` or above `above`, to `most` or below `below`. Always finite."""
+    """Allowed numbers: at least `least` or above `above`, and at most `most` or below `below`. Always finite."""
 
     least: Number | None = None
     above: Number | None = None
@@ -91,7 +91,7 @@ class Range:
         )
 
     def describe(self, value: Number) -> str:
-        """Return what is needed instead of a value: `must be at least 0 and below 1`."""
+        """Return the requirement that a value violates, such as `must be at least 0 and below 1`."""
         bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
         words = " and ".join(f"{word} {_plain(number)}" for word, number in bounds.items() if number is not None)
         if not math.isfinite(value):
@@ -105,23 +105,25 @@ Identity = tuple[ProblemCode, str | None, tuple[str, ...], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a run is refused.
+    """One reason why a run is illegal.
 
     Args:
-        code: What is wrong.
+        code: Kind of the problem.
         key: The config key at fault, or None if no key sets it.
         value: The value of that key.
-        text: The message, for general codes; the other codes have theirs in `_TEXTS`.
-        allowed: The numbers that the key may have, for `out_of_range`.
-        otherwise: What else may be written, such as "null for no clipping", for `out_of_range`.
-        partition: The name of the partition whose rules cause it, or None if none does.
-        axes: Logical axes concerned.
-        mesh_axes: Mesh axes concerned, and their sizes in `mesh_sizes`.
-        size: The size that `parts` does not divide.
-        names: Arrays concerned.
-        nearest: Legal values of `key` nearest to its own.
-        legal_sizes: Sizes of the one mesh axis that remove the problem, or None if they were not looked for.
-        details: What else the text of the code needs, by name.
+        text: The message, for general codes. Other codes have theirs in `_TEXTS`.
+        allowed: Allowed numbers, for `out_of_range`.
+        otherwise: An alternative to a number, such as "null for no clipping", for `out_of_range`.
+        partition: The name of the partition with the rules at fault, or None.
+        axes: Logical axes at fault.
+        mesh_axes: Mesh axes at fault.
+        mesh_sizes: Sizes of `mesh_axes`.
+        size: The size that is not divisible by `parts`.
+        parts: The divisor.
+        names: Arrays at fault.
+        nearest: Legal values of `key` nearest to `value`, or None if they were not searched for.
+        legal_sizes: Sizes of the only mesh axis that solve the problem, or None if they were not searched for.
+        details: Other values for the message of the code, by name.
     """
 
     code: ProblemCode
@@ -143,12 +145,12 @@ class Problem:
 
     @property
     def identity(self) -> Identity:
-        """What stays the same while sizes change: code, key, logical axes and mesh axes."""
+        """Code, key, logical axes and mesh axes, which do not depend on sizes."""
         return self.code, self.key, self.axes, self.mesh_axes
 
     @property
     def label(self) -> str:
-        """Short name for counts of refusals, without sizes: `not divisible: heads over x`."""
+        """Short name without sizes, for counting problems: `not divisible: heads over x`."""
         subject = ", ".join(self.axes) or (self.key if self.text or self.allowed else None)
         where = " over ".join(filter(None, (subject, "·".join(self.mesh_axes))))
         words = self.code.value.replace("_", " ")
@@ -160,7 +162,7 @@ class Problem:
         return identity | {"axes": list(self.axes), "mesh_axes": list(self.mesh_axes)}
 
     def __str__(self) -> str:
-        """Return the message: the setting at fault first, the nearest legal value last."""
+        """Return the message. It starts with the setting at fault and ends with the nearest legal value."""
         if self.text:
             return self.text
         if self.allowed is not None:
@@ -183,7 +185,7 @@ class Problem:
 
 
 class ProblemError(ValueError):
-    """A run is refused. The message has a line for each of its `problems`."""
+    """A run is illegal. The message has one line for each of its `problems`."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(dict.fromkeys(problems))
@@ -206,9 +208,9 @@ def check_range(
     below: Number | None = None,
     otherwise: str = "",
 ) -> list[Problem]:
-    """Return the problem of a number outside its bounds or not finite; none of a key that is null.
+    """Return a problem if a number is out of bounds or not finite. None is always allowed.
 
-    `otherwise` is what may be written instead of a number, such as "null for no clipping".
+    `otherwise` is an alternative to a number for the message, such as "null for no clipping".
     """
     allowed = Range(least, above, most, below)
     if value is None or value in allowed:
@@ -217,17 +219,17 @@ def check_range(
 
 
 def suggest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the choice most like a name, or None if none is: `cutoff` is the least similarity, from 0 to 1."""
+    """Return the choice most similar to a name, or None if no similarity reaches `cutoff` (0 to 1)."""
     return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)), None)
 
 
 def first_line(error: object) -> str:
-    """Return the first line of an error's message, empty if it has none."""
+    """Return the first line of an error's message, or an empty string."""
     return next(iter(str(error).splitlines()), "")
 
 
 def either(key: str | None, values: Iterable[object]) -> str:
-    """Return `x=1, x=2 or x=4`; the values alone without a key."""
+    """Format alternatives: `x=1, x=2 or x=4`, or `1, 2 or 4` without a key."""
     *first, last = (f"{key}={value}" if key else str(value) for value in values)
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -309,7 +311,7 @@ _TEXTS = {
         "of layers ({self.size}): {self.size} is not divisible by {self.parts}."
     ),
 }
-"""The text of each code, by the fields of a problem, its details and its clauses."""
+"""Message templates by code. Placeholders are the fields of a problem, its details and its clauses."""
 
 
 def _microbatches(problem: Problem) -> str:
@@ -355,7 +357,7 @@ _CLAUSES: dict[ProblemCode, dict[str, Callable[[Problem], str]]] = {
     ProblemCode.stage_axis_shared: {"pronoun": lambda p: "them" if len(p.axes) > 1 else "it"},
     ProblemCode.wrong_rounds: {"held": _rounds_held, "use": _rounds_to_use},
 }
-"""Clauses of texts that depend on the values."""
+"""Functions for the placeholders of `_TEXTS` that depend on the values."""
 
 
 def _plain(value: Any) -> str:
@@ -363,7 +365,7 @@ def _plain(value: Any) -> str:
 
 
 def _advice(problem: Problem) -> str:
-    """Return the last sentence of a problem of sizes, with the values that would do; empty if none was looked for."""
+    """Return the last sentence of a message about sizes, with legal values; empty if they were not searched for."""
     if problem.nearest is None:
         return ""
     values = problem.nearest
@@ -383,7 +385,7 @@ def _advice(problem: Problem) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names of a list, parameters alone if there are any."""
+    """Return the first three names as text, only parameters if there are any."""
     parameters = [name for name in dict.fromkeys(names) if not name.startswith("activation")] or list(names)
     more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
     return ", ".join(parameters[:3]) + more

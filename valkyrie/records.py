@@ -1,8 +1,8 @@
 """The JSON codec of Valkyrie's files: frozen dataclasses to and from plain values. Errors name file and field.
 
-A record is a frozen dataclass of plain values, enums, tuples, dicts and other records. Two fields are special, both
-optional: `schema: int`, whose default is the newest version this code reads, and `unknown: dict[str, Any]`, which keeps
-the keys that a newer Valkyrie wrote, so that rewriting a file does not lose them.
+A record is a frozen dataclass of plain values, enums, tuples, dicts and other records. Two optional fields are special.
+The default of `schema: int` is the newest version that this code reads. `unknown: dict[str, Any]` stores keys written
+by a newer Valkyrie, so that rewriting a file does not lose them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RecordError(ValueError):
 
 
 def encode(record: Any) -> Any:
-    """Convert a record, or a list or dict of records, to what `json.dumps` takes; NumPy scalars become Python's."""
+    """Convert a record, or a list or dict of records, to JSON values. NumPy scalars become Python numbers."""
     plain = msgspec.to_builtins(record, enc_hook=_encode_scalar)
     if dataclasses.is_dataclass(record) and isinstance(plain, dict) and UNKNOWN in plain:
         plain |= plain.pop(UNKNOWN)
@@ -58,7 +58,7 @@ def dump(record: Any) -> str:
 
 
 def load(record_type: type[R], text: str | bytes, source: str) -> R:
-    """Parse JSON text into a record. Raises RecordError for broken JSON as for wrong types."""
+    """Parse JSON text into a record. Raises RecordError for invalid JSON or wrong types."""
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -67,12 +67,12 @@ def load(record_type: type[R], text: str | bytes, source: str) -> R:
 
 
 def write_record(path: Path, record: Any) -> Path:
-    """Write a record to a JSON file in one piece and return its path. Raises DiskError if it cannot be written."""
+    """Write a record to a JSON file atomically and return its path. Raises DiskError if it cannot be written."""
     return write_whole(path, dump(record))
 
 
 def read_record(record_type: type[R], path: Path) -> R:
-    """Read a record from a JSON file. Raises RecordError for its content and OSError if it cannot be read."""
+    """Read a record from a JSON file. Raises RecordError for invalid content, OSError if it cannot be read."""
     return load(record_type, path.read_bytes(), str(path))
 
 

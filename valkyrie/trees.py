@@ -1,4 +1,4 @@
-"""Dotted names: leaves of nested dicts, values of nested dataclasses, leaves of JAX's trees. JAX comes with those."""
+"""Dotted names for leaves of nested dicts, nested dataclasses and JAX trees. Only the latter import JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested dicts by their dotted names, in the order of the dicts; an empty dict has none."""
+    """Flatten nested dicts to leaves by dotted name, in the order of the dicts. Empty dicts disappear."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -24,13 +24,13 @@ def at(config: Any, key: str) -> Any:
 
 
 def with_value(config: Any, key: str, value: Any) -> Any:
-    """Return nested dataclasses with another value of a dotted key."""
+    """Return a copy of nested dataclasses with a new value for a dotted key."""
     name, _, rest = key.partition(".")
     return replace(config, **{name: with_value(getattr(config, name), rest, value) if rest else value})
 
 
 def as_written(value: Any) -> str:
-    """Return a value as a person writes it on the command line."""
+    """Format a value for the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(as_written, value))}]"
     if value is None or isinstance(value, bool):
@@ -39,14 +39,14 @@ def as_written(value: Any) -> str:
 
 
 def names_of(tree: Any) -> list[str]:
-    """Return the dotted name of every leaf of one of JAX's trees, in the order of its leaves."""
+    """Return the dotted name of every leaf of a JAX tree, in the order of its leaves."""
     import jax
 
     return [name_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def name_of(path: Any) -> str:
-    """Return the dotted name of a leaf from its path, as `jax.tree_util` gives it."""
+    """Return the dotted name of a leaf from its `jax.tree_util` path."""
     import jax
 
     return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,27 +1,27 @@
-"""How bytes, seconds and shares are written for people, and how people write a time."""
+"""Formats bytes, seconds and shares for people, and parses times."""
 
 from __future__ import annotations
 
 import re
 
 GIB = 2**30
-"""Bytes."""
+"""Bytes per GiB."""
 
 
 def gib(size: int | float | None) -> str:
-    """Return bytes in GiB, `?` where they are not known."""
+    """Format bytes in GiB, or `?` if unknown."""
     return "?" if size is None else f"{size / GIB:.1f} GiB"
 
 
 def memory(size: int | float | None) -> str:
-    """Return bytes in GiB, or in MiB or KiB below a tenth of one; `?` where they are not known."""
+    """Format bytes in GiB, MiB or KiB, or `?` if unknown. Uses the smaller unit below a tenth of the larger."""
     if size is None or size >= GIB / 10:
         return gib(size)
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"
 
 
 def sent(size: int | float) -> str:
-    """Return bytes on a link, in powers of ten."""
+    """Format bytes sent over a link, with decimal units."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
@@ -29,14 +29,14 @@ def sent(size: int | float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds, below one as milliseconds."""
+    """Format seconds, or milliseconds below one second."""
     if seconds >= 1:
         return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds:.3f} s"
     return f"{1e3 * seconds:.1f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.3g} ms"
 
 
 def span(seconds: float) -> str:
-    """Return a long time in its two largest units: `3 d 2 h`, `5 min 12 s`, `8.1 s`."""
+    """Format a long time in its two largest units: `3 d 2 h`, `5 min 12 s`, `8.1 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     size, unit, smaller, part = next(
@@ -46,21 +46,21 @@ def span(seconds: float) -> str:
 
 
 def amount(number: float) -> str:
-    """Format a number with three digits, larger ones without decimals."""
+    """Format a number with three significant digits, or without decimals from 100 on."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def percent(share: float) -> str:
-    """Return a share of one as whole percents."""
+    """Format a share (0 to 1) as a whole percentage."""
     return f"{100 * share:.0f}%"
 
 
 def share_text(share: float) -> str:
-    """Return a share in percents, small ones with a digit after the point."""
+    """Format a share (0 to 1) as a percentage, with one decimal below 10%."""
     return percent(share) if share >= 0.0995 or not share else f"{100 * share:.1f}%"
 
 
 def seconds_of(text: str) -> float | None:
-    """Return the seconds of a time as it is typed: `90s`, `10min`, `1.5h`; None for what is none, or not above 0."""
+    """Parse a time such as `90s`, `10min` or `1.5h` to seconds, or None if it is malformed or not above 0."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
     return None if match is None else float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]] or None
