@@ -390,7 +390,7 @@ class Run:
             )
 
         value = at(self.config, key)
-        least = value if key == "model.vocab_size" else 1  # the tokenizer does not get smaller
+        least = value if key == "model.vocab_size" else 1  # it must cover the ids of the tokenizer
         return nearest_legal(value, problem.parts, legal, least)
 
     def _writes(self) -> tuple[str, object] | None:

@@ -17,8 +17,8 @@ class Config(CompilingMode, MeasuringMode):
     """Settings of `mode=search`.
 
     Args:
-        budget: time for compiles, and the same again for measurements (`10min`, `90s`, `2h`); null for no limit. A
-            running compile is stopped when it ends. No measurement starts after it.
+        budget: time for compiles, and the same again for measurements (`10min`, `90s`, `2h`); null for no limit. At
+            its end, a running compile is stopped, and no further measurement starts.
         targets: slices to compare.
         shapes: whether to search every shape of a slice.
         compiles: maximum number of layouts to compile.

@@ -158,8 +158,8 @@ def discretize(
     `step_rescale` is the ratio of the training step to the step of the data, as in the paper's zero-shot resampling.
     `clip_eigs` keeps real parts at or below -1e-4, so that no state grows (Goel et al., arXiv 2202.09729).
 
-    Zero-order hold: Lambda_bar = exp(Lambda Delta), s = (Lambda_bar - 1) / Lambda, with a series for small Lambda
-    Delta. Bilinear: Lambda_bar = (1 + Lambda Delta / 2) / (1 - Lambda Delta / 2), s = Delta / (1 - Lambda Delta / 2).
+    - Zero-order hold: Lambda_bar = exp(Lambda Delta), s = (Lambda_bar - 1) / Lambda (by series for small Lambda Delta).
+    - Bilinear: Lambda_bar = (1 + Lambda Delta / 2) / (1 - Lambda Delta / 2), s = Delta / (1 - Lambda Delta / 2).
 
     For given float32 Lambda and Delta, the error of Lambda_bar is at most 5e-7, and that of s about 1e-6 of
     min(Delta, 1 / |Lambda|). In addition, rounding Delta = exp(log_step) rotates Lambda_bar by up to
