@@ -1,7 +1,7 @@
 """Models: blocks, the stack they form, and the families, each a module with a `Config`.
 
-A family of this package is a module of `valkyrie.models.families`; any other name is a module of the user's that can be
-imported. Its `Config` derives from `Stack`, or has the methods of `Model`.
+Built-in families are modules of `valkyrie.models.families`. Any other family name is an importable module of the user.
+Its `Config` derives from `Stack`, or implements the methods of `Model`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FAMILIES = Families("model.family", "valkyrie.models.families")
 
 @runtime_checkable
 class Model(Protocol):
-    """The configuration of a model, whatever its family. Only `build` imports JAX."""
+    """The configuration of a model of any family. Only `build` imports JAX."""
 
     family: str
     name: str
@@ -50,11 +50,11 @@ class Model(Protocol):
         ...
 
     def parameters(self) -> dict[str, Parameter]:
-        """Return every parameter by dotted name, in the order of the built model's."""
+        """Return every parameter by dotted name, in the order of the built model."""
         ...
 
     def arrays(self) -> Arrays:
-        """Return the arrays that a layout splits."""
+        """Return the arrays that a layout shards."""
         ...
 
     def parameter_count(self) -> int:
@@ -74,22 +74,22 @@ class Model(Protocol):
         ...
 
     def working(self) -> list[SavedActivation]:
-        """Return an estimate of further activations that exist while a part of the model runs."""
+        """Return an estimate of the additional activations that exist while a part of the model runs."""
         ...
 
     def build(self, *, numerics: Numerics, key: Array) -> Any:
-        """Return the module; imports JAX."""
+        """Build the module. Imports JAX."""
         ...
 
 
 @runtime_checkable
 class Layered(Model, Protocol):
-    """A model whose layers run one after another, each declared by its blocks, as `Stack` has them."""
+    """A model made of sequential layers, each declared by its blocks, such as a `Stack`."""
 
     embed: int
 
     def segments(self) -> list[tuple[list[Layer], int]]:
-        """Return groups of layers, each with its repetitions, first to last."""
+        """Return groups of layers with their number of repetitions, first to last."""
         ...
 
 
@@ -99,7 +99,7 @@ def activation_names(model: Model) -> list[str]:
 
 
 def known_axes() -> dict[str, str]:
-    """Return the logical axes of all families, the user's included, with what each counts."""
+    """Return the logical axes of all families, including the user's, with descriptions."""
     return _axes_of((*FAMILIES.names(), *FAMILIES.user_names()))
 
 

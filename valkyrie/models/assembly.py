@@ -1,4 +1,4 @@
-"""A model without its arrays: makes parameters from a key, and the module that holds given ones."""
+"""Separates a model from its arrays: initialises parameters from a key, and builds the module for given parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from valkyrie.trees import names_of
 
 
 class Assembly:
-    """The module of a model's configuration under a precision policy; its parameters are nested dicts of arrays."""
+    """Builds the module of a model config under a precision policy. Parameters are nested dicts of arrays."""
 
     def __init__(self, model: Model, numerics: Numerics) -> None:
         self._make = lambda key: model.build(numerics=numerics, key=key)
@@ -23,11 +23,11 @@ class Assembly:
         self.abstract_parameters = nnx.to_pure_dict(self._state)
         """Shapes and dtypes of the parameters."""
         self.specs = model.parameters()
-        """What the model declares of each parameter, by dotted name, in the order of the leaves."""
+        """Declared parameters by dotted name, in the order of the leaves."""
         _refuse_undeclared(model.family, self.specs, self.abstract_parameters, numerics)
 
     def init(self, key: Array) -> Any:
-        """Return fresh parameters; the same for the same key on any mesh."""
+        """Return new parameters. The same key gives the same parameters on any mesh."""
         return nnx.to_pure_dict(nnx.state(self._make(key)))
 
     def module(self, parameters: Any) -> Any:
@@ -38,7 +38,7 @@ class Assembly:
 
 
 def _refuse_undeclared(family: str, specs: dict[str, Parameter], built: Any, numerics: Numerics) -> None:
-    """Raise ValueError where the module has other parameters than its configuration declares."""
+    """Raise ValueError if the parameters of the module differ from those its configuration declares."""
     declared = {name: (spec.shape, "float32" if spec.float32 else numerics.parameter) for name, spec in specs.items()}
     leaves = zip(names_of(built), jax.tree.leaves(built), strict=True)
     made = {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves}

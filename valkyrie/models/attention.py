@@ -13,13 +13,17 @@ from valkyrie.problems import Problem, ProblemCode, check_range
 
 @dataclass
 class Attention(Block):
-    """Windowed attention. `windows` and `dilations` are taken in turn by the attention layers, first layer first.
+    """Windowed or full attention.
 
-    A window counts keys including the token itself (`valkyrie.ops.attention` defines it); null is full attention.
-    `global_tokens` is how many leading positions of a sequence are global, with projections of their own. `qk_norm`
-    normalises each query and key before rotation, with a learned scale (Qwen 3, OLMo 2 and Gemma 3 do); `soft_cap` c
-    replaces logits l by c * tanh(l / c) (Gemma 2: 50). `rope_theta` null: queries and keys are not rotated. `bias`
-    says which products have one.
+    Args:
+        windows: Number of keys per window, including the token itself (see `valkyrie.ops.attention.pattern`); null is
+            full attention. Attention layers cycle through the list, first layer first.
+        dilations: Distance between the keys of a window. Attention layers cycle through the list.
+        global_tokens: Number of leading positions of a sequence that are global. They have separate projections.
+        rope_theta: Base of the rotary frequencies; null: queries and keys are not rotated.
+        bias: Which products have a bias.
+        qk_norm: Normalise each query and key before rotation, with a learned scale (Qwen 3, OLMo 2, Gemma 3).
+        soft_cap: c, which replaces logits l by c * tanh(l / c) (Gemma 2: 50).
     """
 
     heads: int = 4
@@ -85,7 +89,7 @@ class Attention(Block):
         return {name: Size(getattr(self, name), f"{site.key}.{name}") for name in self.axes}
 
     def weights(self, site: BlockContext) -> dict[str, Weight]:
-        """Return the projections, a second set of them where there are global tokens, and that of the output."""
+        """Return the query, key and value projections, a second set of them for global tokens, and the output's."""
         query, of_key = weight("embed", "heads", "head_dim"), weight("embed", "kv_heads", "head_dim")
         weights = {"out": weight("embed", "heads", "head_dim", output_first=True)}
         if self.bias is Bias.all:
@@ -106,25 +110,25 @@ class Attention(Block):
         return self.window(site), self.dilation(site)
 
     def window(self, site: BlockContext) -> int | None:
-        """Return how many keys this layer sees, the token's own included; None for all."""
+        """Return the number of keys this layer sees, including the token's, or None if all."""
         return self.windows[site.number % len(self.windows)]
 
     def dilation(self, site: BlockContext) -> int:
-        """Return how far apart the keys are that this layer sees."""
+        """Return the distance between the keys that this layer sees."""
         return self.dilations[site.number % len(self.dilations)]
 
     def flops(self, site: BlockContext, seq: int) -> float:
-        """Return forward FLOPs per token: its projections, and logits and values over the keys a query really sees."""
+        """Return forward FLOPs per token: the projections, and logits and values over the keys that a query sees."""
         keys = 4 * site.embed * self.head_dim * self.kv_heads
         projections = 4 * site.embed * self.head_dim * (self.heads + self.kv_heads) + keys * bool(self.global_tokens)
         return projections + 4.0 * self.head_dim * self.scores(site, seq)
 
     def scores(self, site: BlockContext, seq: int) -> float:
-        """Return the logits of a token: the keys that it really sees, for every head."""
+        """Return the number of logits per token: the keys that it sees, for every head."""
         return self.heads * self._mean_keys(site, seq)
 
     def saves(self, site: BlockContext) -> list[Saved]:
-        """Return its products, what the kernel gives and its softmax's sums, and what rotation and norm need."""
+        """Return the projections, the kernel's output and softmax sums, and the inputs of rotation and norms."""
         return [
             saved("heads", "head_dim", name="query", product=True),
             saved("kv_heads", "head_dim", name="key", product=True),
@@ -141,15 +145,16 @@ class Attention(Block):
         ]
 
     def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        """Return keys and values: those of a window before the token, or all."""
+        """Return keys and values, read from the window before the token or from all positions."""
         window = self.window(site)
         positions = None if window is None else (window - 1) * self.dilation(site)
         return [(kept, positions) for kept in self.kept(site) if kept.name in ("key", "value")]
 
     def _mean_keys(self, site: BlockContext, seq: int) -> float:
-        """Return how many keys a query sees on average: key n of a window lies n dilations back, if there at all.
+        """Return the mean number of keys that a query sees.
 
-        Keys of a causal window W of dilation d over `seq` positions average W - d W(W-1)/(2 seq).
+        Key n of a window is n dilations before the query, if that position exists. A causal window W of dilation d over
+        `seq` positions thus has W - d W(W-1)/(2 seq) keys on average.
         """
         dilation = self.dilation(site)
         window = min(self.window(site) or seq, -(-seq // dilation))

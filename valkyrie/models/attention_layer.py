@@ -28,11 +28,11 @@ from valkyrie.ops.linear import Numerics
 from valkyrie.ops.rotary import rotate
 
 QK_NORM_EPSILON = 1e-6
-"""Of the norms of queries and keys, as in Qwen 3, OLMo 2 and Gemma 3."""
+"""Epsilon of the query and key norms, as in Qwen 3, OLMo 2 and Gemma 3."""
 
 
 class Projections(nnx.Module):
-    """Query, key and value projections; queries and keys are normalised where the block says so, and rotated."""
+    """Query, key and value projections. Queries and keys are normalised under `qk_norm`, then rotated."""
 
     def __init__(self, block: Attention, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
         keys, self.numerics = jax.random.split(key, 3), numerics
@@ -80,7 +80,7 @@ class Projections(nnx.Module):
 
 
 class AttentionLayer(nnx.Module):
-    """Attention within a window and dilation that are fixed for this layer; leading tokens may be global."""
+    """Attention with the window and dilation of one layer. Leading tokens may be global."""
 
     projections: type[Projections] = Projections
 
@@ -93,7 +93,7 @@ class AttentionLayer(nnx.Module):
             self.globals = self.projections(block, _within("globals", specs), numerics=numerics, key=keys[1])
         deviation = (2 * site.layers * block.heads * block.head_dim) ** -0.5
         weights = normal(keys[2], (block.heads, block.head_dim, site.embed), deviation)
-        # Embed first, as in the others: what a fully sharded partition gathers is then contiguous.
+        # Embed first, like the other projections, so that a fully sharded partition gathers contiguous memory.
         self.out = parameter(specs["out"], weights.transpose(2, 0, 1), numerics)
         if block.bias is Bias.all:
             self.out_bias = parameter(specs["out_bias"], jnp.zeros((site.embed,)), numerics)
@@ -101,7 +101,7 @@ class AttentionLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
-        """Return the layer's output before the residual sum; unequal segments do not see each other."""
+        """Return the layer's output before the residual sum. Positions of different segments do not see each other."""
         positions, rows, segment_ids = jnp.arange(x.shape[1]), _rows(shard, x.shape[0]), boundaries.segment_ids
         key_axis, _ = _key_heads(shard)
         of_heads, of_kv_heads = (rows, "seq", "heads", "head_dim"), (rows, "seq", key_axis, "head_dim")
@@ -131,11 +131,11 @@ class AttentionLayer(nnx.Module):
         tokens: Int[Array, "batch seq"] | None,
         shard: Shard,
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
-        """Return the keys and values of a layer's own window."""
+        """Return the keys and values of the layer's window."""
         return self.local.keys_values(x, positions, shard)
 
     def _local(self, segmented: bool, shard: Shard):
-        """Return what each device does with its heads, rows and, under a sequence split, positions."""
+        """Return the attention function of one device, for its heads, rows and, if `seq` is sharded, positions."""
         c, sequence_axes, (_, split_further) = self.config, shard.mesh_axes_of("seq"), _key_heads(shard)
         group = c.heads // c.kv_heads
 
@@ -158,7 +158,7 @@ class AttentionLayer(nnx.Module):
         return mix
 
     def init_state(self, batch: int, max_len: int) -> KVCache:
-        """Return an empty cache: one window of keys, or `max_len` of them without a window."""
+        """Return an empty cache for one window of keys, or for `max_len` keys without a window."""
         c = self.config
         return init_cache(
             batch,
@@ -174,7 +174,7 @@ class AttentionLayer(nnx.Module):
     def step(
         self, x: Float[Array, "batch embed"], state: KVCache, tokens: Int[Array, " batch"] | None = None
     ) -> tuple[Float[Array, "batch embed"], KVCache]:
-        """Return the output of one more position and the cache after it: the streaming form."""
+        """Return the output of the next position and the updated cache (streaming form)."""
         wide, position = x[:, None], state.position[None]
         q = self.local.queries(wide, position, UNSHARDED)[:, 0]
         beside_x = None if tokens is None else tokens[:, None]
@@ -189,9 +189,9 @@ class AttentionLayer(nnx.Module):
 
 
 def _key_heads_of(k: Array, heads: int, group: int, split_further: tuple[str, ...]) -> Array:
-    """Return the key heads (axis 2) that this device's `heads` query heads use; `group` query heads share one.
+    """Return the key heads (axis 2) that this device's `heads` query heads use; `group` query heads share a key head.
 
-    Inside `jax.shard_map`. Query heads are split over `split_further` beyond what key heads are.
+    For use inside `jax.shard_map`. `split_further` are the mesh axes that shard query heads but not key heads.
     """
     if not split_further:
         return k
@@ -207,15 +207,15 @@ def _leading(q: Array, k: Array, v: Array) -> GlobalTokens:
 
 
 def _within(prefix: str, specs: dict[str, Parameter]) -> dict[str, Parameter]:
-    """Return the parameters whose names begin with a prefix, without it."""
+    """Return the parameters under a prefix, with the prefix removed from their names."""
     return {name.removeprefix(f"{prefix}."): spec for name, spec in specs.items() if name.startswith(f"{prefix}.")}
 
 
 def _rows(shard: Shard, batch: int) -> Axis:
-    """Return what splits the rows of attention: the batch's axes, and those of the residual stream that are free.
+    """Return the logical axes that shard the rows of attention: the batch, and `embed` if its mesh axes are free.
 
-    Products over a split residual stream leave sums over its axes: each of their devices then takes its own rows of the
-    sum, where otherwise all of them would take all rows and attend to the same.
+    Projections of a sharded residual stream end in a sum over the mesh axes of `embed`. With this, each of those
+    devices receives a part of the rows. Otherwise all of them would receive all rows and repeat the same attention.
     """
     free = not set(shard.mesh_axes_of("embed")) & {*shard.mesh_axes_of("heads"), *shard.mesh_axes_of("kv_heads")}
     split = free and shard.size("embed") > 1 and batch % (shard.size("batch") * shard.size("embed")) == 0
@@ -223,10 +223,10 @@ def _rows(shard: Shard, batch: int) -> Axis:
 
 
 def _key_heads(shard: Shard) -> tuple[str | None, tuple[str, ...]]:
-    """Return the axis that splits key heads while attention is computed, and the mesh axes that split heads further.
+    """Return the logical axis of key heads during attention, and the mesh axes that shard only query heads.
 
-    Heads and key heads are split by rules of their own. Where key heads lie on the first of the axes that heads lie on
-    (or on none), each device picks those of its queries; where they lie otherwise, they are gathered.
+    Query heads and key heads are sharded by separate rules. If the mesh axes of key heads are the first ones of query
+    heads (or none), each device picks the key heads of its queries. Otherwise key heads are gathered.
     """
     heads, key_heads = shard.mesh_axes_of("heads"), shard.mesh_axes_of("kv_heads")
     if heads[: len(key_heads)] == key_heads:

@@ -1,8 +1,8 @@
 """Declarations of blocks and of the layers made of them: axes, parameters, FLOPs and saved activations.
 
-A block is a dataclass that derives from `Block`. Its fields are configuration keys, and its methods are everything that
-code outside its file knows about it. Nothing here imports JAX, so layouts are checked and their memory is estimated
-without it. Only `Block.build`, which makes the module that computes, imports JAX.
+A block is a dataclass that derives from `Block`. Its fields are configuration keys, and its methods are its whole
+interface to other code. Nothing here imports JAX, so layouts are checked and their memory is estimated without it. Only
+`Block.build`, which builds the module, imports JAX.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from valkyrie.ops.linear import Numerics
 
 BLOCK_INPUT = "block_input"
-"""The residual stream where it enters a block. That of the first block of a group is saved under every policy."""
+"""Name of the residual stream at the input of a block. The input of a group's first block is always saved."""
 
 
 @dataclass(frozen=True)
 class BlockContext:
-    """Where a block is in a stack.
+    """Position of a block in a stack.
 
     Args:
         embed: Width of the residual stream.
         layers: Number of layers of the stack.
-        number: Number of earlier layers whose mixer is of the same kind.
+        number: Number of earlier layers with the same kind of mixer.
         key: Configuration key of the block, such as `model.s5`.
-        vocab: Rows of a table of tokens.
+        vocab: Number of rows of a token table.
     """
 
     embed: int
@@ -69,7 +69,7 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """`count` equal arrays that a backward pass holds at once.
+    """`count` equal arrays that exist at the same time in a backward pass.
 
     Args:
         tensor: Shape and logical axes of one array.
@@ -78,7 +78,7 @@ class SavedActivation:
         name: Name by which `remat` saves or offloads them, or None.
         product: They are results of a matrix product.
         always: They are never recomputed.
-        needed_for: They are needed only to recompute the activation of this name.
+        needed_for: Name of an activation; they are needed only to recompute it.
     """
 
     tensor: Tensor
@@ -98,7 +98,7 @@ def weight(*dims: str | int, group: str = "matrix", float32: bool = False, outpu
         *dims: A logical axis per dimension, or a length for one that is never split.
         group: Optimizer group, one of `valkyrie.axes.GROUPS`.
         float32: Keep it in float32 under every precision policy.
-        output_first: The first dimension is that of the product's output, not of its input.
+        output_first: The first dimension is the product's output, not its input.
     """
     return Weight(dims, group, float32, output_first)
 
@@ -122,7 +122,7 @@ def saved(
         float32: float32 instead of the compute dtype.
         product: They are results of a product with a parameter, which `remat=dots` saves.
         result: They are the block's output, which only later blocks need.
-        needed_for: They are needed only to recompute the activation of this name.
+        needed_for: Name of an activation; they are needed only to recompute it.
     """
     return Saved((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for)
 
@@ -132,16 +132,17 @@ class Block(ABC):
     """A kind of block: a mixer of positions, or a feed-forward. The fields of a subclass are its configuration keys.
 
     Args:
-        axes: Logical axes it declares in addition to `embed`, with what each counts.
-        activations: Axes of the activations whose placement its module requests.
-        follows: Axes that are split like another one as far as their length divides (key heads like heads).
-        dispatches: Axes of its parameters whose shards receive tokens from other devices (experts), instead of being
-            gathered on every device.
+        axes: Logical axes it declares in addition to `embed`, with descriptions.
+        activations: Axes of the activations that its module places with a sharding constraint.
+        follows: Axes that are sharded like another axis, as far as their length divides (key heads like heads).
+        dispatches: Axes of its parameters, such as experts, with shards that receive tokens from other devices instead
+            of being gathered on every device.
         norm_group: Optimizer group of the norm before it.
-        over_rows: Mesh axes that split the residual stream and none of its `activations` split rows while it mixes.
-        pointwise: Each position is computed from itself alone. Such a block is a feed-forward; others are mixers.
-        module_class: Class of the module that computes it, as `package.file:Class`. It is imported when it is built, so
-            that blocks are declared, checked and estimated without JAX.
+        over_rows: While it mixes, rows are sharded over the mesh axes that shard the residual stream and none of its
+            `activations`.
+        pointwise: Each position is computed from itself alone. Pointwise blocks are feed-forwards; others are mixers.
+        module_class: Class of its module, as `package.file:Class`. It is imported by `build`, so that blocks are
+            declared, checked and estimated without JAX.
     """
 
     axes: ClassVar[Mapping[str, str]] = {}
@@ -160,11 +161,11 @@ class Block(ABC):
 
     @property
     def auxiliary(self) -> dict[str, float]:
-        """Weights in the objective of the values that its module returns beside its output, by name.
+        """Weights in the objective of the values that its module returns in addition to its output, by name.
 
-        The module then returns `(output, values)` with a float32 value per sequence for every name. A value is averaged
-        over sequences, each weighted by its targets, and its weighted sum over layers is added to the objective.
-        Every value is logged as `KIND/NAME`, averaged over layers too; the weight 0 is for values that are only logged.
+        With such values, the module returns `(output, values)` with a float32 value per sequence for every name. A
+        value is averaged over sequences, weighted by their targets, and its weighted sum over layers is added to the
+        objective. Every value is logged as `KIND/NAME`, averaged over layers too. Use weight 0 to only log a value.
         """
         return {}
 
@@ -186,14 +187,14 @@ class Block(ABC):
 
     @abstractmethod
     def saves(self, site: BlockContext) -> list[Saved]:
-        """Return an estimate of what its backward pass needs in addition to its input, if nothing is recomputed."""
+        """Estimate the activations its backward pass needs in addition to its input, if nothing is recomputed."""
 
     def build(self, site: BlockContext, *, numerics: Numerics, key: Array) -> Any:
-        """Build the module that computes it (`valkyrie.models.layers.BlockModule`): an instance of `module_class`."""
+        """Build its module, an instance of `module_class` (see `valkyrie.models.layers.BlockModule`)."""
         return resolve_name(self.module_class)(self, site, numerics=numerics, key=key)
 
     def variant(self, site: BlockContext) -> Hashable:
-        """Return a key that differs between blocks of a kind that cannot share a scan."""
+        """Return a key that differs between blocks of the same kind that cannot share a scan."""
         return None
 
     def parameters(self, site: BlockContext) -> dict[str, Parameter]:
@@ -207,15 +208,18 @@ class Block(ABC):
         }
 
     def scores(self, site: BlockContext, seq: int) -> float:
-        """Return its numbers per token that belong to pairs of positions, such as attention's logits."""
+        """Return the values per token that it computes for pairs of positions, such as attention logits."""
         return 0.0
 
     def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        """Return activations that it reads from other sequence shards, each with the positions read (None: all)."""
+        """Return the activations that it reads from other sequence shards, with the positions read (None: all)."""
         return []
 
     def kept(self, site: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
-        """Return what its backward pass needs; its output only to recompute `needed_for`, unless that is None."""
+        """Return the activations that its backward pass needs.
+
+        With `needed_for`, its output is marked as needed only to recompute that activation.
+        """
         sizes = self._sizes(site)
         return [
             SavedActivation(
@@ -230,7 +234,7 @@ class Block(ABC):
         ]
 
     def asked_activations(self, site: BlockContext) -> list[Tensor]:
-        """Return the activations whose placement it requests."""
+        """Return the activations that it places with a sharding constraint."""
         return [tensor(axes, self._sizes(site)) for axes in self.activations]
 
     def _sizes(self, site: BlockContext) -> dict[str, Size]:
@@ -238,7 +242,7 @@ class Block(ABC):
 
 
 def tensor(dims: tuple[str | int, ...], sizes: Mapping[str, Size]) -> Tensor:
-    """Return the tensor of these dimensions. `batch` and `seq` have length 0: only a run knows theirs."""
+    """Return the tensor with these dimensions. `batch` and `seq` get length 0, because only a run knows theirs."""
     known = {BATCH: Size(0), SEQ: Size(0), **sizes}
     dimensions = [Size(d) if isinstance(d, int) else known[d] for d in dims]
     axes = tuple(None if isinstance(d, int) else d for d in dims)
@@ -246,21 +250,21 @@ def tensor(dims: tuple[str | int, ...], sizes: Mapping[str, Size]) -> Tensor:
 
 
 class Boundary(Enum):
-    """What a packed document sees of the one before it: nothing (`reset`) or everything (`cross`)."""
+    """Whether a packed document sees the one before it: never (`reset`) or always (`cross`)."""
 
     reset = "reset"
     cross = "cross"
 
 
 class Residual(Enum):
-    """Feed-forward after the mixer (`sequential`), or both on one norm and summed (`parallel`)."""
+    """Order of mixer and feed-forward: one after the other (`sequential`), or a sum on a shared norm (`parallel`)."""
 
     sequential = "sequential"
     parallel = "parallel"
 
 
 DENSE = "feed_forward"
-"""The feed-forward that `Stack.feed_forward` and `Stack.mlp` describe, as `feed_forward_pattern` names it."""
+"""Name in `feed_forward_pattern` of the feed-forward that `Stack.feed_forward` and `Stack.mlp` define."""
 
 
 @dataclass(frozen=True)
@@ -276,17 +280,17 @@ class Layer:
 
     @property
     def variant(self) -> Hashable:
-        """Key under which layers are scanned together."""
+        """Key that is equal for layers that can be scanned together."""
         return tuple((kind, block.variant(site)) for kind, (block, site) in self.blocks.items())
 
     @property
     def feed_forward_site(self) -> BlockContext:
-        """The site of the feed-forward. The keys of the dense one are the model's own."""
+        """Context of the feed-forward. The dense one uses the configuration keys of the model."""
         return replace(self.site, key="model" if self.feed_forward_kind == DENSE else f"model.{self.feed_forward_kind}")
 
     @property
     def blocks(self) -> dict[str, tuple[Block, BlockContext]]:
-        """Its blocks by kind: the mixer, then the feed-forward."""
+        """Blocks by kind: the mixer, then the feed-forward."""
         blocks = {self.kind: (self.mixer, self.site)}
         if self.feed_forward is not None:
             blocks[self.feed_forward_kind] = self.feed_forward, self.feed_forward_site
@@ -304,7 +308,7 @@ class Layer:
         return parameters
 
     def activations(self) -> list[Tensor]:
-        """Return the activations whose placement it requests."""
+        """Return the activations that its blocks place with a sharding constraint."""
         return [t for block, site in self.blocks.values() for t in block.asked_activations(site)]
 
     def flops(self, seq: int) -> float:
@@ -321,17 +325,18 @@ class Layer:
         }
 
     def kept(self, *, first: bool) -> list[SavedActivation]:
-        """Return its input and what its backward pass needs beside that. An estimate.
+        """Estimate its input and the other activations that its backward pass needs.
 
         Counted from the operations: norms keep their input in float32, products their input, gates both factors. The
-        input of the `first` layer of a group is never made again. A layer's result serves to make the next one's input.
+        input of the `first` layer of a group is never recomputed. A layer's result is needed to recompute the next
+        layer's input.
         """
         embed = {"embed": Size(self.site.embed, "model.embed")}
         of_input = SavedActivation(tensor(("batch", "seq", "embed"), embed), 1, name=BLOCK_INPUT, always=first)
         if self.feed_forward is None:
             return [of_input, *self.mixer.kept(self.site, BLOCK_INPUT)]
         after = self.feed_forward.kept(self.feed_forward_site, BLOCK_INPUT)
-        if self.residual is Residual.parallel:  # of one norm, whose input and result the mixer counts
+        if self.residual is Residual.parallel:  # the shared norm's input and result are counted by the mixer
             shared = of_input.tensor
             after = [kept for kept in after if kept.name is not None or kept.tensor != shared]
             return [of_input, *self.mixer.kept(self.site, BLOCK_INPUT), *after]
@@ -351,5 +356,5 @@ def vector(axis: str, length: int, group: str) -> Parameter:
 
 
 def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with `prefix.` before their names."""
+    """Return the values with `prefix.` prepended to their names."""
     return {f"{prefix}.{name}": value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""The feed-forward block: a gated or a plain product of each position."""
+"""The feed-forward block: a gated or plain MLP on each position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from valkyrie.problems import Problem, check_range
 
 
 class Nonlinearity(Enum):
-    """The feed-forward product: gated (`swiglu`, `geglu`: three matrices) or plain (two)."""
+    """The nonlinearity of a feed-forward: gated (`swiglu`, `geglu`: three matrices) or plain (two matrices)."""
 
     swiglu = "swiglu"
     geglu = "geglu"
@@ -21,15 +21,15 @@ class Nonlinearity(Enum):
 
     @property
     def gated(self) -> bool:
-        """Whether a third matrix gates the hidden side."""
+        """Whether a third matrix gates the hidden activations."""
         return self in (Nonlinearity.swiglu, Nonlinearity.geglu)
 
 
 @dataclass
 class FeedForward(Block):
-    """A product up to `mlp`, its nonlinearity, and a product down again; gated ones as in arXiv 2002.05202.
+    """A projection to `mlp` channels, a nonlinearity, and a projection back. Gated variants follow arXiv 2002.05202.
 
-    `biases`: each product has one (GPT-2).
+    `biases` adds a bias to each projection (GPT-2).
     """
 
     kind: Nonlinearity = Nonlinearity.swiglu
@@ -49,7 +49,7 @@ class FeedForward(Block):
         return {"mlp": Size(self.mlp, f"{site.key}.mlp")}
 
     def weights(self, site: BlockContext) -> dict[str, Weight]:
-        """Return the matrices, embed first: what a fully sharded partition gathers is then contiguous."""
+        """Return the matrices, embed first, so that a fully sharded partition gathers contiguous memory."""
         names = ("up", "gate", "down") if self.kind.gated else ("up", "down")
         weights = {name: weight("embed", "mlp", output_first=name == "down") for name in names}
         if self.biases:
@@ -61,7 +61,7 @@ class FeedForward(Block):
         return 2.0 * site.embed * self.mlp * (3 if self.kind.gated else 2)
 
     def saves(self, site: BlockContext) -> list[Saved]:
-        """Return the products' results, the gate's factors and what the norm needs."""
+        """Return the results of the products, the factors of the gate, and the norm's inputs."""
         return [
             saved("mlp", name="up", product=True),
             *([saved("mlp", name="gate", product=True)] if self.kind.gated else []),

@@ -22,11 +22,11 @@ _NONLINEAR = {
     Nonlinearity.relu: jax.nn.relu,
     Nonlinearity.relu2: lambda x: jnp.square(jax.nn.relu(x)),
 }
-"""What is applied to the gate of a gated product, and to the hidden side of a plain one."""
+"""Function applied to the gate of a gated feed-forward, or to the hidden activations of a plain one."""
 
 
 class FeedForwardLayer(nnx.Module):
-    """A feed-forward product, gated or plain; the depth of the stack scales its last matrix at first."""
+    """A gated or plain feed-forward. The initial scale of its last matrix depends on the depth of the stack."""
 
     def __init__(self, block: FeedForward, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
         keys, specs = jax.random.split(key, 3), block.parameters(site)
@@ -44,7 +44,7 @@ class FeedForwardLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
-        """Return the product of each position."""
+        """Return the output of each position."""
         up = self._biased(
             project("bse,em->bsm", x, self.up, shard=shard, numerics=self.numerics, name="up"), "up", shard
         )

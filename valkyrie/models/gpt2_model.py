@@ -15,17 +15,17 @@ from valkyrie.models.layers import Boundaries, LayerNorm, normal, parameter
 from valkyrie.ops.linear import Numerics
 
 DEVIATION = 0.01
-"""Standard deviation of positions at first: half of the embedding's."""
+"""Initial standard deviation of the positions: half of the embedding's."""
 
 
 class GPT2Block(ResidualBlock):
-    """A block of LayerNorms."""
+    """A residual block with LayerNorms."""
 
     norm_kind = LayerNorm
 
 
 class GPT2Model(LanguageModel):
-    """Embedding and positions, blocks, norm and head."""
+    """GPT-2: token embedding plus learned positions, blocks, norm and head."""
 
     block_kind = GPT2Block
 
@@ -46,7 +46,7 @@ class GPT2Model(LanguageModel):
     ) -> Any:
         """Return the residual stream after the last block, or the result of `head`.
 
-        Positions are added before the first block, and count from the start of each document.
+        Positions are added before the first block. They count from the start of each document.
         """
         axes = (None, "embed")
         table = shard.gather_for_use(shard.shard_for_storage(self.positions[...], *axes).astype(jnp.float32), *axes)
@@ -55,11 +55,11 @@ class GPT2Model(LanguageModel):
         return super().blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key, head=head)
 
     def init_state(self, batch: int, max_len: int) -> Any:
-        """Return the state of generation before the first token: that of the blocks, and the position."""
+        """Return the generation state before the first token: the state of the blocks, and the position."""
         return super().init_state(batch, max_len), jnp.zeros((), jnp.int32)
 
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Return the logits after one more token and the state after it. Positions stop at the last one."""
+        """Return the logits after the next token and the new state. Tokens past the table use its last position."""
         of_blocks, position = state
         x = self.embedding[...].astype(self.numerics.compute)[tokens]
         added = self.positions[...].astype(jnp.float32)[position]
@@ -68,6 +68,6 @@ class GPT2Model(LanguageModel):
 
 
 def _since_start(keep: Float[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Return each token's position in its document, whose first token has `keep` 0."""
+    """Return the position of each token in its document. `keep` is 0 at the first token of a document."""
     positions = jnp.arange(keep.shape[1])
     return positions - jax.lax.cummax(jnp.where(keep == 0, positions, 0), axis=1)

@@ -1,7 +1,6 @@
-"""The module of a language model: embed, blocks in scanned segments, and a head that makes logits or losses of them.
+"""The module of a language model: an embedding, blocks in scanned segments, and a head for logits or losses.
 
-The three parts stand apart, so that what lies between them (stages of a pipeline) and what calls them (a task) may
-change.
+The three parts are separate methods, so that pipeline stages can run between them and tasks can call them.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 class Losses(NamedTuple):
     """Sums over the tokens of a batch, in nats.
 
-    `objective_sum` includes z-loss and auxiliary losses, `loss_sum` does not. `per_token` is every token's own loss,
-    unweighted, for bits per byte. `auxiliary` has the values that blocks return, averaged over layers.
+    `objective_sum` includes z-loss and auxiliary losses, `loss_sum` does not. `per_token` is the unweighted loss of
+    each token, for bits per byte. `auxiliary` has the values that blocks return, averaged over layers.
     """
 
     objective_sum: Float[Array, ""]
@@ -52,20 +51,23 @@ class Losses(NamedTuple):
 
 
 class ResidualStream(NamedTuple):
-    """What layers pass on: the residual stream, sums of the values that they return, and more if a family needs it."""
+    """The carry between layers: the residual stream, and sums of the layers' auxiliary values.
+
+    A family may use `middle` for the residual stream after the middle layer (nanochat).
+    """
 
     x: Float[Array, "batch seq embed"]
     auxiliary: Values
     middle: Float[Array, "batch seq embed"] | None = None
 
     def plus(self, x: Float[Array, "batch seq embed"], values: Values) -> ResidualStream:
-        """Return the stream after a block that returns these values."""
+        """Return the stream with a block's output `x`, and its auxiliary values added."""
         added = {name: self.auxiliary[name] + value for name, value in values.items()}
         return self._replace(x=x, auxiliary=self.auxiliary | added)
 
 
 class ResidualBlock(nnx.Module):
-    """Norm, mixer and residual sum; then norm, feed-forward and residual sum where the layer has one."""
+    """Norm, mixer and residual sum, followed by norm, feed-forward and residual sum if the layer has a feed-forward."""
 
     norm_kind: type[RMSNorm | PlainRMSNorm | LayerNorm] = RMSNorm
 
@@ -108,7 +110,7 @@ class ResidualBlock(nnx.Module):
         return x, self._checked(values)
 
     def _output(self, returned: Any, kind: str, values: Values) -> Float[Array, "batch seq embed"]:
-        """Return a module's output, and add the values returned with it to `values`."""
+        """Return a module's output, and add its auxiliary values to `values`."""
         if not isinstance(returned, tuple):
             return returned
         output, own = returned
@@ -127,7 +129,7 @@ class ResidualBlock(nnx.Module):
         return self.mixer.init_state(batch, max_len)
 
     def step(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch embed"], Any]:
-        """Return the residual stream of one more token and the mixer's state after it."""
+        """Return the residual stream of the next token and the mixer's new state."""
         normed = self.norm(x)
         y, state = self.mixer.step(normed, state)
         if self.has_feed_forward and self.parallel:
@@ -143,7 +145,7 @@ class ResidualBlock(nnx.Module):
 
 
 class BlockGroup(nnx.Module):
-    """The blocks of one pass over the pattern, under the names `block_0`, `block_1`, ..."""
+    """The blocks of one repetition of the pattern, as attributes `block_0`, `block_1`, ..."""
 
     def __init__(
         self, kind: type[ResidualBlock], config: Stack, layers: Sequence[Layer], *, numerics: Numerics, key: Array
@@ -159,7 +161,7 @@ class BlockGroup(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Token embedding, segments of stacked blocks, a norm, and logits by the embedding or a matrix of their own."""
+    """Token embedding, segments of stacked blocks, a norm, and a head with tied or separate weights."""
 
     block_kind: type[ResidualBlock] = ResidualBlock
 
@@ -180,18 +182,18 @@ class LanguageModel(nnx.Module):
 
     @staticmethod
     def deviations(config: Stack) -> tuple[float, float]:
-        """Return the standard deviations that the embedding and the unembedding begin with."""
+        """Return the initial standard deviations of the embedding and the unembedding."""
         return 0.02, config.embed**-0.5
 
     @property
     def segments(self) -> list[BlockGroup]:
-        """The segments in order, every parameter stacked on a leading axis of its repetitions."""
+        """The segments in order. Every parameter has a leading axis for the repetitions."""
         return [getattr(self, f"segment_{i}") for i in range(self.count)]
 
     def boundaries(
         self, segment_ids: Int[Array, "batch seq"] | None, tokens: Int[Array, "batch seq"] | None = None
     ) -> Boundaries:
-        """Return where documents begin, as blocks need it; nowhere under `document_boundary=cross`."""
+        """Return the document boundaries for the blocks. There are none under `document_boundary=cross`."""
         if segment_ids is None or self.config.document_boundary is Boundary.cross:
             return Boundaries()
         same = segment_ids[:, 1:] == segment_ids[:, :-1]
@@ -212,7 +214,7 @@ class LanguageModel(nnx.Module):
         key: Array | None = None,
         head: LossHead | None = None,
     ) -> Any:
-        """Return the residual stream after the last block, or the result of `head`; `key` turns dropout on."""
+        """Return the residual stream after the last block, or the result of `head`. `key` enables dropout."""
 
         def run(stream: Any, layer: tuple[BlockGroup, Array | None], boundaries: Boundaries, shard: Shard) -> Any:
             def blocks(stream: Any, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Any:
@@ -230,7 +232,7 @@ class LanguageModel(nnx.Module):
         return stream if head is not None else self.leaving(stream)
 
     def no_values(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Values:
-        """Return zeros for the values that layers return."""
+        """Return zeros for the auxiliary values of layers."""
         return {name: shard(jnp.zeros(x.shape[0], jnp.float32), "batch") for name in self.config.auxiliary}
 
     def losses(
@@ -244,7 +246,7 @@ class LanguageModel(nnx.Module):
         checkpoint: Checkpoint = lambda block: block,
         key: Array | None = None,
     ) -> Losses:
-        """Return the loss sums of what `embed` returned: `head_loss` after `blocks`."""
+        """Return the loss sums for the output of `embed`: `blocks`, then `head_loss`."""
         graph, own, others = nnx.split(self, lambda path, _: path[0] in self.head_parameters, ...)
 
         def f(own: Any, stream: Any, rows: tuple[Array, Array], shard: Shard) -> tuple[Any, Array]:
@@ -259,12 +261,12 @@ class LanguageModel(nnx.Module):
         return Losses(objective, loss, weight, per_token, auxiliary)
 
     def leaving(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:
-        """Return what the head reads of the last stream."""
+        """Return the input of the head, from the last stream."""
         return stream.x
 
     @property
     def head_parameters(self) -> set[str]:
-        """The names of what `leaving` and `head_loss` use."""
+        """Names of the parameters that `leaving` and `head_loss` use."""
         return {"norm", "embedding" if self.config.tie_embeddings else "unembedding"}
 
     def head_loss(
@@ -275,7 +277,7 @@ class LanguageModel(nnx.Module):
         *,
         shard: Shard = UNSHARDED,
     ) -> Losses:
-        """Return the loss sums of the residual stream; logits are made `loss_chunk` positions at a time."""
+        """Return the loss sums of the residual stream. Logits are computed for `loss_chunk` positions at a time."""
         hidden = self.norm(x)
         positions, shards, width = _loss_positions(shard, hidden.shape[1])
         sums = cross_entropy(
@@ -298,22 +300,22 @@ class LanguageModel(nnx.Module):
     def logits(
         self, tokens: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"] | None = None
     ) -> Float[Array, "batch seq vocab"]:
-        """Return float32 logits of the real vocabulary at every position; for tests and small inputs."""
+        """Return float32 logits at every position, without padding of the vocabulary. For tests and small inputs."""
         return self._unembed(self.norm(self.blocks(self.embed(tokens), self.boundaries(segment_ids, tokens))))
 
     def init_state(self, batch: int, max_len: int) -> Any:
-        """Return the state of generation before the first token, one stack per segment."""
+        """Return the generation state before the first token, one stack per segment."""
         return [
             jax.vmap(lambda group: [block.init_state(batch, max_len) for block in group.blocks])(group)
             for group in self.segments
         ]
 
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Return the logits after one more token and the state that follows it."""
+        """Return the logits after the next token and the new state."""
         return self._stepped(self._scaled(self.embedding[...].astype(self.numerics.compute)[tokens]), state)
 
     def _stepped(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Return the logits after one more embedded token and the state that follows it."""
+        """Return the logits after the next embedded token and the new state."""
         after = []
 
         def body(x: Array, scanned: tuple[BlockGroup, Any]) -> tuple[Array, Any]:
@@ -330,7 +332,7 @@ class LanguageModel(nnx.Module):
         return self._unembed(self.norm(x)), after
 
     def _summed(self, shard: Shard) -> Callable[[Array], Array]:
-        """Return how the gradient of the unembedding is summed over the shards of the batch and the sequence."""
+        """Return the function that sums the unembedding's gradient over the shards of the batch and the sequence."""
 
         def summed(parts: Array) -> Array:
             axes, reduction = ("vocab", "embed"), self.numerics.reduction
@@ -355,7 +357,7 @@ class LanguageModel(nnx.Module):
 def _stack(
     kind: type[ResidualBlock], config: Stack, layers: Sequence[Layer], repeats: int, numerics: Numerics, key: Array
 ) -> BlockGroup:
-    """Return `repeats` groups as one, every parameter stacked on a leading `layers` axis."""
+    """Build `repeats` groups as one module, with a leading `layers` axis on every parameter."""
     group = partial(BlockGroup, kind, config, layers, numerics=numerics)
     return jax.vmap(lambda k: group(key=k))(jax.random.split(key, repeats))
 
@@ -363,7 +365,7 @@ def _stack(
 def _with_auxiliary(
     losses: Losses, values: Values, weights: Float[Array, "batch seq"], terms: dict[str, AuxiliaryTerm]
 ) -> Losses:
-    """Add the values of layers to the losses. Each sequence counts with the weight of its targets, as in the loss."""
+    """Add the auxiliary values of layers to the losses. Sequences are weighted by their targets, as in the loss."""
     for name, term in terms.items():
         total = jnp.sum(values[name] * jnp.sum(weights, axis=1))
         losses = losses._replace(
@@ -374,10 +376,10 @@ def _with_auxiliary(
 
 
 def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
-    """Return over what the loss splits positions, into how many parts, and the axis of the hidden states' width.
+    """Return the axes and number of shards of the loss positions, and the logical axis of the hidden width.
 
-    Where the residual stream lies split over axes that split no vocabulary, positions take those axes: logits are then
-    whole where they are made, not sums of float32 parts of the vocabulary's size over those axes.
+    If the residual stream is sharded over mesh axes that do not shard the vocabulary, these axes shard positions
+    instead. Each device then computes complete logits, instead of partial float32 logits that are summed over the axes.
     """
     width, free = shard.mesh_axes_of("embed"), not set(shard.mesh_axes_of("embed")) & set(shard.mesh_axes_of("vocab"))
     shards = shard.size("seq") * shard.size("embed")
@@ -387,7 +389,7 @@ def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
 
 
 def repeat_keys(key: Array | None, segment: int, group: BlockGroup) -> Array | None:
-    """Return a key for each repetition of a segment; None without a key."""
+    """Return a key for each repetition of a segment, or None without a key."""
     if key is None:
         return None
     repeats = jax.tree.leaves(group)[0].shape[0]

@@ -1,4 +1,4 @@
-"""Shared by the modules of all blocks: declared parameters, products with them, norms, dropout, boundaries."""
+"""Shared by the modules of all blocks: declared parameters and projections, norms, dropout, document boundaries."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Checkpoint = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Boundaries(NamedTuple):
-    """Documents in packed rows: `keep` is 0 at their first token, `segment_ids` number them; None: one per row.
+    """Documents in packed rows. `keep` is 0 at the first token of each document, and `segment_ids` number them.
 
-    `tokens` are set for models whose blocks look tokens up again.
+    Both are None if rows are not packed. `tokens` are set for models with blocks that look up tokens (nanochat).
     """
 
     keep: Float[Array, "batch seq"] | None = None
@@ -35,12 +35,12 @@ Values = dict[str, Float[Array, " batch"]]
 
 @runtime_checkable
 class FeedForwardModule(Protocol):
-    """The module of a pointwise block. Norm and residual sum around it are the stack's."""
+    """The module of a pointwise block. The stack adds the norm before it and the residual sum after it."""
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
     ) -> Float[Array, "batch seq embed"] | tuple[Float[Array, "batch seq embed"], Values]:
-        """Return the output for all positions; with values if the block declares any (`Block.auxiliary`)."""
+        """Return the output for all positions, with auxiliary values if the block declares any (`Block.auxiliary`)."""
         ...
 
 
@@ -49,16 +49,16 @@ class BlockModule(FeedForwardModule, Protocol):
     """The module of a block that mixes positions."""
 
     def init_state(self, batch: int, max_len: int) -> Any:
-        """Return the state of generation before the first token, for sequences of at most `max_len`."""
+        """Return the generation state before the first token, for sequences of at most `max_len` tokens."""
         ...
 
     def step(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch embed"], Any]:
-        """Return the output of one more position and the state after it; equal to the parallel form."""
+        """Return the output of the next position and the new state. Equal to the parallel form."""
         ...
 
 
 def parameter(spec: Parameter, value: Array, numerics: Numerics) -> nnx.Param:
-    """Return a parameter as its block declares it, with the declared dtype and logical axes."""
+    """Return a parameter with the dtype and logical axes that its block declares."""
     assert value.shape == spec.shape, f"shape {value.shape}, declared {spec.shape}"
     dtype = jnp.float32 if spec.float32 else numerics.parameter
     return nnx.Param(value.astype(dtype), logical_axes=spec.axes)
@@ -75,7 +75,7 @@ def project(
 ) -> Float[Array, "..."]:
     """Return the einsum of an activation and a parameter in the compute dtype (`valkyrie.ops.linear.linear`).
 
-    `name` is the result's name for `remat` and reports.
+    `name` is the name of the result in `remat` and reports.
     """
     axes = weights.get_metadata()["logical_axes"]
     if name is None:
@@ -85,9 +85,9 @@ def project(
 
 
 def biased(x: Float[Array, "..."], bias: nnx.Param, shard: Shard) -> Float[Array, "..."]:
-    """Return an activation, whose last dimensions are those of a bias, with the bias added, in x's dtype.
+    """Add a bias to the last dimensions of an activation. The result has x's dtype.
 
-    The sum is float32, and so is the gradient of the bias, a sum over all positions.
+    The addition is done in float32, and so is the gradient of the bias, a sum over all positions.
     """
     axes = bias.get_metadata()["logical_axes"]
     added = shard.gather_for_use(shard.shard_for_storage(bias[...], *axes).astype(jnp.float32), *axes)
@@ -95,12 +95,12 @@ def biased(x: Float[Array, "..."], bias: nnx.Param, shard: Shard) -> Float[Array
 
 
 def normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
-    """Return float32 normal numbers of this deviation."""
+    """Return float32 normal random numbers with this standard deviation."""
     return deviation * jax.random.normal(key, shape, jnp.float32)
 
 
 def uniform(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
-    """Return float32 numbers of this deviation, evenly distributed around 0."""
+    """Return float32 random numbers with this standard deviation, uniform around 0."""
     bound = 3**0.5 * deviation
     return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
 
@@ -108,7 +108,7 @@ def uniform(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation with a learned scale (arXiv 1910.07467), computed in float32.
 
-    `axis` is the logical axis that it normalises, `width` long.
+    `axis` is the logical axis that it normalises, of length `width`.
     """
 
     def __init__(self, width: int, epsilon: float, *, numerics: Numerics, axis: str = "embed") -> None:
@@ -140,7 +140,7 @@ class LayerNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """Return `x` normalised over its last axis, scaled and moved, in x's dtype."""
+        """Return `x` normalised over its last axis, scaled and shifted, in x's dtype."""
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         scale, bias = (parameter[...].astype(jnp.float32) for parameter in (self.scale, self.bias))
@@ -154,7 +154,7 @@ def unit_mean_square(x: Float[Array, "*rows width"], epsilon: float) -> Float[Ar
 
 
 def dropout(x: Float[Array, "batch seq embed"], rate: float, key: Array | None) -> Float[Array, "batch seq embed"]:
-    """Return `x` with channels dropped for a whole sequence, as lindermanlab/S5 does; unchanged without a key."""
+    """Drop channels for a whole sequence, as lindermanlab/S5 does. Without a key, return `x` unchanged."""
     if key is None or rate == 0:
         return x
     kept = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, x.shape[2]))

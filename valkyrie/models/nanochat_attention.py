@@ -1,4 +1,4 @@
-"""The attention block of nanochat (karpathy/nanochat): norms after rotation, and values that are looked up by token."""
+"""The attention block of nanochat (karpathy/nanochat): norms after rotation, and value embeddings by token."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from valkyrie.models.block import BlockContext, Saved, Weight, saved, weight
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 GATE_CHANNELS = 12
-"""How many channels of the block's input the gate of a value embedding reads."""
+"""Number of channels of the block's input that the gate of a value embedding reads."""
 
 
 @dataclass
 class NanochatAttention(Attention):
-    """Attention whose queries and keys are normalised after rotation, without parameters, and scaled by `qk_gain`.
+    """Attention that normalises queries and keys after rotation, without parameters, and scales them by `qk_gain`.
 
-    `value_embeddings`: every second layer, the last one among them, adds to its values those of a table of its own,
-    looked up by token, times 3 sigmoid of a gate per key head (ResFormer, arXiv 2410.17897).
+    With `value_embeddings`, every second layer, including the last one, has a table of values. It looks up the values
+    of each token, multiplies them by 3 * sigmoid(gate), with one gate per key head, and adds them to the projected
+    values (ResFormer, arXiv 2410.17897).
     """
 
     windows: list[int | None] = field(default_factory=lambda: [None])
@@ -42,7 +43,7 @@ class NanochatAttention(Attention):
         return problems + check_range(f"{key}.qk_norm_epsilon", self.qk_norm_epsilon, above=0)
 
     def has_value_embedding(self, site: BlockContext) -> bool:
-        """Return whether this layer has a table of values."""
+        """Whether this layer has a table of values."""
         return self.value_embeddings and site.number % 2 == (site.layers - 1) % 2
 
     def variant(self, site: BlockContext) -> Hashable:
@@ -53,7 +54,7 @@ class NanochatAttention(Attention):
         return super().weights(site) | (gate if self.has_value_embedding(site) else {})
 
     def parameters(self, site: BlockContext) -> dict[str, Parameter]:
-        """Return its parameters; the rows of a table of values lie like those of the token embedding."""
+        """Return its parameters. A table of values is sharded like the token embedding."""
         if not self.has_value_embedding(site):
             return super().parameters(site)
         shape, keys = (site.vocab, self.kv_heads * self.head_dim), ("model.vocab_multiple", f"{site.key}.kv_heads")
@@ -73,5 +74,5 @@ class NanochatAttention(Attention):
 
 
 def gate_channels(site: BlockContext) -> int:
-    """Return how many channels the gate of a value embedding reads."""
+    """Return the number of channels that the gate of a value embedding reads."""
     return min(GATE_CHANNELS, site.embed)

@@ -14,13 +14,13 @@ from valkyrie.models.nanochat_attention import NanochatAttention, gate_channels
 from valkyrie.ops.linear import Numerics, linear, lookup
 
 GATE_INIT = 0.02
-"""Gates begin between 0 and this."""
+"""Upper bound of the initial gate weights, which are uniform from 0."""
 
 
 class NanochatProjections(Projections):
-    """Query, key and value projections; queries and keys are rotated, then normalised and scaled.
+    """Query, key and value projections. Queries and keys are rotated, then normalised and scaled.
 
-    nanochat turns them by -p theta at position p, so its weights mean something else than under the usual turn.
+    nanochat rotates by -p theta at position p, the opposite of the usual direction. Its weights depend on it.
     """
 
     def __init__(self, block: NanochatAttention, specs: dict[str, Parameter], *, numerics: Numerics, key: Array):
@@ -47,7 +47,7 @@ class NanochatProjections(Projections):
 
 
 class NanochatAttentionLayer(AttentionLayer):
-    """Attention whose values are those of the residual stream, and in every second layer of the token too."""
+    """Attention that adds the value embedding of each token to the values, in every second layer."""
 
     projections = NanochatProjections
 
@@ -69,7 +69,7 @@ class NanochatAttentionLayer(AttentionLayer):
         tokens: Int[Array, "batch seq"] | None,
         shard: Shard,
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
-        """Return keys, and values with those of the tokens among them."""
+        """Return keys, and values with the value embeddings of the tokens added."""
         k, v = self.local.keys_values(x, positions, shard)
         if not self.looks_up:
             return k, v

@@ -20,11 +20,11 @@ from valkyrie.models.stack import Stack
 from valkyrie.ops.linear import Numerics
 
 GATE_INIT = 0.02
-"""The gate of the smear begins between 0 and this."""
+"""Upper bound of the initial weights of the smear gate, which are uniform from 0."""
 
 
 class NanochatBlock(ResidualBlock):
-    """A block of plain norms, on a residual stream that it scales first and adds the scaled first stream to."""
+    """A block with norms without parameters. It first scales the residual stream and adds the scaled first stream."""
 
     norm_kind = PlainRMSNorm
     residual_scale: nnx.Param
@@ -33,7 +33,7 @@ class NanochatBlock(ResidualBlock):
     def __init__(self, config: Config, layer: Layer, *, numerics: Numerics, key: Array) -> None:
         super().__init__(config, layer, numerics=numerics, key=key)
         self.scaled, specs = config.layer_scales, layer.parameters()
-        if self.scaled:  # their values differ by layer: `NanochatModel` sets them
+        if self.scaled:  # initial values depend on the layer, so `NanochatModel` sets them
             for name in ("residual_scale", "input_scale"):
                 setattr(self, name, parameter(specs[name], jnp.zeros(()), numerics))
         up, down = self.feed_forward.up, self.feed_forward.down
@@ -41,7 +41,7 @@ class NanochatBlock(ResidualBlock):
         down[...] = jnp.zeros_like(down[...])
 
     def mixed_in(self, x: Float[Array, "*rows embed"], first: Float[Array, "*rows embed"]) -> Array:
-        """Return the stream that the block works on."""
+        """Return the scaled residual stream plus the scaled first stream, the input of the block."""
         if not self.scaled:
             return x
         scales = (scale[...].astype(x.dtype) for scale in (self.residual_scale, self.input_scale))
@@ -50,7 +50,7 @@ class NanochatBlock(ResidualBlock):
     def step_with(
         self, x: Float[Array, "batch embed"], state: Any, first: Float[Array, "batch embed"], tokens: Array
     ) -> tuple[Float[Array, "batch embed"], Any]:
-        """Return the stream of one more token, and the mixer's state after it."""
+        """Return the stream of the next token, and the mixer's new state."""
         x = self.mixed_in(x, first)
         y, state = self.mixer.step(self.norm(x), state, tokens)
         x = x + y
@@ -58,7 +58,10 @@ class NanochatBlock(ResidualBlock):
 
 
 class _Middle(NamedTuple):
-    """Where the middle lies in a segment of `repeats` groups: after which block of which one; None: not in it."""
+    """Position of the stack's middle in a segment of `repeats` groups: after block `block` of group `repeat`.
+
+    `block` is None if the middle is in another segment.
+    """
 
     repeats: int
     repeat: int
@@ -66,7 +69,7 @@ class _Middle(NamedTuple):
 
 
 class NanochatModel(LanguageModel):
-    """Embedding, norm, smear, blocks, backout, norm and head."""
+    """nanochat: embedding, norm, smear, blocks, backout, norm and head."""
 
     block_kind = NanochatBlock
 
@@ -139,7 +142,7 @@ class NanochatModel(LanguageModel):
         return stream if head is not None else self.leaving(stream)
 
     def leaving(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:
-        """Return what the head reads: the last residual stream without some of that of the middle."""
+        """Return the input of the head: the last residual stream minus a part of the stream after the middle layer."""
         return self._backed_out(stream.x, stream.middle)
 
     @property
@@ -176,7 +179,7 @@ class NanochatModel(LanguageModel):
     def _smeared(
         self, x: Float[Array, "*rows embed"], before: Float[Array, "*rows embed"], shard: Shard
     ) -> Float[Array, "*rows embed"]:
-        """Return the embeddings with some of those before them: a gate reads the first channels."""
+        """Add a part of the previous token's embedding to each embedding. The gate reads the first channels."""
         if not self.own.smear:
             return x
         with jax.named_scope("smear"):
@@ -189,7 +192,7 @@ class NanochatModel(LanguageModel):
         return x if self.own.backout is None else x - self.backout_scale[...].astype(x.dtype) * middle
 
     def _middle(self, segment: int) -> _Middle:
-        """Return where the middle of the stack lies in a segment, if it is taken off at the end and lies there."""
+        """Return the position of the stack's middle in a segment. `block` is None if elsewhere, or without backout."""
         runs = self.config.segments()
         behind = self.config.layers // 2 - sum(len(layers) * repeats for layers, repeats in runs[:segment])
         layers, repeats = runs[segment]
@@ -199,13 +202,13 @@ class NanochatModel(LanguageModel):
 
 
 def _before(x: Float[Array, "batch seq embed"], boundaries: Boundaries) -> Float[Array, "batch seq embed"]:
-    """Return each position's predecessor within its document, zeros where there is none."""
+    """Return the entry before each position, or zeros at the start of a document."""
     before = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
     return before if boundaries.keep is None else before * boundaries.keep[..., None].astype(x.dtype)
 
 
 def _set_scales(segments: list[BlockGroup], config: Config) -> None:
-    """Set scales of the stream to fall from 1.15 to 1.05 over the layers, of the first stream from 0.2 to 0.05."""
+    """Set the residual scales to fall from 1.15 to 1.05 over the layers, and the input scales from 0.2 to 0.05."""
     start, last = 0, max(config.layers - 1, 1)
     for group, (layers, repeats) in zip(segments, config.segments(), strict=True):
         for i, block in enumerate(group.blocks):

@@ -21,14 +21,14 @@ from valkyrie.ops.ssm import truncated_normal
 
 
 class States(NamedTuple):
-    """The two states of every position of a batch, in the compute dtype: the answer z_H and its reasoning z_L."""
+    """The two states of every position, in the compute dtype: the answer z_H and the reasoning z_L."""
 
     high: Float[Array, "batch seq embed"]
     low: Float[Array, "batch seq embed"]
 
 
 class Answers(NamedTuple):
-    """What a step of supervision gives: float32 logits of every cell, and those of halting; the states after it."""
+    """Result of a supervision step: float32 logits of every cell and of halting, and the new states."""
 
     logits: Float[Array, "batch cells vocab"]
     halt: Float[Array, " batch"]
@@ -36,7 +36,7 @@ class Answers(NamedTuple):
 
 
 class RecursiveLayer(nnx.Module):
-    """A mixer of positions and a gated product, each followed by a norm of its residual sum without parameters."""
+    """A mixer of positions and a gated feed-forward, each followed by a residual sum and a norm without parameters."""
 
     def __init__(self, config: Config, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
         self.config, self.numerics = config, numerics
@@ -47,13 +47,13 @@ class RecursiveLayer(nnx.Module):
             setattr(self, name, parameter(spec, made, numerics))
 
     def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
-        """Return the positions after this layer."""
+        """Return the output of this layer."""
         x = checkpoint_name(x, BLOCK_INPUT)
         if self.config.has_attention:
             x = self._normalised(x + self._attention(x, shard), -1)
         else:
             mixed = self._gated(x, "length_", "bse,sm->bme", "bme,sm->bse", shard)
-            x = self._normalised(x + mixed, 1)  # over the length: the reference transposes before the norm
+            x = self._normalised(x + mixed, 1)  # over the length, because the reference transposes before the norm
         mixed = self._gated(x, "", "bse,em->bsm", "bsm,em->bse", shard)
         return shard(self._normalised(x + mixed, -1), "batch", "seq", "embed")
 
@@ -91,7 +91,7 @@ class RecursiveLayer(nnx.Module):
 
 
 class Halt(nnx.Module):
-    """The head that says whether a puzzle is solved; it begins at weight 0 and bias -5, which is no."""
+    """Predicts whether a puzzle is solved. The initial weight 0 and bias -5 predict that it is not."""
 
     def __init__(self, specs: dict[str, Parameter], numerics: Numerics) -> None:
         weight, bias = specs["halt.weight"], specs["halt.bias"]
@@ -100,14 +100,14 @@ class Halt(nnx.Module):
         self.numerics = numerics
 
     def __call__(self, first: Float[Array, "batch embed"]) -> Float[Array, " batch"]:
-        """Return the float32 logit of halting, of the first position; the second output is never used."""
+        """Return the float32 logit of halting, from the first position. The second output is never used."""
         weight = self.weight[0].astype(self.numerics.compute)
         logit = jnp.einsum("be,e->b", first, weight, preferred_element_type=jnp.float32)
         return logit + self.bias[0].astype(jnp.float32)
 
 
 class RecursiveModel(nnx.Module):
-    """The Tiny Recursive Model: `embed` a puzzle, then `__call__` is one step of supervision on given states."""
+    """The Tiny Recursive Model. `embed` embeds puzzles, and `__call__` runs one supervision step on their states."""
 
     def __init__(self, config: Config, *, numerics: Numerics, key: Array) -> None:
         specs, keys = config.parameters(), jax.random.split(key, 4)
@@ -134,18 +134,18 @@ class RecursiveModel(nnx.Module):
     def embed(
         self, inputs: Int[Array, "batch cells"], puzzles: Int[Array, " batch"], *, shard: Shard = UNSHARDED
     ) -> Float[Array, "batch seq embed"]:
-        """Return what the puzzles bring into every pass: the row of each identifier, then its cells, scaled."""
+        """Return the scaled input of every pass: the embedding of the puzzle identifier, then of its cells."""
         c, axes = self.config, (None, "embed")
         cells = lookup(self.embedding[...], inputs, axes=axes, shard=shard, numerics=self.numerics)
         rows = lookup(self.puzzle_embedding[...], puzzles, axes=axes, shard=shard, numerics=self.numerics)
-        used = -(-c.puzzle_embed // c.embed)  # the positions that a row reaches into
+        used = -(-c.puzzle_embed // c.embed)  # positions filled by the embedding of an identifier
         rows = jnp.pad(rows, ((0, 0), (0, used * c.embed - c.puzzle_embed))).reshape(-1, used, c.embed)
         rows = jnp.pad(rows, ((0, 0), (0, c.puzzle_tokens - used), (0, 0)))
         scaled = jnp.asarray(c.embed**0.5, cells.dtype) * jnp.concatenate([rows, cells], axis=1)
         return shard(scaled, "batch", "seq", "embed")
 
     def initial(self, batch: int, cells: int, *, shard: Shard = UNSHARDED) -> States:
-        """Return the states of puzzles that are begun: the same two vectors at every position, never learned."""
+        """Return the initial states of puzzles: the same two vectors at every position, which are not trained."""
         shape = (batch, self.config.puzzle_tokens + cells, self.config.embed)
 
         def everywhere(vector: nnx.Param) -> Array:
@@ -162,9 +162,9 @@ class RecursiveModel(nnx.Module):
         shard: Shard = UNSHARDED,
         checkpoint: Checkpoint = lambda block: block,
     ) -> Answers:
-        """Return the answers after one step of supervision; the gradient flows through its last cycle alone.
+        """Return the answers after one supervision step. The gradient flows only through its last cycle.
 
-        The states that come back carry no gradient to the next step.
+        The returned states carry no gradient to the next step.
         """
         graph, state = nnx.split(self)
         fixed = nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, state))

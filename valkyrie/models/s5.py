@@ -1,12 +1,13 @@
 """The S5 block (arXiv 2208.04933): a diagonal state space between two projections, then a gate.
 
-Letters are the paper's: H inputs (`embed`), P complex states (`state`), Lambda, B_tilde, C_tilde, D, Delta. Everything
-up to the layer's output is kept in float32, as real pairs; only the output is cast to the compute dtype. The products
-with B_bar and C have float32 operands and results on every backend, but under a bfloat16 policy a TPU's matrix unit
-takes one pass: it rounds both operands to bfloat16 and adds in float32, as in every other product there. Discretisation
-and recurrence are not products of that kind and stay float32. Under a float32 policy all products are float32 (six
-passes). By the v4 compiler's estimates a layer's forward of 0.8 ms (16384 positions, H 1024, P 512) would take 1.25 ms
-with three passes and 1.8 ms with six.
+Symbols follow the paper: H inputs (`embed`), P complex states (`state`), Lambda, B_tilde, C_tilde, D, Delta.
+
+Precision: everything up to the layer's output is float32, as pairs of real arrays. Only the output is cast to the
+compute dtype. The products with B_bar and C have float32 operands and results on every backend. Under a bfloat16 policy
+a TPU's matrix unit computes them in one pass, like all other products: it rounds both operands to bfloat16 and
+accumulates in float32. Discretisation and recurrence do not use the matrix unit and stay float32. Under a float32
+policy all products are float32 (six passes). According to the v4 compiler's estimates, the forward pass of a layer
+(16384 positions, H 1024, P 512) takes 0.8 ms, and would take 1.25 ms with three passes and 1.8 ms with six.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from valkyrie.problems import Problem, ProblemCode, check_range
 
 
 class Activation(Enum):
-    """The gate after an S5 layer, by the S5 paper's names (lindermanlab/S5 `layers.py`)."""
+    """The gate after an S5 layer, named as in lindermanlab/S5 `layers.py`."""
 
     gelu = "gelu"
     half_glu1 = "half_glu1"
@@ -30,13 +31,13 @@ class Activation(Enum):
 
     @property
     def products(self) -> int:
-        """How many square matrices the gate has."""
+        """Number of square matrices of the gate."""
         return {Activation.gelu: 0, Activation.full_glu: 2}.get(self, 1)
 
 
 @dataclass
 class S5(Block):
-    """An S5 layer; letters and defaults as in the paper and its code."""
+    """An S5 layer, with the symbols and defaults of the paper and its code."""
 
     state_size: int = 64
     blocks: int = 4
@@ -63,12 +64,12 @@ class S5(Block):
 
     @property
     def states(self) -> int:
-        """P, the complex states kept: half of `state_size` under conjugate symmetry."""
+        """P, the number of complex states stored: half of `state_size` under conjugate symmetry."""
         return self.state_size // 2 if self.conjugate_symmetric else self.state_size
 
     @property
     def is_causal(self) -> bool:
-        """Whether it scans forwards alone."""
+        """Whether it scans only forwards."""
         return not self.bidirectional
 
     def problems(self, key: str) -> list[Problem]:
@@ -93,7 +94,7 @@ class S5(Block):
         return {"state": Size(self.states, f"{site.key}.state_size"), "mlp": Size(site.embed, "model.embed")}
 
     def weights(self, site: BlockContext) -> dict[str, Weight]:
-        """Return the state space, all of it in float32, and the matrices of the gate."""
+        """Return the parameters of the state space, all in float32, and the matrices of the gate."""
         own = {"B": weight("state", "embed", 2, group="ssm", float32=True, output_first=True)}
         for name in ("C", "C_reverse")[: 1 + self.bidirectional]:
             own[name] = weight("embed", "state", 2, float32=True, output_first=True)
@@ -104,13 +105,13 @@ class S5(Block):
         return own | {"D": weight("embed", float32=True)}
 
     def flops(self, site: BlockContext, seq: int) -> float:
-        """Return forward FLOPs per token: the products with B and C, 8 a state for each scan, and the gate's."""
+        """Return forward FLOPs per token: products with B and C, 8 per state and scan, and the gate."""
         directions = 1 + self.bidirectional
         projections = 4 * self.states * site.embed * (1 + directions)
         return float(projections + 8 * self.states * directions + 2 * self.activation.products * site.embed**2)
 
     def saves(self, site: BlockContext) -> list[Saved]:
-        """Return the driven states and those of each scan, the products that read them, and the gate's factors."""
+        """Return the scan's inputs and states, the products with C, and the factors of the gate."""
         directions, products = 1 + self.bidirectional, self.activation.products
         return [
             saved("state", name="driven", count=2, float32=True, product=True, needed_for=STATES),

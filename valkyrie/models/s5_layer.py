@@ -26,7 +26,7 @@ _C_AXES: Axes = ("embed", "state")
 class S5Layer(nnx.Module):
     """y = 2 Re(C x) + D u over x_t = Lambda_bar x_{t-1} + B_bar u_t, then a gated activation.
 
-    Without conjugate symmetry the factor 2 goes; a bidirectional layer scans both ways and has a C for each.
+    Without conjugate symmetry there is no factor 2. A bidirectional layer scans in both directions, with a C for each.
     """
 
     def __init__(self, block: S5, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
@@ -54,7 +54,7 @@ class S5Layer(nnx.Module):
     ) -> Float[Array, "batch seq embed"]:
         """Return the layer's output before the residual sum, in the compute dtype.
 
-        The state begins anew where `boundaries.keep` is 0.
+        The state is reset where `boundaries.keep` is 0.
         """
         wide, keep = x.astype(jnp.float32), boundaries.keep
         lam_bar, bu = self._driven(wide, shard)
@@ -66,12 +66,12 @@ class S5Layer(nnx.Module):
         return self._gated(checkpoint_name(y.astype(self.numerics.compute), "read"), shard)
 
     def init_state(self, batch: int, max_len: int) -> Carry:
-        """Return the state before the first position: zeros, however long the sequence."""
+        """Return the state before the first position: zeros, independent of `max_len`."""
         zeros = jnp.zeros((batch, self.config.states), jnp.float32)
         return zeros, zeros
 
     def step(self, x: Float[Array, "batch embed"], state: Carry) -> tuple[Float[Array, "batch embed"], Carry]:
-        """Return the output of one more position and the state after it: the streaming form."""
+        """Return the output of the next position and the new state (streaming form)."""
         wide, shard = x.astype(jnp.float32)[:, None], UNSHARDED
         lam_bar, bu = self._driven(wide, shard)
         state = recurrence_step(lam_bar, state, (bu[0][:, 0], bu[1][:, 0]))
@@ -81,8 +81,8 @@ class S5Layer(nnx.Module):
     def _driven(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
         """Return Lambda_bar and B_bar u."""
         c, B, u = self.config, self.B[...], _apart(u)
-        # B_bar, a parameter's size, is formed before the product: scaling B_tilde u instead would read and write
-        # arrays of (batch, seq, state) again, forward and backward.
+        # B_bar, which is as small as a parameter, is computed before the product. Scaling B_tilde u instead would read
+        # and write arrays of shape (batch, seq, state) once more, forward and backward.
         lam_bar, scale = discretize(
             self.Lambda_re[...],
             self.Lambda_im[...],
@@ -128,8 +128,7 @@ class S5Layer(nnx.Module):
         return re, im
 
     def _read(self, C: Array, x: States, shard: Shard) -> Float[Array, "batch seq embed"]:
-        # A sum, not a difference: where `state` is split, a compiler may then add first and reduce over devices
-        # once.
+        # A sum, not a difference: if `state` is sharded, the compiler can then add first and reduce over devices once.
         signed = C[..., 0], -C[..., 1]
         with jax.named_scope("read"):
             re, im = (
@@ -146,7 +145,8 @@ class S5Layer(nnx.Module):
             return project("bse,em->bsm", x, w, shard=shard, numerics=self.numerics, name=name)
 
         active = jax.nn.gelu(y)
-        # Gathered once: without its place, a compiler gathers a product with it here and a sum of gradients later.
+        # The constraint makes the compiler gather the gate once. Without it, the compiler gathers a product with the
+        # gate here and a sum of gradients later.
         gate = shard(jax.nn.sigmoid(dense(active, self.gate, "s5_gate")), "batch", "seq", "embed")
         if kind is Activation.full_glu:
             return dense(active, self.out, "s5_out") * gate
@@ -155,9 +155,10 @@ class S5Layer(nnx.Module):
 
 @jax.custom_vjp
 def _apart(u: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-    """Return `u`; the gradients of its uses are added to each other before any other use of the argument's.
+    """Return `u`, but sum the gradients of its uses before adding those of other uses of the argument.
 
-    Both parts of B u need a sum over devices where `state` is split: side by side, a compiler makes one of them.
+    If `state` is sharded, the gradients of both parts of B u need a sum over devices. When they are added to each other
+    first, the compiler merges the two sums into one.
     """
     return u
 

@@ -1,7 +1,7 @@
-"""The configuration of a language model made of layers, whose costs are the sums of those of its blocks.
+"""The configuration of a language model made of layers. Its costs are the sums over its blocks.
 
-A family derives from `Stack` and has a field for each of its blocks; `block_pattern` and `feed_forward_pattern` name
-those fields.
+A family derives from `Stack` and has a field for each of its blocks. `block_pattern` and `feed_forward_pattern` contain
+the names of these fields.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 MAX_LAYERS = 4096
-"""More layers than any model has: each is an object before anything is refused."""
+"""Limit on the number of layers, above that of any real model. Each layer is a Python object."""
 
 
 @dataclass
@@ -48,12 +48,12 @@ class Stack:
         context: Sequence length it is trained on, unless `seq` is set.
         vocab_size: Number of tokens. The embedding has this rounded up to `vocab_multiple` rows, to split evenly.
         block_pattern: Names of the mixers, which are fields of the family's config; repeated for `layers` layers.
-        feed_forward: Nonlinearity of the dense feed-forward, whose hidden side is `mlp` wide.
-        feed_forward_after: Mixers that a feed-forward follows; null: all of them.
+        feed_forward: Nonlinearity of the dense feed-forward, with `mlp` hidden channels.
+        feed_forward_after: Mixers that are followed by a feed-forward; null: all of them.
         feed_forward_pattern: Names of the feed-forwards, repeated like `block_pattern`: `feed_forward` for the dense
             one, others are fields of the family's config.
-        residual: `parallel` sums mixer and feed-forward of one norm (GPT-J, PaLM).
-        embedding_scale: Factor of the embeddings (Gemma: the square root of `embed`).
+        residual: `parallel` applies mixer and feed-forward to the same norm and sums them (GPT-J, PaLM).
+        embedding_scale: Factor applied to the embeddings (Gemma: the square root of `embed`).
         logits_soft_cap: c, which replaces the logits l by c * tanh(l / c) (Gemma 2: 30).
     """
 
@@ -85,17 +85,17 @@ class Stack:
     @property
     def vocab_rows(self) -> int:
         """Rows of the embedding: `vocab_size` rounded up to `vocab_multiple`."""
-        multiple = max(self.vocab_multiple, 1)  # below it is a problem, named elsewhere
+        multiple = max(self.vocab_multiple, 1)  # `problems` reports values below 1
         return -(-self.vocab_size // multiple) * multiple
 
     @property
     def known_blocks(self) -> dict[str, Block]:
-        """The mixers that `block_pattern` may name."""
+        """The mixers that `block_pattern` can refer to, by name."""
         return {name: block for name, block in self._block_fields().items() if not block.pointwise}
 
     @property
     def known_feed_forwards(self) -> dict[str, Block]:
-        """The feed-forwards that `feed_forward_pattern` may name."""
+        """The feed-forwards that `feed_forward_pattern` can refer to, by name."""
         return {DENSE: self._dense} | {name: block for name, block in self._block_fields().items() if block.pointwise}
 
     @property
@@ -105,30 +105,30 @@ class Stack:
 
     @property
     def blocks(self) -> dict[str, Block]:
-        """The mixers that it has, by kind."""
+        """The mixers in use, by kind."""
         known = self.known_blocks
         return {kind: known[kind] for kind in self.block_pattern[: max(self.layers, 0)] if kind in known}
 
     @property
     def feed_forwards(self) -> dict[str, Block]:
-        """The feed-forwards that it has, by kind."""
+        """The feed-forwards in use, by kind."""
         known = self.known_feed_forwards
         return {kind: known[kind] for kind in self.feed_forward_pattern[: max(self.layers, 0)] if kind in known}
 
     @property
     def period(self) -> int:
-        """Number of layers after which the stack may repeat itself."""
+        """Number of layers after which the patterns repeat."""
         after = len(self.feed_forward_pattern)
-        # One that names the feed-forward of every layer, such as a few dense ones before experts, does not repeat.
+        # A pattern with an entry for every layer, such as a few dense layers before experts, does not repeat.
         return max(1, math.lcm(len(self.block_pattern), after if after < self.layers else 1))
 
     @property
     def causal(self) -> bool:
-        """Whether a position sees none after it: what a next-token loss needs."""
+        """Whether no position depends on later ones, as a next-token loss needs."""
         return all(block.is_causal for block in self.blocks.values())
 
     def problems(self) -> list[Problem]:
-        """Return every reason why this shape cannot be built."""
+        """Return every reason why this model cannot be built."""
 
         def check(name: str, otherwise: str = "", **bounds: int | float) -> list[Problem]:
             return check_range(f"model.{name}", getattr(self, name), otherwise=otherwise, **bounds)
@@ -164,7 +164,10 @@ class Stack:
         return problems
 
     def stack(self) -> list[Layer]:
-        """Return the layers first to last; mixers of a kind are numbered, and take windows and the like in turn."""
+        """Return the layers, first to last.
+
+        Mixers of the same kind are numbered, so that they can cycle through settings such as windows.
+        """
         known, feed_forwards, numbers = self.known_blocks, self.known_feed_forwards, Counter[str]()
         pattern, layers = self.feed_forward_pattern, []
         for i, kind in enumerate(self.kinds):
@@ -177,9 +180,9 @@ class Stack:
         return layers
 
     def segments(self) -> list[tuple[list[Layer], int]]:
-        """Return the stack as runs of equal groups of layers with their repetitions: each run is one scan.
+        """Return the stack as groups of layers with their number of repetitions. Each pair becomes one scan.
 
-        A group is `period` blocks; a last group may be cut short.
+        A group has `period` layers; the last one may have fewer.
         """
         layers, width = self.stack(), self.period
         runs: list[tuple[list[Layer], int]] = []
@@ -192,7 +195,7 @@ class Stack:
         return runs
 
     def parameters(self) -> dict[str, Parameter]:
-        """Return every parameter by dotted name, as the built model has it: a segment's have leading `layers`."""
+        """Return every parameter by dotted name, as in the built model. Segments have a leading `layers` axis."""
         parameters = {"embedding": self._table(), "norm.scale": vector("embed", self.embed, "vector")}
         if not self.tie_embeddings:
             parameters["unembedding"] = replace(self._table(), group="unembedding", output_first=True)
@@ -203,7 +206,7 @@ class Stack:
         return dict(sorted(parameters.items(), key=lambda item: item[0].split(".")))
 
     def arrays(self) -> Arrays:
-        """Return what a layout splits; parameters are named by their kind of block: `s5.B`, `attention.out`."""
+        """Return the arrays that a layout shards. Parameters are named by kind of block, such as `attention.out`."""
         blocks: list[Block] = [*self.blocks.values(), *self.feed_forwards.values()]
         own = {"embed": Size(self.embed, "model.embed"), "vocab": Size(self.vocab_rows, "model.vocab_multiple")}
         parameters: dict[Tensor, list[str]] = {_tensor_of(self._table()): ["embedding"]}
@@ -226,23 +229,23 @@ class Stack:
         return Arrays(axes, parameters, activations, follows, stacked, dispatched)
 
     def parameter_count(self) -> int:
-        """Return how many numbers the model learns."""
+        """Return the number of learned parameters."""
         return sum(parameter.size for parameter in self.parameters().values())
 
     def flops_per_token(self, seq: int) -> float:
-        """Return forward FLOPs per token over sequences of `seq` tokens: those of every block, and of the logits.
+        """Return forward FLOPs per token over sequences of `seq` tokens, for all blocks and the logits.
 
-        Backward is counted as twice the forward by the caller, and nothing is added for rematerialisation: model FLOPs
-        (PaLM, arXiv 2204.02311, appendix B).
+        These are model FLOPs (PaLM, arXiv 2204.02311, appendix B): they do not include rematerialisation, and callers
+        count the backward pass as twice the forward pass.
         """
         return sum(layer.flops(seq) for layer in self.stack()) + 2.0 * self.embed * self.vocab_rows
 
     def step_flops_per_token(self, seq: int) -> float:
-        """Return FLOPs per token of a training step; a backward pass takes twice its forward pass."""
+        """Return FLOPs per token of a training step. The backward pass counts twice the forward pass."""
         return 3.0 * self.flops_per_token(seq)
 
     def kept(self) -> list[SavedActivation]:
-        """Return what the backward passes of all blocks need from the forward pass, by name where it has one."""
+        """Return the activations that the backward passes of all blocks need from the forward pass."""
         return [
             replace(kept, count=0 if kept.needed_for == BLOCK_INPUT and layer is group[-1] else kept.count * repeats)
             for group, repeats in self.segments()
@@ -251,14 +254,14 @@ class Stack:
         ]
 
     def working(self) -> list[SavedActivation]:
-        """Return what exists while one group of blocks is worked on, and the logits of a part of the loss."""
+        """Return the activations that exist while one group of blocks runs, and the logits of one loss chunk."""
         vocab = {"vocab": Size(self.vocab_rows, "model.vocab_multiple")}
         logits = SavedActivation(tensor(("batch", "seq", "vocab"), vocab), 2, float32=True, positions=self.loss_chunk)
         return [*(kept for layer in self.segments()[0][0] for kept in layer.kept(first=False)), logits]
 
     @property
     def auxiliary(self) -> dict[str, AuxiliaryTerm]:
-        """The values that its layers return beside the residual stream, by `KIND/NAME`."""
+        """Weights and layer counts of the auxiliary values that its layers return, by `KIND/NAME`."""
         layers = [layer.auxiliary for layer in self.stack()]
         counts = Counter(name for values in layers for name in values)
         return {name: AuxiliaryTerm(values[name], counts[name]) for values in layers for name in values}

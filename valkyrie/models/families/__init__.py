@@ -1,1 +1,1 @@
-"""The model families of this package: every module here is one, by its name, and has a `Config`."""
+"""The model families of this package. Every module is a family of the same name, with a `Config` class."""

@@ -1,7 +1,8 @@
-"""The dense decoders: GPT as it is trained today, and Llama. RMSNorm, rotary positions, no biases.
+"""Dense decoders such as Llama and modern GPTs: RMSNorm, rotary positions, no biases.
 
-Grouped heads, a gated or a plain feed-forward, tied or untied embeddings and window patterns are settings. GPT-2's
-LayerNorm, biases and learned positional embeddings are not supported: they are less than a thousandth of a step's work.
+Grouped heads, gated or plain feed-forward, tied or untied embeddings and window patterns are settings. LayerNorm,
+biases and learned positional embeddings, as in GPT-2, are not supported here. They take less than a thousandth of a
+step's work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from valkyrie.models.stack import Stack
 
 @dataclass
 class Config(Stack):
-    """A dense decoder: every block is attention, over all earlier tokens unless `attention.windows` says less."""
+    """A dense decoder. Every block attends to all earlier tokens, unless `attention.windows` limits them."""
 
     family: str = "gpt"
     name: str = "gpt"

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019): LayerNorm, learned positions, biases everywhere, the embedding as its head."""
+"""GPT-2 (Radford et al., 2019): LayerNorm, learned positions, biases in all layers, tied embeddings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from valkyrie.problems import Problem, ProblemCode
 
 
 class GPT2Layer(Layer):
-    """A layer whose norms have a bias in addition to their scale."""
+    """A layer with norms that have a bias in addition to their scale."""
 
     def parameters(self) -> dict[str, Parameter]:
         parameters = super().parameters()
@@ -24,7 +24,7 @@ class GPT2Layer(Layer):
 
 @dataclass
 class Config(Stack):
-    """GPT-2, with a table of `context` positions, the most of a sequence."""
+    """GPT-2, with a table of `context` positions, which limits the sequence length."""
 
     family: str = "gpt2"
     name: str = "gpt2"
@@ -42,7 +42,7 @@ class Config(Stack):
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence: the number of positions."""
+        """Maximum sequence length: the number of learned positions."""
         return self.context
 
     def stack(self) -> list[Layer]:

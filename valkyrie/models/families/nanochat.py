@@ -1,6 +1,6 @@
-"""nanochat (karpathy/nanochat), as its `gpt.py` of July 2026 has it: one number, the depth, decides the shape.
+"""nanochat (karpathy/nanochat), following its `gpt.py` of July 2026. The depth determines the shape.
 
-Every part that the form of October 2025 had not is an option: windows, value embeddings, smear, scales by layer,
+Every part that was not in the version of October 2025 is an option: windows, value embeddings, smear, layer scales,
 backout, and the gain of queries and keys.
 """
 
@@ -17,12 +17,12 @@ from valkyrie.models.stack import Stack
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 SMEAR_CHANNELS = 24
-"""How many channels of an embedding the gate of the smear reads."""
+"""Number of channels of an embedding that the smear gate reads."""
 
 
 @dataclass(frozen=True)
 class NanochatLayer(Layer):
-    """A layer with norms without parameters, and two scales: of the residual stream, and of its first value."""
+    """A layer with norms without parameters, and two scales: of the residual stream, and of its initial value."""
 
     scales: bool = True
 
@@ -36,13 +36,17 @@ class NanochatLayer(Layer):
 
 @dataclass
 class Config(Stack):
-    """nanochat. `depth` sets width, heads and layers in its YAML: `embed` is 64 times it, rounded up to 128.
+    """nanochat.
 
-    `window_pattern` gives layers their windows, a letter each, repeated: S is a quarter of `context`, rounded up to
-    128, and the token itself; L and G are all earlier tokens, as the last layer always has. null: `attention.windows`.
-    `layer_scales`: the residual stream is scaled before each layer, and the scaled first stream added. `smear` adds the
-    embedding of the token before, by a gate. `backout` is the part of the stream after the middle layer that the last
-    one loses at first; null: none.
+    Args:
+        depth: Sets width, heads and layers in its YAML: `embed` is 64 times the depth, rounded up to a multiple of 128.
+        window_pattern: Windows of the layers, one letter each, repeated. S is the token itself and a quarter of
+            `context`, rounded up to a multiple of 128. L and G are all earlier tokens, and so is the window of the last
+            layer in any case. null: use `attention.windows`.
+        layer_scales: Before each layer, scale the residual stream and add the scaled first stream.
+        smear: Add the gated embedding of the previous token.
+        backout: Initial factor of the stream after the middle layer, which is subtracted from the last stream; null:
+            nothing is subtracted.
     """
 
     family: str = "nanochat"
@@ -64,21 +68,21 @@ class Config(Stack):
 
     @property
     def smear_channels(self) -> int:
-        """How many channels the gate of the smear reads."""
+        """Number of channels that the smear gate reads."""
         return min(SMEAR_CHANNELS, self.embed)
 
     @property
     def period(self) -> int:
-        """After how many blocks the stack may repeat itself: windows and value embeddings each in their turn."""
+        """Number of layers after which the patterns of windows, dilations and value embeddings repeat."""
         windows = self.window_pattern or self.attention.windows
         return math.lcm(len(windows), len(self.attention.dilations), 1 + self.attention.value_embeddings)
 
     @property
     def known_blocks(self) -> dict[str, Block]:
-        """The one kind of block, with the windows of the pattern."""
+        """The attention block, with the windows of `window_pattern`."""
         if self.window_pattern is None:
             return {"attention": self.attention}
-        short = -(-self.context // 512) * 128 + 1  # a quarter in whole tiles of keys before the token itself
+        short = -(-self.context // 512) * 128 + 1  # a quarter, in whole tiles of 128 keys, plus the token itself
         letters = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.layers - 1)]
         windows = [short if letter == "S" else None for letter in letters]
         return {"attention": replace(self.attention, windows=[*windows, None])}
@@ -125,7 +129,7 @@ class Config(Stack):
         return arrays
 
     def _own(self) -> dict[str, Parameter]:
-        """Return the parameters in addition to the stack's."""
+        """Return the parameters that `Stack` does not have."""
         own = {}
         if self.smear:
             channels = self.smear_channels

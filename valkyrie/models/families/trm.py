@@ -1,7 +1,8 @@
-"""The Tiny Recursive Model (arXiv 2510.04871): one small network, applied many times, that improves an answer.
+"""The Tiny Recursive Model (arXiv 2510.04871): applies one small network many times to improve an answer.
 
-Two states of every position, z_H (the answer) and z_L (its reasoning), pass through the same few layers 21 times a step
-of supervision; the gradient flows through the last seven. It is not a language model: its task is `puzzles`.
+Every position has two states, z_H (the answer) and z_L (the reasoning). They pass through the same few layers 21 times
+per supervision step, and the gradient flows through the last seven passes. It is not a language model: its task is
+`puzzles`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class MixerKind(Enum):
-    """What mixes positions: attention of all of them (with rotary positions), or a gated product over the length."""
+    """Mixer of positions: full attention with rotary positions, or a gated MLP over the length."""
 
     attention = "attention"
     mlp = "mlp"
@@ -32,14 +33,22 @@ class MixerKind(Enum):
 
 @dataclass
 class Config:
-    """A recursive model: `layers` blocks that are one network, of width `embed`, for puzzles of `context` cells.
+    """A recursive model for puzzles of `context` cells.
 
-    `vocab_size` counts what a cell may hold, 0 (padding) among it. `puzzles` rows of `puzzle_embed` numbers are
-    learned, one for each puzzle identifier; it stands in `puzzle_tokens` positions before the cells. A step of
-    supervision runs `high_cycles` cycles, each `low_cycles` updates of z_L and one of z_H, the last cycle with
-    gradient. A puzzle is worked on for at most `max_steps` steps; with probability `exploration` it may not end before
-    a number of them that is drawn from 2 to `max_steps`. `mlp` and `length_mlp` are the hidden sides of the gated
-    products over the width and, with `mixer: mlp`, over the length.
+    A supervision step runs `high_cycles` cycles. Each cycle has `low_cycles` updates of z_L and one of z_H. Only the
+    last cycle has a gradient.
+
+    Args:
+        vocab_size: Number of values of a cell, including 0 (padding).
+        embed: Width of the network.
+        layers: Number of layers of the network.
+        mlp: Hidden channels of the gated MLP over the width.
+        length_mlp: Hidden channels of the gated MLP over the length, with `mixer: mlp`.
+        puzzles: Number of puzzle identifiers, each with a learned embedding.
+        puzzle_embed: Length of the embedding of an identifier.
+        puzzle_tokens: Number of positions before the cells, which hold the embedding of the identifier.
+        max_steps: Maximum supervision steps per puzzle.
+        exploration: Probability that a puzzle has a minimum number of steps, drawn from 2 to `max_steps`.
     """
 
     task: ClassVar[str] = "puzzles"
@@ -73,22 +82,22 @@ class Config:
 
     @property
     def has_attention(self) -> bool:
-        """Whether attention mixes positions, so that puzzles may have any length."""
+        """Whether attention mixes positions. Puzzles may then have any length."""
         return self.mixer is MixerKind.attention
 
     @property
     def causal(self) -> bool:
-        """Whether a position sees none after it: never."""
+        """Whether no position depends on later ones: always False."""
         return False
 
     @property
     def positions(self) -> int:
-        """Positions of the states: those of the puzzle's identifier, then the cells."""
+        """Number of positions of the states: the puzzle identifier, then the cells."""
         return self.puzzle_tokens + self.context
 
     @property
     def forward_passes(self) -> int:
-        """How often the network runs in a step of supervision."""
+        """Number of forward passes of the network per supervision step."""
         return self.high_cycles * (self.low_cycles + 1)
 
     def problems(self) -> list[Problem]:
@@ -135,7 +144,7 @@ class Config:
         return dict(sorted(parameters.items(), key=lambda item: item[0].split(".")))
 
     def arrays(self) -> Arrays:
-        """Return what a layout splits of it; rows of tables, and the length in its products, are never split."""
+        """Return the arrays that a layout shards. Rows of tables and the length in `length_*` are never sharded."""
         parameters: dict[Tensor, list[str]] = {}
         for name, parameter in self.parameters().items():
             where = name.replace("layer_0.", "layer.", 1)
@@ -155,26 +164,26 @@ class Config:
         return Arrays(axes, parameters, activations)
 
     def parameter_count(self) -> int:
-        """Return how many numbers the network learns, without its initial states and the rows of single puzzles."""
+        """Return the number of learned parameters, without the initial states and the puzzle embeddings."""
         return sum(p.size for p in self.parameters().values() if p.group == "matrix")
 
     def flops_per_token(self, seq: int) -> float:
-        """Return forward FLOPs per cell of a step of supervision: all passes of the network, and the logits."""
+        """Return forward FLOPs per cell of a supervision step: all passes of the network, and the logits."""
         per_position = self._network_flops(seq + self.puzzle_tokens)
         return self.forward_passes * per_position * self._share(seq) + 2.0 * self.embed * self.vocab_size
 
     def step_flops_per_token(self, seq: int) -> float:
-        """Return FLOPs per cell of a training step: all passes forward, and twice those of the last cycle backward."""
+        """Return FLOPs per cell of a training step: all forward passes, plus twice the last cycle for backward."""
         backward = (self.low_cycles + 1) * self._network_flops(seq + self.puzzle_tokens) * self._share(seq)
         return self.flops_per_token(seq) + 2.0 * (backward + 2.0 * self.embed * self.vocab_size)
 
     def kept(self) -> list[SavedActivation]:
-        """Return what the backward pass needs of the last cycle, by name where it has one; an estimate."""
+        """Estimate the activations of the last cycle that the backward pass needs."""
         count = (self.low_cycles + 1) * self.layers
         return [replace(kept, count=kept.count * count) for kept in self._kept_of_layer()]
 
     def working(self) -> list[SavedActivation]:
-        """Return what exists while one layer is worked on, and the logits; an estimate."""
+        """Estimate the activations that exist while one layer runs, and the logits."""
         logits = SavedActivation(tensor(("batch", "seq", self.vocab_size), self._sizes), 4, float32=True)
         return [*self._kept_of_layer(), logits]
 
@@ -196,7 +205,7 @@ class Config:
         return {**gated, **{f"length_{name}": over_length for name in ("down", "gate", "up")}}
 
     def _network_flops(self, positions: int) -> float:
-        """Return forward FLOPs per position of one pass of the network over so many positions."""
+        """Return forward FLOPs per position of one pass of the network over `positions` positions."""
         feed_forward = 6.0 * self.embed * self.mlp
         heads = self.heads * self.head_dim
         attention = 8.0 * self.embed * heads + 4.0 * heads * positions
@@ -204,11 +213,11 @@ class Config:
         return self.layers * (feed_forward + (attention if self.has_attention else over_length))
 
     def _share(self, seq: int) -> float:
-        """Return how many positions there are for each cell."""
+        """Return the number of positions per cell."""
         return (seq + self.puzzle_tokens) / seq
 
     def _kept_of_layer(self) -> list[SavedActivation]:
-        """Return what the backward pass of one layer needs; norms keep their input in float32."""
+        """Return the activations that the backward pass of one layer needs. Norms keep their input in float32."""
 
         def saved(*dims: str | int, count: int = 1, float32: bool = False, name: str | None = None) -> SavedActivation:
             named = name is not None and name not in (BLOCK_INPUT, CONTEXT)
@@ -221,7 +230,7 @@ class Config:
             kept += [saved("heads", "head_dim", name=name) for name in ("query", "key", "value")]
             kept += [saved("heads", "head_dim", count=3), saved("heads", self.positions, count=2, float32=True)]
             return [*kept, saved("embed", name="out")]
-        rows = self.length_mlp / self.positions  # a hidden side is over the length, for each number of the width
+        rows = self.length_mlp / self.positions  # `length_mlp` hidden values per channel, instead of one per position
         return [*kept, replace(saved("embed", count=4), count=4 * rows)]
 
 
