@@ -1,1 +1,1 @@
-"""The expensive array operations of the models. All implementations of an operation return the same values."""
+"""The expensive array operations of the models. All implementations of an operation give equal values."""

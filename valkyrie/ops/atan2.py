@@ -1,4 +1,4 @@
-"""The Tiny Recursive Model's optimizers as optax transformations: AdamATan2, and sign descent for used table rows."""
+"""The Tiny Recursive Model's optimizers as optax transformations: AdamATan2, and sign descent on used table rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import optax
 def scale_by_atan2(b1: float, b2: float) -> optax.GradientTransformation:
     """Build Adam's direction without an epsilon: atan2(m, sqrt(v)) instead of m / (sqrt(v) + epsilon).
 
-    Everett et al., "Scaling exponents across parameterizations and optimizers" (arXiv 2407.05872), as implemented in
-    imoneoi/adam-atan2: the bias of v is corrected inside atan2, and the result is divided by 1 - b1 ** t.
+    Everett et al., "Scaling exponents across parameterizations and optimizers" (arXiv 2407.05872), in the form
+    of imoneoi/adam-atan2: inside atan2 only v is bias-corrected, and the result is divided by 1 - b1 ** t.
     """
 
     def init(params: Any) -> optax.ScaleByAdamState:
@@ -32,10 +32,10 @@ def scale_by_atan2(b1: float, b2: float) -> optax.GradientTransformation:
 
 
 def signs_of_rows(weight_decay: float) -> optax.GradientTransformation:
-    """Build sign descent with weight decay for the rows of a table that the batch used.
+    """Return the sign of the gradient plus weight decay, for the rows of a table that the batch used.
 
-    Used rows are those with a nonzero gradient. The gradient of a row that no puzzle in the batch refers to is exactly
-    zero, and the row does not change.
+    Used rows are those with a nonzero gradient. Rows that no puzzle of the batch refers to have a gradient of exactly
+    zero and get no update.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Names of implementations and variants for configs. Imports no JAX."""
+"""Names of the implementations and variants that a config can choose. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 CONTEXT, STATES = "context", "states"
-"""Checkpoint names of attention outputs with their softmax sums, and of the states of a recurrence.
+"""Checkpoint names: the output and softmax sums of the attention kernel, and the states of a recurrence.
 
-They are attached inside the custom derivatives, so that a `jax.checkpoint` policy that saves these names saves the
-residuals of the backward pass and nothing is computed twice.
+The names are attached inside the custom derivatives. A `jax.checkpoint` policy that saves them thus saves the residuals
+of these derivatives, and nothing is computed twice.
 """
 
 
@@ -24,14 +24,14 @@ class ScanImpl(Enum):
 
 
 class Discretization(Enum):
-    """Method to discretize a continuous-time state space (S5 paper, section 3.1)."""
+    """Discretisation of a continuous-time state space (S5 paper, section 3.1)."""
 
     zoh = "zoh"
     bilinear = "bilinear"
 
 
 class CInit(Enum):
-    """Initialiser of the S5 output matrix C, with the names in lindermanlab/S5 `ssm_init.py`."""
+    """Initialiser of the S5 output matrix C, named as in lindermanlab/S5 `ssm_init.py`."""
 
     trunc_standard_normal = "trunc_standard_normal"
     lecun_normal = "lecun_normal"
@@ -39,7 +39,7 @@ class CInit(Enum):
 
 
 class Bias(Enum):
-    """Projections of attention with a bias: none; queries, keys and values (Qwen 2); or also the output (GPT-2)."""
+    """Attention projections with a bias: none; queries, keys and values (Qwen 2); or all, with the output (GPT-2)."""
 
     none = "none"
     qkv = "qkv"
@@ -48,10 +48,10 @@ class Bias(Enum):
 
 @dataclass
 class RopeStretch:
-    """Slower rotary frequencies for sequences longer than the `context` a model was first trained on (Llama 3.1).
+    """Slower rotary frequencies for contexts longer than the original training `context` of a model (Llama 3.1).
 
-    Pairs that turn fewer than `low` times over that context turn `factor` times slower. Pairs that turn more than
-    `high` times are unchanged, and those in between are interpolated. A `factor` of 1 changes nothing.
+    A pair of channels with fewer than `low` turns over that context rotates `factor` times slower. Pairs with more than
+    `high` turns keep their frequency, and those in between are interpolated. A `factor` of 1 changes nothing.
     """
 
     factor: float = 1.0
@@ -61,7 +61,7 @@ class RopeStretch:
 
 
 class AttentionImpl(Enum):
-    """Implementation of windowed attention. `auto` depends on the backend and the length."""
+    """Implementation of attention. `auto` depends on the backend and the length."""
 
     auto = "auto"
     dense = "dense"

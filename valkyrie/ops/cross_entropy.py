@@ -1,10 +1,10 @@
-"""Cross-entropy over a large vocabulary, one chunk of positions at a time, without storing all logits.
+"""Cross-entropy over a large vocabulary, computed for a chunk of positions at a time to save memory.
 
-Only one chunk of float32 logits exists at any time, forward and backward. The custom backward pass saves the
-log-sum-exp of every token, recomputes the logits of each chunk, and sums the gradient of the unembedding in float32 for
-any compute dtype. (A rematerialised scan takes the same time and a tenth more memory, experiments/LOG.md, but sums in
-the compute dtype.) That gradient is summed over chunks separately for each shard of the batch and the sequence, and
-once over the shards after the last chunk. Otherwise each chunk would end in an all-reduce of the whole unembedding.
+Only one chunk of float32 logits exists at a time, forward and backward. The custom backward pass saves the log-sum-exp
+of every token, recomputes the logits of each chunk, and sums the gradient of the unembedding in float32 for every
+compute dtype. (A rematerialised scan takes the same time and a tenth more memory, experiments/LOG.md, but sums in the
+compute dtype.) Each shard of the batch and the sequence sums that gradient over its chunks separately. The shards are
+summed once, after the last chunk. Otherwise each chunk would end in an all-reduce of the whole unembedding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Constrain = Callable[[Array], Array]
 
 
 class CrossEntropy(NamedTuple):
-    """Sums over the tokens of a batch. The mean to minimise is (loss_sum + z_sum) / weight_sum, in nats per token."""
+    """Sums over the tokens of a batch. The loss to minimise is (loss_sum + z_sum) / weight_sum, in nats per token."""
 
     loss_sum: Float[Array, ""]
     weight_sum: Float[Array, ""]
@@ -30,7 +30,7 @@ class CrossEntropy(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """Static settings of the map from hidden states to logits. See `cross_entropy`."""
+    """Static settings of the map from hidden states to logits."""
 
     vocab_size: int
     softcap: float | None
@@ -57,27 +57,27 @@ def cross_entropy(
     place: Constrain | None = None,
     total: Constrain | None = None,
 ) -> CrossEntropy:
-    """Compute the weighted sums of -log p(target), and the unweighted loss of every token, 0 where the weight is 0.
+    """Return the weighted sums of -log p(target), and the unweighted value of every token (0 if its weight is 0).
 
-    Matrix products use the dtype of `hidden`; logits, softmax and sums are float32. Raises ValueError if the batch or
-    the sequence is not divisible by its shards.
+    Products take operands in the dtype of `hidden`; logits, softmax and sums are float32. Raises ValueError if a length
+    is not divisible.
 
     Args:
-        hidden: hidden states.
-        unembed: unembedding. Rows from `vocab_size` on are padding and get probability 0.
-        targets: target ids. They may be any number where the weight is 0.
-        weights: weights of the tokens.
-        vocab_size: number of ids.
-        chunk: positions of each sequence shard that are processed at a time.
-        z_loss: factor of the squared log-sum-exp in `z_sum` (PaLM, arXiv 2204.02311, section 5).
-        softcap: c replaces logits l by c * tanh(l / c), or None.
-        shards: number of shards of the sequence.
-        batch_shards: number of shards of the batch.
-        constrain: applied to the logits of each chunk, (batch, shards * chunk, vocab).
-        place: applied to the unembedding in the dtype of `hidden`, forward and again backward, so that a gathered
-            copy is not kept in between and the gradient is not rounded before it reaches a wider parameter.
-        total: sums the float32 gradient of the unembedding, (batch_shards, shards, vocab, embed), over its first two
-            dimensions.
+        hidden: Hidden states.
+        unembed: The unembedding. Rows from `vocab_size` on are padding and get probability 0.
+        targets: Target tokens. They may have any value where the weight is 0.
+        weights: Weight of every target.
+        vocab_size: Number of tokens.
+        chunk: Positions of each sequence shard that are computed at a time.
+        z_loss: Weight of the squared log-sum-exp in `z_sum` (PaLM, arXiv 2204.02311, section 5).
+        softcap: c, which replaces logits l by c * tanh(l / c).
+        shards: Number of shards of the sequence.
+        batch_shards: Number of shards of the batch.
+        constrain: Applied to the logits of each chunk, (batch, shards * chunk, vocab).
+        place: Applied to the unembedding in the dtype of `hidden`, forward and again backward. The gathered array is
+            thus not kept in between, and the gradient of a wider parameter is not rounded.
+        total: Sums the gradient of the unembedding, (batch_shards, shards, vocab, embed) in float32, over its first
+            two dimensions.
     """
     batch, seq, _ = hidden.shape
     if not 0 < vocab_size <= unembed.shape[0]:
@@ -117,7 +117,7 @@ def _split(x: Array, shards: int, chunk: int) -> Array:
 
 
 def _join(x: Array, shards: int, batch: int, seq: int) -> Array:
-    """Invert `_split` and cut to `seq`."""
+    """Invert `_split`, dropping positions after `seq`."""
     chunks = x.shape[0]
     x = jnp.moveaxis(x.reshape(chunks, batch, shards, -1, *x.shape[3:]), 0, 2)
     x = x.reshape(batch, shards, -1, *x.shape[4:])[:, :, : seq // shards]
@@ -125,7 +125,7 @@ def _join(x: Array, shards: int, batch: int, seq: int) -> Array:
 
 
 def _placed(head: _Head, hidden: Array, unembed: Float[Array, "vocab embed"]) -> Float[Array, "vocab embed"]:
-    """Cast and place the unembedding for matrix products."""
+    """Return the unembedding in the dtype of `hidden`, placed for products."""
     unembed = unembed.astype(hidden.dtype)
     return unembed if head.place is None else head.place(unembed)
 
@@ -133,7 +133,7 @@ def _placed(head: _Head, hidden: Array, unembed: Float[Array, "vocab embed"]) ->
 def _logits(
     head: _Head, hidden: Float[Array, "batch part embed"], unembed: Float[Array, "vocab embed"]
 ) -> tuple[Float[Array, "batch part vocab"], Float[Array, "batch part vocab"] | None]:
-    """Return a chunk's logits, -inf in the padding, and the derivative of the soft cap, or None without one."""
+    """Return one chunk's logits, -inf in the padding, and the derivative of the soft cap (None without a cap)."""
     logits = jnp.einsum("bse,ve->bsv", hidden, unembed, preferred_element_type=jnp.float32)
     if head.constrain is not None:
         logits = head.constrain(logits)
@@ -147,7 +147,7 @@ def _logits(
 
 
 def _is_target(targets: Int[Array, "batch part"], vocab: int) -> Bool[Array, "batch part vocab"]:
-    """Return the one-hot targets, by comparison so that a sharded vocabulary stays sharded."""
+    """Return the one-hot targets. Computed by comparison, so that a sharded vocabulary stays sharded."""
     return targets[..., None] == jnp.arange(vocab)
 
 
@@ -201,7 +201,7 @@ def _token_losses_backward(head, saved, cotangents):
 
 
 def _by_shard(head: _Head, x: Array) -> Array:
-    """Reshape (batch, part, ...) to (batch shards, batch per shard, seq shards, chunk, ...)."""
+    """Reshape (batch, part, ...) to (batch_shards, batch / batch_shards, seq_shards, chunk, ...)."""
     batch, part = x.shape[:2]
     return x.reshape(
         head.batch_shards, batch // head.batch_shards, head.seq_shards, part // head.seq_shards, *x.shape[2:]

@@ -1,7 +1,7 @@
-"""Products and look-ups of parameters that free gathered copies right after use.
+"""Products and look-ups of sharded parameters, without keeping gathered copies.
 
-A parameter is cast and gathered where it is used, in the forward pass and again in the backward pass. Its gradient is
-summed in full precision and scattered back. Fully sharded parameters therefore stay sharded in memory.
+A parameter is cast and gathered right before its use, forward and again backward. Its gradient is summed in the
+reduction dtype and scattered back. Fully sharded parameters thus stay sharded in memory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from valkyrie.precision import ACCUMULATED, DType, PolicyConfig
 
 
 class Numerics(NamedTuple):
-    """Names of the dtypes of a precision policy, hashable.
+    """The dtypes of a precision policy, hashable.
 
     Args:
-        parameter: stored parameters.
-        compute: operands of products.
-        reduction: sums of gradients.
-        products: narrow dtype that operands are scaled to (`valkyrie.ops.narrow`), or None.
+        parameter: Stored parameters.
+        compute: Operands of products.
+        reduction: Sums of gradients.
+        products: Narrow dtype to scale operands to (`valkyrie.ops.narrow`), or None.
     """
 
     parameter: str
@@ -74,7 +74,7 @@ def linear(
     def product(x: Array, w: Array) -> Array:
         return multiplied(equation, x, w)
 
-    # Repeat the product instead of calling `product`, so that remat policies that save products see it.
+    # This repeats the body of `product` instead of calling it, so that remat policies that save products see it.
     def forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
         return multiplied(equation, x, w), (x, w)
 
@@ -88,7 +88,7 @@ def linear(
         return dx.astype(x.dtype), dw.astype(w.dtype)
 
     product.defvjp(forward, backward)
-    # A slice of a parameter has no sharding. Without this constraint, the gathered copy would be saved.
+    # A slice of a parameter has no sharding. Without this constraint, it would be saved in its gathered form.
     return product(x.astype(numerics.compute), shard.shard_for_storage(w, *axes))
 
 
@@ -97,8 +97,8 @@ def lookup(
 ) -> Float[Array, "*rows embed"]:
     """Look up the rows of a parameter with logical axes `axes` at `tokens`, in the compute dtype.
 
-    The gradient of a row is summed over its uses in float32 for any reduction dtype: a frequent token occurs thousands
-    of times, and a bfloat16 sum of equal terms stops growing at 256.
+    The gradient of a row is the sum over all its uses, always in float32. A frequent token has thousands of uses, and a
+    bfloat16 sum of equal terms stops growing after 256 of them.
     """
 
     @jax.custom_vjp
@@ -122,10 +122,10 @@ def lookup(
 
 @jax.custom_vjp
 def made_once(a: Float[Array, "*shape"], b: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], ...]:
-    """Return both arrays unchanged, and compute their cotangents once, before the products that use them.
+    """Return both arrays unchanged, but compute their cotangents once, before any product that uses them.
 
     Otherwise the compiler may recompute a gate's derivative inside each of the four products that need it. On TPU v5e
-    that is a tenth of a gated feed-forward's backward pass (compiler estimates, experiments/LOG.md).
+    this costs a tenth of a gated feed-forward's backward pass (compiler estimates, experiments/LOG.md).
     """
     return a, b
 

@@ -1,7 +1,7 @@
-"""Products with operands scaled to a narrow dtype (int8 or float8) and wide sums.
+"""Products with operands scaled to a narrow dtype, int8 or float8, and wide accumulation.
 
-Each row and column that a product sums over gets a separate scale from its largest magnitude at every call, like AQT's
-dynamic scaling (arXiv 2105.03536). Values are rounded to the nearest; AQT rounds gradients stochastically.
+Each row or column that a product sums over gets a separate scale from its largest magnitude, at every call. This is
+AQT's dynamic scaling (arXiv 2105.03536), except that AQT rounds gradients stochastically and this rounds to nearest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def narrow_einsum(
 ) -> Float[Array, "..."]:
     """Compute the einsum of two operands in a narrow dtype. The result has x's dtype.
 
-    `place` is applied to the narrow `w`, so that gathering it over devices also moves narrow values.
+    `place` is applied to the narrow `w`, so that devices gather it in the narrow dtype.
     """
     operands, out = equation.split("->")
     of_x, of_w = operands.split(",")
@@ -52,7 +52,7 @@ def _summed(letters: str, out: str) -> tuple[int, ...]:
 
 
 def _laid(scale: Float[Array, "..."], letters: str, out: str) -> Float[Array, "..."]:
-    """Reshape a scale to broadcast against the result, with length 1 for letters that the operand does not have."""
+    """Return a scale with a dimension for every letter of the result, of length 1 for letters that it lacks."""
     kept = [letter for letter in letters if letter in out]
     scale = jax.lax.squeeze(scale, _summed(letters, out))
     scale = scale.transpose([kept.index(letter) for letter in out if letter in kept])

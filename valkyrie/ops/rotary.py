@@ -2,7 +2,7 @@
 
 The halves convention: channel i of the first half is paired with channel i of the second, and position p rotates the
 pair by p * theta ** (-2 i / head_dim) radians. On a TPU the halves are swapped by a product with a matrix of 0, 1 and
--1. This is exact and almost free on the matrix unit, while moving lanes costs a fifth of attention's projections
+-1. The product is exact and nearly free on the matrix unit, while moving lanes costs a fifth of attention's projections
 (compiler estimates, experiments/LOG.md).
 """
 
@@ -19,7 +19,7 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.ops.choices import RopeStretch
 
 UNSTRETCHED = RopeStretch()
-"""No change of the frequencies."""
+"""Unchanged frequencies."""
 
 
 def rotate(
@@ -31,8 +31,8 @@ def rotate(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotate queries or keys by their positions, in x's dtype. Angles and products are float32.
 
-    `stretch` slows down low frequencies (arXiv 2407.21783). `backend` (cpu, gpu, tpu) is where the result will run, by
-    default where JAX runs now. Raises ValueError for an odd head_dim.
+    `stretch` lowers the low frequencies (arXiv 2407.21783). `backend` (cpu, gpu, tpu) is the backend that will run it,
+    by default JAX's default backend. Raises ValueError for an odd head_dim.
     """
     head_dim = x.shape[-1]
     if head_dim % 2:
@@ -48,7 +48,7 @@ def rotate(
 
 
 def _stretched(frequencies: Float[Array, " half"], stretch: RopeStretch) -> Float[Array, " half"]:
-    """Slow down frequencies, in radians per position, that make fewer than `high` turns over the original context."""
+    """Return frequencies in radians per position, lowered for fewer than `high` turns over the original context."""
     turns = stretch.context * frequencies / (2 * jnp.pi)
     kept = jnp.clip((turns - stretch.low) / (stretch.high - stretch.low), 0, 1)
     return frequencies * (kept + (1 - kept) / stretch.factor)
@@ -56,7 +56,7 @@ def _stretched(frequencies: Float[Array, " half"], stretch: RopeStretch) -> Floa
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _turned(quarter, x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate by the angles with these cosines and sines. The transpose rotates back."""
+    """Rotate `x` by the angles of `cos` and `sin`. The transpose is the inverse rotation."""
     return (x.astype(jnp.float32) * cos + quarter(x).astype(jnp.float32) * sin).astype(x.dtype)
 
 
@@ -79,7 +79,7 @@ def _quarter(x: Array) -> Array:
 
 
 def _quarter_by_product(x: Array) -> Array:
-    """Same as `_quarter` by a matrix product. float32 needs `highest` to be exact; bfloat16 is exact in one pass."""
+    """`_quarter` as a matrix product. `highest` precision keeps float32 exact; bfloat16 is exact in one pass."""
     half = x.shape[-1] // 2
     turn = np.zeros((2 * half, 2 * half), np.float32)
     turn[np.arange(half) + half, np.arange(half)] = -1

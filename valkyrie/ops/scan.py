@@ -1,8 +1,8 @@
-"""The S5 recurrence: chooses an implementation, and defines one derivative for all of them.
+"""The S5 recurrence: picks an implementation, and defines the derivative of all implementations.
 
-h_t = keep_t Lambda_bar h_{t-1} + bu_t is all of an S5 layer between its two projections (arXiv 2208.04933, equation 2).
-The backward pass is the same recurrence in the other direction with the conjugate of Lambda_bar. It only needs the
-saved states, for any implementation and any number of devices.
+h_t = keep_t Lambda_bar h_{t-1} + bu_t is the part of an S5 layer between its two projections (arXiv 2208.04933,
+equation 2). The backward pass is the same recurrence in the opposite direction with the conjugate of Lambda_bar. It
+needs only the states, for every implementation and for any number of sequence shards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from valkyrie.ops.scan_complex import (
 from valkyrie.ops.scan_forms import FORMS, Keep, form_on
 
 DEFAULT_BLOCK = 128
-"""Sequential steps of the blocked form: with 4096 positions it takes 128 + 32 steps."""
+"""Block length of the blocked form. With 4096 positions it takes 128 + 32 sequential steps."""
 
 
 class _Plan(NamedTuple):
@@ -48,7 +48,7 @@ class _Plan(NamedTuple):
 
 
 def chosen_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
-    """Resolve `auto` on a backend, by default JAX's default backend.
+    """Resolve `auto` to the default implementation of a backend (None: JAX's default backend).
 
     Raises ValueError for `auto` on a backend without a default.
     """
@@ -63,10 +63,10 @@ def chosen_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
 
 
 def is_checkable(impl: ScanImpl, backend: str | None = None) -> bool:
-    """Return whether a recurrence works in a `jax.shard_map` that tracks the mesh axes that values vary over.
+    """Whether a recurrence works inside a `jax.shard_map` that checks over which mesh axes values vary.
 
-    All implementations except the interpreted kernel do. Without tracking, gradients of values that are replicated over
-    a mesh axis are summed over it and divided again, which sends (batch, seq, state) numbers for nothing.
+    All do except the interpreted kernel. Without the check, gradients of values that are replicated over a mesh axis
+    are summed over it and divided again, which sends arrays of shape (batch, seq, state) for nothing.
     """
     backend = jax.default_backend() if backend is None else backend
     return chosen_impl(impl, backend) is not ScanImpl.kernel or platform_of(backend).runs_pallas_tpu
@@ -85,18 +85,12 @@ def linear_recurrence(
 ) -> States:
     """Compute all states h_t = keep_t Lambda_bar h_{t-1} + bu_t in float32, as (real, imaginary).
 
-    Differentiable in reverse mode in `lam_bar`, `bu` and `h0`; `keep` is a constant. Only the states are saved for the
-    backward pass. All implementations agree to float32 rounding. Raises ValueError for a block below 1.
+    `h0` is the state before the first position (None: zero) and `keep` is 0 at the start of a document (None: one
+    document). With `reverse` the recurrence runs from the last position to the first, `h0` is the state after the last
+    position, and `keep` is 0 at the end of a document. Other float inputs are cast to float32.
 
-    Args:
-        lam_bar: eigenvalues. Other float dtypes are widened to float32.
-        bu: inputs of the states, likewise.
-        h0: state before the first position, or None for zero. With `reverse`, the state after the last position.
-        keep: 0 where a document starts (where it ends with `reverse`), 1 elsewhere, or None for 1 everywhere.
-        reverse: whether to run from the last position to the first.
-        impl: implementation.
-        block: positions in a block of the blocked implementation.
-        backend: where the result will run, by default JAX's default backend.
+    Differentiable in reverse mode with respect to `lam_bar`, `bu` and `h0`; `keep` is a constant. The backward pass
+    needs only the states. All implementations agree to float32 rounding. Raises ValueError for a block below 1.
     """
     backend = jax.default_backend() if backend is None else backend
     plan = _Plan(chosen_impl(impl, backend), backend, block, reverse, ())
@@ -115,13 +109,13 @@ def sharded_linear_recurrence(
     block: int = DEFAULT_BLOCK,
     backend: str | None = None,
 ) -> States:
-    """Compute this device's part of the states of `linear_recurrence`, inside `jax.shard_map`.
+    """Return this device's part of the states of `linear_recurrence`. Call it inside `jax.shard_map`.
 
-    `seq` is split evenly over the mesh axes `axis_names`, the first of them major. `bu` and `keep` are this device's
-    positions; `lam_bar` and `h0` are equal on all devices of those axes. Each device scans its positions from zero,
-    gathers the last states of all shards (shards * batch * state complex numbers, and shards * batch of keep), and
-    corrects its states with powers of Lambda_bar. Equal to the unsharded result and its derivatives to float32
-    rounding.
+    `seq` is sharded evenly over the mesh axes `axis_names`, the first one major. `bu` and `keep` hold this device's
+    positions; `lam_bar` and `h0` are replicated over those axes. Each device scans its positions from a zero state, all
+    devices gather the last states (shards * batch * state complex numbers, and shards * batch of keep), and each adds
+    the entering state times powers of Lambda_bar. Equal to the unsharded result to float32 rounding, with the same
+    derivatives.
     """
     if not axis_names:
         raise ValueError("a sharded recurrence was asked for over no mesh axes. Name the axes that split seq.")
@@ -131,7 +125,7 @@ def sharded_linear_recurrence(
 
 
 def recurrence_step(lam_bar: Eigenvalues, h: Carry, bu_t: Carry) -> Carry:
-    """Return the next state, Lambda_bar h + bu_t: one step of `linear_recurrence`, for streaming."""
+    """Return the next state, Lambda_bar h + bu_t: the streaming form of `linear_recurrence`."""
     return add(mul(as_float32(lam_bar), as_float32(h)), as_float32(bu_t))
 
 
@@ -142,15 +136,14 @@ def _checked(
     h0: Carry | None,
     keep: Float[Array, "batch seq"] | Bool[Array, "batch seq"] | None,
 ) -> States:
-    """Check the inputs, cast them to float32, make them vary over the same mesh axes, and run the recurrence."""
+    """Return the states, after casting every input to float32 and making all vary over the same mesh axes."""
     if plan.block < 1:
         raise ValueError(f"a scan block of {plan.block} positions was asked for: it must be at least 1.")
     bu = as_float32(bu)
     assert bu[0].shape[1] > 0, "a recurrence over no positions"
-    # Inside shard_map, a custom derivative needs values that are replicated over an axis to be marked as varying.
-    # Adding a zero that varies like bu does that, and the transpose of the addition sums the gradients over devices.
-    # The zeros get their shape from sums, which are not computed under jit, because slices do not work on explicit mesh
-    # axes.
+    # Inside shard_map, the inputs of a custom derivative must vary over the same axes. Adding a zero that varies like
+    # bu does this, and the transpose of the addition sums the devices' gradients. The zeros get their shapes from sums,
+    # which jit does not compute, because explicit mesh axes do not allow slices there.
     zero, zeros = jnp.zeros_like(bu[0].sum((0, 1))), jnp.zeros_like(bu[0].sum(1))
     lam_bar = add(as_float32(lam_bar), (zero, zero))
     h0 = None if h0 is None else add(as_float32(h0), (zeros, zeros))
@@ -169,8 +162,8 @@ _Saved = tuple[Eigenvalues, States, Carry | None, Carry | None, Keep]
 def _forward(plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> tuple[States, _Saved]:
     h, entering = _evaluate(plan, lam_bar, bu, h0, keep)
     h = checkpoint_name(h[0], STATES), checkpoint_name(h[1], STATES)
-    # Separate the result from the residual by an operation without effect. Otherwise, a remat policy that saves the
-    # states would save them twice inside `jax.shard_map`: as a residual and as a result.
+    # The returned states must differ from the saved ones by an operation, here a no-op. Otherwise a policy that saves
+    # the states saves them twice inside `jax.shard_map`: as a residual and as a result.
     leaving = jnp.expand_dims(h[0], 0).squeeze(0), jnp.expand_dims(h[1], 0).squeeze(0)
     return leaving, (lam_bar, h, h0, entering, keep)
 
@@ -178,7 +171,7 @@ def _forward(plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, ke
 def _backward(
     plan: _Plan, saved: _Saved, g: States
 ) -> tuple[Eigenvalues, States, Carry | None, Float32[Array, "batch seq"] | None]:
-    """Compute the gradients: a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}, then products of a and the states."""
+    """Return the gradients, from a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1} and its products with the states."""
     lam_bar, h, h0, entering, keep = saved
     a, _ = _evaluate(plan._replace(reverse=not plan.reverse), conj(lam_bar), g, None, _next_keep(plan, keep))
     first, before, after = _ends(plan.reverse)
@@ -204,7 +197,7 @@ _recurrence.defvjp(_forward, _backward)
 def _evaluate(
     plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
 ) -> tuple[States, Carry | None]:
-    """Return the states of this device's positions and the state before them, or None for zero."""
+    """Return the states of this device's positions, and the state before the first of them (None: zero)."""
     form = form_on(plan.impl, plan.backend)
     if not plan.axis_names:
         return form(lam_bar, bu, h0, keep, plan.reverse, plan.block), h0
@@ -241,7 +234,7 @@ def _entering(plan: _Plan, lam_bar: Eigenvalues, local: States, h0: Carry | None
 
 
 def _next_keep(plan: _Plan, keep: Keep) -> Keep:
-    """Return, for each position, the keep of the next position of the recurrence (1 after the last)."""
+    """Return the `keep` of the next visited position, for each position (1 after the last)."""
     if keep is None:
         return None
     first, _, after = _ends(plan.reverse)
@@ -257,10 +250,7 @@ def _next_keep(plan: _Plan, keep: Keep) -> Keep:
 
 
 def _ends(reverse: bool) -> tuple[tuple[slice, int], tuple[slice, slice], tuple[slice, slice]]:
-    """Return indices into (batch, seq) of the first position, all except the last, and all except the first.
-
-    First and last are in the order of the recurrence.
-    """
+    """Return (batch, seq) indices of the first visited position, all but the last visited, and all but the first."""
     everything, upto, since = slice(None), slice(None, -1), slice(1, None)
     if reverse:
         return (everything, -1), (everything, since), (everything, upto)
@@ -268,11 +258,11 @@ def _ends(reverse: bool) -> tuple[tuple[slice, int], tuple[slice, slice], tuple[
 
 
 def _shards(plan: _Plan) -> int:
-    """Return the number of shards of the sequence."""
+    """Return the number of sequence shards."""
     return jax.lax.axis_size(plan.axis_names)
 
 
 def _rank(plan: _Plan) -> Array:
-    """Return the number of shards before this device's in the order of the recurrence."""
+    """Return the number of shards that the recurrence visits before this device's shard."""
     index = jax.lax.axis_index(plan.axis_names)
     return _shards(plan) - 1 - index if plan.reverse else index

@@ -1,7 +1,7 @@
-"""Complex numbers of the recurrence as pairs of float32 arrays.
+"""Complex numbers for the recurrence, as pairs of separate float32 arrays.
 
-With separate arrays for the real and imaginary parts, the state axis can be sharded without mixing the two, projections
-stay real matrix products, and the same code works in a Pallas kernel.
+With separate real and imaginary arrays, sharding the state axis never separates the parts of a number, projections are
+real matrix products, and the same code works in a Pallas kernel.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 Complex = tuple[Float[Array, "..."], Float[Array, "..."]]
-"""A complex array as (real part, imaginary part) with the same shape."""
+"""A complex array as (real part, imaginary part), both of the same shape."""
 
 Eigenvalues = tuple[Float[Array, " state"], Float[Array, " state"]]
 """One complex number per state: Lambda_bar, or a factor of B_bar."""
@@ -22,7 +22,7 @@ States = tuple[Float[Array, "batch seq state"], Float[Array, "batch seq state"]]
 """The states, or the inputs of the states, at all positions."""
 
 Factor = Float[Array, "..."] | float | None
-"""A real factor that broadcasts against a complex array, or None for 1."""
+"""A real factor that broadcasts with a complex array; None is 1."""
 
 Index = int | slice | tuple[int | slice, ...]
 """A static index into both parts."""
@@ -64,7 +64,7 @@ def as_float32(a: Complex) -> Complex:
 
 
 def zeros_like(a: Complex) -> Complex:
-    """Return zeros with the sharding of a, and with its varying axes inside `jax.shard_map`."""
+    """Return zeros with the sharding of a and, inside `jax.shard_map`, its varying axes."""
     return jnp.zeros_like(a[0]), jnp.zeros_like(a[1])
 
 
@@ -76,8 +76,8 @@ def at(a: Complex, index: Index) -> Complex:
 def power(base: Eigenvalues, exponent: int) -> Eigenvalues:
     """Return base**exponent for an exponent of at least 1, by repeated squaring.
 
-    This matches a step-by-step recurrence with the rounded float32 base. exp(exponent * Lambda * Delta) does not: its
-    product loses the phase for HiPPO's large imaginary parts.
+    Squaring the rounded float32 base gives the same result as a step-by-step recurrence. exp(exponent * Lambda * Delta)
+    does not, because the product loses the phase for HiPPO's large imaginary parts.
     """
     assert exponent >= 1, exponent
     result: Eigenvalues | None = None
@@ -92,7 +92,7 @@ def power(base: Eigenvalues, exponent: int) -> Eigenvalues:
 
 
 def powers(base: Eigenvalues, count: int) -> Powers:
-    """Return base**1 ... base**count by doubling the list, in log2(count) rounds of multiplications."""
+    """Return base**1, ..., base**count. Doubles the list in each of log2(count) rounds of multiplications."""
     assert count >= 1, count
     listed = base[0][None], base[1][None]
     while listed[0].shape[0] < count:

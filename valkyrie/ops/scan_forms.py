@@ -1,7 +1,7 @@
-"""Four implementations of a linear recurrence on one device.
+"""Four implementations ("forms") of a linear recurrence on one device.
 
-Each returns h_t = keep_t Lambda_bar h_{t-1} + bu_t for all t, from the last to the first with `reverse`. They differ
-only in float32 rounding. `valkyrie.ops.scan` defines the derivative for all of them.
+Each form returns h_t = keep_t Lambda_bar h_{t-1} + bu_t for all t (with `reverse`, t runs from the end). They differ
+only in the order of float32 roundings. Forms define no derivative; `valkyrie.ops.scan` defines one rule for all.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from valkyrie.ops.scan_complex import Carry, Complex, Eigenvalues, States, add, 
 from valkyrie.ops.scan_complex import power as power_of
 
 Keep = Float32[Array, "batch seq"] | None
-"""1 where a state continues from the previous one, 0 where a document starts, or None if it always continues."""
+"""1 where a state continues from its neighbour, 0 at the start of a document; None: it always continues."""
 
 Form = Callable[[Eigenvalues, States, Carry | None, Keep, bool, int], States]
 
 SEQUENTIAL_UNROLL = 4
-"""Steps per loop iteration of the sequential form. On CPU, 4 saves 10 to 25% for most sizes and 8 saves nothing."""
+"""Steps of the sequential form per loop iteration. On CPU, 4 saves 10 to 25% for most sizes, and 8 saves nothing."""
 
 
 def sequential(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, reverse: bool, block: int) -> States:
-    """Compute one position per step: least arithmetic and memory, no parallelism over positions."""
+    """Compute the states one position at a time: least arithmetic and memory, no parallelism over positions."""
     del block
 
     def step(h: Carry, x: tuple[Float32[Array, " batch"] | None, Carry]) -> tuple[Carry, Carry]:
@@ -43,7 +43,7 @@ def sequential(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, r
 
 
 def associative(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, reverse: bool, block: int) -> States:
-    """Compute the states with `jax.lax.associative_scan`: log2(seq) passes over all positions, slow to compile."""
+    """Compute the states by `jax.lax.associative_scan`: log2(seq) passes over all positions; slow to compile."""
     del block
     seq = bu[0].shape[1]
     if h0 is not None:
@@ -61,9 +61,9 @@ def associative(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, 
 
 
 def blocked(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, reverse: bool, block: int) -> States:
-    """Compute `block` steps over all blocks in parallel, then one step per block, and correct all states.
+    """Compute the states by `block` steps over all blocks in parallel, one step per block, and one correction.
 
-    Pads the length to a multiple of `block` at the end of the recurrence, so that padding does not affect the states.
+    The length is padded to a multiple of `block` at the end of the recurrence, so padding does not affect states.
     """
     seq = bu[0].shape[1]
     block = min(block, seq)
@@ -102,7 +102,7 @@ def kernel(
     *,
     interpret: bool = False,
 ) -> States:
-    """Compute the states with the Pallas kernel for TPU (scan_pallas.py). `interpret` runs on any backend, slowly."""
+    """Compute the states by the Pallas TPU kernel (scan_pallas.py). `interpret` runs it on any backend, slowly."""
     from valkyrie.ops import scan_pallas
 
     return scan_pallas.kernel(lam_bar, bu, h0, keep, reverse, block, interpret=interpret)
@@ -118,13 +118,13 @@ FORMS: dict[ScanImpl, Form] = {
 
 
 def form_on(impl: ScanImpl, backend: str) -> Form:
-    """Return the function of an implementation on a backend. Interprets the kernel except on a TPU."""
+    """Return the function of an implementation on a backend. The kernel is interpreted unless on a TPU."""
     interpreted = impl is ScanImpl.kernel and not platform_of(backend).runs_pallas_tpu
     return partial(kernel, interpret=True) if interpreted else FORMS[impl]
 
 
 def _column(keep: Array | None) -> Array | None:
-    """Add a trailing state axis of size 1."""
+    """Return keep with a trailing state axis of length 1."""
     return None if keep is None else keep[..., None]
 
 
@@ -144,7 +144,7 @@ def _blocks(x: Array, block: int, reverse: bool) -> Array:
 
 
 def _joined(x: Array, seq: int, reverse: bool) -> Array:
-    """Reshape (batch, block, number of blocks, state) to (batch, seq, state) without the padding."""
+    """Reshape (batch, block, number of blocks, state) to (batch, seq, state), without the padding."""
     batch, block, count, state = x.shape
     x = x.swapaxes(1, 2).reshape(batch, count * block, state)
     return x[:, -seq:] if reverse else x[:, :seq]

@@ -1,11 +1,13 @@
 """The S5 recurrence on a TPU core: a Pallas kernel that reads each input once and writes each state once.
 
-Time is on sublanes and states are on lanes, which is the layout of (batch, seq, state) arrays. Three doubling steps add
-the partial results from 1, 2 and 4 positions back. After them, position t holds the contribution of its last 8 inputs,
-and h_t is that plus Lambda_bar**8 h_{t-8}. A tile of 8 positions therefore waits for the previous tile only for a
-single multiplication. Earlier positions are read from VMEM at unaligned addresses, at half the cost of rotating
-registers on v4. Blocks of a sequence run in order (last first with `reverse`) and pass on their last tile; sequences
-and blocks of states are independent. Import this module only where it is used, because importing Pallas is slow.
+Time is on sublanes and states are on lanes, the usual layout of (batch, seq, state) arrays. Three doubling steps add to
+every input the intermediate results from 1, 2 and 4 positions back. Position t then holds the contribution of its last
+8 inputs to the state, and h_t is that plus Lambda_bar**8 h_{t-8}. A tile of 8 positions thus depends on the previous
+tile through a single multiplication.
+
+Entries a few positions back are read from VMEM at unaligned addresses, which costs half as much as rotating registers
+on v4. Blocks of a sequence are visited in order (`reverse`: last first) and pass on their last tile; sequences and
+blocks of states are independent. Imported only where it is used, because importing Pallas is slow.
 """
 
 from __future__ import annotations
@@ -25,22 +27,23 @@ TILE = 8
 """Positions in a tile, which are the sublanes of a vector register."""
 
 LANES = 128
-"""States in a vector register. Also the minimum length of a block, because `keep` arrives with positions on lanes."""
+"""States in a vector register. Also the minimum block length, because `keep` is read with positions on lanes."""
 
 STATE_BLOCKS = (256, 128)
-"""Possible numbers of states in a block, best first. Two registers of states hide each other's latency."""
+"""Possible numbers of states per block, best first. With two registers, one computes while the other waits."""
 
 TIME_BLOCKS = (512, 256, 128)
-"""Possible lengths of a block, best first. At 512 by 256, two double-buffered inputs and outputs take 4 MiB of VMEM."""
+"""Possible numbers of positions per block, best first. At 512 by 256, two double-buffered inputs and two outputs take
+4 MiB of VMEM."""
 
 UNROLL = 4
-"""Tiles per loop iteration. 8 would spill registers."""
+"""Tiles per loop iteration. With 8, registers spill."""
 
 DOUBLINGS = (1, 2, 4)
-"""Distance of each doubling step, in positions."""
+"""Number of positions that each doubling step looks back."""
 
 STEPS = len(DOUBLINGS) + 1
-"""Multiply-adds per state: the doublings, then the previous tile."""
+"""Multiply-adds per state: the doubling steps, then the previous tile."""
 
 
 def kernel(
@@ -53,10 +56,10 @@ def kernel(
     *,
     interpret: bool = False,
 ) -> States:
-    """Run the kernel on one device. Ignores `block`, as the kernel has fixed block sizes.
+    """Compute the states by the kernel, on one device. `block` is ignored, because the kernel has fixed block sizes.
 
-    Pads positions to a multiple of 128 at the end of the recurrence, and states to a multiple of 128. `interpret` runs
-    the kernel without a TPU, slowly, for tests.
+    Positions are padded to a multiple of 128 at the end of the recurrence, and states to a multiple of 128. `interpret`
+    runs the kernel without a TPU, slowly, for tests.
     """
     del block
     batch, seq, state = bu[0].shape
@@ -71,7 +74,7 @@ def kernel(
         inputs += [part[:, None] for part in _padded(h0, (0, 0), (0, lanes))]
     if keep is not None:
         inputs += [jnp.pad(_kept(keep, reverse), ((0, 0), (0, 0), ends))]
-    # Inside a checked shard_map, results must declare the mesh axes that they vary over: the same as the input.
+    # Inside a checked shard_map, a result must declare the mesh axes that it varies over: those of the input.
     varying = jax.typeof(bu[0]).manual_axis_type
     shape = jax.ShapeDtypeStruct((batch, seq + rows, state + lanes), jnp.float32, manual_axis_type=varying)
     re, im = _call(shape, h0 is not None, keep is not None, reverse, interpret)(*inputs)
@@ -80,12 +83,12 @@ def kernel(
 
 
 def _padded(a: Complex, *widths: tuple[int, int]) -> Complex:
-    """Pad with zeros. Returns `a` itself if there is nothing to add."""
+    """Return a padded with zeros, or a itself if all widths are 0."""
     return (jnp.pad(a[0], widths), jnp.pad(a[1], widths)) if any(map(sum, widths)) else a
 
 
 def _kept(keep: Float32[Array, "batch seq"], reverse: bool) -> Float32[Array, "batch step seq"]:
-    """Return, for each position, the products of the last 1, 2, 4 and 8 keeps up to it."""
+    """Return the products of 1, 2, 4 and 8 keeps: of each position and those visited before it."""
     seq, products = keep.shape[1], [keep]
     for reach in DOUBLINGS:
         back = min(reach, seq)
@@ -131,9 +134,9 @@ def _call(shape: jax.ShapeDtypeStruct, enters: bool, resets: bool, reverse: bool
 
 
 def _cost(batch: int, seq: int, state: int, state_blocks: int, enters: bool, resets: bool) -> pl.CostEstimate:
-    """Estimate the cost of the kernel: 8 FLOPs (10 with resets) per state and step, and each array is moved once.
+    """Return the kernel's cost: 8 FLOPs (10 with resets) per state and step, and every array moved once.
 
-    Inputs without a state or batch axis are read again for each block of states or each sequence.
+    Arrays without a state axis or a batch axis are read again for each block of states or each sequence.
     """
     numbers = batch * seq * state
     read = 2 * numbers + 2 * STEPS * batch * state
@@ -148,8 +151,7 @@ def _cost(batch: int, seq: int, state: int, state_blocks: int, enters: bool, res
 def _block(table: Any, bu_re: Any, bu_im: Any, *refs: Any, enters: bool, resets: bool, reverse: bool) -> None:
     """Compute the states of one block of positions and states.
 
-    In `refs`, `stages` holds the inputs of each doubling step and the tile before the block, and `carry` the last
-    states.
+    `stages` holds the inputs of each doubling step, including the tile before the block. `carry` holds the last states.
     """
     left = list(refs)
     entering = [left.pop(0) for _ in range(2 if enters else 0)]
@@ -192,9 +194,9 @@ def _block(table: Any, bu_re: Any, bu_im: Any, *refs: Any, enters: bool, resets:
 
 
 def _start(stages: Any, carry: Any, entering: list[Any], edge: Any, row: int) -> None:
-    """Place the initial state before the first block, as the input of the last position there.
+    """Write the entering state to the tile before the first block, as if it were the input of its last position.
 
-    All doubling stages of that position equal the state, because the inputs before it are zero.
+    All stages of that tile hold the state itself, because no input came before it.
     """
     at_row = jax.lax.broadcasted_iota(jnp.int32, carry.shape[1:], 0) == row
     for part in range(2):
@@ -208,13 +210,13 @@ def _start(stages: Any, carry: Any, entering: list[Any], edge: Any, row: int) ->
 
 
 def _factor(table: Any, step: int, column: Any) -> Complex:
-    """Return the power of Lambda_bar for a step and one register of states, broadcast over rows."""
+    """Return the power of Lambda_bar of a step for one register of states, broadcast to every row."""
     re, im = (table[2 * step + part : 2 * step + part + 1, column] for part in (0, 1))
     return jnp.broadcast_to(re, (TILE, LANES)), jnp.broadcast_to(im, (TILE, LANES))
 
 
 def _doubled(stage: Any, now: Complex, factor: Complex, base: Any, reach: int, reverse: bool) -> Complex:
-    """Apply a doubling step to one tile. Stores the input in `stage` for the tiles that read it later."""
+    """Return one tile after a doubling step. Stores its input in `stage` for the tiles that look back at it."""
     here, back = (base, base + reach) if reverse else (base + TILE, base + TILE - reach)
     stage[0, pl.ds(here, TILE), :], stage[1, pl.ds(here, TILE), :] = now
     return add(now, mul(factor, (stage[0, pl.ds(back, TILE), :], stage[1, pl.ds(back, TILE), :])))

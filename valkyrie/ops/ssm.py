@@ -1,8 +1,8 @@
 """Initialisation and discretisation of an S5 state space (arXiv 2208.04933, sections 3 and 4).
 
-The mathematics follows lindermanlab/S5: block-diagonal HiPPO-N in float64 on the host, B and C sampled in HiPPO's
-coordinates and rotated into those of its eigenvectors, and float32 pairs from there on. Names are the paper's: H inputs
-(`embed`), P stored complex states (`state`), Lambda, B_tilde, C_tilde, D, Delta.
+The mathematics follows lindermanlab/S5: HiPPO-N by blocks in float64 on the host, B and C drawn in the coordinates of
+HiPPO and rotated into those of its eigenvectors, and everything after that in float32 as real pairs. Symbols follow the
+paper: H inputs (`embed`), P stored complex states (`state`), Lambda, B_tilde, C_tilde, D, Delta.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from valkyrie.ops.choices import CInit, Discretization
 from valkyrie.ops.scan_complex import Eigenvalues, add, div, mul, scaled
 
 LAMBDA_RE_MAX = -1e-4
-"""Largest real part of clipped eigenvalues, per unit of time."""
+"""Maximum real part of clipped eigenvalues, per unit of time."""
 
 _SERIES_RADIUS = 0.25
 """Below this |Lambda Delta|, the zero-order hold is computed as a series of _SERIES_TERMS terms."""
@@ -32,9 +32,9 @@ _SERIES_TERMS = 9
 class BlockHippo:
     """The initial state matrix of a layer: `blocks` equal HiPPO-N blocks, diagonalised.
 
-    `Lambda` lists the stored eigenvalues of all blocks. The columns of `V` are the eigenvectors of one block, and
-    `Vinv` is its conjugate transpose; the block-diagonal matrices of the whole layer are never formed. With conjugate
-    symmetry, only the half of each block with negative imaginary parts is stored, and `V` is rectangular.
+    `Lambda` lists the stored eigenvalues of all blocks. `V` holds the eigenvectors of one block as columns and `Vinv`
+    is its conjugate transpose; the block-diagonal matrices of the whole layer are never formed. With conjugate
+    symmetry only half of each block is stored (the eigenvalues with negative imaginary part), and `V` is rectangular.
     """
 
     Lambda: Complex128[np.ndarray, " state"]
@@ -49,7 +49,7 @@ class BlockHippo:
 
     @property
     def state_size(self) -> int:
-        """Order of the real system before diagonalisation: 2 P with conjugate symmetry."""
+        """Order of the real system before diagonalisation; 2 P with conjugate symmetry."""
         return self.blocks * self.V.shape[0]
 
 
@@ -57,9 +57,9 @@ class BlockHippo:
 def hippo_n(n: int) -> tuple[Complex128[np.ndarray, " block"], Complex128[np.ndarray, "block block"]]:
     """Return the eigenvalues and eigenvectors (as columns) of the normal part of the n x n HiPPO-LegS matrix.
 
-    The normal part is -I/2 + K with K skew-symmetric, K_ij = -p_i p_j below the diagonal and p_i = sqrt(i + 1/2) (S4,
-    arXiv 2111.00396, theorem 1). All real parts are therefore exactly -1/2. Imaginary parts are in ascending order,
-    come in pairs of opposite sign, and reach about n**2 / pi. Raises ValueError for n below 1.
+    The normal part is -I/2 + K with K skew-symmetric, K_ij = -p_i p_j below the diagonal and p_i = sqrt(i + 1/2)
+    (S4, arXiv 2111.00396, theorem 1). Every real part is thus exactly -1/2. Imaginary parts are in ascending order, in
+    pairs of opposite sign, up to about n**2 / pi. Raises ValueError for n below 1.
     """
     if n < 1:
         raise ValueError(f"a HiPPO block of {n} states was asked for: it needs at least 1.")
@@ -74,8 +74,9 @@ def hippo_n(n: int) -> tuple[Complex128[np.ndarray, " block"], Complex128[np.nda
 def block_hippo(state_size: int, blocks: int, conjugate_symmetric: bool = True) -> BlockHippo:
     """Return the diagonalised HiPPO-N initialisation of `state_size` real states in `blocks` equal blocks.
 
-    Each full block is diagonalised before it is halved, as in lindermanlab/S5; halving first would change the
-    eigenvalues. Raises ValueError if the blocks do not divide the states, or if an odd block would have to be halved.
+    Each full block is diagonalised first and halved afterwards, as in lindermanlab/S5. Halving first would change the
+    eigenvalues. Raises ValueError if the blocks do not divide the states, or if conjugate symmetry would halve an odd
+    block.
     """
     if blocks < 1:
         raise ValueError(f"blocks={blocks}: an S5 layer has at least 1 block. Use blocks=1 or more.")
@@ -94,7 +95,7 @@ def block_hippo(state_size: int, blocks: int, conjugate_symmetric: bool = True) 
 
 
 def init_Lambda(hippo: BlockHippo) -> Eigenvalues:
-    """Return the initial continuous-time eigenvalues as float32 (real, imaginary)."""
+    """Return the initial continuous-time eigenvalues, as float32 (real, imaginary)."""
     return jnp.asarray(np.real(hippo.Lambda), jnp.float32), jnp.asarray(np.imag(hippo.Lambda), jnp.float32)
 
 
@@ -107,12 +108,11 @@ def init_B_tilde(key: Array, hippo: BlockHippo, embed: int) -> Float32[Array, "s
 
 
 def init_C_tilde(key: Array, hippo: BlockHippo, embed: int, method: CInit) -> Float32[Array, "embed state 2"]:
-    """Return C V as (real, imaginary) on the last axis. A bidirectional layer samples one for each direction.
+    """Return C V as (real, imaginary) on the last axis. A bidirectional layer draws one for each direction.
 
-    - `trunc_standard_normal`: the parts of C have variance 1 / state_size. Despite its name, this is LeCun normal by
-      rows.
-    - `lecun_normal`: the parts of C have variance 1 / (state_size * embed), upstream's fan-in of the whole array.
-    - `complex_normal`: samples C V directly, with parts of variance 1/2.
+    `trunc_standard_normal`: the parts of C have variance 1 / state_size (despite the name: it is LeCun normal by rows).
+    `lecun_normal`: variance 1 / (state_size * embed), upstream's fan-in of the whole array.
+    `complex_normal`: C V itself is drawn, with parts of variance 1/2.
     """
     if method is CInit.complex_normal:
         return jax.random.normal(key, (embed, hippo.state, 2), jnp.float32) * math.sqrt(0.5)
@@ -134,7 +134,7 @@ def init_D(key: Array, embed: int) -> Float32[Array, " embed"]:
 
 
 def init_log_step(key: Array, state: int, step_min: float = 1e-3, step_max: float = 1e-1) -> Float32[Array, " state"]:
-    """Return log Delta for each state, uniform between the logarithms of the two steps.
+    """Return log Delta for each state, uniform between log(step_min) and log(step_max).
 
     Raises ValueError unless 0 < step_min <= step_max.
     """
@@ -154,17 +154,17 @@ def discretize(
 ) -> tuple[Eigenvalues, Eigenvalues]:
     """Return Lambda_bar and the factor s with B_bar = s B_tilde, each as float32 (real, imaginary).
 
-    s is one number per state, so scaling the rows of B_tilde gives B_bar. Delta is `step_rescale` times exp(log_step);
-    `step_rescale` is the ratio of the training step to the step of the data, as in the paper's zero-shot resampling.
-    `clip_eigs` keeps real parts at or below -1e-4, so that no state grows (Goel et al., arXiv 2202.09729).
+    s is one number per state, so scaling rows of B_tilde gives B_bar. Delta is `step_rescale` times exp(log_step).
+    `step_rescale` is the ratio of the training data's step to the current data's step, as in the paper's zero-shot
+    resampling. `clip_eigs` limits real parts to at most -1e-4, so that no state grows (Goel et al., arXiv 2202.09729).
 
-    - Zero-order hold: Lambda_bar = exp(Lambda Delta), s = (Lambda_bar - 1) / Lambda (by series for small Lambda Delta).
-    - Bilinear: Lambda_bar = (1 + Lambda Delta / 2) / (1 - Lambda Delta / 2), s = Delta / (1 - Lambda Delta / 2).
+    Zero-order hold: Lambda_bar = exp(Lambda Delta), s = (Lambda_bar - 1) / Lambda, by series for small Lambda Delta.
+    Bilinear: Lambda_bar = (1 + Lambda Delta / 2) / (1 - Lambda Delta / 2), s = Delta / (1 - Lambda Delta / 2).
 
-    For given float32 Lambda and Delta, the error of Lambda_bar is at most 5e-7, and that of s about 1e-6 of
-    min(Delta, 1 / |Lambda|). In addition, rounding Delta = exp(log_step) rotates Lambda_bar by up to
-    1e-7 |Im Lambda| Delta rad: measured at Delta = 0.1, 7e-8 for blocks of 16, 4e-6 for 64, 4e-5 for 256. This is less
-    than the effect of moving log_step to the next float32, so float32 parameters do not allow better accuracy.
+    For given float32 Lambda and Delta, Lambda_bar is accurate to 5e-7 and s to about 1e-6 of min(Delta, 1 / |Lambda|).
+    The rounding of Delta = exp(log_step) adds an error: it rotates Lambda_bar by up to 1e-7 |Im Lambda| Delta rad.
+    Measured at Delta = 0.1: 7e-8 for blocks of 16, 4e-6 for 64, 4e-5 for 256. This is less than the effect of moving
+    log_step to the next float32, so float32 parameters do not allow higher accuracy.
     """
     Delta = step_rescale * jnp.exp(log_step.astype(jnp.float32))
     re, im = Lambda_re.astype(jnp.float32), Lambda_im.astype(jnp.float32)
@@ -195,11 +195,11 @@ def _zero_order_hold(Lambda: Eigenvalues, Delta: Float32[Array, " state"]) -> tu
 
 @jax.custom_jvp
 def unit_phase(frequency: Float32[Array, " state"], step: Float32[Array, " state"]) -> Eigenvalues:
-    """Return exp(i frequency step) as (cosine, sine), with an error of about 1e-6 for |frequency step| < 25000.
+    """Return exp(i frequency step) as (cosine, sine), accurate to about 1e-6 for |frequency step| < 25000.
 
-    A plain float32 product of 2000 radians already has an error of 1e-4 before the cosine. This function splits both
-    factors into halves of 12 bits, so that their products are exact, and subtracts whole turns before rounding (Cody
-    and Waite's reduction, with 2 pi in three parts).
+    A float32 product of 2000 radians has an error of 1e-4 before the cosine is taken. To avoid it, both factors are
+    split into halves of 12 bits, which have exact products, and whole turns are subtracted before anything is rounded
+    (Cody and Waite's reduction, with 2 pi in three parts).
     """
     upper, lower = _halves(frequency), _halves(step)
     turns = jnp.round(frequency * step * (1 / (2 * math.pi)))
@@ -219,7 +219,7 @@ def _unit_phase_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array])
 
 
 def _in_parts(value: float, bits: int) -> tuple[float, ...]:
-    """Split a value into two numbers of `bits` bits and a float32 remainder."""
+    """Split the value into two numbers of `bits` bits and a remainder."""
     parts = []
     for _ in range(2):
         unit = 2.0 ** (math.frexp(value)[1] - bits)
@@ -239,15 +239,15 @@ def _halves(x: Float32[Array, " state"]) -> tuple[Array, Array]:
 
 
 _TRUNCATED = 0.87962566103423978
-"""Standard deviation of a standard normal truncated to [-2, 2]."""
+"""Standard deviation of the unit normal distribution truncated at -2 and 2."""
 
 
 def truncated_normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float32[Array, "..."]:
-    """Sample a normal truncated at two deviations, with this standard deviation after truncation."""
+    """Return normal random numbers truncated at two deviations, scaled to this standard deviation after truncation."""
     return deviation / _TRUNCATED * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
 
 
 def _exact(subscripts: str, *operands: Array | np.ndarray) -> Array:
-    """Compute an einsum in full float32 on every backend, never in bfloat16 passes."""
+    """Compute an einsum in full float32 on every backend, without bfloat16 passes."""
     narrow = [jnp.asarray(operand, jnp.float32) for operand in operands]
     return jnp.einsum(subscripts, *narrow, precision=jax.lax.Precision.HIGHEST)

@@ -1,8 +1,8 @@
-"""Softmax attention over a sliding window, dilated or full, with segments and global tokens.
+"""Softmax attention: full or with a sliding window, optionally dilated, with segments and global tokens.
 
-`reference.py` applies the full mask; the others match it to float32 rounding. `local.py` processes chunks of queries or
-calls the platform's kernel (`splash.py` on a TPU, cuDNN on a GPU), `sharded.py` handles a sequence split over devices,
-and `streaming.py` one token at a time. `pattern.py` defines windows, segments and global tokens.
+`pattern.py` defines windows, segments and global tokens. `reference.py` uses an explicit mask; the others agree with it
+to float32 rounding. `local.py` uses chunks of queries or the platform's kernel (`splash.py` on a TPU, cuDNN on a GPU),
+`sharded.py` handles a sequence sharded over devices, and `streaming.py` one token at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 ALWAYS_DENSE = 128
-"""Sequence length up to which the full mask is fastest."""
+"""Maximum length up to which dense attention is always the fastest."""
 
 
 def attention(
@@ -58,23 +58,22 @@ def attention(
     """Compute softmax attention within a sliding window, in q's dtype.
 
     Query head h uses key head h // (heads / kv_heads). Logits (scaled by head_dim ** -0.5) and softmax are float32.
-    Matrix products use the dtype of their operands and accumulate in float32.
-
-    Raises ValueError for inconsistent shapes, and for `impl=kernel` if no kernel supports the request.
+    Matrix products take operands in their given dtypes and accumulate in float32. Raises ValueError for mismatched
+    shapes, and for `impl=kernel` if no kernel supports the request.
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
-        window: number of keys in a window, or None for full attention (`valkyrie.ops.attention.pattern`).
-        causal: whether to hide later keys.
-        dilation: distance between keys of a window.
-        segment_ids: positions with different ids do not see each other.
-        global_tokens: positions that see and are seen by all positions.
-        impl: implementation.
-        backend: cpu, gpu or tpu, where the result will run. By default where JAX runs now.
-        chunk: queries per step of the chunked implementation.
-        soft_cap: bound of the logits (`Pattern`).
+        q: Queries.
+        k: Keys.
+        v: Values.
+        window: Number of keys, including the token itself (`pattern.py`); None is full attention.
+        causal: Mask the keys after each query.
+        dilation: Distance between the keys of a window.
+        segment_ids: Positions of different segments do not see each other.
+        global_tokens: Positions that see, and are seen from, all others.
+        impl: Implementation.
+        backend: Backend that will run the result (cpu, gpu, tpu), by default JAX's default backend.
+        chunk: Number of queries that the chunked implementation takes at a time.
+        soft_cap: Bound of the logits (`Pattern`).
     """
     pattern = _checked_pattern(q, k, window, causal, dilation, soft_cap)
     backend = jax.default_backend() if backend is None else backend
@@ -95,7 +94,7 @@ def attention(
 
 
 class Request(NamedTuple):
-    """Static properties that an implementation must support: pattern, dtype, head size and features."""
+    """Requirements on an attention implementation: pattern, dtype, head size and features."""
 
     pattern: Pattern
     dtype: Any
@@ -105,11 +104,11 @@ class Request(NamedTuple):
 
 
 def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> AttentionImpl:
-    """Resolve `auto` and check that `kernel` supports the request.
+    """Return the implementation for a request. Only `auto` is replaced.
 
-    `auto` is dense for up to `ALWAYS_DENSE` positions, else the kernel if it supports the request, else dense if a
-    single chunk would cover the sequence, else chunked. Raises ValueError with the reason if `kernel` is requested and
-    does not support the request.
+    `auto` is dense for short sequences, the kernel if it supports the request, and otherwise chunked, or dense if one
+    chunk would span the sequence. Raises ValueError with the reason for `kernel` if the backend's kernel does not
+    support the request.
     """
     problem = _kernel_problem(platform_of(backend), request)
     if impl is AttentionImpl.kernel and problem is not None:
@@ -128,7 +127,7 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
 
 
 def _kernel_problem(platform: Platform, request: Request) -> str | None:
-    """Return the reason why the platform's kernel does not support a request, or None if it does.
+    """Return the reason that the platform's kernel does not support a request, or None if it does.
 
     Splash attention on a TPU supports every request, cuDNN on a GPU only some.
     """
@@ -140,9 +139,9 @@ def _kernel_problem(platform: Platform, request: Request) -> str | None:
 
 
 def _cudnn_problem(request: Request) -> str | None:
-    """Return the reason why cuDNN does not support a request, or None if it does.
+    """Return the reason that cuDNN does not support a request, or None if it does.
 
-    It supports float16 and bfloat16 with a left window, without segments, global tokens and soft cap.
+    cuDNN takes only float16 and bfloat16, and only left windows.
     """
     if request.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 or float16, not {jnp.dtype(request.dtype).name} (precision)"
@@ -162,7 +161,7 @@ def _cudnn_problem(request: Request) -> str | None:
 def _checked_pattern(
     q: Array, k: Array, window: int | None, causal: bool, dilation: int, soft_cap: float | None
 ) -> Pattern:
-    """Return the pattern, or raise ValueError for the argument that is out of range or does not fit the shapes."""
+    """Check the shapes and return the pattern. Raises ValueError with the argument that does not fit."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]

@@ -1,4 +1,4 @@
-"""Global tokens: columns that every row sees in addition to its window, and global rows that see all keys."""
+"""Global tokens: key columns that every row sees in addition to its window, and query rows that see all keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from valkyrie.ops.attention.pattern import (
 
 
 def take_positions(x: Array, positions: Int[Array, "batch globals"]) -> Array:
-    """Return the entries of `x` (batch, seq, ...) at `positions`, clipped to valid indices."""
+    """Return the entries of `x` (batch, seq, ...) at `positions`, clipped to its length."""
     return jax.vmap(lambda a, i: jnp.take(a, i, axis=0, mode="clip"))(x, positions)
 
 
@@ -41,21 +41,19 @@ def attend_with_global_tokens(
     take: Callable[[Array, Int[Array, "batch globals"]], Array] = take_positions,
     axis_names: tuple[str, ...] = (),
 ) -> Queries:
-    """Compute windowed attention plus the global columns, and overwrite the rows of global positions.
-
-    For a sequence split evenly over mesh axes, all arguments describe this device's shard.
+    """Return windowed attention with global columns added, and with the rows of global positions replaced.
 
     Args:
-        attend: computes attention over a stretch of keys and its columns.
-        k: keys of this shard, with local projections.
-        v: values of this shard, with local projections.
-        tokens: the global tokens.
-        pattern: pattern of the windows.
-        stretch: segments of the queries.
-        start: position of the shard's first token.
-        shards: number of shards.
-        take: returns entries at positions relative to `start`, from the shard that has them.
-        axis_names: mesh axes that the sequence is split over.
+        attend: Attention over a stretch of keys and its columns.
+        k: Keys of this shard.
+        v: Values of this shard.
+        tokens: The global tokens.
+        pattern: Visible distances.
+        stretch: Position of the keys relative to the queries.
+        start: First position of this shard.
+        shards: Number of shards of the sequence.
+        take: Returns entries at positions relative to `start`, from the shards that have them.
+        axis_names: Mesh axes that shard the sequence.
     """
     segments, seq = stretch.query_segments, k.shape[1]
     rows, here = start + jnp.arange(seq), tokens.positions - start
@@ -68,7 +66,7 @@ def attend_with_global_tokens(
 
 
 def _counted(tokens: GlobalTokens, seq: int) -> Bool[Array, "batch globals"]:
-    """Return a mask of the entries of `tokens` that are valid, inside a sequence of `seq`, and not repeated."""
+    """Mark the entries of `tokens` that are valid, inside a sequence of length `seq`, and not a repetition."""
     positions = tokens.positions
     valid = tokens.valid & (positions >= 0) & (positions < seq)
     same = (positions[:, :, None] == positions[:, None, :]) & valid[:, None, :]
@@ -84,7 +82,7 @@ def _column_visibility(
     valid: Bool[Array, "batch globals"],
     segments: Int[Array, "batch globals"] | None,
 ) -> Bool[Array, "batch rows globals"]:
-    """Return a mask of the global columns that each row sees, except those already in the row's window."""
+    """Mark the global columns that each row sees, except those that are already in its window."""
     row, column = rows[None, :, None], positions[:, None, :]
     visible = valid[:, None, :] & ~pattern.sees(row, column) & same_segment(row_segments, segments)
     return visible & (column <= row) if pattern.causal else visible
@@ -98,7 +96,7 @@ def _global_rows(
     segments: Int[Array, "batch globals"] | None,
     axis_names: tuple[str, ...] = (),
 ) -> Float[Array, "batch globals heads head_dim"]:
-    """Compute the attention of the global positions over all keys that are visible to them."""
+    """Return the attention of the global positions over all keys that they see."""
     mask = same_segment(segments, key_segments)
     if pattern.causal:
         mask = mask & (key_positions[None, None, :] <= tokens.positions[:, :, None])
@@ -113,7 +111,7 @@ def _overwrite_rows(
     positions: Int[Array, "batch globals"],
     valid: Bool[Array, "batch globals"],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Write `rows` into `out` at the `positions` that are valid and inside it."""
+    """Return `out` with `rows` written at the `positions` that are valid and inside it."""
     seq = out.shape[1]
     inside = valid & (positions >= 0) & (positions < seq)
     index = jnp.where(inside, positions, seq)

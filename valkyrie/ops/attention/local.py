@@ -1,12 +1,12 @@
-"""Attention of queries to nearby keys on one device, with the platform's kernel or by chunks of queries.
+"""Attention of queries to the keys around them on one device, by the platform's kernel or by chunks of queries.
 
-Dilation is removed first by grouping positions with equal residues, which leaves a plain window. Sharded attention also
-uses this module after fetching keys from other devices.
+Dilation is removed first: grouping positions of equal residue leaves a plain window. Sequence-sharded attention also
+uses this module, with keys from other shards.
 
-Chunks keep memory linear in length with plain XLA, and are recomputed in the backward pass. On a CPU, a scan over
-chunks is as fast as one batched product over all chunks or up to twice as fast, with half of the memory
-(experiments/LOG.md). The keys of a chunk's windows are scanned inputs, built from shifted views of the chunked keys.
-Slicing them from a closed-over array instead would make the backward pass quadratic.
+Chunks keep memory linear in the length with plain XLA. Each chunk is recomputed in the backward pass. Compared with one
+batched product over all chunks, a scan over chunks is equally fast or up to twice as fast on a CPU, with half of the
+memory (experiments/LOG.md). The keys of a chunk's windows are scanned inputs, built from shifted views of the chunked
+keys. Slicing them from a closed-over array would make the backward pass quadratic.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 64, 512
 
 
 class Method(NamedTuple):
-    """Implementation for a stretch: the name of a kernel (`Platform.attention`), or None for chunks of `chunk` queries.
-
-    `interpret` runs the kernel without its hardware.
-    """
+    """Method of computing a stretch: `kernel` by name (`Platform.attention`), or None for chunks of `chunk` queries."""
 
     kernel: str | None = None
     chunk: int | None = None
@@ -49,7 +46,7 @@ class Method(NamedTuple):
 
 
 def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: Method, stretch: Stretch) -> Queries:
-    """Compute attention of the queries over a stretch of keys. `stretch.before` must be a multiple of the dilation."""
+    """Return attention of the queries to the keys around them. `stretch.before` must be a multiple of the dilation."""
     if pattern.dilation > 1:
         return _undilated(q, k, v, pattern, method, stretch)
     if method.kernel == "splash":
@@ -67,7 +64,7 @@ def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: M
 
 
 def _undilated(q: Queries, k: Keys, v: Keys, pattern: Pattern, method: Method, stretch: Stretch) -> Queries:
-    """Treat the positions with each residue as a separate sequence with a plain window."""
+    """Compute dilated attention as plain windowed attention over the positions of each residue."""
     dilation, columns = pattern.dilation, stretch.columns
     assert isinstance(stretch.before, int) and stretch.before % dilation == 0
     by_residue = functools.partial(_regroup, dilation=dilation)
@@ -94,7 +91,7 @@ def _undilated(q: Queries, k: Keys, v: Keys, pattern: Pattern, method: Method, s
 
 
 def pick_chunk(window: int | None, seq: int) -> int:
-    """Return the queries per chunk: about one window, which is fastest on a CPU."""
+    """Return the number of queries per chunk: about the window's length, the fastest size on a CPU."""
     wanted = LARGEST_CHUNK if window is None else 1 << (window - 1).bit_length()
     return min(max(wanted, SMALLEST_CHUNK), LARGEST_CHUNK, max(seq, 1))
 
@@ -102,10 +99,10 @@ def pick_chunk(window: int | None, seq: int) -> int:
 def chunked_attention(
     q: Queries, k: Keys, v: Keys, *, pattern: Pattern, stretch: Stretch, chunk: int | None = None
 ) -> Queries:
-    """Compute attention one chunk of `chunk` queries at a time, with memory linear in the length.
+    """Compute attention for chunks of `chunk` queries, one after another, with memory linear in the length.
 
-    Each chunk loads the keys of its windows (dilation 1), or all keys if the window is None or the windows of a chunk
-    span them all. The parts of windows before the first or after the last key are masked.
+    Each chunk reads the keys of its windows (dilation 1), or all keys if the window is None or the windows of a chunk
+    would span them. Windows end at the first and the last key.
     """
     seq, keys = q.shape[1], k.shape[1]
     chunk = min(chunk or pick_chunk(pattern.window, seq), seq)
@@ -127,7 +124,7 @@ def chunked_attention(
 
 
 class _Chunk(NamedTuple):
-    """The queries of one step of the scan."""
+    """Queries of one scan step."""
 
     q: Float[Array, "batch chunk heads head_dim"]
     query_segments: Int[Array, "batch chunk"] | None
@@ -135,7 +132,7 @@ class _Chunk(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The keys of the windows of a chunk's queries."""
+    """Keys in the windows of a chunk of queries."""
 
     k: Float[Array, "batch width kv_heads head_dim"]
     v: Float[Array, "batch width kv_heads head_dim"]
@@ -144,7 +141,7 @@ class _Window(NamedTuple):
 
 
 def _all_keys(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int, chunk: int):
-    """Return the query positions of each chunk for the scan, and a function from a chunk to a block of all keys."""
+    """Return the query positions of each chunk, for the scan, and a function that builds the `KeyBlock` of all keys."""
     keys, values, positions = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(k.shape[1])
 
     def piece_of(rows: _Chunk, row_positions: Int[Array, " chunk"]) -> KeyBlock:
@@ -158,7 +155,7 @@ def _all_keys(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int,
 
 
 def _windows(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int, chunk: int):
-    """Return the keys of each chunk's windows for the scan, and a function from a chunk to the block of its keys."""
+    """Return the keys in each chunk's windows, for the scan, and a function that builds a chunk's `KeyBlock`."""
     assert pattern.window is not None and pattern.dilation == 1 and isinstance(stretch.before, int)
     left = pattern.window - 1
     width = chunk + left + (0 if pattern.causal else left)
@@ -175,7 +172,7 @@ def _windows(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int, 
 
 
 def _queries(q: Array, stretch: Stretch, chunk: int) -> _Chunk:
-    """Split the queries, their segments and visible columns into chunks, padded to whole chunks."""
+    """Return queries, segments and column visibility by chunk, padded to whole chunks."""
 
     def by_chunk(x: Array) -> Array:
         return _chunked(jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk)) + ((0, 0),) * (x.ndim - 2)), chunk)
@@ -189,10 +186,7 @@ def _queries(q: Array, stretch: Stretch, chunk: int) -> _Chunk:
 
 
 def _shifted(x: Array, chunks: int, chunk: int, width: int, front: int) -> Array:
-    """Return the `width` keys of each chunk, (chunks, batch, width, ...).
-
-    The keys of the first chunk start `front` positions before the first key.
-    """
+    """Return the `width` keys of each chunk, (chunks, batch, width, ...), starting `front` keys before the chunk."""
     tiles = -(-width // chunk)
     length = (chunks + tiles - 1) * chunk
     x = x[:, max(-front, 0) :][:, : length - max(front, 0)]
@@ -207,7 +201,7 @@ def _chunked(x: Array, chunk: int) -> Array:
 
 
 def _regroup(x: Array, dilation: int) -> Array:
-    """Group positions with equal residues: (batch, seq, ...) to (batch * dilation, ceil(seq / dilation), ...)."""
+    """Reshape (batch, seq, ...) to (batch * dilation, ceil(seq / dilation), ...), grouping positions by residue."""
     batch, seq = x.shape[:2]
     steps = -(-seq // dilation)
     x = jnp.pad(x, ((0, 0), (0, steps * dilation - seq)) + ((0, 0),) * (x.ndim - 2))
@@ -216,7 +210,7 @@ def _regroup(x: Array, dilation: int) -> Array:
 
 
 def _ungroup(x: Array, dilation: int, seq: int) -> Array:
-    """Invert `_regroup` and cut to `seq` positions."""
+    """Invert `_regroup`, keeping `seq` positions."""
     groups, steps = x.shape[:2]
     x = x.reshape(groups // dilation, dilation, steps, *x.shape[2:]).swapaxes(1, 2)
     return x.reshape(groups // dilation, steps * dilation, *x.shape[3:])[:, :seq]

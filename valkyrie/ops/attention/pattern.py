@@ -1,15 +1,15 @@
-"""Visibility of keys, and the softmax over blocks of keys that all implementations except the reference share.
+"""Visibility of keys, and the softmax over blocks of keys that all XLA implementations except the reference use.
 
-The window convention. A window of W has W keys *including the token itself*, one every `dilation` positions. Causal:
-key j is visible to query i iff 0 <= i - j <= (W - 1) * dilation and (i - j) % dilation == 0. Bidirectional: the same
-for |i - j|, so 2 W - 1 keys. A window of None is unlimited. Other conventions differ: Longformer's code counts one side
-without the token (W - 1 here), transformers counts both sides (2 (W - 1) here), and the (left, right) pairs of JAX,
-cuDNN and splash are inclusive: (W - 1, 0).
+Window convention: a window of W counts W keys *including the token itself*, one every `dilation` positions. Causal: key
+j is visible to query i iff 0 <= i - j <= (W - 1) * dilation and (i - j) % dilation == 0. Bidirectional: the same
+conditions on |i - j|, so 2 W - 1 keys. A window of None has no limit. Other conventions differ: Longformer's code
+counts one side without the token (W - 1 here), transformers counts both sides (2 (W - 1) here), and the (left, right)
+pairs of JAX, cuDNN and splash are inclusive: (W - 1, 0).
 
-Global tokens (Longformer, arXiv 2004.05150, section 3). Let G be the set of global positions. A row i not in G takes
-one softmax over {j: j in its window or j in G} with the local q, k, v. A row i in G takes a softmax over all keys with
-the separate projections q_g, k_g, v_g. Causal attention additionally requires j <= i. Positions with different segment
-ids never see each other. No key is counted twice. The output of a row without visible keys is zero.
+Global tokens (Longformer, arXiv 2004.05150, section 3): with G the set of global positions, row i not in G is one
+softmax over {j: j in its window or j in G} with the local q, k, v. Row i in G is a softmax over all keys with the
+separately projected q_g, k_g, v_g. Causal attention also requires j <= i. Positions with different segment ids never
+see each other. No key is counted twice. A row that sees no key is zero.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class GlobalTokens(NamedTuple):
     """Global positions and their separate projections.
 
     Args:
-        positions: global positions of each sequence. Entries outside the sequence and repetitions are ignored.
-        valid: mask of `positions`.
-        q: global queries of `positions`.
-        k: global projections of every position.
-        v: global projections of every position.
+        positions: Global positions of each sequence. Entries that are not valid, outside of the sequence, or repeat an
+            earlier entry are ignored.
+        valid: Whether each entry is valid.
+        q: Global queries of those positions.
+        k: Global keys of every position.
+        v: Global values of every position.
     """
 
     positions: Int[Array, "batch globals"]
@@ -46,9 +47,9 @@ class GlobalTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Visible distances between query and key (see the module's docstring), and the bound of logits.
+    """Visible distances between query and key (see the module's docstring), and the bound of the logits.
 
-    `soft_cap` c replaces logits l by c * tanh(l / c), as in Gemma 2 (arXiv 2408.00118), or None for no bound.
+    `soft_cap` c replaces logits l by c * tanh(l / c), as Gemma 2 does (arXiv 2408.00118), or None for no bound.
     """
 
     window: int | None
@@ -57,12 +58,12 @@ class Pattern:
     soft_cap: float | None = None
 
     def reach(self) -> int:
-        """Return the largest visible distance in positions. Requires a finite window."""
+        """Return the largest visible distance, in positions. The window must be finite."""
         assert self.window is not None
         return (self.window - 1) * self.dilation
 
     def sees(self, query: Int[Array, "*rows"], key: Int[Array, "*keys"]) -> Bool[Array, "*both"]:
-        """Return a mask of the `key` positions that are visible from `query` positions, with broadcasting."""
+        """Return whether positions `key` are visible from positions `query`. The two arrays broadcast."""
         distance = query - key
         visible = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
         if self.window is not None:
@@ -73,7 +74,7 @@ class Pattern:
 
 
 class KeyBlock(NamedTuple):
-    """A block of keys and values, and a mask of the rows that see them, broadcastable to (batch, rows, keys)."""
+    """A block of keys and values. `mask` is True where a row sees a key; it broadcasts to (batch, rows, keys)."""
 
     k: Float[Array, "batch kv_heads keys head_dim"]
     v: Float[Array, "batch kv_heads keys head_dim"]
@@ -81,7 +82,7 @@ class KeyBlock(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Extra keys for every row in addition to its window: the global tokens with their local projections."""
+    """Extra keys in addition to the window of each row: the global tokens under their local projections."""
 
     k: Float[Array, "batch globals kv_heads head_dim"]
     v: Float[Array, "batch globals kv_heads head_dim"]
@@ -89,14 +90,9 @@ class Columns(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Position and visibility of a contiguous stretch of keys relative to its queries.
+    """Position of a stretch of keys relative to its queries: query i is at key `before + i`.
 
-    Args:
-        before: keys before the first query. Query i is at the position of key `before + i`.
-        key_valid: mask of the visible keys, or None for all.
-        query_segments: segment ids of the queries, or None.
-        key_segments: segment ids of the keys, or None.
-        columns: keys that are visible in addition to the stretch.
+    Keys that are not valid or of another segment are not seen. `columns` are seen in addition to the stretch.
     """
 
     before: int | Int[Array, ""] = 0
@@ -126,10 +122,10 @@ def joint_softmax(
     axis_names: tuple[str, ...] = (),
     soft_cap: float | None = None,
 ) -> Float[Array, "batch kv_heads group rows head_dim"]:
-    """Compute attention with a single softmax over all pieces, in q's dtype. Logits and sums are float32.
+    """Return attention with one softmax over all pieces, in q's dtype. Logits and sums are float32.
 
-    With `axis_names` (inside `jax.shard_map`), each shard has different pieces for the same rows, and the softmax is
-    over the keys of all shards.
+    With `axis_names` (inside `jax.shard_map`) each shard passes its pieces for the same rows, and the softmax is over
+    the keys of all shards.
     """
     logits = []
     for piece in pieces:
@@ -152,7 +148,7 @@ def joint_softmax(
 
 
 def capped(logits: Float[Array, "*shape"], soft_cap: float | None) -> Float[Array, "*shape"]:
-    """Apply a tanh soft cap that bounds logits by plus and minus `soft_cap`. None leaves them unchanged."""
+    """Apply the soft cap to logits, which bounds them to plus and minus `soft_cap`. None leaves them unchanged."""
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
@@ -166,7 +162,7 @@ def _maximum(arrays: list[Array]) -> Array:
 def same_segment(
     query: Int[Array, "batch rows"] | None, key: Int[Array, "batch keys"] | None
 ) -> Bool[Array, "#batch #rows #keys"]:
-    """Return a mask of rows and keys in the same segment. All are without segments."""
+    """Return whether rows and keys are in the same segment. Without segments, all are."""
     if query is None or key is None:
         return jnp.ones((1, 1, 1), bool)
     return query[:, :, None] == key[:, None, :]

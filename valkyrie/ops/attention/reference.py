@@ -1,6 +1,6 @@
 """Reference attention with an explicit mask. The other implementations are tested against it.
 
-Time and memory are quadratic in the length, but for short sequences it is the fastest.
+Time and memory are quadratic in the length, but it is the fastest implementation for short sequences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def reference_attention(
     segment_ids: Int[Array, "batch seq"] | None = None,
     global_tokens: GlobalTokens | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Compute attention in q's dtype with a full matrix of logits per head (two with global tokens)."""
+    """Return attention in q's dtype, computed with one full matrix of logits per head (two with global tokens)."""
     positions = jnp.arange(q.shape[1])
     row, column = positions[:, None], positions[None, :]
     allowed = jnp.ones((1, 1, 1), bool) if segment_ids is None else segment_ids[:, :, None] == segment_ids[:, None, :]

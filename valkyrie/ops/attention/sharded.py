@@ -1,10 +1,13 @@
-"""Attention with the sequence split over mesh axes: windows fetch a halo of keys, full attention gathers all keys.
+"""Attention over a sequence sharded over mesh axes. Windows fetch a halo of keys, full attention gathers all keys.
 
-A shard needs the (window - 1) * dilation keys before its first query, and after its last if bidirectional. It receives
-them from each neighbour in that range with one `ppermute` directly from the owner. Full attention gathers all keys.
-For a kernel that skips masked blocks, causal queries are exchanged first to balance the work: of 2 n chunks, shard i of
-n takes chunks i and 2 n - 1 - i.
-Global columns are collected from their owners by a sum; global rows take one softmax over the keys of all shards.
+A shard needs the (window - 1) * dilation keys before its first query (and after its last one, if bidirectional). They
+come from as many neighbours as that spans, each by one `ppermute` directly from its owner.
+
+Full attention gathers all keys. A kernel that skips blocks hidden by the causal mask would give later shards more work.
+To balance it, queries are exchanged first: of 2 n chunks, shard i of n computes chunks i and 2 n - 1 - i.
+
+Global columns are fetched from their owners by a sum over shards. Global rows are one softmax over the keys of all
+shards.
 """
 
 from __future__ import annotations
@@ -38,12 +41,11 @@ def sharded_attention(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Compute this shard's part of `attention` over a sequence split evenly over `axis_names`, the first one major.
+    """Return this shard's part of `attention` over a sequence sharded evenly over `axis_names`, the first one major.
 
-    Call it inside `jax.shard_map`. `seq` is the length of a shard. `global_tokens.k` and `.v` are this shard's, while
-    `.positions` (in the whole sequence), `.valid` and `.q` are equal on every shard. Uses the splash kernel on a TPU,
-    except for dilation without a window, and chunks otherwise. `interpret` runs the kernel without a TPU. The other
-    arguments are those of `attention`.
+    Call it inside `jax.shard_map`. `seq` is the length of a shard. The `k` and `v` of `global_tokens` are this shard's;
+    `positions` (in the whole sequence), `valid` and `q` are the same on every shard. On a TPU it uses splash attention.
+    Other platforms, and dilated attention without a window, use chunks. `interpret` runs the kernel without a TPU.
     """
     pattern = Pattern(window, causal, dilation, soft_cap)
     shards = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
@@ -88,7 +90,7 @@ def _full_by_kernel(
     axis_names: tuple[str, ...],
     shards: int,
 ) -> Array:
-    """Compute full attention of this shard's queries over all keys with splash attention."""
+    """Compute full attention of this shard's queries to all keys with splash attention."""
     from valkyrie.ops.attention.splash import Chunks, splash_causal_shard, whole_blocks  # Pallas is slow to import
 
     if not pattern.causal:
@@ -110,12 +112,12 @@ def _full_by_kernel(
 
 
 def _takers(shards: int) -> list[int]:
-    """Return the shard that computes each half of each shard's queries: pairs early halves with late, costly ones."""
+    """Return the shard that computes each half of a shard's queries. Pairs early halves with late, longer ones."""
     return [min(half, 2 * shards - 1 - half) for half in range(2 * shards)]
 
 
 def _swapped(x: Array, axis_names: tuple[str, ...], shards: int, back: bool = False) -> Array:
-    """Send the halves of `x` (batch, seq, ...) to the shards that compute them, or `back` to their owners."""
+    """Exchange halves of `x` (batch, seq, ...): return those that this shard computes, or with `back` undo it."""
     parts = []
     for i, part in enumerate(jnp.split(x, 2, axis=1)):
         pairs = [(half // 2, to) for half, to in enumerate(_takers(shards)) if half % 2 == i]
@@ -124,7 +126,7 @@ def _swapped(x: Array, axis_names: tuple[str, ...], shards: int, back: bool = Fa
 
 
 def _gathered(k: Keys, v: Keys, stretch: Stretch, axis_names: tuple[str, ...]) -> tuple[Array, Array, Stretch]:
-    """Gather the keys, values and segments of all shards. `stretch.before` is the position of this shard's queries."""
+    """Gather the keys, values and key segments of all shards."""
     gather = functools.partial(jax.lax.all_gather, axis_name=axis_names, axis=1, tiled=True)
     if stretch.query_segments is not None:
         stretch = stretch._replace(key_segments=gather(stretch.query_segments))
@@ -134,11 +136,11 @@ def _gathered(k: Keys, v: Keys, stretch: Stretch, axis_names: tuple[str, ...]) -
 def _with_neighbours(
     k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, axis_names: tuple[str, ...], shards: int
 ) -> tuple[Array, Array, Stretch]:
-    """Extend this shard's keys and values by those of its neighbours within reach of a window, with their stretch."""
+    """Return this shard's keys and values with those of neighbours within the window, and their `Stretch`."""
     batch, seq = k.shape[:2]
     before = min(pattern.reach(), (shards - 1) * seq)
     after = 0 if pattern.causal else before
-    # Pad so that the first key is a multiple of the dilation before the first query: keys and queries agree in residue.
+    # The stretch starts a multiple of the dilation before the first query, so that residues of keys and queries agree.
     padding = -before % pattern.dilation
 
     def extended(x: Array) -> Array:
@@ -156,7 +158,7 @@ def _with_neighbours(
 
 
 def _halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards: int) -> Array:
-    """Extend `x` (batch, seq, ...) with positions from the neighbours, or zeros at the ends of the sequence."""
+    """Return `x` (batch, seq, ...) with adjacent positions from the neighbours, or zeros outside of the sequence."""
     seq = x.shape[1]
     parts = [x]
     for hop in range(1, -(-before // seq) + 1):
@@ -171,7 +173,7 @@ def _halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards
 
 
 def _from_owner(x: Array, here: Int[Array, "batch globals"], axis_names: tuple[str, ...]) -> Array:
-    """Return the entries of `x` (batch, seq, ...) at positions relative to this shard, from any shard."""
+    """Return the entries of `x` (batch, seq, ...) at positions relative to this shard, from the owning shards."""
     owned = (here >= 0) & (here < x.shape[1])
     taken = take_positions(x, here)
     return jax.lax.psum(jnp.where(owned.reshape(*owned.shape, *[1] * (x.ndim - 2)), taken, 0), axis_names)

@@ -1,12 +1,12 @@
 """Splash attention, JAX's Pallas kernel for TPU, for sliding windows and for a shard of full causal attention.
 
-Blocks of 512 suit short sequences and windows of a few hundred keys. Without a window, larger blocks cost less per key,
-as long as they fit a core's scratch memory (head sizes up to 128). The fused backward pass takes 0.7 of the cycles of
-the separate one, but writes dq once per block of keys, so it is used for at most 8 blocks. Splash's LocalMask is
-inclusive: a causal window of W is (W - 1, 0).
+Blocks of 512 suit windows of a few hundred keys and short sequences. Without a window, wider blocks cost less per key,
+if a core's scratch memory can hold them (heads of up to 128). The fused backward pass takes 0.7 of the cycles of the
+unfused one, but writes dq once per block of keys. It is used for at most 8 writes.
 
-A shard's position is only known at run time on its device, which therefore selects its block tables from those of all
-shards. Import this module only where it is used, because importing Pallas is slow.
+Splash's LocalMask is inclusive: a causal window of W is (W - 1, 0). Only the device knows the position of its shard of
+queries, so it looks up its block tables among those of all shards. Imported only where it is used, because importing
+Pallas is slow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DQ_WRITES = 8
 def splash_window(
     q: Queries, k: Keys, v: Keys, *, pattern: Pattern, stretch: Stretch, interpret: bool = False
 ) -> Queries:
-    """Compute attention with dilation 1, merging the columns by their log-sum-exp.
+    """Compute attention (dilation 1) with splash attention. Columns are merged by their log-sum-exp.
 
     `interpret` runs the kernel without a TPU, slowly, for tests.
     """
@@ -46,7 +46,7 @@ def splash_window(
     assert pattern.dilation == 1 and isinstance(before, int)
     batch, seq, heads, head_dim = q.shape
     rows_padded = _padded_length(seq)
-    # Every row, including padding, needs a key at its position: a row without any block would divide zero by zero.
+    # Every row, including padding, keeps the key at its position. A row without any block would divide zero by zero.
     keys_padded = _padded_length(max(k.shape[1], before + rows_padded))
     kernel = _splash_kernel(heads, head_dim, rows_padded, keys_padded, pattern, before, interpret)
     segments = _segments(stretch, pattern.causal, batch, seq, k.shape[1], rows_padded, keys_padded)
@@ -54,10 +54,7 @@ def splash_window(
 
 
 class Chunks(NamedTuple):
-    """Positions of the queries of all shards, and this device's `shard`.
-
-    The queries of shard i are equally long chunks that start at the positions `starts[i]`.
-    """
+    """Positions of a shard's queries. `starts[i]` has the first position of each equal-length chunk of shard i."""
 
     starts: tuple[tuple[int, ...], ...]
     shard: Int[Array, ""]
@@ -73,9 +70,9 @@ def splash_causal_shard(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Queries:
-    """Compute full causal attention of one shard's queries over the keys of all shards.
+    """Compute full causal attention of one shard's queries to the keys of all shards with splash attention.
 
-    The first key is at position 0. If a shard has several chunks, their length must be a multiple of the block size
+    The first key is at position 0. If a shard has more than one chunk, their length must be a whole number of blocks
     (`whole_blocks`).
     """
     head_dim, length = q.shape[3], q.shape[1] // len(chunks.starts[0])
@@ -103,7 +100,7 @@ def splash_causal_shard(
 
 
 def whole_blocks(length: int) -> bool:
-    """Return whether a chunk of queries of this length needs no padding."""
+    """Whether a chunk of queries needs no padding."""
     return length == _padded_length(length)
 
 
@@ -115,10 +112,10 @@ def _not_later(query: Int[Array, "*both"], key: Int[Array, "*both"]) -> Array:
 def _block_tables(
     starts: tuple[tuple[int, ...], ...], length: int, keys: int, block_q: int, block_kv: int, by_key: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return splash's block tables (data_next, block_mask) of all shards, (shards, 1, row blocks, key blocks).
+    """Return two splash tables for all shards, each (shards, 1, blocks of rows, blocks of keys).
 
-    block_mask is 0 for a hidden block, 1 for a partly visible and 2 for a fully visible one. data_next is the block of
-    keys (of rows with `by_key`) to fetch: the block itself if visible, else the next visible one.
+    The first has the block of keys (with `by_key`: of rows) to fetch. For a hidden block, this is the next visible one.
+    The second has the visibility of a block: hidden (0), partly visible (1) or fully visible (2).
     """
     firsts = np.asarray(starts)[..., None] + np.arange(0, length, block_q)
     firsts = firsts.reshape(len(starts), -1, 1)
@@ -134,7 +131,7 @@ def _block_tables(
 
 
 def _next_seen(seen: np.ndarray) -> np.ndarray:
-    """Return, for each entry, the index of the next nonzero one in the last axis, else of the first nonzero one."""
+    """Return the index in the last axis of the next nonzero entry, for every entry; after the last, of the first."""
     count = seen.shape[-1]
     following = np.zeros(seen.shape, np.int64)
     after = np.argmax(seen > 0, axis=-1)
@@ -187,13 +184,13 @@ def _run(
 def _segments(
     stretch: Stretch, causal: bool, batch: int, seq: int, keys: int, rows_padded: int, keys_padded: int
 ) -> splash.SegmentIds | None:
-    """Return segment ids that also hide padding and invalid keys, or None if the causal mask suffices."""
+    """Return segment ids that also hide padding and invalid keys, or None if the causal mask hides them already."""
     of_rows, of_keys, valid = stretch.query_segments, stretch.key_segments, stretch.key_valid
     if of_rows is None or of_keys is None:
         if causal and valid is None:
             return None
         of_rows, of_keys = jnp.zeros((batch, seq), jnp.int32), jnp.zeros((batch, keys), jnp.int32)
-    # Double the segment ids, so that -1, which marks padding and invalid keys, is not a segment.
+    # Real segments become even numbers, so that odd ones are free for keys that no row may see.
     of_keys = 2 * of_keys if valid is None else jnp.where(valid, 2 * of_keys, -1)
     return splash.SegmentIds(q=_pad(2 * of_rows, rows_padded, fill=-1), kv=_pad(of_keys, keys_padded, fill=-1))
 
@@ -208,7 +205,7 @@ def _pad(x: Array, length: int, fill: int = 0) -> Array:
 
 
 def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> splash.BlockSizes:
-    """Choose the block sizes for a shape. Large blocks waste work on the diagonal, where half of a block is masked."""
+    """Return the block sizes for a shape. In causal attention, half of each block on the diagonal is wasted work."""
 
     def fitting(wanted: int, length: int) -> int:
         return wanted if length % wanted == 0 else min(BLOCK, length)
@@ -234,7 +231,7 @@ def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> spl
 def _splash_kernel(
     heads: int, head_dim: int, rows: int, keys: int, pattern: Pattern, before: int, interpret: bool
 ) -> splash.SplashAttentionKernel:
-    """Return the cached kernel for one shape. Building its mask is slow on the host."""
+    """Return the kernel for a shape. Cached, because building its mask takes host time."""
     blocks = _block_sizes(rows, keys, head_dim, pattern.window)
     if pattern.window is None and not pattern.causal:
         mask: splash_mask.Mask = splash_mask.FullMask((rows, keys))
@@ -256,7 +253,7 @@ def _splash_kernel(
 def _columns_attention(
     q: Float[Array, "batch seq heads head_dim"], columns: Columns, soft_cap: float | None
 ) -> tuple[Float[Array, "batch heads seq head_dim"], Float[Array, "batch heads seq"]]:
-    """Compute attention over the columns alone, and its log-sum-exp (-inf for rows that see no column)."""
+    """Return attention over only the columns, with its log-sum-exp (-inf for rows that see none)."""
     group = q.shape[2] // columns.k.shape[2]
     k, v = jnp.repeat(columns.k, group, axis=2), jnp.repeat(columns.v, group, axis=2)
     logits = jnp.einsum("bqhd,bghd->bhqg", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
@@ -272,7 +269,7 @@ def _columns_attention(
 
 
 class _Masks(NamedTuple):
-    """Block tables of a kernel's forward pass and of its two backward passes."""
+    """Block tables of a kernel's forward pass and its two backward passes."""
 
     forward: mask_info.MaskInfo
     dq: mask_info.MaskInfo | None
@@ -290,10 +287,7 @@ def _merged(
     extra: Float[Array, "heads rows head_dim"],
     extra_sum: Float[Array, "heads rows"],
 ) -> Float[Array, "heads rows head_dim"]:
-    """Compute one softmax over the kernel's keys and extra keys.
-
-    `extra` is the attention over the extra keys, and `extra_sum` its log-sum-exp.
-    """
+    """Merge a kernel's attention with precomputed attention over extra keys, `extra`, and its log-sum-exp."""
     return _merged_forward(options, masks, q, k, v, segments, extra, extra_sum)[0]
 
 
@@ -308,9 +302,9 @@ def _merged_forward(options, masks, q, k, v, segments, extra, extra_sum):
 
 
 def _merged_backward(options, saved, cotangent):
-    """Run the kernel's backward pass with the output and log-sum-exp of the whole softmax.
+    """Run the kernel's backward pass with the output and log-sum-exp of the merged softmax.
 
-    This gives the gradients of the kernel's share of the softmax.
+    The kernel then returns the gradients of its part of that softmax.
     """
     masks, q, k, v, segments, extra, share, out, total = saved
     inside = (q, k, v, segments, None, out, total, masks.dq, masks.dkv)

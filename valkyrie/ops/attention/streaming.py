@@ -1,8 +1,8 @@
-"""Attention one token at a time over a cache of keys: a ring buffer of one window, or `max_len` keys without a window.
+"""Attention for one token at a time, with a ring buffer of one window of keys, or of `max_len` keys without a window.
 
-Time and memory per token do not depend on the number of earlier tokens. The ring has shape (dilation, slots): a token
-at position t reads only the slots of its residue t % dilation, which hold its window. Global tokens are the first
-positions of the sequence and are kept permanently in addition to the ring.
+Time and memory per token do not depend on the number of previous tokens. The ring has shape (dilation, slots): a token
+at position t reads only the slots of residue t % dilation, which are its window. Global tokens are the first positions
+of the sequence. They are stored permanently in addition to the ring.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from valkyrie.ops.attention.pattern import KeyBlock, heads_first, heads_last, jo
 
 
 class GlobalCache(NamedTuple):
-    """Keys and values of the global tokens: `k` and `v` with local projections, the others for global rows."""
+    """Keys and values of the first tokens: `k` and `v` are local projections, the others global projections."""
 
     k: Float[Array, "batch globals kv_heads head_dim"]
     v: Float[Array, "batch globals kv_heads head_dim"]
@@ -38,7 +38,7 @@ class KVCache(NamedTuple):
 
 
 class GlobalStep(NamedTuple):
-    """The global projections of one token, used only if the token is global."""
+    """Projections of one token as a global token. Used only if the token is global."""
 
     q: Float[Array, "batch heads head_dim"]
     k: Float[Array, "batch kv_heads head_dim"]
@@ -56,7 +56,7 @@ def init_cache(
     global_tokens: int = 0,
     dtype: DTypeLike = jnp.float32,
 ) -> KVCache:
-    """Return an empty cache for up to `max_len` tokens. The first `global_tokens` of them are global."""
+    """Return an empty cache for sequences of up to `max_len` tokens. The first `global_tokens` are global."""
     longest = -(-max_len // dilation)
     slots = longest if window is None else min(window, longest)
     k, v = (jnp.zeros((batch, dilation, slots, kv_heads, head_dim), dtype) for _ in range(2))
@@ -75,11 +75,11 @@ def attention_step(
     global_step: GlobalStep | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "batch heads head_dim"], KVCache]:
-    """Compute causal attention for the next token, and add it to the cache.
+    """Return the next token's row of causal `attention`, and the cache with that token added.
 
-    Window, dilation and number of global tokens are those of `init_cache`. Equal to `attention` for every token up to
-    `max_len`. Without a window, later tokens see only the last `max_len`. `global_step` is required if the cache has
-    global tokens.
+    Window, dilation and number of global tokens are those of `init_cache`. Results equal the parallel form up to
+    `max_len` tokens. Without a window, later tokens see only the last `max_len`. `global_step` is required if the cache
+    has global tokens.
     """
     _, dilation, slots = cache.k.shape[:3]
     position = cache.position
@@ -120,6 +120,6 @@ def _remember(
     v: Float[Array, "batch kv_heads head_dim"],
     step: GlobalStep,
 ) -> GlobalCache:
-    """Write a token into the cache of global tokens. Tokens after the global ones are dropped."""
+    """Write this token to the cache of the first tokens. Tokens after the global ones are dropped."""
     pairs = zip(first, (k, v, step.k, step.v), strict=True)
     return GlobalCache(*(kept.at[:, position].set(new.astype(kept.dtype), mode="drop") for kept, new in pairs))
