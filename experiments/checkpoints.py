@@ -1,8 +1,8 @@
-"""How long a save keeps a training waiting, and how fast both tiers save and restore, beside a copy of the same bytes.
+"""Measures how long a save blocks training, and how fast both tiers save and restore, relative to a plain file copy.
 
     python experiments/checkpoints.py --gib 1 --folder /var/tmp/checkpoints --fast /dev/shm/checkpoints
 
-Prints medians of `--repeats` saves of a state of about `--gib` GiB on one CPU device: parameters and two moments.
+Prints medians over `--repeats` saves of a state of about `--gib` GiB on one CPU device: parameters and two moments.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def make_state(numbers: int) -> TrainState:
-    """Return a state of parameters and two moments, each of `LAYERS` arrays of so many float32 numbers."""
+    """Return a state of parameters and two moments, each with `LAYERS` arrays of `numbers` float32 values."""
     key = jax.random.key(0)
     trees = [{f"layer{i}": jax.random.normal(jax.random.fold_in(key, i), (numbers,)) for i in range(LAYERS)}] * 3
     parameters, first, second = (jax.tree.map(lambda x, n=n: x * n, tree) for n, tree in enumerate(trees, start=1))
@@ -52,7 +52,7 @@ def make_state(numbers: int) -> TrainState:
 
 
 def measure(tier: str, state: TrainState, folder: Path, repeats: int) -> list[str]:
-    """Return what a row says, each beside its ratio to the copy: blocking, save, restore, copy, and read."""
+    """Return the cells of a row: blocking and save time with their ratios to the copy, restore, copy, and read."""
     shutil.rmtree(folder, ignore_errors=True)
     config = CheckpointConfig(keep=1, fast=FastConfig(every=1, folder=str(folder / "fast"), keep=1))
     checkpoints = Checkpoints(folder / "run", config)
@@ -80,21 +80,21 @@ def measure(tier: str, state: TrainState, folder: Path, repeats: int) -> list[st
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that some work takes."""
+    """Return the seconds that `work` takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def copy(source: Path, to: Path) -> None:
-    """Copy a folder and see it on the disk."""
+    """Copy a folder and flush it to disk."""
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(source, to)
     os.sync()
 
 
 def read(folder: Path) -> int:
-    """Return the bytes of the files of a folder, all read."""
+    """Read all files of a folder and return their number of bytes."""
     return sum(len(path.read_bytes()) for path in folder.rglob("*") if path.is_file())
 
 

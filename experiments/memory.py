@@ -1,10 +1,10 @@
-"""Compares the memory that `mode=show` estimates with what the TPU compiler needs, over partitions and remats.
+"""Compares the memory estimate of `mode=show` with the memory that the TPU compiler needs, over partitions and remats.
 
-    python experiments/memory.py                    # some 90 layouts for v5e-8 and v4-16, about 5 s each; needs libtpu
-    python experiments/memory.py --ship             # and write the interval that the estimate of every run is told with
+    python experiments/memory.py                    # about 60 layouts for v5e-8, about 5 s each; needs libtpu
+    python experiments/memory.py --ship             # also write the error interval shown with every run's estimate
 
-The compiler is told that the chip has 100 MiB: it then refuses a program at once, with the bytes of its peak, in a
-hundredth of the time of a compile (the peak of a whole compile is within 2% of that number, experiments/LOG.md).
+The compiler is configured for a chip with 100 MiB. It then rejects a program early and reports its peak in bytes, in a
+hundredth of the time of a full compile. (The peak of a full compile is within 2% of that number, experiments/LOG.md.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REMATS = ("none", "dots", "full", "minimal_with_context")
 
 
 def main() -> None:
-    """Compare every legal layout and print how far off the estimate is."""
+    """Compare every legal layout and print the errors of the estimate."""
     parser = argparse.ArgumentParser(description="The estimate of mode=show against the compiler.")
     parser.add_argument("--only", nargs="*", default=[], help="only layouts whose name holds one of these words")
     parser.add_argument("--json", type=Path, default=HERE / "memory.json", help="where results are kept")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def compare(run: Run, needed: int | None) -> dict[str, Any]:
-    """Return the bytes that a step needs, estimated and by the compiler, which is not asked where `needed` is known."""
+    """Return the memory of a step in bytes, estimated and from the compiler. Skips the compile if `needed` is set."""
     began = time.perf_counter()
     devices = platform_of(run.config.target.platform).compile_devices(run.config.target, run.config.mesh.size)
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend="tpu")
@@ -95,7 +95,10 @@ def compare(run: Run, needed: int | None) -> dict[str, Any]:
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return over how many layouts and models the ratio of needed to estimated bytes lies between what."""
+    """Return the numbers of layouts and models, and the low, high and median ratio of needed to estimated bytes.
+
+    `within_15_percent` is the number of layouts with a ratio between 0.85 and 1.15.
+    """
     ratios = sorted(r["ratio"] for r in results)
     models = len({r["layout"].split()[0] for r in results})
     return {

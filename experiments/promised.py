@@ -1,12 +1,12 @@
-"""Prints what was promised for each experiment beside what its chips' peak allows and what its step is predicted at.
+"""Prints the promised rate of each experiment, the rate at its chips' peak, and the rate of its predicted step.
 
-    python experiments/promised.py            # compiles what is not in the cache: some minutes each the first time
-    python experiments/promised.py --kept     # the table of the kept results (promised.json), without a compile
+    python experiments/promised.py            # compiles layouts that are not cached: some minutes each the first time
+    python experiments/promised.py --kept     # the table of stored results (promised.json), without compiling
     python experiments/promised.py --only llama trm
 
-Each is compiled twice where a layout was asked for that is not the experiment's own: as asked, and as the experiment's
-file has it, which is the fastest one found. It needs libtpu (`uv sync --extra tpu`) and no TPU. Possible is the chips'
-peak in bfloat16 over the model's FLOPs: no layout exceeds it, and published trainings reach 40 to 70% of it.
+An experiment's file has the fastest layout found. If a different layout was requested, both are compiled. The possible
+rate is the chips' peak in bfloat16 over the model's FLOPs. No layout exceeds it, and published trainings reach 40 to
+70% of it. It needs libtpu (`uv sync --extra tpu`) but no TPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ KEPT = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True)
 class Promise:
-    """What was promised of an experiment: a rate in words, None where none was, and the layout that was asked for.
+    """The promised rate and the requested layout of an experiment.
 
-    `asked` are the overrides that make it of the experiment, none where its layout was left open.
+    Args:
+        experiment: Name of the experiment.
+        rate: Promised rate as text, or None if no rate was promised.
+        asked: Overrides of the experiment for the requested layout, or empty if the layout was left open.
+        layout: Description of the requested layout, or None.
     """
 
     experiment: str
@@ -69,13 +73,13 @@ PROMISES = [
         "data x model = 8x16",
     ),
 ]
-"""The rates are those published or promised by who runs these systems; gpt_16b's is google/paxml's own."""
+"""Rates are published or promised by the operators of these systems. The rate of gpt_16b is from google/paxml."""
 ELSEWHERE = {"multihost_v5p_128": ("target=v5p-256",)}
-"""What an asked layout is compiled with where its own slice has not as many chips."""
+"""Overrides for requested layouts that need more chips than the experiment's slice has."""
 
 
 def main() -> None:
-    """Compile what is missing, and print the table."""
+    """Compile missing results and print the table."""
     parser = argparse.ArgumentParser(description="What was promised, what is possible, what is predicted.")
     parser.add_argument("--kept", action="store_true", help="compile nothing: the table of the kept results")
     parser.add_argument("--only", nargs="*", default=[], help="only experiments whose name holds one of these words")
@@ -89,7 +93,7 @@ def main() -> None:
 
 
 def results_of(promise: Promise) -> dict[str, Any]:
-    """Return the predictions of an experiment's own layout and, where another was asked for, of that one."""
+    """Return the predictions of the experiment's layout and, if a different one was requested, of that layout."""
     results = {"best": predicted(promise, ())}
     if promise.asked:
         results["asked"] = predicted(promise, promise.asked)
@@ -97,7 +101,11 @@ def results_of(promise: Promise) -> dict[str, Any]:
 
 
 def predicted(promise: Promise, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what a compile says of an experiment under some overrides; a refusal is a result with its reason."""
+    """Return the prediction of an experiment with overrides. If the layout is illegal, compile it with `ELSEWHERE`.
+
+    `refused` in the result is the reason that the experiment's slice was refused. Raises ValueError for an illegal
+    layout without an entry in `ELSEWHERE`.
+    """
     try:
         run, refused = composed(promise, overrides), None
     except ValueError as error:
@@ -132,7 +140,7 @@ def predicted(promise: Promise, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def composed(promise: Promise, overrides: Sequence[str]) -> Run:
-    """Return the legal run of an experiment under some overrides."""
+    """Return the run of an experiment with overrides. Raises ValueError if it is illegal."""
     return valkyrie.compose(f"experiment={promise.experiment}", *overrides, "mode=compile")
 
 
@@ -153,7 +161,7 @@ def table(kept: dict[str, dict[str, Any]]) -> str:
 
 
 def described(result: dict[str, Any], best: dict[str, Any]) -> str:
-    """Return one prediction in a cell: rate, step, MFU, memory, and where it is not on the experiment's slice."""
+    """Return the cell of a prediction: rate, step, MFU, memory, and the slice if it differs from the experiment's."""
     where = "" if result["target"] == best["target"] else f" on {result['target']}"
     if result["refused"]:
         where = f"refused: {best['chips']} chips;{where}"

@@ -1,9 +1,9 @@
-"""How long processes take to meet and agree before a run starts, beside JAX's own start of the same processes.
+"""Measures how long processes take to connect and agree before a run starts, compared with JAX's distributed start.
 
     python experiments/startup.py --processes 8
 
-All processes import everything first and begin at one moment; printed are medians over `--repeats` starts of the
-slowest process. With fewer cores than processes they take turns, which makes both columns slower.
+All processes import everything first and start at the same moment. Prints medians over `--repeats` starts of the
+slowest process. With fewer cores than processes, both columns are slower.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMED = ("meet", "versions", "configuration", "jax")
 
 
 def main() -> None:
-    """Start the processes, or be one of them."""
+    """Start the processes, or run as one of them."""
     parser = argparse.ArgumentParser(description="Time the start of a run of several processes.")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def start(processes: int, agree: bool) -> dict[str, float]:
-    """Start the processes once; return the seconds of the slowest of them, by what it did."""
+    """Start the processes once. Return the seconds of the slowest process, by activity."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "asked").write_text(json.dumps({"agree": agree, "address": f"127.0.0.1:{free_port()}"}))
@@ -59,7 +59,7 @@ def start(processes: int, agree: bool) -> dict[str, float]:
 
 
 def member(folder: Path, processes: int) -> None:
-    """Be one process: wait until all are ready, start, and write what took how long."""
+    """Run as one process: wait until all are ready, start, and write the time of each activity."""
     import jax
 
     from valkyrie.api import compose

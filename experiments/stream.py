@@ -1,10 +1,10 @@
-"""How fast a stream of Parquet shards becomes batches, beside tiktoken alone on the same texts and cores.
+"""Measures how fast Parquet shards are streamed into batches, compared with tiktoken on the same texts and cores.
 
     python experiments/stream.py --mib 64
 
-Shards of the functions and classes of the standard library are written, then by turns tokenised by tiktoken's own
-threads with the texts in memory, and read as batches by `data=parquet_stream` (open, decompress, tokenise, pack, put
-together) once the workers have started, which they do once a training. Printed are medians over `--repeats` turns.
+Writes shards of the functions and classes of the standard library. Then alternates between tiktoken's threads, with the
+texts in memory, and batches from `data=parquet_stream` (open, decompress, tokenise, pack, assemble). Starting the
+workers is not timed, because it happens once per training. Prints medians over `--repeats` turns.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from valkyrie.data.vocabulary import TiktokenTokenizer
 
 BATCH, SEQ, SHARDS = 32, 2048, 8
 STARTING = 12
-"""Batches that may have been read ahead when the clock begins; they are not counted."""
+"""Batches that may have been read ahead when timing starts. They are not counted."""
 
 
 def main() -> None:
-    """Write the shards and time both sides by turns."""
+    """Write the shards and time both sides in alternation."""
     parser = argparse.ArgumentParser(description="Time a stream of shards beside tiktoken alone.")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
@@ -57,7 +57,10 @@ def main() -> None:
 
 
 def write(folder: Path, size: int) -> list[str]:
-    """Write shards of so many bytes of text; return the texts of all but the last, which is for validation."""
+    """Write shards with at least `size` characters of text. Return the texts of all except the last shard.
+
+    The last shard is for validation.
+    """
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     functions = [text for path in paths for text in chunks(path.read_text(encoding="utf-8"), Language.python)]
     texts: list[str] = []
@@ -74,7 +77,7 @@ def write(folder: Path, size: int) -> list[str]:
 
 
 def alone(texts: list[str]) -> float:
-    """Return the tokens a second of tiktoken with one thread a core."""
+    """Return tokens per second of tiktoken with one thread per core."""
     tokenizer = load_tokenizer("gpt2")
     assert isinstance(tokenizer, TiktokenTokenizer)
     start = time.perf_counter()
@@ -83,7 +86,7 @@ def alone(texts: list[str]) -> float:
 
 
 def streamed(folder: Path, packing: Packing, mib: int) -> float:
-    """Return the tokens a second of batches, over about one epoch."""
+    """Return tokens per second of batches, over about one epoch."""
     config = Config(paths=[str(folder)], packing=packing)
     data = open_stream(config, "gpt2")
     steps = mib * 2**20 // (4 * BATCH * SEQ)

@@ -1,11 +1,11 @@
-"""Predicts the same work by our program and by MaxText's own, by the same compiler and the same replay.
+"""Predicts our program and MaxText's program for the same work, with the same compiler and the same replay.
 
     python experiments/foreign/compare.py                        # every case of cases.yml, and the table
     python experiments/foreign/compare.py 1b_v4_64 22b_v4_128    # some
     python experiments/foreign/compare.py --markdown foreign.md --json foreign.json
 
-It runs in an environment that holds MaxText 0.2.5 and this package (experiments/README.md), so both programs are
-compiled by its libtpu. A compile of MaxText's takes minutes; its modules are kept in `--modules`, ours in the cache.
+It runs in an environment with MaxText 0.2.5 and this package (experiments/README.md), so that the same libtpu compiles
+both programs. Compiling MaxText's program takes minutes. Its modules are stored in `--modules`, ours in the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Compile what is missing, print the table, and write what is asked for."""
+    """Compile missing programs, print the table, and write the requested files."""
     parser = argparse.ArgumentParser(description="Our program and MaxText's, predicted by the same compiler.")
     parser.add_argument("cases", nargs="*", help="names of cases in cases.yml; all by default")
     parser.add_argument("--cases-file", type=Path, default=HERE / "cases.yml", help="a file of the same keys")
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def compare(case: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
-    """Return what both programs of a case take, or why one of them was not compiled."""
+    """Return the predictions of both programs of a case, or the reason that one of them was not compiled."""
     run = valkyrie.compose(*case["ours"], f"target={case['slice']}")
     ours = valkyrie.predict(run, quiet=True)
     kept = asked.modules / f"{case['name']}.json"
@@ -79,7 +79,7 @@ def compare(case: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def numbers(result: Any) -> dict[str, Any]:
-    """Return what is compared of a prediction."""
+    """Return the values of a prediction that are compared."""
     record = result.record
     if result.status != "ok":
         return {"status": result.reason or result.status}
@@ -91,7 +91,7 @@ def numbers(result: Any) -> dict[str, Any]:
 
 
 def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
-    """Compile MaxText's step of a case and keep its module, where its devices lie, and its peak memory."""
+    """Compile MaxText's step of a case, and store its module, device positions and peak memory."""
     from maxtext_step import compile_step
 
     from valkyrie.search.compile.executable import compiled_program
@@ -102,7 +102,7 @@ def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
         compiled, mesh = compile_step(
             [f"compile_topology={case['slice']}", *case["maxtext"], f"compile_xla_flags={options}"]
         )
-    except Exception as error:  # what does not fit raises XLA's error: a result
+    except Exception as error:  # a program that does not fit raises XLA's error, which is a result
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         about["refused"] = str(error).splitlines()[0][:300]
@@ -115,7 +115,7 @@ def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-    """Return the table: seconds of a step, the share of sending that is hidden, and how many times ours is as fast."""
+    """Return the table: seconds per step, share of communication that is hidden, and our speedup."""
     lines = [
         "| work | slice | ours | hidden | MaxText's own | hidden | ours is faster by |",
         "|---|---|---:|---:|---:|---:|---:|",

@@ -1,10 +1,10 @@
-"""A plain Flax training step, predicted for a slice that is not there; nothing in the step is Valkyrie's.
+"""Predicts a plain Flax training step for a slice without having the slice. The step does not use Valkyrie.
 
     python experiments/foreign/flax_step.py
     python experiments/foreign/flax_step.py --target v4-64 --mesh data=8,model=4 --html report.html
 
-The model is a small decoder of Flax NNX, its optimizer optax's Adam, its shardings the usual ones: the batch over
-`data`, the wide dimension of every weight over `model`. It needs libtpu (`uv sync --extra tpu`) and no TPU.
+The model is a small Flax NNX decoder, trained by optax's Adam, with common shardings: the batch over `data`, and the
+wide dimension of every weight over `model`. It needs libtpu (`uv sync --extra tpu`) but no TPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from valkyrie.cli.predict import mesh_axes
 
 
 class Block(nnx.Module):
-    """Attention and a feed-forward, each added to what comes in."""
+    """Attention and a feed-forward, each with a residual connection."""
 
     def __init__(self, embed: int, heads: int, rngs: nnx.Rngs):
         self.first, self.second = (nnx.RMSNorm(embed, rngs=rngs) for _ in range(2))
@@ -33,20 +33,20 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * embed, embed, dtype=jnp.bfloat16, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return what leaves the block."""
+        """Return the output of the block."""
         x = x + self.attention(self.first(x), mask=nnx.make_causal_mask(x[..., 0]))
         return x + self.down(nnx.gelu(self.up(self.second(x))))
 
 
 class Decoder(nnx.Module):
-    """A decoder whose embedding is its output too."""
+    """A decoder with tied embeddings."""
 
     def __init__(self, vocab: int, embed: int, heads: int, layers: int, rngs: nnx.Rngs):
         self.embedding = nnx.Embed(vocab, embed, dtype=jnp.bfloat16, rngs=rngs)
         self.blocks = nnx.List([Block(embed, heads, rngs) for _ in range(layers)])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return the logits of every next token."""
+        """Return the logits of the next token at every position."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -62,11 +62,11 @@ SPECS = {
     "value": PartitionSpec(None, "model"),
     "out": PartitionSpec("model"),
 }
-"""Which dimension of a weight is split over `model`, by the name of its layer; others are whole."""
+"""Sharding of weights over `model`, by the name of the layer. Other weights are replicated."""
 
 
 def training_step(mesh: Mesh, batch: int = 32, seq: int = 1024, **sizes: int) -> tuple[Any, tuple[Any, ...]]:
-    """Return the jitted step and the shapes it is called with, on a mesh of axes `data` and `model`."""
+    """Return the jitted step and the shapes of its arguments, on a mesh with axes `data` and `model`."""
     sizes = {"vocab": 32000, "embed": 1024, "heads": 8, "layers": 4} | sizes
     model = nnx.eval_shape(lambda: Decoder(**sizes, rngs=nnx.Rngs(0)))
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)
@@ -88,7 +88,7 @@ def training_step(mesh: Mesh, batch: int = 32, seq: int = 1024, **sizes: int) ->
 
 
 def sharded(tree: Any, mesh: Mesh) -> Any:
-    """Return shapes with their shardings by `SPECS`."""
+    """Return shapes with the shardings from `SPECS`."""
 
     def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         names = jax.tree_util.keystr(path)
@@ -99,7 +99,7 @@ def sharded(tree: Any, mesh: Mesh) -> Any:
 
 
 def main() -> None:
-    """Predict the step for the slice that was asked for."""
+    """Predict the step for the requested slice."""
     parser = argparse.ArgumentParser(description="A plain Flax step, predicted for a slice.")
     parser.add_argument("--target", default="v5e-8", help="the slice")
     parser.add_argument("--mesh", default="data=2,model=4", help="its axes data and model, in order")

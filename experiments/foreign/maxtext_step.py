@@ -1,9 +1,9 @@
-"""MaxText's own training step, compiled by its own functions for a slice that is not there, and predicted.
+"""Compiles MaxText's training step with MaxText's functions, without having the slice, and predicts its step time.
 
     python experiments/foreign/maxtext_step.py model_name=llama3.1-8b compile_topology=v6e-32 per_device_batch_size=3
 
-It runs in an environment of its own, with MaxText 0.2.5 in it, which experiments/README.md says how to make. The
-arguments are those of `python -m maxtext.trainers.pre_train.train_compile`.
+It runs in a separate environment with MaxText 0.2.5 (see experiments/README.md). The arguments are those of `python -m
+maxtext.trainers.pre_train.train_compile`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from typing import Any
 
 ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server for minutes
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is ended
+    "TPU_SKIP_MDS_QUERY": "1",  # otherwise libtpu queries a metadata server for minutes
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # otherwise a second compiling process is killed
     "JAX_PLATFORMS": "cpu",
 }
-"""What libtpu and JAX must be told before they are loaded, where there is no TPU."""
+"""Environment variables that libtpu and JAX need before they are loaded on a machine without TPU."""
 
 QUIET = ("dataset_type=synthetic", "enable_checkpointing=False", "base_output_directory=/tmp/maxtext", "run_name=step")
-"""Settings without which MaxText looks for data, a bucket or a name; they change nothing of the program."""
+"""Settings that keep MaxText from looking for data, a bucket or a name. They do not change the program."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compile the step of these arguments and print what it takes."""
+    """Compile the step for these arguments and print its prediction."""
     import valkyrie
 
     asked = dict(argument.partition("=")[::2] for argument in arguments)
@@ -35,9 +35,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def compile_step(arguments: Sequence[str]) -> tuple[Any, Any]:
-    """Return MaxText's training step of these settings, compiled (`jax.stages.Compiled`), and its `jax.sharding.Mesh`.
+    """Return MaxText's compiled training step (`jax.stages.Compiled`) for these settings, and its `jax.sharding.Mesh`.
 
-    It follows `train_compile.main` line by line; what does not fit raises XLA's error, as there.
+    It follows `train_compile.main` line by line. A program that does not fit raises XLA's error, as there.
     """
     os.environ.update(ENVIRONMENT)
     os.environ["LIBTPU_INIT_ARGS"] = (

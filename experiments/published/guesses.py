@@ -1,4 +1,4 @@
-"""The rows of a table of published runs, and what can be guessed of their step times without a compiler."""
+"""The rows of a table of published runs, and guesses of their step times without a compiler."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from valkyrie.config.run import Run
 
 PRODUCTS_ONCE = ("none", "dots", "minimal", "minimal_with_context", "minimal_offloaded")
-"""The rematerialisations that compute no product of weights twice."""
+"""Remat policies that do not recompute products with weights."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published row. `ideal_s`: the model's FLOPs at the peak of its chips, in seconds.
+    """A published run.
 
-    `repeated`: how often the FLOPs of the model are computed with rematerialisation; `tokens_per_chip`: of a step.
+    `ideal_s` is the time of the model's FLOPs at the peak of its chips, in seconds. `repeated` is the ratio of executed
+    FLOPs, with rematerialisation, to model FLOPs. `tokens_per_chip` is per step.
     """
 
     row: str
@@ -32,9 +33,10 @@ class Row:
 
 
 def row_of(line: dict[str, str], run: Run) -> Row:
-    """Return the row of a line of the table, by its composed run; ValueError where the two contradict each other.
+    """Return the row for a line of the table and its composed run. ValueError if the two contradict each other.
 
-    Rows of one `family` have seen each other: one recipe on one chip. Without that column it is the model and the chip.
+    Rows of the same `family` are not independent: one recipe on one chip. Without that column, the family is the model
+    and the chip.
     """
     config, chip = run.config, run.config.target.chip
     if chip is None:
@@ -60,7 +62,7 @@ def row_of(line: dict[str, str], run: Run) -> Row:
 
 
 def constant_mfu(row: Row, rows: Iterable[Row]) -> float | None:
-    """Return the seconds of a step at the median MFU of the other rows on the same chip; None where there is none."""
+    """Return the seconds per step at the median MFU of other rows on the same chip, or None if there are no others."""
     others = [other for other in rows if other.chip == row.chip and other.row != row.row]
     if not others:
         return None
@@ -68,18 +70,18 @@ def constant_mfu(row: Row, rows: Iterable[Row]) -> float | None:
 
 
 def roofline(row: Row) -> float:
-    """Return the seconds of a step whose every FLOP runs at the peak of the chip, and which waits for nothing.
+    """Return the seconds per step if all FLOPs run at the peak of the chip without waiting.
 
-    FLOPs are the model's, and where rematerialisation computes a block's products again, its forward pass once more:
-    4/3 of them.
+    FLOPs are those of the model. If rematerialisation recomputes the products of a block, another forward pass is
+    added: 4/3 of the model's FLOPs.
     """
     return row.ideal_s * row.repeated
 
 
 def pairs(rows: Sequence[Row], differ: float = 0.0) -> list[tuple[Row, Row]]:
-    """Return all pairs of rows of one model on one chip, the faster one by measured tokens/s/chip first.
+    """Return all pairs of rows of the same model and chip. The first of a pair has more measured tokens/s/chip.
 
-    Pairs whose measured rates differ by less than the share `differ`, or not at all, are left out.
+    Leaves out pairs with equal measured rates, or with rates that differ by a smaller share than `differ`.
     """
     found = []
     for n, one in enumerate(rows):

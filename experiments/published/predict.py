@@ -1,25 +1,26 @@
-"""Compares predicted with published step times: every row of a table is composed, compiled and replayed.
+"""Compares predicted with published step times. Composes, compiles and replays every row of a table.
 
     python experiments/published/predict.py                          # every row; about two minutes each the first time
     python experiments/published/predict.py --only 22b v5p --max-chips 256
     python experiments/published/predict.py --rows FILE.csv --config-dir FOLDER --json results.json --markdown table.md
-    python experiments/published/predict.py --kept                   # the tables again, without a compile
+    python experiments/published/predict.py --kept                   # the tables again, without compiling
 
-`--rows` is any CSV with the columns of rows.csv (`row`, `experiment`, `overrides` and `step_s` are needed),
-`--config-dir` a folder of your own YAMLs as valkyrie-train takes it: an `experiment` may lie in its `experiment/`. It
-needs libtpu (`uv sync --extra tpu`) and no TPU. A row that cannot be composed, compiled or that does not fit is
-reported with its reason. Results are kept (`--json`): begun again, it does what is missing, and what another program,
-replay or compiler made; where sources have changed, each row is lowered (seconds) to see whether its program has.
-`--ship` writes the errors that every report of a compile holds its prediction to.
+`--rows` is any CSV with the columns of rows.csv (`row`, `experiment`, `overrides` and `step_s` are required).
+`--config-dir` is a folder of your YAMLs, as for valkyrie-train; experiments can be in its `experiment/`. It needs
+libtpu (`uv sync --extra tpu`) but no TPU. Rows that cannot be composed or compiled, or do not fit, are reported with
+the reason. `--ship` writes the errors that every compile report uses to correct its prediction.
 
-The prediction is the replay of the compiled step, as `valkyrie-train mode=compile` prints it, corrected by published
-runs: a factor for the chip, and one for every doubling of slices (valkyrie/search/trust.py). No row is fitted to
-itself: its whole family is left out of its correction. Where a source gives FLOP/s or MFU in place of seconds, its own
-count of FLOPs turned them into seconds: 6 x parameters x tokens, and attention as if every token saw the whole sequence
-(MaxText counted so until its issue 1988; PaLM, appendix B).
+Results are stored in `--json`. A rerun computes missing results, and those made by another program, replay or compiler.
+If sources have changed, each row is lowered (seconds) to check whether its program has changed.
 
-Beside each prediction stand two guesses that need no compiler (guesses.py): the model's FLOPs at the median MFU of the
-other rows on the same chip, which has seen measured times of its neighbours; and those FLOPs at the peak of the chip.
+The prediction is the replay of the compiled step, as printed by `valkyrie-train mode=compile`, corrected by published
+runs with a factor for the chip and one for every doubling of slices (valkyrie/search/trust.py). The correction of a row
+leaves out its whole family, so that no row is fitted to itself. If a source gives FLOP/s or MFU instead of seconds,
+they were converted with the FLOP count of the source: 6 x parameters x tokens, plus attention as if every token saw the
+whole sequence (MaxText's count until its issue 1988; PaLM, appendix B).
+
+The tables also show two guesses that need no compiler (guesses.py): the model's FLOPs at the median MFU of other rows
+on the same chip, which uses measured times of similar runs; and these FLOPs at the peak of the chip.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ from programs import program_of, replay_of, still_of  # noqa: E402
 from tables import markdown, order, shipped_errors, with_guesses  # noqa: E402
 
 NEEDED = ("row", "experiment", "overrides", "step_s")
-"""The columns that a table must have."""
+"""Required columns of a table."""
 
 
 def main() -> None:
-    """Predict the rows asked for and print them beside what was measured."""
+    """Predict the requested rows and print the predictions with the measured times."""
     asked, console = arguments(), Console(width=140, highlight=False)
     rows, runs, results = {}, {}, {}
     lines = [line for line in read_rows(asked.rows) if chosen(line, asked)]
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Return what was asked for on the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Predicted against published step times.")
     parser.add_argument("--rows", type=Path, default=HERE / "rows.csv", help="a CSV of published runs")
     parser.add_argument("--config-dir", type=Path, help="a folder of your own YAMLs, as valkyrie-train takes it")
@@ -113,14 +114,17 @@ def arguments() -> argparse.Namespace:
 
 
 def known_runs(asked: argparse.Namespace, anew: Sequence[Published]) -> list[Published]:
-    """Return the runs that replays are corrected by: what is shipped; of a family of ours done anew, those results."""
+    """Return the published runs that correct replays: the shipped ones, with families in `anew` replaced.
+
+    `anew` is used only for our rows.csv.
+    """
     anew = anew if asked.rows.resolve() == HERE / "rows.csv" else []
     families = {run.family for run in anew}
     return [*(run for run in published() if run.family not in families), *anew]
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
-    """Return the lines of a table; a missing file or column ends the script with one line."""
+    """Return the lines of a table. A missing file or column exits the script with a one-line message."""
     try:
         with file.open(newline="") as text:
             lines = list(csv.DictReader(text))
@@ -133,24 +137,24 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def read_kept(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the results of earlier runs of this script, by row; none where there is no such file."""
+    """Return the results of earlier runs of this script, by row. Empty if the file does not exist."""
     return {result["row"]: result for result in json.loads(file.read_text())} if file.is_file() else {}
 
 
 def chosen(line: dict[str, str], asked: argparse.Namespace) -> bool:
-    """Return whether a row is among those asked for."""
+    """Whether a row is requested by `--only` and `--max-chips`."""
     named = not asked.only or any(word in line["row"] for word in asked.only)
     chips = line.get("chips") or "0"
     return named and (not chips.isdecimal() or int(chips) <= asked.max_chips)
 
 
 def comparable(line: dict[str, str]) -> bool:
-    """Return whether a row states enough to be composed and compared."""
+    """Whether a row has the columns to be composed and compared."""
     return bool(line["experiment"] and line["step_s"])
 
 
 def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
-    """Return the legal run of a row; ValueError lists its problems."""
+    """Return the run of a row. ValueError with its problems if it is illegal."""
     folder = [] if config_dir is None else ["--config-dir", str(config_dir.resolve())]
     run = run_of([*folder, f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile"])
     refuse(run.problems())
@@ -160,7 +164,7 @@ def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
 def kept_or_predicted(
     name: str, made_by: str, run: Run, kept: dict[str, dict[str, Any]], console: Console
 ) -> dict[str, Any]:
-    """Return a row's result: the kept one if the same program, compiler and replay made it and it is final."""
+    """Return a row's result. Reuses the stored one if it is final and from the same program, compiler and replay."""
     before = kept.get(name, {})
     if before.get("made_by") == made_by and before["status"] in ("ok", "does_not_fit"):
         return before
@@ -180,12 +184,12 @@ def kept_or_predicted(
 
 
 def made_by_now(run: Run) -> str:
-    """Return a name for what decides a prediction: the program, its compiler, and the sources that replay it."""
+    """Return a key of everything that determines a prediction: the program, the compiler, and the replay's sources."""
     return f"{request_key(run)} {replay_of(run)}"
 
 
 def libtpu() -> str:
-    """Return the version of the compiler."""
+    """Return the version of libtpu."""
     try:
         return version("libtpu")
     except PackageNotFoundError:
@@ -193,7 +197,7 @@ def libtpu() -> str:
 
 
 def describe(result: dict[str, Any], measured_s: float, name: str) -> str:
-    """Return one line about a row."""
+    """Return a one-line summary of a row."""
     if "replayed_s" not in result:
         return f"{name}: {result['status']}: {result['reason']}"
     numbers = f"replayed {result['replayed_s']:.3f} s, measured {measured_s:.3f} s"

@@ -1,4 +1,4 @@
-"""Which program a row compiles, so that a result outlives a change of sources that leaves its program as it was."""
+"""Digests of the program of a row, so that results stay valid if sources change but the program does not."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from valkyrie.paths import source_digest
 
 FIGURES = ("name", "peak_tflops", "hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "devices", "ici_axes")
 FIGURES += ("ici_link_gbs", "hop_us", "host_bounds", "dcn_gbs_per_host")
-"""The figures of a chip that the replay goes by."""
+"""Chip figures that the replay uses."""
 
 
 def program_of(run: Run) -> str:
-    """Return a digest of what the compiler of a run is given: the lowered step and the options."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips compiled for are described, none is asked for
+    """Return a digest of the compiler's input for a run: the lowered step and the options."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compiling needs only a description of the chips
     import jax
 
     from valkyrie.hardware.platforms import platform_of
@@ -27,7 +27,7 @@ def program_of(run: Run) -> str:
     devices = platform_of(run.config.target.platform).compile_devices(run.config.target, run.config.mesh.size)
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend=devices[0].platform)
     limit = jax.config.values["jax_traceback_in_locations_limit"]
-    jax.config.update("jax_traceback_in_locations_limit", 0)  # kernels would hold the paths and lines of their sources
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # otherwise kernels include source paths and lines
     try:
         digest = hashlib.sha256(program.lower_step().as_text().encode())
     finally:
@@ -37,7 +37,7 @@ def program_of(run: Run) -> str:
 
 
 def replay_of(run: Run) -> str:
-    """Return a digest of what replays a program of a run: the sources that do, the torus, and the chip's figures."""
+    """Return a digest of the replay of a run: its sources, the topology, and the chip's figures."""
     chip = run.config.target.chip
     figures = [getattr(chip, name) for name in FIGURES]
     text = repr([source_digest("compiled", "machine"), topology_of(run.config.target), figures])
@@ -45,7 +45,10 @@ def replay_of(run: Run) -> str:
 
 
 def still_of(result: dict[str, Any], made_by: str, libtpu: str, run: Run) -> bool:
-    """Return whether a kept result is what `made_by`, the sources and settings of today, would give: by its program."""
+    """Whether a stored result is still valid for `made_by`, the key of the current sources and settings.
+
+    If the keys differ, it is valid if libtpu, the replay and the lowered program are the same.
+    """
     if result.get("made_by") == made_by:
         return True
     replay = made_by.rpartition(" ")[2]

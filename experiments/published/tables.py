@@ -1,4 +1,4 @@
-"""The tables of predicted against published step times: row by row, by chip, by family, and by order."""
+"""Tables of predicted and published step times: by row, by chip, by family, and by order."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from valkyrie.search.compile.trust import Published, correction, interval, unsee
 Result = dict[str, Any]
 KINDS = ("predicted", "replayed", "mfu", "roofline")
 _APART = 0.02
-"""Rates of two published runs that differ by a smaller share are within what a run differs from itself."""
+"""Relative difference of two published rates below which it is within the noise of repeated runs."""
 TITLES = {"predicted": "prediction", "replayed": "replay alone", "mfu": "constant MFU", "roofline": "roofline"}
 
 
 def with_guesses(result: Result, row: Row, rows: Sequence[Row], published: Sequence[Published]) -> Result:
-    """Return a result with what was measured, predicted and guessed; each error is seconds over measured, less 1.
+    """Return a result with measured, predicted and guessed times. Errors are seconds over measured seconds, minus 1.
 
-    Its prediction is its replay, corrected by the published runs of other families.
+    The prediction is the replay, corrected by the published runs of other families.
     """
     replayed = result.get("replayed_s")
     by = correction(published, row.chip, row.slices, without=row.family).factor
@@ -33,7 +33,7 @@ def with_guesses(result: Result, row: Row, rows: Sequence[Row], published: Seque
 
 
 def markdown(results: Sequence[Result], published: Sequence[Published]) -> str:
-    """Return the table row by row, and its summary under it: errors by chip, by family, of all."""
+    """Return the table of rows, followed by a summary of errors by chip, by family, and overall."""
     lines = [
         "| published run | layout | measured s | predicted s | error | replay alone s | error | constant MFU s | error "
         "| roofline s | error |"
@@ -54,7 +54,7 @@ def markdown(results: Sequence[Result], published: Sequence[Published]) -> str:
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """Return the table of median absolute error, p90 and worst of the prediction and of both guesses."""
+    """Return the table of median, p90 and worst absolute errors of the prediction and both guesses."""
     predicted = [r for r in results if r.get("errors", {}).get("predicted") is not None]
     if not predicted:
         return ["No row was predicted."]
@@ -71,7 +71,7 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 
 def _spread(results: Iterable[Result], kind: str) -> str:
-    """Return median, 90th percentile (the smallest error that nine tenths of the rows do not exceed) and worst."""
+    """Return the median, 90th percentile (smallest error that 90% of rows do not exceed) and worst error."""
     errors = sorted(100 * abs(r["errors"][kind]) for r in results if r["errors"][kind] is not None)
     if not errors:
         return "no other row on the chip"
@@ -79,7 +79,7 @@ def _spread(results: Iterable[Result], kind: str) -> str:
 
 
 def shipped_errors(results: Iterable[Result], rows: dict[str, Row]) -> list[Published]:
-    """Return what reports correct their replays by: measured over replayed seconds of every row."""
+    """Return the corrections that reports apply to replays: measured over replayed seconds of every row."""
     return [
         Published(r["row"], row.model, row.family, row.chip, row.slices, row.measured_s / r["replayed_s"], r["libtpu"])
         for r in results
@@ -88,7 +88,7 @@ def shipped_errors(results: Iterable[Result], rows: dict[str, Row]) -> list[Publ
 
 
 def coverage(published: Sequence[Published]) -> str:
-    """Return how many measured steps lie in the interval that a report would have given without the row's family."""
+    """Return the number of measured steps within the report's interval, computed without the row's family."""
     inside, total = 0, 0
     for row in published:
         others = [other for other in published if other.family != row.family]
@@ -99,10 +99,10 @@ def coverage(published: Sequence[Published]) -> str:
 
 
 def order(results: Iterable[Result], rows: Iterable[Row]) -> str:
-    """Return the table of how many pairs of rows of one model on one chip are predicted in the measured order.
+    """Return the table of pairs of rows, of the same model and chip, that are predicted in the measured order.
 
-    By tokens/s/chip. Equal predictions name neither, and count as missed; the missed ones follow by name. The constant
-    MFU is not asked: it ranks layouts of one model by what it was told of the other.
+    Rows are ordered by tokens/s/chip. Equal predictions count as missed. Missed pairs are listed below the table. The
+    constant MFU is left out, because it ranks two layouts of a model using the measured time of the other.
     """
     by_name = {row.row: row for row in rows}
     made = {r["row"]: r.get("seconds_by", {}).get("predicted") for r in results if r["row"] in by_name}

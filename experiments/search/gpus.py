@@ -4,10 +4,10 @@
     python experiments/search/gpus.py --rows FILE.csv     # other rows with the columns of measured_gpus.csv
 
 measured_gpus.csv has the published rows with their sources: vTrain's 512 and 64 A100 runs of a 175B and a 3.6B GPT,
-Megatron-LM's weak scaling and its sequence parallelism, and torchtitan's Llama 3.1. `host_gbs` and `hbm_gbs` are what
-a source states of its machines where that is not what the chip's file has: vTrain's hosts have network cards of
-800 Gb/s in all, torchtitan's H100s memory of 2.4 TB/s. Every group is estimated with constants fitted to the other
-groups of measured_gpus.csv, those of H100s from what A100s reach on.
+Megatron-LM's weak scaling and its sequence parallelism, and torchtitan's Llama 3.1. `host_gbs` and `hbm_gbs` are the
+figures of the source's machines if they differ from the chip's file: vTrain's hosts have network cards with a total of
+800 Gb/s, and torchtitan's H100s have a memory bandwidth of 2.4 TB/s. Every group is estimated with constants fitted to
+the other groups of measured_gpus.csv. The fit for H100s starts from the constants of A100s.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ START = Efficiency(
     sums=0.65,
     outside=0.9,
 )
-"""Where a fit begins: the shares of NVLink, InfiniBand and peak are those of Calculon's A100 (arXiv 2305.11375)."""
+"""Initial values of a fit. Shares of NVLink, InfiniBand and peak are those of Calculon's A100 (arXiv 2305.11375)."""
 FITTED = ("products", "scores_passes", "half_rate_flops", "passes", "launch_s", "sums", "outside")
 FIRST = "a100"
-"""The chip that most rows are of; what it reaches is where the fit of another chip begins."""
+"""The chip with the most rows. Its constants are the initial values for other chips."""
 WITH_KERNEL = ("products", "mixing")
-"""What is fitted to the few runs of another chip, which keep attention's scores on the chip."""
+"""Constants fitted for other chips, which have few runs. Those runs keep attention scores on the chip."""
 FULL = RematConfig("full", [])
 ATTENTION_ALONE = RematConfig("selective", ["products"])
-"""Megatron-LM's selective recomputation: attention's scores and what follows are made again (arXiv 2205.05198)."""
+"""Megatron-LM's selective recomputation of attention, from the scores on (arXiv 2205.05198)."""
 NOTHING = RematConfig("none", ["all"])
 SELECTIVE = {"a100": ATTENTION_ALONE, "h100": NOTHING}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published run: its line, the run that does its work, and the seconds of its step."""
+    """A published run: its line in the table, an equivalent run, and the measured seconds per step."""
 
     line: dict[str, str]
     run: Run
@@ -103,13 +103,13 @@ def main() -> None:
 
 
 def rows_of(file: Path) -> list[Row]:
-    """Return the rows of a file that are estimated."""
+    """Return the rows of a file, except those that cannot be estimated."""
     with file.open() as lines:
         return [row for line in csv.DictReader(lines) if (row := row_of(line)) is not None]
 
 
 def estimated(rows: Sequence[Row], published: Sequence[Row]) -> dict[str, list[tuple[Row, float]]]:
-    """Return rows with their estimates, by group; constants are fitted to the published rows of other groups."""
+    """Return rows with their estimates, by group. Constants are fitted to the published rows of other groups."""
     known = [known_of(alike) for alike in alike_of(published)]
     own = {one.family for one in known}
 
@@ -126,7 +126,7 @@ def estimated(rows: Sequence[Row], published: Sequence[Row]) -> dict[str, list[t
 
 
 def constants_of(known: Sequence[Known]) -> dict[str, Efficiency]:
-    """Return the constants of each chip, fitted to what is known."""
+    """Return the constants of each chip, fitted to known step times."""
     first = fitted([one for one in known if one.chip.name == FIRST], START, FITTED)
     constants, begin = {FIRST: first}, replace(first, scores_passes=0.0)
     for chip in dict.fromkeys(one.chip.name for one in known if one.chip.name != FIRST):
@@ -135,7 +135,7 @@ def constants_of(known: Sequence[Known]) -> dict[str, Efficiency]:
 
 
 def alike_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return rows in lists of one group, model, rematerialisation and partition."""
+    """Split rows into lists with the same group, model, remat and partition."""
     alike: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
         key = row.line["group"], id(row.run.model), row.line["remat"], row.line["seq_par"], row.line["fsdp"]
@@ -144,7 +144,7 @@ def alike_of(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def table_of(by_group: dict[str, list[tuple[Row, float]]]) -> Table:
-    """Return the table: rows, rank correlation, errors, and what the layout estimated best loses to the fastest."""
+    """Return the table: rows, rank correlation, errors, and regret of the layout with the shortest estimate."""
     table = Table()
     for name in ("group", "rows", "Spearman", "mean error", "median error", "worst", "regret of the best estimated"):
         table.add_column(name, justify="left" if name == "group" else "right")
@@ -163,7 +163,7 @@ def table_of(by_group: dict[str, list[tuple[Row, float]]]) -> Table:
 
 
 def row_of(line: dict[str, str]) -> Row | None:
-    """Return a line as a run; None where the estimate does not know its precision or its attention."""
+    """Return the row of a line, or None if the estimate does not support its precision or attention."""
     if (
         line["precision"] not in ("fp16", "bf16")
         or "async" in line["other"]
@@ -186,7 +186,7 @@ def row_of(line: dict[str, str]) -> Row | None:
 
 @cache
 def model_of(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab: str, seq: str, name: str) -> Run:
-    """Return a run of this shape: Llama's blocks where the name says so, else GPT's of two matrices."""
+    """Return a run with this shape: Llama's blocks if the name starts with `llama`, otherwise GPT's (two matrices)."""
     llama = name.startswith("llama")
     head_dim = int(embed) // int(heads)
     shape = {
@@ -207,7 +207,7 @@ def model_of(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab
 
 
 def known_of(rows: Sequence[Row]) -> Known:
-    """Return rows of one model as layouts: pipeline by data by tensor parallelism, tensors within a host."""
+    """Return the rows of one model as layouts of pipeline x data x tensor parallelism, the latter within a host."""
     line, chip = rows[0].line, known_chips()[rows[0].line["chip_kind"].lower()]
     for column, figure in (("host_gbs", "dcn_gbs_per_host"), ("hbm_gbs", "hbm_gbs")):
         if line.get(column):
@@ -220,7 +220,7 @@ def known_of(rows: Sequence[Row]) -> Known:
     assert not problems, problems
     sizes = {"x": numbers(rows, "pp"), "y": numbers(rows, "dp") * numbers(rows, "fsdp"), "z": numbers(rows, "tp")}
     batch = numbers(rows, "gbs_seqs") // sizes["y"]
-    # Without a pipeline more rows at a time are never slower; of pipelines Megatron-LM says that one was best.
+    # Without a pipeline, more rows at a time are never slower. With one, Megatron-LM reports that 1 was best.
     of_each = np.array([int(row.line["micro_bs"] or (1 if row.line["pp"] != "1" else 4)) for row in rows])
     count = np.where(sharded, 1, batch // of_each)
     rounds = numbers(rows, "vpp").astype(float)
@@ -245,13 +245,13 @@ def known_of(rows: Sequence[Row]) -> Known:
 
 
 def numbers(rows: Sequence[Row], key: str) -> np.ndarray:
-    """Return a column as whole numbers, 1 where nothing is written."""
+    """Return a column as integers, with 1 for empty cells."""
     return np.array([int(row.line[key] or 1) for row in rows])
 
 
 @cache
 def megatron(sharded: bool, sequence_parallel: bool) -> PartitionConfig:
-    """Return Megatron-LM's partition: layers over x, data over y, heads and hidden sides over z; FSDP over y."""
+    """Return Megatron-LM's partition: layers over x, data and FSDP over y, heads and hidden channels over z."""
     split = {axis: ["z"] for axis in ("mlp", "heads", "kv_heads", "vocab")}
     stored = {"layers": ["x"], **split} | ({"embed": ["y"]} if sharded else {})
     active = {"batch": ["y"], **split} | ({"embed": ["z"]} if sequence_parallel else {})
@@ -259,7 +259,7 @@ def megatron(sharded: bool, sequence_parallel: bool) -> PartitionConfig:
 
 
 def _megatron_flops(line: dict[str, str]) -> float:
-    """Return the FLOPs of a step as Megatron-LM counts them, recomputation included (arXiv 2104.04473, equation 3)."""
+    """Return the FLOPs of a step in Megatron-LM's count, including recomputation (arXiv 2104.04473, equation 3)."""
     batch, seq, layers, width, vocab = (float(line[k]) for k in ("gbs_seqs", "seq_len", "n_layers", "d_model", "vocab"))
     return 96 * batch * seq * layers * width**2 * (1 + seq / (6 * width) + vocab / (16 * layers * width))
 

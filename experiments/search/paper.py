@@ -1,11 +1,11 @@
-"""The TPU v4 paper's two pairs of layouts (arXiv 2304.01433, table 3) by estimate: which of each pair is faster.
+"""Estimates which layout is faster in the two pairs of layouts of the TPU v4 paper (arXiv 2304.01433, table 3).
 
     python experiments/search/paper.py
 
-On 512 v4 chips, as [pipeline, data, model1, model2]: an LLM is 2.3 times faster on 8x8x8 with [1, 1, 64, 8] than on
-4x8x16 with [1, 1, 16, 32], and GPT-3 1.2 times on 4x8x16 with [16, 4, 1, 8] than on 8x8x8 with [8, 1, 8, 8]. The paper
-does not say the LLM's shape: a dense decoder of 64 layers, 16,384 wide, stands for it here. Each layout has the
-placement and the microbatches that are estimated best for it.
+The paper's results on 512 v4 chips, as [pipeline, data, model1, model2]: an LLM is 2.3 times faster on 8x8x8 with
+[1, 1, 64, 8] than on 4x8x16 with [1, 1, 16, 32]. GPT-3 is 1.2 times faster on 4x8x16 with [16, 4, 1, 8] than on 8x8x8
+with [8, 1, 8, 8]. The paper does not give the LLM's shape; this uses a dense decoder with 64 layers of width 16,384.
+Each layout has the placement and the microbatches with the shortest estimate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GPT3 = ("model=gpt3_175b", "batch=1024")
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of the paper: the slice's shape, its partition here, and devices along mesh axes."""
+    """A layout of the paper: the shape of the slice, our partition, and the devices along mesh axes."""
 
     shape: str
     partition: str
@@ -50,7 +50,7 @@ PAIRS: Sequence[tuple[str, Sequence[str], float, Layout, Layout]] = (
 
 
 def main() -> None:
-    """Print for each pair how many times faster its first layout is, published and estimated."""
+    """Print the published and estimated speedup of the first layout of each pair."""
     for name, model, published, fast, slow in PAIRS:
         times = [estimate(model, layout) for layout in (fast, slow)]
         print(
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def estimate(model: Sequence[str], layout: Layout) -> float:
-    """Return the least estimated seconds of a step of a layout."""
+    """Return the shortest estimate of a layout, in seconds per step."""
     run = run_of(["mode=search", f"target=v4-{layout.shape}", "precision=bf16_mixed", "remat=full", *model])
     space = parse_request(run).space()
     for one in rank(run, space).under(layout.partition):

@@ -3,9 +3,10 @@
 python experiments/search/slow_network.py            # the table, of measured_slow_network.csv
 sudo python experiments/search/slow_network.py --measure [--rate 100]     # measures first: Linux, as root
 
-Each process has a network of its own, joined to the others by a bridge; what it sends is limited to so many Mbit/s
-(token bucket filter). These networks have no names on the machine and end with this process. The estimate takes what
-`mode=figures` times in them before, kept in slow_network_figures.json; of the layouts it knows nothing.
+Each process has a separate network namespace, connected to the others by a bridge. Its sending rate is limited to
+`--rate` Mbit/s (token bucket filter). The namespaces have no names on the machine and end with this process. The
+estimate uses only figures that `mode=figures` measures there first, stored in slow_network_figures.json. It does not
+use measurements of layouts.
 """
 
 from __future__ import annotations
@@ -44,28 +45,28 @@ HOSTS, NETWORK, PORT = 4, "10.77.0", 8476
 LIMIT_S = 180
 WORK = ("model=gpt_tiny", "precision=float32", "remat=none")
 BATCHES = (16,)
-"""Sequences a step, of each table."""
+"""Sequences per step. One table is printed for each."""
 _HELD = 'mount --bind "$0" /etc/hosts && echo ready && exec cat'
-"""What holds a network: it ends once nobody can write to it any more."""
+"""Command that keeps a namespace alive. It exits when its stdin is closed."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network of its own, and mounts of its own, as long as its process lives."""
+    """A separate network and mount namespace, which exists until its process ends."""
 
     process: subprocess.Popen[str]
 
     def inside(self, command: str) -> list[str]:
-        """Return the words of a command that is run in this network."""
+        """Return the arguments that run a command in this network."""
         return ["nsenter", "--target", str(self.process.pid), "--net", "--mount", *command.split()]
 
     def run(self, command: str) -> None:
-        """Run a command in this network; CalledProcessError where it fails."""
+        """Run a command in this network. CalledProcessError if it fails."""
         subprocess.run(self.inside(command), check=True)
 
 
 def main() -> None:
-    """Measure if asked to, and print the table."""
+    """Measure with `--measure`, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s that each process may send")
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def kept(batch: int) -> list[tuple[str, float, float]]:
-    """Return each layout that was measured, with its estimate of now and its measured median, both in seconds."""
+    """Return each measured layout with its current estimate and its measured median, both in seconds."""
     estimates = {name(one): one.step_s for one in layouts(read_figures(KEPT), batch)}
     with FILE.open() as file:
         rows = [row for row in csv.DictReader(file) if row["batch"] == str(batch)]
@@ -97,7 +98,7 @@ def kept(batch: int) -> list[tuple[str, float, float]]:
 
 
 def layouts(figures: ChipConfig, batch: int) -> list[Estimated]:
-    """Return every layout of four such devices without a pipeline, the one with the shortest estimate first."""
+    """Return all layouts of four such devices without a pipeline, with the shortest estimate first."""
     run = run_of(["mode=show", *WORK, f"batch={batch}"])
     target = TargetConfig(f"cpu{HOSTS}", "cpu", figures, chips=HOSTS, hosts=HOSTS)
     partitions = [p for p in read_group("partition", PartitionConfig) if not p.name.startswith("pp")]
@@ -106,9 +107,9 @@ def layouts(figures: ChipConfig, batch: int) -> list[Estimated]:
 
 @contextmanager
 def slow_network(rate_mbit: float) -> Iterator[list[Network]]:
-    """Yield networks that are joined by a bridge, each sending at most so many Mbit/s.
+    """Yield networks connected by a bridge. Each can send at most `rate_mbit` Mbit/s.
 
-    Nothing of them stands on the machine's own network or in its files, and nothing stays of them.
+    They do not change the machine's network or files, and leave nothing behind.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -117,7 +118,7 @@ def slow_network(rate_mbit: float) -> Iterator[list[Network]]:
         bridge.run("ip link set bridge up")
         networks = []
         for i in range(HOSTS):
-            hosts = folder / str(i)  # gloo binds to the address of the machine's own name
+            hosts = folder / str(i)  # gloo binds to the address of the machine's host name
             hosts.write_text(f"127.0.0.1 localhost\n{NETWORK}.{i + 1} {socket.gethostname()}\n")
             network = stack.enter_context(_network(hosts))
             bridge.run(f"ip link add host{i} type veth peer name eth0 netns {network.process.pid}")
@@ -132,17 +133,17 @@ def slow_network(rate_mbit: float) -> Iterator[list[Network]]:
 
 @contextmanager
 def _network(hosts: Path) -> Iterator[Network]:
-    """Yield a network without any device, whose processes read this file as /etc/hosts."""
+    """Yield a network without devices. Its processes read the file `hosts` as /etc/hosts."""
     command = ["unshare", "--net", "--mount", "sh", "-c", _HELD, str(hosts)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise RuntimeError("no network of our own can be made: this takes root, on Linux.")
-        yield Network(process)  # leaving closes what it reads, so that it ends
+        yield Network(process)  # on exit, Popen closes its stdin, which ends the process
 
 
 def trouble() -> str | None:
-    """Return why no slow network can be made here; None where it can."""
+    """Return the reason that no slow network can be created on this machine, or None if it can."""
     if missing := [tool for tool in ("unshare", "nsenter", "ip", "tc") if not shutil.which(tool)]:
         return f"{missing[0]} is not installed"
     try:
@@ -153,7 +154,7 @@ def trouble() -> str | None:
 
 
 def timed(networks: Sequence[Network], file: Path) -> ChipConfig:
-    """Return what the devices reach, as `mode=figures` times them; its file is kept as this one."""
+    """Measure the figures of the devices with `mode=figures`. Stores its file as `file`."""
     with tempfile.TemporaryDirectory() as folder:
         _together(networks, ["mode=figures", f"target=cpu{HOSTS}", f"mesh={HOSTS}x1x1", *WORK, f"runs={folder}"])
         shutil.copyfile(Path(folder) / "timed" / FIGURES, file)
@@ -165,7 +166,8 @@ def measured(
 ) -> list[dict[str, str]]:
     """Return each layout with its measured median, in seconds.
 
-    The choice and the layout measured as the fastest are then measured again in turns, and have the median of all.
+    The layout with the shortest estimate and the one measured as the fastest are then measured twice more in
+    alternation. Their medians are over all measurements.
     """
     every = estimates[:: max(len(estimates) // most, 1)] if most else estimates
     seconds = {}
@@ -189,12 +191,12 @@ def measured(
 
 
 def name(one: Estimated) -> str:
-    """Return the overrides of a layout without the target, its remat and what is of the torus."""
+    """Return the overrides of a layout, except target, remat and placement."""
     return " ".join(o for o in one.candidate.overrides[1:] if not o.startswith(("remat=", "mesh.placement=")))
 
 
 def step_s(networks: Sequence[Network], one: Estimated, batch: int) -> float:
-    """Return the median seconds of a step of a layout, run by a process in each network."""
+    """Return the median seconds per step of a layout, run by a process in each network."""
     with tempfile.TemporaryDirectory() as folder:
         asked = ["mode=measure", "mode.repeats=5", *WORK, f"batch={batch}", *name(one).split(), f"runs={folder}"]
         _together(networks, asked)
@@ -202,7 +204,7 @@ def step_s(networks: Sequence[Network], one: Estimated, batch: int) -> float:
 
 
 def _together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
-    """Run a command in all networks as the processes of one run; RuntimeError says what those printed that failed."""
+    """Run a command in all networks as the processes of one run. RuntimeError with the output of failed processes."""
     shared = [*arguments, "name=timed", f"distributed.coordinator={NETWORK}.1:{PORT}"]
     command = " ".join([sys.executable, "-m", "valkyrie.cli.train", *shared, f"distributed.processes={len(networks)}"])
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
@@ -229,7 +231,7 @@ def _together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
 
 
 def show(batch: int, rows: Sequence[tuple[str, float, float]], console: Console) -> None:
-    """Print every layout, and what the search's choice costs beside what a user may choose without it."""
+    """Print every layout, and the cost of the search's choice compared with choices a user may make without it."""
     table = Table("layout", "estimated", "measured", "slower than the best")
     names, estimated, known = [row[0] for row in rows], *np.array([row[1:] for row in rows]).T
     for i in np.argsort(known):

@@ -1,12 +1,12 @@
 """The layouts by which the estimate and the funnel of `mode=search` are judged: three models on three slices.
 
-    python experiments/search/spaces.py             # compile what results.json lacks; 20 to 120 s each on two cores
+    python experiments/search/spaces.py             # compile missing results; 20 to 120 s each on two cores
     python experiments/search/spaces.py --only gpt  # one of the spaces
 
-A space has every division of 32 devices into three mesh axes that is legal under one of seven partitions, those with
-the same number of devices in every role counted once, and every n-th of them is taken. Results are the replay of the
-compiled step as `mode=compile` prints it, before its correction by published runs.
-It needs libtpu (`uv sync --extra tpu`) and no TPU.
+A space has every division of 32 devices into three mesh axes that is legal under one of seven partitions. Layouts with
+the same number of devices in every role count once, and every n-th layout is taken. Results are the replay of the
+compiled step, as `mode=compile` prints it, before its correction by published runs. They are stored in compiled.json.
+It needs libtpu (`uv sync --extra tpu`) but no TPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PARTITIONS = ("dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "fsdp_tp", "sp")
 
 @dataclass(frozen=True)
 class Judged:
-    """A space of layouts: what all of them share, what varies beside mesh and partition, and how many are taken."""
+    """A space of layouts: shared overrides, dimensions in addition to mesh and partition, and the number sampled."""
 
     name: str
     shared: tuple[str, ...]
@@ -49,7 +49,7 @@ class Judged:
     count: int | None = None
 
     def cells(self) -> list[Cell]:
-        """Return its legal layouts."""
+        """Return its legal layouts, evenly sampled to `count`."""
         shape = ModelVariant(self.shared, run_of(list(self.shared)))
         config = SpaceConfig(same=Same.roles, remat=list(self.remats), microbatches=list(self.microbatches))
         partitions = {p.name: p for p in read_group("partition", PartitionConfig)}
@@ -82,7 +82,7 @@ SPACES = (
 
 
 def main() -> None:
-    """Compile every layout of the spaces asked for that has no result yet, and keep what came of it."""
+    """Compile the layouts of the requested spaces that have no result yet, and store the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=[space.name for space in SPACES])
     asked, console = parser.parse_args(), Console(width=140, highlight=False)
@@ -104,12 +104,12 @@ def main() -> None:
 
 
 def kept_rows() -> list[dict[str, Any]]:
-    """Return the results so far."""
+    """Return the stored results."""
     return json.loads(FILE.read_text()) if FILE.is_file() else []
 
 
 def compile_row(space: str, run: Run, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what came of compiling a layout: seconds of a step and of its parts, bytes sent and at the peak."""
+    """Compile a layout. Return the seconds of the step and its parts, the bytes sent, and the peak memory in bytes."""
     began = time.perf_counter()
     _, found, replay = compile_and_summarise(run, Console(quiet=True))
     memory, sent = found.memory or MemoryReport(), found.communication

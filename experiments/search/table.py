@@ -1,8 +1,8 @@
 """Compares estimates with compiled steps over the layouts of spaces.py: order, error, memory, and what does not fit.
 
-python experiments/search/table.py            # the table; each space by constants fitted to the other two
-python experiments/search/table.py --fit      # also the constants fitted to all, for valkyrie/search/estimate
-python experiments/search/table.py --ship     # write the errors that mode=search tells its estimates by
+python experiments/search/table.py            # the table; each space with constants fitted to the other two
+python experiments/search/table.py --fit      # also constants fitted to all spaces, for valkyrie/search/estimate
+python experiments/search/table.py --ship     # write the errors that mode=search shows with its estimates
 python experiments/search/table.py --each     # every layout
 """
 
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def compiled_of(pairs: list[tuple[dict[str, Any], Run]]) -> Known:
-    """Return the layouts of a partition and remat that were compiled; a space is a family."""
+    """Return the compiled layouts of a partition and remat. The space is the family."""
     compiled = [(row, run) for row, run in pairs if row["step_s"]]
     return known_of([run for _, run in compiled], [row["step_s"] for row, _ in compiled], compiled[0][0]["space"])
 
@@ -95,7 +95,10 @@ def table_of(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> Table:
 
 
 def funnel_of(pairs: list[tuple[dict[str, Any], float]], every: list[dict[str, Any]]) -> list[str]:
-    """Return what compiling by estimates, until no other layout can be faster, finds and takes of compiling all."""
+    """Return the cost of the funnel: compiling by shortest estimate until no other layout can be faster.
+
+    The cells are the regret, the number of compiles, and their share of the time of compiling all layouts.
+    """
     best, spent, count = float("inf"), 0.0, 0
     for row, estimate in sorted(pairs, key=lambda pair: pair[1]):
         if estimate * errors().low > best:
@@ -107,7 +110,10 @@ def funnel_of(pairs: list[tuple[dict[str, Any], float]], every: list[dict[str, A
 
 
 def ship(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> None:
-    """Write between which shares of their estimates nine of ten compiled steps lay, and half of the peaks."""
+    """Write the error intervals of the estimates, as ratios of compiled to estimated values.
+
+    The interval has 90% of the step times and 50% of the memory peaks.
+    """
     ratios = [row["step_s"] / estimate for pairs in steps.values() for row, estimate in pairs]
     peaks = [row["peak"] / estimate for pairs in needs.values() for row, estimate in pairs if row["peak"]]
     told: dict[str, Any] = {"rows": len(ratios), "spaces": len(steps)}
