@@ -134,7 +134,7 @@ def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
 
 def test_closed_streams_and_poor_encodings_are_no_mistakes(tmp_path: Path) -> None:
     ascii_only = (
-        "from valkyrie.processes.interrupt import usable_streams; usable_streams(); print('a \\u00b7 b'); "
+        "from valkyrie.processes.interrupt import repair_std_streams; repair_std_streams(); print('a \\u00b7 b'); "
         "print(open('x', 'w').fileno() > 2)"
     )
     python = f'{sys.executable} -c "{ascii_only}"'

@@ -32,13 +32,16 @@ from valkyrie.train.program import StepProgram
 
 
 def test_a_run_of_one_process_agrees_with_itself():
-    assert ALONE.leads and ALONE.exchange("x", 3) == [3] and ALONE.of_first("y", lambda: 4) == 4
+    assert ALONE.leads and ALONE.exchange("x", 3) == [3] and ALONE.broadcast_from_leader("y", lambda: 4) == 4
     ALONE.agree("configuration", {"steps": 1})
 
 
 def test_values_are_exchanged_and_those_of_process_0_are_taken():
     def talk(team: Team) -> Any:
-        told = team.exchange("letters", "abc"[team.index]), team.of_first("folder", lambda: f"runs/{team.index}")
+        told = (
+            team.exchange("letters", "abc"[team.index]),
+            team.broadcast_from_leader("folder", lambda: f"runs/{team.index}"),
+        )
         team.agree("configuration", {"steps": 7})
         return told
 
@@ -61,7 +64,7 @@ def test_a_mistake_that_process_0_finds_is_told_to_all():
         def find() -> str:
             raise ValueError("resume=x is no run")
 
-        team.of_first("folder", find)
+        team.broadcast_from_leader("folder", find)
 
     assert [str(error) for error in meet(2, look)] == ["resume=x is no run"] * 2
 

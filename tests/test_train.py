@@ -367,7 +367,7 @@ def test_a_signal_ends_a_first_step_that_may_never_end_and_waits_for_others(
 ) -> None:
     training = (
         "import os, signal, time\nfrom valkyrie.processes.interrupt import Interrupt\n"
-        f"with Interrupt() as interrupt:\n  interrupt.worth_saving = {worth_saving}\n"
+        f"interrupt = Interrupt()\nwith interrupt.listening():\n  interrupt.worth_saving = {worth_saving}\n"
         "  os.kill(os.getpid(), signal.SIGTERM)\n  time.sleep(0.5)\n  assert interrupt.requested"
     )
     done = subprocess.run([sys.executable, "-c", training], capture_output=True, text=True, timeout=60)
@@ -377,9 +377,9 @@ def test_a_signal_ends_a_first_step_that_may_never_end_and_waits_for_others(
 def test_ctrl_c_is_heard_inside_a_finaliser() -> None:
     """Where Python would print a KeyboardInterrupt as ignored, and go on."""
     lost = (
-        "import os, signal\nfrom valkyrie.processes.interrupt import ends_at_once\n"
+        "import os, signal\nfrom valkyrie.processes.interrupt import exit_on_ctrl_c\n"
         "class Dying:\n  def __del__(self):\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**8))\n"
-        "with ends_at_once('it'):\n  Dying()\nprint('went on')"
+        "with exit_on_ctrl_c('it'):\n  Dying()\nprint('went on')"
     )
     done = subprocess.run([sys.executable, "-c", lost], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "it: stopped\n")

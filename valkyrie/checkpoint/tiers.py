@@ -64,7 +64,7 @@ class Checkpoints:
         if config.fast.every is None and not read_only and team.leads:
             (folder / IDENTITY).unlink(missing_ok=True)  # older fast checkpoints become stale from here on
         if config.fast.every is not None and not read_only:
-            identity = team.of_first("run identity", lambda: _identity(folder))
+            identity = team.broadcast_from_leader("run identity", lambda: _identity(folder))
             path = fast_folder(config.fast, folder, identity)
             self.fast = Fast(path / f"process-{team.index}", config.fast, team.index, about={"tier": "fast", **about})
 
@@ -145,16 +145,16 @@ class Checkpoints:
 
         If all are damaged: ValueError if one is `needed`, else None.
         """
-        if self._team.of_first("durable checkpoint", lambda: self.last_saved) is None:
+        if self._team.broadcast_from_leader("durable checkpoint", lambda: self.last_saved) is None:
             return None
         try:
-            step = self._team.of_first("sound checkpoint", self.durable.sound_step)
+            step = self._team.broadcast_from_leader("sound checkpoint", self.durable.sound_step)
         except ValueError as error:
             if needed:
                 raise
             if self._team.leads:
                 print(f"{error} They are set aside, for a fast one is sound.", file=sys.stderr)
-            self._team.of_first("damaged ones set aside", self.durable.set_all_aside)
+            self._team.broadcast_from_leader("damaged ones set aside", self.durable.set_all_aside)
             self.durable.reload(None)
             return None
         if not self._team.leads and not self._read_only and step != self.last_saved:

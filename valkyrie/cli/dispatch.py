@@ -27,7 +27,7 @@ from valkyrie.config.shorthand import written_out
 from valkyrie.extensions import add_import_path
 from valkyrie.problems import Problem
 from valkyrie.processes.ending import INTERRUPTED, REFUSED
-from valkyrie.processes.interrupt import raises
+from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.sweep.end import SweepEndError, multirun_ends
 from valkyrie.sweep.members import over_processes
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
@@ -58,7 +58,7 @@ def dispatch() -> None:
         primary = primary_of(typed, read=multirun is None or reads_one_run(typed))
         sys.argv[1:] = primary.arguments
         if multirun is not None:
-            with over_processes(typed) as leads, raises():
+            with over_processes(typed) as leads, signals_as_exceptions():
                 config = _compose(primary) if leads else None
         else:
             config = _compose(primary)

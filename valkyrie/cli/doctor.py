@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
-from valkyrie.processes.interrupt import ends_at_once
+from valkyrie.processes.interrupt import exit_on_ctrl_c
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; exit status 1 where something would fail, 2 after a user's mistake, told without a traceback."""
-    with ends_at_once("valkyrie-doctor"), ends_in_words("valkyrie-doctor"):
+    with exit_on_ctrl_c("valkyrie-doctor"), ends_in_words("valkyrie-doctor"):
         status = _doctor(without_comment(sys.argv[1:] if argv is None else argv))
     sys.exit(status)
 

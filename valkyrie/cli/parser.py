@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import NoReturn
 
 from valkyrie.processes.ending import INTERRUPTED
-from valkyrie.processes.interrupt import usable_streams
+from valkyrie.processes.interrupt import repair_std_streams
 
 NOBODY_READS = 141
 """Exit status when the reader of a pipe has gone, as shells have it for SIGPIPE."""
@@ -33,7 +33,7 @@ class OneLineParser(argparse.ArgumentParser):
 @contextlib.contextmanager
 def ends_in_words(command: str) -> Iterator[None]:
     """A context for a command: a user's mistake is one line on stderr and exit status 2, without a traceback."""
-    usable_streams()
+    repair_std_streams()
     try:
         yield
         sys.stdout.flush()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from valkyrie.processes.interrupt import ends_at_once, usable_streams
+from valkyrie.processes.interrupt import exit_on_ctrl_c, repair_std_streams
 
 
 def main() -> None:
     """Run `valkyrie-train` with the arguments of the process."""
-    usable_streams()
-    with ends_at_once("valkyrie-train"):
+    repair_std_streams()
+    with exit_on_ctrl_c("valkyrie-train"):
         from valkyrie.cli.dispatch import dispatch
 
         dispatch()

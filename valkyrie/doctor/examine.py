@@ -15,7 +15,7 @@ from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Check, Exami
 from valkyrie.processes.distributed import find_place, join, start_jax
 from valkyrie.processes.team import ALONE, Connected, Team
 from valkyrie.train.devices import acquire, configure_jax
-from valkyrie.train.processes import agree_on_configuration, agree_on_versions, ends_all, only_first_prints
+from valkyrie.train.processes import abort_all_on_error, agree_on_configuration, agree_on_versions, only_first_prints
 
 if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
@@ -93,7 +93,7 @@ def examine(run: Run, console: Console, steps: int | None) -> int:
         return table.conclude()
     if not isinstance(team, Connected):
         return _with_all(Examined(run), FindingsTable(console), own, steps)
-    with ends_all(team, "valkyrie-doctor"):
+    with abort_all_on_error(team, "valkyrie-doctor"):
         only_first_prints(team)
         table = FindingsTable(console, team.exchange("hosts", socket.gethostname()))
         own.append(Finding("processes", FINE, f"{team.count} have met at {team.place.coordinator}"))

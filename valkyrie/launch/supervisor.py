@@ -17,7 +17,7 @@ from pathlib import Path
 from valkyrie.processes.child import ChildProcess, wait_for
 from valkyrie.processes.ending import DONE, INTERRUPTED, LOST, PREEMPTED, REFUSED, describe_status
 from valkyrie.processes.hub import free_port
-from valkyrie.processes.interrupt import Listener
+from valkyrie.processes.interrupt import on_signals
 from valkyrie.processes.team import Place
 
 RESTARTS = "VALKYRIE_LAUNCH_RESTARTS"
@@ -75,7 +75,7 @@ class Supervisor:
         while True:
             members, start_time = self.members(starts), time.monotonic()
             signals: list[int] = []
-            with Listener(signals.append, _SIGNALS):
+            with on_signals(signals.append, _SIGNALS):
                 status = self._attempt(members, starts, signals)
             if status != DONE:
                 self.clean_up()

@@ -1,7 +1,7 @@
-"""Exit statuses of `valkyrie-train`, and the one way in which a process ends itself at once.
+"""Exit statuses of `valkyrie-train`, and the one function that ends a process at once.
 
-Python's own end may wait for other processes. A process with somebody who waits for its reason, such as a trial of a
-sweep, registers a recorder first.
+Python's normal exit may wait for other processes. `records_ending` registers a recorder of the reason, for example for
+a trial of a sweep.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NoReturn
 DONE = 0
 """A training that reached its last step."""
 REFUSED = 2
-"""A mistake of the user, also in the processes that end because one of them found it."""
+"""A mistake of the user. Also the status of the processes that end because one of them found it."""
 LOST = 69
-"""A process that hangs, or that ends because another one hangs or was lost. Start all of them again."""
+"""A process hangs, or another one hangs or was lost. Start all of them again."""
 PREEMPTED = 75
-"""A training that saved its state because its machine is taken away. Start it again (EX_TEMPFAIL)."""
+"""A training has saved its state because its machine is being taken away. Start it again (EX_TEMPFAIL)."""
 INTERRUPTED = 130
-"""Ctrl-C, as shells expect it."""
+"""Ctrl-C. Shells use this status too."""
 
 _recorders: list[Callable[[int, str], object]] = []
 

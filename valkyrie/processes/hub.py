@@ -1,4 +1,4 @@
-"""What process 0 of a run runs beside its own work: it hears from every process and passes on what one of them says."""
+"""TCP hub on process 0 that relays messages between the processes of a run."""
 
 from __future__ import annotations
 
@@ -7,36 +7,106 @@ import json
 import socket
 import threading
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
-_LARGEST = 64 * 2**20
-"""Bytes of the longest line that is read: more than any configuration, less than what would fill a memory."""
+from valkyrie.records import decode, encode
+
+_LONGEST = 64 * 2**20
+"""Maximum bytes of a line: more than any configuration, less than would fill the memory."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first message of a process: its index, the number of processes it expects, and its host."""
+
+    index: int
+    count: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Started:
+    """All processes have met."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The processes cannot start together."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """The JSON value of one process in an exchange."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of all processes in an exchange, by process."""
+
+    name: str
+    values: list[Any]
+
+
+@dataclass(frozen=True)
+class Goodbye:
+    """The last message of a process. It has a reason and an exit status if the process failed."""
+
+    reason: str | None = None
+    status: int | None = None
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A process failed or was lost. The status is None if its exit status is unknown."""
+
+    line: str
+    status: int | None
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Shows that the sender is alive."""
+
+
+Message = Hello | Started | Refused | Value | Values | Goodbye | Lost | Heartbeat
+_MESSAGES: dict[str, type[Message]] = {message.__name__: message for message in get_args(Message)}
 
 
 class Wire:
-    """A connection that carries JSON values, one a line; several threads may send."""
+    """A connection that carries messages, one JSON line each. Several threads may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._file, self._sending = connection, connection.makefile("rb"), threading.Lock()
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a value; OSError where the other side is gone."""
+    def send(self, message: Message) -> None:
+        """Send a message. Raises OSError if the other side is gone."""
+        line = json.dumps({"type": type(message).__name__, **encode(message)})
         with self._sending:
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+            self._connection.sendall(line.encode() + b"\n")
 
-    def read(self) -> dict[str, Any] | None:
-        """Return the next value; None at the end. ValueError for what is none, TimeoutError after a silence."""
-        line = self._file.readline(_LARGEST)
+    def read(self) -> Message | None:
+        """Return the next message, or None at the end of the connection.
+
+        Raises ValueError for anything else, and TimeoutError if nothing arrives in time.
+        """
+        line = self._file.readline(_LONGEST)
         if not line:
             return None
-        message = json.loads(line)
-        if not isinstance(message, dict):
-            raise ValueError("no message of ours")
-        return message
+        plain = json.loads(line)
+        message = _MESSAGES.get(str(plain.pop("type", ""))) if isinstance(plain, dict) else None
+        if message is None:
+            raise ValueError("not a message of Valkyrie")
+        return decode(message, plain, "message")
 
     def timeout(self, seconds: float | None) -> None:
-        """Let `read` wait for at most so many seconds."""
+        """Set how long `read` waits."""
         self._connection.settimeout(seconds)
 
     def close(self) -> None:
@@ -47,8 +117,8 @@ class Wire:
         self._connection.close()
 
 
-def address_of(text: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT; ValueError where it is none."""
+def parse_address(text: str) -> tuple[str, int]:
+    """Return the host and port of `HOST:PORT`. Raises ValueError for anything else."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"the address of process 0 is {text}: write HOST:PORT, such as 10.0.0.2:8476.")
@@ -56,29 +126,29 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 class Hub:
-    """Gathers `count` processes by a deadline, then passes on what they say.
+    """Waits for `count` processes until a deadline, then relays their messages.
 
-    Each value that is said under a name is kept until all processes have said theirs; then all of them are sent to
-    all. A process whose connection ends without a farewell, or that is silent for `heartbeat_s`, is reported as lost.
+    Collects the values of an exchange until all processes have sent theirs, then sends all of them to all. A process is
+    lost if its connection ends without a `Goodbye`, or if it is silent for `heartbeat_s`.
     """
 
     def __init__(self, address: str, count: int, deadline: float, heartbeat_s: float) -> None:
         self._count, self._deadline, self._heartbeat_s = count, deadline, heartbeat_s
         self._wires: dict[int, Wire] = {}
         self._hosts: dict[int, str] = {}
-        self._said: dict[str, dict[int, Any]] = {}
+        self._exchanges: dict[str, dict[int, Any]] = {}
         self._lock = threading.Lock()
-        self._hearing: list[threading.Thread] = []
-        self._over = False
+        self._readers: list[threading.Thread] = []
+        self._closed = False
         self._address = address
-        _, port = address_of(address)
+        _, port = parse_address(address)
         self._listening = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
         self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if socket.has_dualstack_ipv6():
@@ -94,25 +164,25 @@ class Hub:
             ) from None
         threading.Thread(target=self._gather, name="team-hub", daemon=True).start()
 
-    def fail(self, index: int, why: str, status: int | None = None) -> None:
-        """Tell all processes that one of them ended, and why; the first such news is the cause of the others."""
+    def fail(self, index: int, reason: str, status: int | None = None) -> None:
+        """Tell all processes that one has failed. Only the first failure is sent; later ones are its consequences."""
         with self._lock:
-            if self._over:
+            if self._closed:
                 return
-            self._over = True
-        self._tell({"lost": f"process {index} (on {self._hosts[index]}) ended: {why}", "status": status})
+            self._closed = True
+        self._send_all(Lost(f"process {index} (on {self._hosts[index]}) ended: {reason}", status))
 
     def close(self) -> None:
-        """Wait until all processes have parted, or one is lost, for at most the time of a heartbeat."""
-        for hearing in self._hearing:
-            hearing.join(self._heartbeat_s)
-        self._over = True
+        """Wait until all processes have left or one is lost, for at most `heartbeat_s` each."""
+        for reader in self._readers:
+            reader.join(self._heartbeat_s)
+        self._closed = True
 
     def _gather(self) -> None:
-        """Wait for all processes and answer them once all have come; with a problem at once, also who comes later."""
+        """Wait for all processes, then start relaying. After a problem, refuse those connected and those to come."""
         waiting: list[Wire] = []
-        problem, came = None, 0
-        while came < self._count and len(self._wires) < self._count:
+        problem, arrived = None, 0
+        while arrived < self._count and len(self._wires) < self._count:
             self._listening.settimeout(max(self._deadline - time.monotonic(), 0.001))
             try:
                 connection, _ = self._listening.accept()
@@ -122,8 +192,9 @@ class Hub:
             wire = Wire(connection)
             wire.timeout(5.0)
             waiting.append(wire)
-            index, found = self._welcome(wire)
-            problem, came = problem or found, came + (index is not None)
+            with contextlib.suppress(OSError, ValueError):  # a port scanner, or a process that was killed
+                if isinstance(hello := wire.read(), Hello):
+                    problem, arrived = problem or self._welcome(wire, hello), arrived + 1
             if problem:
                 self._refuse(waiting, problem)
         self._listening.close()
@@ -133,83 +204,76 @@ class Hub:
             self._begin()
 
     def _refuse(self, waiting: list[Wire], problem: str) -> None:
-        """Tell a problem to those who wait, and let them go."""
         while waiting:
             wire = waiting.pop()
             with contextlib.suppress(OSError):
-                wire.send({"failed": problem})
+                wire.send(Refused(problem))
             wire.close()
 
     def _begin(self) -> None:
-        """Answer all processes, and hear them from here on."""
-        self._tell({"all": "here", "values": []})
+        self._send_all(Started())
         for index, wire in self._wires.items():
             wire.timeout(self._heartbeat_s)
             name = f"team-hear-{index}"
-            self._hearing.append(threading.Thread(target=self._hear, args=(index, wire), name=name, daemon=True))
-        for hearing in self._hearing:
-            hearing.start()
+            self._readers.append(threading.Thread(target=self._relay, args=(index, wire), name=name, daemon=True))
+        for reader in self._readers:
+            reader.start()
         threading.Thread(target=self._beat, name="team-hub-beat", daemon=True).start()
 
-    def _welcome(self, wire: Wire) -> tuple[int | None, str | None]:
-        """Take a process in: its index, and why it cannot be one of this run. No index: it is none of ours."""
-        try:
-            hello = wire.read() or {}
-            index, count, host = int(hello["hello"]), int(hello["count"]), str(hello["host"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None, None  # a port scanner, or a process that was ended
-        problem = None
-        if count != self._count:
-            problem = f"process {index} (on {host}) counts {count} processes, process 0 counts {self._count}."
-        elif not 0 <= index < self._count:
-            problem = (
-                f"a process (on {host}) has index {index}; the {self._count} processes are 0 to {self._count - 1}."
-            )
-        elif index in self._wires:
-            problem = f"two processes have index {index}: one on {self._hosts[index]}, one on {host}."
-        else:
-            self._wires[index], self._hosts[index] = wire, host
-        return index, problem
+    def _welcome(self, wire: Wire, hello: Hello) -> str | None:
+        """Add a process. Returns the reason why it cannot be part of this run, or None."""
+        index, host = hello.index, hello.host
+        if hello.count != self._count:
+            return f"process {index} (on {host}) counts {hello.count} processes, process 0 counts {self._count}."
+        if not 0 <= index < self._count:
+            return f"a process (on {host}) has index {index}; the {self._count} processes are 0 to {self._count - 1}."
+        if index in self._wires:
+            return f"two processes have index {index}: one on {self._hosts[index]}, one on {host}."
+        self._wires[index], self._hosts[index] = wire, host
+        return None
 
     def _missing(self) -> str:
         missing = [index for index in range(self._count) if index not in self._wires]
         named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
         return (
-            f"{len(missing)} of {self._count} processes did not come to {self._address} in time: {named}. Look at what "
-            "they say; distributed.timeout_s is how long to wait for the last."
+            f"{len(missing)} of {self._count} processes did not come to {self._address} in time: {named}. Check their "
+            "output, or wait longer for slow ones with distributed.timeout_s."
         )
 
-    def _hear(self, index: int, wire: Wire) -> None:
-        why = "its connection closed: it ended or was killed"
+    def _relay(self, index: int, wire: Wire) -> None:
+        """Read the messages of a process until it leaves or is lost."""
+        reason = "its connection closed: it ended or was killed"
         try:
             while (message := wire.read()) is not None:
-                if "bye" in message:
-                    return None if message["bye"] is None else self.fail(index, message["bye"], message["status"])
-                if "say" in message:
-                    self._collect(index, message["say"], message["value"])
+                if isinstance(message, Goodbye):
+                    if message.reason is not None:
+                        self.fail(index, message.reason, message.status)
+                    return
+                if isinstance(message, Value):
+                    self._collect(index, message)
         except TimeoutError:
-            why = f"nothing was heard of it for {self._heartbeat_s:g} s"
+            reason = f"nothing was heard of it for {self._heartbeat_s:g} s"
         except (OSError, ValueError):
             pass
         finally:
             wire.close()
-        self.fail(index, f"it is lost: {why}")
+        self.fail(index, f"it is lost: {reason}")
 
-    def _collect(self, index: int, name: str, value: Any) -> None:
+    def _collect(self, index: int, message: Value) -> None:
         with self._lock:
-            said = self._said.setdefault(name, {})
-            said[index] = value
-            if len(said) < self._count:
+            values = self._exchanges.setdefault(message.name, {})
+            values[index] = message.value
+            if len(values) < self._count:
                 return
-            del self._said[name]
-        self._tell({"all": name, "values": [said[i] for i in range(self._count)]})
+            del self._exchanges[message.name]
+        self._send_all(Values(message.name, [values[i] for i in range(self._count)]))
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send_all(self, message: Message) -> None:
         for wire in self._wires.values():
             with contextlib.suppress(OSError):
                 wire.send(message)
 
     def _beat(self) -> None:
-        while not self._over:
-            self._tell({})
+        while not self._closed:
+            self._send_all(Heartbeat())
             time.sleep(self._heartbeat_s / 5)

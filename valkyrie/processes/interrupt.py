@@ -1,10 +1,11 @@
-"""Ctrl-C: ends a command at once; a training after its step, with a save, and at once when pressed again.
+"""Ctrl-C ends a command at once. A training first finishes its step and saves; a second Ctrl-C ends it at once.
 
-SIGTERM, Slurm's SIGUSR1 and a terminal that is gone (SIGHUP) end a training as Ctrl-C does. Of several processes each
-may be the one that hears it: JAX's preemption service hands it on, and names the step after which all of them stop.
+SIGTERM, Slurm's SIGUSR1 and a closed terminal (SIGHUP) stop a training as Ctrl-C does. With several processes, any of
+them may receive the signal: JAX's preemption service forwards it and chooses the step after which all of them stop.
 
-Python would raise KeyboardInterrupt wherever the main thread is. Raised inside a callback of the garbage collector or a
-finaliser it is printed and lost, and JAX has both: here a thread hears the signals (`signal.set_wakeup_fd`).
+Python raises KeyboardInterrupt wherever the main thread is. If that is a callback of the garbage collector or a
+finaliser, and JAX has both, Python prints the exception and continues. Therefore a separate thread handles signals here
+(`signal.set_wakeup_fd`).
 """
 
 from __future__ import annotations
@@ -17,92 +18,76 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 from valkyrie.processes.ending import INTERRUPTED, PREEMPTED, end_process
 
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
-class Listener:
-    """A context in which a thread calls `react` for each of the signals, whatever the main thread is doing.
+@contextlib.contextmanager
+def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SIGINT,)) -> Iterator[None]:
+    """Call `react` in a thread for each signal, whatever the main thread is doing.
 
-    Listeners nest: the inner one hears. Outside the main thread, where Python takes no handlers, it does nothing.
+    Of nested contexts the inner one handles the signals. Does nothing outside of the main thread, where Python allows
+    no handlers.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    handlers = {
+        number: signal.signal(number, _handled_in_thread)
+        for number in signals
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # nohup ignores SIGHUP
+    }
 
-    def __init__(self, react: Callable[[int], None], signals: Sequence[int] = (signal.SIGINT,)) -> None:
-        self._react = react
-        self._signals = signals
-        self._before: dict[int, Any] = {}
-        self._listening = False
-
-    def __enter__(self) -> Listener:
-        if threading.current_thread() is not threading.main_thread():
-            return self
-        self._hear, self._tell = socket.socketpair()
-        self._tell.setblocking(False)
-        for number in self._signals:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
-                self._before[number] = signal.signal(number, _heard_elsewhere)
-        self._wakeup = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, name="interrupt", daemon=True)
-        self._thread.start()
-        self._listening = True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._listening:
-            return
-        signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._tell.close()
-        self._thread.join()
-        self._hear.close()
-
-    def _listen(self) -> None:
-        while numbers := self._hear.recv(64):
+    def listen() -> None:
+        while numbers := receiver.recv(64):
             for number in numbers:
-                if number in self._before:
-                    self._react(number)
+                if number in handlers:
+                    react(number)
+
+    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=listen, name="interrupt", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        sender.close()
+        thread.join()
+        receiver.close()
 
 
 class Interrupt:
-    """A context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP ask a training to stop; the second ends the process.
+    """Stops a training on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. The second signal ends the process.
 
-    Until `worth_saving` is set, the first one ends it: a first step that never ends, as where devices wait for each
-    other, could not be stopped otherwise.
-    With `signals=False` nothing is taken over and nothing is ever requested: a notebook's own handler stays.
-    With `several` processes the first is handed to JAX's preemption service, which takes SIGTERM itself.
+    The first signal also ends the process until `worth_saving` is set: otherwise a first step that never ends, because
+    devices wait for each other, could not be stopped.
+
+    With `several` processes the first signal goes to JAX's preemption service, which handles SIGTERM itself.
     """
 
-    def __init__(self, signals: bool = True, *, several: bool = False) -> None:
+    def __init__(self, *, several: bool = False) -> None:
         self.requested = False
         self.worth_saving = False
         self.preempted = False
-        """Whether the machine is taken away, rather than that a user stops the training."""
+        """Whether the machine is being taken away, as opposed to a user who stops the training."""
         self._several = several
-        heard = [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
-        self._listener = Listener(self._stop, heard if several else [*heard, signal.SIGTERM]) if signals else None
 
-    def __enter__(self) -> Interrupt:
-        if self._listener is not None:
-            self._listener.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._listener is not None:
-            self._listener.__exit__(kind, error, trace)
+    def listening(self) -> contextlib.AbstractContextManager[None]:
+        """Handle the signals inside this context."""
+        signals = [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+        return on_signals(self._stop, signals if self._several else [*signals, signal.SIGTERM])
 
     def stops_at(self, step: int, *, also: bool = False) -> bool:
-        """Return whether the training stops after this step: all processes get the same answer, at every step.
+        """Return whether the training stops after this step. All processes get the same answer and call this each step.
 
-        `also` asks for it on this process, without a signal.
+        `also` requests a stop on this process without a signal.
         """
         if not self._several:
             return self.requested or also
@@ -133,22 +118,22 @@ class Interrupt:
 
 
 def show_cursor() -> None:
-    """Show the cursor of a terminal again, which a live bar hides, before the process is ended as it is."""
+    """Show the terminal's cursor again, which a live progress bar hides, before the process ends abruptly."""
     if sys.stdout.isatty():
         os.write(sys.stdout.fileno(), _SHOW_CURSOR)
 
 
-def usable_streams() -> None:
-    """Make the standard streams such that printing cannot fail for their sake.
+def repair_std_streams() -> None:
+    """Make printing safe if a standard stream is closed or cannot encode a character.
 
-    A closed one becomes /dev/null: else the next file that is opened takes its number, and what libraries print goes
-    into that file. What the encoding of a terminal lacks is printed as `?`.
+    A closed stream becomes /dev/null. Otherwise the next file to be opened would get its number, and libraries would
+    print into that file. Characters that a terminal's encoding lacks are printed as `?`.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.dup(number), mode))
     for stream in (sys.stdout, sys.stderr):
@@ -156,34 +141,34 @@ def usable_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def ends_at_once(command: str) -> Listener:
-    """Return a context in which Ctrl-C says that the command stopped and ends the process."""
+def exit_on_ctrl_c(command: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which Ctrl-C prints that the command has stopped and ends the process."""
 
     def end(number: int) -> None:
         os.write(2, f"{command}: stopped\n".encode())
         end_process(INTERRUPTED, "stopped by a signal")
 
-    return Listener(end)
+    return on_signals(end)
 
 
 @contextlib.contextmanager
-def raises() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt inside, for what has to be put in order first; SIGTERM and SIGHUP too.
+def signals_as_exceptions() -> Iterator[None]:
+    """Raise KeyboardInterrupt on Ctrl-C, SIGTERM and SIGHUP, for code that has to clean up first.
 
-    Signals that somebody else handles are left to them.
+    Leaves signals with another handler alone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    ours = {n: h for n, h in before.items() if h in (signal.SIG_DFL, _heard_elsewhere)}
-    for number in ours:
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    replaced = {n: handler for n, handler in handlers.items() if handler in (signal.SIG_DFL, _handled_in_thread)}
+    for number in replaced:
         signal.signal(number, _raise)
-    wakeup = signal.set_wakeup_fd(-1) if signal.SIGINT in ours else None
+    wakeup = signal.set_wakeup_fd(-1) if signal.SIGINT in replaced else None
     try:
         yield
     finally:
-        for number, handler in ours.items():
+        for number, handler in replaced.items():
             signal.signal(number, handler)
         if wakeup is not None:
             signal.set_wakeup_fd(wakeup)
@@ -193,5 +178,5 @@ def _raise(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-def _heard_elsewhere(number: int, frame: FrameType | None) -> None:
-    """Be a Python handler, without which a signal does not reach the thread."""
+def _handled_in_thread(number: int, frame: FrameType | None) -> None:
+    """Do nothing. Python passes a signal to the wakeup socket only if the signal has a Python handler."""

@@ -1,9 +1,9 @@
-"""The processes of one run: how they meet, compare what they are about to do, and notice when one of them is lost.
+"""The processes of a run: they connect, compare their settings, and detect the loss of a process.
 
-JAX's own coordination service ends a process without a word that a user could act on when another one is missing,
-late or dead. So the processes meet before it starts, over one TCP connection from each to process 0, and keep that
-connection: it carries small JSON values (a digest of the configuration, the name of the run folder), and its end tells
-the others at once that a process died. A host that is cut off is noticed by its silence.
+If a process is missing, late or dead, JAX's own coordination service ends the others without a useful message.
+Therefore each process connects to process 0 by TCP before JAX starts, and keeps the connection. It carries small JSON
+values (a digest of the configuration, the name of the run folder). If it closes, a process died; if it is silent, a
+host is unreachable.
 """
 
 from __future__ import annotations
@@ -13,27 +13,42 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from valkyrie.checksums import digest
 from valkyrie.processes.ending import LOST, REFUSED, end_process
-from valkyrie.processes.hub import Hub, Wire, address_of
+from valkyrie.processes.hub import (
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Hub,
+    Lost,
+    Refused,
+    Value,
+    Values,
+    Wire,
+    parse_address,
+)
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_COUNT", "JAX_PROCESS_INDEX"
-"""The variables of the environment that tell a process its place; JAX reads the first itself."""
+"""Environment variables with the place of a process. JAX reads the first one itself."""
 NEWS_S = 1.0
-"""Seconds that process 0 stays after a hang: once it is gone JAX ends the others, which are to look first."""
+"""Seconds that process 0 waits after a hang, so that the others can print their stacks. JAX ends them when it exits."""
 _END = "end"
-"""The name of the last exchange: from here on a process may part."""
+"""Name of the last exchange, after which a process may leave."""
 
 
 class Place(NamedTuple):
-    """Where a process stands in its run: the address of process 0 as HOST:PORT, how many there are, which it is.
+    """The place of a process in its run.
 
-    `local_devices` are those of its host that are its own, by number; None means all.
+    Args:
+        coordinator: the address of process 0 as `HOST:PORT`.
+        count: number of processes.
+        index: number of this process, from 0.
+        local_devices: numbers of the host's devices that belong to this process, or None for all.
     """
 
     coordinator: str
@@ -43,61 +58,59 @@ class Place(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that put another process into this place."""
+        """The variables that give another process this place."""
         return {COORDINATOR: self.coordinator, COUNT: str(self.count), INDEX: str(self.index)}
 
 
 class Team:
-    """The processes of one run, as one of them sees them. `ALONE` is the team of a run with one process.
+    """The processes of a run, seen from one of them. `ALONE` is the team of a run with one process.
 
-    Every method is called by all processes, in the same order.
+    All processes call the same methods in the same order.
     """
 
     def __init__(self, count: int = 1, index: int = 0) -> None:
         self.count, self.index = count, index
         self.on_hang: Callable[[str], None] = lambda line: None
-        """What is done when another process ends because it hangs, with a line about it, before this one ends."""
+        """Called with a message if another process hangs, before this one ends."""
 
     @property
     def leads(self) -> bool:
-        """Whether this is process 0, which prints, writes the run folder, and tracks."""
+        """Whether this is process 0, which prints, writes the run folder and reports to trackers."""
         return self.index == 0
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
-        """Return the JSON values of all processes under a name, by process; waits for the last of them."""
+        """Send a JSON value under a name. Waits for those of all processes and returns them by process."""
         return [value]
 
     def wait(self, name: str) -> None:
-        """Return when all processes have come to the point of this name."""
+        """Wait until all processes have called this with the same name."""
         self.exchange(name)
 
-    def of_first(self, name: str, make: Callable[[], Value]) -> Value:
-        """Return what `make` returns on process 0, a JSON value; its ValueError or OSError is raised everywhere."""
-        made: dict[str, Any] = {}
+    def broadcast_from_leader(self, name: str, make: Callable[[], T]) -> T:
+        """Return the JSON value that `make` returns on process 0. Its ValueError or OSError is raised everywhere."""
+        value, error = None, None
         if self.leads:
             try:
-                made = {"value": make()}
-            except (ValueError, OSError) as error:
-                self.exchange(name, {"error": str(error)})
+                value = make()
+            except (ValueError, OSError) as caught:
+                self.exchange(name, [None, str(caught)])
                 raise
-        told = self.exchange(name, made)[0]
-        if "error" in told:
-            raise ValueError(told["error"])
-        return told["value"]
+        value, error = self.exchange(name, [value, error])[0]
+        if error is not None:
+            raise ValueError(error)
+        return value
 
-    def agree(self, what: str, values: Mapping[str, Any]) -> None:
-        """Check that all processes have the same flat values; ValueError names the key, and who has which value."""
-        theirs = self.exchange(f"agree on {what}", digest(values))
-        if len(set(theirs)) == 1:
-            return
-        full = self.exchange(f"compare {what}", dict(values))
-        raise ValueError(_disagreement(what, full))
+    def agree(self, what: str, values: Mapping[str, object]) -> None:
+        """Check that all processes have the same flat values. The ValueError names the keys, values and processes."""
+        digests = self.exchange(f"agree on {what}", digest(values))
+        if len(set(digests)) > 1:
+            raise ValueError(_disagreement(what, self.exchange(f"compare {what}", values)))
 
     def finish(self) -> None:
-        """Wait until all processes are done, and part."""
+        """Wait until all processes are done, then leave."""
 
     def fail(self, status: int, reason: str) -> None:
-        """Part from the others, who end too, with the reason."""
+        """Leave after an error. The other processes end too and print the reason."""
 
 
 ALONE = Team()
@@ -106,8 +119,12 @@ ALONE = Team()
 class Connected(Team):
     """One of several processes, connected to process 0.
 
-    `heartbeat_s`: a process that is silent for so long counts as lost. `on_loss` is called with a line about it and the
-    status to end with, in a thread; by default the process ends there, for its main thread may wait for ever.
+    Args:
+        place: the place of this process.
+        timeout_s: seconds to wait for all processes.
+        heartbeat_s: a process that is silent for this many seconds is lost.
+        on_loss: called in a thread with a message and the exit status if a process is lost. By default it ends this
+            process, because the main thread may wait forever.
     """
 
     def __init__(
@@ -123,9 +140,9 @@ class Connected(Team):
         self._hub = Hub(place.coordinator, place.count, deadline, heartbeat_s) if place.index == 0 else None
         self._wire = _connect(place, deadline, timeout_s)
         try:
-            with contextlib.suppress(OSError):  # process 0 may have ended: what it said is read below
-                self._wire.send({"hello": place.index, "count": place.count, "host": socket.gethostname()})
-            self._greeted(place, deadline)
+            with contextlib.suppress(OSError):  # process 0 may have ended: its answer is read below
+                self._wire.send(Hello(place.index, place.count, socket.gethostname()))
+            self._await_start(place, deadline)
         except ValueError:
             self._wire.close()
             raise
@@ -134,34 +151,34 @@ class Connected(Team):
             threading.Thread(target=work, args=(heartbeat_s,), name=f"team-{work.__name__}", daemon=True).start()
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
-        """Return the JSON values of all processes under a name, by process; waits for the last of them."""
-        self._wire.send({"say": name, "value": value})
+        """Send a JSON value under a name. Waits for those of all processes and returns them by process."""
+        self._wire.send(Value(name, value))
         with self._changed:
-            self._changed.wait_for(lambda: name in self._answers)  # however long they work: death is noticed
+            self._changed.wait_for(lambda: name in self._answers)  # no time limit: `_listen` detects a loss
             return self._answers.pop(name)
 
     def finish(self) -> None:
-        """Wait until all processes are done, and part."""
+        """Wait until all processes are done, then leave."""
         self.exchange(_END)
-        self._part({"bye": None})
+        self._leave(Goodbye())
         if self._hub is not None:
             self._hub.close()
         self._wire.close()
 
     def fail(self, status: int, reason: str) -> None:
-        """Part from the others, who end too, with the reason."""
-        self._part({"bye": reason, "status": status})
+        """Leave after an error. The other processes end too and print the reason."""
+        self._leave(Goodbye(reason, status))
         if self._hub is not None:
             self._hub.fail(0, reason, status)
         self._wire.close()
 
-    def _part(self, farewell: dict[str, Any]) -> None:
+    def _leave(self, goodbye: Goodbye) -> None:
         self._left = True
         with contextlib.suppress(OSError):
-            self._wire.send(farewell)
+            self._wire.send(goodbye)
 
-    def _greeted(self, place: Place, deadline: float) -> None:
-        self._wire.timeout(max(deadline - time.monotonic(), 0.0) + 5.0)  # process 0 counts on its own clock
+    def _await_start(self, place: Place, deadline: float) -> None:
+        self._wire.timeout(max(deadline - time.monotonic(), 0.0) + 5.0)  # process 0 has its own deadline
         try:
             answer = self._wire.read()
         except (OSError, ValueError) as error:
@@ -171,24 +188,24 @@ class Connected(Team):
             ) from None
         if answer is None:
             raise ValueError(f"process 0 at {place.coordinator} ended before all processes had come.")
-        if "failed" in answer:
-            raise ValueError(answer["failed"])
+        if isinstance(answer, Refused):
+            raise ValueError(answer.reason)
 
     def _listen(self, heartbeat_s: float) -> None:
         try:
-            while True:
-                message = self._wire.read()
-                if message is None:
-                    raise OSError("its connection closed")
-                if "lost" in message:
-                    if message["status"] == LOST and not self._left:
-                        self._see_where_it_hangs(message["lost"])
-                    return self._lost(message["lost"], REFUSED if message["status"] == REFUSED else LOST)
-                if "all" in message:
-                    self._left = self._left or message["all"] == _END
+            while (message := self._wire.read()) is not None:
+                if isinstance(message, Lost):
+                    if message.status == LOST and not self._left:
+                        self.on_hang(f"process {self.index}: {message.line}")
+                        if self._hub is not None:
+                            time.sleep(NEWS_S)
+                    return self._lost(message.line, REFUSED if message.status == REFUSED else LOST)
+                if isinstance(message, Values):
+                    self._left = self._left or message.name == _END
                     with self._changed:
-                        self._answers[message["all"]] = message["values"]
+                        self._answers[message.name] = message.values
                         self._changed.notify_all()
+            raise OSError("its connection closed")
         except TimeoutError:
             self._lost(f"process 0 is lost: nothing was heard of it for {heartbeat_s:g} s")
         except (OSError, ValueError) as error:
@@ -197,17 +214,12 @@ class Connected(Team):
     def _beat(self, heartbeat_s: float) -> None:
         while not self._left:
             with contextlib.suppress(OSError):
-                self._wire.send({})
+                self._wire.send(Heartbeat())
             time.sleep(heartbeat_s / 5)
 
     def _lost(self, line: str, status: int = LOST) -> None:
         if not self._left:
             self.on_loss(line, status)
-
-    def _see_where_it_hangs(self, line: str) -> None:
-        self.on_hang(f"process {self.index}: {line}")
-        if self._hub is not None:
-            time.sleep(NEWS_S)
 
     def _end(self, line: str, status: int) -> None:
         with contextlib.suppress(OSError):
@@ -217,7 +229,7 @@ class Connected(Team):
 
 def _connect(place: Place, deadline: float, timeout_s: float) -> Wire:
     """Return the connection to process 0, which may start later than this process."""
-    host, port = address_of(place.coordinator)
+    host, port = parse_address(place.coordinator)
     while True:
         try:
             connection = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1))
@@ -232,13 +244,13 @@ def _connect(place: Place, deadline: float, timeout_s: float) -> Wire:
             time.sleep(0.05)
 
 
-def _disagreement(what: str, full: list[dict[str, Any]]) -> str:
-    """Return which keys differ, and which processes have another value than process 0."""
-    first, lines = full[0], []
-    for key in sorted(set().union(*full)):
-        others = [i for i, values in enumerate(full) if values.get(key) != first.get(key)]
+def _disagreement(what: str, by_process: Sequence[Mapping[str, object]]) -> str:
+    """Return the message with the keys that differ, and the processes with another value than process 0."""
+    first, lines = by_process[0], []
+    for key in sorted(set().union(*by_process)):
+        others = [i for i, values in enumerate(by_process) if values.get(key) != first.get(key)]
         if others:
             named = f"process{'es' * (len(others) > 1)} {', '.join(map(str, others[:8]))}"
-            lines.append(f"{key}={full[others[0]].get(key)} on {named}, {first.get(key)} on process 0")
+            lines.append(f"{key}={by_process[others[0]].get(key)} on {named}, {first.get(key)} on process 0")
     shown = "; ".join(lines[:5]) + (f" (and {len(lines) - 5} more)" if len(lines) > 5 else "")
     return f"the processes differ in their {what}: {shown}. Start all of them with the same."

@@ -13,7 +13,7 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.problems import INDIVISIBLE
 from valkyrie.processes.ending import INTERRUPTED
-from valkyrie.processes.interrupt import raises
+from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
 from valkyrie.search import NOT_COMPILED
 from valkyrie.search.answer import RankedLayout, SearchAnswer, command_of, launch_command_of, rank_layouts, show
@@ -78,7 +78,7 @@ def _search(run: Run) -> int:
         expected = _expected_best(request, compilable)
         rivals = layouts_of(rivals_on(request, ranked, expected.group.target))
         try:
-            with raises():
+            with signals_as_exceptions():
                 status = _compile(request, compilable, rivals, folder, compiles, console)
         except KeyboardInterrupt:
             console.print("interrupted; the best so far:", style="yellow")
@@ -179,7 +179,7 @@ def _measure(
 
     status = 0
     try:
-        with raises(), console.status("measuring"):
+        with signals_as_exceptions(), console.status("measuring"):
             measure_best(request, listed, compiles, folder, measures, tell)
     except KeyboardInterrupt:
         console.print("interrupted; the best so far:", style="yellow")

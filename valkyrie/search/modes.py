@@ -85,7 +85,7 @@ def _measure(run: Run, team: Team) -> int:
     from valkyrie.search.compile.show import show
     from valkyrie.search.measure.measure import measure
 
-    folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
+    folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))
     trace = folder / TRACE if settings_for(MeasureMode, run.config.mode).trace else None
     if not console.is_terminal:
         console.print("compiling and timing the step")

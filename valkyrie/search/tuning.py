@@ -7,7 +7,7 @@ from rich.console import Console
 from valkyrie.config.modes import settings_for
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.processes.ending import INTERRUPTED
-from valkyrie.processes.interrupt import raises
+from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.search.compiling import CompiledLayout
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.tune.mode import row
@@ -35,7 +35,7 @@ def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, con
     )
     status = 0
     try:
-        with raises():
+        with signals_as_exceptions():
             known.append(tune(run, None, budget_s, tell))
     except KeyboardInterrupt:
         status = INTERRUPTED

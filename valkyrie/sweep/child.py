@@ -15,7 +15,7 @@ from typing import TextIO
 
 from valkyrie.config.run import Run
 from valkyrie.processes.ending import records_ending
-from valkyrie.processes.interrupt import ends_at_once
+from valkyrie.processes.interrupt import exit_on_ctrl_c
 from valkyrie.runs.folder import saved_config
 from valkyrie.search import NOT_COMPILED
 from valkyrie.sweep.members import BESIDE
@@ -27,7 +27,7 @@ from valkyrie.train.room import DoesNotFit
 def main() -> None:
     """Carry out the trial in the folder that the first argument names; exit with status 1 unless it is ok."""
     folder = Path(sys.argv[1])
-    with records_ending(lambda status, reason: _write(ending(status, reason), folder)), ends_at_once("trial"):
+    with records_ending(lambda status, reason: _write(ending(status, reason), folder)), exit_on_ctrl_c("trial"):
         outcome = outcome_of(lambda: _carry_out(folder))
     _write(outcome, folder)
     sys.exit(int(outcome.status is not Status.ok))

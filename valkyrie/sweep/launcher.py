@@ -13,7 +13,7 @@ from omegaconf import DictConfig, open_dict
 from valkyrie.config.arguments import run_of
 from valkyrie.config.modes import mode_named, reads_run
 from valkyrie.config.run import Run
-from valkyrie.processes.interrupt import raises
+from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import SweepEnd, end_of
 from valkyrie.sweep.members import members
@@ -46,7 +46,7 @@ def run_trial(config: DictConfig) -> float:
         plan = plan_wrong(error, str(config.mode.name), sweep, overrides)
     else:
         plan = plan_run(run, sweep, overrides)
-    with raises():
+    with signals_as_exceptions():
         return carry_out([plan], 1, Lines())[plan.key].results.objective
 
 
@@ -83,7 +83,7 @@ def launch(
     if min(jobs, total) > 1 and any(plan.mode.timed for plan in plans):
         console.print(SIDE_BY_SIDE.format(jobs=jobs), style="bold yellow", highlight=False)
     screen = LiveScreen(console, total, jobs, name) if console.is_terminal else Lines(console, total)
-    with raises(), screen:
+    with signals_as_exceptions(), screen:
         trials = carry_out(plans, jobs, _Both(screen, end))
     values = [trials[plan.key].results.objective for plan in plans]
     return [_returned(overrides, value) for overrides, value in zip(job_overrides, values, strict=True)]

@@ -24,12 +24,12 @@ from valkyrie.problems import refuse
 from valkyrie.processes.child import ChildProcess
 from valkyrie.processes.distributed import DistributedConfig, join
 from valkyrie.processes.ending import LOST, end_process
-from valkyrie.processes.hub import address_of, free_port
+from valkyrie.processes.hub import free_port, parse_address
 from valkyrie.processes.team import Connected, Place
 from valkyrie.runs.folder import RUN
 from valkyrie.sweep.names import key_values
 from valkyrie.sweep.plan import Plan
-from valkyrie.train.processes import agree_on_versions, ends_all
+from valkyrie.train.processes import abort_all_on_error, agree_on_versions
 
 BESIDE = "beside"
 """The argument by which the process of a trial leaves what came of it to process 0."""
@@ -57,7 +57,7 @@ class Members:
     def begin(self, plan: Plan) -> dict[str, str]:
         """Let the others start a trial; return what the environment of its first process has besides ours."""
         self._trials += 1
-        host, _ = address_of(self._team.place.coordinator)
+        host, _ = parse_address(self._team.place.coordinator)
         address = f"{f'[{host}]' if ':' in host else host}:{free_port()}"
         run = (plan.trial_folder / RUN).read_text()
         task = {"run": run, "address": address, "environment": plan.environment}
@@ -104,7 +104,7 @@ def over_processes(arguments: Sequence[str]) -> Iterator[bool]:
     if team is None:
         yield True
         return
-    with ends_all(team):
+    with abort_all_on_error(team):
         agree_on_versions(team)
         team.agree("arguments", _compared(arguments))
         launcher = key_values(arguments).get("hydra/launcher", "trials")

@@ -43,7 +43,7 @@ def train(run: Run) -> int:
 
 
 def _train(run: Run, team: Team, began: float) -> int:
-    folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
+    folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))
     console = make_console()
     prepared = prepare_run(run, console, team)
     from valkyrie.train.callbacks import DivergedError, FolderGoneError
@@ -85,7 +85,10 @@ def _train(run: Run, team: Team, began: float) -> int:
 def evaluate(run: Run) -> int:
     """Print the task's evaluation of a trained run over its whole validation split; return the exit status."""
     with together(run) as team:
-        folder, console = Path(team.of_first("trained run", lambda: str(trained_folder(run)))), make_console()
+        folder, console = (
+            Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run)))),
+            make_console(),
+        )
         prepared = prepare_run(run, console, team)
         program, step, parameters = restore(run, prepared.devices, folder, team)
         from valkyrie.train.evaluate import Evaluator
@@ -102,7 +105,7 @@ def evaluate(run: Run) -> int:
 def generate(run: Run) -> int:
     """Print the prompt and its continuation by a trained run, as it is sampled; return the exit status."""
     with together(run) as team:
-        folder = Path(team.of_first("trained run", lambda: str(trained_folder(run))))
+        folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         keep = settings_for(GenerateMode, run.config.mode).keep
         path = None if keep is None else kept_text(folder, keep)
         tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
@@ -120,7 +123,7 @@ def generate(run: Run) -> int:
 def code_eval(run: Run) -> int:
     """Let a trained run complete coding problems, print pass rates, write `code_eval.json`; return the exit status."""
     with together(run) as team:
-        folder = Path(team.of_first("trained run", lambda: str(trained_folder(run))))
+        folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         refuse_without_judge(run, team)
         tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
         program, step, parameters = restore(run, devices, folder, team)
@@ -176,7 +179,7 @@ def _continue_kept_text(
 
     prompt = program.run.config.prompt
     text = begin(tokenizer, prompt, step)
-    if team.of_first("kept text", path.exists):
+    if team.broadcast_from_leader("kept text", path.exists):
         kept = load(path, jax.eval_shape(lambda p: program.assembly.module(p).init_state(1, 1), parameters))
         if kept.step != step:
             _to_stderr(f"{path.stem} was made at step {kept.step}; the model of step {step} reads it again.")

@@ -65,7 +65,9 @@ def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
     from valkyrie.code_eval.config import missing_judge
 
     # Messages of problems, since only JSON values travel between processes.
-    messages = team.of_first("evaluation by code", lambda: [str(p) for p in missing_judge(run.config.code_eval)])
+    messages = team.broadcast_from_leader(
+        "evaluation by code", lambda: [str(p) for p in missing_judge(run.config.code_eval)]
+    )
     if messages:
         raise ValueError("\n".join(messages))
 

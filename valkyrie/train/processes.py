@@ -43,7 +43,7 @@ def together(run: Run) -> Iterator[Team]:
     if team is None:
         yield ALONE
         return
-    with ends_all(team):
+    with abort_all_on_error(team):
         agree_on_versions(team)
         agree_on_configuration(team, run)
         only_first_prints(team)
@@ -105,7 +105,7 @@ def _compared(run: Run) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def ends_all(team: Team, command: str = "valkyrie-train") -> Iterator[None]:
+def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[None]:
     """End the process at an error, after the others were told: JAX's own end would wait for them."""
     try:
         yield

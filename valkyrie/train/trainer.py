@@ -132,7 +132,9 @@ def fit(
         tracker = _tracker(run, devices, folder, start, write=team.leads)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
-        interrupt = stack.enter_context(Interrupt(signals, several=team.count > 1))
+        interrupt = Interrupt(several=team.count > 1)
+        if signals:
+            stack.enter_context(interrupt.listening())
         watchdog = stack.enter_context(watchdog_of(run, team, folder, signals))
         facts = {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None}
         progress = Progress(program, tracker, screen, meter, ledger, start, start, state, facts)

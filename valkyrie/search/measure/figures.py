@@ -65,7 +65,7 @@ def figures_mode(run: Run) -> int:
     with together(run) as team:
         console = make_console()
         devices = prepare_devices(run, console.print, team).devices
-        folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
+        folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))
         chip = figures(devices, run.config.precision.compute, team)
         machines = sorted(set(team.exchange("machine", socket.gethostname())))
         if team.leads:

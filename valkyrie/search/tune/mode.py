@@ -13,7 +13,7 @@ from valkyrie.config.run import Run
 from valkyrie.modes.tune import Config as TuneMode
 from valkyrie.paths import write_whole
 from valkyrie.processes.ending import INTERRUPTED
-from valkyrie.processes.interrupt import raises
+from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.records import write_record
 from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_about
 from valkyrie.search.tune.tune import tune
@@ -44,7 +44,7 @@ def tune_mode(run: Run) -> int:
             screen.show(tuned)
 
         try:
-            with raises():
+            with signals_as_exceptions():
                 known.append(tune(run, None, None if budget is None else seconds_of(budget), show, screen.progress))
         except KeyboardInterrupt:
             if not known:
