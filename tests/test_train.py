@@ -24,7 +24,7 @@ from valkyrie.data.sources import text as text_source
 from valkyrie.data.sources.synthetic import entropy
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train import trainer
-from valkyrie.train.compiled import CompiledStep
+from valkyrie.train.compiled import StepExecutable
 from valkyrie.units import GIB
 
 KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_s", "tokens_per_second", "mfu"}
@@ -122,7 +122,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, at_step: int, parameter: str) -> Non
     """Make one number of a parameter NaN before a step."""
     compile_step = trainer.compile_step
 
-    def poisoned(program: Any) -> CompiledStep:
+    def poisoned(program: Any) -> StepExecutable:
         compiled = compile_step(program)
 
         def advance(state: Any, batch: Any) -> Any:
@@ -394,7 +394,7 @@ def test_a_reader_that_goes_away_ends_the_training_with_a_save(tmp_path: Path) -
     with job.stderr:
         err = job.stderr.read()
     assert job.wait(60) == 130
-    assert err == "nobody reads the output any more: stopping after this step, then saving\n"
+    assert "stdout is closed" in err and err.count("\n") == 1, err
     assert saved(tmp_path / "run")["['step']"] >= 2
 
 

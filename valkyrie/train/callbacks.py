@@ -1,4 +1,4 @@
-"""Everything that happens between the steps of a training: one callback each, called in the order of a list."""
+"""Callbacks of a training: profiling, evaluation, saving, sampling and logging between its steps."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from valkyrie.train.state import TrainState
 
 
 class DivergedError(RuntimeError):
-    """The loss or a gradient is no longer finite; the message names the step and the first such parameter."""
+    """The loss or a gradient is not finite; the message names the step and the first such parameter."""
 
 
 class FolderGoneError(RuntimeError):
-    """The run folder was deleted while its run trains, or its disk is gone."""
+    """The run folder was deleted during its run, or its disk is gone."""
 
 
 @dataclass
@@ -39,14 +39,14 @@ class Progress:
     """A training in progress, as its callbacks see it.
 
     Args:
-        start: Last step of the checkpoint that this start continues from, 0 for a new run.
-        step: Last step that the devices were given.
+        start: Step of the checkpoint that this process continues from, 0 for a new run.
+        step: Last dispatched step.
         state: State after that step.
         facts: Entries of the summary that are not about steps.
-        evaluation: Newest value of every metric of the evaluation.
+        evaluation: Newest value of every evaluation metric.
         evaluated: Step of the last evaluation, or None.
-        stopping: The training is saved and ends after this step.
-        end: How the training ended, or None until it did.
+        stopping: Whether the training saves and ends after this step.
+        end: How the training ended, or None while it runs.
     """
 
     program: StepProgram
@@ -57,7 +57,7 @@ class Progress:
     start: int
     step: int
     state: TrainState
-    facts: dict[str, Any]
+    facts: dict[str, object]
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated: int | None = None
     stopping: bool = False
@@ -69,7 +69,7 @@ class Progress:
         return self.step >= self.program.run.config.steps
 
     def is_multiple_of(self, every: int | None) -> bool:
-        """Return whether the step is a multiple of `every`, which may be None for never."""
+        """Return whether the step is a multiple of `every` (None: never)."""
         return every is not None and self.step % every == 0
 
     def warn(self, trouble: str | None) -> None:
@@ -77,8 +77,8 @@ class Progress:
         if trouble:
             self.screen.say(trouble, style="yellow")
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Record values of this step in addition to its metrics."""
+    def log(self, record: dict[str, float] | dict[str, str]) -> None:
+        """Record additional values of this step."""
         self.warn(self.tracker.log(record, self.step))
 
     def summary(self) -> dict[str, Any]:
@@ -96,32 +96,32 @@ class StepMetrics(NamedTuple):
     """Metrics of a finished step.
 
     Args:
-        values: What the step returned, on the host.
-        record: The scalars among them, and the rates.
-        logged: The step is one of those that are logged and printed.
+        values: Results of the step, on the host.
+        record: Scalars among them, and the rates.
+        logged: Whether this step is logged and printed.
     """
 
     step: int
-    values: dict[str, Any]
+    values: dict[str, np.ndarray]
     record: dict[str, float | None]
     logged: bool
 
 
 class Callback:
-    """Something that happens beside the steps of a training. A method that a subclass leaves out does nothing."""
+    """A callback of the training loop. All methods do nothing by default."""
 
     def before_step(self, progress: Progress, step: int) -> None:
-        """Called before the devices are given a step."""
+        """Called before a step is dispatched."""
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
-        """Called with the metrics of every step, usually while the devices work on the next one."""
+        """Called with the metrics of every step, usually while the next one runs."""
 
     def is_due(self, progress: Progress) -> bool:
-        """Return whether `on_step` is to be called after this step. The devices then wait, so it should be rare."""
+        """Return whether to call `on_step` after this step. The devices wait during that call, so it should be rare."""
         return False
 
     def on_step(self, progress: Progress) -> None:
-        """Called after a step for which `is_due` was true, when it has finished and its metrics are logged."""
+        """Called after a step for which `is_due` returned true, when its metrics are logged."""
 
     def on_end(self, progress: Progress) -> None:
         """Called after the last step, or when the training is stopped."""
@@ -172,7 +172,7 @@ class Profile(Callback):
                 progress.screen.say(line)
 
     def on_end(self, progress: Progress) -> None:
-        self.on_step(progress)  # a trace that was cut short, after the save: a preemption may leave time for one
+        self.on_step(progress)  # writes a trace that was cut short; after the save, in case a preemption is near
 
 
 @dataclass
@@ -194,7 +194,7 @@ class Evaluate(Callback):
         progress.screen.say(f"step {progress.step}: {progress.program.task.describe(progress.evaluation)}")
 
     def on_end(self, progress: Progress) -> None:
-        if progress.finished and not progress.evaluation:  # every step was done when it started
+        if progress.finished and not progress.evaluation:  # all steps were done at the start
             self.on_step(progress)
 
 
@@ -224,10 +224,10 @@ class Save(Callback):
         return self._fast_due(progress) or self._durable_due(progress)
 
     def on_step(self, progress: Progress) -> None:
-        # The fast one first: a preemption may leave no time for the other.
+        # The fast checkpoint comes first: a preemption may leave no time for the durable one.
         step, state, position = progress.step, progress.state, self.loader.state()
         metrics = progress.evaluation if progress.evaluated == step else None
-        progress.ledger.write(step)  # what is lost if the run continues from here
+        progress.ledger.write(step)  # so that goodput counts the time lost if the run continues from here
         with progress.meter.paused("save"):
             if self._fast_due(progress):
                 progress.warn(self.checkpoints.save_fast(step, state, position))
@@ -237,7 +237,7 @@ class Save(Callback):
     def on_end(self, progress: Progress) -> None:
         with progress.meter.paused("save"):
             progress.warn(self.checkpoints.wait())
-            # A failed save is tried once more: there may be room by now.
+            # Retry a failed save: the disk may have room by now.
             if self.checkpoints.last_saved != progress.step:
                 failed = self.checkpoints.save(progress.step, progress.state, self.loader.state())
                 if failed := failed or self.checkpoints.wait():
@@ -252,7 +252,7 @@ class Save(Callback):
         return progress.stopping or progress.finished or progress.is_multiple_of(every)
 
     def _advice(self, folder: Path) -> str:
-        """Return how to continue a training whose last state was not saved."""
+        """Return how to continue after the last state could not be saved."""
         fast = self.checkpoints.fast
         if fast is not None and fast.last_saved is not None:
             return f"The fast checkpoint of step {fast.last_saved} is kept in {fast.path}: start again with room."
@@ -299,7 +299,7 @@ class EvaluateCode(Callback):
 
 
 class Log(Callback):
-    """Writes the metrics of steps to the tracker and the screen, and the time they took to the ledger."""
+    """Writes step metrics to the tracker and the screen, and step times to the ledger."""
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
         progress.ledger.at(metrics.step)

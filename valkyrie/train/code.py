@@ -1,4 +1,4 @@
-"""The evaluation by code of a model: functions that it completes, judged by process 0, as rates and as a table."""
+"""Evaluation by code: the model completes functions, and process 0 runs their tests. Results are rates and a table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from valkyrie.train.program import StepProgram
 
 
 class CodeEvaluation:
-    """Samples completions of a run's problems, judges them, and writes them with their results into a folder."""
+    """Samples completions of coding problems, judges them, and writes them with their results to a folder."""
 
     def __init__(self, program: StepProgram, tokenizer: Tokenizer) -> None:
         mesh, self.config, self._program = program.mesh, program.run.config.code_eval, program
@@ -40,46 +40,48 @@ class CodeEvaluation:
             everywhere=lambda x: x if self._device is not None else jax.lax.with_sharding_constraint(x, replicated),
         )
         self.results: list[CompletionResult] = []
-        """What became of the last completions, each problem's samples together."""
+        """Results of the last completions, grouped by problem."""
 
     def __call__(
         self, parameters: Any, step: int, folder: Path, stopped: Callable[[], bool] = lambda: False
     ) -> tuple[dict[str, float], str]:
-        """Return (rates, a line about them), and leave `code_eval.json` in the folder, with every completion.
+        """Return (rates, a line about them) and write `code_eval.json`, with every completion, to the folder.
 
-        No rates on processes that do not judge, and where `stopped` says so on the way or the sandbox fails.
+        The rates are empty on processes that do not judge, if `stopped` returns true, or if the sandbox fails.
         """
         if self._device is not None:
             parameters = jax.device_put(parameters, self._device)
-        began, asked = time.monotonic(), [p for p in self.problems for _ in range(self.config.samples)]
+        began, problems = time.monotonic(), [p for p in self.problems for _ in range(self.config.samples)]
         texts = self._complete(
             parameters,
-            [problem.prompt for problem in asked],
+            [problem.prompt for problem in problems],
             tokens=self.config.tokens,
-            batch=min(self.config.batch, len(asked)),
+            batch=min(self.config.batch, len(problems)),
             seed=self._program.run.config.seed,
-            ended=lambda number, text: is_whole(asked[number], text),
+            ended=lambda number, text: is_whole(problems[number], text),
             stopped=stopped if jax.process_count() == 1 else lambda: False,  # all processes sample together
         )
-        rates, line = ({}, "") if jax.process_index() != 0 else self._judged(asked, texts, step, folder, began, stopped)
-        if jax.process_count() > 1:  # the others would wait in their next step, which the watchdog times
+        rates, line = {}, ""
+        if jax.process_index() == 0:
+            rates, line = self._judge(problems, texts, step, folder, began, stopped)
+        if jax.process_count() > 1:  # otherwise the others wait in their next step, which the watchdog times
             sync_global_devices("code evaluation")
         return rates, line
 
-    def _judged(
+    def _judge(
         self,
-        asked: list[CodingProblem],
+        problems: list[CodingProblem],
         texts: list[str] | None,
         step: int,
         folder: Path,
         began: float,
         stopped: Callable[[], bool],
     ) -> tuple[dict[str, float], str]:
-        """Return (rates, a line about them) of completions whose sampling began at `began`."""
+        """Judge completions whose sampling began at `began`. Returns (rates, a line about them)."""
         sampled, config = time.monotonic(), self.config
         limits = Limits(config.time_s, config.memory_mib, config.sandbox)
         try:
-            pairs = None if texts is None else list(zip(asked, texts, strict=True))
+            pairs = None if texts is None else list(zip(problems, texts, strict=True))
             results = None if pairs is None else judge_all(pairs, limits, config.workers, stopped)
         except SandboxError as error:
             return {}, f"step {step}: code was not judged: {error}"
@@ -92,7 +94,7 @@ class CodeEvaluation:
         return rates, f"step {step}: {describe(rates)}{unwritten}"
 
     def _write(self, folder: Path, step: int, rates: dict[str, float], seconds: dict[str, float]) -> str:
-        """Write the file; return what to say where the disk does not take it."""
+        """Write the file. Returns a note in parentheses if the disk refuses it."""
         settings = {key: getattr(self.config, key) for key in ("problems", "samples", "tokens", "temperature", "top_k")}
         values = {"step": step, **settings, **seconds, "rates": rates}
         values["completions"] = [result.record() for result in self.results]
@@ -104,7 +106,7 @@ class CodeEvaluation:
 
 
 def describe(rates: dict[str, float]) -> str:
-    """Return the rates in a line: `cpp 12% compile, 0% pass, pass@1 0%`."""
+    """Format the rates: `cpp: 12.0% of completions compile, 0.0% pass their tests, pass@1 0.0%`."""
     parts = []
     for language in [key.removesuffix("_compile_rate") for key in rates if key.endswith("_compile_rate")]:
         at = [f"pass@{k} {100 * rates[f'{language}_pass@{k}']:.1f}%" for k in _numbers(rates, language)]
@@ -115,17 +117,18 @@ def describe(rates: dict[str, float]) -> str:
 
 
 def table(results: Sequence[CompletionResult], evaluation: CodeEvaluation) -> Table:
-    """Return what compiled and what passed, by language and difficulty."""
+    """Return the table of compile and pass counts by language and difficulty."""
     shown = Table()
     for column in ("language", "difficulty", "problems", "samples", "compile", "pass", "problems solved"):
         shown.add_column(column, justify="left" if column in ("language", "difficulty") else "right")
     for language in languages_of(evaluation.problems):
         for difficulty in DIFFICULTIES:
-            some = [r for r in results if (r.language, r.difficulty) == (language, difficulty)]
-            if not some:
+            group = [r for r in results if (r.language, r.difficulty) == (language, difficulty)]
+            if not group:
                 continue
-            problems, solved = {r.problem for r in some}, {r.problem for r in some if r.passed}
-            counts = (len(problems), len(some), sum(r.compiled for r in some), sum(r.passed for r in some), len(solved))
+            compiled, passed = sum(r.compiled for r in group), sum(r.passed for r in group)
+            problems, solved = {r.problem for r in group}, {r.problem for r in group if r.passed}
+            counts = (len(problems), len(group), compiled, passed, len(solved))
             shown.add_row(language, difficulty, *map(str, counts))
     return shown
 

@@ -1,4 +1,4 @@
-"""The compiled step of a training: how it is called, and what its program tells."""
+"""The compiled step of a training, with its memory and its traffic."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from valkyrie.train.state import TrainState
 from valkyrie.units import GIB
 
 
-class CompiledStep(NamedTuple):
-    """The step as it is called, its program, the seconds it took to compile, and the memory of a device at its peak."""
+class StepExecutable(NamedTuple):
+    """A compiled step: the function to call, its program, seconds to compile, and peak memory per device."""
 
     advance: Any
     program: jax.stages.Compiled
@@ -29,43 +29,38 @@ class CompiledStep(NamedTuple):
     hbm_gib: float | None
 
     def traffic(self, mesh: AnyMesh, say: Callable[[str], object]) -> Communication | None:
-        """Return what one device sends in a step, read as `mode=compile` and `mode=measure` read it.
-
-        None if the program cannot be read: `say` gets the reason, and the training goes on without it.
-        """
+        """Return the bytes that a device sends in a step, or None if they cannot be read, with the reason to `say`."""
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
             return sum_communication(traffic(parse(serialised_module(self.program)), axes))
-        except Exception as error:  # the program is XLA's, of whatever version: a training does not end for it
-            why = first_line(error)
-            say(f"the bytes that a step sends could not be read ({type(error).__name__}: {why})")
+        except Exception as error:  # another version of XLA may write anything; a training does not end for it
+            say(f"the bytes that a step sends could not be read ({type(error).__name__}: {first_line(error)})")
             return None
 
 
-def compile_step(program: StepProgram) -> CompiledStep:
-    """Return the compiled step. Under `debug=nans` it is called as one that JAX can take apart."""
+def compile_step(program: StepProgram) -> StepExecutable:
+    """Compile the step. Under `debug=nans`, `advance` is the jitted function, which JAX can rerun op by op."""
     began = time.perf_counter()
     compiled = program.compile_step()
     seconds, peak = time.perf_counter() - began, _peak_bytes(compiled, program.backend)
     step = _checked(program.step) if program.run.config.debug is Debug.nans else compiled
-    return CompiledStep(step, compiled, seconds, None if peak is None else peak / GIB)
+    return StepExecutable(step, compiled, seconds, None if peak is None else peak / GIB)
 
 
 def _peak_bytes(compiled: jax.stages.Compiled, backend: str) -> int | None:
-    """Return the bytes of one device at the peak of a compiled step, by XLA's count, or None if unknown."""
     sizes = compiled.memory_analysis()
     return None if sizes is None else platform_of(backend).peak_bytes(sizes)
 
 
 def _checked(step: Any) -> Any:
-    """Return the step under `jax.debug_nans` itself: JAX forgets the global switch where such a context was left."""
+    """Return the step under `jax.debug_nans`. JAX resets the global switch when any such context is left."""
 
     def advance(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         with jax.debug_nans(True):
             try:
                 return step(state, batch)
             except FloatingPointError:
-                with jax.disable_jit():  # takes loops apart too: what is named is one operation, not a scan
+                with jax.disable_jit():  # runs loops op by op too, so that the error names an operation, not a scan
                     step(state, batch)
                 raise
 

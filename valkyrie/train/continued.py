@@ -1,4 +1,4 @@
-"""A text that is generated bit by bit: its tokens and the streaming state after them, kept in the run folder."""
+"""Texts that are generated in several calls: tokens and streaming state, saved in the run folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ _ABOUT, _ABOUT_IT = "about", ("ids", "prompt", "read", "step", "ended")
 
 @dataclass
 class Text:
-    """A document as far as it is known: `ids`, BOS first, of which the state has read the first `read`.
+    """An unfinished document.
 
-    `prompt`: the one that it began with. `state`: the model's streaming state after those, None before any. `step`: the
-    checkpoint that it is of. `ended`: the model has drawn the end of the document.
+    Args:
+        ids: Tokens so far, BOS first.
+        prompt: Text that it began with.
+        read: Number of tokens that the state has read.
+        step: Step of the model's checkpoint.
+        ended: Whether the model has sampled the end of the document.
+        state: Streaming state of the model after `read` tokens, or None before any.
     """
 
     ids: list[int]
@@ -34,24 +39,24 @@ class Text:
     state: Any = field(default=None, repr=False)
 
     def bytes(self, tokenizer: Tokenizer) -> bytes:
-        """Return its UTF-8 bytes, of which the last may be part of a character."""
+        """Return its UTF-8 bytes, which may end within a character."""
         return tokenizer.decode_bytes(self.ids[1:])
 
     def add(self, tokenizer: Tokenizer, prompt: str) -> None:
-        """Append text that the model has still to read."""
+        """Append text for the model to read."""
         added = [int(i) for i in tokenizer.encode_ordinary(prompt)]
         self.ids += added
         self.ended = self.ended and not added
 
     def unread(self, step: int) -> Text:
-        """Return the same text as one that the model of another checkpoint has still to read."""
+        """Return the same text, to be read from the start by the model of another checkpoint."""
         return Text(self.ids, self.prompt, step=step, ended=self.ended)
 
-    def take(self, drawn: int, tokenizer: Tokenizer) -> bool:
-        """Append a drawn token, and return whether it is one of the text and not the end of the document."""
-        self.ended = drawn == tokenizer.bos_id
+    def take(self, token: int, tokenizer: Tokenizer) -> bool:
+        """Append a sampled token, or end the document at a BOS. Returns whether the document continues."""
+        self.ended = token == tokenizer.bos_id
         if not self.ended:
-            self.ids.append(drawn)
+            self.ids.append(token)
         return not self.ended
 
 
@@ -63,7 +68,7 @@ def begin(tokenizer: Tokenizer, prompt: str, step: int = 0) -> Text:
 
 
 def save(text: Text, path: Path, *, writes: bool = True) -> None:
-    """Write a text with its state, in one piece; every process calls it, and the one that `writes` does."""
+    """Write a text with its state atomically. Every process must call this; the one that `writes` does so."""
     from jax.experimental.multihost_utils import process_allgather
 
     about = {name: getattr(text, name) for name in _ABOUT_IT}
@@ -78,31 +83,31 @@ def save(text: Text, path: Path, *, writes: bool = True) -> None:
 
 
 def load(path: Path, like: Any) -> Text:
-    """Return a kept text, its state in the dtypes of `like`, a state of the same model.
+    """Return a saved text, with its state in the dtypes of `like`, a state of the same model.
 
-    ValueError where the file is damaged or of another model.
+    Raises ValueError if the file is damaged or from another model.
     """
     try:
         with path.open("rb") as opened, np.load(opened) as file:
             about = json.loads(str(file[_ABOUT]))
-            found = [file[str(i)] for i in range(len(file.files) - 1)]
+            arrays = [file[str(i)] for i in range(len(file.files) - 1)]
         text = Text(**{name: about[name] for name in _ABOUT_IT})
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is damaged ({error}). Delete it to begin that text anew.") from error
-    if not text.read:  # kept before any token was read
+    if not text.read:  # saved before any token was read
         return text
     leaves, structure = jax.tree.flatten(like)
-    if len(leaves) != len(found) or any(a.ndim != b.ndim for a, b in zip(found, leaves, strict=True)):
+    if len(leaves) != len(arrays) or any(a.ndim != b.ndim for a, b in zip(arrays, leaves, strict=True)):
         raise ValueError(f"{path} was made by another model than this run's. Delete it to begin that text anew.")
-    typed = [a.view(b.dtype) if a.dtype != b.dtype else a for a, b in zip(found, leaves, strict=True)]
+    typed = [a.view(b.dtype) if a.dtype != b.dtype else a for a, b in zip(arrays, leaves, strict=True)]
     text.state = jax.tree.unflatten(structure, typed)
     return text
 
 
 def grown(state: Any, like: Any) -> Any:
-    """Return a state with the room of another, as every array's first entries.
+    """Pad every array of a state with zeros to its shape in a larger one.
 
-    Caches of keys lie by position from their beginning until they are full, and full ones are as large as windows get.
+    This is correct for key caches: they are filled from the start, and a full one already has its final size.
     """
 
     def grow(small: Any, large: Any) -> Any:
@@ -114,5 +119,5 @@ def grown(state: Any, like: Any) -> Any:
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """Return an array in a dtype of NumPy's own: bfloat16 as the integers of its bits."""
+    """Return an array in a built-in NumPy dtype: bfloat16 as integers with the same bits."""
     return array if array.dtype.isbuiltin else array.view(f"u{array.dtype.itemsize}")

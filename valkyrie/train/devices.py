@@ -1,4 +1,4 @@
-"""The devices of a run: those its target names, those of the machine, or simulated ones."""
+"""The devices of a run: the target's, this machine's, or simulated ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from valkyrie.train.host import too_many_simulated, unknown_flags
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a run. `simulated` means CPU devices stand in for the mesh: no speed of theirs is real."""
+    """The devices of a run. `simulated`: CPU devices simulate the mesh, and their speed means nothing."""
 
     devices: tuple[Any, ...]
     platform: str
@@ -34,12 +34,12 @@ class Devices:
 
     @property
     def chips(self) -> float:
-        """How many chips they are; a simulated device counts as one."""
+        """Number of chips; a simulated device counts as one."""
         return len(self.devices) / (1 if self.chip is None else self.chip.devices)
 
     @property
     def note(self) -> str:
-        """The loud line about what the run runs on."""
+        """A line that names the devices, or warns that they are simulated."""
         count = len(self.devices)
         if self.simulated:
             devices = f"{count} CPU devices" if count > 1 else "1 CPU device"
@@ -52,7 +52,7 @@ class Devices:
 
 
 def missing_devices(run: Run) -> list[Problem]:
-    """Return why this machine cannot provide the target's devices, judging by device files. Imports no JAX."""
+    """Return why this machine lacks the target's devices, judging by device files. Imports no JAX."""
     target, mesh = run.config.target, run.config.mesh
     if unknown := unknown_flags(flags := os.environ.get("XLA_FLAGS", "")):
         return [Problem(ProblemCode.unknown_name, "XLA_FLAGS", flags, unknown)]
@@ -75,7 +75,7 @@ def missing_devices(run: Run) -> list[Problem]:
 
 
 def _not_here(reason: str) -> str:
-    """Return the refusal of the platforms that the environment asks for."""
+    """Return the error message for the JAX_PLATFORMS of the environment."""
     return (
         f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} is set in the environment, and {reason}. Unset it to take the "
         "devices that there are, or set JAX_PLATFORMS=cpu to simulate."
@@ -83,9 +83,9 @@ def _not_here(reason: str) -> str:
 
 
 def acquire(run: Run, team: Team = ALONE) -> Devices:
-    """Return the devices for the run's mesh; ValueError when the machine has too few, or others than the target's.
+    """Return the devices for the run's mesh. Raises ValueError if the machine has too few, or a different chip.
 
-    Must come before anything else touches a JAX backend: the number of CPU devices is fixed at the first use.
+    Call it before anything else initialises a JAX backend, which fixes the number of CPU devices.
     """
     config = run.config
     mesh, target = config.mesh, config.target
@@ -98,12 +98,12 @@ def acquire(run: Run, team: Team = ALONE) -> Devices:
             f"number. Use a mesh of a multiple of {team.count} devices, or other processes."
         )
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):  # the backend is up already; the count below decides
+        with contextlib.suppress(RuntimeError):  # the backend is already initialised; the check below decides
             jax.config.update("jax_num_cpu_devices", mesh.size // team.count)
     platform = platform_of(target.platform).jax_name
     try:
         devices = jax.devices(platform)
-    except (RuntimeError, AssertionError) as error:  # an AssertionError without words: no backend has come up
+    except (RuntimeError, AssertionError) as error:  # JAX has an empty AssertionError if no backend initialises
         why = no_device_reason(error)
         reason = f"JAX finds no {f'{platform} ' if platform else ''}device here{f' ({why})' if why else ''}"
         if os.environ.get("JAX_PLATFORMS"):
@@ -127,23 +127,23 @@ def acquire(run: Run, team: Team = ALONE) -> Devices:
 
 
 def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Team = ALONE) -> Devices:
-    """Return the run's devices with JAX set up for it; ValueError says why this machine cannot give them."""
+    """Configure JAX and return the run's devices. Raises ValueError if this machine lacks them."""
     refuse(missing_devices(run))
     configure_jax(run, say)
     return acquire(run, team)
 
 
 def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
-    """Set the process-wide switches of JAX: the persistent compilation cache, and `debug=nans`.
+    """Configure JAX for the process: its persistent compilation cache, and `debug=nans`.
 
-    With `say`, give it a line where the cache cannot be written; it is gone without then.
+    If the cache cannot be written, JAX runs without it and `say` gets a line about that.
     """
     import jax
 
     if only_libtpu_without_a_tpu():
-        jax.config.update("jax_platforms", "cpu")  # libtpu, asked for devices, complains at length on stderr
+        jax.config.update("jax_platforms", "cpu")  # without a TPU, libtpu writes many lines to stderr
     cache = cache_root() / "xla"
-    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")  # filled up meanwhile
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")  # the disk may fill up
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         pass  # the user's own
     elif trouble := cache_trouble(cache):
@@ -157,7 +157,7 @@ def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
 
 
 def only_libtpu_without_a_tpu() -> bool:
-    """Return whether libtpu is the only plugin that JAX could ask for devices, on a machine without a TPU."""
+    """Return whether libtpu is the only installed JAX plugin, on a machine without a TPU."""
     if os.environ.get("JAX_PLATFORMS") or accelerators():
         return False
     others = find_spec("jax_plugins") is not None or bool(entry_points(group="jax_plugins"))
@@ -165,14 +165,14 @@ def only_libtpu_without_a_tpu() -> bool:
 
 
 _THREADS_A_DEVICE = 4
-"""A simulated device waits in up to three collectives at once, each on a thread of its own, while it computes."""
+"""A simulated device computes while it waits in up to three collectives at once, each on a separate thread."""
 
 
 def _let_simulated_devices_wait(count: int) -> None:
-    """Let simulated devices meet in collectives: with threads enough for all, and with time.
+    """Give simulated devices enough threads and time to meet in collectives.
 
-    XLA has as many threads as devices, which all may wait while the one that they wait for has none left; `NPROC` is
-    what it asks before it counts cores. On a busy machine the default patience ends the process at 40 s.
+    XLA starts one thread per device; if all of them wait in a collective, the last participant has none left. It reads
+    `NPROC` before it counts cores. Its default timeout ends the process after 40 s on a busy machine.
     """
     set_already = int(os.environ["NPROC"]) if os.environ.get("NPROC", "").isdigit() else os.cpu_count() or 1
     os.environ["NPROC"] = str(max(_THREADS_A_DEVICE * count, set_already))

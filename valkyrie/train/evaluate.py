@@ -1,4 +1,4 @@
-"""Evaluation of a model: the task's metrics over the same rows of the validation split, and samples of its text."""
+"""Evaluation of a model: the task's metrics on the validation split, and text samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Evaluator:
         self._references = jax.tree.map(lambda x: jax.device_put(x, replicated), references)
 
     def __call__(self, parameters: Any, batches: int | None) -> dict[str, float]:
-        """Return the task's evaluation over the first `batches` (None: all)."""
+        """Return the task's metrics over the first `batches` of the validation split (None: all)."""
         program = self._program
         sums: list[dict[str, jax.Array]] = []
         with program.loader(self._prepared, "validation") as loader:

@@ -1,4 +1,4 @@
-"""Sampling of text, one or many at once: a token at a time through the streaming state, in constant time per token."""
+"""Sampling of one or many texts: token by token through the streaming state, in constant time per token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:
-    """Sample a token from logits (batch, vocab): the best at temperature 0, otherwise among the `top_k` best."""
+    """Sample a token from logits (batch, vocab): the most likely at temperature 0, otherwise among the `top_k` best."""
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / temperature
@@ -43,9 +43,9 @@ def generate(
 ) -> Iterator[str]:
     """Yield the continuation of `prompt` as it is sampled, for `tokens` tokens or until the end of the document.
 
-    A prompt is read after a BOS. A `Text` is continued from its state, and is updated with every token. Its tokens are
-    those of sampling it in one go, except for rounding where attention is unbounded: a longer cache is summed in
-    another order. Bytes of an incomplete character are held back.
+    A prompt is read after a BOS. A `Text` is continued from its state and updated with every token; its tokens equal
+    those sampled in one go, except for rounding with unbounded attention, since a longer cache is summed in another
+    order. Bytes of an incomplete character are held back.
     """
     text = begin(tokenizer, prompt) if isinstance(prompt, str) else prompt
     if tokens == 0 or text.ended:
@@ -75,7 +75,7 @@ def generate(
 
 
 def continuation(program: StepProgram, parameters: Any, tokenizer: Tokenizer, text: str | Text) -> Iterator[str]:
-    """Yield the continuation of a text as it is sampled, with the settings of the run."""
+    """Yield the continuation of a text as it is sampled, with the run's sampling settings."""
     config, device = program.run.config, program.sampling_device
     return generate(
         program.assembly,
@@ -90,13 +90,13 @@ def continuation(program: StepProgram, parameters: Any, tokenizer: Tokenizer, te
 
 
 _CHUNK = 16
-"""Tokens between two checks of which texts have ended."""
+"""Tokens between two checks for finished texts."""
 
 
 class Completer:
     """Continues many prompts at a time through one streaming state.
 
-    A text depends on its prompt and the prompt's index, not on the other texts of its batch.
+    A text depends on its prompt and the prompt's index only, not on the other texts in its batch.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Completer:
         def advance(
             parameters: Any, state: Any, token: jax.Array, prompts: jax.Array, keys: jax.Array, first: jax.Array
         ) -> tuple[Any, jax.Array, jax.Array]:
-            """Return (state, last tokens, sampled tokens) after reading `prompts`, or the last where it is -1."""
+            """Return (state, last tokens, sampled tokens) after reading `prompts`. -1 reads the last sampled token."""
 
             def read_token(carry: tuple[Any, jax.Array], column: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
                 (state, token), (prompt_token, position) = carry, column
@@ -149,12 +149,12 @@ class Completer:
         Args:
             parameters: Parameters of the model.
             prompts: The prompts.
-            tokens: Most tokens of a continuation, which ends earlier with the document.
-            batch: Prompts that are sampled at a time.
+            tokens: Longest continuation; it ends earlier with the document.
+            batch: Prompts sampled at a time.
             seed: Seed of the samples.
-            ended: Whether a text, by its prompt's index, needs no further tokens. A batch ends when all of its texts
-                are complete or need none.
-            stopped: Whether to give up.
+            ended: Returns whether the text of the prompt at an index needs no more tokens. A batch ends once every
+                text is complete or needs none.
+            stopped: Returns whether to give up.
         """
         ids = [[self._tokenizer.bos_id, *map(int, self._tokenizer.encode_ordinary(prompt))] for prompt in prompts]
         length = -(-(max(map(len, ids), default=0) + tokens - 1) // _CHUNK) * _CHUNK

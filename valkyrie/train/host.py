@@ -1,4 +1,4 @@
-"""What this host has: the memory that is free, how many devices its cores can simulate, which flags its XLA knows."""
+"""Properties of this host: free memory, the number of devices that it can simulate, and the flags of its XLA."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 DEVICES_A_CORE = 128
-"""More simulated devices than this on a core are refused. On two cores 256 took 12 s a step, 512 none in 3 minutes."""
+"""Most simulated devices per core. On two cores, 256 took 12 s per step, and 512 finished no step in 3 minutes."""
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_OF_CGROUPS = {  # by version: the limit, what is used, and what of that is cached files, which make room
+_OF_CGROUPS = {  # by version: files of the limit and the use, and the key of cached files, which can be evicted
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
 
 
 def too_many_simulated(mesh: str, devices: int) -> str | None:
-    """Return why this host cannot simulate so many devices; None where it can."""
+    """Return the reason why this host cannot simulate this many devices, or None if it can."""
     cores = os.cpu_count() or 1
     most = DEVICES_A_CORE * cores
     if devices <= most:
@@ -35,9 +35,9 @@ def too_many_simulated(mesh: str, devices: int) -> str | None:
 
 @cache
 def unknown_flags(flags: str) -> str | None:
-    """Return why XLA would end the process at the value of `XLA_FLAGS`; None where it knows all of its names.
+    """Return the error message for unknown names in `XLA_FLAGS`, at which XLA would end the process, or None.
 
-    Their names are looked for in its library, which takes 10 ms for one that it has.
+    Searches for the names in XLA's library, which takes 10 ms for a known name.
     """
     names = [flag[2:].partition("=")[0] for flag in flags.split() if flag.startswith("--xla_")]
     found = find_spec("jaxlib") if names else None
@@ -53,9 +53,9 @@ def unknown_flags(flags: str) -> str | None:
 
 
 def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
-    """Return the bytes of memory that a process here may still take, the limits of its cgroups included.
+    """Return the free memory in bytes, within the limits of this process's cgroups.
 
-    Where the system does not tell what is free, as macOS, all that it has; None where not even that is known.
+    On systems that do not report free memory, such as macOS, this is all memory; None if that is unknown too.
     """
     try:
         lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
@@ -69,7 +69,7 @@ def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
 
 
 def _free_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Yield the free bytes of each cgroup with a limit that this process is in, from its own to the outermost."""
+    """Yield the free bytes of each cgroup of this process that has a limit, from the innermost to the outermost."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -87,6 +87,6 @@ def _free_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
             try:
                 limit, used = int((folder / limit_file).read_text()), int((folder / used_file).read_text())
                 stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):  # no limit ("max"), or not seen from inside a container
+            except (OSError, ValueError):  # no limit ("max"), or invisible inside a container
                 continue
             yield limit - used + int(stat.get(cached, 0))

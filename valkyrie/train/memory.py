@@ -57,7 +57,7 @@ class ExpectedMemory(Generic[Bytes]):
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes of one device that one layout saves for the backward pass, by activation: on the device and on the host."""
+    """Bytes per device saved for the backward pass under one layout, by activation, on the device and on the host."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -75,7 +75,7 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class MemoryErrors:
-    """Ratios of needed to estimated bytes over `layouts` of `models`; `within_15_percent` counts layouts."""
+    """Ratios of actual to estimated bytes over `layouts` of `models`; `within_15_percent` counts layouts."""
 
     layouts: int
     models: int
@@ -86,7 +86,7 @@ class MemoryErrors:
 
 
 class MemoryEstimator:
-    """Memory of a step of each layout. What no remat policy changes is computed once for all policies.
+    """Memory of a step of each layout. Parts that do not depend on remat are computed once for all policies.
 
     Args:
         run: Model, batch, precision and optimizer.
@@ -97,7 +97,7 @@ class MemoryEstimator:
         self.run, self.layouts = run, layouts
 
     def under(self, remat: RematConfig) -> ExpectedMemory[np.ndarray]:
-        """Return the memory under a remat policy, without arrays that are stored in host memory."""
+        """Return the memory under a remat policy, without arrays in host memory."""
         partition, (parameters, gradients, moments, average) = self.layouts.partition, self._at_rest
         on_device = partition.parameter_memory is Memory.device
         return ExpectedMemory(
@@ -109,21 +109,22 @@ class MemoryEstimator:
         )
 
     def saved(self, remat: RematConfig) -> dict[ActivationLocation, dict[str, np.ndarray]]:
-        """Return the bytes saved for the backward pass, by where they wait and by activation."""
-        sizes = {location: defaultdict[str, Any](float) for location in ActivationLocation}
+        """Return the bytes saved for the backward pass, by location and by activation."""
+        sizes: dict[ActivationLocation, dict[str, np.ndarray]] = {location: {} for location in ActivationLocation}
         for activation, bytes_ in self.activations:
-            sizes[location_of(activation, remat)][activation.name or UNNAMED] += bytes_
-        return {location: dict(by_name) for location, by_name in sizes.items()}
+            by_name, name = sizes[location_of(activation, remat)], activation.name or UNNAMED
+            by_name[name] = by_name[name] + bytes_ if name in by_name else bytes_
+        return sizes
 
     @cached_property
     def activations(self) -> list[tuple[SavedActivation, np.ndarray]]:
-        """What backward passes may read, with the bytes of all microbatches that wait for theirs at once."""
+        """Activations that a backward pass may read, with their bytes over all microbatches in flight."""
         waiting = self.layouts.in_flight / self.layouts.stages
         return [(activation, self._bytes(activation) * waiting) for activation in self.run.model.kept()]
 
     @cached_property
     def gathered(self) -> np.ndarray:
-        """Bytes of one layer's weights gathered for use, and of their gradients before the reduction."""
+        """Bytes of one layer's gathered weights, and of their gradients before the reduction."""
         layouts, total, policy = self.layouts, np.zeros(len(self.layouts)), self.run.config.precision
         itemsize = policy.compute.itemsize + policy.reduction.itemsize
         for spec in self.run.model.parameters().values():
@@ -135,7 +136,7 @@ class MemoryEstimator:
 
     @cached_property
     def _at_rest(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The bytes of parameters, gradients, the optimizer's state and the average of parameters."""
+        """Bytes of parameters, gradients, optimizer state and the average of parameters."""
         layouts, config = self.layouts, self.run.config
         parameters, reduced, added, moments, average = (np.zeros(len(layouts)) for _ in range(5))
         for spec in self.run.model.parameters().values():
@@ -149,7 +150,7 @@ class MemoryEstimator:
         return parameters, gradients, moments, average
 
     def _activations(self, remat: RematConfig, gradients: np.ndarray) -> np.ndarray:
-        """Return the bytes saved on the device, and those of the working set of a group of blocks and of the loss."""
+        """Return the bytes of saved activations and of the working sets of a group of blocks and of the loss."""
         saved, unnamed = np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for activation, bytes_ in self.activations:
             if location_of(activation, remat) is ActivationLocation.device:
@@ -161,19 +162,19 @@ class MemoryEstimator:
 
     @cached_property
     def _working(self) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes of the logits of a part of the loss, and of the group of blocks that is being computed."""
+        """Bytes of the working sets of one part of the loss (its logits) and of one group of blocks."""
         layouts, model, m = self.layouts, self.run.model, self.layouts.microbatches
         loss, group, piped = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
         for activation in model.working():
             bytes_ = self._bytes(activation)
             group, loss = (group + bytes_, loss) if activation.positions is None else (group, loss + bytes_)
-        if piped.any():  # the first stage has the residual stream of all microbatches
+        if piped.any():  # the first stage holds the residual stream of all microbatches
             stream = next(activation for activation in model.kept() if activation.name == BLOCK_INPUT)
             group = group + np.where(piped, m * self._bytes(replace(stream, count=1)), 0.0)
         return loss / layouts.stages * np.where(piped & (not layouts.alternates), m, 1), group
 
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
-        """Return the bytes of a microbatch's activations on one device of a stage."""
+        """Return the bytes of an activation of one microbatch on one device of a stage."""
         config, layouts, axes = self.run.config, self.layouts, activation.tensor.axes
         assert axes[:2] == (BATCH, SEQ), axes
         positions = config.seq / layouts.parts(layouts.activations[SEQ])
@@ -186,7 +187,7 @@ class MemoryEstimator:
 
 
 def layouts_of(runs: Sequence[Run]) -> Candidates:
-    """Return runs of one partition, with the same mesh axes, as arrays; where their axes are placed is left out."""
+    """Return the layouts of runs with one partition and the same mesh axes as arrays, without links."""
     config, layouts = runs[0].config, [run.layout for run in runs]
     parameters, activations, _ = resolve_rules(config.partition, config.mesh, runs[0].arrays.axes, known_axes())
     return Candidates(
@@ -202,9 +203,9 @@ def layouts_of(runs: Sequence[Run]) -> Candidates:
 
 
 def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = None) -> ExpectedMemory[int]:
-    """Return the memory of a run, under its own remat or another one, without arrays stored in host memory.
+    """Return the memory of a run under `remat` (None: its own), without arrays in host memory.
 
-    The bytes of the optimizer's state are those of `abstract_state`, its shapes with shardings.
+    The size of the optimizer state is read from `abstract_state`, its shapes with shardings.
     """
     memory = MemoryEstimator(run, layouts_of([run])).under(remat or run.config.remat)
     on_device = run.layout.partition.optimizer_memory is Memory.device
@@ -220,7 +221,7 @@ def _shard_bytes(abstract: Any) -> int:
 
 
 def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
-    """Return the bytes that a run saves for its backward pass, under its own remat or another one."""
+    """Return the bytes that a run saves for its backward pass under `remat` (None: its own)."""
     saved = MemoryEstimator(run, layouts_of([run])).saved(remat or run.config.remat)
     locations = saved[ActivationLocation.device], saved[ActivationLocation.host]
     return SavedBytes(
@@ -229,12 +230,12 @@ def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
 
 
 def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Return the named activations that a run recomputes, with the bytes of one device that saving each would take.
+    """Return the named activations that a run recomputes: the bytes per device to save each, and what else that spares.
 
-    With each, the names of those that are needed only to recompute it, and would not be recomputed either.
+    Saving an activation also spares those that are only needed to recompute it; their names come with the bytes.
     """
     layout, remat = run.layout, run.config.remat
-    if layout.pipeline is not None and layout.pipeline.alternates:  # saves inputs only, however much memory is free
+    if layout.pipeline is not None and layout.pipeline.alternates:  # 1f1b always saves layer inputs only
         return {}
     sizes: dict[str, float] = defaultdict(float)
     needed: dict[str, dict[str, None]] = defaultdict(dict)
@@ -248,14 +249,14 @@ def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
 
 
 def legal_remats(run: Run) -> dict[str, RematConfig]:
-    """Return the choices of `remat` that a run may have, by label, and its own lists if no choice has them."""
+    """Return the legal choices of `remat` for a run by label, including its own custom lists."""
     remats = {name: remat_named(name) for name in shipped_remats()}
     remats.setdefault(run.config.remat.label, run.config.remat)
     return {name: remat for name, remat in remats.items() if not run.changed(remat=remat).layout_problems()}
 
 
 def location_of(activation: SavedActivation, remat: RematConfig) -> ActivationLocation:
-    """Return where an activation waits: nowhere if it only serves to recompute one that is saved."""
+    """Return where an activation is kept: nowhere if it is only needed to recompute one that is saved."""
     location = remat.location(activation.name, product=activation.product)
     if location is ActivationLocation.nowhere and activation.always:
         return ActivationLocation.device
@@ -269,5 +270,5 @@ def _is_spared(activation: SavedActivation, remat: RematConfig) -> bool:
 
 @cache
 def estimate_errors() -> MemoryErrors:
-    """Return the errors of the estimate that were measured against the TPU compiler."""
+    """Return the measured errors of the estimate against the TPU compiler."""
     return read_record(MemoryErrors, ERRORS)

@@ -1,4 +1,4 @@
-"""Step times, throughput, and the time spent on anything else. Rates count the time of steps alone."""
+"""Step times, throughput, and time spent on everything else. Rates count only the time of steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 Spent = Literal["setup", "compile", "restore", "save", "evaluation", "other"]
-"""Kinds of time that is not spent on steps, out of `goodput.KINDS`."""
+"""Kinds of time that are not steps, a subset of `goodput.KINDS`."""
 
 
 class Meter:
-    """Durations of finished steps, in seconds. The first is kept apart, because it includes warming up.
+    """Durations of finished steps in seconds. The first is separate, because it includes warm-up.
 
-    `spent` has the seconds since the start by kind: `steps`, `data` (waiting for a batch), and the kinds of `paused`.
+    `spent`: seconds since the start by kind: `steps`, `data` (waiting for a batch), and the kinds of `paused`.
     """
 
     def __init__(self, tokens: int, chips: float | int, flops: float, peak_flops: float | None) -> None:
@@ -27,7 +27,7 @@ class Meter:
         self.first: float | None = None
         self.steps: list[float] = []
         self.waits: list[float] = []
-        """Seconds of each of `steps` in which the devices were idle because its batch was not ready."""
+        """Seconds of each of `steps` during which the devices waited for its batch."""
         self.spent: defaultdict[str, float] = defaultdict(float)
         self._since = time.perf_counter()
         self._paused, self._waited = 0.0, 0.0
@@ -38,7 +38,7 @@ class Meter:
         self._since, self._paused, self._waited = time.perf_counter(), 0.0, 0.0
 
     def finished(self) -> float:
-        """Record a finished step, and return its seconds, counted from the end of the previous one or from `start`."""
+        """Record a finished step and return its seconds since the end of the previous one, or since `start`."""
         now = time.perf_counter()
         taken, waited = now - self._since - self._paused, self._waited
         self._since, self._paused, self._waited = now, 0.0, 0.0
@@ -53,7 +53,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self, kind: Spent = "other") -> Iterator[None]:
-        """Count the time inside as this kind instead of as part of the step around it."""
+        """Count the time inside as this kind instead of as part of a step."""
         began = time.perf_counter()
         try:
             yield
@@ -63,12 +63,12 @@ class Meter:
             self.spent[kind] += taken
 
     def dispatched(self, wait: Callable[[], object]) -> None:
-        """Note that the devices were given a step. `wait` returns when they have finished it."""
+        """Record that a step was dispatched. `wait` returns when the devices have finished it."""
         self._devices.dispatched(wait)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Fetch the next batch inside. Counts as waiting for data once the devices have finished the previous step."""
+        """Time the fetching of the next batch. Counts as waiting once the devices have finished the last step."""
         began = time.perf_counter()
         yield
         idle_since = self._devices.idle_since()
@@ -80,9 +80,9 @@ class Meter:
         self._devices.close()
 
     def rates(self, window: int | None = None) -> dict[str, float | None]:
-        """Return tokens/s, tokens/s/chip and MFU at the median of the last `window` steps, or of all if it is None.
+        """Return tokens/s, tokens/s/chip and MFU at the median of the last `window` steps (None: all).
 
-        `data_wait` is the share of their time that the devices waited for a batch.
+        `data_wait` is the share of that time during which the devices waited for a batch.
         """
         recent = self.steps[-window:] if window else self.steps
         if not recent:
@@ -99,21 +99,21 @@ class Meter:
         }
 
     def summary(self) -> dict[str, float | None]:
-        """Return the first step's seconds, median and 90th percentile of the others, and the rates at the median."""
+        """Return the seconds of the first step, median and 90th percentile of the others, and rates at the median."""
         ordered = sorted(self.steps)
         p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)] if ordered else None
         return {"first_step_s": self.first, "step_p90_s": p90, **self.rates()}
 
 
 class DeviceActivity:
-    """Knows when the devices finished their last step. A thread waits for that, because the loop may wait for data."""
+    """Records when the devices finish their last step, in a thread, because the main loop may be waiting for data."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="devices")
         self._done: Future[float] | None = None
 
     def dispatched(self, wait: Callable[[], object]) -> None:
-        """Note that they were given a step. `wait` returns when they have finished it."""
+        """Record that a step was dispatched. `wait` returns when the devices have finished it."""
 
         def finish_time() -> float:
             wait()
@@ -122,11 +122,11 @@ class DeviceActivity:
         self._done = self._thread.submit(finish_time)
 
     def idle_since(self) -> float | None:
-        """Return when they finished their last step, minus infinity before the first, or None while they work."""
+        """Return when the last step finished: minus infinity before the first, None while one runs."""
         if self._done is None:
             return -math.inf
         return self._done.result() if self._done.done() and self._done.exception() is None else None
 
     def close(self) -> None:
-        """End the thread after the step that it waits for."""
+        """End the thread after the current step."""
         self._thread.shutdown(wait=False)

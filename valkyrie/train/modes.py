@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from valkyrie.train.continued import Text
     from valkyrie.train.devices import Devices
     from valkyrie.train.program import StepProgram
+    from valkyrie.train.trainer import Fitted
 
 
 def train(run: Run) -> int:
@@ -56,15 +57,15 @@ def _train(run: Run, team: Team, began: float) -> int:
         fitted = fit(run, *prepared, folder, console, team=team, began=began)
     except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:
         print(f"valkyrie-train: {_where(error) if isinstance(error, FloatingPointError) else error}", file=sys.stderr)
-        if team.count > 1:  # it may be of this process alone, and the others wait for it
+        if team.count > 1:  # the error may be of this process alone: SystemExit also ends the others, which wait for it
             sys.exit(1)
         return 1
-    name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # a name is looked for there alone
+    name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # names are only resolved in there
     again = f"{command_name()} resume={shlex.quote(name)}"
     if fitted.interrupted:
         console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Go on with: {again}")
         return PREEMPTED if fitted.preempted else INTERRUPTED
-    _report(console, fitted.summary, prepared.devices)
+    _report(console, fitted, prepared.devices)
     if (spent := read_goodput(folder)) is not None:
         console.print(spent.describe())
     is_text = fitted.program.task.is_text
@@ -83,12 +84,10 @@ def _train(run: Run, team: Team, began: float) -> int:
 
 
 def evaluate(run: Run) -> int:
-    """Print the task's evaluation of a trained run over its whole validation split; return the exit status."""
+    """Evaluate a trained run on its whole validation split and print the result; return the exit status."""
     with together(run) as team:
-        folder, console = (
-            Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run)))),
-            make_console(),
-        )
+        folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
+        console = make_console()
         prepared = prepare_run(run, console, team)
         program, step, parameters = restore(run, prepared.devices, folder, team)
         from valkyrie.train.evaluate import Evaluator
@@ -121,7 +120,7 @@ def generate(run: Run) -> int:
 
 
 def code_eval(run: Run) -> int:
-    """Let a trained run complete coding problems, print pass rates, write `code_eval.json`; return the exit status."""
+    """Sample solutions to coding problems, print pass rates, write `code_eval.json`; return the exit status."""
     with together(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         refuse_without_judge(run, team)
@@ -144,23 +143,22 @@ def code_eval(run: Run) -> int:
 
 
 def list_checkpoints(run: Run) -> int:
-    """Print the checkpoints of a trained run, with this host's fast ones; return exit status 1 if one is damaged."""
+    """Print the checkpoints of a trained run, including this host's fast ones; return 1 if one is damaged."""
     folder, console = trained_folder(run), make_console()
-    found = kept_checkpoints(folder, run.config.checkpoint)
-    for kept in found:
-        line = f"{folder.name} step {kept.step}: {kept.tier}, {sent(kept.size)}, {kept.saved}, {kept.state}"
-        console.print(line, markup=False)
-    return int(any(kept.damage for kept in found))
+    checkpoints = kept_checkpoints(folder, run.config.checkpoint)
+    for c in checkpoints:
+        console.print(f"{folder.name} step {c.step}: {c.tier}, {sent(c.size)}, {c.saved}, {c.state}", markup=False)
+    return int(any(c.damage for c in checkpoints))
 
 
 def show(run: Run) -> int:
-    """Print every parameter with its sharding and bytes, the roles, and the expected memory; needs no device."""
+    """Print the parameters with shardings and bytes, the roles of mesh axes, and the expected memory."""
     import jax
 
     from valkyrie.train.show import show_run
 
     configure_jax(run)
-    jax.config.update("jax_platforms", "cpu")  # whatever the environment asks for: no device is needed
+    jax.config.update("jax_platforms", "cpu")  # whatever the environment sets: no device is needed
     show_run(run, make_console())
     return 0
 
@@ -172,21 +170,21 @@ def _to_stderr(line: str) -> None:
 def _continue_kept_text(
     program: StepProgram, step: int, parameters: Any, tokenizer: Tokenizer, path: Path, team: Team
 ) -> None:
-    """Print the text kept as `mode.keep` and its continuation, and keep both with the state, also on Ctrl-C."""
+    """Print the text saved as `mode.keep` and its continuation, and save both with the state, also on Ctrl-C."""
     import jax
 
     from valkyrie.train.continued import begin, load, save
 
     prompt = program.run.config.prompt
-    text = begin(tokenizer, prompt, step)
-    if team.broadcast_from_leader("kept text", path.exists):
-        kept = load(path, jax.eval_shape(lambda p: program.assembly.module(p).init_state(1, 1), parameters))
-        if kept.step != step:
-            _to_stderr(f"{path.stem} was made at step {kept.step}; the model of step {step} reads it again.")
-            kept = kept.unread(step)
-        if prompt != kept.prompt:
-            kept.add(tokenizer, prompt)
-        text = kept
+    if not team.broadcast_from_leader("kept text", path.exists):
+        text = begin(tokenizer, prompt, step)
+    else:
+        text = load(path, jax.eval_shape(lambda p: program.assembly.module(p).init_state(1, 1), parameters))
+        if text.step != step:
+            _to_stderr(f"{path.stem} was made at step {text.step}; the model of step {step} reads it again.")
+            text = text.unread(step)
+        if prompt != text.prompt:
+            text.add(tokenizer, prompt)
     sys.stdout.write(text.bytes(tokenizer).decode(errors="ignore"))
     try:
         _print_continuation(program, parameters, tokenizer, text)
@@ -208,8 +206,8 @@ def _print_continuation(program: StepProgram, parameters: Any, tokenizer: Tokeni
     sys.stdout.write("\n")
 
 
-def _report(console: Console, summary: dict[str, Any], devices: Devices) -> None:
-    word = " simulated" if devices.simulated else ""
+def _report(console: Console, fitted: Fitted, devices: Devices) -> None:
+    summary, word = fitted.summary, " simulated" if devices.simulated else ""
     if summary["compile_s"] is None:
         return
     parts = [f"compile {summary['compile_s']:.1f} s"]

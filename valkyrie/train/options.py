@@ -1,4 +1,4 @@
-"""The options a step is compiled with: who set each of them, and why the compiler refuses one."""
+"""Compiler options of a step: their origin, and explanations of the compiler's refusals."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from valkyrie.problems import suggest
 
 KEY = "target.chip.xla_options"
 CHIP, YOU, VALKYRIE = "chip default", "you", "Valkyrie"
-"""Who sets an option: the chip's YAML, the command line (or an experiment), or this package by the model's size."""
+"""Origins of an option: the chip's YAML, the command line or an experiment, or Valkyrie, from the model's size."""
 
 TO_FIT = "needed to fit"
-"""Who sets the options of a program that the compiler refused, by a few per cent, without them."""
+"""Origin of options that were added because the program slightly exceeded the memory without them."""
 SAVING_MEMORY = {"xla_tpu_order_dot_after_layout": "false", "xla_jf_enable_multi_output_fusion": "false"}
-"""Options of a TPU that save memory: 3 to 9% of the peak where they were measured (experiments/LOG.md)."""
+"""TPU options that save memory: 3 to 9% of the peak in measurements (experiments/LOG.md)."""
 
 
 class OptionRefused(ValueError):
-    """The compiler does not know an option, or cannot read its value."""
+    """The compiler does not know an option or cannot parse its value."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of the compiler. `value` is None for a default of the chip that was taken away."""
+    """A compiler option with its origin. `value` is None for a removed default of the chip."""
 
     name: str
     value: str | None
@@ -40,10 +40,12 @@ class Option:
 
 
 def options_of(chip: ChipConfig | None, computed: dict[str, str]) -> list[Option]:
-    """Return every option that stands, and every default taken away; `computed` are Valkyrie's, which a chip's replace.
+    """Return all options, including removed defaults.
 
-    An option is the chip's default where it is as the chip's shipped YAML has it; defaults that a later compiler
-    refuses (`xla_options_until`) are left out with it.
+    Args:
+        chip: The chip. An option with the value of the chip's shipped YAML counts as its default. Defaults that the
+            installed compiler no longer accepts (`xla_options_until`) are left out.
+        computed: Valkyrie's options, which those of the chip override.
     """
     written = dict(chip.xla_options) if chip else {}
     shipped = known_chips()[chip.name].xla_options if chip and chip.name in known_chips() else {}
@@ -58,22 +60,22 @@ def options_of(chip: ChipConfig | None, computed: dict[str, str]) -> list[Option
 
 
 def with_saving(options: Sequence[Option]) -> list[Option]:
-    """Return the options with those that save memory; one that the user set stays as it is."""
-    theirs = {option.name for option in options if option.set_by == YOU}
-    saving = {name: value for name, value in SAVING_MEMORY.items() if name not in theirs}
-    kept = [option for option in options if option.name not in saving]
-    return kept + [Option(name, value, TO_FIT) for name, value in saving.items()]
+    """Add the options that save memory, except those that the user set."""
+    set_by_user = {option.name for option in options if option.set_by == YOU}
+    saving = {name: value for name, value in SAVING_MEMORY.items() if name not in set_by_user}
+    others = [option for option in options if option.name not in saving]
+    return others + [Option(name, value, TO_FIT) for name, value in saving.items()]
 
 
 def option_text(value: object) -> str | None:
-    """Return a value as the compiler reads it: `true` for True."""
+    """Format a value for the compiler: `true` for True."""
     return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @contextlib.contextmanager
 def refusals_in_plain_words() -> Iterator[None]:
-    """Around a compile: OptionRefused in place of XLA's error about an option."""
-    import jax  # here, for the reports that print options load no JAX
+    """Turn XLA's errors about options into OptionRefused."""
+    import jax  # not at the top: reports print options without JAX
 
     try:
         yield
@@ -84,7 +86,7 @@ def refusals_in_plain_words() -> Iterator[None]:
 
 
 def refusal(message: str) -> str | None:
-    """Return what an error of the compiler means that is about an option, None for other errors."""
+    """Explain a compiler error about an option. Returns None for other errors."""
     if name := unknown_option(message):
         names = {option for chip in known_chips().values() for option in chip.xla_options}
         near = suggest(name, sorted(names))
@@ -99,7 +101,7 @@ def refusal(message: str) -> str | None:
 
 
 def _later_than(version: str) -> bool:
-    """Return whether the installed libtpu is later than a version; False without one."""
+    """Return whether a libtpu later than this version is installed."""
     try:
         return _numbers(metadata.version("libtpu")) > _numbers(version)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a run needs before its program: data, tokenizer and devices, the cheap and the refusable first; trained runs."""
+"""Inputs of a run: devices, data and tokenizer, with the cheapest checks first; and restoring trained runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Inputs(NamedTuple):
-    """What a training or an evaluation works with."""
+    """Inputs of a training or an evaluation."""
 
     devices: Devices
     data: Dataset
@@ -30,9 +30,9 @@ class Inputs(NamedTuple):
 
 
 def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
-    """Return the devices, prepared data and tokenizer of a run, printing what they are.
+    """Return the devices, prepared data and tokenizer of a run, and print them.
 
-    ValueError where the devices are not of this machine, or where tokenizer and model do not fit.
+    Raises ValueError if this machine lacks the devices, or if tokenizer and model do not match.
     """
     refuse(missing_devices(run))
     refuse_other_data(run)
@@ -50,7 +50,7 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
 
 
 def refuse_other_data(run: Run) -> None:
-    """Raise ValueError if the task of the run is not for this kind of data: text, puzzles, or a user's."""
+    """Raise ValueError if the run's task is not for its kind of data: text, puzzles, or a user's."""
     task, data = run.task, run.config.data
     if task.data_kind != data.kind:
         choices = ", ".join(f"data={name}" for name in sources_of(task.data_kind)) or "a source of that kind"
@@ -61,7 +61,7 @@ def refuse_other_data(run: Run) -> None:
 
 
 def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
-    """Raise ValueError where process 0, which judges code, has no problems, no compiler or no sandbox for it."""
+    """Raise ValueError if process 0, which judges code, lacks problems, a compiler or a sandbox."""
     from valkyrie.code_eval.config import missing_judge
 
     # Messages of problems, since only JSON values travel between processes.
@@ -73,7 +73,7 @@ def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
 
 
 def _prepared_together(run: Run, console: Console, team: Team) -> Dataset:
-    """Return the prepared data, which process 0 prepares first: the others find it, or have caches of their own."""
+    """Prepare the data on process 0 first. The others then find it, unless they have separate caches."""
     if not team.leads:
         team.wait("data of process 0")
     data = run.config.data.open(run.tokenizer, team, console.print)
@@ -84,7 +84,7 @@ def _prepared_together(run: Run, console: Console, team: Team) -> Dataset:
 
 
 def tokenizer_of(run: Run) -> Tokenizer:
-    """Return the tokenizer of a run; ValueError where it has more ids than the model has rows for."""
+    """Return the tokenizer of a run. Raises ValueError if it has more ids than the model has rows."""
     from valkyrie.data.tokenizer import load_tokenizer, vocab_size_of
 
     if not run.task.is_text:
@@ -101,15 +101,15 @@ def tokenizer_of(run: Run) -> Tokenizer:
 
 
 def trained_folder(run: Run) -> Path:
-    """Return the folder of the trained run that `resume` or `name` names, or of the latest; ValueError if none."""
+    """Return the run folder named by `resume` or `name`, or the latest. Raises ValueError if there is none."""
     config = run.config
     return find_run(Path(config.runs), config.resume or config.name or "latest")
 
 
 def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tuple[StepProgram, int, Any]:
-    """Return (program, step, parameters) of a trained run; the average of the parameters where it kept one.
+    """Return (program, step, parameters) of a trained run, with averaged parameters if the run has them.
 
-    ValueError where the state is larger than the memory of the devices.
+    Raises ValueError if the state exceeds the memory of the devices.
     """
     from contextlib import closing
 

@@ -1,4 +1,4 @@
-"""A run in several processes: they start together, agree on what they are about to do, and end together."""
+"""Runs in several processes: they start together, compare code and configuration, and end together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from valkyrie.config.compose import accelerators
 from valkyrie.config.explain import explain
@@ -24,19 +23,20 @@ from valkyrie.runs.folder import versions
 from valkyrie.trees import flat
 
 LOGS = "logs"
-"""The folder of a run folder with what each process but the first has printed."""
+"""Subfolder of a run folder for the output of all processes except the first."""
 
 
 _NEWS_S = 2.0
-"""A collective or a save fails where another process died: so long may the line take that names it."""
+"""Seconds to wait for the message that names the process that failed first. Its failure breaks collectives and saves
+elsewhere."""
 
 
 @contextlib.contextmanager
 def together(run: Run) -> Iterator[Team]:
-    """Be one of the processes of a run inside: `ALONE` where there is one, else JAX is started among all of them.
+    """Join the processes of a run and start JAX among them. Yields the team, or `ALONE` for a single process.
 
-    Before that they compare the version of their code and their configuration. Only process 0 prints. An error ends
-    the process here, and the others with it, for those that wait for it in a collective would wait for ever.
+    The processes first compare code versions and configurations. Only process 0 prints. An error ends all processes,
+    since those in a collective would wait forever.
     """
     config = run.config.distributed
     team = join(config, accelerators=accelerators())
@@ -53,17 +53,18 @@ def together(run: Run) -> Iterator[Team]:
 
 
 def agree_on_versions(team: Team) -> None:
-    """Check that all processes run the same code; ValueError names the package that differs."""
+    """Check that all processes run the same code. Raises ValueError with the package that differs."""
     team.agree("versions", versions() | {"the source of valkyrie": source_digest("")[:12]})
 
 
 def agree_on_configuration(team: Team, run: Run) -> None:
-    """Check that all processes have the same settings; ValueError names the key that differs."""
-    team.agree("configuration", _compared(run))
+    """Check that all processes have the same settings. Raises ValueError with the key that differs."""
+    settings = {key: value for key, value in run.record().items() if key != "distributed"}
+    team.agree("configuration", {key: repr(value) for key, value in flat(settings).items()})
 
 
 def only_first_prints(team: Team) -> None:
-    """Keep off the screen what processes but the first print, and what libraries print without Python."""
+    """Silence all processes except the first, and native libraries in that one."""
     if team.leads:
         _only_python_prints()
     else:
@@ -71,7 +72,7 @@ def only_first_prints(team: Team) -> None:
 
 
 def check_shared(team: Team, folder: Path) -> None:
-    """Check that all processes see the folder that process 0 writes; ValueError names those that do not."""
+    """Check that all processes see the folder that process 0 writes. Raises ValueError with those that do not."""
     if team.count == 1:
         return
     probe = folder / f".shared-{socket.gethostname()}-{os.getpid()}"
@@ -92,26 +93,20 @@ def check_shared(team: Team, folder: Path) -> None:
 
 
 def print_to_log(team: Team, folder: Path) -> None:
-    """Let a process that is not the first print into its log file in the run folder."""
+    """Redirect the output of all processes except the first to log files in the run folder."""
     if not team.leads:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         _print_to(folder / LOGS / f"process-{team.index}.log", errors=True)
 
 
-def _compared(run: Run) -> dict[str, Any]:
-    """Return the settings that must be the same on all processes, by dotted key."""
-    settings = {key: value for key, value in run.record().items() if key != "distributed"}
-    return {key: repr(value) for key, value in flat(settings).items()}
-
-
 @contextlib.contextmanager
 def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[None]:
-    """End the process at an error, after the others were told: JAX's own end would wait for them."""
+    """End all processes at an error. JAX's own shutdown would wait for the others."""
     try:
         yield
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
-        if status == 1:  # a save fails too where another process died
+        if status == 1:  # may be a save that failed because another process died
             time.sleep(_NEWS_S)
         _end(team, status, f"it ended with status {status}")
     except (ValueError, OSError) as error:
@@ -135,14 +130,14 @@ def _end(team: Team, status: int, reason: str) -> None:
 
 
 def _only_python_prints() -> None:
-    """Keep off the screen what libraries print without Python: Gloo has a line for each device and collective."""
+    """Silence native libraries on stdout: Gloo prints a line for each device and collective."""
     own = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, errors="replace")
     _print_to(Path(os.devnull))
     sys.stdout = own
 
 
 def _print_to(path: Path, *, errors: bool = False) -> None:
-    """Send what this process prints to a file, also what libraries print without Python."""
+    """Redirect this process's output to a file, including that of native libraries."""
     for stream in (sys.stdout, sys.stderr) if errors else (sys.stdout,):
         stream.flush()
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

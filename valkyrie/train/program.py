@@ -1,4 +1,4 @@
-"""The one step program: what training runs, evaluation measures and a search compiles, on any mesh."""
+"""The step program, which training, evaluation, compilation and measurement share, on any mesh."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 class StepProgram:
-    """The jitted functions of a run on a mesh, with every shape and sharding known before an array exists.
+    """The jitted functions of a run on a mesh. All shapes and shardings are known before an array exists.
 
-    On an abstract mesh it can be lowered but not run. `backend` is the platform it will run on (None: JAX's own).
+    On an abstract mesh it can be lowered but not run. `backend`: platform that it will run on (None: JAX's default).
     """
 
     def __init__(self, run: Run, mesh: AnyMesh, backend: str | None = None) -> None:
@@ -85,11 +85,11 @@ class StepProgram:
 
     @cached_property
     def init(self) -> Callable[[Any], TrainState]:
-        """The jitted function from a seed to the state before the first step, made where it lies."""
+        """The jitted function from a seed to the state before the first step, sharded."""
         return jax.jit(self._init, out_shardings=self.shardings)
 
     def begin_with(self, parameters: Any) -> TrainState:
-        """Return the state before the first step that begins with these parameters, which are donated to it."""
+        """Return the state before the first step with these parameters, which are donated."""
 
         def begin(parameters: Any, seed: Any) -> TrainState:
             return state_with(parameters, self.optimizer, self._keep_ema, seed, self.carry)
@@ -98,7 +98,7 @@ class StepProgram:
 
     @cached_property
     def step(self) -> Any:
-        """The jitted function (state, batch) -> (state, metrics); the state is donated (not under `debug=nans`)."""
+        """The jitted function (state, batch) -> (state, metrics). The state is donated, except under `debug=nans`."""
 
         def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
             with self._precision():
@@ -119,13 +119,13 @@ class StepProgram:
         return jax.jit(evaluate, compiler_options=self.compiler_options)
 
     def compile_step(self) -> jax.stages.Compiled:
-        """Return the train step compiled for the mesh; OptionRefused where the compiler does not take an option."""
+        """Compile the train step for the mesh. Raises OptionRefused if the compiler rejects an option."""
         lowered = self.lower_step()
         with refusals_in_plain_words():
             return lowered.compile()
 
     def lower_step(self) -> jax.stages.Lowered:
-        """Return the train step lowered for the mesh, without a single array."""
+        """Lower the train step for the mesh, without allocating arrays."""
         traced = self.step.trace(self.abstract_state, self.abstract_batch)
         if isinstance(self.mesh, jax.sharding.Mesh):
             return traced.lower()
@@ -138,14 +138,14 @@ class StepProgram:
 
     @property
     def sampling_device(self) -> Any:
-        """The device to sample on if all are cores of this host, where several would compete for them; else None."""
+        """The single device to sample on if all devices share this host's cores, or None to sample on the mesh."""
         if not platform_of(self.backend).runs_on_host or jax.process_count() > 1:
             return None
         assert isinstance(self.mesh, jax.sharding.Mesh)
         return self.mesh.devices.flat[0]
 
     def loader(self, prepared: Dataset, split: str) -> Loader[Any]:
-        """Return this process's batches: of `train` without end in the run's order, of `validation` once, in order."""
+        """Return this process's batches: `train` endless in the run's order, `validation` once in file order."""
         from valkyrie.data.batches import make_loader
 
         config, training = self.run.config, split == "train"
@@ -161,7 +161,7 @@ class StepProgram:
 
     @cached_property
     def places(self) -> list[int]:
-        """The rows of the global batch that devices of this process hold, in order."""
+        """Rows of the global batch that are placed on devices of this process, in order."""
         return sorted(
             {
                 row
@@ -172,7 +172,7 @@ class StepProgram:
         )
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Return the rows of the global batch at `places` as global arrays on the mesh, each device with its part."""
+        """Return global arrays on the mesh, made of this process's rows of the batch (`places`)."""
         return {name: self._placed(array, batch[name]) for name, array in self.abstract_batch.items()}
 
     def _placed(self, array: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
@@ -185,7 +185,7 @@ class StepProgram:
         return jax.make_array_from_callback(array.shape, array.sharding, part)
 
     def checkpoint(self) -> Checkpoint:
-        """Return the rematerialisation of a block that the layout asks for."""
+        """Return the wrapper of blocks for the layout's remat."""
         return checkpoint_of(self.layout.remat, self.backend)
 
     def _init(self, seed: int | jax.Array) -> TrainState:
@@ -193,20 +193,20 @@ class StepProgram:
 
     @property
     def carry(self) -> dict[str, Array]:
-        """What the task carries from step to step."""
+        """Arrays that the task carries from step to step."""
         config = self.run.config
         return self.task.carry(self.run.model, config.precision.compute.value, config.batch, config.seq)
 
     @property
     def compiler_options(self) -> dict[str, str] | None:
-        """The values of `options` for the compiler; None where there are none."""
+        """The values of `options` for the compiler, or None if there are none."""
         return {option.name: option.value for option in self.options if option.value is not None} or None
 
     @cached_property
     def options(self) -> list[Option]:
-        """The compiler's options and who set each, alike for training and for a compile without devices.
+        """Compiler options with their origins: those of the platform, and of a chip of that platform.
 
-        They are those of the chip, if it is of the backend's kind, and those of the platform.
+        They are the same for training and for compiling without devices.
         """
         itemsize = jnp.dtype(self.run.config.precision.reduction.value).itemsize
         gathered = (self._gathered(spec) for spec in self.assembly.specs.values() if "vocab" not in spec.axes)
@@ -214,14 +214,14 @@ class StepProgram:
         return options_of(self._chip(self.mesh, self.backend), platform.step_options(max(gathered) * itemsize))
 
     def _chip(self, mesh: AnyMesh, backend: str | None) -> ChipConfig | None:
-        """The chip whose options stand: the target's, else that of the devices; None where the backend is another."""
+        """Return the target's chip, or that of the devices; None if it is not of the backend's platform."""
         chip = self.run.config.target.chip
         if chip is None and isinstance(mesh, jax.sharding.Mesh):
             chip = chip_of(mesh.devices.flat[0].device_kind)
         return chip if chip is not None and chip.platform == (backend or jax.default_backend()) else None
 
     def _gathered(self, spec: Parameter) -> int:
-        """How many numbers of one layer's parameter a device holds while it is used."""
+        """Return the elements of one layer's parameter that a device holds while it is used."""
         parts = [
             math.prod(self.layout.mesh.axes[m] for m in mesh_axes) for mesh_axes in self.layout.computed(spec.axes)
         ]
@@ -229,7 +229,7 @@ class StepProgram:
         return math.prod(size // part for size, part, axis in sizes if axis != "layers")
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Under a float32 policy products are float32 on every backend, not TF32 or one bfloat16 pass."""
+        """Force float32 products under a float32 policy, instead of TF32 or a single bfloat16 pass."""
         full = self.run.config.precision.compute is DType.float32
         return jax.default_matmul_precision("highest") if full else contextlib.nullcontext()
 
@@ -242,9 +242,9 @@ def serialised_module(compiled: jax.stages.Compiled) -> bytes:
 
 
 def _gradient_sum(chip: ChipConfig | None) -> GradientSum:
-    """Return how gradients are summed where the partition leaves it to the chip."""
-    beside_products = chip is not None and option_text(chip.xla_options.get(_ASYNC_ALL_TO_ALL)) == "true"
-    return GradientSum.all_to_all if beside_products else GradientSum.reduce_scatter
+    """Return the collective for `gradient_sum=auto`: all-to-all on chips whose compiler overlaps it with products."""
+    overlaps = chip is not None and option_text(chip.xla_options.get(_ASYNC_ALL_TO_ALL)) == "true"
+    return GradientSum.all_to_all if overlaps else GradientSum.reduce_scatter
 
 
 _ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"

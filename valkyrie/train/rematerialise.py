@@ -1,4 +1,4 @@
-"""`remat` as JAX has it: the policy of `jax.checkpoint` for what is kept, sent to host memory, or computed again."""
+"""Turns `remat` into a policy of `jax.checkpoint`: which activations are saved, offloaded, or recomputed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Policy = Callable[..., Any]
 
 
 def checkpoint_of(remat: RematConfig, backend: str) -> Checkpoint:
-    """Return what wraps a group of blocks so that its backward pass keeps what `remat` names."""
+    """Return the wrapper of a group of blocks that saves and offloads the activations named by `remat`."""
     if remat.keeps_everything:
         return lambda block: block
     policy = _policy(remat, backend)
@@ -23,7 +23,7 @@ def checkpoint_of(remat: RematConfig, backend: str) -> Checkpoint:
 
 
 def _policy(remat: RematConfig, backend: str) -> Policy:
-    """Return the policy; a CPU has no memory but the host's, so there what is to be offloaded is just kept."""
+    """Return the policy. On a CPU, offloaded activations are saved: device and host memory are the same."""
     policies = jax.checkpoint_policies
     named, listed = _of_names(remat, backend), {*remat.save, *remat.offload}
     if ALL in remat.save:

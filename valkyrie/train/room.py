@@ -1,4 +1,4 @@
-"""Refuses runs that do not fit into the memory of their devices, before any array exists, and suggests what fits."""
+"""Refuses runs that do not fit into device memory, before any array exists, and suggests runs that fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from valkyrie.train.program import StepProgram
 
 _CPU_ERROR = 2.0
-"""Factor by which a step on simulated devices may exceed the estimate: valkyrie_tiny at seq=4096 took 18 GiB, not 9."""
+"""Factor by which simulated devices may exceed the estimate: a step of valkyrie_tiny at seq=4096 took 18 GiB, not 9."""
 
 _ON_A_SLICE = "mode=compile target=v5p-64 says whether a slice has the room"
 
@@ -85,7 +85,7 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
 
 
 def _available(devices: Devices) -> int | None:
-    """Return the memory of one device in bytes; for simulated devices the free memory of the host that they share."""
+    """Return the memory of one device in bytes, or the free memory of the host that simulated devices share."""
     if devices.simulated:
         return free_memory()
     stats = devices.devices[0].memory_stats() or {}
@@ -104,7 +104,7 @@ def _where(devices: Devices, available: int) -> str:
 
 
 def _certain(expected: ExpectedMemory[int], training: bool) -> int:
-    """Return the bytes of arrays whose sizes follow from shapes; gradients only for a training."""
+    """Return the bytes of arrays with known shapes, including gradients when training."""
     return expected.at_rest + (expected.gradients if training else 0)
 
 

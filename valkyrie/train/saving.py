@@ -1,10 +1,10 @@
-"""What a training says in its checkpoints, and what it refuses of their settings."""
+"""Metadata of a training's checkpoints, and checks of the checkpoint settings."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -16,8 +16,8 @@ from valkyrie.tasks import Task
 from valkyrie.train.program import StepProgram
 
 
-def about(program: StepProgram) -> dict[str, Any]:
-    """Return what a checkpoint says of its run: model, layout, mesh, devices of processes, tokenizer, versions."""
+def about(program: StepProgram) -> Mapping[str, object]:
+    """Return the metadata of a checkpoint: model, layout, mesh, devices of processes, tokenizer, versions."""
     devices: dict[str, list[int]] = {}
     assert isinstance(program.mesh, jax.sharding.Mesh), "a run that trains has devices"
     for device in program.mesh.devices.flat:
@@ -33,13 +33,13 @@ def about(program: StepProgram) -> dict[str, Any]:
 
 
 def shared_folder(folder: Path, config: CheckpointConfig) -> Path | None:
-    """Return the folder that all processes of a run must see; None where their checkpoints go to a bucket."""
+    """Return the folder that all processes of a run must share, or None if their checkpoints go to a bucket."""
     path = folder if config.folder is None else asked_place(folder, config.folder)
     return None if in_bucket(path) else path
 
 
 def refuse_unknown_best(config: CheckpointConfig, task: Task) -> None:
-    """Refuse to keep the best checkpoints by what the task's evaluation does not have: ValueError has the names."""
+    """Raise ValueError if `checkpoint.best` is not a metric of the task's evaluation."""
     if not config.keep_best:
         return
     names = task.evaluation(defaultdict(lambda: 1.0))

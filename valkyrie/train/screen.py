@@ -6,9 +6,8 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,23 +16,23 @@ from valkyrie.paths import is_full
 
 
 def make_console() -> Console:
-    """Return the console of a command; in a file or a pipe tables are 140 columns wide, and lines come one by one."""
+    """Return the console of a command. In a file or a pipe, tables are 140 columns wide and each line is flushed."""
     if not sys.stdout.isatty() and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     return _Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 class _Console(Console):
-    """A console that raises BrokenPipeError where nobody reads any more, in place of ending the process."""
+    """A console that raises BrokenPipeError for a closed pipe instead of exiting."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 class Screen:
-    """A progress bar with loss, rate, MFU and time left; in a file or a pipe, one line every `log_every` steps.
+    """A progress bar with loss, rate, MFU and time left, or one line every `log_every` steps in a file or a pipe.
 
-    `unread`: whoever read the output has gone, as `head` does, or the terminal has. No more is written then.
+    `unread`: the reader of the output (such as `head`) or the terminal is gone. Nothing more is written then.
     """
 
     def __init__(self, console: Console, steps: int, done: int, simulated: bool) -> None:
@@ -61,8 +60,8 @@ class Screen:
     ) -> None:
         self._bar.stop()
 
-    def step(self, step: int, record: dict[str, Any], *, line: bool) -> None:
-        """Show a finished step; `line` also prints it where there is no live bar."""
+    def step(self, step: int, record: Mapping[str, float | None], *, line: bool) -> None:
+        """Show a finished step; `line` also prints it if there is no live bar."""
         text = self.describe(record)
         with self._unread_is_noted():
             self._bar.update(self._task, completed=step, text=text)
@@ -78,28 +77,28 @@ class Screen:
     def _unread_is_noted(self) -> Iterator[None]:
         try:
             yield
-        except (
-            OSError
-        ) as error:  # a closed pipe (EPIPE) or a terminal that is gone (EIO): what is being trained is saved first
-            if is_full(error):  # the file that the output goes to: what is trained is worth more
+        except OSError as error:
+            if is_full(error):  # stdout is a file on a full disk: training is worth more than its output
                 if not self._full:
-                    with contextlib.suppress(OSError):
-                        print(
-                            "the output cannot be written (no space left on device): training goes on", file=sys.stderr
-                        )
+                    _warn("the output cannot be written (no space left on device): training goes on")
                 self._full = True
                 return
+            # A closed pipe (EPIPE) or a terminal that is gone (EIO): the trainer saves before it stops.
             self.unread = True
-            with contextlib.suppress(OSError):
-                print("nobody reads the output any more: stopping after this step, then saving", file=sys.stderr)
+            _warn("stdout is closed: saving and stopping after this step")
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def describe(self, record: dict[str, Any]) -> str:
+    def describe(self, record: Mapping[str, float | None]) -> str:
         """Return loss, rate and MFU of a record in one short line."""
         parts = [f"loss {record['loss']:.4f}"]
-        rate = record.get("tokens_per_second")
+        rate, mfu = record.get("tokens_per_second"), record.get("mfu")
         if rate is not None:
             parts.append(f"{rate:,.0f} tokens/s{' simulated' if self._simulated else ''}")
-        if record.get("mfu") is not None:
-            parts.append(f"MFU {100 * record['mfu']:.1f}%")
+        if mfu is not None:
+            parts.append(f"MFU {100 * mfu:.1f}%")
         return "  ".join(parts)
+
+
+def _warn(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)

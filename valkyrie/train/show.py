@@ -1,4 +1,4 @@
-"""`mode=show`: parameters and their sharding, the roles of mesh axes, and the expected memory. Allocates nothing."""
+"""`mode=show`: parameters and their shardings, roles of mesh axes, and expected memory. Allocates nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def show_run(run: Run, console: Console) -> None:
 
 
 def describe_split(spec: Parameter, split: Sequence[Sequence[str]]) -> str:
-    """Return a parameter's dimensions with the mesh axes that split them: `8 layers · 5632 mlp/x · 2048 embed/yz`."""
+    """Format a parameter's dimensions with the mesh axes that split them: `8 layers · 5632 mlp/x · 2048 embed/yz`."""
     parts = []
     for size, axis, mesh_axes in zip(spec.shape, spec.axes, split, strict=True):
         parts.append(f"{size}{f' {axis}' if axis else ''}{'/' + ''.join(mesh_axes) if mesh_axes else ''}")
@@ -89,9 +89,9 @@ def _print_memory(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
 
 
 def verdict(memory: ExpectedMemory[int], usable: int, whose: str, *, measured: bool) -> str:
-    """Return whether a step fits into the usable bytes of a device, given the errors of the estimate.
+    """Return the sentence on whether a step fits into the usable bytes of a device.
 
-    `measured`: the errors of the estimate have been measured on the platform; otherwise a factor of two is assumed.
+    `measured`: whether errors of the estimate were measured on the platform; otherwise a factor of two is assumed.
     """
     errors = estimate_errors()
     ratios = (errors.low, errors.high) if measured else (0.5, 2.0)

@@ -1,4 +1,4 @@
-"""Sharding of the optimizer's stacks of matrices: like their parameters, or split by whole matrices."""
+"""Shardings of Muon's stacks of matrices: like their parameters, or split by whole matrices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from valkyrie.optim.muon import Spread
 from valkyrie.parallel.sharding import MeshShard
 
 Split = tuple[tuple[str, ...], ...]
-"""The mesh axes of each dimension."""
+"""Mesh axes that split each dimension."""
 
 
 def matrix_spread(shard: MeshShard) -> Spread:
-    """Return the sharding of a layout's stacks, which are split over all axes of the mesh by whole matrices."""
+    """Return the shardings of a layout's stacks; whole matrices are split over all mesh axes."""
     sizes = shard.layout.mesh.axes
     mesh_axes = tuple(axis for axis in sizes if sizes[axis] > 1)
 

@@ -1,8 +1,8 @@
-"""The train state: the arrays that a step changes, their first values, and where each of them lies."""
+"""The train state: the arrays that a step changes, their initial values, and their shardings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +19,16 @@ from valkyrie.trees import name_of
 
 
 class TrainState(NamedTuple):
-    """All that a step changes, or the same tree of shapes or of shardings.
+    """The arrays that a step changes, or the same tree of shapes or of shardings.
 
-    `step` counts finished optimizer steps; `ema` is None unless asked for; `key` is the data of a PRNG key; `carry` is
-    what the task hands from step to step, None where that is nothing. Parameters have the dtypes of the precision
-    policy; `optimizer` and `ema` are float32 under all of them (`valkyrie.precision.ACCUMULATED`).
+    Parameters have the dtypes of the precision policy; `optimizer` and `ema` are always float32
+    (`valkyrie.precision.ACCUMULATED`).
+
+    Args:
+        step: Number of finished optimizer steps.
+        ema: Average of the parameters, or None without `optimizer.ema_decay`.
+        key: Data of a PRNG key.
+        carry: Arrays that the task passes from step to step, or None.
     """
 
     step: Any
@@ -35,7 +40,7 @@ class TrainState(NamedTuple):
 
     @property
     def averaged(self) -> Any:
-        """The parameters to evaluate and to use: their average where one is kept, else they themselves."""
+        """The parameters to evaluate and use: their average if there is one."""
         return self.parameters if self.ema is None else self.ema
 
 
@@ -46,7 +51,7 @@ def init_state(
     seed: int | jax.Array,
     carry: Mapping[str, Array] | None = None,
 ) -> TrainState:
-    """Return the state before the first step; the same for the same seed on any mesh."""
+    """Return the state before the first step. The same seed gives the same state on any mesh."""
     init_key, _ = jax.random.split(jax.random.key(seed))
     return state_with(assembly.init(init_key), optimizer, keep_ema, seed, carry)
 
@@ -58,7 +63,7 @@ def state_with(
     seed: int | jax.Array,
     carry: Mapping[str, Array] | None = None,
 ) -> TrainState:
-    """Return the state before the first step that begins with these parameters."""
+    """Return the state before the first step with these parameters."""
     _, key = jax.random.split(jax.random.key(seed))
     ema = jax.tree.map(lambda p: jnp.array(p, ACCUMULATED.value), parameters) if keep_ema else None
     step = jnp.zeros((), jnp.int32)
@@ -71,8 +76,8 @@ def state_shardings(
 ) -> TrainState:
     """Return the sharding of every array of the state.
 
-    Parameters and their average lie as the partition says; optimizer state lies with its parameter, or is split over
-    the data axes too under ZeRO-1; everything else is replicated.
+    Parameters and their average follow the partition. Optimizer state is sharded like its parameter, and under ZeRO-1
+    over the data axes too. Everything else is replicated.
     """
     layout, specs = shard.layout, assembly.specs
     host = {Memory.host: "pinned_host", Memory.device: None}
@@ -100,8 +105,8 @@ def state_shardings(
     )
 
 
-def _parameter_behind(path: str, specs: dict[str, Any]) -> str | None:
-    """Return the parameter whose dotted path ends this path of the optimizer state."""
+def _parameter_behind(path: str, specs: Collection[str]) -> str | None:
+    """Return the name of the parameter that a dotted path in the optimizer state ends with."""
     parts = path.split(".")
     for start in range(len(parts)):
         name = ".".join(parts[start:])
@@ -111,7 +116,7 @@ def _parameter_behind(path: str, specs: dict[str, Any]) -> str | None:
 
 
 def on_device(tree: Any, shardings: Any) -> Any:
-    """Return host-memory arrays of a traced tree brought to device memory, the rest as it is."""
+    """Copy the host-memory arrays of a traced tree to device memory."""
 
     def bring(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         if sharding.memory_kind != "pinned_host":

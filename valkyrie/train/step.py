@@ -55,7 +55,7 @@ def _averaged(decay: float, average: jax.Array, parameter: jax.Array, group: str
 
 
 def eval_step(program: StepProgram, parameters: Any, batch: Batch, references: Any) -> dict[str, jax.Array]:
-    """Return the task's sums over an evaluation batch; `references` are those that the task asks for."""
+    """Return the task's sums over an evaluation batch; `references` come from `Task.references`."""
     parameters = on_device(parameters, program.shardings.parameters)
     return program.task.evaluate(program.assembly.module(parameters), batch, references, shard=program.shard)
 
@@ -63,7 +63,7 @@ def eval_step(program: StepProgram, parameters: Any, batch: Batch, references: A
 def _gradients(
     program: StepProgram, parameters: Any, batch: Batch, carry: Any, key: jax.Array
 ) -> tuple[Any, dict[str, jax.Array], Any]:
-    """Return gradients and sums of all tokens, those of microbatches added in float32, and the carry."""
+    """Return gradients and sums over all tokens, and the carry. Microbatches are added in float32."""
     drawing = program.run.model.dropout > 0 or program.task.needs_key
 
     def objective(parameters: Any, part: Batch, key: jax.Array) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:

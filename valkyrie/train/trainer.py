@@ -1,4 +1,4 @@
-"""The training loop: `fit`, one page from a run to a trained model; what happens between steps is in `callbacks`."""
+"""The training loop, `fit`. Logging, evaluation and saving are callbacks (`valkyrie.train.callbacks`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from valkyrie.train.callbacks import (
     StepMetrics,
 )
 from valkyrie.train.code import CodeEvaluation
-from valkyrie.train.compiled import CompiledStep, compile_step
+from valkyrie.train.compiled import StepExecutable, compile_step
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.meter import Meter
@@ -82,16 +82,16 @@ def fit(
     team: Team = ALONE,
     began: float | None = None,
 ) -> Fitted:
-    """Train the run in its folder, from its newest checkpoint if it has one.
+    """Train the run in its folder, from its newest checkpoint if there is one.
 
     Args:
         run: The run, checked.
         devices: Devices to train on.
-        prepared: Data of the run.
-        tokenizer: Tokenizer of the data, or None if it is not text.
+        prepared: Prepared data.
+        tokenizer: Tokenizer of the data, or None if the data is not text.
         folder: The run folder, created if missing.
         console: Where progress is printed.
-        signals: Save and stop on Ctrl-C and the like. A notebook keeps its own handlers.
+        signals: Save and stop on Ctrl-C and other signals. False in notebooks, which have their own handlers.
         team: The processes of the run.
         began: Unix time when the command started, or None for now.
 
@@ -107,7 +107,7 @@ def fit(
     check_room(program, devices, say=lambda line: console.print(line, style="yellow"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_oom(run, devices))
-        loader = stack.enter_context(program.loader(prepared, "train"))  # refuses too little text: no folder for that
+        loader = stack.enter_context(program.loader(prepared, "train"))  # before the folder: it refuses too little text
         with writing(folder):
             if team.leads:
                 stack.enter_context(write_lock(folder))
@@ -161,7 +161,7 @@ def fit(
 
 def _train_steps(
     progress: Progress,
-    compiled: CompiledStep | None,
+    compiled: StepExecutable | None,
     loader: Loader[Any],
     callbacks: Sequence[Callback],
     interrupt: Interrupt,
@@ -207,8 +207,8 @@ def _train_steps(
         callback.on_end(progress)
 
 
-def _step_metrics(values: dict[str, Any], progress: Progress) -> StepMetrics:
-    """Return the metrics of the last step that the devices were given."""
+def _step_metrics(values: dict[str, np.ndarray], progress: Progress) -> StepMetrics:
+    """Return the metrics of the last dispatched step."""
     config, step = progress.program.run.config, progress.step
     first = ("loss", "grad_norm", "learning_rate", "tokens")
     others = sorted(name for name, value in values.items() if name not in first and np.ndim(value) == 0)
@@ -217,8 +217,8 @@ def _step_metrics(values: dict[str, Any], progress: Progress) -> StepMetrics:
     return StepMetrics(step, values, record, logged)
 
 
-def _record_program(progress: Progress, compiled: CompiledStep) -> None:
-    """Record facts about the compiled step while the devices run the first one, so that a killed run has them too."""
+def _record_program(progress: Progress, compiled: StepExecutable) -> None:
+    """Record facts about the compiled step during the first step, so that a killed run has them too."""
     with progress.meter.paused("setup"):
         progress.facts |= {"compile_s": compiled.compile_s, "hbm_gib": compiled.hbm_gib}
         if progress.tracker.writes:
@@ -230,16 +230,16 @@ def _record_program(progress: Progress, compiled: CompiledStep) -> None:
 def _begin(
     program: StepProgram, checkpoints: Checkpoints, loader: Loader[Any], folder: Path, console: Console
 ) -> tuple[int, TrainState]:
-    """Return the finished steps and the state: of the newest checkpoint with its data position, or a fresh start.
+    """Restore the newest checkpoint and its data position, or initialise. Returns the finished steps and the state.
 
-    Prints the step that a continued run starts from, the settings that changed, and any jump of its learning rate.
+    A continued run prints its first step, the settings that changed, and any jump of its learning rate.
     """
     run, changed = program.run, changed_settings(program.run, folder)
     restored = checkpoints.newest(program.abstract_state, changed=changed)
     if restored is None:
         return 0, program.init(run.config.seed)
     step, state, data, source = restored
-    if state.optimizer is None:  # converted weights, whose data begins with this run
+    if state.optimizer is None:  # converted weights: the data starts from the beginning
         state = program.begin_with(state.parameters)
     else:
         loader.restore(data)
@@ -265,10 +265,10 @@ def _meter(run: Run, devices: Devices) -> Meter:
     return Meter(tokens, chips, run.step_flops, None if peak is None else peak * chips)
 
 
-def _layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
-    """Return the fields by which runs are compared: request, layout, devices, and the denominator of the MFU."""
+def _tracker(run: Run, devices: Devices, folder: Path, start: int, *, write: bool) -> Tracker:
+    """Return the tracker, with the fields by which runs are compared: request, layout, devices, peak FLOP/s."""
     chip = devices.chip
-    return encode(run.about()) | {
+    fields = encode(run.about()) | {
         "stage": "train",
         "chip": devices.devices[0].device_kind if chip is None else chip.name,
         "chips": devices.chips,
@@ -277,10 +277,12 @@ def _layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
         "flops_per_token": run.step_flops / (run.config.batch * run.config.seq),
         "mfu_denominator_flops_per_chip": None if chip is None else chip.peak_flops(run.config.precision.compute),
     }
-
-
-def _tracker(run: Run, devices: Devices, folder: Path, start: int, *, write: bool) -> Tracker:
-    group = f"{run.model.name}-{run.config.target.name}"
-    fields = config_of(_layout_fields(run, devices), run.record())
-    name = folder.name
-    return Tracker(run.config.tracking, folder, run_name=name, fields=fields, group=group, start=start, write=write)
+    return Tracker(
+        run.config.tracking,
+        folder,
+        run_name=folder.name,
+        fields=config_of(fields, run.record()),
+        group=f"{run.model.name}-{run.config.target.name}",
+        start=start,
+        write=write,
+    )

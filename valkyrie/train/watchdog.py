@@ -1,4 +1,4 @@
-"""A watchdog on the steps of a training: one that hangs becomes a crash, with the stacks of all threads in the log."""
+"""A watchdog that turns a hanging step into a crash, with the stacks of all threads in the log."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ from valkyrie.processes.team import ALONE, NEWS_S, Team
 from valkyrie.train.processes import LOGS
 
 STEPS = 20
-"""A step that takes so many times the median of those before it hangs, if it also takes longer than the limit."""
+"""A step hangs if it takes longer than the limit and this many times the median of earlier steps."""
 FIRST_S = 1800.0
-"""Seconds that the first step has at least: devices connect, kernels are tuned, caches are cold."""
+"""Minimum limit of the first step, in seconds: devices connect, kernels are tuned, caches are cold."""
 _REMEDY = "Started again, it goes on from its newest checkpoint; distributed.step_timeout_s is the limit."
 _REMEMBERED = 50
 _WRITE_S = 5.0
-"""Seconds that the stacks may take to be written: the disk may be what hangs."""
+"""Time limit for writing the stacks, in seconds, since the disk may be what hangs."""
 
 
 class Watchdog:
-    """A context in which a thread ends the process, with status 69, when no step of a training finishes any more.
+    """A context manager with a thread that ends the process with status 69 when a step hangs.
 
-    `limit_s` are the seconds that a step may take; a longer time is allowed to the first, and where steps are slow
-    anyway (`first_s`, `STEPS`). None: nothing is watched. What comes between `resting` and the next `step` may take as
-    long as it does. All processes of the `team` are told, and each prints the stacks of its threads to its standard
-    error; into `log` too, where one is given. `remedy` is said at the end.
+    All processes of the team then print the stacks of their threads to standard error. Nothing is watched between
+    `resting` and the next `step`.
     """
 
     def __init__(
@@ -49,6 +47,17 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int, str], object] = end_process,
     ) -> None:
+        """Create a watchdog.
+
+        Args:
+            limit_s: Seconds that a step may take; slow trainings get more (`STEPS`). None watches nothing.
+            team: Processes of the run.
+            log: File that also gets the stacks.
+            first_s: Minimum limit of the first step.
+            remedy: Last sentence of the error message.
+            clock: Returns the time in seconds.
+            end: Ends the process with a status and a reason.
+        """
         self._limit_s, self._team, self._log, self._clock, self._end = limit_s, team, log, clock, end
         self._first_s, self._remedy = first_s, remedy
         self._taken: deque[float] = deque(maxlen=_REMEMBERED)
@@ -71,7 +80,7 @@ class Watchdog:
         self._over.set()
 
     def step(self, step: int) -> None:
-        """Note that a step begins, and that the one before it is as good as done."""
+        """Record that a step begins, and that the previous one is nearly done."""
         now = self._clock()
         if self._now is not None:
             self._taken.append(now - self._now[1])
@@ -84,14 +93,14 @@ class Watchdog:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Watch nothing until the next step begins: inside is an evaluation or a save, or the end comes after it."""
+        """Watch nothing inside, nor until the next step begins: evaluations and saves may take any time."""
         self._rest()
         yield
 
     def look(self) -> str | None:
-        """Return a line about the step if it hangs, else None; to be called every `_poll_s` or so.
+        """Return a message if the step hangs, else None. Called about every `_poll_s` seconds.
 
-        Time in which the process itself was stopped, as by Ctrl-Z, is not counted.
+        Time during which the process was stopped, for example by Ctrl-Z, does not count.
         """
         now, before, step = self._clock(), self._looked, self._now
         self._looked = now
@@ -106,7 +115,7 @@ class Watchdog:
         return f"step {step[0]} hangs: nothing has finished for {self._waited:.3g} s{before_it}"
 
     def print_stacks(self, head: str) -> None:
-        """Print what every thread of this process does, once; return after `_WRITE_S` where that cannot be written."""
+        """Print the stacks of all threads once. Gives up after `_WRITE_S` seconds."""
         if self._printed.acquire(blocking=False):
             writing = threading.Thread(target=self._write, args=(head,), name="stacks", daemon=True)
             writing.start()
@@ -125,7 +134,7 @@ class Watchdog:
                 return self._hung(line)
 
     def _hung(self, line: str) -> None:
-        """Print the stacks, let the others do so, and end all processes."""
+        """Print the stacks on all processes, and end them."""
         who = f"process {self._team.index}: " if self._team.count > 1 else ""
         self.print_stacks(f"{who}{line}: what the threads of this process do:")
         self._team.fail(LOST, line)
@@ -151,10 +160,10 @@ class Watchdog:
 
 
 def watchdog_of(run: Run, team: Team, folder: Path, signals: bool) -> Watchdog:
-    """Return the watchdog of a training in its folder.
+    """Return the watchdog of a training.
 
-    Without `signals` it watches nothing: ending the process would take a notebook with it. Nor under `debug=nans`,
-    which takes a step apart into single operations where it finds one.
+    It watches nothing without `signals`, so that it never ends a notebook's kernel, nor under `debug=nans`, which
+    reruns a step op by op.
     """
     watches = signals and run.config.debug is not Debug.nans
     limit_s = run.config.distributed.step_timeout_s if watches else None
