@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from valkyrie.sweep import launcher
-from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.run import Watcher
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
@@ -128,11 +128,11 @@ class Stage:
         return self.starts.read_text().splitlines() if self.starts.is_file() else []
 
 
-def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[Plan]:
+def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[TrialPlan]:
     """The plans of every job of a multirun, none of which is carried out."""
-    plans: list[Plan] = []
+    plans: list[TrialPlan] = []
 
-    def carry_out(asked: Sequence[Plan], *_: Any) -> dict[str, Trial]:
+    def carry_out(asked: Sequence[TrialPlan], *_: Any) -> dict[str, Trial]:
         plans.extend(asked)
         return {plan.key: plan.ended(Status.ok, None, "", 0.0) for plan in asked}
 
@@ -145,7 +145,7 @@ def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> 
 def play(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseException) -> None:
     """Say by partition what becomes of the trials of multiruns, or is raised; none of them is a process."""
 
-    def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
+    def carry_out(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
         found = {}
         for plan in plans:
             part = parts[plan.about.partition]

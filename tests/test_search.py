@@ -36,7 +36,7 @@ from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import PLAIN_FSDP, RULE, Rival, format_comparison, rivals_on
 from valkyrie.search.shortlist import Shortlist, chips_of, mesh_partition, on_any_torus, shortlist
 from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict
-from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.trial import Status, Trial
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
@@ -56,10 +56,10 @@ class Compiler:
     """Takes the place of `compile_trial`: every step takes `factor` of its estimate, of some partitions none fits."""
 
     def __init__(self, factor: float = 1.0, does_not_fit: Sequence[str] = ()) -> None:
-        self.factor, self.does_not_fit, self.plans = factor, does_not_fit, list[Plan]()
+        self.factor, self.does_not_fit, self.plans = factor, does_not_fit, list[TrialPlan]()
         self.steps: dict[tuple[str, ...], float] = {}
 
-    def __call__(self, plan: Plan, watch: Callable[[], None]) -> Trial:
+    def __call__(self, plan: TrialPlan, watch: Callable[[], None]) -> Trial:
         self.plans.append(plan)
         fits = plan.about.partition not in self.does_not_fit
         step_s = self.factor * self.steps[tuple(plan.overrides[-len(self.key(plan)) :])]
@@ -68,7 +68,7 @@ class Compiler:
         status = Status.ok if fits else Status.does_not_fit
         return plan.ended(status, None, "2026-01-01T00:00:00+00:00", 1.0, results)
 
-    def key(self, plan: Plan) -> tuple[str, ...]:
+    def key(self, plan: TrialPlan) -> tuple[str, ...]:
         """Return the overrides of the layout in a plan."""
         start = next(i for i, o in enumerate(plan.overrides) if o.startswith("mode=")) + 1
         return plan.overrides[start:]
@@ -136,7 +136,7 @@ def test_no_compile_is_begun_that_would_end_after_the_budget(
     clock = [0.0]
     monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
 
-    def slow(plan: Plan, watch: Callable[[], None]) -> Trial:
+    def slow(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
         clock[0] += 40.0
         return compiler(plan, watch)
 
@@ -152,7 +152,7 @@ def test_the_budget_ends_even_the_first_compile_and_leaves_estimates(
 ) -> None:
     clock = [0.0]
 
-    def endless(plan: Plan, watch: Callable[[], None]) -> Trial:
+    def endless(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
         while True:
             clock[0] += 1.0
             watch()

@@ -30,7 +30,7 @@ from valkyrie.search.measuring import Measured, Measures, measure_best, measurem
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import PLAIN_FSDP, Rival, format_comparison
 from valkyrie.search.shortlist import Shortlist, mesh_partition, shortlist
-from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 CHIP = ChipConfig("cpu", "cpu", {"float32": 0.02}, hbm_gbs=5.0, host_bounds=[8], switch_gbs=0.5, device_kinds=["cpu"])
@@ -54,9 +54,9 @@ class Devices:
 
     def __init__(self, of: SearchRequest, slow: Sequence[str] = (), status: Status = Status.ok) -> None:
         self.estimates = {tuple(one.candidate.overrides): one.step_s for one in listed_of(of).fitting}
-        self.slow, self.status, self.plans = slow, status, list[Plan]()
+        self.slow, self.status, self.plans = slow, status, list[TrialPlan]()
 
-    def __call__(self, plans: Sequence[Plan], jobs: int) -> dict[str, Trial]:
+    def __call__(self, plans: Sequence[TrialPlan], jobs: int) -> dict[str, Trial]:
         (plan,) = plans
         self.plans.append(plan)
         start = next(i for i, o in enumerate(plan.overrides) if o == "mode=measure") + 1
@@ -234,7 +234,7 @@ def test_figures_are_of_this_machine_and_precision(
 ) -> None:
     timed = list[Run]()
 
-    def time_them(plan: Plan) -> Trial:
+    def time_them(plan: TrialPlan) -> Trial:
         assert plan.run is not None
         timed.append(plan.run)
         values = {"name": "cpu", "platform": "cpu", "peak_tflops": {plan.run.config.precision.compute.value: 0.05}}

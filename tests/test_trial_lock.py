@@ -19,7 +19,7 @@ from helpers import compose_run
 from runs import SINGLE, command
 from sweeps import Stage
 from valkyrie.processes.locks import LockState, TrialLock, lock, write_lock
-from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.process import TrialProcess
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
@@ -48,8 +48,8 @@ def test_the_process_of_an_earlier_attempt_is_forgotten(tmp_path: Path):
 
 
 def test_a_process_whose_number_cannot_be_noted_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    plan = Plan("k", "trial", "show", tmp_path, (), None, run=compose_run(*SINGLE))
-    monkeypatch.setattr(Plan, "command", SLEEP)
+    plan = TrialPlan("k", "trial", "show", tmp_path, (), None, run=compose_run(*SINGLE))
+    monkeypatch.setattr(TrialPlan, "command", SLEEP)
     lock = TrialLock.take(plan.trial_folder)
     assert lock is not None
     noted: list[int] = []

@@ -22,7 +22,7 @@ from valkyrie.processes.locks import TrialLock
 from valkyrie.search.measure.figures_of import has_figures, in_words, read_figures
 from valkyrie.search.request import SearchRequest
 from valkyrie.sweep.members import members
-from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.process import TrialProcess, stop
 from valkyrie.sweep.trial import Status, Trial
 
@@ -83,7 +83,7 @@ def _figures(request: SearchRequest, target: TargetConfig, folder: Path, console
     )
     name, machine = str(run.config.name), socket.gethostname()
     if not has_figures(folder / name, machine, config.precision.compute, devices // processes()):
-        plan = Plan(name, name, "figures", folder, (), None, run=run, limit_s=run.config.mode.limit_s())
+        plan = TrialPlan(name, name, "figures", folder, (), None, run=run, limit_s=run.config.mode.limit_s())
         trial = _carried_out(plan)
         if trial.status is not Status.ok:
             raise ValueError(f"target={target.name}: the devices could not be timed: {trial.reason}")
@@ -92,7 +92,7 @@ def _figures(request: SearchRequest, target: TargetConfig, folder: Path, console
     return chip
 
 
-def _carried_out(plan: Plan) -> Trial:
+def _carried_out(plan: TrialPlan) -> Trial:
     """Run a trial that no sweep records and return its record. Raises ValueError if another search is running it."""
     lock = TrialLock.take(plan.trial_folder)
     if lock is None:

@@ -19,7 +19,7 @@ from valkyrie.search.modes import compile_into_folder
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import MeshPartition, Shortlist, errors, mesh_partition
 from valkyrie.sweep.child import outcome_of
-from valkyrie.sweep.plan import Plan, SweepContext, plan_run
+from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
 from valkyrie.sweep.results import OUTPUT, Outcome, results_of
 from valkyrie.sweep.run import carry_out_here
 from valkyrie.sweep.trial import Status, Trial
@@ -136,7 +136,7 @@ def compile_best(
         on_result(compiles.done[-1], compiles)
 
 
-def compile_trial(plan: Plan, watch: Callable[[], None]) -> Trial:
+def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
     """Compile the layout of a plan in one child process and record it, unless an earlier search did.
 
     `watch` is called several times a second. An exception that it raises ends the compile.
@@ -157,13 +157,13 @@ def compile_trial(plan: Plan, watch: Callable[[], None]) -> Trial:
     return carry_out_here(plan, work, watch)
 
 
-def plan_compile(request: SearchRequest, layout: Estimated, folder: Path) -> Plan:
+def plan_compile(request: SearchRequest, layout: Estimated, folder: Path) -> TrialPlan:
     """Plan the trial that compiles a layout."""
     run = layout.run(request.run).changed(mode=settings_for(CompileMode, request.mode))
     return plan_layout(folder, request, run, layout)
 
 
-def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: Estimated) -> Plan:
+def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: Estimated) -> TrialPlan:
     """Plan a trial of a layout in the folder of a search."""
     flags, overrides = parts_of(request.command)
     overrides = [*overrides, f"mode={run.config.mode.name}", *layout.candidate.overrides]

@@ -18,7 +18,7 @@ from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import SweepEnd, end_of
 from valkyrie.sweep.members import members
 from valkyrie.sweep.names import key_values
-from valkyrie.sweep.plan import Plan, SweepContext, job_environment, plan_run, plan_wrong
+from valkyrie.sweep.plan import SweepContext, TrialPlan, job_environment, plan_run, plan_wrong
 from valkyrie.sweep.process import TrialProcess
 from valkyrie.sweep.run import carry_out
 from valkyrie.sweep.screen import Lines, LiveScreen
@@ -98,13 +98,13 @@ class _Both:
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
         self._screen.running(processes, waiting)
 
-    def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
+    def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
         self._screen.ended(plan, trial, earlier=earlier)
         if self._end is not None:
             self._end.add(trial)
 
 
-def _plan(composer: Composer, overrides: Sequence[str], number: int, run: Run | None) -> Plan:
+def _plan(composer: Composer, overrides: Sequence[str], number: int, run: Run | None) -> TrialPlan:
     config = composer.config
     with open_dict(config):
         config.hydra.job.id = config.hydra.job.num = number

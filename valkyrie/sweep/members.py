@@ -28,7 +28,7 @@ from valkyrie.processes.hub import free_port, parse_address
 from valkyrie.processes.team import Connected, Place
 from valkyrie.runs.folder import RUN
 from valkyrie.sweep.names import key_values
-from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.plan import TrialPlan
 from valkyrie.train.processes import abort_all_on_error, agree_on_versions
 
 BESIDE = "beside"
@@ -50,11 +50,11 @@ class Members:
         """How many processes a trial has."""
         return self._team.count
 
-    def takes(self, plan: Plan) -> bool:
+    def takes(self, plan: TrialPlan) -> bool:
         """Return whether all processes do a trial together; what needs no devices is done by the first alone."""
         return plan.mode.needs is Needs.devices
 
-    def begin(self, plan: Plan) -> dict[str, str]:
+    def begin(self, plan: TrialPlan) -> dict[str, str]:
         """Let the others start a trial; return what the environment of its first process has besides ours."""
         self._trials += 1
         host, _ = parse_address(self._team.place.coordinator)

@@ -56,7 +56,7 @@ def job_environment(hydra: Any) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrialPlan:
     """A trial before it runs, in a sweep's `folder`.
 
     Args:
@@ -156,7 +156,7 @@ class Plan:
 
 def plan_run(
     run: Run, sweep: SweepContext, overrides: Sequence[str], problems: Sequence[Problem] | None = None
-) -> Plan:
+) -> TrialPlan:
     """Plan the trial of a run. An illegal run has a refused plan.
 
     Args:
@@ -174,7 +174,7 @@ def plan_run(
     if config.resume is not None and not mode.reads_run:
         raise ValueError(_not_in_a_multirun(config.resume, mode.name))
     about = run.asked() if problems else run.about()
-    plan = Plan(
+    plan = TrialPlan(
         key=key,
         name=trial_name(run, key, about.layout),
         stage=mode.name,
@@ -209,11 +209,11 @@ def plan_run(
     )
 
 
-def plan_wrong(error: ValueError, mode: str, sweep: SweepContext, overrides: Sequence[str]) -> Plan:
+def plan_wrong(error: ValueError, mode: str, sweep: SweepContext, overrides: Sequence[str]) -> TrialPlan:
     """Return the refused plan of a job whose configuration does not compose to a run."""
     key = digest(sorted(overrides))[:16]
     name = f"{folder_name(mode)}-{key[:6]}"
-    return Plan(key, name, mode, sweep.folder, tuple(overrides), None, str(error), flags=sweep.flags)
+    return TrialPlan(key, name, mode, sweep.folder, tuple(overrides), None, str(error), flags=sweep.flags)
 
 
 def _config_flags(hydra: Any) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from valkyrie.processes.child import ChildProcess
 from valkyrie.processes.locks import TrialLock
 from valkyrie.sweep.members import members
-from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.results import OUTPUT, Outcome, outcome
 from valkyrie.sweep.trial import Status, Trial
 
@@ -23,7 +23,7 @@ _POLL_S = 0.05
 class TrialProcess:
     """A trial that runs in its own process, from when it is constructed."""
 
-    def __init__(self, plan: Plan, lock: TrialLock) -> None:
+    def __init__(self, plan: TrialPlan, lock: TrialLock) -> None:
         self.plan = plan
         leading = members()
         self._members = leading if leading is not None and leading.takes(plan) else None
@@ -87,7 +87,7 @@ class TrialProcess:
         return self._process.wait(max(seconds, _POLL_S))
 
 
-def over_limit(plan: Plan) -> Outcome:
+def over_limit(plan: TrialPlan) -> Outcome:
     """Return the outcome of a trial that was stopped at its time limit."""
     return Outcome(Status.timeout, f"it took longer than trial.limit_s={plan.limit_s:g} seconds and was ended")
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Protocol, runtime_checkable
 
 from valkyrie.processes.locks import TrialLock
-from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.process import TrialProcess, over_limit, stop
 from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import Status, Trial, TrialLog
@@ -29,7 +29,7 @@ class Watcher(Protocol):
         """
         ...
 
-    def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
+    def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
         """Called when a trial has a record; `earlier` if it existed before this sweep."""
         ...
 
@@ -39,7 +39,7 @@ class TrialTimeout(BaseException):
 
 
 def carry_out_here(
-    plan: Plan, work: Callable[[Callable[[], None]], Outcome], watch: Callable[[], None] = lambda: None
+    plan: TrialPlan, work: Callable[[Callable[[], None]], Outcome], watch: Callable[[], None] = lambda: None
 ) -> Trial:
     """Carry out a trial that needs no devices in this process, and return its record.
 
@@ -81,7 +81,7 @@ def carry_out_here(
         return trial
 
 
-def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher | None = None) -> dict[str, Trial]:
+def carry_out(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = None) -> dict[str, Trial]:
     """Carry out the trials of one sweep folder, `jobs` processes at a time, and return their records by key.
 
     Waits for trials that another sweep is running. Raises OSError if a record cannot be written and KeyboardInterrupt
@@ -116,18 +116,18 @@ def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher | None = None) 
     return trials
 
 
-def settle(plans: Sequence[Plan], watcher: Watcher | None = None) -> tuple[dict[str, Trial], list[Plan]]:
+def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[dict[str, Trial], list[TrialPlan]]:
     """Return the trials by key that need no process, and the other plans.
 
     These trials were recorded earlier, or are refused and recorded now.
     """
     trials: dict[str, Trial] = {}
-    waiting: list[Plan] = []
+    waiting: list[TrialPlan] = []
     if not plans:
         return trials, waiting
     log = TrialLog(plans[0].folder)
     recorded = {trial.key: trial for trial in log.read()}
-    refused: list[tuple[Plan, Trial]] = []
+    refused: list[tuple[TrialPlan, Trial]] = []
     for plan in plans:
         before = recorded.get(plan.key)
         if before is not None and plan.settled_by(before):
@@ -145,7 +145,7 @@ def settle(plans: Sequence[Plan], watcher: Watcher | None = None) -> tuple[dict[
 
 
 def _start_next(
-    waiting: list[Plan],
+    waiting: list[TrialPlan],
     running: dict[str, tuple[TrialProcess, TrialLock]],
     trials: dict[str, Trial],
     watcher: Watcher | None,
@@ -172,7 +172,9 @@ def _start_next(
     return False
 
 
-def _add(plan: Plan, trial: Trial, trials: dict[str, Trial], watcher: Watcher | None, *, earlier: bool = False) -> None:
+def _add(
+    plan: TrialPlan, trial: Trial, trials: dict[str, Trial], watcher: Watcher | None, *, earlier: bool = False
+) -> None:
     trials[plan.key] = trial
     if watcher is not None:
         watcher.ended(plan, trial, earlier=earlier)

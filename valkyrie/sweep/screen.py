@@ -21,7 +21,7 @@ from valkyrie.train.screen import make_console
 from valkyrie.units import span
 
 if TYPE_CHECKING:
-    from valkyrie.sweep.plan import Plan
+    from valkyrie.sweep.plan import TrialPlan
     from valkyrie.sweep.process import TrialProcess
 
 _STYLES = {Status.ok: "green", Status.refused: "dim", Status.does_not_fit: "yellow"}
@@ -54,7 +54,7 @@ class Lines:
             self.console.print(line, style="dim", markup=False, highlight=False)
         self._others = bool(waiting and not processes)
 
-    def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
+    def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
         """Print the trial's line, after the output of a mode without numbers."""
         self.done += 1
         self._refused += trial.status is Status.refused
@@ -70,7 +70,7 @@ class Lines:
             self.console.print(f"[{self.done}/{self.total}] {count} {what}", style="dim", markup=False, highlight=False)
         self._counted.clear()
 
-    def _print(self, plan: Plan, trial: Trial, earlier: bool) -> None:
+    def _print(self, plan: TrialPlan, trial: Trial, earlier: bool) -> None:
         place = f"[{self.done}/{self.total}] " if self.total > 1 else ""
         when = " (done before)" if earlier else f" ({trial.wall_s:.1f} s)" if trial.wall_s else ""
         output = plan.trial_folder / OUTPUT
@@ -106,7 +106,7 @@ class LiveScreen(Lines):
         super().running(processes, waiting)
         self._processes, self._waiting = list(processes), waiting
 
-    def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
+    def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
         """Print the trial's line above the table, and count it."""
         super().ended(plan, trial, earlier=earlier)
         self._counts[trial.status] += 1
