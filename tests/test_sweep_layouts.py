@@ -21,9 +21,10 @@ from runs import TINY, start
 from valkyrie.config.compose import register
 from valkyrie.config.run import Run
 from valkyrie.paths import conf_dir
+from valkyrie.problems import INDIVISIBLE, ProblemCode
 from valkyrie.sweep.cells import Cells
 from valkyrie.sweep.composer import Composer
-from valkyrie.sweep.layouts import count_line, enumerate_cells, reasons, sample_evenly, sweep_layouts
+from valkyrie.sweep.layouts import count_kinds, count_line, enumerate_cells, sample_evenly, sweep_layouts
 from valkyrie.sweep.space import SpaceConfig, read_space
 from valkyrie.sweep.trial import Status, TrialLog
 
@@ -62,7 +63,7 @@ def test_lists_of_the_command_line_replace_the_layouts_and_multiply_with_the_res
     }
     assert {cell.overrides for cell in found.legal} == wanted
     assert len(found.cells) == len(wanted)
-    assert [*found.skipped.values()] == [2]
+    assert [p.code for p in found.skipped] == [ProblemCode.same_sharding] * 2
 
 
 def test_what_is_varied_together_stays_together():
@@ -199,8 +200,9 @@ def test_the_laptop_sweep_has_the_same_cells_on_eight_chips():
 
 def test_refusals_are_grouped_and_counted():
     found = cells_asked_for("hydra/sweeper=layouts", "target=cpu8", "batch=4")
-    assert reasons(found)[0][0].startswith("batch not divisible: ")
-    assert sum(count for _, count in reasons(found)) == len(found.refused)
+    assert found.refused[0].problems[0].code in INDIVISIBLE
+    kinds = count_kinds(cell.problems[0] for cell in found.refused)
+    assert sum(count for _, count in kinds) == len(found.refused)
     line = count_line(found, found.legal[:3])
     assert line.startswith(
         f"{len(found.cells)} cells: {len(found.legal)} legal, {len(found.refused)} refused; "

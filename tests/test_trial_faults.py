@@ -15,9 +15,10 @@ import pytest
 from runs import command
 from sweeps import Stage
 from valkyrie.config.modes import MODES
-from valkyrie.processes.ending import INTERRUPTED, LOST, PREEMPTED, REFUSED, end_process, records_ending
+from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, LOST, PREEMPTED, REFUSED, end_process, records_ending
 from valkyrie.runs.results import MemoryResult, StepResult, TrialResult
-from valkyrie.sweep.results import ending, failure, last_error, outcome, results_of
+from valkyrie.sweep.child import outcome_of
+from valkyrie.sweep.results import Outcome, ending, last_error, outcome, results_of
 from valkyrie.sweep.trial import Status
 
 
@@ -170,6 +171,10 @@ def json_lines_up_to(record: Path, size: int) -> int:
     return added
 
 
+def _raise(error: Exception) -> Outcome:
+    raise error
+
+
 TRACEBACK = """I0000 00:00 starting
 Traceback (most recent call last):
   File "x.py", line 1, in <module>
@@ -186,7 +191,7 @@ def test_the_reason_is_the_line_that_tells(tmp_path: Path):
     ended = outcome(tmp_path, 1)
     assert ended.status is Status.failed, "what a log says decides nothing"
     assert ended.reason is not None and "RESOURCE_EXHAUSTED: Out of memory allocating 17 bytes." in ended.reason
-    assert failure("XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory").status is Status.does_not_fit
+    assert outcome_of(lambda: _raise(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))).status is Status.does_not_fit
     output.write_text("F0101 00:00 thing.cc:1] Check failed: a == b\n*** Check failure stack trace: ***\n    @ 0x1\n")
     ended = outcome(tmp_path, -signal.SIGABRT)
     assert (ended.status, ended.reason) == (
@@ -202,7 +207,8 @@ def test_the_reason_is_the_line_that_tells(tmp_path: Path):
     [
         (LOST, "step 3 hangs: nothing has finished for 60 s", Status.failed),
         (REFUSED, "batch=7 is not divisible by 2", Status.refused),
-        (REFUSED, "gpt_tiny under 1x1x1-dp ran out of memory", Status.does_not_fit),
+        (REFUSED, "its data is named out of memory", Status.refused),
+        (DOES_NOT_FIT, "gpt_tiny under 1x1x1-dp has no room", Status.does_not_fit),
         (PREEMPTED, "stopped by a signal", Status.killed),
         (INTERRUPTED, "stopped by a signal", Status.killed),
     ],

@@ -43,6 +43,7 @@ class ProblemCode(Enum):
     missing_mesh_axis = "missing_mesh_axis"
     idle_mesh_axis = "idle_mesh_axis"
     mesh_axis_used_twice = "mesh_axis_used_twice"
+    same_sharding = "same_sharding"
     # Sizes.
     not_divisible = "not_divisible"
     batch_not_divisible = "batch_not_divisible"

@@ -16,6 +16,8 @@ DONE = 0
 """A training that reached its last step."""
 REFUSED = 2
 """A mistake of the user. Also the status of the processes that end because one of them found it."""
+DOES_NOT_FIT = 3
+"""A run that needs more memory than its devices have. Recorders get this status; the process ends with REFUSED."""
 LOST = 69
 """A process hangs, or another one hangs or was lost. Start all of them again."""
 PREEMPTED = 75
@@ -41,7 +43,7 @@ def end_process(status: int, reason: str) -> NoReturn:
     for record in _recorders if status else ():
         with contextlib.suppress(OSError):
             record(status, reason)
-    os._exit(status)
+    os._exit(REFUSED if status == DOES_NOT_FIT else status)
 
 
 def describe_status(status: int) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from valkyrie.checksums import digest
-from valkyrie.processes.ending import LOST, REFUSED, end_process
+from valkyrie.processes.ending import DOES_NOT_FIT, LOST, REFUSED, end_process
 from valkyrie.processes.hub import (
     Goodbye,
     Heartbeat,
@@ -199,7 +199,8 @@ class Connected(Team):
                         self.on_hang(f"process {self.index}: {message.line}")
                         if self._hub is not None:
                             time.sleep(NEWS_S)
-                    return self._lost(message.line, REFUSED if message.status == REFUSED else LOST)
+                    known = message.status in (REFUSED, DOES_NOT_FIT)
+                    return self._lost(message.line, message.status if known else LOST)
                 if isinstance(message, Values):
                     self._left = self._left or message.name == _END
                     with self._changed:

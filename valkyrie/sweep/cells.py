@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +31,7 @@ _PATTERN = re.compile(r"(?:([0-9]+)s)?((?:[A-Z]|[0-9]+)(?:x(?:[A-Z]|[0-9]+)){2,3
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of a space: its overrides, its run, and its problems, if any."""
+    """A combination of a space."""
 
     overrides: tuple[str, ...]
     run: Run
@@ -41,10 +40,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Cells:
-    """Every cell of a space in order, and how many combinations were skipped, by reason."""
+    """The cells of a space in order, and the reason for each skipped combination."""
 
     cells: list[Cell]
-    skipped: Counter[str]
+    skipped: list[Problem]
 
     @property
     def legal(self) -> list[Cell]:
@@ -69,21 +68,21 @@ def enumerate_space(
     """Return every cell of a space. Raises ValueError for a space that cannot be enumerated.
 
     Args:
-        space: What varies.
+        space: The ranges and lists to combine.
         variants: Runs that differ in everything except the layout.
-        partitions: The partitions by the names in the overrides.
-        remats: The remat policies by name, or None to keep that of the run.
-        mesh_named: Returns the mesh with a name.
-        accelerated: Whether this machine has accelerators, which `target=auto` then means.
+        partitions: Partitions by the name in an override.
+        remats: Remat policies by name, or None to use the policy of the run.
+        mesh_named: Returns the mesh of a name.
+        accelerated: Whether `target=auto` means accelerators of this machine.
     """
     refuse(space.problems())
     cells: list[Cell] = []
-    skipped: Counter[str] = Counter()
+    skipped: list[Problem] = []
     for variant in variants:
         if unsound := variant.run.model.problems():
             cells.append(Cell(variant.overrides, variant.run, tuple(unsound)))
         elif outside := _out_of_range(space, variant.run):
-            skipped[outside] += 1
+            skipped.append(outside)
         else:
             meshes = _meshes(space, variant.run, mesh_named)
             for name, partition in partitions.items():
@@ -112,7 +111,7 @@ def _distinct_meshes(
     partition: PartitionConfig,
     meshes: Mapping[str, tuple[MeshConfig, bool]],
     accelerated: bool,
-    skipped: Counter[str],
+    skipped: list[Problem],
 ) -> Iterator[tuple[str, MeshConfig]]:
     """Yield the name and the placed mesh of each different sharding under a partition.
 
@@ -124,7 +123,8 @@ def _distinct_meshes(
     def layout_on(mesh: MeshConfig) -> tuple[Layout, list[Problem]]:
         return derive_layout(mesh, partition, run.arrays, known_axes=known_axes())
 
-    usable = [name for name, (mesh, enumerated) in meshes.items() if not enumerated or _can_use(*layout_on(mesh))]
+    misfits = {name: _misfit(*layout_on(mesh)) for name, (mesh, enumerated) in meshes.items() if enumerated}
+    usable = [name for name in meshes if misfits.get(name) is None]
     if not usable:
         name = next(iter(meshes))
         yield name, meshes[name][0]
@@ -142,15 +142,18 @@ def _distinct_meshes(
         if degrees is not None:
             seen.add(degrees)
         if not distinct:
-            skipped["same sharding as another mesh"] += 1
+            text = f"mesh={name} shards every array as another mesh does."
+            skipped.append(Problem(ProblemCode.same_sharding, "mesh", name, text))
         yield from ((name, placed) for placed in distinct)
-    if unused := len(meshes) - len(usable):
-        skipped["mesh has an axis that the partition does not use, or lacks one that it needs"] += unused
+    skipped += filter(None, misfits.values())
 
 
-def _can_use(layout: Layout, problems: Sequence[Problem]) -> bool:
-    idle = any(role.kind is RoleKind.idle for role in layout.roles.values())
-    return not idle and all(problem.code is not ProblemCode.missing_mesh_axis for problem in problems)
+def _misfit(layout: Layout, problems: Sequence[Problem]) -> Problem | None:
+    """Return why a partition cannot use a mesh: an axis that it does not use, or one that it needs. Else None."""
+    idle = tuple(axis for axis, role in layout.roles.items() if role.kind is RoleKind.idle)
+    if idle:
+        return Problem(ProblemCode.idle_mesh_axis, partition=layout.partition.name, mesh_axes=idle)
+    return next((problem for problem in problems if problem.code is ProblemCode.missing_mesh_axis), None)
 
 
 def _degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
@@ -164,10 +167,10 @@ def _degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
 
 
 def _sharding(layout: Layout, torus: bool) -> tuple[object, ...]:
-    """Return a key that two layouts of a partition share exactly if every device holds the same part of every array.
+    """Return a key that is equal for two layouts of a partition if every device holds the same part of every array.
 
-    The positions of devices are known with a written placement, and without a torus. On a torus, JAX places axes by
-    their sizes, so such a mesh equals only itself. The same holds under ZeRO-1, which takes data axes one by one.
+    Device positions are known if there is a placement or no torus. On a torus without a placement, JAX places axes by
+    their sizes, so a mesh equals only itself. The same holds under ZeRO-1, which shards over data axes one by one.
     """
     mesh = layout.mesh
     if mesh.problems() or layout.partition.zero1 or (torus and mesh.placement is None):
@@ -198,9 +201,9 @@ def is_pattern(name: str) -> bool:
 
 
 def expand_pattern(pattern: str, devices: int) -> list[str]:
-    """Return the meshes that match a pattern, in ascending order; equal letters are equal sizes.
+    """Return the meshes that match a pattern, in ascending order. Equal letters mean equal sizes.
 
-    Raises ValueError if there are none, as of `Ax3xB` for 8 devices.
+    Raises ValueError if no mesh matches, such as `Ax3xB` for 8 devices.
     """
     match = _PATTERN.fullmatch(pattern)
     assert match is not None, pattern
@@ -240,17 +243,14 @@ def _placed(space: SpaceConfig, run: Run, mesh: MeshConfig) -> Iterator[MeshConf
     for entry in space.placements:
         if entry == ALL and target.devices in (None, mesh.size):
             yield from (replace(mesh, placement=p) for p in placements(mesh.axes, topology_of(target)))
-        elif entry in (
-            ALL,
-            DEFAULT,
-        ):  # the cell of a mesh with too many or too few devices is refused with both numbers
-            yield mesh
+        elif entry in (ALL, DEFAULT):
+            yield mesh  # with ALL, its cell is refused for its number of devices
         else:
             yield replace(mesh, placement=[part.strip() for part in entry.strip("[]").split(",")])
 
 
-def _out_of_range(space: SpaceConfig, run: Run) -> str | None:
-    """Return the range of the space that a model is outside of, or None."""
+def _out_of_range(space: SpaceConfig, run: Run) -> Problem | None:
+    """Return the problem of a model that is outside a range of the space, or None."""
     values = {
         "parameters": run.model.parameter_count,
         "flops_per_token": lambda: run.model.flops_per_token(run.config.seq),
@@ -261,5 +261,5 @@ def _out_of_range(space: SpaceConfig, run: Run) -> str | None:
             least, most = bounds
             if not (-math.inf if least is None else least) <= value() <= (math.inf if most is None else most):
                 low, high = ("any" if bound is None else f"{bound:.4g}" for bound in bounds)
-                return f"{key} outside {low} to {high}"
+                return Problem(ProblemCode.out_of_range, key, text=f"{key} outside {low} to {high}")
     return None

@@ -10,10 +10,12 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from valkyrie.config.run import Run
+from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.processes.ending import records_ending
 from valkyrie.processes.interrupt import exit_on_ctrl_c
 from valkyrie.runs.folder import saved_config
@@ -46,7 +48,8 @@ def outcome_of(work: Callable[[], Outcome], log: TextIO | None = None) -> Outcom
             return Outcome(Status.does_not_fit, str(error))
         if isinstance(error, ValueError | OSError):  # mistakes of the user, as for the command
             return Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()))
-        return failure(f"{type(error).__name__}: {error}")
+        failed = failure(f"{type(error).__name__}: {error}")
+        return replace(failed, status=Status.does_not_fit) if is_out_of_memory(str(error)) else failed
 
 
 def _carry_out(folder: Path) -> Outcome:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from hydra.core.utils import JobReturn
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.config.compose import accelerators
 from valkyrie.paths import write_whole
+from valkyrie.problems import Identity, Problem
 from valkyrie.runs.folder import key_value
 from valkyrie.sweep.cells import Cell, Cells, enumerate_space
 from valkyrie.sweep.composer import Composer
@@ -26,7 +27,7 @@ from valkyrie.sweep.space import ALL, ModelVariant, SweepSpace, compose_variants
 from valkyrie.train.screen import make_console
 
 REASONS_SHOWN = 6
-"""How many kinds of refusals are listed before a sweep starts; `trials.jsonl` has every one in full."""
+"""Number of kinds of refusals listed before a sweep starts. `trials.jsonl` has all refusals."""
 
 
 def sweep_layouts(
@@ -82,7 +83,8 @@ def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
         alike[tuple(o for o in variant.overrides if _changes_layouts(key_value(o)[0]))].append(variant)
     names = (composer.options("partition") if n == ALL else [n] for n in space.config.partitions)
     partitions = list(dict.fromkeys(itertools.chain.from_iterable(names)))
-    cells, skipped = [], Counter()
+    cells: list[Cell] = []
+    skipped: list[Problem] = []
     for changes, variants in alike.items():
         fixed = [*space.fixed, *changes]
         enumerated = enumerate_space(
@@ -93,8 +95,8 @@ def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
             mesh_named=partial(composer.choice, "mesh", fixed=fixed),
             accelerated=accelerators() > 0,
         )
-        cells.extend(enumerated.cells)
-        skipped.update(enumerated.skipped)
+        cells += enumerated.cells
+        skipped += enumerated.skipped
     return Cells(cells, skipped)
 
 
@@ -111,26 +113,24 @@ def sample_evenly(cells: Sequence[Cell], limit: int | None) -> list[Cell]:
 
 
 def count_line(cells: Cells, chosen: Sequence[Cell]) -> str:
-    """Return what is printed before a sweep starts: how many cells it has, and why not more."""
+    """Return the lines printed before a sweep starts: the numbers of cells, and the reasons of refusals and skips."""
     legal, refused = len(cells.legal), len(cells.refused)
     lines = [f"{len(cells.cells)} cells: {legal} legal, {refused} refused"]
     if len(chosen) < legal:
         lines[0] += f"; hydra.sweeper.limit takes {len(chosen)} of the legal ones"
-    kinds = reasons(cells)
+    kinds = count_kinds(cell.problems[0] for cell in cells.refused)
     lines += [f"  {count:>4} refused: {why}" for why, count in kinds[:REASONS_SHOWN]]
     if len(kinds) > REASONS_SHOWN:
         rest = sum(count for _, count in kinds[REASONS_SHOWN:])
         lines.append(f"  {rest:>4} refused for {len(kinds) - REASONS_SHOWN} other reasons; trials.jsonl has them all")
-    lines += [f"  {count:>4} skipped: {why}" for why, count in cells.skipped.most_common()]
+    lines += [f"  {count:>4} skipped: {why}" for why, count in count_kinds(cells.skipped)]
     return "\n".join(lines)
 
 
-def reasons(cells: Cells) -> list[tuple[str, int]]:
-    """Return the labels of refusals with their counts, most frequent first.
-
-    A cell counts once, by its first problem. Problems with the same code and axes are counted together.
-    """
-    first = [cell.problems[0] for cell in cells.refused]
-    labels = {problem.identity: problem.label for problem in first}
-    counts = Counter(problem.identity for problem in first)
-    return [(labels[identity], count) for identity, count in counts.most_common()]
+def count_kinds(problems: Iterable[Problem]) -> list[tuple[str, int]]:
+    """Count problems with the same code, key and axes. Returns labels and counts, most frequent first."""
+    kinds: dict[Identity, list[Problem]] = defaultdict(list)
+    for problem in problems:
+        kinds[problem.identity].append(problem)
+    ordered = sorted(kinds.values(), key=len, reverse=True)
+    return [(members[0].label, len(members)) for members in ordered]

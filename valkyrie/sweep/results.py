@@ -11,9 +11,8 @@ from typing import Any
 
 from valkyrie.compiled.communication import Communication
 from valkyrie.config.modes import MEASURED, ModeConfig
-from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.paths import write_whole
-from valkyrie.processes.ending import INTERRUPTED, PREEMPTED, REFUSED, describe_status
+from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, PREEMPTED, REFUSED, describe_status
 from valkyrie.records import RecordError, decode, encode, load, read_record
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.results import (
@@ -64,18 +63,16 @@ def outcome(folder: Path, returncode: int) -> Outcome:
 
 
 def ending(status: int, reason: str) -> Outcome:
-    """Return the outcome of a process that ends itself with this exit status, for this reason."""
+    """Return the outcome of a process that ends itself with an exit status, for a reason."""
     if status in (INTERRUPTED, PREEMPTED):
         return Outcome(Status.killed, "its process was interrupted by somebody else")
-    if status == REFUSED:
-        return Outcome(Status.does_not_fit if is_out_of_memory(reason) else Status.refused, reason)
-    return failure(reason)
+    known = {REFUSED: Status.refused, DOES_NOT_FIT: Status.does_not_fit}
+    return Outcome(known[status], reason) if status in known else failure(reason)
 
 
 def failure(reason: str) -> Outcome:
-    """Return the outcome of a process that failed: where memory was exhausted, the layout does not fit."""
-    reason = " ".join(reason.split())[:_LONGEST]
-    return Outcome(Status.does_not_fit if is_out_of_memory(reason) else Status.failed, reason)
+    """Return the outcome of a process that failed, with the reason on one line."""
+    return Outcome(Status.failed, " ".join(reason.split())[:_LONGEST])
 
 
 def results_of(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:

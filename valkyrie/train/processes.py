@@ -17,9 +17,10 @@ from valkyrie.config.run import Run
 from valkyrie.paths import source_digest
 from valkyrie.problems import first_line
 from valkyrie.processes.distributed import join, start_jax
-from valkyrie.processes.ending import end_process
+from valkyrie.processes.ending import DOES_NOT_FIT, REFUSED, end_process
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import versions
+from valkyrie.train.room import DoesNotFit
 from valkyrie.trees import flat
 
 LOGS = "logs"
@@ -114,7 +115,7 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
             traceback.print_exc()
         who = "" if team.leads else f"process {team.index}: "
         print(f"{command}: {who}{explain(error, [])}", file=sys.stderr)
-        _end(team, 2, str(explain(error, [])))
+        _end(team, DOES_NOT_FIT if isinstance(error, DoesNotFit) else REFUSED, str(explain(error, [])))
     except BaseException as error:
         time.sleep(_NEWS_S)
         traceback.print_exc()
