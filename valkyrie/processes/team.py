@@ -199,8 +199,8 @@ class Connected(Team):
                         self.on_hang(f"process {self.index}: {message.line}")
                         if self._hub is not None:
                             time.sleep(NEWS_S)
-                    known = message.status in (REFUSED, DOES_NOT_FIT)
-                    return self._lost(message.line, message.status if known else LOST)
+                    status = message.status
+                    return self._lost(message.line, status if status in (REFUSED, DOES_NOT_FIT) else LOST)
                 if isinstance(message, Values):
                     self._left = self._left or message.name == _END
                     with self._changed:

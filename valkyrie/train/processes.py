@@ -20,7 +20,6 @@ from valkyrie.processes.distributed import join, start_jax
 from valkyrie.processes.ending import DOES_NOT_FIT, REFUSED, end_process
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import versions
-from valkyrie.train.room import DoesNotFit
 from valkyrie.trees import flat
 
 LOGS = "logs"
@@ -115,6 +114,8 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
             traceback.print_exc()
         who = "" if team.leads else f"process {team.index}: "
         print(f"{command}: {who}{explain(error, [])}", file=sys.stderr)
+        from valkyrie.train.room import DoesNotFit  # imports NumPy, which help and `--cfg` do without
+
         _end(team, DOES_NOT_FIT if isinstance(error, DoesNotFit) else REFUSED, str(explain(error, [])))
     except BaseException as error:
         time.sleep(_NEWS_S)
