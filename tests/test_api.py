@@ -16,6 +16,7 @@ import pytest
 import valkyrie
 from helpers import MODELS
 from runs import TINY
+from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, Prediction
 
 ROOT = Path(__file__).parent.parent
@@ -150,8 +151,7 @@ def test_a_slice_that_does_not_exist_names_the_nearest():
 
 def test_a_result_that_does_not_fit_says_what_it_needs():
     memory = MemoryReport(needed=3 * 2**30, usable=2**30)
-    about = {"model": "m", "layout": "l", "described": "d", "roles": "r", "batch": 1, "seq": 2}
-    about |= {"precision": "float32", "remat": "none"}
+    about = LayoutRecord("m", "1x1x1", "dp", "cpu-1", described="d", roles="r", batch=1, seq=2, precision="float32")
     result = valkyrie.Result(Prediction(about, CompileStatus.does_not_fit, "too big", memory=memory))
     assert result.fits is False and result.peak_gib == 3 and result.step_s is None
     assert "does not fit: needs 3.0 GiB of 1.0 GiB usable" in str(result)

@@ -49,7 +49,7 @@ from valkyrie.search.compile.child import (
 )
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport, Prediction
-from valkyrie.search.compile.runner import Compiled, compile_layout
+from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.modes import KEPT, _others, work_key
 from valkyrie.train.options import CHIP, TO_FIT, YOU, Option
 from valkyrie.units import GIB
@@ -326,13 +326,13 @@ def test_a_damaged_replay_is_not_read(damaged: bytes, tmp_path: Path):
 
 
 def test_damaged_predictions_of_other_layouts_are_left_out(tiny: Run, tmp_path: Path):
-    whole = Prediction({}, CompileStatus.ok, work=work_key(tiny))
+    whole = Prediction(None, CompileStatus.ok, work=work_key(tiny))
     text = json.dumps(encode(whole))
     for number, damaged in enumerate([text, f'["{whole.work}"]', f'{{"work": "{whole.work}"']):
         (cache.requests_folder() / str(number)).mkdir(parents=True)
         (cache.requests_folder() / str(number) / KEPT).write_text(damaged)
     (cache.requests_folder() / "5" / KEPT).mkdir(parents=True)
-    assert _others(tiny, Compiled(fitting_outcome(), tmp_path, tmp_path, False, 0.0)) == [whole]
+    assert _others(tiny, CompiledRun(fitting_outcome(), tmp_path, tmp_path, False, 0.0)) == [whole]
 
 
 def test_what_is_compiled_decides_the_name_of_the_result(tiny: Run, monkeypatch: pytest.MonkeyPatch):

@@ -15,10 +15,13 @@ from runs import command
 from valkyrie.compiled.communication import AxesBytes, CollectiveRecord, Communication
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
+from valkyrie.parallel.partition import Role, RoleKind
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import write_record
+from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.prediction import (
     CompileStatus,
+    ForeignProgram,
     MemoryReport,
     PredictedStep,
     Prediction,
@@ -31,9 +34,12 @@ from valkyrie.search.explain import mode as explain_mode
 from valkyrie.search.explain.difference import difference
 
 ROLES = {
-    "fsdp": {"x": {"kind": "FSDP", "axes": ["batch", "embed"]}, "y": {"kind": "unused", "axes": []}},
-    "2d_tp": {"x": {"kind": "MP1", "axes": ["mlp"]}, "y": {"kind": "MP2", "axes": ["embed"]}},
+    "fsdp": {"x": Role(RoleKind.FSDP, ("batch", "embed")), "y": Role(RoleKind.unused)},
+    "2d_tp": {"x": Role(RoleKind.MP1, ("mlp",)), "y": Role(RoleKind.MP2, ("embed",))},
 }
+
+OTHER_MODEL = LayoutRecord("other", "8x1", "fsdp", "v5e-8", layout="x")
+FOREIGN = ForeignProgram("mine", "v5e-8", "v5e-8", "v5e", {"data": 8})
 
 
 def prediction(partition: str = "fsdp", **seconds: float) -> Prediction:
@@ -45,9 +51,12 @@ def prediction(partition: str = "fsdp", **seconds: float) -> Prediction:
                          "/x/valkyrie/models/layers.py:75", 12.0, 1e9, part.seconds, part.seconds / 2)
         for part in parts if part.kind is PartKind.exposed for way in ("jvp()/a/b", "transpose(jvp())/a/b")
     )  # fmt: skip
-    about = {"model": "gpt_tiny", "layout": f"8x1-{partition}", "axis_roles": ROLES[partition], "target": "v5e-8"}
+    about = LayoutRecord(
+        "gpt_tiny", "8x1", partition, "v5e-8", batch=8, seq=64, precision="bf16", layout=f"8x1-{partition}",
+        axis_roles=ROLES[partition],
+    )  # fmt: skip
     return Prediction(
-        about=about | {"batch": 8, "seq": 64, "precision": "bf16"},
+        about=about,
         status=CompileStatus.ok,
         model={"model.layers": "4", "model.embed": "64"},
         parts=tuple(parts),
@@ -63,7 +72,7 @@ def prediction(partition: str = "fsdp", **seconds: float) -> Prediction:
 def changed(one: Prediction, about: dict[str, Any] | None = None, **step: Any) -> Prediction:
     """Return a prediction with other values of its layout's record and of its step."""
     assert one.step is not None
-    return replace(one, about=one.about | (about or {}), step=replace(one.step, **step))
+    return replace(one, about=replace(one.layout, **(about or {})), step=replace(one.step, **step))
 
 
 def test_parts_sum_up_to_the_steps_and_their_differences() -> None:
@@ -118,12 +127,15 @@ def test_other_batches_are_compared_for_as_many_tokens() -> None:
     ("changes", "message"),
     [
         ({}, "A and B are the same layout, 8x1-fsdp: name another one in second=."),
-        ({"about": {"model": "other", "layout": "x"}}, "A is of gpt_tiny and B of other: only layouts of one model"),
+        (
+            {"about": LayoutRecord("other", "8x1", "fsdp", "v5e-8", layout="x")},
+            "A is of gpt_tiny and B of other: only layouts of one model",
+        ),
         (
             {"status": CompileStatus.does_not_fit, "reason": "needs 3 GiB"},
             "B, 8x1-fsdp, has no step: does not fit: needs 3 GiB",
         ),
-        ({"about": {"program": "mine"}}, "B is no layout of a model but another program: mine."),
+        ({"program": FOREIGN}, "B is no layout of a model but another program: mine."),
         (
             {"model": {"model.layers": "8", "model.embed": "64"}},
             "A is of gpt_tiny model.layers=4 and B of gpt_tiny model.layers=8: only layouts of one model are compared.",
@@ -236,7 +248,7 @@ def test_a_folder_without_a_step_is_refused_before_a_compile(
 ) -> None:
     monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
-    foreign = folder_of(Prediction({"program": "mine"}, CompileStatus.ok), tmp_path / "foreign")
+    foreign = folder_of(Prediction(None, CompileStatus.ok, program=FOREIGN), tmp_path / "foreign")
     asked = ("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", "second=partition=fsdp")
     assert command(*asked, f"first={foreign}") == 2
     assert "another program: mine." in capfd.readouterr().err

@@ -28,7 +28,7 @@ from helpers import (
 from valkyrie.axes import Parameter
 from valkyrie.config.run import Run
 from valkyrie.optim import Schedule, Training, learning_rate, make_optimizer, with_family
-from valkyrie.optim.families.muon import AdamGroup, Config
+from valkyrie.optim.families.muon import AdamGroup, Config, momentum_schedule
 from valkyrie.optim.muon import Recipe, muon, orthogonal
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
@@ -140,6 +140,14 @@ def test_the_estimated_memory_is_that_of_the_arrays():
     (estimate,) = MemoryEstimator(run, layouts_of([run])).under(run.config.remat).optimizer
     state = expected_memory(run, StepProgram(run, abstract_mesh(run.config.mesh)).abstract_state)
     assert math.isclose(estimate, state.optimizer, rel_tol=1e-2)
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+def test_momentum_follows_nanochat_under_either_schedule(schedule: Schedule):
+    """The numbers are those of `get_muon_momentum` in nanochat's `base_train.py` for 2,000 steps."""
+    momentum = momentum_schedule(Config(schedule=schedule), 2000)
+    expected = {0: 0.85, 200: 0.91, 400: 0.97, 700: 0.97, 1350: 0.935, 2000: 0.90}
+    np.testing.assert_allclose([momentum(step) for step in expected], list(expected.values()), rtol=1e-6)
 
 
 def test_settings_saved_before_optimizers_had_families_are_read():

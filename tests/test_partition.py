@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import lru_cache
 
@@ -15,10 +14,11 @@ from valkyrie.config.run import Run
 from valkyrie.models import known_axes
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
-from valkyrie.parallel.partition import PartitionConfig, Role, RoleKind, recorded_roles, resolve_rules, roles
+from valkyrie.parallel.partition import PartitionConfig, Role, RoleKind, resolve_rules, roles
 from valkyrie.paths import read_group
 from valkyrie.problems import Problem, ProblemCode
-from valkyrie.records import encode
+from valkyrie.records import dump, load
+from valkyrie.runs.layout_record import LayoutRecord
 
 AXES = list(known_axes())
 YAMLS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
@@ -93,9 +93,8 @@ def test_axes_of_size_one_are_unused(name: str):
 
 
 def test_roles_are_read_back_from_a_record():
-    roles = layout_of("4x4x2", "2d_tp_fsdp").roles
-    assert recorded_roles({"axis_roles": json.loads(json.dumps(encode(roles)))}) == roles
-    assert recorded_roles({"roles": "x=4 DP(batch)"}) == {}, "older records have the line alone"
+    record = compose_run("model=gpt_tiny", "mesh=2x2x2", "partition=2d_tp_fsdp").about()
+    assert record.axis_roles and load(LayoutRecord, dump(record), "a record") == record
 
 
 def data_model_fsdp(names: list[str], mesh: str = "4x4x2") -> tuple[dict[str, str], list[Problem]]:

@@ -170,7 +170,7 @@ def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsy
     asked = ("--target", "v5e-8", "--mesh", "data=2,model=4")
     status, out, err = run(*asked, "--json", str(step.with_name("r.json")), "--html", str(step.with_name("r.html")))
     assert (status, err) == (0, "") and "predicted step" in out
-    assert json.loads(step.with_name("r.json").read_text())["about"]["axes"] == MESH
+    assert json.loads(step.with_name("r.json").read_text())["program"]["axes"] == MESH
     assert run("--target", "v5e-8", "--mesh", "8")[::2] == (
         2,
         "valkyrie-predict: --mesh 8: write each axis once with its size, such as --mesh data=8,model=4.\n",
@@ -254,7 +254,7 @@ def test_a_jitted_function_is_predicted_as_it_is(tmp_path: Path):
 
     jitted = jax.jit(step)
     done = valkyrie.predict(jitted, w, x, slice=slice, options={"xla_tpu_scoped_vmem_limit_kib": 32768})
-    assert done.fits and done.record.about["program"] == "step"
+    assert done.fits and done.record.program.name == "step"
     assert done.record.memory.split["arguments"] == 2048 * 8192 * 2 // 8 + 4096 * 2048 * 2 // 2
     assert {"data", "model"} & {axis for use in done.replay.collectives for axis in use.mesh_axes}
     assert "test_predict.py" in done.record.lines[0].source

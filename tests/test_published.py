@@ -116,10 +116,10 @@ def test_rows_of_any_table_with_experiments_of_any_folder_failures_reported_and_
     def compiled(run: Any, console: Any) -> tuple[Any, Prediction, None]:
         calls.append(run.config.batch)
         if run.config.batch == 16:
-            failed = Prediction({}, CompileStatus.failed, "it crashed")
+            failed = Prediction(None, CompileStatus.failed, "it crashed")
             return SimpleNamespace(status=failed.status), failed, None
         step, parts = PredictedStep(0.4, replayed_s=0.4), (StepPart(PartKind.matmul, (), 0.4),)
-        found = Prediction({}, CompileStatus.ok, step=step, parts=parts, memory=MemoryReport(peak=2**30))
+        found = Prediction(None, CompileStatus.ok, step=step, parts=parts, memory=MemoryReport(peak=2**30))
         return SimpleNamespace(status=found.status), found, None
 
     monkeypatch.setattr(predict, "compile_and_summarise", compiled)
@@ -174,12 +174,12 @@ def test_a_replay_is_corrected_by_the_recipes_on_its_chip_and_by_the_slices_that
 
 
 def test_an_interval_comes_from_runs_that_other_recipes_on_their_chip_predict():
-    found = interval(SLOW, "v4")
+    found = interval(SLOW, "v4", 1.0)
     assert found is not None and (found.rows, found.models, found.chip) == (4, 2, "v4")
     assert (found.low, found.high) == (pytest.approx(1.1 / 1.2), pytest.approx(1.2 * 1.05**2 / 1.1))
-    elsewhere = interval(SLOW, "v6e")
+    elsewhere = interval(SLOW, "v6e", 1.0)
     assert elsewhere is not None and (elsewhere.rows, elsewhere.chip) == (4, None), "v6e's have no other recipe"
-    assert interval(SLOW[1:], "v4") is None
+    assert interval(SLOW[1:], "v4", 1.0) is None
 
 
 def test_the_intervals_of_reports_are_what_the_script_makes_of_its_results(predict: ModuleType):

@@ -163,7 +163,7 @@ def test_the_dearest_activation_with_room_is_the_next_to_keep():
     assert [(e.name, round(e.seconds, 9)) for e in found.again[:2]] == [("states", 0.06), ("driven", 0.05)]
     assert (found.save, found.offload, {*found.device}) == (("out",), (), {"block_input", "out"})
     memory, step = MemoryReport(headroom=2**30), PredictedStep(1.0)
-    prediction = Prediction({}, CompileStatus.ok, memory=memory, step=step, remat=found)
+    prediction = Prediction(None, CompileStatus.ok, memory=memory, step=step, remat=found)
     (hint,) = hints(prediction)
     assert (hint.code, hint.changes) == (HintCode.save_activation, ("remat.save=[out,states]",))
     assert hint.share == pytest.approx(0.06)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,13 @@ from valkyrie.foreign_errors import Allocation
 from valkyrie.machine.replay import Cost, Replay
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import decode, encode
-from valkyrie.search.compile.alternatives import other_partitions
+from valkyrie.search.compile.alternatives import cheaper_layouts, other_partitions
 from valkyrie.search.compile.hints import hints
 from valkyrie.search.compile.prediction import (
     Alternatives,
     CompileOutcome,
     CompileStatus,
+    ForeignProgram,
     FullerRemat,
     Hint,
     HintCode,
@@ -37,7 +39,7 @@ from valkyrie.search.compile.prediction import (
     short_cause,
     short_source,
 )
-from valkyrie.search.compile.runner import Compiled
+from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.compile.show import how_far, show
 from valkyrie.search.compile.summary import summarise
 from valkyrie.search.compile.trust import published, unseen_ratio
@@ -73,7 +75,7 @@ def replay(uses: list[CollectiveUse], step: float = 1.0) -> Replay:
 
 def predict(run: Run, result: Replay | None, outcome: CompileOutcome = FITS) -> Prediction:
     """Return the prediction without hints, as a file holds it."""
-    compiled = Compiled(outcome, Path("cache"), Path("cache"), False, 3.0)
+    compiled = CompiledRun(outcome, Path("cache"), Path("cache"), False, 3.0)
     found = summarise(run, compiled, result, result.collectives if result else [])
     return decode(Prediction, encode(found), "compile.json")
 
@@ -134,7 +136,7 @@ def test_hints_follow_from_the_numbers(run: Run):
     assert "30% for its largest cause, all-reduce for a/dot (models/s5.py:9). y is MP2(embed)" in first.text
     assert hint_of(HintCode.exposed, predict(run, replay([use(("y",), 7.0, 0.01)]))) is None
     other = predict(run, replay([], step=0.5))
-    other = replace(other, about=found.about | {"layout": "4x4x2-1d_tp"})
+    other = replace(other, about=replace(found.layout, layout="4x4x2-1d_tp"))
     faster = hint_of(HintCode.faster_layout, found, other)
     assert faster is not None and faster.changes == ("4x4x2-1d_tp",) and faster.share == pytest.approx(0.5)
     assert hint_of(HintCode.faster_layout, other, found) is None
@@ -153,10 +155,15 @@ def test_waiting_names_a_partition_that_removes_it_fits_and_sends_less(run: Run)
     smaller = replace(found, memory=replace(found.memory, usable=8 * 2**30))
     assert hints(smaller)[0].changes == ("partition=fsdp",)
     tried = predict(run, replay([], step=0.5))
-    tried = replace(tried, about=tried.about | {"partition": "fsdp", "layout": "4x4x2-fsdp"})
+    tried = replace(tried, about=replace(tried.layout, partition="fsdp", layout="4x4x2-fsdp"))
     assert "partition=fsdp" not in hints(found, [tried])[0].changes, "what came of it is known"
     none = replace(found, memory=replace(found.memory, usable=2**30))
     assert all(hint.changes == () for hint in hints(none))
+
+
+def test_the_least_sufficient_change_is_listed(run: Run):
+    every_change = cheaper_layouts(run, missing=1, count=99)
+    assert len(every_change) > 2 and cheaper_layouts(run, missing=1, count=2) == (every_change[0], every_change[-1])
 
 
 def test_partitions_that_send_no_less_are_not_named():
@@ -179,7 +186,7 @@ def test_hints_about_copies_and_narrow_products(run: Run):
     found = replace(predict(run, replay([])), parts=parts(matmul=0.6, copies=0.4))
     first = hints(found)[0]
     assert (first.code, first.share, first.changes) == (HintCode.copies, 0.4, ()) and "host" not in first.text
-    about, remat = found.about | {"remat": "offload"}, RematReport(host={"query": 1})
+    about, remat = replace(found.layout, remat="offload"), RematReport(host={"query": 1})
     offloads = with_step(replace(found, about=about, remat=remat), executed_flops=2e13, model_flops=1e13)
     assert hint_of(HintCode.recomputation, offloads) is None, "an offload is not blamed for it"
     fuller = (FullerRemat("remat=none", 99 * 2**30), FullerRemat("remat=dots", 2**30))
@@ -191,7 +198,7 @@ def test_hints_about_copies_and_narrow_products(run: Run):
     slow = with_step(replace(found, parts=parts(matmul=1.0)), product_rate=0.3)
     narrow = hint_of(HintCode.narrow_products, slow)
     assert narrow is not None and "Splitting weights over fewer devices" in narrow.text
-    whole = hint_of(HintCode.narrow_products, replace(slow, about=slow.about | {"degrees": {"MP1": 1, "MP2": 1}}))
+    whole = hint_of(HintCode.narrow_products, replace(slow, about=replace(slow.layout, degrees={"MP1": 1, "MP2": 1})))
     assert whole is not None and "no axis splits weights" in whole.text
 
 
@@ -280,3 +287,10 @@ def printed(found: Prediction) -> str:
     show(found, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def test_an_older_prediction_of_another_program_is_read(tmp_path: Path):
+    about = {"program": "step", "target": "v5e-8", "described": "v5e-8", "chip": "v5e", "axes": {"data": 8}}
+    (tmp_path / "old.json").write_text(json.dumps({"schema": 2, "about": about, "status": "ok"}))
+    program = read_prediction(tmp_path / "old.json").program
+    assert program == ForeignProgram("step", "v5e-8", "v5e-8", "v5e", {"data": 8})

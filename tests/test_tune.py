@@ -23,7 +23,7 @@ from valkyrie.models.s5 import S5
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import ScanImpl
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport
-from valkyrie.search.compile.runner import Compiled
+from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.tune.compiler_options import CompilerOption, all_options, options_for
 from valkyrie.search.tune.mode import bought, fragment, row, training_command
 from valkyrie.search.tune.tune import tune
@@ -73,9 +73,9 @@ class Compiler:
             options += [Option(name, value, TO_FIT) for name, value in self.to_fit.items() if name not in values]
             peak = int(outcome * 2**20)
             outcome = fitting_outcome(module_sha256=str(outcome), peak=peak, options=tuple(options))
-        return Compiled(outcome, Path("cache"), Path("cache"), cached, self.takes)
+        return CompiledRun(outcome, Path("cache"), Path("cache"), cached, self.takes)
 
-    def replayed(self, run: Run, compiled: Compiled) -> tuple[Any, list[Any]]:
+    def replayed(self, run: Run, compiled: CompiledRun) -> tuple[Any, list[Any]]:
         self.replays += 1
         return SimpleNamespace(step_s=float(compiled.outcome.step.module_sha256)), []
 

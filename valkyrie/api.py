@@ -127,8 +127,9 @@ class Result:
 
     @property
     def _title(self) -> str:
-        about = self.record.about
-        return about.get("program") or f"{about['model']} {about['layout']}"
+        if isinstance(self.record, Prediction) and self.record.program is not None:
+            return self.record.program.name
+        return f"{self.record.layout.model} {self.record.layout.name}"
 
     def _replayed(self) -> Replay:
         if self.replay is None:

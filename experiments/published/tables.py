@@ -92,7 +92,7 @@ def coverage(published: Sequence[Published]) -> str:
     inside, total = 0, 0
     for row in published:
         others = [other for other in published if other.family != row.family]
-        found, ratio = interval(others, row.chip), unseen_ratio(published, row)
+        found, ratio = interval(others, row.chip, 1.0), unseen_ratio(published, row)
         if found is not None and ratio is not None:
             total, inside = total + 1, inside + (found.low <= ratio <= found.high)
     return f"Measured within the interval earned on the other families: {inside} of {total}."

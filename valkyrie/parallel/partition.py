@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.problems import Problem, ProblemCode, suggest
-from valkyrie.records import decode
 
 Rules = dict[str, tuple[str, ...]]
 """Mesh axes that split each logical axis, slowest first."""
@@ -213,11 +211,6 @@ class Role:
     def __str__(self) -> str:
         """Return `FSDP(batch,embed)`, or `idle`."""
         return f"{self.kind.value}({','.join(self.axes)})" if self.axes else self.kind.value
-
-
-def recorded_roles(record: Mapping[str, Any]) -> dict[str, Role]:
-    """Read the roles of mesh axes from the `axis_roles` of a record, which older records lack."""
-    return {axis: decode(Role, role, "axis_roles") for axis, role in (record.get("axis_roles") or {}).items()}
 
 
 def describe_roles(sizes: Mapping[str, int], roles: Mapping[str, Role]) -> str:

@@ -23,7 +23,7 @@ from valkyrie.search import NOT_COMPILED
 from valkyrie.search.compile.cache import package_digest, requests_folder
 from valkyrie.search.compile.hints import hints
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
-from valkyrie.search.compile.runner import Compiled, compile_layout
+from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import summarise
 from valkyrie.train.devices import prepare_devices
 from valkyrie.train.processes import Team, together
@@ -105,7 +105,7 @@ def _measure(run: Run, team: Team) -> int:
 
 def compile_and_summarise(
     run: Run, console: Console, watch: Callable[[], None] | None = None
-) -> tuple[Compiled, Prediction, Replay | None]:
+) -> tuple[CompiledRun, Prediction, Replay | None]:
     """Compile a run and return the result, its prediction with hints, and its replay. Shows progress.
 
     `watch` is called several times a second while the compiler runs.
@@ -146,7 +146,7 @@ def work_key(run: Run) -> str:
     return digest(work)[:16]
 
 
-def _others(run: Run, compiled: Compiled) -> list[Prediction]:
+def _others(run: Run, compiled: CompiledRun) -> list[Prediction]:
     """Return the predictions of other layouts of the same work that were compiled before."""
     others, work = [], work_key(run)
     for file in requests_folder().glob(f"*/{KEPT}"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,8 @@ class Config(OptimizerConfig):
     Args:
         epsilon: epsilon of AdamW.
         momentum_start: momentum at the first step. It rises to `momentum` over `momentum_warmup` steps.
-        momentum_end: momentum at the last step. It falls during the last `warmdown` of the steps.
+        momentum_end: momentum at the last step. It falls during the last `warmdown` of the steps. Like nanochat's, it
+            does not depend on how the learning rate falls, so `schedule=cosine` does not change it.
         beta2: decay of the mean squares that NorMuon scales rows by, null for plain Muon.
         groups: settings of AdamW by parameter group.
     """
@@ -79,13 +80,6 @@ class Config(OptimizerConfig):
 
         schedule = learning_rate(self, training.steps)
         length = self.decay_steps or training.steps
-        down = max(round(self.warmdown * length), 1)
-
-        def momentum(step: Any) -> Any:
-            part = jnp.clip(step / self.momentum_warmup, 0, 1)
-            risen = self.momentum_start + (self.momentum - self.momentum_start) * part
-            fallen = jnp.clip((step - (length - down)) / down, 0, 1) * (self.momentum - self.momentum_end)
-            return jnp.where(step < self.momentum_warmup, risen, self.momentum - fallen)
 
         def decay(step: Any) -> Any:
             return self.weight_decay * (1 + jnp.cos(jnp.pi * jnp.clip(step / length, 0, 1))) / 2
@@ -96,7 +90,7 @@ class Config(OptimizerConfig):
 
         labels = jax.tree.map(_label, specs, is_leaf=is_parameter)
         matrices = jax.tree.map(lambda s, of: s if of == "matrix" else optax.MaskedNode(), specs, labels)
-        recipe = Recipe(schedule, momentum, decay, self.beta2, training.compute)
+        recipe = Recipe(schedule, momentum_schedule(self, length), decay, self.beta2, training.compute)
         present = set(jax.tree.leaves(labels))
         rules = {name: adamw(group) for name, group in sorted(self.groups.items()) if name in present}
         return self.partition({"matrix": muon(recipe, matrices, training.spread), **rules}, labels, schedule)
@@ -140,6 +134,21 @@ class Config(OptimizerConfig):
             text = f"optimizer.groups lacks {missing}."
             problems.append(Problem(ProblemCode.missing, "optimizer.groups", text=text))
         return problems
+
+
+def momentum_schedule(config: Config, length: int) -> Callable[[Any], Any]:
+    """Return the momentum by step of a schedule of `length` steps: linear rise, constant, linear fall."""
+    import jax.numpy as jnp
+
+    down = max(round(config.warmdown * length), 1)
+
+    def momentum(step: Any) -> Any:
+        part = jnp.clip(step / config.momentum_warmup, 0, 1)
+        risen = config.momentum_start + (config.momentum - config.momentum_start) * part
+        fallen = jnp.clip((step - (length - down)) / down, 0, 1) * (config.momentum - config.momentum_end)
+        return jnp.where(step < config.momentum_warmup, risen, config.momentum - fallen)
+
+    return momentum
 
 
 def is_matrix(parameter: Parameter) -> bool:

@@ -21,9 +21,10 @@ def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...
     """Return up to `count` legal changes that need less memory, the largest saving first.
 
     Changes one key at a time: microbatches, partition and remat. Remat policies with and without offload are each
-    represented by the one that saves most memory and by the one that saves least but enough. If no change saves
-    `missing` bytes, the first entry is full remat with the number of microbatches that saves least but enough. Savings
-    are the estimates of `mode=show`, which may err by a factor of two for activations.
+    represented by the one that saves most memory and by the one that saves least but enough. Of all changes, the one
+    that saves least but enough is always listed. If no change saves `missing` bytes, the first entry is full remat with
+    the number of microbatches that saves least but enough. Savings are the estimates of `mode=show`, which may err by
+    a factor of two for activations.
     """
     now = _expected(run)
 
@@ -35,10 +36,14 @@ def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...
     remats = [savings(_remats(run, offload)) for offload in (False, True)]
     changes = savings(_variants(run)) + [entry for found in remats for entry in _most_and_least(found, missing)]
     changes.sort(key=lambda entry: -entry.saves)
-    if not any(entry.saves >= missing for entry in changes):
-        enough = [entry for entry in savings(_combined(run)) if entry.saves >= missing]
-        changes = enough[-1:] + changes
-    return tuple(changes[:count])
+    enough = [entry for entry in changes if entry.saves >= missing]
+    if not enough:
+        enough = [entry for entry in savings(_combined(run)) if entry.saves >= missing][-1:]
+        changes = enough + changes
+    listed = changes[:count]
+    if enough and enough[-1] not in listed:
+        listed[-1] = enough[-1]
+    return tuple(listed)
 
 
 def fuller_layouts(run: Run) -> tuple[FullerRemat, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import CollectiveRecord
-from valkyrie.parallel.partition import Role, RoleKind, recorded_roles
+from valkyrie.parallel.partition import Role, RoleKind
 from valkyrie.parts import PartKind, StepPart, describe_part, seconds_in
 from valkyrie.search.compile.prediction import (
     CompileStatus,
@@ -46,6 +46,9 @@ class _Facts:
     def share(self, *kinds: PartKind) -> float:
         return seconds_in(self.prediction.parts, *kinds) / self.step.step_s
 
+    def degree(self, kind: str) -> int:
+        return (self.prediction.layout.degrees or {}).get(kind, 1)
+
     @property
     def headroom(self) -> int | None:
         memory = self.prediction.memory
@@ -58,12 +61,12 @@ class _Facts:
 
     @property
     def roles(self) -> dict[str, Role]:
-        return recorded_roles(self.prediction.about)
+        about = self.prediction.about  # None for a program that is not a run's step
+        return (about and about.axis_roles) or {}
 
     @property
     def splits_weights(self) -> bool:
-        degrees = self.prediction.about["degrees"]
-        return degrees["MP1"] * degrees["MP2"] > 1
+        return self.degree("MP1") * self.degree("MP2") > 1
 
     @property
     def offloads(self) -> bool:
@@ -123,7 +126,7 @@ def _largest_part(facts: _Facts) -> Hint:
 def _exposed(facts: _Facts) -> Iterator[Hint]:
     about = facts.prediction.about
     # Partitions that were compiled for this mesh, or named by an earlier hint, are not named again.
-    known = {other.about["partition"] for other in facts.others if other.about["mesh"] == about["mesh"]}
+    known = {other.layout.partition for other in facts.others if about and other.layout.mesh == about.mesh}
     for part in facts.long_waits:
         text = f"{_waiting(facts, part)}."
         if roles := [f"{axis} is {facts.roles[axis]}" for axis in part.mesh_axes if axis in facts.roles]:
@@ -165,7 +168,7 @@ def _partitions_without(facts: _Facts, axes: Sequence[str], known: Collection[st
     ]
     now = traffic.bytes or 0.0
     less = [entry for entry in fitting if entry.sends is not None and entry.sends <= WORTH_SENDING * now]
-    if fitting and not less and (facts.splits_weights or prediction.about["degrees"]["SP"] > 1):
+    if fitting and not less and (facts.splits_weights or facts.degree("SP") > 1):
         less = [entry for entry in fitting if entry.sends is None][:1]
 
     def describe(entry: OtherPartition) -> str:
@@ -185,7 +188,7 @@ def _faster(facts: _Facts) -> Iterator[Hint]:
         return
     (step_s, best), now = min(timed, key=lambda entry: entry[0]), facts.step.step_s
     if step_s < 0.98 * now:
-        layout = best.about["layout"]
+        layout = best.layout.name
         text = f"{layout}, compiled before for the same work, is {now / step_s:.2f}x as fast: "
         text += f"{1e3 * step_s:.0f} ms a step."
         yield Hint(HintCode.faster_layout, text, 1 - step_s / now, changes=(layout,))
@@ -193,7 +196,7 @@ def _faster(facts: _Facts) -> Iterator[Hint]:
 
 def _reduction(facts: _Facts) -> Iterator[Hint]:
     """Suggest summing gradients in bfloat16 if the step waits for their sums in float32, the default."""
-    if facts.prediction.reduction != "float32" or "bf16" not in str(facts.prediction.about["precision"]):
+    if facts.prediction.reduction != "float32" or "bf16" not in str(facts.prediction.layout.precision):
         return
     data_axes = {axis for axis, role in facts.roles.items() if role.kind in (RoleKind.DP, RoleKind.FSDP)}
     sums = [use for use in facts.collectives if use.kind in ("all-reduce", "reduce-scatter")]
@@ -212,7 +215,7 @@ def _recomputation(facts: _Facts) -> Iterator[Hint]:
     if not step.executed_flops or not step.model_flops or facts.headroom is None or facts.offloads:
         return
     extra, fitting = step.executed_flops / step.model_flops - 1, facts.fitting_remats()
-    if extra >= WORTH_A_HINT and facts.prediction.about["remat"] != "none" and fitting:
+    if extra >= WORTH_A_HINT and facts.prediction.layout.remat != "none" and fitting:
         change, needs = fitting[0].change, fitting[0].needs
         text = (
             f"The chip executes {percent(extra)} more FLOPs than the model has, mostly recomputation; {change} needs "
@@ -267,7 +270,7 @@ def _copies(facts: _Facts) -> Iterator[Hint]:
     if not facts.offloads:
         text += ": what products need is not on the chip in time."
     else:
-        text += f": remat={facts.prediction.about['remat']} sends saved activations to the host and back"
+        text += f": remat={facts.prediction.layout.remat} sends saved activations to the host and back"
         if fitting:
             change, needs, free = (fitting[0].change,), fitting[0].needs, facts.headroom or 0
             text += f". {change[0]} keeps them on the chip: about {needs / GIB:.1f} GiB of {free / GIB:.1f} GiB free."

@@ -20,7 +20,7 @@ from valkyrie.hardware.target import topology_of, usable_hbm
 from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.hints import program_hints
-from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, Prediction
+from valkyrie.search.compile.prediction import CompileStatus, ForeignProgram, MemoryReport, Prediction
 from valkyrie.search.compile.replayed import corrected, replay_on
 from valkyrie.search.compile.summary import memory_report, program_step, with_parts
 from valkyrie.train.options import YOU, Option, option_text, refusals_in_plain_words
@@ -90,9 +90,11 @@ def predict_function(
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(str(error)) or mesh is None:
                 raise
-            about, text = _about(work.name or _name(function), target, dict(mesh.shape)), str(error)
+            program, text = _program(work.name or _name(function), target, dict(mesh.shape)), str(error)
             status, memory = CompileStatus.does_not_fit, parse_shortage(text)
-            return Predicted(Prediction(about, status, first_lines(text), versions(), memory=memory), None)
+            return Predicted(
+                Prediction(None, status, first_lines(text), versions(), memory=memory, program=program), None
+            )
     if mesh is None:
         mesh = _mesh_of([compiled.input_shardings, compiled.output_shardings])
         if mesh is None:
@@ -103,8 +105,8 @@ def predict_function(
         _refuse_other_devices(mesh, target)
     built = compiled_program(compiled, mesh, peak)
     module = parse(built.module)
-    about = _about(work.name or _name(function) or module.name.removeprefix("jit_"), target, built.axes)
-    return _predict_module(about, module, target, built.axes, built.positions, built.memory, work, used)
+    program = _program(work.name or _name(function) or module.name.removeprefix("jit_"), target, built.axes)
+    return _predict_module(program, module, target, built.axes, built.positions, built.memory, work, used)
 
 
 def predict_file(
@@ -149,8 +151,8 @@ def predict_file(
     flops_per_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
     refuse_other_chip(dumped.module, chip.name, chip.cores > 1, flops_per_cycle, str(path))
     memory = dumped.memory or dumped.argument_bytes
-    about = _about(work.name or dumped.module.name.removeprefix("jit_"), target, axes)
-    predicted = _predict_module(about, dumped.module, target, axes, positions, memory, work)
+    program = _program(work.name or dumped.module.name.removeprefix("jit_"), target, axes)
+    predicted = _predict_module(program, dumped.module, target, axes, positions, memory, work)
     rate = slow_products(dumped.module, flops_per_cycle)
     if rate is not None and rate < LOW_RATE:
         note = (
@@ -163,7 +165,7 @@ def predict_file(
 
 
 def _predict_module(
-    about: dict[str, Any],
+    program: ForeignProgram,
     module: Module,
     target: Slice,
     axes: Mapping[str, int],
@@ -178,7 +180,8 @@ def _predict_module(
     report = _memory_report(target, memory)
     too_large = report.headroom is not None and report.headroom < 0
     prediction = Prediction(
-        about=about,
+        about=None,
+        program=program,
         status=CompileStatus.does_not_fit if too_large else CompileStatus.ok,
         reason="needs more memory than the compiler leaves to a program" if too_large else None,
         versions=versions(),
@@ -201,14 +204,9 @@ def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
     return replace(report, needed=memory.peak, largest=tuple(sorted(largest, key=lambda entry: -entry.bytes)))
 
 
-def _about(name: str, target: Slice, axes: Mapping[str, int]) -> dict[str, Any]:
-    return {
-        "program": name,
-        "target": target.name,
-        "described": target.describe(),
-        "chip": target.chip.name if target.chip else None,
-        "axes": {str(axis): int(size) for axis, size in axes.items()},
-    }
+def _program(name: str, target: Slice, axes: Mapping[str, int]) -> ForeignProgram:
+    chip, sizes = target.chip.name if target.chip else None, {str(axis): int(size) for axis, size in axes.items()}
+    return ForeignProgram(name, target.name, target.describe(), chip, sizes)
 
 
 def _stage(

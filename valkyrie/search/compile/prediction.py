@@ -18,6 +18,7 @@ from valkyrie.hardware.position import Position
 from valkyrie.parallel.partition import Role
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import RecordError, decode
+from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.upgrade import upgrade_results
 from valkyrie.train.options import Option
 
@@ -264,7 +265,7 @@ class LayoutResult:
     """Fields that a prediction and a measurement have in common.
 
     Args:
-        about: The layout as `Run.about()` describes it. For any other program its name, slice and mesh axes.
+        about: The layout, or None for a program that is not a run's step.
         status: Result of the compile or measurement.
         reason: Why the status is not `ok`.
         versions: Versions of the packages that decide the numbers.
@@ -274,7 +275,7 @@ class LayoutResult:
         communication: Bytes that the device sends.
     """
 
-    about: dict[str, Any]
+    about: LayoutRecord | None
     status: CompileStatus
     reason: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
@@ -285,12 +286,30 @@ class LayoutResult:
     schema: int = SCHEMA
     unknown: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def layout(self) -> LayoutRecord:
+        """The layout of a run's step."""
+        assert self.about is not None, "only a run's step has a layout"
+        return self.about
+
+
+@dataclass(frozen=True)
+class ForeignProgram:
+    """A program that is not a run's step: its name, its slice, and the names and sizes of its mesh axes."""
+
+    name: str
+    target: str
+    described: str
+    chip: str | None
+    axes: dict[str, int]
+
 
 @dataclass(frozen=True)
 class Prediction(LayoutResult):
     """A compiled layout, or another compiled program: whether it fits, its step time, and why.
 
     Args:
+        program: The program if it is not a run's step, otherwise None.
         model: Settings that decide what the model computes.
         module_sha256: Digest of the optimised module.
         placement: A line for each mesh axis about its place on the torus.
@@ -308,6 +327,7 @@ class Prediction(LayoutResult):
         work: Digest of the work, the same for all layouts of it.
     """
 
+    program: ForeignProgram | None = None
     model: dict[str, str] = field(default_factory=dict)
     module_sha256: str | None = None
     placement: tuple[str, ...] = ()

@@ -18,11 +18,11 @@ from valkyrie.machine.replay import Replay, replay
 from valkyrie.paths import source_digest, write_whole
 from valkyrie.records import RecordError, encode, read_record
 from valkyrie.search.compile.cache import target_settings
-from valkyrie.search.compile.runner import Compiled
+from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.compile.trust import correction_of
 
 
-def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[CollectiveUse]]:
+def replayed(run: Run, compiled: CompiledRun) -> tuple[Replay | None, list[CollectiveUse]]:
     """Return the corrected replay of a compiled run, or None without a schedule, and the collectives of its program.
 
     Only the TPU compiler leaves a schedule with cycle estimates. For other targets, collectives have bytes but no

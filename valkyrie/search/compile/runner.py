@@ -37,7 +37,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledRun:
     """Result of a compile.
 
     Args:
@@ -91,16 +91,16 @@ def compile_layout(
     progress = progress or (lambda line: None)
     target = run.config.target
     if missing := platform_of(target.platform).missing_compiler(target):
-        return Compiled(CompileOutcome(CompileStatus.refused, missing), folder, programs, False, 0.0)
+        return CompiledRun(CompileOutcome(CompileStatus.refused, missing), folder, programs, False, 0.0)
     outcome = read_outcome(folder, settings_for(CompileMode, run.config.mode).hlo) if use_cache else None
     if outcome is not None:
-        return Compiled(outcome, folder, programs, True, time.perf_counter() - began)
+        return CompiledRun(outcome, folder, programs, True, time.perf_counter() - began)
     if trouble := cache_trouble(programs):
         scratch = Path(tempfile.mkdtemp(prefix="valkyrie-compile-"))
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
         outcome = _in_child(run, scratch, limit_s, use_cache, progress)
         note = f"{trouble} This compile is not kept."
-        return Compiled(outcome, scratch, scratch, False, time.perf_counter() - began, note)
+        return CompiledRun(outcome, scratch, scratch, False, time.perf_counter() - began, note)
     scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs))
     try:
         outcome = _in_child(run, scratch, limit_s, use_cache, progress)
@@ -113,7 +113,7 @@ def compile_layout(
             write_record(folder / OUTCOME, outcome)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return Compiled(outcome, folder, programs, kept and not compiled, time.perf_counter() - began)
+    return CompiledRun(outcome, folder, programs, kept and not compiled, time.perf_counter() - began)
 
 
 def _in_child(run: Run, folder: Path, limit_s: float | int, use_cache: bool, progress: Progress) -> CompileOutcome:

@@ -80,19 +80,19 @@ def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any
 
 def _show_subject(result: Prediction | Measurement, console: Console) -> None:
     """Print a run's layout and batch, or the name and mesh of another program."""
-    about = result.about
-    if "program" in about:
-        mesh = " · ".join(f"{axis}={size}" for axis, size in about["axes"].items() if size > 1) or "one device"
-        console.print(f"{about['program']} on {about['described']}", style="bold", markup=False)
+    if isinstance(result, Prediction) and (program := result.program) is not None:
+        mesh = " · ".join(f"{axis}={size}" for axis, size in program.axes.items() if size > 1) or "one device"
+        console.print(f"{program.name} on {program.described}", style="bold", markup=False)
         console.print(f"mesh: {mesh}", markup=False)
         return
-    console.print(f"[bold]{about['model']} under {about['layout']} on {about['described']}[/]")
-    console.print(f"roles: {about['roles']}")
-    if about.get("pipeline"):
-        console.print(f"pipeline: {about['pipeline']['described']}", markup=False, highlight=False)
+    layout = result.layout
+    console.print(f"[bold]{layout.model} under {layout.name} on {layout.described}[/]")
+    console.print(f"roles: {layout.roles}")
+    if layout.pipeline:
+        console.print(f"pipeline: {layout.pipeline['described']}", markup=False, highlight=False)
     for line in result.placement if isinstance(result, Prediction) else ():
         console.print(f"placement: {line}", markup=False)
-    console.print(f"batch: {about['batch']} x {about['seq']} tokens, {about['precision']}, remat={about['remat']}")
+    console.print(f"batch: {layout.batch} x {layout.seq} tokens, {layout.precision}, remat={layout.remat}")
 
 
 def describe_shortage(memory: MemoryReport, reason: str | None) -> str:
@@ -239,7 +239,9 @@ def _show_costs(prediction: Prediction, step_s: float, console: Console) -> None
         rows.append((*numbers, what, short_cause(cost.op_name), short_source(cost.source)))
     columns = ("ms", "%", "calls", "what", "operation", "source")
     _print_table(f"the {len(rows)} slowest operations", columns, rows, console)
-    if "program" in prediction.about and prediction.lines:  # for a training step, the operations above name their lines
+    if (
+        prediction.program is not None and prediction.lines
+    ):  # for a training step, the operations above name their lines
         lines = [
             (line.seconds, line.seconds / step_s, line.waiting_s, short_source(line.source), escape(line.text or ""))
             for line in prediction.lines

@@ -14,7 +14,6 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.models.stack import Stack
 from valkyrie.parts import PartKind, seconds_in
-from valkyrie.records import encode
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.prediction import (
     CompileTimes,
@@ -26,7 +25,7 @@ from valkyrie.search.compile.prediction import (
     RematReport,
     SourceLine,
 )
-from valkyrie.search.compile.runner import Compiled
+from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.compile.trust import trust
 from valkyrie.train.memory import recomputed_activations, saved_bytes
 from valkyrie.units import GIB
@@ -48,7 +47,7 @@ _HOW = frozenset({"model.s5.scan_block", "model.loss_chunk"})
 """Settings that decide how a model is computed, in addition to those of `implementation_settings`."""
 
 
-def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterable[CollectiveUse]) -> Prediction:
+def summarise(run: Run, compiled: CompiledRun, replay: Replay | None, uses: Iterable[CollectiveUse]) -> Prediction:
     """Return the prediction of a compiled layout, without hints.
 
     Args:
@@ -60,7 +59,7 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     """
     outcome, step = compiled.outcome, compiled.outcome.step
     prediction = Prediction(
-        about=encode(run.about()),
+        about=run.about(),
         status=outcome.status,
         reason=outcome.reason,
         model=model_settings(run),

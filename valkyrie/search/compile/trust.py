@@ -58,22 +58,6 @@ class Correction:
         return self.of_chip * self.of_slices
 
 
-@dataclass(frozen=True)
-class Interval:
-    """Smallest and largest ratio of measured to predicted seconds, where predictions exclude the run's family.
-
-    `chip` is None for runs on several chips. `yours` if they are the user's own runs.
-    """
-
-    low: float
-    high: float
-    rows: int
-    models: int
-    chip: str | None
-    libtpu: tuple[str, ...]
-    yours: bool = False
-
-
 def correction_of(target: TargetConfig) -> Correction:
     """Return the correction of a replay on a slice, by the user's own runs on its chip or else by published ones."""
     chip = target.chip
@@ -101,11 +85,11 @@ def median_by_family(ratios: Sequence[tuple[str, float]]) -> float | None:
     return _median(each) if each else None
 
 
-def interval(rows: Sequence[Published], chip: str) -> Interval | None:
-    """Return the errors of published runs, each predicted by the other families on its chip.
+def interval(rows: Sequence[Published], chip: str, step_s: float) -> StepInterval | None:
+    """Return the range of a predicted step of `step_s` seconds, from the errors of published runs.
 
-    Uses the runs on the chip, or those on all chips if fewer than four are left. Returns None if these are also too
-    few.
+    The prediction of a run excludes its family. Uses the runs on the chip, or those on all chips if fewer than four are
+    left. Returns None if these are also too few.
     """
     ratios = {row: ratio for row in rows if (ratio := unseen_ratio(rows, row)) is not None}
     on_chip = {row: ratio for row, ratio in ratios.items() if row.chip == chip}
@@ -114,7 +98,8 @@ def interval(rows: Sequence[Published], chip: str) -> Interval | None:
         return None
     versions, models = sorted({row.libtpu for row in used}), len({row.model for row in used})
     of = chip if used is on_chip else None
-    return Interval(min(used.values()), max(used.values()), len(used), models, of, tuple(versions))
+    low, high = min(used.values()), max(used.values())
+    return StepInterval(step_s * low, step_s * high, low, high, len(used), models, of, tuple(versions))
 
 
 def unseen_ratio(rows: Sequence[Published], row: Published) -> float | None:
@@ -137,14 +122,13 @@ def as_json(rows: Sequence[Published]) -> str:
 
 def trust(step_s: float, chip: ChipConfig) -> StepInterval | None:
     """Return the range of a predicted step of `step_s` seconds, or None if unknown."""
-    own, found = chip.replay, None
+    own = chip.replay
     if own.factor is None:
-        found = interval(published(), chip.name)
-    elif own.low is not None and own.high is not None:
-        found = Interval(own.low, own.high, own.rows, own.models, chip.name, (), yours=True)
-    if found is None:
+        return interval(published(), chip.name, step_s)
+    if own.low is None or own.high is None:
         return None
-    return StepInterval(step_s * found.low, step_s * found.high, **asdict(found))
+    low_s, high_s = step_s * own.low, step_s * own.high
+    return StepInterval(low_s, high_s, own.low, own.high, own.rows, own.models, chip.name, yours=True)
 
 
 def _loss(rows: Sequence[Published]) -> float:

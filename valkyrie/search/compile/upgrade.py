@@ -21,6 +21,8 @@ def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
         new["schema"] = 2
     if (seconds := new.pop("seconds", None)) is not None:
         new["parts"] = [upgrade_part(name) | {"seconds": value} for name, value in seconds.items()]
+    if isinstance(about := new.get("about"), dict) and "program" in about:
+        new |= {"about": None, "program": about | {"name": about["program"]}}
     for key, convert in _CONVERT.items():
         if key in new:
             new[key] = [convert(value) for value in new[key]]

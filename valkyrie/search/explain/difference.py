@@ -9,11 +9,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from valkyrie.axes import UNATTRIBUTED
-from valkyrie.parallel.partition import recorded_roles
 from valkyrie.parts import PartKind, describe_part, seconds_in
+from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.prediction import CompileStatus, PredictedStep, Prediction, short_cause, short_source
 from valkyrie.units import duration, memory, percent, sent
 
@@ -165,15 +164,16 @@ def difference(
 
 def sides(prediction: Prediction) -> Sides:
     """Return the quantities of a layout that are compared. Mesh axes are named with their roles: `x,y (FSDP)`."""
-    about, traffic, held = prediction.about, prediction.communication, prediction.memory
-    seconds = {describe_part(part.kind, _axes(part.mesh_axes, about)): part.seconds for part in prediction.parts}
-    over = {} if traffic is None else {_axes(axes, about): size for axes, size in traffic.by_mesh_axes.items()}
-    return Sides(seconds, over, {} if held is None else held.split, about["batch"] * about["seq"])
+    layout, traffic, held = prediction.layout, prediction.communication, prediction.memory
+    seconds = {describe_part(part.kind, _axes(part.mesh_axes, layout)): part.seconds for part in prediction.parts}
+    over = {} if traffic is None else {_axes(axes, layout): size for axes, size in traffic.by_mesh_axes.items()}
+    tokens = (layout.batch or 0) * (layout.seq or 0)
+    return Sides(seconds, over, {} if held is None else held.split, tokens)
 
 
 def other_models(first: Prediction, second: Prediction) -> list[str]:
     """Return the reasons why two layouts are of different models: their names, or values of settings that both have."""
-    models = [prediction.about["model"] for prediction in (first, second)]
+    models = [prediction.layout.model for prediction in (first, second)]
     shared = first.model.keys() & second.model.keys()
     changed = [key for key in first.model if key in shared and first.model[key] != second.model[key]]
     if models[0] == models[1]:
@@ -186,9 +186,9 @@ def other_models(first: Prediction, second: Prediction) -> list[str]:
 
 def without_step(prediction: Prediction, letter: str) -> str | None:
     """Return the reason why a prediction has no step time of a layout, or None if it has one."""
-    name = prediction.about.get("layout")
-    if name is None:
-        return f"{letter} is no layout of a model but another program: {prediction.about.get('program')}."
+    if prediction.program is not None:
+        return f"{letter} is no layout of a model but another program: {prediction.program.name}."
+    name = prediction.layout.name
     if prediction.status is not CompileStatus.ok:
         reason = prediction.reason or "mode=compile says more"
         return f"{letter}, {name}, has no step: {prediction.status.value.replace('_', ' ')}: {reason}"
@@ -203,14 +203,14 @@ def _names(first: Prediction, second: Prediction, requests: tuple[str, str] | No
     Raises ValueError if they do not differ, or if both are one program with the same step time.
     """
     pair = (first, second)
-    names = [prediction.about["layout"] for prediction in pair]
+    names = [prediction.layout.name for prediction in pair]
     programs = [(prediction.module_sha256, prediction.step and prediction.step.step_s) for prediction in pair]
     if first.module_sha256 is not None and programs[0] == programs[1]:
         raise ValueError(
             f"A and B are the same program, {' and '.join(dict.fromkeys(names))}: name another one in second=."
         )
     for key in ("target", "batch", "seq", "precision"):
-        values = [prediction.about[key] for prediction in pair]
+        values = [getattr(prediction.layout, key) for prediction in pair]
         if values[0] != values[1]:
             names = [f"{name} {key}={value}" for name, value in zip(names, values, strict=True)]
     if names[0] != names[1]:
@@ -232,9 +232,9 @@ def _pairs(first: Mapping[str, float | int], second: Mapping[str, float | int], 
     return tuple(sorted(pairs, key=lambda pair: -abs(pair.more)))
 
 
-def _axes(mesh_axes: tuple[str, ...], about: Mapping[str, Any]) -> str:
+def _axes(mesh_axes: tuple[str, ...], layout: LayoutRecord) -> str:
     """Return mesh axes with their roles, `y (MP2)`, because an axis may have another role in the other layout."""
-    roles = recorded_roles(about)
+    roles = layout.axis_roles or {}
     kinds = dict.fromkeys(roles[axis].kind.value for axis in mesh_axes if axis in roles)
     if not mesh_axes:
         return UNATTRIBUTED
@@ -246,7 +246,7 @@ def _longest_waits(side: _Side) -> tuple[WaitedCollective, ...]:
     merged: dict[tuple[str, str, str, str], tuple[float, float, float]] = {}
     traffic = side.prediction.communication
     for use in () if traffic is None else traffic.collectives:
-        key = (use.kind, _axes(use.mesh_axes, side.prediction.about), short_cause(use.cause), short_source(use.source))
+        key = (use.kind, _axes(use.mesh_axes, side.prediction.layout), short_cause(use.cause), short_source(use.source))
         calls, size, waited = merged.get(key, (0.0, 0.0, 0.0))
         merged[key] = (calls + use.calls, size + side.scale * use.bytes, waited + side.scale * use.exposed_s)
     uses = [WaitedCollective(*key, *numbers) for key, numbers in merged.items()]

@@ -14,7 +14,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.modes.explain import Config as ExplainMode
 from valkyrie.paths import unused
-from valkyrie.records import encode, write_record
+from valkyrie.records import write_record
 from valkyrie.runs.folder import key_value, parts_of, run_folder, write_about
 from valkyrie.search.compile.prediction import CompileStatus, Prediction, read_prediction
 from valkyrie.search.compile.show import make_table
@@ -64,8 +64,8 @@ def _folder(run: Run, predictions: Sequence[Prediction]) -> Path:
     """Return the run's folder if it has a name, else a new one named after the model and both layouts."""
     if run.config.name is not None or run.config.resume is not None:
         return run_folder(run)
-    a, b = (prediction.about for prediction in predictions)
-    return unused(Path(run.config.runs) / f"explain-{a['model']}-{a['layout']}-{b['layout']}")
+    a, b = (prediction.layout for prediction in predictions)
+    return unused(Path(run.config.runs) / f"explain-{a.model}-{a.name}-{b.name}")
 
 
 def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple[Prediction, Prediction]:
@@ -128,7 +128,7 @@ def _known(layout: Run | Prediction) -> Prediction:
     """Return a prediction with the model and layout of a run that is not compiled yet."""
     if isinstance(layout, Prediction):
         return layout
-    return Prediction(about=encode(layout.about()), status=CompileStatus.ok, model=model_settings(layout))
+    return Prediction(about=layout.about(), status=CompileStatus.ok, model=model_settings(layout))
 
 
 def _read(folder: Path) -> Prediction:

@@ -24,7 +24,6 @@ from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.modes.measure import MeasuredData
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.problems import first_line
-from valkyrie.records import encode
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.executable import program_memory, step_memory
 from valkyrie.search.compile.prediction import CompileStatus, CompileTimes, MeasuredStep, Measurement
@@ -54,7 +53,7 @@ def measure(
         say: Called with a warning if the memory may not be enough.
     """
     blank = Measurement(
-        about=encode(run.about()),
+        about=run.about(),
         status=CompileStatus.does_not_fit,
         versions=versions(),
         simulated=devices.simulated,

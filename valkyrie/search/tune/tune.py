@@ -19,7 +19,7 @@ from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.runs.folder import key_value
 from valkyrie.search.compile.prediction import CompiledStep, CompileStatus
 from valkyrie.search.compile.replayed import replayed
-from valkyrie.search.compile.runner import Compiled, compile_layout
+from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import implementation_settings
 from valkyrie.search.tune.compiler_options import CompilerOption, options_for
 from valkyrie.search.tune.tuned import Attempt, Options, Tuned, Verdict, assignments
@@ -43,7 +43,7 @@ class _BudgetSpent(Exception):
 class _Program:
     """A compiled program, its step time in seconds or None if it has none, and the seconds that compiling took."""
 
-    compiled: Compiled
+    compiled: CompiledRun
     step_s: float | None
     seconds: float
 
@@ -334,7 +334,7 @@ def _texts(options: Mapping[str, Any]) -> _Texts:
     return frozenset((name, option_text(value)) for name, value in options.items())
 
 
-def _reason(compiled: Compiled) -> str:
+def _reason(compiled: CompiledRun) -> str:
     """Describe why a program has no step, as a sentence."""
     shortage = compiled.outcome.shortage
     if shortage is not None and shortage.needed:
