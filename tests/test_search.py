@@ -570,7 +570,7 @@ def test_compiler_options_of_the_best_stand_in_the_command(
     def tuned(run: Run, candidates: Any, budget_s: float | None, on_result: Any) -> Tuned:
         asked_of.append((run.layout, budget_s))
         attempt = Attempt({"xla_flag": True}, Verdict.kept, 1, 0.9, 2**30, -0.1)
-        found = Tuned(run, 1.0, 0.9, {"xla_flag": True}, (attempt,), finished=True)
+        found = Tuned(1.0, 0.9, {"xla_flag": True}, (attempt,), finished=True, run=run)
         on_result(found)
         return found
 

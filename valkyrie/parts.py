@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 
 class PartKind(Enum):
@@ -59,7 +58,7 @@ def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
     return PartKind(kind), tuple(axes.split(",")) if axes else ()
 
 
-def upgrade_part(category: str) -> dict[str, Any]:
+def upgrade_part(category: str) -> dict[str, str | list[str]]:
     """Convert the category of a part in an older file to plain `kind` and `mesh_axes`.
 
     Raises ValueError for text that is not the category of a part.

@@ -10,7 +10,7 @@ from typing import Any
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested dicts to leaves by dotted name, in the order of the dicts. Empty dicts disappear."""
-    leaves: dict[str, Any] = {}
+    leaves = {}
     for key, value in values.items():
         leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return leaves

@@ -355,6 +355,6 @@ def vector(axis: str, length: int, group: str) -> Parameter:
     return Parameter((axis,), (length,), (f"model.{axis}",), group)
 
 
-def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def prefixed(prefix: str, values: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """Return the values with `prefix.` prepended to their names."""
     return {f"{prefix}.{name}": value for name, value in values.items()}

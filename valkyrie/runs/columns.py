@@ -20,6 +20,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "count": "{:,}".format,
     "speed": "{:,.0f}".format,
     "seconds": duration,
+    "change": lambda share: f"{100 * share:+.1f}%",
     "share": lambda share: f"{100 * share:.1f}%",
     "percent": percent,
     "range": lambda ends: "{:+.0f} to {:+.0f}%".format(*(100 * end for end in ends)),
@@ -106,3 +107,13 @@ def terminal_table(
     for row in rows:
         table.add_row(*(Text(column.text(row)) for column in columns), style=style(row))
     return table
+
+
+def terminal_line(columns: Sequence[Column[R]], row: R | None = None) -> str:
+    """Return a row of a table that is printed line by line, or its head without a row.
+
+    Cells are padded to `least`, except in the last column.
+    """
+    cells = [(column, column.label if row is None else column.text(row)) for column in columns]
+    padded = [text.rjust(c.least or 0) if c.is_number else text.ljust(c.least or 0) for c, text in cells[:-1]]
+    return "  ".join([*padded, cells[-1][1]])

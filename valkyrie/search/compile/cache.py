@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from valkyrie.checksums import digest
 from valkyrie.compiled.memory import ProgramMemory
@@ -100,7 +99,7 @@ def package_digest(run: Run) -> str:
     return source_digest(".", *run.config.modules)
 
 
-def program_settings(run: Run) -> dict[str, Any]:
+def program_settings(run: Run) -> Mapping[str, object]:
     """Return the settings of a run that decide the compiled program, as plain values by key."""
     from omegaconf import OmegaConf
 
@@ -109,7 +108,7 @@ def program_settings(run: Run) -> dict[str, Any]:
     return {key: values[key] for key in (*SHAPING_KEYS, "debug")} | {"target": target_settings(run.config.target)}
 
 
-def target_settings(target: TargetConfig) -> dict[str, Any]:
+def target_settings(target: TargetConfig) -> Mapping[str, object]:
     """Return a target as plain values, without settings that do not change a program or its replay."""
     from omegaconf import OmegaConf
 

@@ -24,11 +24,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.config.run import Run
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import write_whole
 from valkyrie.precision import DType
 from valkyrie.processes.team import Team
+from valkyrie.records import write_record
 from valkyrie.runs.folder import run_folder, write_about
-from valkyrie.search.measure.figures_of import in_words, read_figures
+from valkyrie.search.measure.figures_of import in_words
 from valkyrie.train.devices import prepare_devices
 from valkyrie.train.processes import together
 from valkyrie.train.screen import make_console
@@ -70,18 +72,15 @@ def figures_mode(run: Run) -> int:
         machines = sorted(set(team.exchange("machine", socket.gethostname())))
         if team.leads:
             write_about(run, folder)
-            write_whole(folder / FIGURES, json.dumps(chip, indent=1) + "\n")
+            write_record(folder / FIGURES, chip)
             write_whole(folder / MACHINES, json.dumps(machines) + "\n")
-            console.print(in_words(read_figures(folder / FIGURES)), highlight=False, soft_wrap=True)
+            console.print(in_words(chip), highlight=False, soft_wrap=True)
             console.print(f"figures: {folder / FIGURES}", soft_wrap=True)
     return 0
 
 
-def figures(devices: Sequence[Any], compute: DType, team: Team) -> dict[str, Any]:
-    """Return the figures of the devices in the format of a chip's file.
-
-    A process counts as a host. All processes of the team must call this.
-    """
+def figures(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
+    """Return the figures of the devices. A process counts as a host. All processes of the team must call this."""
     dtype, places = jnp.dtype(compute.value), Mesh(np.array(devices), ("all",))
     timer = _Timer(team, places)
     of_process = len(devices) // team.count
@@ -91,26 +90,27 @@ def figures(devices: Sequence[Any], compute: DType, team: Team) -> dict[str, Any
     of_programs = {"loop_sums": 1.0, "apart": 1.0, "windowed": 0.0, "whole_batches": 0.0}
     estimate |= of_programs  # properties of XLA's CPU compiler
     estimate |= {"half_rate_flops": half, "mixing": _attention(timer, dtype) / peak, "launch_s": _launch(timer, dtype)}
-    chip: dict[str, Any] = {
-        "name": "cpu",
-        "platform": "cpu",
-        "peak_tflops": {compute.value: peak / 1e12},
-        "hbm_gbs": _memory(timer, of_process) / 1e9,
-        "host_bounds": [of_process],
-        "device_kinds": [devices[0].device_kind],
-    }
+    chip = ChipConfig(
+        name="cpu",
+        platform="cpu",
+        peak_tflops={compute.value: peak / 1e12},
+        hbm_gbs=_memory(timer, of_process) / 1e9,
+        host_bounds=[of_process],
+        device_kinds=[devices[0].device_kind],
+        estimate=estimate,
+    )
     inside = _links(timer, dtype, of_process) if of_process > 1 else None
     if inside is not None:
-        chip["switch_gbs"] = inside.gather
+        chip.switch_gbs = inside.gather
         estimate["sums"] = inside.sum / inside.gather
     estimate["start_s"] = 0.0 if inside is None else inside.start_s
     if team.count > 1:
         between = _links(timer, dtype, len(devices))
-        chip["dcn_gbs_per_host"] = statistics.geometric_mean([between.gather, between.sum])
+        chip.dcn_gbs_per_host = statistics.geometric_mean([between.gather, between.sum])
         estimate["outer_start_s"] = max(between.start_s - estimate["start_s"], 0.0) / math.log2(team.count)
     # XLA's CPU compiler implements a reduce-scatter as an all-reduce and a slice.
     estimate["scatters"] = 2.0 if inside is None else 2 * inside.gather / inside.sum
-    return chip | {"estimate": estimate}
+    return chip
 
 
 class _Timer:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from valkyrie.records import decode
 
+OptionValue = bool | int | float | str | None
+Options = dict[str, OptionValue]
+"""Values of compiler options by name, as in `target.chip.xla_options`; None removes a chip's default."""
 FILE = Path(__file__).with_name("compiler_options.yaml")
 
 
@@ -28,11 +30,11 @@ class CompilerOption:
     """
 
     name: str
-    values: tuple[Any, ...]
+    values: tuple[OptionValue, ...]
     does: str
     source: str
     chips: tuple[str, ...] | None = None
-    also: dict[str, Any] = field(default_factory=dict)
+    also: Options = field(default_factory=dict)
     idle_on: tuple[str, ...] = ()
     idle: bool = False
 
@@ -46,7 +48,7 @@ class CompilerOption:
         """Whether its values are true and false."""
         return all(isinstance(value, bool) for value in self.values)
 
-    def settings(self) -> list[dict[str, Any]]:
+    def settings(self) -> list[Options]:
         """Return the options to set for each value to try, by name."""
         return [{self.name: value, **self.also} for value in self.values]
 

@@ -15,15 +15,23 @@ from valkyrie.paths import write_whole
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.records import write_record
+from valkyrie.runs.columns import Column, terminal_line
 from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_about
+from valkyrie.search.tune.compiler_options import Options
 from valkyrie.search.tune.tune import tune
-from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict, assignments, tune_record
+from valkyrie.search.tune.tuned import Attempt, Tuned, TuneRecord, Verdict, assignments
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
-from valkyrie.units import duration, memory, seconds_of
+from valkyrie.units import duration, seconds_of
 
-_WIDTHS = (10, 9, 10, 12)
-"""Widths of the columns for step, change, peak and verdict. The option comes last, because it is long."""
+_COLUMNS: tuple[Column[Attempt], ...] = (
+    Column("step_s", "step", "seconds", lambda a: a.step_s, least=10),
+    Column("change", "change", "change", lambda a: None if a.verdict is Verdict.same else a.change, least=9),
+    Column("peak", "peak", "bytes", lambda a: a.peak, least=10),
+    Column("verdict", "", "text", lambda a: "" if a.verdict is Verdict.start else a.verdict.value, least=12),
+    Column("options", "option", "text", lambda a: _describe_options(a.options)),
+)
+"""The options come last, because they are long."""
 
 
 def tune_mode(run: Run) -> int:
@@ -52,7 +60,7 @@ def tune_mode(run: Run) -> int:
             interrupted = True
     tuned = known[-1]
     write_about(run, folder)
-    write_record(folder / ATTEMPTS, tune_record(tuned, versions()))
+    write_record(folder / ATTEMPTS, TuneRecord.of(tuned, versions()))
     write_whole(folder / TUNED, fragment(tuned))
     _show_end(tuned, folder, interrupted, console)
     return INTERRUPTED if interrupted else 0
@@ -80,7 +88,7 @@ class _Screen:
             self._print(f"{about.model} under {about.layout} on {about.described}", "bold")
             if tuned.set_by_user:
                 self._print(f"left as you set them: {', '.join(assignments(tuned.set_by_user))}")
-            self._print(_columns("step", "change", "peak", "", "option"))
+            self._print(terminal_line(_COLUMNS))
         for line in row(attempt):
             self._print(line, "green" if attempt.verdict is Verdict.kept else None)
         gained = f" ({-100 * tuned.gain:+.1f}%)" if tuned.options else ""
@@ -95,21 +103,13 @@ class _Screen:
 
 def row(attempt: Attempt) -> list[str]:
     """Format an attempt as lines: step, change from the best before it, peak, verdict and option, then the reason."""
-    names = ", ".join(assignments(attempt.options)) or "as it is"
-    if len(attempt.options) > 3:  # more than one candidate sets
-        names = f"{len(attempt.options)} options together: {', '.join(attempt.options)}"
-    step, change, peak = "", "", ""
-    if attempt.step_s is not None:
-        step, peak = duration(attempt.step_s), memory(attempt.peak)
-        same = attempt.change is None or attempt.verdict is Verdict.same
-        change = "" if same else f"{100 * (attempt.change or 0):+.1f}%"
-    verdict = "" if attempt.verdict is Verdict.start else attempt.verdict.value
-    return [_columns(step, change, peak, verdict, names), *([f"  {attempt.reason}"] if attempt.reason else [])]
+    return [terminal_line(_COLUMNS, attempt), *([f"  {attempt.reason}"] if attempt.reason else [])]
 
 
-def _columns(step: str, change: str, peak: str, verdict: str, option: str) -> str:
-    cells = zip((step, change, peak, verdict), _WIDTHS, ("rjust", "rjust", "rjust", "ljust"), strict=True)
-    return "  ".join([*(getattr(text, align)(width) for text, width, align in cells), option])
+def _describe_options(options: Options) -> str:
+    if len(options) > 3:  # more than one candidate sets
+        return f"{len(options)} options together: {', '.join(options)}"
+    return ", ".join(assignments(options)) or "as it is"
 
 
 def _show_end(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -> None:

@@ -21,8 +21,8 @@ from valkyrie.search.compile.prediction import CompiledStep, CompileStatus
 from valkyrie.search.compile.replayed import replayed
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import implementation_settings
-from valkyrie.search.tune.compiler_options import CompilerOption, options_for
-from valkyrie.search.tune.tuned import Attempt, Options, Tuned, Verdict, assignments
+from valkyrie.search.tune.compiler_options import CompilerOption, Options, options_for
+from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict, assignments
 from valkyrie.train.options import CHIP, TO_FIT, YOU, option_text
 from valkyrie.trees import with_value
 from valkyrie.units import gib
@@ -180,7 +180,7 @@ class _Tuner:
         self._at_start, self._defaults = program.options(), program.options(CHIP)
         first = self._judge(_Move({}), program, 1)
         step_s, theirs = program.step_s, program.options(YOU)
-        self.tuned = Tuned(self._run, step_s, step_s, {}, (first,), set_by_user=theirs)
+        self.tuned = Tuned(step_s, step_s, {}, (first,), set_by_user=theirs, run=self._run)
         self._keep({}, {}, program)
         self._report(self.tuned)
 

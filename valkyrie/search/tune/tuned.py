@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
 
 from valkyrie.config.run import Run
+from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.search.tune.compiler_options import Options
 from valkyrie.train.options import KEY, option_text
-
-Options = dict[str, Any]
-"""Values of compiler options by name, as in `target.chip.xla_options`; None removes a chip's default."""
 
 
 class Verdict(Enum):
@@ -57,11 +55,10 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """State of a search.
+class TuneResult:
+    """Results of a search.
 
     Args:
-        run: The run with the best settings.
         start_s: Seconds per step without them.
         step_s: Seconds per step with them.
         options: Compiler options to set in addition to the run's.
@@ -72,7 +69,6 @@ class Tuned:
         finished: False while there is more to try.
     """
 
-    run: Run
     start_s: float
     step_s: float
     options: Options
@@ -99,12 +95,28 @@ class Tuned:
         return 1 - self.step_s / self.start_s
 
 
-def tune_record(tuned: Tuned, versions: dict[str, str]) -> dict[str, Any]:
-    """Return the content of `tune.json`, with the versions of the packages that decide the numbers."""
-    known = {field.name: getattr(tuned, field.name) for field in fields(tuned) if field.name != "run"}
-    return {"about": tuned.run.about(), "versions": versions, **known, "schema": 1}
+@dataclass(frozen=True, kw_only=True)
+class Tuned(TuneResult):
+    """State of a search. `run` is the run with the best settings."""
+
+    run: Run
 
 
-def assignments(options: Mapping[str, Any]) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class TuneRecord(TuneResult):
+    """Content of `tune.json`. `versions` are those of the packages that decide the numbers."""
+
+    about: LayoutRecord
+    versions: dict[str, str]
+    schema: int = 1
+
+    @staticmethod
+    def of(tuned: Tuned, versions: dict[str, str]) -> TuneRecord:
+        """Return the record of a search."""
+        results = {field.name: getattr(tuned, field.name) for field in fields(TuneResult)}
+        return TuneRecord(about=tuned.run.about(), versions=versions, **results)
+
+
+def assignments(options: Mapping[str, object]) -> list[str]:
     """Return options as written after `target.chip.xla_options.`: `xla_flag=true`, or `null` to remove one."""
     return [f"{name}={'null' if value is None else option_text(value)}" for name, value in options.items()]
