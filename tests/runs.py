@@ -71,18 +71,23 @@ def command(*arguments: str) -> int:
     return 0
 
 
+def spawn(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    """Start Python with these arguments and more environment variables, with its output in pipes."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def start(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
     """Return a process of `valkyrie-train` with its streams in pipes, which hears SIGHUP even under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a process inherits what its parent ignores
     try:
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore::SyntaxWarning", "-m", "valkyrie.cli.train", *arguments],
-            cwd=cwd,
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return spawn("-W", "ignore::SyntaxWarning", "-m", "valkyrie.cli.train", *arguments, cwd=cwd, **environment)
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -64,7 +64,7 @@ PUBLIC = {
         "down": "transformer.h.{}.mlp.c_proj.weight",
     },
 }
-"""What the public implementations call each parameter, `{}` the layer."""
+"""Names of the parameters in the public implementations, with `{}` for the layer."""
 
 
 def module_with(run: Run, form: str, weights: dict[str, np.ndarray]) -> Any:

@@ -15,7 +15,7 @@ from valkyrie.ops.linear import Numerics, linear
 from valkyrie.ops.narrow import narrow_einsum, scaled_to
 
 DTYPES = {"int8": 0.02, "float8_e4m3fn": 0.06}
-"""With the largest error of a product, as a share of the largest result."""
+"""Largest error of a product as a fraction of the largest result, by dtype."""
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -43,11 +43,11 @@ def test_rows_of_zeros_stay_zeros_and_the_largest_number_is_exact(dtype: str):
 
 
 def operands(jaxpr: Any) -> list[str]:
-    found = [e.invars[0].aval.dtype.name for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    dtypes = [e.invars[0].aval.dtype.name for e in jaxpr.eqns if e.primitive.name == "dot_general"]
     for eqn in jaxpr.eqns:
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
-            found += operands(value.jaxpr) if hasattr(value, "jaxpr") else []
-    return found
+            dtypes += operands(value.jaxpr) if hasattr(value, "jaxpr") else []
+    return dtypes
 
 
 def test_the_gradient_of_a_parameter_is_a_wide_product():
@@ -83,7 +83,7 @@ def test_training_with_narrow_products_learns_as_with_wide_ones(precision: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["2d_tp_fsdp", "fsdp", "1d_tp"])
 def test_narrow_products_on_eight_devices_are_those_of_one(partition: str):
-    """To what rounding does where a sum in another order puts a number on the other side of a half."""
+    """Equal up to rounding: sums in another order may round a value near one half the other way."""
     overrides = (*small("gpt_tiny"), "precision=int8", "precision.compute=float32")
     host = initial_state(overrides)
     one = two_steps(small_run("gpt_tiny", "precision=int8", "precision.compute=float32"), host)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from helpers import compose_run
+from own_folder import write_listed
 from runs import SINGLE, command
 from valkyrie.config.arguments import run_of
 from valkyrie.config.modes import MODES
@@ -23,11 +23,8 @@ SMALL = (*SINGLE, "model=s5_tiny")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files of the page."""
-    folder, page = tmp_path_factory.mktemp("own"), (conf_dir() / "README.md").read_text()
-    for name, body in re.findall(r"```(?:python|yaml)\n# FOLDER/(\S*count\S*)\n(.*?)```", page, re.DOTALL):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(body)
-    assert {file.name for file in folder.rglob("*.*")} == {"count.py", "count.yaml"}
+    folder = tmp_path_factory.mktemp("own")
+    assert write_listed(folder, conf_dir() / "README.md", name=r"\S*count\S*") == ["count.py", "mode/count.yaml"]
     add_import_path([folder])
     return folder
 

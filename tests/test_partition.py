@@ -128,10 +128,10 @@ def test_a_fourth_axis_has_the_role_that_the_launch_environment_gives_it(role: s
     run = composed("valkyrie_tiny")
     mesh = parse_mesh("2x2x2x2")
     mesh.names = names
-    found = Run(replace(run.config, mesh=mesh, partition=YAMLS["data_model_fsdp"]), run.model)
-    assert found.problems() == []
+    named_run = Run(replace(run.config, mesh=mesh, partition=YAMLS["data_model_fsdp"]), run.model)
+    assert named_run.problems() == []
     expected = {"replica": "DP(batch)", "data": "DP(batch)", "model": MODEL, "fsdp": "FSDP(batch,embed)"}
-    assert list(map(str, found.layout.roles.values())) == [expected[name] for name in names]
+    assert list(map(str, named_run.layout.roles.values())) == [expected[name] for name in names]
 
 
 def test_an_axis_named_beside_its_role_is_spent_once():

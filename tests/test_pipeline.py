@@ -1,4 +1,4 @@
-"""Pipelines: the same steps as on one device, schedules by their formulas, what is sent, and what is refused."""
+"""Pipelines: the same steps as on one device, schedules by their formulas, and communication."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from helpers import (
     assert_same_steps,
-    compose_config,
     initial_state,
     make_program,
     reference,
@@ -19,11 +18,9 @@ from helpers import (
 )
 from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.hlo import parse
-from valkyrie.config.run import Run
 from valkyrie.parallel.partition import PipelineSchedule, RoleKind
 from valkyrie.parallel.pipeline import SENT_ON
 from valkyrie.parallel.schedule import Pipeline
-from valkyrie.problems import ProblemCode
 from valkyrie.search.compile.alternatives import fuller_layouts
 from valkyrie.train.memory import legal_remats, recomputed_activations
 from valkyrie.train.program import serialised_module
@@ -35,14 +32,6 @@ CIRCULAR = ("partition.schedule=circular", "partition.rounds=2")
 
 def case(*values: str, quick: bool = False) -> Any:
     return pytest.param(*values[:3], values[3:], marks=() if quick else pytest.mark.slow)
-
-
-def steps_like_one_device(model: str, partition: str, mesh: str, overrides: tuple[str, ...]) -> None:
-    of_model = tuple(o for o in overrides if o.startswith(("model.", "batch", "precision")))
-    run = small_run(model, f"mesh={mesh}", f"partition={partition}", *overrides)
-    assert run.layout.pipeline is not None
-    found = two_steps(run, stirred(initial_state((*small(model), *of_model))))
-    assert_same_steps(found, reference(model, *of_model))
 
 
 @pytest.mark.parametrize(
@@ -60,31 +49,11 @@ def steps_like_one_device(model: str, partition: str, mesh: str, overrides: tupl
         case("longformer_tiny", "pp_2d_tp", "2x2x2", "microbatches=4", "remat=save_qkv_proj"),
         case("nanochat_tiny", "pp_2d_tp", "2x2x2", "microbatches=4"),
         case("s5_tiny", "pp", "2x2x2", "microbatches=2"),
-    ],
-)
-def test_same_steps_as_on_one_device(model: str, partition: str, mesh: str, overrides: tuple[str, ...]):
-    steps_like_one_device(model, partition, mesh, overrides)
-
-
-@pytest.mark.parametrize(
-    ("model", "partition", "mesh", "overrides"),
-    [
         case("gpt_tiny", "pp", "1x2x2", "microbatches=2", *CIRCULAR, quick=True),
         case("gpt_tiny", "pp_fsdp", "2x1x4", "microbatches=4", *CIRCULAR, "model.layers=8"),
         case("gpt_tiny", "pp", "1x2x2", "microbatches=4", CIRCULAR[0], "partition.rounds=3", "model.layers=12"),
         case("gpt_tiny", "pp", "1x1x4", "microbatches=8", CIRCULAR[0], "partition.rounds=6", "model.layers=24"),
         case("nanochat_tiny", "pp_2d_tp", "2x2x2", "microbatches=4", *CIRCULAR, "model.layers=8"),
-    ],
-)
-def test_rounds_of_a_circular_pipeline_make_the_same_steps(
-    model: str, partition: str, mesh: str, overrides: tuple[str, ...]
-):
-    steps_like_one_device(model, partition, mesh, overrides)
-
-
-@pytest.mark.parametrize(
-    ("model", "partition", "mesh", "overrides"),
-    [
         case("gpt_tiny", "pp", "1x2x2", "microbatches=4", "batch=16", *ALTERNATING, quick=True),
         case("gpt_tiny", "pp", "2x1x4", "microbatches=1", *ALTERNATING),
         case("gpt_tiny", "pp", "1x1x4", "microbatches=2", *ALTERNATING, "model.layers=8"),
@@ -93,10 +62,12 @@ def test_rounds_of_a_circular_pipeline_make_the_same_steps(
         case("nanochat_tiny", "pp_2d_tp", "2x2x2", "microbatches=4", *ALTERNATING),
     ],
 )
-def test_forward_and_backward_turn_about_make_the_same_steps(
-    model: str, partition: str, mesh: str, overrides: tuple[str, ...]
-):
-    steps_like_one_device(model, partition, mesh, overrides)
+def test_same_steps_as_on_one_device(model: str, partition: str, mesh: str, overrides: tuple[str, ...]):
+    of_model = tuple(o for o in overrides if o.startswith(("model.", "batch", "precision")))
+    run = small_run(model, f"mesh={mesh}", f"partition={partition}", *overrides)
+    assert run.layout.pipeline is not None
+    steps = two_steps(run, stirred(initial_state((*small(model), *of_model))))
+    assert_same_steps(steps, reference(model, *of_model))
 
 
 @pytest.mark.parametrize(
@@ -120,15 +91,23 @@ def test_a_compiled_step_sends_as_often_as_the_formula_says(overrides: tuple[str
 
 
 @pytest.mark.slow
-def test_inputs_of_fewer_microbatches_are_kept_where_forward_and_backward_turn_about():
-    """16 microbatches through 2 stages: gpipe keeps 17 and 1f1b 3, each 32 inputs of (4, 128, 32) float32.
+def test_1f1b_keeps_inputs_of_fewer_microbatches():
+    """16 microbatches through 2 stages: gpipe keeps the inputs of 17 and 1f1b of 3, each 32 of (4, 128, 32) float32.
 
-    Beside them gpipe has some whole batches of the stream, about 3.5 of these.
+    In addition, gpipe holds about 3.5 whole batches of the residual stream.
     """
-    asked = ("mesh=1x1x2", "partition=pp", "microbatches=16", "batch=64", "model.layers=64", "seq=128", "remat=full")
+    overrides = (
+        "mesh=1x1x2",
+        "partition=pp",
+        "microbatches=16",
+        "batch=64",
+        "model.layers=64",
+        "seq=128",
+        "remat=full",
+    )
     needs = []
     for schedule in ("gpipe", "1f1b"):
-        run = small_run("gpt_tiny", *asked, f"partition.schedule={schedule}")
+        run = small_run("gpt_tiny", *overrides, f"partition.schedule={schedule}")
         sizes = make_program(run).compile_step().memory_analysis()
         assert sizes is not None
         needs.append(sizes.temp_size_in_bytes)
@@ -145,7 +124,7 @@ def test_inputs_of_fewer_microbatches_are_kept_where_forward_and_backward_turn_a
     ],
 )
 def test_the_bubble_is_the_idle_share_of_a_stage(pipeline: Pipeline, bubble: float):
-    """A stage works in some turns and waits in the others; a forward takes 1 and a backward 2 of a whole turn's 3."""
+    """A stage works in some turns and waits in the others. A forward takes 1/3 of a turn and a backward 2/3."""
     work = pipeline.rounds * pipeline.microbatches
     taken = pipeline.forward_turns
     if pipeline.alternates:
@@ -155,15 +134,13 @@ def test_the_bubble_is_the_idle_share_of_a_stage(pipeline: Pipeline, bubble: flo
     assert pipeline.bubble == pytest.approx((taken - work) / work) == pytest.approx(bubble)
 
 
-def test_what_is_said_of_a_pipeline():
+def test_the_description_of_a_pipeline():
     run = small_run("gpt_tiny", "mesh=2x2x2", "partition=pp", "microbatches=2", *CIRCULAR)
     about = run.about().pipeline
     assert run.layout.name == "2x2x2-pp-circular2-mb2"
     assert (about["axis"], about["stages"], about["schedule"], about["rounds"]) == ("z", 2, "circular", 2)
-    assert about["described"] == (
-        "2 stages over z, circular of 2 rounds, microbatches=2: stages wait 25.0% of the time in which they work, send "
-        "10 times a step, and keep inputs of 5 microbatches"
-    )
+    described = about["described"]
+    assert all(words in described for words in ("2 rounds", "25.0%", "10 times", "5 microbatches"))
     assert run.layout.degrees == {"DP": 4, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, "PP": 2}
     assert run.layout.accumulated == 1
     assert small_run("gpt_tiny", "mesh=2x2x1", "partition=dp").about().pipeline is None
@@ -171,44 +148,8 @@ def test_what_is_said_of_a_pipeline():
     assert (unused.pipeline, unused.accumulated, unused.roles["z"].kind) == (None, 2, RoleKind.unused)
 
 
-def test_nothing_but_inputs_is_proposed_to_be_kept_where_forward_and_backward_turn_about():
+def test_hints_of_1f1b_suggest_no_activations_to_save():
     run = small_run("gpt_tiny", "mesh=1x1x2", "partition=pp", "microbatches=2", *ALTERNATING)
     assert list(legal_remats(run)) == ["full"]
     assert (recomputed_activations(run), fuller_layouts(run)) == ({}, ())
     assert len(legal_remats(run.changed(partition=small_run("gpt_tiny", "partition=pp").config.partition))) > 5
-
-
-REFUSED = {
-    "a recursive model": (("model=trm_tiny", "microbatches=1"), ProblemCode.no_stack),
-    "layers that do not divide": (("mesh=2x1x3", "batch=24"), ProblemCode.not_divisible),
-    "a batch that does not divide": (("microbatches=3",), ProblemCode.batch_not_divisible),
-    "several rounds of one stretch": (("partition.rounds=2",), ProblemCode.wrong_rounds),
-    "a circle of one round": (("partition.schedule=circular",), ProblemCode.wrong_rounds),
-    "fewer microbatches than stages in a circle": (("microbatches=1", *CIRCULAR), ProblemCode.too_few_microbatches),
-    "layers that do not divide by rounds": (
-        ("partition.schedule=circular", "partition.rounds=4"),
-        ProblemCode.rounds_not_divisible,
-    ),
-    "kept activations where forward and backward turn about": (
-        ("partition.schedule=1f1b", "remat=dots"),
-        ProblemCode.remat_with_1f1b,
-    ),
-    "several stacks where forward and backward turn about": (
-        ("model=longformer_tiny", *ALTERNATING),
-        ProblemCode.several_stacks,
-    ),
-    "two axes": (("partition.parameters.layers=[y,z]",), ProblemCode.several_stage_axes),
-    "an axis of parameters": (("partition.parameters.embed=[z]",), ProblemCode.stage_axis_shared),
-    "an axis of activations": (
-        ("partition.activations.seq=[z]", "partition.activations.heads=[z]"),
-        ProblemCode.stage_axis_shared,
-    ),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_refusals(what: str):
-    overrides, code = REFUSED[what]
-    model = overrides[0].removeprefix("model=") if overrides[0].startswith("model=") else "gpt_tiny"
-    asked = (*small(model), "mesh=2x2x2", "partition=pp", "microbatches=2", *overrides)
-    assert code in {problem.code for problem in Run.from_config(compose_config(*asked)).problems()}

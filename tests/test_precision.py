@@ -1,4 +1,4 @@
-"""Dtypes of the train state under every policy: a step leaves each as it was, and what steps add up is float32."""
+"""Dtypes under every precision policy: a step keeps those of the train state, and accumulators are float32."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_expected_gradients_are_those_of_a_microbatch_and_their_float32_sum(over
 
 @pytest.mark.parametrize(("precision", "rounding"), [("precision=bf16", 2**-9), ("precision=float32", 2**-20)])
 def test_the_average_moves_by_its_share_of_every_step(precision: str, rounding: float):
-    """A thousandth of a step is less than bfloat16 tells apart: an average kept in it stays where it began."""
+    """A thousandth of a step is below bfloat16's precision: an average in bfloat16 would never move."""
     recipe = ("optimizer.ema_decay=0.999", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01")
     key = (*small(TINY), "model.layers=1", precision, *recipe)
     program, state = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
@@ -125,7 +125,7 @@ def test_second_moments_of_bfloat16_parameters_follow_their_gradients():
 
 @pytest.mark.slow
 def test_microbatches_are_added_in_float32():
-    """Sixty-four equal gradients come to the same as one of the whole batch, whatever the policy sums over devices."""
+    """The sum of 64 equal gradients equals that of the whole batch, for any dtype of sums over devices."""
     key = ("model.layers=1", "batch=64", "seq=16", "precision=bf16_mixed", "precision.reduction=bfloat16")
     norms = []
     for count in (1, 64):
@@ -151,8 +151,10 @@ def test_the_gradient_of_a_frequent_token_is_added_in_float32_under_any_policy()
 
 @pytest.mark.slow
 def test_training_with_an_average_under_bf16(tmp_path: Path):
-    """The average is float32 and what evaluation and the sample use, whose activations are bfloat16."""
-    asked = tiny(tmp_path, "precision=bf16", "precision.reduction=float32", "microbatches=2", "optimizer.ema_decay=0.9")
-    assert command(*asked, "steps=3", "sample_tokens=2") == 0
+    """The average is float32. Evaluation and sampling use it, with bfloat16 activations."""
+    overrides = tiny(
+        tmp_path, "precision=bf16", "precision.reduction=float32", "microbatches=2", "optimizer.ema_decay=0.9"
+    )
+    assert command(*overrides, "steps=3", "sample_tokens=2") == 0
     averages = [x for name, x in saved(tmp_path / "run").items() if "ema" in name]
     assert averages and {x.dtype.name for x in averages} == {"float32"}

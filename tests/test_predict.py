@@ -120,7 +120,7 @@ def test_what_is_no_module_is_refused_in_one_line(tmp_path: Path):
     assert "not HLO text" in refusal(file, STEP[: STEP.index("ROOT d")])
     assert "serialised HloProto" in refusal(file, proto[: len(proto) // 2])
     assert "neither HLO text" in refusal(file, b"\x00\x01\x02" * 50)
-    assert "is StableHLO" in refusal(file, "module @jit_step attributes {}\n")
+    assert "is StableHLO" in refusal(file, "module @jit_step {}\n")
     assert "is not scheduled" in refusal(file, STEP.replace(", is_scheduled=true", ""))
     assert "8 replicas" in refusal(file, STEP.replace("num_partitions=8", "replica_count=8"))
     assert "for a GPU" in refusal(file, STEP.replace("OtherKernel", "__cublas$gemm"))
@@ -167,14 +167,12 @@ def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsy
             main([str(step), *arguments])
         return ended.value.code, *capsys.readouterr()
 
-    asked = ("--target", "v5e-8", "--mesh", "data=2,model=4")
-    status, out, err = run(*asked, "--json", str(step.with_name("r.json")), "--html", str(step.with_name("r.html")))
+    overrides = ("--target", "v5e-8", "--mesh", "data=2,model=4")
+    status, out, err = run(*overrides, "--json", str(step.with_name("r.json")), "--html", str(step.with_name("r.html")))
     assert (status, err) == (0, "") and "predicted step" in out
     assert json.loads(step.with_name("r.json").read_text())["program"]["axes"] == MESH
-    assert run("--target", "v5e-8", "--mesh", "8")[::2] == (
-        2,
-        "valkyrie-predict: --mesh 8: write each axis once with its size, such as --mesh data=8,model=4.\n",
-    )
+    status, _, err = run("--target", "v5e-8", "--mesh", "8")
+    assert status == 2 and err.startswith("valkyrie-predict: --mesh 8: ")
     assert run("--target", "v5e-7", "--mesh", "data=7")[0] == 2
     assert mesh_axes("data=8, model=4") == {"data": 8, "model": 4}
 
@@ -258,7 +256,7 @@ def test_a_jitted_function_is_predicted_as_it_is(tmp_path: Path):
     assert done.record.memory.split["arguments"] == 2048 * 8192 * 2 // 8 + 4096 * 2048 * 2 // 2
     assert {"data", "model"} & {axis for use in done.replay.collectives for axis in use.mesh_axes}
     assert "test_predict.py" in done.record.lines[0].source
-    assert "return jax.nn.relu(x @ w) @ w.T" in str(done) and "xla_tpu_scoped_vmem_limit_kib=32768 (you)" in str(done)
+    assert "jax.nn.relu(x @ w)" in str(done) and "xla_tpu_scoped_vmem_limit_kib=32768 (you)" in str(done)
     with without_cache():
         compiled = jitted.lower(w, x).compile()
     whole = valkyrie.predict(compiled, slice=slice)

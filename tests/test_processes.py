@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -19,9 +16,8 @@ import pytest
 
 from helpers import compose_run
 from processes import ended, free_address, meet, several
-from runs import TINY, needs_sandbox, start
+from runs import TINY, needs_sandbox, spawn, start
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.problems import ProblemCode
 from valkyrie.processes.distributed import DistributedConfig, find_place
 from valkyrie.processes.ending import LOST, PREEMPTED
 from valkyrie.processes.locks import write_lock
@@ -38,12 +34,10 @@ def test_a_run_of_one_process_agrees_with_itself():
 
 def test_values_are_exchanged_and_those_of_process_0_are_taken():
     def talk(team: Team) -> Any:
-        told = (
-            team.exchange("letters", "abc"[team.index]),
-            team.broadcast_from_leader("folder", lambda: f"runs/{team.index}"),
-        )
+        letters = team.exchange("letters", "abc"[team.index])
+        folder = team.broadcast_from_leader("folder", lambda: f"runs/{team.index}")
         team.agree("configuration", {"steps": 7})
-        return told
+        return letters, folder
 
     assert meet(3, talk) == [(["a", "b", "c"], "runs/0")] * 3
 
@@ -53,34 +47,29 @@ def test_what_differs_is_named_on_every_process():
         team.agree("configuration", {"steps": 7, "batch": 8 if team.index < 2 else 16})
 
     for error in meet(4, differ):
-        assert str(error) == (
-            "the processes differ in their configuration: batch=16 on processes 2, 3, 8 on process 0. "
-            "Start all of them with the same."
-        )
+        assert "batch=16" in str(error) and "2, 3, 8" in str(error)
 
 
-def test_a_mistake_that_process_0_finds_is_told_to_all():
+def test_an_error_of_process_0_is_raised_by_all():
     def look(team: Team) -> None:
         def find() -> str:
-            raise ValueError("resume=x is no run")
+            raise ValueError("no run")
 
         team.broadcast_from_leader("folder", find)
 
-    assert [str(error) for error in meet(2, look)] == ["resume=x is no run"] * 2
+    assert [str(error) for error in meet(2, look)] == ["no run"] * 2
 
 
 def test_a_process_that_does_not_come_is_named_in_time():
     began = time.monotonic()
     for error in meet(2, lambda team: None, counts=[3, 3], timeout_s=1.0):
-        assert "1 of 3 processes did not come" in str(error) and "in time: 2." in str(error)
+        assert "1 of 3" in str(error) and "in time: 2." in str(error)
     assert time.monotonic() - began < 15
 
 
-def test_a_process_that_counts_otherwise_is_named():
+def test_a_process_with_another_count_is_named():
     for error in meet(2, lambda team: None, counts=[2, 4]):
-        assert str(error).startswith("process 1 (on ") and str(error).endswith(
-            "counts 4 processes, process 0 counts 2."
-        )
+        assert str(error).startswith("process 1 (on ") and "4 processes" in str(error) and str(error).endswith(" 2.")
 
 
 def test_a_taken_port_is_named():
@@ -88,11 +77,11 @@ def test_a_taken_port_is_named():
         other.bind(("", 0))
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(ValueError, match=r"process 0 cannot listen on port \d+ \(Address already in use\)"):
+        with pytest.raises(ValueError, match=r"port \d+ \(Address"):
             Connected(Place(address, 2, 0), timeout_s=1.0, heartbeat_s=2.0)
 
 
-def test_who_answers_otherwise_is_not_process_0():
+def test_another_server_is_not_taken_for_process_0():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -103,14 +92,12 @@ def test_who_answers_otherwise_is_not_process_0():
             connection.close()
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(ValueError, match="is not process 0 of this run"):
+        with pytest.raises(ValueError, match="not process 0"):
             Connected(Place(f"127.0.0.1:{other.getsockname()[1]}", 2, 1), timeout_s=1.0, heartbeat_s=2.0)
 
 
-def test_no_process_0_at_the_address_is_said():
-    with pytest.raises(
-        ValueError, match=r"process 0 does not answer at 127.0.0.1:\d+ \(Connection refused; tried for 0.3"
-    ):
+def test_a_missing_process_0_is_reported():
+    with pytest.raises(ValueError, match=r"127.0.0.1:\d+ \(Connection refused;"):
         Connected(Place(free_address(), 2, 1), timeout_s=0.3, heartbeat_s=2.0)
 
 
@@ -128,18 +115,14 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("lost", "signal", "says"),
     [
-        (1, 9, ") ended: it is lost: its connection closed"),
+        (1, 9, "connection closed"),
         (0, 9, "process 0 is lost"),
-        (1, 19, "nothing was heard of it for 3 s"),
+        (1, 19, "for 3 s"),
     ],
 )
 def test_the_others_end_when_one_is_lost(lost: int, signal: int, says: str):
     address = free_address()
-    command = [sys.executable, "-c", MEMBER]
-    members = [
-        subprocess.Popen([*command, str(i), address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
+    members = [spawn("-c", MEMBER, str(index), address, cwd=Path.cwd()) for index in range(2)]
     try:
         for member in members:
             assert member.stdout is not None and member.stdout.readline() == "met\n"
@@ -164,8 +147,8 @@ def test_the_environment_names_the_place(environment: dict[str, str]):
 
 
 def test_the_command_line_comes_before_the_environment():
-    asked = DistributedConfig(coordinator="a:1", processes=2, process=1)
-    assert find_place(asked, environment=GIVEN) == Place("a:1", 2, 1)
+    config = DistributedConfig(coordinator="a:1", processes=2, process=1)
+    assert find_place(config, environment=GIVEN) == Place("a:1", 2, 1)
     assert find_place(DistributedConfig(), environment={}) is None
     assert find_place(DistributedConfig(), environment={"JAX_PROCESS_COUNT": "1"}) is None
 
@@ -173,22 +156,17 @@ def test_the_command_line_comes_before_the_environment():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"JAX_PROCESS_INDEX": "4"}, "process 4 of 4 processes; they are counted from 0"),
-        ({"JAX_PROCESS_INDEX": "one"}, "JAX_PROCESS_INDEX=one: write whole numbers"),
-        ({"JAX_PROCESS_INDEX": ""}, "JAX_PROCESS_INDEX missing in the environment, beside JAX_PROCESS_COUNT"),
-        ({"JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS missing in the environment"),
-        ({"JAX_COORDINATOR_ADDRESS": "10.0.0.2"}, "write HOST:PORT, such as"),
+        ({"JAX_PROCESS_INDEX": "4"}, "process 4 of"),
+        ({"JAX_PROCESS_INDEX": "one"}, "JAX_PROCESS_INDEX=one: "),
+        ({"JAX_PROCESS_INDEX": ""}, "JAX_PROCESS_INDEX missing"),
+        ({"JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS missing"),
+        ({"JAX_COORDINATOR_ADDRESS": "10.0.0.2"}, "HOST:PORT"),
     ],
 )
 def test_half_a_place_is_refused(change: dict[str, str], says: str):
     with pytest.raises(ValueError) as refused:
         find_place(DistributedConfig(), environment=GIVEN | change)
     assert says in str(refused.value)
-
-
-def test_some_of_the_keys_are_refused_with_those_that_are_missing():
-    (problem,) = DistributedConfig(processes=4).problems()
-    assert (problem.code, problem.key) == (ProblemCode.missing, "distributed.coordinator")
 
 
 @pytest.mark.parametrize(
@@ -215,11 +193,11 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize("partition", ["dp", "fsdp", "1d_tp", "2d_tp", "fsdp_tp"])
 @pytest.mark.parametrize("processes", [2, 4])
 def test_several_processes_train_as_one_does(partition: str, processes: int, tmp_path: Path):
-    asked = [*TINY, "mesh=2x2x2", f"partition={partition}", "steps=10", "name=run", "eval_every=10"]
+    overrides = [*TINY, "mesh=2x2x2", f"partition={partition}", "steps=10", "name=run", "eval_every=10"]
     for folder in ("one", "many"):
         (tmp_path / folder).mkdir()
-    (alone,) = ended([start(*asked, cwd=tmp_path / "one")])
-    many = ended(several(processes, *asked, cwd=tmp_path / "many"))
+    (alone,) = ended([start(*overrides, cwd=tmp_path / "one")])
+    many = ended(several(processes, *overrides, cwd=tmp_path / "many"))
     assert alone[0] == 0, alone[2]
     assert [status for status, _, _ in many] == [0] * processes, many
     np.testing.assert_allclose(losses(tmp_path / "many/runs/run"), losses(tmp_path / "one/runs/run"), rtol=2e-5)
@@ -230,11 +208,15 @@ def test_several_processes_train_as_one_does(partition: str, processes: int, tmp
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path):
-    asked = [*TINY, "partition=fsdp", "name=run", "checkpoint.every=2"]
-    (whole,) = ended([start(*asked, "mesh=2x2x1", "steps=6", "runs=whole", "optimizer.decay_steps=6", cwd=tmp_path)])
+    overrides = [*TINY, "partition=fsdp", "name=run", "checkpoint.every=2"]
+    (whole,) = ended(
+        [start(*overrides, "mesh=2x2x1", "steps=6", "runs=whole", "optimizer.decay_steps=6", cwd=tmp_path)]
+    )
     assert whole[0] == 0, whole[2]
     for processes, mesh, steps in ((2, "2x2x1", 2), (1, "4x1x1", 4), (4, "2x2x2", 6)):
-        parts = several(processes, *asked, f"mesh={mesh}", f"steps={steps}", "optimizer.decay_steps=6", cwd=tmp_path)
+        parts = several(
+            processes, *overrides, f"mesh={mesh}", f"steps={steps}", "optimizer.decay_steps=6", cwd=tmp_path
+        )
         assert [status for status, _, _ in ended(parts)] == [0] * processes
     np.testing.assert_allclose(losses(tmp_path / "runs/run"), losses(tmp_path / "whole/run"), rtol=2e-5)
 
@@ -249,7 +231,7 @@ def test_a_run_folder_that_only_process_0_sees_is_refused_by_all(tmp_path: Path)
             check_shared(team, folder)
 
     for error in meet(3, look):
-        assert "what process 0 writes there is not seen by process 2. Checkpoints need a folder that" in str(error)
+        assert "by process 2." in str(error)
 
 
 def wait_for_step(folder: Path, step: int) -> None:
@@ -264,50 +246,50 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [0, 1])
-def test_a_preemption_that_one_process_hears_saves_on_all_at_the_same_step(told: int, tmp_path: Path):
-    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=100000", "name=run", "checkpoint.every=null"]
-    processes = several(2, *asked, cwd=tmp_path)
+@pytest.mark.parametrize("preempted", [0, 1])
+def test_a_preemption_of_one_process_saves_on_all_at_the_same_step(preempted: int, tmp_path: Path):
+    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=100000", "name=run", "checkpoint.every=null"]
+    processes = several(2, *overrides, cwd=tmp_path)
     wait_for_step(tmp_path / "runs/run", 5)
-    processes[told].terminate()
+    processes[preempted].terminate()
     began = time.monotonic()
     assert [status for status, _, _ in ended(processes)] == [PREEMPTED] * 2
     assert time.monotonic() - began < 30
     (step,) = (int(path.name) for path in (tmp_path / "runs/run/checkpoints").iterdir())
     assert step >= 5
-    again = several(2, *asked, f"steps={step + 2}", cwd=tmp_path)
+    again = several(2, *overrides, f"steps={step + 2}", cwd=tmp_path)
     first, _ = ended(again)
-    assert first[0] == 0 and f"continuing run from step {step} to step {step + 2}" in first[1]
+    assert first[0] == 0 and f"step {step} to" in first[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_others_end_when_a_process_is_killed_and_the_run_goes_on_from_its_checkpoint(killed: int, tmp_path: Path):
-    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "checkpoint.every=5"]
-    processes = several(2, *asked, "steps=100000", cwd=tmp_path)
+    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "checkpoint.every=5"]
+    processes = several(2, *overrides, "steps=100000", cwd=tmp_path)
     wait_for_step(tmp_path / "runs/run", 20)
     processes[killed].kill()
     began = time.monotonic()
     left = ended(processes)[1 - killed]
     assert left[0] in (LOST, -6) and time.monotonic() - began < 15  # -6: JAX's own end, where it is faster
-    again = ended(several(2, *asked, "steps=40", cwd=tmp_path))
-    assert [status for status, _, _ in again] == [0, 0] and "continuing run from step" in again[0][1]
+    again = ended(several(2, *overrides, "steps=40", cwd=tmp_path))
+    assert [status for status, _, _ in again] == [0, 0] and "continuing run" in again[0][1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["steps=3"], "the processes differ in their configuration: steps=3 on process 1, 4 on process 0."),
+        (["steps=3"], "steps=3 on process 1, 4"),
         (["mesh=1x2x1"], "mesh"),
-        (["data.documents=61"], "data.documents=61 on process 1, 60 on process 0"),
+        (["data.documents=61"], "data.documents=61 on process 1, 60"),
     ],
 )
-def test_processes_that_are_started_otherwise_are_refused_by_all(change: list[str], says: str, tmp_path: Path):
-    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=4", "name=run"]
+def test_processes_with_different_settings_are_refused_by_all(change: list[str], says: str, tmp_path: Path):
+    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=4", "name=run"]
     given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
     processes = [
-        start(*asked, *(change if index else []), cwd=tmp_path, **given, JAX_PROCESS_INDEX=str(index))
+        start(*overrides, *(change if index else []), cwd=tmp_path, **given, JAX_PROCESS_INDEX=str(index))
         for index in range(2)
     ]
     for status, _, err in ended(processes):
@@ -317,30 +299,30 @@ def test_processes_that_are_started_otherwise_are_refused_by_all(change: list[st
 
 @pytest.mark.slow
 def test_several_processes_measure_and_evaluate(tmp_path: Path):
-    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run"]
-    assert [status for status, _, _ in ended(several(2, *asked, cwd=tmp_path))] == [0, 0]
-    measured = ended(several(2, *asked, "mode=measure", "mode.repeats=2", cwd=tmp_path))
+    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run"]
+    assert [status for status, _, _ in ended(several(2, *overrides, cwd=tmp_path))] == [0, 0]
+    measured = ended(several(2, *overrides, "mode=measure", "mode.repeats=2", cwd=tmp_path))
     assert [status for status, _, _ in measured] == [0, 0], measured
     assert json.loads((tmp_path / "runs/run-measure/measure.json").read_text())["status"] == "ok"
     for mode in ("mode=eval", "mode=generate"):
         first, second = ended(several(2, "resume=run", mode, "sample_tokens=3", cwd=tmp_path))
         assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
-        assert "run at step 2" in first[1] + first[2]
+        assert "at step 2" in first[1] + first[2]
 
 
 @pytest.mark.slow
 @needs_sandbox
 def test_one_of_several_processes_judges_code(tmp_path: Path):
     code = ("code_eval.problems=python", "code_eval.samples=1", "code_eval.tokens=4", "code_eval_every=1")
-    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run", *code]
-    results = ended(several(2, *asked, cwd=tmp_path))
+    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run", *code]
+    results = ended(several(2, *overrides, cwd=tmp_path))
     assert [status for status, _, _ in results] == [0, 0], results
     folder = tmp_path / "runs/run"
     assert [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "python_pass_rate" in r] == [1, 2]
     assert (folder / "code_eval.json").is_file()
     first, second = ended(several(2, "resume=run", "mode=code_eval", cwd=tmp_path))
     assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
-    assert "run at step 2: python: " in first[1]
+    assert "step 2: python: " in first[1]
 
 
 FULL_DISK = textwrap.dedent("""
@@ -365,23 +347,14 @@ FULL_DISK = textwrap.dedent("""
 def test_a_write_that_fails_on_one_process_ends_all_instead_of_hanging(tmp_path: Path):
     script = tmp_path / "full_disk.py"
     script.write_text(FULL_DISK)
-    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "steps=4000", "checkpoint.every=3"]
+    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "steps=4000", "checkpoint.every=3"]
     place = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), *asked],
-            cwd=tmp_path,
-            env={**os.environ, **place, "JAX_PROCESS_INDEX": str(index)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        spawn("-W", "ignore", str(script), *overrides, cwd=tmp_path, **place, JAX_PROCESS_INDEX=str(index))
         for index in range(2)
     ]
     (first, _, err), (second, _, _) = ended(processes)
     assert (first, second) == (69, 1)
-    assert "process 1 (on " in err and "ended: it ended with status 1" in err
+    assert "process 1 (on " in err and "with status 1" in err
     log = (tmp_path / "runs/run/logs/process-1.log").read_text()
-    assert (
-        "the checkpoint of step 3 could not be saved in " in log and "(no space left on device). All processes" in log
-    )
+    assert "of step 3" in log and "no space left" in log

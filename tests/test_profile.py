@@ -133,8 +133,8 @@ def test_kernels_of_a_gpu_name_their_operation_and_runs_are_not_told(tmp_path: P
     module = parse(TWO_GROUPS)
     kernels = [("ncclDevKernel_AllReduce", "all-reduce-start.1", 30), ("gemm", "p", 99), ("memset", None, 7)]
     stream = {"Stream #14(Compute)": kernels * STEPS}
-    found = seconds_by_use(list(read_events(trace(tmp_path, stream, stream), module)), known_collectives(module, AXES))
-    (time,) = found
+    times = seconds_by_use(list(read_events(trace(tmp_path, stream, stream), module)), known_collectives(module, AXES))
+    (time,) = times
     assert time.mesh_axes == ("x",) and time.seconds == pytest.approx(30e-6)
 
 
@@ -142,8 +142,8 @@ def test_of_several_lines_the_one_of_operations_counts(tmp_path: Path):
     module = parse(TWO_GROUPS)
     operations = [("%all-gather.2 = f32[128] all-gather(f32[64] %x)", None, 12)] * STEPS
     lines = {"XLA Ops": operations, "Async XLA Ops": operations}
-    found = seconds_by_use(list(read_events(trace(tmp_path, lines), module)), known_collectives(module, AXES))
-    (time,) = found
+    times = seconds_by_use(list(read_events(trace(tmp_path, lines), module)), known_collectives(module, AXES))
+    (time,) = times
     assert time.mesh_axes == ("z",) and time.seconds == pytest.approx(12e-6)
 
 
@@ -163,8 +163,8 @@ def test_without_a_trace_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, wro
     if wrong == "profiler":
         jax.profiler.start_trace(tempfile.mkdtemp())
     try:
-        found = collective_times(lambda: None, parse(TWO_GROUPS), AXES, None)
+        result = collective_times(lambda: None, parse(TWO_GROUPS), AXES, None)
     finally:
         if wrong == "profiler":
             jax.profiler.stop_trace()
-    assert found.times is None and found.note is not None and found.note.startswith(said)
+    assert result.times is None and result.note is not None and result.note.startswith(said)

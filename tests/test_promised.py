@@ -1,4 +1,4 @@
-"""The table of what was promised: what the script prints of the kept results, of runs that are still the same."""
+"""The accuracy table of earlier predictions: the script's output for stored results of unchanged runs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_the_kept_results_are_of_the_layouts_that_the_experiments_have(promise):
         if which not in KEPT[promise.experiment]:
             assert not promise.asked
             continue
-        kept = KEPT[promise.experiment][which]
-        run = promised.composed(promise, kept["overrides"])
-        assert tuple(kept["overrides"])[: len(overrides)] == overrides
-        assert (kept["layout"], kept["target"]) == (run.layout.name, run.config.target.name)
-        assert kept["count"] == run.config.batch * (run.config.seq if kept["unit"] == "tokens/s" else 1)
-        assert 0 < kept["mfu"] == pytest.approx(kept["count"] / kept["step_s"] / kept["possible"], rel=1e-6)
+        stored = KEPT[promise.experiment][which]
+        run = promised.composed(promise, stored["overrides"])
+        assert tuple(stored["overrides"])[: len(overrides)] == overrides
+        assert (stored["layout"], stored["target"]) == (run.layout.name, run.config.target.name)
+        assert stored["count"] == run.config.batch * (run.config.seq if stored["unit"] == "tokens/s" else 1)
+        assert 0 < stored["mfu"] == pytest.approx(stored["count"] / stored["step_s"] / stored["possible"], rel=1e-6)

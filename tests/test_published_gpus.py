@@ -39,15 +39,15 @@ for pairs in gpus.estimated(asked, published).values():
 def test_a_group_is_estimated_from_the_others(group: str, order: float, error: float) -> None:
     # In a process of its own: this one checks the types of every call, which is nine tenths of a fit.
     command = [sys.executable, "-c", GROUP, str(gpus.FILE.parent), group]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    measured, estimates = np.array([line.split() for line in told.stdout.splitlines()], float).T
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    measured, estimates = np.array([line.split() for line in done.stdout.splitlines()], float).T
     assert len(measured) > 20 and spearmanr(measured, estimates).statistic >= order
     assert np.abs(estimates / measured - 1).mean() < error
     assert measured[np.argmin(estimates)] < 1.02 * measured.min()
 
 
 def handed_on(**changes: bool) -> float:
-    """Return the seconds in which stages of vTrain's 175B runs with eight-fold tensor parallelism hand on."""
+    """Return the seconds that pipeline stages of vTrain's 175B runs with 8-way tensor parallelism spend sending."""
     rows = [row for row in gpus.rows_of(gpus.FILE) if "175B_512" in row.line["group"] and row.line["tp"] == "8"]
     known, efficiency = gpus.known_of(rows[:1]), Efficiency()
     layouts = replace(known.layouts, **changes)

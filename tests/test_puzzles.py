@@ -37,7 +37,7 @@ TINY += ("optimizer=adam_atan2", "optimizer.warmup_steps=0", "optimizer.learning
 
 @lru_cache
 def golden(variant: str) -> dict[str, np.ndarray]:
-    """What the reference was given and answered for one variant."""
+    """Inputs and outputs of the reference for one variant."""
     with np.load(GOLDEN) as archive:
         return {name.removeprefix(f"{variant}."): archive[name] for name in archive if name.startswith(f"{variant}.")}
 
@@ -46,28 +46,28 @@ def ours(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The reference's arrays by our names, in our shapes: fused projections apart, inputs first."""
     table = {name.removeprefix("weights."): value.astype(np.float32) for name, value in weights.items()}
     heads = (2, 4)
-    found = {"embedding": table["embed_tokens.embedding_weight"], "head": table["lm_head.weight"]}
-    found |= {"halt.weight": table["q_head.weight"], "halt.bias": table["q_head.bias"]}
-    found |= {"initial_high": table["H_init"], "initial_low": table["L_init"]}
-    found |= {"puzzle_embedding": table["puzzle_emb.weights"]}
+    renamed = {"embedding": table["embed_tokens.embedding_weight"], "head": table["lm_head.weight"]}
+    renamed |= {"halt.weight": table["q_head.weight"], "halt.bias": table["q_head.bias"]}
+    renamed |= {"initial_high": table["H_init"], "initial_low": table["L_init"]}
+    renamed |= {"puzzle_embedding": table["puzzle_emb.weights"]}
     for name, value in table.items():
         layer = f"layer_{name.split('.')[2]}." if name.startswith("L_level") else ""
         length = "length_" if ".mlp_t." in name else ""
         if "gate_up" in name:
             gate, up = np.split(value, 2)
-            found |= {f"{layer}{length}gate": gate.T, f"{layer}{length}up": up.T}
+            renamed |= {f"{layer}{length}gate": gate.T, f"{layer}{length}up": up.T}
         elif "down" in name:
-            found[f"{layer}{length}down"] = value
+            renamed[f"{layer}{length}down"] = value
         elif "qkv" in name:
             parts = zip(("query", "key", "value"), np.split(value, 3), strict=True)
-            found |= {f"{layer}{part}": w.T.reshape(-1, *heads) for part, w in parts}
+            renamed |= {f"{layer}{part}": w.T.reshape(-1, *heads) for part, w in parts}
         elif "o_proj" in name:
-            found[f"{layer}out"] = value.reshape(-1, *heads)
-    return found
+            renamed[f"{layer}out"] = value.reshape(-1, *heads)
+    return renamed
 
 
 def reference_run(variant: str, *overrides: str) -> Run:
-    """The run whose model has the shape of the reference's."""
+    """Return a run with a model of the reference's shape."""
     return compose_run(*REFERENCE, *VARIANTS[variant], *FLAT, *overrides)
 
 
@@ -109,8 +109,8 @@ def test_two_steps_are_those_of_the_reference(variant: str):
         ours_by_norm = {name: np.linalg.norm(g) / 5 for name, g in named(gradients).items()}
         assert ours_by_norm["initial_high"] == ours_by_norm["initial_low"] == 0
         for name, norm in norms_of(expected).items():
-            found = np.sqrt(sum(ours_by_norm[part] ** 2 for part in parts_of(name)))
-            np.testing.assert_allclose(found, norm, rtol=5e-5, err_msg=name)
+            total = np.sqrt(sum(ours_by_norm[part] ** 2 for part in parts_of(name)))
+            np.testing.assert_allclose(total, norm, rtol=5e-5, err_msg=name)
         rows = updated(gradients["puzzle_embedding"], parameters["puzzle_embedding"])
         np.testing.assert_allclose(rows, expected["table_after"], rtol=1e-6)
 
@@ -152,8 +152,8 @@ def test_the_loss_in_float32_is_that_of_float64():
     scales = 10.0 ** rng.uniform(-6, 6, (4000, 1))  # logits of every size, and differences of every size
     logits = (rng.standard_normal((4000, 11)) * scales).astype(np.float32)
     labels = rng.integers(0, 11, 4000)
-    found = stablemax_cross_entropy(jnp.asarray(logits), jnp.asarray(labels))
-    np.testing.assert_allclose(found, stablemax_nats(logits, labels), rtol=2e-6, atol=2e-7)
+    losses = stablemax_cross_entropy(jnp.asarray(logits), jnp.asarray(labels))
+    np.testing.assert_allclose(losses, stablemax_nats(logits, labels), rtol=2e-6, atol=2e-7)
     assert np.abs(np.exp(log_stablemax(jnp.asarray(logits))).sum(-1) - 1).max() < 2e-5
     gradient = jax.grad(lambda x: stablemax_cross_entropy(x, jnp.asarray(labels)).sum())(jnp.asarray(logits))
     x, rows = logits.astype(np.float64), np.arange(4000)

@@ -65,8 +65,8 @@ def handed_over(run: Run, backend: str = "cpu") -> tuple[int, int]:
     """The bytes that the forward passes of all blocks hand to the backward passes: on the device and on the host."""
     length, device, host = run.config.seq, 0, 0
     for scan in scans(traced(run, backend)):
-        kept = [out.aval for out in scan.outvars[scan.params["num_carry"] :]]
-        for array in kept:
+        outputs = [out.aval for out in scan.outvars[scan.params["num_carry"] :]]
+        for array in outputs:
             if array.ndim > 3 and length in array.shape[2:] and scan.params["reverse"] is False:
                 size = int(np.prod(array.shape)) * array.dtype.itemsize
                 on_host = "host" in str(array)
@@ -84,8 +84,8 @@ def long(model: str) -> Run:
 @pytest.mark.parametrize("remat", some_quick([r for r in REMATS if r != "none"], ["dots", "minimal"]))
 def test_what_is_said_to_be_kept_is_what_the_forward_pass_hands_over(model: str, remat: str):
     run = long(model).changed(remat=remat_named(remat))
-    said = saved_bytes(run)
-    assert handed_over(run, "tpu") == (said.on_device, said.on_host), said
+    expected = saved_bytes(run)
+    assert handed_over(run, "tpu") == (expected.on_device, expected.on_host), expected
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -159,11 +159,11 @@ def test_the_dearest_activation_with_room_is_the_next_to_keep():
     run = small_run("valkyrie_tiny", "remat=full", "remat.save=[out]")
     forward = Cost(PartKind.matmul, (), "jit(step)/while/body/up/dot_general", "", 24.0, 0.5)
     costs = [again("up", 0.02), again("up/x", 0.01), again("driven", 0.05), again("states", 0.01), again("out", 0.3)]
-    found = remat_report(run, [forward, *costs])
-    assert [(e.name, round(e.seconds, 9)) for e in found.again[:2]] == [("states", 0.06), ("driven", 0.05)]
-    assert (found.save, found.offload, {*found.device}) == (("out",), (), {"block_input", "out"})
+    report = remat_report(run, [forward, *costs])
+    assert [(e.name, round(e.seconds, 9)) for e in report.again[:2]] == [("states", 0.06), ("driven", 0.05)]
+    assert (report.save, report.offload, {*report.device}) == (("out",), (), {"block_input", "out"})
     memory, step = MemoryReport(headroom=2**30), PredictedStep(1.0)
-    prediction = Prediction(None, CompileStatus.ok, memory=memory, step=step, remat=found)
+    prediction = Prediction(None, CompileStatus.ok, memory=memory, step=step, remat=report)
     (hint,) = hints(prediction)
     assert (hint.code, hint.changes) == (HintCode.save_activation, ("remat.save=[out,states]",))
     assert hint.share == pytest.approx(0.06)
@@ -176,10 +176,10 @@ def test_the_dearest_activation_with_room_is_the_next_to_keep():
 
 def test_every_policy_has_its_bytes():
     run = small_run("gpt_tiny", "remat.save=[out]")
-    kept = {name: saved_bytes(run, remat) for name, remat in legal_remats(run).items()}
-    assert {*kept} == {*REMATS}  # `out` alone is save_out_proj
-    assert kept["offload"].on_device == 0 < kept["offload"].on_host
-    assert kept["full"].on_device < kept["dots"].on_device < kept["none"].on_device
+    saved_by_policy = {name: saved_bytes(run, remat) for name, remat in legal_remats(run).items()}
+    assert {*saved_by_policy} == {*REMATS}  # `out` alone is save_out_proj
+    assert saved_by_policy["offload"].on_device == 0 < saved_by_policy["offload"].on_host
+    assert saved_by_policy["full"].on_device < saved_by_policy["dots"].on_device < saved_by_policy["none"].on_device
 
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])

@@ -33,7 +33,7 @@ LINK = 45e9
 
 
 def everywhere(function: Any, mesh: Any) -> Any:
-    """Every device does the function on an array of its own."""
+    """Run the function on a separate array on every device."""
     return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
 
 

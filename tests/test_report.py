@@ -58,22 +58,14 @@ def layouts(rows: list[Row]) -> list[str]:
 
 
 def data_of(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert match is not None
+    return json.loads(match[1])
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> list[Row]:
     return rows_of(tmp_path, FSDP, TP, DP, LARGE, WRONG, RAN, RAN_TP)
-
-
-def test_ranked_by_speed_within_a_kind_those_without_one_last(rows):
-    found = [(kind.stage, kind.simulated, layouts(members)) for kind, members in groups(rows).items()]
-    assert found == [
-        ("compile", False, ["8x1x1-fsdp", "4x2x1-dp", "2x4x1-2d_tp", "3x1x1-dp", "1x1x8-dp"]),
-        ("measure", True, ["2x4x1-2d_tp", "8x1x1-fsdp"]),
-    ]
 
 
 def test_front_of_memory_has_what_none_beats(rows):
@@ -86,16 +78,16 @@ def test_price_and_its_front(tmp_path: Path):
     cheap = trial("8x1x1-fsdp", 300, target="v5e-8", price=1.2)
     dear = trial("8x1x1-fsdp", 900, target="v5p-16", price=4.2)
     worse = trial("2x4x1-2d_tp", 200, target="v5p-16", price=4.2)
-    found = rows_of(tmp_path, cheap, dear, worse)
-    assert [row.group.target for row in front(found, price_of)] == ["v5e-8", "v5p-16"]
-    assert [round(row.price or 0, 6) for row in found] == [1.2, 4.2, 4.2]
-    assert found[0].per_million == pytest.approx(1.2 / 3600 / 300 * 1e6)
-    assert [point["front"] for point in values.prices(found)] == [True, True, False]
-    assert values.prices(found[1:]) == []
+    rows = rows_of(tmp_path, cheap, dear, worse)
+    assert [row.group.target for row in front(rows, price_of)] == ["v5e-8", "v5p-16"]
+    assert [round(row.price or 0, 6) for row in rows] == [1.2, 4.2, 4.2]
+    assert rows[0].per_million == pytest.approx(1.2 / 3600 / 300 * 1e6)
+    assert [point["front"] for point in values.prices(rows)] == [True, True, False]
+    assert values.prices(rows[1:]) == []
 
 
 def test_best_of_each_target_and_each_work(tmp_path: Path):
-    found = rows_of(
+    rows = rows_of(
         tmp_path,
         FSDP,
         TP,
@@ -103,21 +95,23 @@ def test_best_of_each_target_and_each_work(tmp_path: Path):
         trial("8x1x1-fsdp", 1500, target="v6e-8"),
         trial("8x1x1-fsdp", 900, target="v6e-8", batch=64),
     )
-    best = [(row.group.target, row.work.batch, row.layout) for row in best_per_target(found)]
+    best = [(row.group.target, row.work.batch, row.layout) for row in best_per_target(rows)]
     assert best == [("v5e-8", 16, "8x1x1-fsdp"), ("v6e-8", 16, "2x4x1-2d_tp"), ("v6e-8", 64, "8x1x1-fsdp")]
 
 
 def test_cells_are_the_best_of_each_split(tmp_path: Path):
     split = {"DP": 2, "MP1": 4}
-    found = rows_of(
+    rows = rows_of(
         tmp_path,
         trial("4x2x1-a", 100, degrees=split),
         trial("4x2x1-b", 300, degrees=split),
         trial("8x1x1-fsdp", 50, degrees={"FSDP": 8}),
         trial("1x8x1-c", None, degrees={"MP2": 8}, status=Status.refused, reason="heads (4) on y=8"),
     )
-    told = {(c["data"], c["mp1"], c["mp2"]): (c["rate"], c["layout"], c["tried"]) for c in values.cells(ranked(found))}
-    assert told == {
+    by_experiment = {
+        (c["data"], c["mp1"], c["mp2"]): (c["rate"], c["layout"], c["tried"]) for c in values.cells(ranked(rows))
+    }
+    assert by_experiment == {
         (2, 4, 1): (300, "4x2x1-b", "2"),
         (8, 1, 1): (50, "8x1x1-fsdp", "1"),
         (1, 1, 8): (None, "1x8x1-c", "1"),
@@ -134,24 +128,24 @@ def test_words_name_recomputation_and_what_speaks_against(tmp_path: Path):
     parts = {"matmul": 0.5, "exposed x": 0.5}
     fast = trial("8x1x1-fsdp", 1000, seconds=parts, executed_flops=1e9, product_rate=0.5)
     slow = trial("8x1x1-dp", 500, seconds={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5)
-    said = words.because(*rows_of(tmp_path, fast, slow))
-    assert said.index("64.0 ms") < said.index("230.4 ms") < said.index("FLOPs") < said.index("Against it")
+    text = words.because(*rows_of(tmp_path, fast, slow))
+    assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs") < text.index("Against it")
 
 
 def test_only_the_same_work_is_compared(tmp_path: Path):
     other = trial("8x1x1-fsdp", 2000, batch=64)
-    found = rows_of(tmp_path, other, FSDP, TP, LARGE)
-    first, *others = words.answer(found[0].group, found)
-    assert found[0].work.label in first and "2,000 tokens/s/chip" in first
-    assert [line.partition(": ")[0] for line in others] == [found[1].work.label] * 2
+    rows = rows_of(tmp_path, other, FSDP, TP, LARGE)
+    first, *others = words.answer(rows[0].group, rows)
+    assert rows[0].work.label in first and "2,000 tokens/s/chip" in first
+    assert [line.partition(": ")[0] for line in others] == [rows[1].work.label] * 2
     assert "2.0x" in others[0] and "does not fit" in others[1]
 
 
 def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
     fast = trial("8x1x1-fsdp", 1000, stage="measure", collectives={"x": 0.5})
     slow = trial("2x4x1-2d_tp", 500, stage="measure", collectives={"x": 0.25, "y": 0.5})
-    found = rows_of(tmp_path, fast, slow)
-    whole, parts = 1e3 * (found[0].step_s or 0), values.parts(found)
+    rows = rows_of(tmp_path, fast, slow)
+    whole, parts = 1e3 * (rows[0].step_s or 0), values.parts(rows)
     assert [(p["label"], p["part"]) for p in parts] == [
         ("8x1x1-fsdp", "no collective"),
         ("8x1x1-fsdp", "collectives over x"),
@@ -160,8 +154,8 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
         ("2x4x1-2d_tp", "collectives over y"),
     ]
     assert [p["amount"] / whole for p in parts] == pytest.approx([0.5, 0.5, 0.5, 0.5, 1.0], rel=1e-4)
-    said = words.because(*found)
-    assert f"{1.5 * whole:.1f} ms" in said and f"{whole / 2:.1f} ms" in said and "outside collectives" not in said
+    text = words.because(*rows)
+    assert f"{1.5 * whole:.1f} ms" in text and f"{whole / 2:.1f} ms" in text and "outside collectives" not in text
     slower = trial("4x2x1-dp", 50, stage="measure", collectives={"x": 1.5})
     (row,) = rows_of(tmp_path / "slow", slower)
     assert [p["part"] for p in values.parts([row])] == ["collectives over x"]
@@ -207,8 +201,8 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_cause_and_one_rank(t
 
 
 def test_agreement_leaves_out_differences_within_noise(tmp_path: Path):
-    found = rows_of(tmp_path, FSDP, TP, *(trial(f"{t.about.layout}", r, **NOISY) for t, r in ((FSDP, 40), (TP, 41))))
-    assert len(predicted_and_measured(found)) == 2 and agreement(predicted_and_measured(found)) is None
+    rows = rows_of(tmp_path, FSDP, TP, *(trial(f"{t.about.layout}", r, **NOISY) for t, r in ((FSDP, 40), (TP, 41))))
+    assert len(predicted_and_measured(rows)) == 2 and agreement(predicted_and_measured(rows)) is None
 
 
 def test_partitions_that_come_to_one_layout_are_not_compared(tmp_path: Path):
@@ -220,10 +214,10 @@ def test_partitions_that_come_to_one_layout_are_not_compared(tmp_path: Path):
         trial("4x1x2-2d_tp", 400, degrees=tensor, sharding="b"),
         trial("4x2x1-1d_tp", 380, degrees=tensor, sharding="b"),
     )
-    said = words.answer(found[0].group, found)
-    assert "data parallel" in said[0]
-    assert said[1].startswith("dp on 8x1x1") and "2.4x" in said[1] and "1d_tp on 4x2x1" in said[1]
-    (another,) = said[2:]
+    lines = words.answer(found[0].group, found)
+    assert "data parallel" in lines[0]
+    assert lines[1].startswith("dp on 8x1x1") and "2.4x" in lines[1] and "1d_tp on 4x2x1" in lines[1]
+    (another,) = lines[2:]
     assert another.startswith("2d_tp") and another.endswith("as 1d_tp).")
     place = [column["id"] for column in data_of(page(found))["columns"]].index("alike")
     assert [row[place] for row in data_of(page(found))["rows"]] == ["dp", "", "1d_tp", ""]
@@ -238,32 +232,32 @@ def test_predicted_and_measured_meet_by_layout_and_work(rows, tmp_path: Path):
     assert agreement(pairs) == 0
     turned = trial("2x4x1-2d_tp", 30, stage="measure", target="auto")
     other_work = trial("4x2x1-dp", 30, stage="measure", target="auto", batch=64)
-    found = predicted_and_measured(rows_of(tmp_path / "other", FSDP, TP, DP, RAN, turned, other_work))
-    assert len(found) == 2 and agreement(found) == 1
+    other_pairs = predicted_and_measured(rows_of(tmp_path / "other", FSDP, TP, DP, RAN, turned, other_work))
+    assert len(other_pairs) == 2 and agreement(other_pairs) == 1
 
 
 def test_refusals_of_one_code_and_axes_are_one(tmp_path: Path):
     more = replace(WRONG, key="5x1x1", name="5x1x1-dp", reason="batch=16 is not divisible by 5")
     older = replace(more, key="older", name="older", problems=[])
     killed = trial("2x2x2-dp", None, status=Status.killed, reason="signal 9 (SIGKILL) ended its process")
-    found = refusals(rows_of(tmp_path, WRONG, LARGE, more, older, killed))
-    assert [(status, reason, len(members)) for status, reason, members in found] == [
+    groups_of_reasons = refusals(rows_of(tmp_path, WRONG, LARGE, more, older, killed))
+    assert [(status, reason, len(members)) for status, reason, members in groups_of_reasons] == [
         (Status.refused, WRONG.reason, 2),
         (Status.refused, more.reason, 1),
-        (Status.does_not_fit, found[2][2][0].reason, 1),
+        (Status.does_not_fit, groups_of_reasons[2][2][0].reason, 1),
         (Status.killed, killed.reason, 1),
     ]
-    assert found[2][1].startswith("needs 20.0 GiB")
+    assert groups_of_reasons[2][1].startswith("needs 20.0 GiB")
 
 
 def test_two_sweeps_side_by_side(tmp_path: Path):
     before = sweep_folder(tmp_path / "before", [FSDP, TP, DP])
     after = sweep_folder(tmp_path / "after", [trial("8x1x1-fsdp", 1500), trial("2x4x1-2d_tp", 1000), LARGE])
-    found = compare(read_rows([tmp_path]), str(before), str(after))
-    assert [(p.a.layout, p.ratio) for p in found.pairs] == [("2x4x1-2d_tp", 2.0), ("8x1x1-fsdp", 1.5)]
-    assert found.median == 1.75
-    assert (layouts(found.only_a), layouts(found.only_b)) == (["4x2x1-dp"], ["1x1x8-dp"])
-    with pytest.raises(ValueError, match="no sweep elsewhere .*: hand"):
+    comparison = compare(read_rows([tmp_path]), str(before), str(after))
+    assert [(p.a.layout, p.ratio) for p in comparison.pairs] == [("2x4x1-2d_tp", 2.0), ("8x1x1-fsdp", 1.5)]
+    assert comparison.median == 1.75
+    assert (layouts(comparison.only_a), layouts(comparison.only_b)) == (["4x2x1-dp"], ["1x1x8-dp"])
+    with pytest.raises(ValueError, match="elsewhere .*: hand"):
         compare(read_rows([tmp_path]), "elsewhere", str(before))
 
 
@@ -286,8 +280,8 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
     import vl_convert
 
     real = [trial_of(golden(stage), stage, "real", f"{stage}-fsdp") for stage in ("compile", "measure")]
-    found = rows_of(tmp_path, *real)
-    for members in groups(found).values():
+    rows = rows_of(tmp_path, *real)
+    for members in groups(rows).values():
         specs = {figure.id: figures.specification(figure, members) for figure in figures.OF_A_GROUP}
         simulated = members[0].group.simulated
         assert [name for name, spec in specs.items() if spec is None] == (["parts"] if simulated else [])
@@ -296,7 +290,7 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
                 drawn = vl_convert.vegalite_to_svg(spec)
                 assert drawn.startswith("<svg")
                 assert ("(simulated)" in drawn) == (simulated and name in ("speed", "heat", "memory"))
-    pairs = figures.specification(figures.PAIRS, found)
+    pairs = figures.specification(figures.PAIRS, rows)
     assert pairs is not None and "ms (simulated)" in vl_convert.vegalite_to_svg(pairs)
 
 
@@ -316,11 +310,11 @@ def test_timeline_is_reduced_and_keeps_its_time(tmp_path: Path):
 
 def test_torus_has_every_device_once(tmp_path: Path):
     row = rows_of(tmp_path, trial_of(golden("compile"), "compile", "real", "run"), timelines=1)[0]
-    found = read_torus(row)
-    assert found is not None
-    assert (found.shape, found.wrap) == ((2, 4), (False, False))
-    assert sorted(found.at) == list(range(8))
-    assert found.axes == [("x", 2), ("y", 4), ("z", 1)]
+    drawing = read_torus(row)
+    assert drawing is not None
+    assert (drawing.shape, drawing.wrap) == ((2, 4), (False, False))
+    assert sorted(drawing.at) == list(range(8))
+    assert drawing.axes == [("x", 2), ("y", 4), ("z", 1)]
 
 
 @pytest.mark.parametrize(
@@ -336,8 +330,8 @@ def test_torus_has_every_device_once(tmp_path: Path):
     ],
 )
 def test_the_torus_of_a_target(target, overrides, shape, slices, twisted):
-    found = torus_of(trial("8x1x1-fsdp", 9, target=target, asked=overrides).about)
-    known = (None, 1, False) if found is None else (found.shape, found.slices, found.twisted)
+    of_target = torus_of(trial("8x1x1-fsdp", 9, target=target, asked=overrides).about)
+    known = (None, 1, False) if of_target is None else (of_target.shape, of_target.slices, of_target.twisted)
     assert known == (shape, slices, twisted)
 
 
@@ -361,7 +355,7 @@ def visible(text: str) -> str:
 
 
 def test_the_report_as_people_read_it(rows):
-    """`VALKYRIE_UPDATE_GOLDENS=1 pytest tests/test_report.py` writes the file anew."""
+    """To rewrite the golden file: `VALKYRIE_UPDATE_GOLDENS=1 pytest tests/test_report.py`."""
     text = f"{as_markdown(rows)}\n# The page\n\n{visible(page(rows))}\n"
     golden_file = GOLDENS / "report.md"
     if os.environ.get("VALKYRIE_UPDATE_GOLDENS"):
@@ -370,14 +364,14 @@ def test_the_report_as_people_read_it(rows):
 
 
 def test_csv(rows):
-    found = list(csv.DictReader(io.StringIO(as_csv(rows))))
-    assert len(found) == 7
-    first = found[0]
+    records = list(csv.DictReader(io.StringIO(as_csv(rows))))
+    assert len(records) == 7
+    first = records[0]
     assert (first["layout"], first["status"], first["simulated"]) == ("8x1x1-fsdp", "ok", "false")
     assert float(first["tokens_per_second_per_chip"]) == 1000 and float(first["step_s"]) == 0.128
     assert int(first["peak_bytes"]) == 4 * 2**30 and float(first["exposed_s"]) > 0
-    assert [r["reason"] for r in found if r["status"] == "refused"] == [WRONG.reason]
-    assert {r["simulated"] for r in found if r["stage"] == "measure"} == {"true"}
+    assert [r["reason"] for r in records if r["status"] == "refused"] == [WRONG.reason]
+    assert {r["simulated"] for r in records if r["stage"] == "measure"} == {"true"}
     assert set(first) >= {"DP", "FSDP", "MP1", "MP2", "SP"}
 
 

@@ -62,7 +62,7 @@ class Opened:
     requests: list[str] = field(default_factory=list)
 
     def column(self, name: str) -> list[str]:
-        """Return the cells of a column, row by row; "" where the row has none, because its reason stands there."""
+        """Return the cells of a column by row, or "" for rows that show a reason instead."""
         column = self.page.locator("#table thead").get_by_role("columnheader", name=name, exact=True)
         cell = f"[data-id={column.get_attribute('data-id')}]"
         found = self.page.evaluate(
@@ -81,15 +81,15 @@ class Opened:
 def opened(browser: Browser, report: Path, request: pytest.FixtureRequest) -> Iterator[Opened]:
     options = getattr(request, "param", {})
     page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
-    found = Opened(page)
-    page.on("console", lambda message: found.messages.append(message.text))
-    page.on("pageerror", lambda error: found.messages.append(str(error)))
-    page.on("request", lambda one: found.requests.append(one.url))
+    opened_page = Opened(page)
+    page.on("console", lambda message: opened_page.messages.append(message.text))
+    page.on("pageerror", lambda error: opened_page.messages.append(str(error)))
+    page.on("request", lambda one: opened_page.requests.append(one.url))
     page.goto(report.as_uri())
     page.wait_for_selector("body[data-ready]", timeout=30_000)
-    yield found
-    assert found.messages == []
-    assert [url for url in found.requests if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
+    yield opened_page
+    assert opened_page.messages == []
+    assert [url for url in opened_page.requests if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
     page.close()
 
 
@@ -124,14 +124,14 @@ def test_units_stay_when_two_layouts_change_places(browser: Browser, tmp_path: P
         trial("1x8x1-dp", 300, seconds=long, asked=["model.layers=8"]),
     ]
     opened = opened_at(browser, write_report(sweep_folder(tmp_path, trials)))
-    page, told = opened.page, []
+    page, reasons = opened.page, []
     for one, other in (("0", "1"), ("1", "0")):
         page.select_option("#one", one)
         page.select_option("#other", other)
-        told.append(page.locator("#why").inner_text())
+        reasons.append(page.locator("#why").inner_text())
         tokens = page.evaluate(f"JSON.parse(document.getElementById('data').textContent).pairs.sides[{one}].tokens")
-        assert f"for {tokens:,} tokens" in told[-1]
-    assert "and 512 B." in told[0] and "9 MB and 1.02" in told[1]
+        assert f"for {tokens:,} tokens" in reasons[-1]
+    assert "512 B." in reasons[0] and "9 MB" in reasons[1]
     page.select_option("#other", "2")
     assert "layers=4" in page.locator("#why").inner_text() and "are compared." in page.locator("#why").inner_text()
     assert page.locator("#sides").is_hidden()
@@ -222,8 +222,8 @@ def test_keyboard_alone(opened: Opened):
 
 
 def brightness(opened: Opened, what: str) -> float:
-    said = opened.page.evaluate(f"getComputedStyle(document.body).{what}")
-    return sum(float(part) for part in said[4:-1].split(",")[:3]) / 3
+    colour = opened.page.evaluate(f"getComputedStyle(document.body).{what}")
+    return sum(float(part) for part in colour[4:-1].split(",")[:3]) / 3
 
 
 @pytest.mark.parametrize("opened", [{"color_scheme": "dark"}, {"color_scheme": "light"}], indirect=True)
@@ -271,11 +271,11 @@ def test_a_sweep_without_timelines_opens_on_the_best_layout(browser: Browser, tm
 
 
 def test_a_sweep_without_speeds_shows_memory_and_bytes(browser: Browser, tmp_path: Path):
-    found = [for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6)]
-    opened = opened_at(browser, write_report(sweep_folder(tmp_path, found)))
+    trials = [for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6)]
+    opened = opened_at(browser, write_report(sweep_folder(tmp_path, trials)))
     assert opened.column("peak memory") == ["2.0 GiB", "4.0 GiB"] and opened.column("sent") == ["9.00 MB", "4.00 MB"]
-    assert opened.page.locator("#memory svg .mark-rect path").count() == 2
-    assert opened.page.locator("#sent svg .mark-rect path").count() == 2
+    for figure in ("memory", "sent"):
+        assert opened.page.locator(f"#{figure} .mark-rect path").count() == 2
     assert opened.page.locator("#table td.reason").count() == 0
     opened.page.close()
 

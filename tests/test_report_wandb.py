@@ -1,4 +1,4 @@
-"""The W&B dashboard of sweeps, as it would be saved: every panel reads keys that the runs of a sweep really have."""
+"""The W&B dashboard of a sweep: every panel reads keys that the sweep's runs have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from valkyrie.sweep.tracking import summary_of
 
 @pytest.fixture
 def dry(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What `--wandb me/valkyrie --group laptop_8 --dry-run` prints."""
+    """Output of `--wandb me/valkyrie --group laptop_8 --dry-run`."""
     assert main_wandb("me/valkyrie", "laptop_8", dry_run=True) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -1,4 +1,4 @@
-"""A checkpoint saved under any layout is restored under any other, with the same values laid as that one asks."""
+"""A checkpoint saved under any layout is restored under any other, with equal values and that layout's sharding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUICK = {("valkyrie_tiny", "2d_tp_fsdp")}
 
 @lru_cache
 def programs(model: str) -> dict[str, StepProgram]:
-    """Return the step program of a model under each layout, none of them compiled."""
+    """Return the uncompiled step program of a model under each layout."""
     extra = ("optimizer.ema_decay=0.9", "microbatches=1")
     return {name: make_program(small_run(model, *layout, *extra)) for name, layout in LAYOUTS.items()}
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -35,7 +36,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sign
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Hold every logged loss and gradient norm, and the last checkpoint, against another run's, bit for bit."""
+    """Assert that logged losses and gradient norms and the last checkpoint equal those of another run bit for bit."""
     mine, theirs = records(one), records(other)
     assert mine.keys() == theirs.keys()
     for step in mine:
@@ -57,7 +58,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     stopped = saved(tmp_path / "run")["['step']"]
     assert 3 <= stopped <= 6
     assert f"stopped at step {stopped}, saved in {tmp_path / 'run'}" in out
-    assert "stopping after this step, then saving" in err and "Traceback" not in err
+    assert "stopping after" in err and "Traceback" not in err
     assert command("resume=run", f"runs={tmp_path}") == 0
     assert f"training steps {stopped + 1} to 12" in capfd.readouterr().out
     assert_same_run(tmp_path / "run", whole)
@@ -76,13 +77,13 @@ def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, how: str) -> None:
     whole = trained("checkpoint.every=3")
     folder = copied(whole, tmp_path)
     back_to(folder, 3)
-    asked = {
+    overrides = {
         "latest": ["resume=latest", f"runs={tmp_path}"],
         "run": ["resume=run", f"runs={tmp_path}"],
         "path": [f"resume={folder}"],
         "name": [*tiny(tmp_path), "steps=6", "checkpoint.every=3"],
     }[how]
-    assert command(*asked) == 0
+    assert command(*overrides) == 0
     assert_same_run(folder, whole)
 
 
@@ -94,9 +95,9 @@ def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pyte
     assert command("resume=run", f"runs={tmp_path}") == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert "(6 of 6 steps)" in out and "steps=12" in out
+    assert "(6 of 6" in out and "steps=12" in out
     assert "compiled" not in out
-    assert "step 6: validation loss" in out
+    assert "step 6: validation" in out
     assert_same_bits(saved(folder), before)
 
     assert command("resume=run", f"runs={tmp_path}", "steps=8") == 0
@@ -104,58 +105,47 @@ def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pyte
     assert "\nsteps: 8\n" in (folder / "run.yaml").read_text()
     capfd.readouterr()
     assert command("resume=run", f"runs={tmp_path}") == 0
-    assert "(8 of 8 steps)" in capfd.readouterr().out
+    assert "(8 of 8" in capfd.readouterr().out
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    copied(trained(), tmp_path)
-    assert command("resume=run", f"runs={tmp_path}", "model.embed=32") == 2
+    folder = copied(trained(), tmp_path)
+    before = (folder / "run.yaml").read_text()
+    assert command(*tiny(tmp_path, "model.embed=32", "steps=20")) == 2
     err = capfd.readouterr().err
-    assert "is of another model: embedding is (384, 16) in the checkpoint and (384, 32) in the model" in err
-    assert "Traceback" not in err
+    assert "embedding" in err and "(384, 16)" in err and "(384, 32)" in err
+    assert "Traceback" not in err and (folder / "run.yaml").read_text() == before
 
 
 @pytest.mark.parametrize(
-    ("before", "change", "differs"),
+    ("before", "change", "saved_setting"),
     [
-        (
-            (),
-            "optimizer.clip_norm=null",
-            "optimizer.clip_norm=1.0 was saved, null is asked for. Use optimizer.clip_norm=1.0",
-        ),
-        pytest.param(
-            (),
-            "optimizer.ema_decay=0.9",
-            "optimizer.ema_decay=null was saved, 0.9 is asked for. Use optimizer.ema_decay=null",
-            marks=pytest.mark.slow,
-        ),
+        ((), "optimizer.clip_norm=null", "optimizer.clip_norm=1.0"),
+        pytest.param((), "optimizer.ema_decay=0.9", "optimizer.ema_decay=null", marks=pytest.mark.slow),
         pytest.param(
             ("optimizer.ema_decay=0.9",),
             "optimizer.ema_decay=null",
-            "optimizer.ema_decay=0.9 was saved, null is asked for. Use optimizer.ema_decay=0.9",
+            "optimizer.ema_decay=0.9",
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_another_optimizer_is_refused_by_the_option_that_differs(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], before: tuple[str, ...], change: str, differs: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], before: tuple[str, ...], change: str, saved_setting: str
 ) -> None:
     folder = copied(trained(*before), tmp_path)
-    asked = ("resume=run", f"runs={tmp_path}", "steps=8", "optimizer.learning_rate=1e-4", change)
-    assert command(*asked) == 2
-    err = capfd.readouterr().err
-    assert err == (
-        f"valkyrie-train: the checkpoint of step 6 in {folder / 'checkpoints'} is sound, but of another optimizer: "
-        f"{differs} (resume=run takes its settings), or another name=.\n"
-    )
+    overrides = ("resume=run", f"runs={tmp_path}", "steps=8", "optimizer.learning_rate=1e-4", change)
+    assert command(*overrides) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "step 6" in line and str(folder / "checkpoints") in line and line.count(saved_setting) == 2
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("seed=1", "the data position was saved with data.shuffle_seed=0, this run has 1"),
-        ("seq=8", "the data position was saved with seq=16, this run has 8"),
-        ("data.documents=61", "the data are not those that the run was trained on: other files, "),
+        ("seed=1", "data.shuffle_seed=0, this run has 1"),
+        ("seq=8", "seq=16, this run has 8"),
+        ("data.documents=61", "other files, "),
     ],
 )
 def test_other_data_are_refused_with_both_values(
@@ -165,22 +155,27 @@ def test_other_data_are_refused_with_both_values(
     assert command("resume=run", f"runs={tmp_path}", "steps=8", change) == 2
     err = capfd.readouterr().err
     assert message in err
-    assert err.endswith(", or another name=.\n")
+    assert "another name=" in err
+
+
+def _continuing(capfd: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
+    """Return the steps and the changed settings that a continued run prints."""
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("continuing run "))
+    steps, _, changes = line.partition(": ")
+    return re.findall(r"step (\d+)", steps), changes
 
 
 @pytest.mark.slow
-def test_what_a_continued_run_does_otherwise_is_said_in_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_continued_run_prints_its_changed_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = ("optimizer.learning_rate=1e-4", "optimizer.weight_decay=0")
     copied(trained(*before), tmp_path)
     capfd.readouterr()
-    unsaid = ("log_every=2", "sample_tokens=1")
-    assert command(*tiny(tmp_path, "steps=7", *before, *unsaid)) == 0
-    assert "continuing run from step 6 to step 7: steps=7 (was 6)\n" in capfd.readouterr().out
+    unlisted = ("log_every=2", "sample_tokens=1")
+    assert command(*tiny(tmp_path, "steps=7", *before, *unlisted)) == 0
+    assert _continuing(capfd) == (["6", "7"], "steps=7 (was 6)")
     assert command(*tiny(tmp_path, "steps=8", "optimizer.weight_decay=0")) == 0
-    said = [line for line in capfd.readouterr().out.splitlines() if "continuing" in line]
-    assert said == ["continuing run from step 7 to step 8: steps=8 (was 7), optimizer.learning_rate=0.024 (was 0.0001)"]
+    changes = "steps=8 (was 7), optimizer.learning_rate=0.024 (was 0.0001)"
+    assert _continuing(capfd) == (["7", "8"], changes)
     assert max(records(tmp_path / "run")) == 8
 
 
@@ -190,11 +185,11 @@ def test_a_damaged_checkpoint_is_refused_without_a_traceback(tmp_path: Path, cap
     about.write_text(about.read_text()[:10])
     assert command("resume=latest", f"runs={tmp_path}") == 2
     out, err = capfd.readouterr()
-    assert "is damaged: about/metadata has 10 bytes of " in err and "No other is left: start the run anew" in err
+    assert "is damaged: about/metadata" in err and "10 bytes" in err
     assert "Traceback" not in out + err
 
 
-def test_a_run_folder_that_goes_ends_the_training(
+def test_a_deleted_run_folder_ends_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     show = screen.Screen.step
@@ -207,7 +202,7 @@ def test_a_run_folder_that_goes_ends_the_training(
     monkeypatch.setattr(screen.Screen, "step", shown)
     assert command(*tiny(tmp_path, "steps=100000")) == 1
     out, err = capfd.readouterr()
-    assert f"step 4: the run folder {tmp_path / 'run'} is gone, deleted or with its disk. Stopped" in err
+    assert "step 4: " in err and f"{tmp_path / 'run'} is gone" in err
     assert "Traceback" not in out + err and not (tmp_path / "run").exists()
 
 

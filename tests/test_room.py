@@ -1,4 +1,4 @@
-"""What the machine has for a run is compared with what the run needs, before an array exists."""
+"""The memory and cores of this machine are compared with the needs of a run before any array is allocated."""
 
 from __future__ import annotations
 
@@ -190,9 +190,9 @@ def test_the_estimate_of_a_tpu_is_told_with_how_far_off_it_was():
     assert off.within_15_percent >= 0.85 * off.layouts and off.models == 3
     memory = ExpectedMemory(parameters=GIB, gradients=GIB, optimizer=2 * GIB, average=0, activations=6 * GIB)
     for usable, word in ((16, "should fit"), (10, "may not fit"), (7, "does not fit")):
-        said = verdict(memory, usable * GIB, "a v5e chip", measured=True)
-        assert said.startswith(f"{word}: ") and "10.0 GiB" in said and f"{usable:.1f} GiB usable" in said
-    assert f"layouts of {off.models} models" in said
+        line = verdict(memory, usable * GIB, "a v5e chip", measured=True)
+        assert line.startswith(f"{word}: ") and "10.0 GiB" in line and f"{usable:.1f} GiB usable" in line
+    assert f"layouts of {off.models} models" in line
     assert verdict(memory, 3 * GIB, "a v5e chip", measured=True).startswith("does not fit: "), (
         "arrays at rest are exact"
     )

@@ -104,8 +104,8 @@ def test_layer_is_the_paper(settings, packed):
         for row, at in enumerate(starts):
             keep[row, list(at)] = 0
         keep = jnp.asarray(keep)
-    found = module(jnp.asarray(u), Boundaries(keep), UNSHARDED)
-    np.testing.assert_allclose(found, paper(module, u.astype(np.float64), starts), rtol=1e-4, atol=1e-5)
+    output = module(jnp.asarray(u), Boundaries(keep), UNSHARDED)
+    np.testing.assert_allclose(output, paper(module, u.astype(np.float64), starts), rtol=1e-4, atol=1e-5)
 
 
 def test_clipping_matters_where_a_state_would_grow():
@@ -181,6 +181,8 @@ def test_activations_are_gathered_once_and_no_gradient_is_summed_where_it_is_ali
 
     u = jax.device_put(jnp.ones((8, 16, 32)), shard.sharding(shard.layout.activation(("batch", "seq", "embed"))))
     program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(held, u).compile().as_text() or ""
-    found = [line for line in program.splitlines() if re.search(r" = \w+\[\d+,16,\d+\]\S* all-gather(-start)?\(", line)]
-    assert len(found) == gathers, found
+    gathers_found = [
+        line for line in program.splitlines() if re.search(r" = \w+\[\d+,16,\d+\]\S* all-gather(-start)?\(", line)
+    ]
+    assert len(gathers_found) == gathers, gathers_found
     assert not any("shard_map/psum" in line for line in program.splitlines() if re.search(r"\[\d+,16,\d+\]", line))

@@ -33,7 +33,7 @@ def _complex(pair: tuple[jax.Array, jax.Array]) -> np.ndarray:
 
 
 def _problem(seq: int = SEQ, seed: int = 0) -> dict[str, np.ndarray]:
-    """A recurrence whose numbers are exact in float32, with resets at a few positions of each sequence."""
+    """Inputs of a recurrence that float32 represents exactly, with resets at a few positions of each sequence."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -342,9 +342,9 @@ def test_auto_is_chosen_by_backend_and_a_named_form_is_kept(backend: str, impl: 
 
 def test_refusals_name_what_is_wrong() -> None:
     lam, bu = _pair(np.ones(1)), _pair(np.ones((1, 2, 1)))
-    with pytest.raises(ValueError, match="abacus is not known"):
+    with pytest.raises(ValueError, match="abacus"):
         chosen_impl(ScanImpl.auto, "abacus")
-    with pytest.raises(ValueError, match=r"scan block of 0 positions was asked for: it must be at least 1"):
+    with pytest.raises(ValueError, match="0 positions"):
         linear_recurrence(lam, bu, block=0)
-    with pytest.raises(ValueError, match=r"no mesh axes\. Name the axes that split seq"):
+    with pytest.raises(ValueError, match="no mesh axes"):
         sharded_linear_recurrence(lam, bu, axis_names=())

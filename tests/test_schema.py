@@ -30,7 +30,7 @@ SHAPES = ("model", "optimizer", "mesh", "precision", "partition")
 """The groups that decide a step; so do `SIZES` of the run itself."""
 SIZES = ("batch", "seq", "microbatches")
 LONG = ("data.max_bytes", "data.shard_tokens", "data.generator_seed")
-"""What is counted in 64 bits."""
+"""Keys with 64-bit values."""
 
 
 @lru_cache
@@ -70,7 +70,7 @@ CASES = [
 
 
 def problems_of(model: str, key: str, value: Any) -> tuple[Run, list[Problem]]:
-    """Return a run with another value of one key, and its problems, each of which must name the key."""
+    """Change one key of a run; return the run and its problems, after checking that each problem names the key."""
     config = changed(base(model).config, key, value)
     run = Run(config, config.model)
     problems = run.problems()

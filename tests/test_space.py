@@ -1,4 +1,4 @@
-"""A space of layouts: every cell legal, none missing, none twice, against brute force."""
+"""Enumerated layouts are legal, complete and without duplicates, compared with brute force."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ KINDS = {
     "sequence": ([], ["seq"]),
     "nothing": ([], []),
 }
-"""What a mesh axis may do under a partition: the logical axes of parameters and of activations that it splits."""
+"""Uses of a mesh axis: the logical axes of parameters and of activations that it splits."""
 
 
 DRAWN = st.tuples(
@@ -56,7 +56,7 @@ DRAWN = st.tuples(
     st.lists(st.sampled_from(sorted(KINDS)), min_size=3, max_size=3),
     st.sampled_from([False, False, True]),
 )
-"""The order of the axes within rules, what each does, and ZeRO-1."""
+"""The order of the axes within rules, the use of each, and ZeRO-1."""
 
 
 def partition_of(order: Sequence[str], kinds: Sequence[str], zero1: bool) -> PartitionConfig:
@@ -71,7 +71,7 @@ def partition_of(order: Sequence[str], kinds: Sequence[str], zero1: bool) -> Par
 
 
 def sound(run: Run, mesh: MeshConfig, partition: PartitionConfig, microbatches: int) -> Layout | None:
-    """The layout of a combination, None where it is illegal; by `make_layout` alone."""
+    """Return the layout of a combination by `make_layout`, or None if it is illegal."""
     c = run.config
     layout, problems = make_layout(
         mesh,
@@ -88,7 +88,7 @@ def sound(run: Run, mesh: MeshConfig, partition: PartitionConfig, microbatches: 
 
 
 def where(layout: Layout) -> tuple[object, ...]:
-    """Which part of every kind of array each device holds, found device by device."""
+    """Return the part of every kind of array that each device holds."""
     mesh = layout.mesh
     devices = np.arange(mesh.size)
     grid = devices.reshape([*mesh.axes.values()])
@@ -136,7 +136,7 @@ def test_every_cell_is_legal_none_is_missing_none_is_there_twice(
     base = tiny("cpu8")
     run = Run(replace(base.config, batch=batch, seq=seq, target=target), base.model)
     space = SpaceConfig(microbatches=microbatches, same=same, placements=["all" if placed else "default"])
-    found = enumerate_space(space, [ModelVariant((), run)], {"drawn": partition})
+    enumerated = enumerate_space(space, [ModelVariant((), run)], {"drawn": partition})
     brute = {}
     for name in shapes_of_three(devices):
         mesh = parse_mesh(name)
@@ -147,17 +147,17 @@ def test_every_cell_is_legal_none_is_missing_none_is_there_twice(
                     brute[name, tuple(placement or ()), count] = where(layout)
     cells = {
         (c.run.config.mesh.name, tuple(c.run.config.mesh.placement or ()), c.run.config.microbatches): c
-        for c in found.legal
+        for c in enumerated.legal
     }
-    assert len(cells) == len(found.legal), "a cell is there twice"
+    assert len(cells) == len(enumerated.legal), "a cell is there twice"
     assert set(cells) <= set(brute), "a cell is illegal"
-    assert all(cell.run.problems() == [] for cell in found.legal)
+    assert all(cell.run.problems() == [] for cell in enumerated.legal)
     if same is Same.none or partition.zero1:
         assert set(cells) == set(brute) or (placed and {brute[key] for key in cells} == set(brute.values()))
         return
-    kept = [(brute[key], key[2]) for key in cells]
-    assert len(kept) == len(set(kept)), "two cells put everything on the same devices"
-    assert set(kept) == {(value, key[2]) for key, value in brute.items()}, "a layout is missing"
+    enumerated_layouts = [(brute[key], key[2]) for key in cells]
+    assert len(enumerated_layouts) == len(set(enumerated_layouts)), "two cells put everything on the same devices"
+    assert set(enumerated_layouts) == {(value, key[2]) for key, value in brute.items()}, "a layout is missing"
 
 
 @QUICK
@@ -166,7 +166,7 @@ def test_roles_count_once_whatever_the_mesh(drawn: tuple[list[str], list[str], b
     partition = partition_of(*drawn)
     base = tiny("cpu8")
     run = Run(replace(base.config, target=simulated(devices)), base.model)
-    found = enumerate_space(SpaceConfig(same=Same.roles), [ModelVariant((), run)], {"drawn": partition})
+    enumerated = enumerate_space(SpaceConfig(same=Same.roles), [ModelVariant((), run)], {"drawn": partition})
 
     def devices_of_roles(layout: Layout) -> tuple[object, ...]:
         each: dict[str, int] = {}
@@ -176,11 +176,11 @@ def test_roles_count_once_whatever_the_mesh(drawn: tuple[list[str], list[str], b
 
     layouts = [sound(run, parse_mesh(name), partition, 1) for name in shapes_of_three(devices)]
     brute = [devices_of_roles(layout) for layout in layouts if layout is not None]
-    kept = [devices_of_roles(cell.run.layout) for cell in found.legal]
-    assert len(kept) == len(set(kept))
+    enumerated_layouts = [devices_of_roles(cell.run.layout) for cell in enumerated.legal]
+    assert len(enumerated_layouts) == len(set(enumerated_layouts))
     # One mesh stands for all of its roles; it may be refused where another of them is not only for sizes of arrays,
     # which are split by the product: so all are legal, or none.
-    assert set(kept) == set(brute)
+    assert set(enumerated_layouts) == set(brute)
 
 
 @QUICK
@@ -210,7 +210,7 @@ def test_a_pattern_stands_for_every_mesh_that_fits_it(devices: int, sizes: list[
 
 
 def test_on_a_torus_meshes_stay_apart_unless_their_placement_is_written_down():
-    """Where JAX lays an axis on the torus depends on the sizes of all: only a placement says it."""
+    """JAX places an axis on the torus depending on the sizes of all axes. Only an explicit placement fixes it."""
     run = compose_run("target=v5e-8", "mesh=1x2x4", "partition=dp")
     fsdp = {"fsdp": compose_run("mesh=1x2x4", "partition=fsdp").config.partition}
     counts = {
@@ -236,34 +236,34 @@ def cells(space: SpaceConfig, run: Run, *partitions: PartitionConfig) -> Cells:
 
 
 def test_axes_that_a_partition_does_not_use_multiply_nothing():
-    found = cells(SpaceConfig(meshes=["AxBxC", "AxBxCxD"]), tiny("cpu8"), ONLY_X)
-    assert [cell.overrides for cell in found.cells] == [("mesh=8x1x1", "partition=only_x")]
+    enumerated = cells(SpaceConfig(meshes=["AxBxC", "AxBxCxD"]), tiny("cpu8"), ONLY_X)
+    assert [cell.overrides for cell in enumerated.cells] == [("mesh=8x1x1", "partition=only_x")]
     # Eleven meshes of three axes leave one idle; of four, 1x8x1x1 is the same as 8x1x1 and the others idle.
-    codes = Counter(problem.code for problem in found.skipped)
+    codes = Counter(problem.code for problem in enumerated.skipped)
     assert codes == {ProblemCode.idle_mesh_axis: 28, ProblemCode.same_sharding: 1}
-    assert "   1 skipped: same sharding: mesh" in count_line(found, found.legal)
+    assert " 1 skipped" in count_line(enumerated, enumerated.legal)
 
 
 def test_a_mesh_that_was_asked_for_is_refused_with_its_reason():
-    found = cells(SpaceConfig(meshes=["4x2x1", "8x1x1"]), tiny("cpu8"), ONLY_X)
-    assert [bool(cell.problems) for cell in found.cells] == [True, False]
-    assert found.cells[0].problems[0].identity == (ProblemCode.idle_mesh_axis, None, (), ("y",))
-    assert not found.skipped
+    enumerated = cells(SpaceConfig(meshes=["4x2x1", "8x1x1"]), tiny("cpu8"), ONLY_X)
+    assert [bool(cell.problems) for cell in enumerated.cells] == [True, False]
+    assert enumerated.cells[0].problems[0].identity == (ProblemCode.idle_mesh_axis, None, (), ("y",))
+    assert not enumerated.skipped
 
 
 def test_a_partition_without_any_mesh_is_one_refusal():
-    found = cells(SpaceConfig(meshes=["1xBxC"]), tiny("cpu8"), ONLY_X)
-    assert len(found.cells) == len(found.refused) == 1
-    assert found.cells[0].problems[0].code is ProblemCode.idle_mesh_axis
+    enumerated = cells(SpaceConfig(meshes=["1xBxC"]), tiny("cpu8"), ONLY_X)
+    assert len(enumerated.cells) == len(enumerated.refused) == 1
+    assert enumerated.cells[0].problems[0].code is ProblemCode.idle_mesh_axis
 
 
 def test_an_unsound_shape_is_said_once():
     run = compose_run("mesh=2x2x2", "partition=2d_tp")
     wrong = Run(run.config, replace(run.model, layers=0))
-    found = enumerate_space(
+    enumerated = enumerate_space(
         SpaceConfig(devices=8), [ModelVariant(("model.layers=0",), wrong)], {"2d_tp": run.config.partition}
     )
-    (cell,) = found.cells
+    (cell,) = enumerated.cells
     assert cell.overrides == ("model.layers=0",) and [p.key for p in cell.problems] == ["model.layers"]
 
 
@@ -279,9 +279,9 @@ def test_a_range_keeps_the_shapes_in_it(key: str):
     dp = {"dp": run.config.partition}
     for least, most, kept in ((sizes[2], sizes[4], [3, 4, 5]), (None, sizes[1], [1, 2]), (sizes[6] + 1, None, [8])):
         space = replace(SpaceConfig(meshes=["1x1x8"]), **{key: [least, most]})
-        found = enumerate_space(space, shapes, dp)
-        assert [cell.overrides[0] for cell in found.cells] == [f"model.layers={n}" for n in kept]
-        assert [(p.code, p.key) for p in found.skipped] == [(ProblemCode.out_of_range, key)] * (8 - len(kept))
+        enumerated = enumerate_space(space, shapes, dp)
+        assert [cell.overrides[0] for cell in enumerated.cells] == [f"model.layers={n}" for n in kept]
+        assert [(p.code, p.key) for p in enumerated.skipped] == [(ProblemCode.out_of_range, key)] * (8 - len(kept))
 
 
 @pytest.mark.parametrize("model", [*MODELS, "variants"])
@@ -301,9 +301,9 @@ def test_a_cell_takes_about_a_millisecond():
     space = SpaceConfig(placements=["all"])
     run = compose_run("target=v4-64", "mesh=4x4x2", "partition=2d_tp", "model=valkyrie_1b", "batch=64")
     started = time.process_time()
-    found = cells(space, run, run.config.partition)
-    assert len(found.cells) > 200
-    assert (time.process_time() - started) / len(found.cells) < 0.02
+    enumerated = cells(space, run, run.config.partition)
+    assert len(enumerated.cells) > 200
+    assert (time.process_time() - started) / len(enumerated.cells) < 0.02
 
 
 def test_the_layout_of_a_cell_is_that_of_its_run():

@@ -84,21 +84,17 @@ def test_blocks_are_diagonalised_whole_and_halved_afterwards() -> None:
 
 
 def test_refused_block_sizes_name_the_nearest_legal_ones() -> None:
-    with pytest.raises(
-        ValueError, match=r"state_size=100 with blocks=8: .* even .* Use state_size=96 or state_size=112"
-    ):
+    with pytest.raises(ValueError, match="state_size=96 or state_size=112"):
         block_hippo(100, 8)
-    with pytest.raises(
-        ValueError, match=r"state_size=3 with blocks=2: .* multiple of 2\. Use state_size=2 or state_size=4"
-    ):
+    with pytest.raises(ValueError, match="state_size=2 or state_size=4"):
         block_hippo(3, 2, conjugate_symmetric=False)
-    with pytest.raises(ValueError, match=r"state_size=6 with blocks=6: .* Use state_size=12 or state_size=24"):
+    with pytest.raises(ValueError, match="state_size=12 or state_size=24"):
         block_hippo(6, 6)
-    with pytest.raises(ValueError, match=r"blocks=0: an S5 layer has at least 1 block"):
+    with pytest.raises(ValueError, match="blocks=0: "):
         block_hippo(8, 0)
-    with pytest.raises(ValueError, match=r"block of 0 states"):
+    with pytest.raises(ValueError, match="0 states"):
         hippo_n(0)
-    with pytest.raises(ValueError, match=r"step_min=0\.1 and step_max=0\.01: need 0 < step_min <= step_max"):
+    with pytest.raises(ValueError, match=r"step_min=0\.1 and step_max=0\.01"):
         init_log_step(KEY, 4, 0.1, 0.01)
 
 

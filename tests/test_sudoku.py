@@ -38,19 +38,19 @@ def is_solution(grids: np.ndarray, side: int) -> bool:
 
 @pytest.mark.parametrize(("side", "count", "clues"), [(4, 60, 6), (9, 2, 0)])
 def test_generated_puzzles_have_one_solution(side: int, count: int, clues: int):
-    made = generate(np.random.default_rng(0), count, side, clues)
-    assert is_solution(made.solutions, side)
-    given = made.givens > 0
-    assert (made.solutions[given] == made.givens[given]).all()
-    assert (count_solutions(made.givens, side) == 1).all()
-    assert (given.sum(1) == clues).all() if clues else given.sum(1).max() < 32
+    puzzles = generate(np.random.default_rng(0), count, side, clues)
+    assert is_solution(puzzles.solutions, side)
+    clue_cells = puzzles.givens > 0
+    assert (puzzles.solutions[clue_cells] == puzzles.givens[clue_cells]).all()
+    assert (count_solutions(puzzles.givens, side) == 1).all()
+    assert (clue_cells.sum(1) == clues).all() if clues else clue_cells.sum(1).max() < 32
     if not clues:  # none can lose another clue
-        row, cells = made.givens[:1], np.flatnonzero(made.givens[0])
+        row, cells = puzzles.givens[:1], np.flatnonzero(puzzles.givens[0])
         fewer = np.repeat(row, len(cells), axis=0)
         fewer[np.arange(len(cells)), cells] = 0
         assert (count_solutions(fewer, side) == 2).all()
     again = generate(np.random.default_rng(0), count, side, clues)
-    assert all((a == b).all() for a, b in zip(made, again, strict=True))
+    assert all((a == b).all() for a, b in zip(puzzles, again, strict=True))
 
 
 def test_a_hard_puzzle_needs_guesses_and_an_empty_one_has_many_solutions():
@@ -63,15 +63,15 @@ def test_a_hard_puzzle_needs_guesses_and_an_empty_one_has_many_solutions():
 
 @pytest.mark.parametrize("side", [4, 9])
 def test_symmetries_keep_a_solution_a_solution(side: int):
-    made = generate(np.random.default_rng(1), 4, side)
+    puzzles = generate(np.random.default_rng(1), 4, side)
     drawn = draw_symmetries(np.random.default_rng(0), 40, side)
     rows = np.arange(40) % 4
-    solutions, givens = (drawn.of(cells[rows] + 1) - 1 for cells in (made.solutions, made.givens))
+    solutions, givens = (drawn.of(cells[rows] + 1) - 1 for cells in (puzzles.solutions, puzzles.givens))
     assert is_solution(solutions, side)
     assert (count_solutions(givens, side) == 1).all()
     assert len(np.unique(solutions, axis=0)) > 35
     if side == 4:
-        assert classes(givens, 4) == [classes(made.givens, 4)[row] for row in rows]
+        assert classes(givens, 4) == [classes(puzzles.givens, 4)[row] for row in rows]
 
 
 def config(*overrides: str) -> Any:
@@ -125,8 +125,8 @@ def test_a_folder_with_groups_gives_one_of_each(tmp_path: Path):
         write_folder(tmp_path / name, inputs, inputs, 7)
     np.save(tmp_path / "train" / "all__group_indices.npy", np.array([0, 4, 6]))
     np.save(tmp_path / "train" / "all__puzzle_identifiers.npy", np.array([0, 0, 0, 0, 1, 1]))
-    said = json.loads((tmp_path / "train" / "dataset.json").read_text())
-    (tmp_path / "train" / "dataset.json").write_text(json.dumps(said | {"num_puzzle_identifiers": 2}))
+    description = json.loads((tmp_path / "train" / "dataset.json").read_text())
+    (tmp_path / "train" / "dataset.json").write_text(json.dumps(description | {"num_puzzle_identifiers": 2}))
     data = open_puzzles(tmp_path, "arc")
     with make_loader(data, "train", batch=4, seq=4, repeat=True) as loader:
         for _ in range(5):
@@ -152,38 +152,20 @@ def test_published_csv_is_read_once(tmp_path: Path):
     np.testing.assert_array_equal(data.train.labels, made.solutions[2:] + 1)
     maze = "# S G o##"
     as_csv(tmp_path, [(maze, maze)] * 3)
-    told = config(*given, "data.sudoku.guesses=0")
-    assert told.shape() == (9, 6, 1)
-    assert told.open("none").side is None
+    maze_config = config(*given, "data.sudoku.guesses=0")
+    assert maze_config.shape() == (9, 6, 1)
+    assert maze_config.open("none").side is None
 
 
 REFUSED = {
-    "another size": (
-        lambda folder: as_csv(folder, [(81 * ".", 81 * "1")]),
-        "data=puzzles has puzzles of 81 cells with 11 values and 1 identifiers, and model=trm_tiny is for 16 cells, 6 "
-        "values and 1 identifiers. Use model.context=81 model.vocab_size=11.",
-    ),
-    "no square": (
-        lambda folder: as_csv(folder, [(15 * ".", 15 * "1")]),
-        "{}/train.csv line 2 has 15 cells, characters '.'. Sudoku has 16 or 81 cells.",
-    ),
-    "rows of two sizes": (
-        lambda folder: as_csv(folder, [(16 * ".", 16 * "1"), (16 * ".", 15 * "1")]),
-        "{}/train.csv line 3: the answer has 15 cells, the first puzzle 16.",
-    ),
-    "a strange digit": (
-        lambda folder: as_csv(folder, [(16 * ".", 16 * "1"), (16 * "7", 16 * "1")]),
-        "{}/train.csv: puzzle 2 has a character that is not of '01234'.",
-    ),
-    "no column": (
-        lambda folder: [(folder / f"{name}.csv").write_text("question,rating\n") for name in ("train", "test")],
-        "{}/train.csv has no column answer: it needs source, question, answer, rating.",
-    ),
-    "nothing": (
-        lambda folder: None,
-        "{}/train/dataset.json is missing: a folder of puzzles has train/dataset.json and test/dataset.json.",
-    ),
+    "another size": ([(81 * ".", 81 * "1")], "model.context=81 model.vocab_size=11"),
+    "no square": ([(15 * ".", 15 * "1")], "train.csv line 2"),
+    "rows of two sizes": ([(16 * ".", 16 * "1"), (16 * ".", 15 * "1")], "train.csv line 3"),
+    "a strange digit": ([(16 * ".", 16 * "1"), (16 * "7", 16 * "1")], "puzzle 2 "),
+    "no answer": ("question,rating\n", "column answer"),
+    "nothing": (None, "train/dataset.json is missing"),
 }
+"""Rows or text of the CSV files, and words of the message."""
 
 
 def prepared(run: Run) -> Dataset:
@@ -192,13 +174,16 @@ def prepared(run: Run) -> Dataset:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_other_puzzles_are_refused_in_plain_words(case: str, tmp_path: Path):
-    make, words = REFUSED[case]
-    make(tmp_path)
+def test_other_puzzles_are_refused(case: str, tmp_path: Path):
+    rows, words = REFUSED[case]
+    if isinstance(rows, str):
+        for name in ("train", "test"):
+            (tmp_path / f"{name}.csv").write_text(rows)
+    elif rows:
+        as_csv(tmp_path, rows)
     run = compose_run("model=trm_tiny", "data=puzzles", f"data.paths=[{tmp_path}]", f"data.cache_dir={tmp_path}/cache")
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=words):
         prepared(run)
-    assert str(error.value) == words.format(tmp_path)
 
 
 def test_a_folder_that_is_damaged_is_refused_by_its_file(tmp_path: Path):
@@ -206,33 +191,27 @@ def test_a_folder_that_is_damaged_is_refused_by_its_file(tmp_path: Path):
         write_folder(tmp_path / name, np.ones((3, 16), int), np.ones((3, 16), int), 6)
     file = tmp_path / "train" / "all__inputs.npy"
     np.save(file, np.full((3, 16), 6))
-    with pytest.raises(ValueError, match="all__inputs.npy has the value 6, and vocab_size=6 allows 0 to one below it"):
+    with pytest.raises(ValueError, match="value 6, .*vocab_size=6"):
         open_puzzles(tmp_path, "mine")
     np.save(file, np.ones((3, 9), int))
-    with pytest.raises(ValueError, match="puzzles of 9 cells, and .*dataset.json says seq_len=16"):
+    with pytest.raises(ValueError, match=r"9 cells, .*seq_len=16"):
         open_puzzles(tmp_path, "mine")
     np.save(file, np.ones((2, 16), int))
-    with pytest.raises(ValueError, match="the arrays do not fit together: 2 inputs, 3 labels, 3 puzzles, 3 groups"):
+    with pytest.raises(ValueError, match="2 inputs, 3"):
         open_puzzles(tmp_path, "mine")
     file.write_bytes(b"no array")
-    with pytest.raises(ValueError, match="all__inputs.npy is missing or is no array"):
+    with pytest.raises(ValueError, match="all__inputs.npy is missing"):
         open_puzzles(tmp_path, "mine")
 
 
 def test_puzzles_are_for_models_of_puzzles():
     for settings, words in (
-        (
-            ("model=trm_tiny",),
-            "model=trm_tiny trains on puzzles, and data=stdlib is text. Use data=puzzles, data=sudoku.",
-        ),
-        (
-            ("model=gpt_tiny", "data=sudoku"),
-            "model=gpt_tiny trains on text, and data=sudoku is puzzles. Use data=parquet_stream",
-        ),
+        (("model=trm_tiny",), "data=puzzles, data=sudoku"),
+        (("model=gpt_tiny", "data=sudoku"), "data=parquet_stream"),
     ):
         with pytest.raises(ValueError, match=words):
             refuse_other_data(compose_run(*settings))
-    asked = Run.from_config(compose_config("model=trm_tiny", "mode=generate"))
-    assert (ProblemCode.unsupported, "mode") in [(problem.code, problem.key) for problem in asked.problems()]
+    generating = Run.from_config(compose_config("model=trm_tiny", "mode=generate"))
+    assert (ProblemCode.unsupported, "mode") in [(problem.code, problem.key) for problem in generating.problems()]
     mlp = Run.from_config(compose_config("model=trm_mlp", "seq=16"))
     assert (ProblemCode.conflict, "seq", 16) in [(p.code, p.key, p.value) for p in mlp.problems()]

@@ -74,7 +74,7 @@ def replay(uses: list[CollectiveUse], step: float = 1.0) -> Replay:
 
 
 def predict(run: Run, result: Replay | None, outcome: CompileOutcome = FITS) -> Prediction:
-    """Return the prediction without hints, as a file holds it."""
+    """Return the prediction without hints, written to a record and read back."""
     compiled = CompiledRun(outcome, Path("cache"), Path("cache"), False, 3.0)
     found = summarise(run, compiled, result, result.collectives if result else [])
     return decode(Prediction, encode(found), "compile.json")
@@ -102,7 +102,7 @@ def test_speed_follows_from_the_seconds_of_a_step(run: Run):
     flops = 3 * run.model.flops_per_token(2048) * tokens
     assert step.mfu == pytest.approx(flops / (2.0 * 32 * 275e12))
     assert step.tokens_per_dollar["on_demand"] == pytest.approx(tokens / 2 * 3600 / (32 * 3.22))
-    assert step.mfu_denominator == "275 TFLOP/s of a v4 chip (bfloat16)"
+    assert step.mfu_denominator is not None and step.mfu_denominator.startswith("275 TFLOP/s")
 
 
 def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
@@ -113,10 +113,10 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
     assert (interval.rows, interval.chip) == (len(on_v4), "v4")
     assert (interval.low_s, interval.high_s) == pytest.approx((2 * min(on_v4), 2 * max(on_v4)))
     known = StepInterval(low_s=0.42, high_s=0.5, low=0.98, high=1.16, rows=6, models=3, chip="v4")
-    assert how_far(known) == (
-        "420.0 ms to 500.0 ms: 6 published runs of 3 models on v4, predicted by other recipes, took -2% to +16% of it"
+    assert all(
+        words in how_far(known) for words in ("420.0 ms", "500.0 ms", "6 published", "3 models", "on v4", "-2% to +16%")
     )
-    assert "on chips with several recipes" in how_far(replace(known, chip=None))
+    assert "several recipes" in how_far(replace(known, chip=None))
     assert "no measured run" in how_far(None)
 
 
@@ -130,34 +130,34 @@ def test_what_is_sent_adds_up_however_it_is_counted(run: Run):
 
 def test_hints_follow_from_the_numbers(run: Run):
     unnamed = replace(use(("y",), 3.0, 0.11), op_name="", source="")
-    found = predict(run, replay([use(("y",), 7.0, 0.3), unnamed]))
-    first = hints(found)[0]
+    prediction = predict(run, replay([use(("y",), 7.0, 0.3), unnamed]))
+    first = hints(prediction)[0]
     assert (first.code, first.mesh_axes, first.share) == (HintCode.exposed, ("y",), pytest.approx(0.41))
-    assert "30% for its largest cause, all-reduce for a/dot (models/s5.py:9). y is MP2(embed)" in first.text
+    assert "30%" in first.text and "a/dot (models/s5.py:9)" in first.text and "y is MP2(embed)" in first.text
     assert hint_of(HintCode.exposed, predict(run, replay([use(("y",), 7.0, 0.01)]))) is None
     other = predict(run, replay([], step=0.5))
-    other = replace(other, about=replace(found.layout, layout="4x4x2-1d_tp"))
-    faster = hint_of(HintCode.faster_layout, found, other)
+    other = replace(other, about=replace(prediction.layout, layout="4x4x2-1d_tp"))
+    faster = hint_of(HintCode.faster_layout, prediction, other)
     assert faster is not None and faster.changes == ("4x4x2-1d_tp",) and faster.share == pytest.approx(0.5)
-    assert hint_of(HintCode.faster_layout, other, found) is None
+    assert hint_of(HintCode.faster_layout, other, prediction) is None
 
 
 def test_waiting_names_a_partition_that_removes_it_fits_and_sends_less(run: Run):
     known = other_partitions(run)
     assert {entry.partition for entry in known} >= {"dp", "fsdp", "1d_tp"}
     waiting = replay([use(("y",), 6e10, 0.5), use(("x",), 2e10, 0.2)])
-    found = predict(run, waiting, fitting_outcome(alternatives=Alternatives(partitions=known)))
-    over_y, over_x, *_ = hints(found)
+    prediction = predict(run, waiting, fitting_outcome(alternatives=Alternatives(partitions=known)))
+    over_y, over_x, *_ = hints(prediction)
     assert over_y.changes == ("partition=dp", "partition=fsdp")
-    assert "a step, not 80 GB; it needs about" in over_y.text and "GiB of 30.8 GiB" in over_y.text
+    assert "not 80 GB" in over_y.text and "of 30.8 GiB" in over_y.text
     assert over_x.changes == (), "one partition is named once"
-    assert found.memory is not None
-    smaller = replace(found, memory=replace(found.memory, usable=8 * 2**30))
+    assert prediction.memory is not None
+    smaller = replace(prediction, memory=replace(prediction.memory, usable=8 * 2**30))
     assert hints(smaller)[0].changes == ("partition=fsdp",)
     tried = predict(run, replay([], step=0.5))
     tried = replace(tried, about=replace(tried.layout, partition="fsdp", layout="4x4x2-fsdp"))
-    assert "partition=fsdp" not in hints(found, [tried])[0].changes, "what came of it is known"
-    none = replace(found, memory=replace(found.memory, usable=2**30))
+    assert "partition=fsdp" not in hints(prediction, [tried])[0].changes, "its result is known"
+    none = replace(prediction, memory=replace(prediction.memory, usable=2**30))
     assert all(hint.changes == () for hint in hints(none))
 
 
@@ -183,54 +183,51 @@ def with_step(prediction: Prediction, **fields: float) -> Prediction:
 
 
 def test_hints_about_copies_and_narrow_products(run: Run):
-    found = replace(predict(run, replay([])), parts=parts(matmul=0.6, copies=0.4))
-    first = hints(found)[0]
+    prediction = replace(predict(run, replay([])), parts=parts(matmul=0.6, copies=0.4))
+    first = hints(prediction)[0]
     assert (first.code, first.share, first.changes) == (HintCode.copies, 0.4, ()) and "host" not in first.text
-    about, remat = replace(found.layout, remat="offload"), RematReport(host={"query": 1})
-    offloads = with_step(replace(found, about=about, remat=remat), executed_flops=2e13, model_flops=1e13)
+    about, remat = replace(prediction.layout, remat="offload"), RematReport(host={"query": 1})
+    offloads = with_step(replace(prediction, about=about, remat=remat), executed_flops=2e13, model_flops=1e13)
     assert hint_of(HintCode.recomputation, offloads) is None, "an offload is not blamed for it"
     fuller = (FullerRemat("remat=none", 99 * 2**30), FullerRemat("remat=dots", 2**30))
     copies = hint_of(HintCode.copies, replace(offloads, alternatives=Alternatives(fuller)))
-    assert copies is not None and copies.changes == ("remat=dots",) and "about 1.0 GiB of" in copies.text
+    assert copies is not None and copies.changes == ("remat=dots",) and "1.0 GiB" in copies.text
     full = replace(offloads, alternatives=Alternatives((FullerRemat("remat=full", 1),)))
     copies = hint_of(HintCode.copies, full)
     assert copies is not None and copies.changes == ()
-    slow = with_step(replace(found, parts=parts(matmul=1.0)), product_rate=0.3)
+    slow = with_step(replace(prediction, parts=parts(matmul=1.0)), product_rate=0.3)
     narrow = hint_of(HintCode.narrow_products, slow)
-    assert narrow is not None and "Splitting weights over fewer devices" in narrow.text
+    assert narrow is not None and "fewer devices" in narrow.text
     whole = hint_of(HintCode.narrow_products, replace(slow, about=replace(slow.layout, degrees={"MP1": 1, "MP2": 1})))
-    assert whole is not None and "no axis splits weights" in whole.text
+    assert whole is not None and "no axis splits" in whole.text
 
 
-def test_what_is_said_where_no_part_is_large(run: Run):
-    found = with_step(predict(run, replay([use(("y",), 7.0, 0.1)])), product_rate=0.77)
-    (hint,) = hints(found)
+def test_the_hint_where_no_part_is_large(run: Run):
+    prediction = with_step(predict(run, replay([use(("y",), 7.0, 0.1)])), product_rate=0.77)
+    (hint,) = hints(prediction)
     assert (hint.code, hint.share) == (HintCode.largest_part, pytest.approx(0.9))
-    assert hint.text == (
-        "Matrix products and kernels are 90% of the step at 77% of peak; the largest other part is waiting for "
-        "communication over y, 10%."
-    )
-    (hint,) = hints(replace(found, parts=parts(matmul=1.0)))
-    assert hint.text == "Matrix products and kernels are 100% of the step at 77% of peak."
+    assert "77% of peak" in hint.text and hint.text.endswith("over y, 10%.")
+    (hint,) = hints(replace(prediction, parts=parts(matmul=1.0)))
+    assert "100%" in hint.text and hint.text.endswith("77% of peak.")
 
 
 def test_sums_of_gradients_that_are_waited_for_name_the_dtype():
-    asked = ("model=gpt_1b", "mesh=4x4x2", "partition=fsdp", "target=v4-64", "batch=64", "precision=bf16_mixed")
+    overrides = ("model=gpt_1b", "mesh=4x4x2", "partition=fsdp", "target=v4-64", "batch=64", "precision=bf16_mixed")
     waited = replay([use(("x", "y", "z"), 7.0, 0.29)])
-    hint = hint_of(HintCode.reduction, predict(compose_run(*asked), waited))
+    hint = hint_of(HintCode.reduction, predict(compose_run(*overrides), waited))
     assert hint is not None and hint.share == pytest.approx(0.29)
     assert hint.changes == ("precision.reduction=bfloat16",)
-    narrow = predict(compose_run(*asked, "precision.reduction=bfloat16"), waited)
+    narrow = predict(compose_run(*overrides, "precision.reduction=bfloat16"), waited)
     assert hint_of(HintCode.reduction, narrow) is None
     gathers = replay([replace(use(("x", "y", "z"), 7.0, 0.29), kind="all-gather")])
-    assert hint_of(HintCode.reduction, predict(compose_run(*asked), gathers)) is None
+    assert hint_of(HintCode.reduction, predict(compose_run(*overrides), gathers)) is None
 
 
 def test_communication_that_is_all_waited_for_is_0_percent_hidden(run: Run):
-    found = predict(run, replay([use(("y",), 7e9, 0.41)]))
-    assert found.communication is not None
-    sent = replace(found.communication, sending_s=0.41 * (1 - 1e-9))
-    assert "\n0% of the time in which anything is sent is hidden" in printed(replace(found, communication=sent))
+    prediction = predict(run, replay([use(("y",), 7e9, 0.41)]))
+    assert prediction.communication is not None
+    sent = replace(prediction.communication, sending_s=0.41 * (1 - 1e-9))
+    assert "\n0% of the" in printed(replace(prediction, communication=sent))
 
 
 def test_the_verdict_of_a_layout_that_does_not_fit(run: Run):
@@ -238,36 +235,39 @@ def test_the_verdict_of_a_layout_that_does_not_fit(run: Run):
     largest = (Allocation(12 * gib, "bf16[24,64]", "jit(step)/while/body/f/dot"),)
     savings = (Saving("remat=full", 9 * gib),)
     shortage = MemoryReport(needed=int(37.9 * gib), usable=int(30.8 * gib), largest=largest, savings=savings)
-    found = predict(run, None, CompileOutcome(CompileStatus.does_not_fit, "", shortage=shortage))
-    assert (
-        "does not fit: needs 37.9 GiB of 30.8 GiB usable; largest: bf16[24,64] 12.0 GiB (f/dot); "
-        "try: remat=full (about -9.0 GiB)"
-    ) in printed(found)
+    prediction = predict(run, None, CompileOutcome(CompileStatus.does_not_fit, "", shortage=shortage))
+    (verdict,) = (line for line in printed(prediction).splitlines() if "does not fit" in line)
+    for words in ("37.9 GiB", "30.8 GiB", "bf16[24,64] 12.0 GiB", "(f/dot)", "remat=full", "-9.0 GiB"):
+        assert words in verdict
 
 
 def test_the_printed_report_is_the_golden_one(run: Run):
-    """`UPDATE_GOLDENS=1 pytest ...` writes it anew."""
+    """To rewrite the golden file: `UPDATE_GOLDENS=1 pytest tests/test_summary.py`."""
     options = (Option("xla_a", "true", CHIP), Option("xla_b", "7", YOU), Option("xla_c", None, YOU))
-    found = predict(run, replay([use(("y",), 7e9, 0.41)]), fitting_outcome(options=options))
-    assert found.step is not None
-    step = replace(found.step, interval=None)  # published runs are added now and then
+    prediction = predict(run, replay([use(("y",), 7e9, 0.41)]), fitting_outcome(options=options))
+    assert prediction.step is not None
+    step = replace(prediction.step, interval=None)  # published runs are added now and then
     hint = Hint(HintCode.largest_part, "do [tpu] this")
-    text, golden = printed(replace(found, step=step, hints=(hint,))), GOLDENS / "compile.txt"
+    text, golden = printed(replace(prediction, step=step, hints=(hint,))), GOLDENS / "compile.txt"
     if os.environ.get("UPDATE_GOLDENS"):
         golden.write_text(text)
     assert text == golden.read_text()
 
 
 def test_a_file_of_version_1_is_read():
-    found = read_prediction(GOLDENS / "compile.json")
-    assert found.status is CompileStatus.ok and found.step is not None and isinstance(found.step, PredictedStep)
-    assert sum(part.seconds for part in found.parts) == pytest.approx(found.step.step_s)
-    assert {part.mesh_axes for part in found.parts if part.kind is PartKind.exposed} == {("x", "y")}
-    assert found.communication is not None and found.communication.by_mesh_axes == {("x", "y"): 2366336.0}
-    assert found.communication.collectives[0].kind == "reduce-scatter"
-    assert str(found.positions[4]) == "0:1,3,0:0" and found.costs[0].seconds > 0
-    assert decode(Prediction, encode(found), "compile.json") == found
-    assert printed(found).startswith("valkyrie_tiny under 2x4x1-fsdp on v5e-8")
+    prediction = read_prediction(GOLDENS / "compile.json")
+    assert (
+        prediction.status is CompileStatus.ok
+        and prediction.step is not None
+        and isinstance(prediction.step, PredictedStep)
+    )
+    assert sum(part.seconds for part in prediction.parts) == pytest.approx(prediction.step.step_s)
+    assert {part.mesh_axes for part in prediction.parts if part.kind is PartKind.exposed} == {("x", "y")}
+    assert prediction.communication is not None and prediction.communication.by_mesh_axes == {("x", "y"): 2366336.0}
+    assert prediction.communication.collectives[0].kind == "reduce-scatter"
+    assert str(prediction.positions[4]) == "0:1,3,0:0" and prediction.costs[0].seconds > 0
+    assert decode(Prediction, encode(prediction), "compile.json") == prediction
+    assert printed(prediction).startswith("valkyrie_tiny under 2x4x1-fsdp on v5e-8")
 
 
 def test_a_file_that_cannot_be_read_names_the_command(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""What is decided of the trials of a multirun before anything starts: which run they are of, why they are refused."""
+"""Planning the trials of a multirun before anything starts: the run of each, and the reasons for refusing one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ READ = {
     "": ["s5_tiny"],
     "resume=base,other": ["gpt_tiny", "s5_tiny"],
 }
-"""Runs that may be asked for, none of them the latest, which is read where none is; and their models."""
+"""Overrides that select a run other than the latest (the default), and the models of the selected runs."""
 
 
 @pytest.mark.slow
@@ -61,11 +61,11 @@ def test_trials_that_read_a_run_are_planned_as_that_run(
 def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    asked = ["-m", "mode=compile", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "target=cpu"]
-    (plan,) = plans_of(command, monkeypatch, *asked)
+    overrides = ["-m", "mode=compile", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "target=cpu"]
+    (plan,) = plans_of(command, monkeypatch, *overrides)
     done = plan.ended(Status.ok, None, "", 1.0)
     assert plan.settled_by(done) and not plan.settled_by(None)
-    (with_hlo,) = plans_of(command, monkeypatch, *asked, "mode.hlo=true")
+    (with_hlo,) = plans_of(command, monkeypatch, *overrides, "mode.hlo=true")
     assert with_hlo.key == plan.key and not with_hlo.settled_by(done), "the module was not left"
     with_hlo.trial_folder.mkdir(parents=True)
     for name in with_hlo.files:
@@ -73,13 +73,13 @@ def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
     assert with_hlo.settled_by(done)
     by_others = replace(done, about=replace(done.about, predicted_by="an older jax"))
     assert not plan.settled_by(by_others)
-    (measured,) = plans_of(command, monkeypatch, *asked, "mode=measure")
+    (measured,) = plans_of(command, monkeypatch, *overrides, "mode=measure")
     assert measured.about.predicted_by is None, "a measurement stays what it was"
 
 
 def test_a_record_has_the_values_that_decide_what_a_step_computes(command: Any, monkeypatch: pytest.MonkeyPatch):
-    asked = ["-m", "model=s5_tiny", "mesh=1x1x1,3x1x1", "partition=dp", "batch=8", "model.dropout=1e-1"]
-    plans = plans_of(command, monkeypatch, *asked)
+    overrides = ["-m", "model=s5_tiny", "mesh=1x1x1,3x1x1", "partition=dp", "batch=8", "model.dropout=1e-1"]
+    plans = plans_of(command, monkeypatch, *overrides)
     assert [plan.refusal is None for plan in plans] == [True, False]
     for plan in plans:
         values = plan.ended(Status.ok, None, "", 1.0).values
@@ -95,14 +95,14 @@ def test_a_record_says_where_a_configuration_of_ones_own_lies(
 ):
     (tmp_path / "my own" / "optimizer").mkdir(parents=True)
     (tmp_path / "my own" / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nname: mine\n")
-    asked = ["--config-dir", "my own", "-m", "optimizer=mine", "mesh=1x1x1", "batch=8"]
-    plans = plans_of(command, monkeypatch, *asked, "partition=dp", "steps=0,1")
+    overrides = ["--config-dir", "my own", "-m", "optimizer=mine", "mesh=1x1x1", "batch=8"]
+    plans = plans_of(command, monkeypatch, *overrides, "partition=dp", "steps=0,1")
     assert [plan.refusal is None for plan in plans] == [False, True]
     flags = ["--config-dir", str(tmp_path / "my own")]
     assert [plan.ended(Status.ok, None, "", 0.0).flags for plan in plans] == [flags] * 2
     space = ["mode=show", "hydra/sweeper=layouts", "hydra.sweeper.space.partitions=[dp]", "steps=0"]
     space += ["hydra.sweeper.space.meshes=[1x1x1]", "name=space"]
-    command(*asked, *space)
+    command(*overrides, *space)
     assert [trial.flags for trial in TrialLog(tmp_path / "runs" / "space").read()] == [flags]
 
 
@@ -118,10 +118,10 @@ def test_a_search_path_of_the_command_line_reaches_the_trials(
 
 def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: f"{target.name} needs libtpu.")
-    asked = ["-m", "target=v4-8", "model=s5_tiny", "mesh=1x2x2", "partition=dp"]
-    (compiled,) = plans_of(command, monkeypatch, *asked, "mode=compile")
+    overrides = ["-m", "target=v4-8", "model=s5_tiny", "mesh=1x2x2", "partition=dp"]
+    (compiled,) = plans_of(command, monkeypatch, *overrides, "mode=compile")
     assert compiled.refusal == "v4-8 needs libtpu."
-    (shown,) = plans_of(command, monkeypatch, *asked, "mode=show")
+    (shown,) = plans_of(command, monkeypatch, *overrides, "mode=show")
     assert shown.refusal is None
 
 
@@ -138,7 +138,7 @@ def test_trials_that_disturb_each_other_are_warned_of(
 ):
     play(monkeypatch, dp=Status.ok, fsdp=Status.ok)
     ended = command("-m", "model=s5_tiny", "batch=8", "mesh=1x1x1", "partition=dp,fsdp", "tracking=off", *asked)
-    assert (ended.status, ended.out.count("MEASURED SIDE BY SIDE")) == (0, int(warned))
+    assert (ended.status, "SIDE BY SIDE" in ended.out) == (0, warned)
 
 
 @pytest.mark.slow
@@ -160,8 +160,8 @@ def test_a_sweeper_of_layouts_has_its_cells_planned_without_hydra(command: Any, 
 
 def test_a_trial_is_a_run_of_its_own_folder(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Its process reads the run that was planned."""
-    asked = ["-m", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "batch=8", "model.layers=3", "name=a b"]
-    (plan,) = plans_of(command, monkeypatch, *asked)
+    overrides = ["-m", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "batch=8", "model.layers=3", "name=a b"]
+    (plan,) = plans_of(command, monkeypatch, *overrides)
     plan.trial_folder.mkdir(parents=True)
     plan.write()
     config = OmegaConf.load(plan.trial_folder / "run.yaml")

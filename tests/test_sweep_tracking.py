@@ -1,4 +1,4 @@
-"""What W&B has of a sweep, read back from its offline files: one group, every trial once, the parent's table."""
+"""A sweep at W&B, read back from the offline files: one group, one run per trial, and the table of the parent run."""
 
 from __future__ import annotations
 
@@ -74,27 +74,27 @@ LARGE = trial("1x1x8", "dp", Status.does_not_fit, "needs 40 of 16 GiB", results=
 SWEEP = [OK, FASTER, REFUSED, FAILED, LARGE]
 
 
-def tell(folder: Path, trials: list[Trial], **config: Any) -> list[str]:
-    """Return what was said when a sweep with these trials was told to W&B."""
-    said: list[str] = []
+def report(folder: Path, trials: list[Trial], **config: Any) -> list[str]:
+    """Report a sweep with these trials to W&B and return the printed notes."""
+    notes: list[str] = []
     TrialLog(folder).append(trials)
-    tracker = SweepTracker(TrackingConfig(**{"wandb": WandbMode.offline, **config}), folder, "laptop", said.append)
-    for one in trials:
-        tracker.log(one)
+    tracker = SweepTracker(TrackingConfig(**{"wandb": WandbMode.offline, **config}), folder, "laptop", notes.append)
+    for entry in trials:
+        tracker.log(entry)
     tracker.close()
-    return said
+    return notes
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
     """The folder of a sweep, and its W&B runs by name."""
     folder = tmp_path_factory.mktemp("sweep")
-    assert tell(folder, SWEEP) == []
+    assert report(folder, SWEEP) == []
     return folder, {log["run"].display_name: log for log in wandb_logs(folder)}
 
 
-def test_every_trial_and_their_parent_are_one_group(told: tuple[Path, dict[str, Any]]) -> None:
-    _, runs = told
+def test_every_trial_and_their_parent_are_one_group(reported: tuple[Path, dict[str, Any]]) -> None:
+    _, runs = reported
     assert set(runs) == {*(t.name for t in SWEEP), "laptop"}
     assert {log["run"].run_group for log in runs.values()} == {"laptop"}
     assert {log["run"].project for log in runs.values()} == {"valkyrie"}
@@ -105,8 +105,8 @@ def test_every_trial_and_their_parent_are_one_group(told: tuple[Path, dict[str, 
     assert len({log["run"].run_id for log in runs.values()}) == 6
 
 
-def test_a_run_holds_its_layout_and_what_it_came_to(told: tuple[Path, dict[str, Any]]) -> None:
-    log = told[1][OK.name]
+def test_a_run_holds_its_layout_and_what_it_came_to(reported: tuple[Path, dict[str, Any]]) -> None:
+    log = reported[1][OK.name]
     config = log["config"]
     assert config["layout"] == "2x2x2-2d_tp" and config["degrees"] == OK.about.degrees
     assert {key: config[key]["name"] for key in ("mesh", "partition", "model", "target")} == {
@@ -139,7 +139,7 @@ def test_a_run_holds_every_setting_nested(tmp_path: Path) -> None:
     (tmp_path / OK.name).mkdir()
     ran.save(tmp_path / OK.name / "run.yaml")
     refused = replace(REFUSED, values={"model.embed": "96", "optimizer.learning_rate": "0.5", "model.windows": "[64]"})
-    assert tell(tmp_path, [OK, refused]) == []
+    assert report(tmp_path, [OK, refused]) == []
     runs = {log["run"].display_name: log["config"] for log in wandb_logs(tmp_path)}
     config = runs[OK.name]
     assert (config["optimizer"]["learning_rate"], config["seed"]) == (0.01, 7)
@@ -167,17 +167,17 @@ def test_a_server_that_does_not_answer_leaves_the_sweep_offline_with_one_line(
         return init(**arguments)
 
     monkeypatch.setattr(wandb, "init", refuse)
-    said = tell(tmp_path, [OK, FASTER], wandb=WandbMode.online)
-    (note,) = said
+    notes = report(tmp_path, [OK, FASTER], wandb=WandbMode.online)
+    (note,) = notes
     assert "the key is" in note and note.endswith(f"sync {tmp_path}/wandb/offline-run-*")
     assert {log["run"].display_name for log in wandb_logs(tmp_path)} == {OK.name, FASTER.name, "laptop"}
 
 
 @pytest.mark.parametrize(("one", "code"), [(OK, 0), (REFUSED, 0), (LARGE, 0), (FAILED, 1)])
 def test_what_became_of_a_trial_is_its_exit_code_and_reason(
-    told: tuple[Path, dict[str, Any]], one: Trial, code: int
+    reported: tuple[Path, dict[str, Any]], one: Trial, code: int
 ) -> None:
-    log = told[1][one.name]
+    log = reported[1][one.name]
     assert log["exit"] == code
     assert log["summary"]["status"] == one.status.value
     assert log["summary"].get("reason") == one.reason
@@ -185,8 +185,8 @@ def test_what_became_of_a_trial_is_its_exit_code_and_reason(
     assert ("tokens_per_second" in log["summary"]) is (one is OK)
 
 
-def test_the_parent_has_the_table_and_the_plots(told: tuple[Path, dict[str, Any]]) -> None:
-    folder, runs = told
+def test_the_parent_has_the_table_and_the_plots(reported: tuple[Path, dict[str, Any]]) -> None:
+    folder, runs = reported
     log = runs["laptop"]
     (table,) = [json.loads(p.read_text()) for p in folder.rglob("*.table.json") if p.name.startswith("trials_")]
     keys = [column.key for column in WANDB_TABLE]
@@ -206,14 +206,14 @@ def test_the_parent_has_the_table_and_the_plots(told: tuple[Path, dict[str, Any]
 
 
 def test_told_twice_is_told_once_and_what_changed_replaces(tmp_path: Path) -> None:
-    tell(tmp_path, [OK, FAILED])
+    report(tmp_path, [OK, FAILED])
     first = {log["run"].display_name: log["run"].run_id for log in wandb_logs(tmp_path)}
     files = sorted(tmp_path.rglob("*.wandb"))
     assert len(files) == 3
-    tell(tmp_path, [OK, FAILED])
+    report(tmp_path, [OK, FAILED])
     assert sorted(tmp_path.rglob("*.wandb")) == files
     mended = trial("4x2x1", "sp", Status.ok, results=results(1.0))
-    tell(tmp_path, [OK, mended])
+    report(tmp_path, [OK, mended])
     again = {log["run"].display_name: log for log in wandb_logs(tmp_path)}
     assert {name: log["run"].run_id for name, log in again.items()} == first
     assert len(list(tmp_path.rglob("*.wandb"))) == 3
@@ -222,24 +222,24 @@ def test_told_twice_is_told_once_and_what_changed_replaces(tmp_path: Path) -> No
 
 
 def file_of(folder: Path, one: Trial) -> Path:
-    """The newest file that W&B has of a trial's run."""
+    """Return the newest file of a trial's run at W&B."""
     return max(folder.rglob(f"run-{trial_id(TrackingConfig(), folder, one.key)}.wandb"))
 
 
 def test_an_uploaded_run_is_never_removed_and_one_cut_short_is_reported_again(tmp_path: Path) -> None:
-    tell(tmp_path, [OK])
+    report(tmp_path, [OK])
     run = file_of(tmp_path, OK)
     run.with_suffix(".wandb.synced").touch()
     (run.parent / REPORTED).unlink()  # the sweep was killed before W&B had the run
     time.sleep(1)  # W&B names folders by the second
-    tell(tmp_path, [OK])
+    report(tmp_path, [OK])
     assert run.is_file() and file_of(tmp_path, OK) != run
     assert len(list(tmp_path.rglob("*.wandb"))) == 3
 
 
 def test_two_sweeps_of_one_name_do_not_share_runs(tmp_path: Path) -> None:
     for folder in ("a", "b"):
-        tell(tmp_path / folder, [OK])
+        report(tmp_path / folder, [OK])
     one, other = ({log["run"].run_id for log in wandb_logs(tmp_path / folder)} for folder in ("a", "b"))
     assert len(one) == len(other) == 2 and not one & other
 
@@ -252,15 +252,15 @@ def test_a_wandb_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
         raise OSError("no service")
 
     monkeypatch.setattr(wandb, "init", fail)
-    said = tell(tmp_path, SWEEP)
-    (note,) = said
+    notes = report(tmp_path, SWEEP)
+    (note,) = notes
     assert "OSError: no service" in note and "trials.jsonl" in note
     assert calls == [OK.name]
     assert len(TrialLog(tmp_path).read()) == len(SWEEP)
 
 
 def test_off_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tell(tmp_path, SWEEP, wandb=WandbMode.off) == []
+    assert report(tmp_path, SWEEP, wandb=WandbMode.off) == []
     assert [path.name for path in tmp_path.iterdir()] == ["trials.jsonl"]
 
 
@@ -280,7 +280,7 @@ def test_a_training_that_told_wandb_itself_is_not_told_again(tmp_path: Path) -> 
     (tmp_path / "own" / "wandb" / "offline-run-20260102_030405-own").mkdir(parents=True)
     trained = trial("2x2x2", "2d_tp", Status.ok, stage="train", folder="own")
     killed = trial("1x1x8", "fsdp", Status.killed, "killed by signal 9", stage="train", folder="own")
-    assert tell(tmp_path, [trained, killed]) == []
+    assert report(tmp_path, [trained, killed]) == []
     runs = {log["run"].display_name: log for log in wandb_logs(tmp_path)}
     assert set(runs) == {killed.name, "laptop"}
     assert runs[killed.name]["exit"] == 1 and runs[killed.name]["summary"]["reason"] == killed.reason
@@ -288,26 +288,26 @@ def test_a_training_that_told_wandb_itself_is_not_told_again(tmp_path: Path) -> 
 
 def test_a_training_that_ends_well_at_last_leaves_no_failed_run(tmp_path: Path) -> None:
     slow = trial("2x2x2", "2d_tp", Status.timeout, "it took longer than trial.limit_s=13 seconds", stage="train")
-    tell(tmp_path, [slow])
+    report(tmp_path, [slow])
     assert len(wandb_logs(tmp_path)) == 2
     (tmp_path / slow.name / "wandb" / "offline-run-20260102_030405-own").mkdir(parents=True)
     trained = trial("2x2x2", "2d_tp", Status.ok, stage="train", results=results(0.5))
     for _ in range(2):
-        tell(tmp_path, [trained])
+        report(tmp_path, [trained])
         (log,) = wandb_logs(tmp_path)
         assert log["run"].display_name == "laptop" and log["summary"]["trials/ok"] == 1
     shutil.rmtree(tmp_path / slow.name)
-    tell(tmp_path, [slow])
+    report(tmp_path, [slow])
     assert {log["run"].display_name for log in wandb_logs(tmp_path)} == {slow.name, "laptop"}
 
 
 def test_a_failed_run_that_was_uploaded_stays_beside_the_trainings(tmp_path: Path) -> None:
     slow = trial("2x2x2", "2d_tp", Status.timeout, "it took longer than trial.limit_s=13 seconds", stage="train")
-    tell(tmp_path, [slow])
+    report(tmp_path, [slow])
     run = file_of(tmp_path, slow)
     run.with_suffix(".wandb.synced").touch()
     (tmp_path / slow.name / "wandb" / "offline-run-20260102_030405-own").mkdir(parents=True)
-    tell(tmp_path, [trial("2x2x2", "2d_tp", Status.ok, stage="train")])
+    report(tmp_path, [trial("2x2x2", "2d_tp", Status.ok, stage="train")])
     assert run.is_file()
 
 
@@ -348,14 +348,16 @@ def test_what_one_sweep_tells_another_in_the_folder_replaces(tmp_path: Path) -> 
     assert parent["summary"]["trials/ok"] == 2 and parent["summary"]["trials/failed"] == 0
 
 
-def test_the_group_of_a_training_is_the_sweeps(tmp_path: Path) -> None:
+def test_a_training_reports_itself_in_the_run_of_its_trial_and_in_the_sweeps_group(tmp_path: Path) -> None:
     from valkyrie.runs.tracking import Tracker
 
-    config = TrackingConfig(wandb=WandbMode.offline, group="laptop")
+    run_id = trial_id(TrackingConfig(), tmp_path, OK.key)
+    config = TrackingConfig(wandb=WandbMode.offline, group="laptop", id=run_id)
     tracker = Tracker(config, tmp_path, run_name="run", fields=config_of(encode(OK.about), {}), group="m-cpu8")
     tracker.summary({"step_s": 0.5, "tokens_per_second": 4.0, "mfu": None})
     tracker.close()
     log = wandb_log(tmp_path)
+    assert log["run"].run_id == run_id
     assert log["run"].run_group == "laptop" and log["run"].job_type == "train"
     assert log["summary"]["step_ms"] == 500.0 and log["summary"]["tokens_per_second"] == 4.0
 
@@ -371,13 +373,3 @@ def test_a_run_has_the_same_id_whenever_and_from_wherever_it_is_reported(tmp_pat
         (config, tmp_path, OK.key),
     ]
     assert len({first, *(trial_id(*other) for other in others)}) == 4
-
-
-def test_a_training_that_reports_itself_does_so_in_the_run_of_its_trial(tmp_path: Path) -> None:
-    from valkyrie.runs.tracking import Tracker
-
-    folder = tmp_path / "trial"
-    folder.mkdir()
-    config = TrackingConfig(wandb=WandbMode.offline, id=trial_id(TrackingConfig(), tmp_path, OK.key))
-    Tracker(config, folder, run_name="run", fields=config_of(encode(OK.about), {}), group="laptop").close()
-    assert wandb_log(folder)["run"].run_id == config.id

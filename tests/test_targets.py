@@ -1,9 +1,11 @@
-"""Targets: a name is parsed, a slice has one name, and what is no slice is refused with the nearest that there are."""
+"""Targets: parsing names, one name per slice, and refusals with the nearest slices."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.slices import Slices, Wrap, shape_text
 from valkyrie.hardware.target import topology_of
 from valkyrie.paths import read_config
+from valkyrie.problems import ProblemCode
 
 SLICES = {
     "v3": "8 2x2 1, 32 4x4 4, 64 4x8 8, 128 8x8 16, 512 16x16 64, 1024 16x32 128, 2048 32x32 256",
@@ -98,59 +101,32 @@ def test_every_shape_is_one_target_by_one_name(word: str):
     assert len({target.name for target in targets}) == len(shapes) > 8
 
 
-OTHERWISE = (
-    "A target is CHIP-N as its cloud names it (v4-64, v5e-8, h100-8), CHIP-AxBxC for the chips along each axis "
-    "(v4-4x4x16), cpuN for simulated devices (cpu8), or a file: auto, cpu."
-)
-CHIPS = "Known chips: a100, h100, h200, tpu7x, v3, v4, v5e, v5p, v6e."
-CUBES = (
-    "elow a cube of 4x4x4 there are 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4; from there on every axis is a multiple of 4. "
-)
-REFUSED = {
-    "v4-63": "target=v4-63 is not a slice of v4: v4-N counts cores, 2 in a chip, and 63 is not a multiple of 2. "
-    "Nearest: target=v4-32 (16 chips), target=v4-64 (32 chips).",
-    "v4-72": "target=v4-72 is not a slice of v4: none has 36 chips (v4-N counts cores, 2 in a chip). "
-    f"B{CUBES}Nearest: target=v4-64 (32 chips), target=v4-128 (64 chips).",
-    "v4-12288": "target=v4-12288 is not a slice of v4: the largest has 4096 chips, this one would have 6144 (v4-N "
-    "counts cores, 2 in a chip). Nearest: target=v4-8192 (4096 chips).",
-    "v5p-8576": "target=v5p-8576 is not a slice of v5p: none has 4288 chips (v5p-N counts cores, 2 in a chip). "
-    f"B{CUBES}Nearest: target=v5p-8448 (4224 chips), target=v5p-8704 (4352 chips).",
-    "v5e-7": "target=v5e-7 is not a slice of v5e: none has 7 chips. Slices are n x n or n x 2n chips, n a power of 2, "
-    "with sides up to 16. Nearest: target=v5e-4 (4 chips), target=v5e-8 (8 chips).",
-    "v5litepod-512": "target=v5litepod-512 is not a slice of v5e: the largest has 256 chips, this one would have 512. "
-    "Nearest: target=v5e-256 (256 chips).",
-    "v4:4x4x5": f"target=v4:4x4x5 is not a slice of v4: b{CUBES}Nearest: target=v4-128 (64 chips), target=v4-256 "
-    "(128 chips).",
-    "v4-2x1x2": "target=v4-2x1x2 is not a slice of v4: hosts of 2x2x1 chips do not fit into it. Write target=v4-8.",
-    "v4-4x4": "target=v4-4x4: a v4 slice is a torus of 3 axes. Write the chips along each, such as target=v4-4x4x4.",
-    "v5e:8": "target=v5e:8: a v5e slice is a torus of 2 axes. Write the chips along each, such as target=v5e-4x4.",
-    "h100-12": "target=h100-12 is not a slice of h100: none has 12 chips. Beyond one host of 8 chips there are only "
-    "whole hosts. Nearest: target=h100-8 (8 chips), target=h100-16 (16 chips).",
-    "h100-2x4": "target=h100-2x4 has no torus. Write target=h100-N, where N counts chips, such as target=h100-8.",
-    "v4": "target=v4 does not say how many chips. Write target=v4-N, where N counts cores, 2 in a chip, such as "
-    "target=v4-8, or the chips along each axis: target=v4-2x2x1.",
-    "v4-": "target=v4- does not say how many chips. Write target=v4-N, where N counts cores, 2 in a chip, such as "
-    "target=v4-8, or the chips along each axis: target=v4-2x2x1.",
-    "v9-8": f"target=v9-8 is not known. {CHIPS} {OTHERWISE}",
-    "v5-8": f"target=v5-8 is not known. Did you mean target=v5p-8 or target=v5e-8? {CHIPS} {OTHERWISE}",
-    "V4-64": f"target=V4-64 is not known. Did you mean target=v4-64? {CHIPS} {OTHERWISE}",
-    "cpu-8": f"target=cpu-8 is not known. Did you mean target=cpu8? {CHIPS} {OTHERWISE}",
-    "cpu0": f"target=cpu0 is not known. Did you mean target=cpu8? {CHIPS} {OTHERWISE}",
-    "atuo": f"target=atuo is not known. Did you mean target=auto? {CHIPS} {OTHERWISE}",
-}
+GOLDEN = Path(__file__).parent / "goldens" / "targets.txt"
+REFUSED = [
+    *("v4-63", "v4-72", "v4-12288", "v5p-8576", "v5e-7", "v5litepod-512", "v4:4x4x5", "v4-2x1x2", "v4-4x4", "v5e:8"),
+    *("h100-12", "h100-2x4", "v4", "v4-", "v9-8", "v5-8", "V4-64", "cpu-8", "cpu0", "atuo"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_target_is_refused_with_what_to_write(name: str):
-    with pytest.raises(ValueError) as refused:
+def refusal(name: str) -> str:
+    """Return the error message of a target name."""
+    with pytest.raises(ValueError, match=re.escape(f"target={name}")) as refused:
         parse_target(name, files=["auto", "cpu"])
-    assert str(refused.value) == REFUSED[name]
+    return str(refused.value)
+
+
+def test_refused_names_have_the_golden_messages():
+    """To rewrite the golden file: `UPDATE_GOLDENS=1 pytest tests/test_targets.py`."""
+    text = "".join(f"$ target={name}\n{refusal(name)}\n\n" for name in REFUSED)
+    if os.environ.get("UPDATE_GOLDENS"):
+        GOLDEN.write_text(text)
+    assert GOLDEN.read_text() == text
 
 
 @pytest.mark.parametrize(("name", "arguments"), [("v4-72", []), ("v9-8", ["mesh=4x4x4", "precision=bf16"])])
-def test_the_command_line_says_so_in_one_line(command: Any, name: str, arguments: list[str]):
+def test_the_command_refuses_a_target_in_one_line(command: Any, name: str, arguments: list[str]):
     refused = command(f"target={name}", *arguments)
-    assert (refused.status, refused.err) == (2, f"valkyrie-train: {REFUSED[name]}\n")
+    assert (refused.status, refused.err) == (2, f"valkyrie-train: {refusal(name)}\n")
 
 
 def test_a_name_reads_the_file_of_its_chip_alone_and_no_file_twice(monkeypatch: pytest.MonkeyPatch):
@@ -238,20 +214,20 @@ def test_chips_and_targets_of_a_users_folder_are_chosen_alike(command: Any, mine
 
 
 WRONG = {
-    "mychip-128": "target=mychip-128 is not a slice of mychip: the largest has 64 chips, this one would have 128.",
-    "mchip-8": "target=mchip-8 is not known. Did you mean target=mychip-8? Known chips: a100, h100, h200, mychip,",
-    "v2e-8": "target=v2e-8: target/chip/v2e.yaml says name: v5e. Write name: v2e there.",
-    "dask": "target=dask is not known. Did you mean target=desk? ",
-    "plain-9": "target=plain-9 is not a slice of plain: none has 9 chips. Beyond one host of 2x2 chips there are",
+    "mychip-128": "64 chips",
+    "mchip-8": "target=mychip-8?",
+    "v2e-8": "target/chip/v2e.yaml",
+    "dask": "target=desk?",
+    "plain-9": "2x2 chips",
 }
 
 
 @pytest.mark.parametrize("name", some_quick(WRONG, ["mychip-128", "mchip-8"]))
-def test_what_is_wrong_with_a_users_chip_is_said(command: Any, mine: str, name: str):
+def test_a_users_chip_or_target_is_refused(command: Any, mine: str, name: str):
     refused = command("--config-dir", mine, f"target={name}")
     assert refused.status == 2
-    assert refused.err.startswith(f"valkyrie-train: {WRONG[name]}")
-    assert len(refused.err.splitlines()) == 1
+    (line,) = refused.err.splitlines()
+    assert line.startswith(f"valkyrie-train: target={name}") and WRONG[name] in line
 
 
 def test_tab_completion_offers_a_target_of_each_chip(command: Any, monkeypatch: pytest.MonkeyPatch):
@@ -284,21 +260,17 @@ def test_a_number_beyond_all_reason_is_refused_like_any():
 
 
 @pytest.mark.parametrize(
-    ("target", "change", "message"),
+    ("target", "change", "named"),
     [
-        ("v4-64", {"chips": 5}, "target=v4-64 is 32 chips, and target.chips=5 another number. Leave it out."),
-        (
-            "h100-8",
-            {"chips": 16},
-            "target=h100-8 is 8 chips, and target.chips=16 another number. Use target=h100-16, or",
-        ),
-        ("cpu8", {"chips": 16}, "target=cpu8 is 8 devices, and target.chips=16 another number. Use target=cpu16, or"),
-        ("v4-8", {"hosts": 3}, "target.topology=2x2x1 has 1 host, not target.hosts=3. Leave target.hosts out."),
+        ("v4-64", {"chips": 5}, "target.chips=5"),
+        ("h100-8", {"chips": 16}, "target=h100-16"),
+        ("cpu8", {"chips": 16}, "target=cpu16"),
+        ("v4-8", {"hosts": 3}, "target.hosts=3"),
     ],
 )
-def test_a_number_that_the_name_contradicts_is_refused(target: str, change: dict[str, int], message: str):
+def test_a_number_that_the_name_contradicts_is_refused(target: str, change: dict[str, int], named: str):
     (problem,) = replace(parse_target(target), **change).problems()
-    assert str(problem).startswith(message)
+    assert problem.code in (ProblemCode.conflict, ProblemCode.topology) and named in str(problem)
 
 
 def test_another_topology_than_the_names_brings_its_chips_and_hosts():

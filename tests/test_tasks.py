@@ -1,4 +1,4 @@
-"""What a run asks of its task before JAX is loaded: whether it needs a causal model, and takes microbatches."""
+"""Properties of a task known before JAX is loaded: whether it needs a causal model and allows microbatches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Config(next_token.Config):
 
 
 def run_of(task: str, *overrides: str) -> Run:
-    """A run whose model names another task."""
+    """A run with a model of another task."""
     run = Run.from_config(compose_config("model=gpt_tiny", "mesh=1x1x1", "partition=dp", *overrides))
     family = type(run.model)
     model = type("Own", (family,), {"task": task})(**vars(run.model))

@@ -1,9 +1,8 @@
-"""Tokenizers: round trips, known ids, and what they say about mistakes."""
+"""Tokenizers: round trips, published ids, and refused names and files."""
 
 from __future__ import annotations
 
 import base64
-import re
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 def write_vocabulary(path: Path) -> Path:
-    """A vocabulary of all bytes and of `he`."""
+    """Write a vocabulary of all bytes and `he`."""
     tokens = [bytes([value]) for value in range(256)] + [b"he"]
     path.write_bytes(b"\n".join(base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)))
     return path
@@ -77,7 +76,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(tokenizer: Tokenizer) -> None:
         ValueError, match=f"token id {size + 3} is outside the {size} ids of tokenizer={tokenizer.name}"
     ):
         tokenizer.decode([1, size + 3])
-    with pytest.raises(ValueError, match="token id -1 is outside"):
+    with pytest.raises(ValueError, match="token id -1"):
         tokenizer.decode([-1])
 
 
@@ -116,15 +115,13 @@ def test_the_pattern_of_a_file_decides_how_text_is_cut(tmp_path: Path) -> None:
     assert load_tokenizer(f"{path}:o200k").encode_ordinary("1234").tolist() == [257, ord("3"), ord("4")]
 
 
-def test_mistakes_in_the_name_are_told(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"tokenizer=gtp2 is not known\. Use one of bytes, cl100k_base, gpt2, .* or the path"
-    ):
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer=gtp2 .*cl100k_base, gpt2"):
         fingerprint_of("gtp2")
-    with pytest.raises(ValueError, match=r"there is no file .*none\.tiktoken \(looked from "):
+    with pytest.raises(ValueError, match=r"no file .*none\.tiktoken"):
         fingerprint_of(str(tmp_path / "none.tiktoken"))
     path = write_vocabulary(tmp_path / "mine.tiktoken")
-    with pytest.raises(ValueError, match="pattern 'gpt5' is not one of r50k, cl100k, o200k"):
+    with pytest.raises(ValueError, match="'gpt5' .*r50k, cl100k"):
         fingerprint_of(f"{path}:gpt5")
 
 
@@ -132,20 +129,19 @@ def test_a_damaged_vocabulary_is_refused(tmp_path: Path) -> None:
     path = write_vocabulary(tmp_path / "mine.tiktoken")
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"\n", b"\nnot base64!\n", 1))
-    with pytest.raises(ValueError, match=r"mine\.tiktoken, line 2: expected a base64 token and its rank"):
+    with pytest.raises(ValueError, match=r"mine\.tiktoken, line 2:"):
         load_tokenizer(str(path))
     path.write_bytes(b"\n".join(whole.splitlines()[3:]))
-    with pytest.raises(ValueError, match=r"mine\.tiktoken lacks 3 of the 256 single bytes"):
+    with pytest.raises(ValueError, match=r"mine\.tiktoken lacks 3"):
         load_tokenizer(str(path))
 
 
-def test_without_a_network_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_cache_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(name: str) -> None:
         raise requests.ConnectionError(name)
 
     monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
-    message = "tokenizer=cl100k_base has to be fetched once and the network did not answer (ConnectionError)"
-    with pytest.raises(ValueError, match=re.escape(message) + ".*TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(ValueError, match=r"cl100k_base .*\(ConnectionError\).*TIKTOKEN_CACHE_DIR"):
         load_tokenizer("cl100k_base")
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers in one file: trained, read from Hugging Face's, used by name, and a checkpoint that is of another one."""
+"""Tokenizers in a `tokenizer.json`: training, loading Hugging Face's, names, and checkpoints of other tokenizers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import regex
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +20,7 @@ from valkyrie.cli.data import main
 from valkyrie.data.prepare import prepare
 from valkyrie.data.sources import text as text_source
 from valkyrie.data.tokenizer import fingerprint_of, identity_of, load_tokenizer, vocab_size_of
-from valkyrie.data.tokenizer_json import _without_possessives, train_tokenizer
+from valkyrie.data.tokenizer_json import train_tokenizer
 from valkyrie.data.vocabulary import PATTERNS, TiktokenTokenizer
 
 TEXTS = [Path(sysconfig.get_paths()["stdlib"], name).read_text() for name in ("argparse.py", "ast.py", "csv.py")]
@@ -40,17 +39,10 @@ def both(trained: Path) -> tuple[Any, Any]:
 
 
 def changed(path: Path, tmp_path: Path, **changes: Any) -> str:
-    """The file with other values, as another path."""
+    """Write the tokenizer with some values changed to another file and return its path."""
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return str(other)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_words_are_cut_as_tiktoken_cuts_them(pattern: str) -> None:
-    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_without_possessives(PATTERNS[pattern])), "isolated")
-    text = "def encode_all(self):\n    return [1234567, 'it's'] + self.RANKS[0x1F] !== x;\n\n\t  end  "
-    assert [piece for piece, _ in split.pre_tokenize_str(text)] == regex.findall(PATTERNS[pattern], text)
 
 
 def test_a_trained_tokenizer_is_smaller_than_its_text_and_gives_it_back(trained: Path) -> None:
@@ -73,32 +65,31 @@ def test_its_ids_are_those_that_hugging_face_gives(both: tuple[Any, Any], text: 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_pattern_cuts_as_tiktoken_does(tmp_path: Path, pattern: str) -> None:
     train_tokenizer(TEXTS[:1], 400, pattern, tmp_path / "t.json")
-    package, tokenizer = (
-        tokenizers.Tokenizer.from_file(str(tmp_path / "t.json")),
-        load_tokenizer(str(tmp_path / "t.json")),
-    )
+    path = str(tmp_path / "t.json")
+    package, tokenizer = tokenizers.Tokenizer.from_file(path), load_tokenizer(path)
     assert tokenizer.encode_ordinary(TEXTS[2]).tolist() == package.encode(TEXTS[2]).ids
-    text = "I'LL 12345  x\n\n \t y日本語 é ́  \r\n  "
-    assert tokenizer.encode_ordinary(text).tolist() == package.encode(text).ids
+    words = "def encode_all(self):\n    return [1234567, 'it's'] + self.RANKS[0x1F] !== x;\n\n\t  end  "
+    for text in ("I'LL 12345  x\n\n \t y日本語 é ́  \r\n  ", words):
+        assert tokenizer.encode_ordinary(text).tolist() == package.encode(text).ids
 
 
-def test_it_is_found_by_name_and_refused_twice(
+def test_a_saved_tokenizer_is_found_by_name_and_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text("some text, and some more text\n")
     arguments = ["tokenizer", "--vocab", "5000", "--save", "mine", str(tmp_path / "a.txt")]
     main(arguments)
-    said = capsys.readouterr().out
-    assert re.match(r"2\d\d ids, not 5,000: this text has no more pairs; trained on 1 documents with 30 bytes", said)
-    assert said.endswith(f"fingerprint {fingerprint_of('mine')}: use it as data.tokenizer=mine\n")
+    notes = capsys.readouterr().out
+    assert re.match(r"2\d\d ids, not", notes) and "30 bytes" in notes
+    assert f"fingerprint {fingerprint_of('mine')}" in notes and notes.endswith("data.tokenizer=mine\n")
     assert text_source.Config(tokenizer="mine").with_full_paths().tokenizer == "mine"
     assert text_source.Config(tokenizer="mine.json").with_full_paths().tokenizer == str(Path("mine.json").absolute())
     assert load_tokenizer("mine").vocab_size == vocab_size_of("mine") < 300
     with pytest.raises(SystemExit):
         main(arguments)
-    assert "mine.json is there already, and runs may depend on it." in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"o200k_base, .*mine, or the path of a \.tiktoken file or tokenizer\.json"):
+    assert "mine.json is there" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"o200k_base, .*mine, or"):
         fingerprint_of("mime")
 
 
@@ -115,7 +106,7 @@ def test_its_fingerprint_is_in_the_manifest(trained: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("blank", ["\u2581", "G"])
 def test_another_kind_is_read_by_its_own_package(tmp_path: Path, blank: str) -> None:
-    """SentencePiece's, and a byte-level one that normalises: neither can be a tiktoken encoding."""
+    """SentencePiece, and a byte-level tokenizer that normalises: neither can be a tiktoken encoding."""
     package = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
     package.add_special_tokens(["<s>"])
     kinds = tokenizers.pre_tokenizers, tokenizers.decoders
@@ -142,21 +133,21 @@ def test_another_kind_is_read_by_its_own_package(tmp_path: Path, blank: str) -> 
     assert tokenizer.token_bytes[ids].sum() in (14, 15)
 
 
-def test_what_is_wrong_with_a_file_is_said(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"there is no file .*none\.json \(looked from"):
+def test_a_bad_file_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"no file .*none\.json"):
         fingerprint_of(str(tmp_path / "none.json"))
-    with pytest.raises(ValueError, match=r"no token that begins a document, such as .*; its special tokens are none"):
+    with pytest.raises(ValueError, match="begins a document"):
         load_tokenizer(changed(trained, tmp_path, added_tokens=[]))
     (tmp_path / "empty.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"empty\.json is no tokenizer\.json of Hugging Face \(KeyError"):
+    with pytest.raises(ValueError, match=r"empty\.json .*\(KeyError"):
         load_tokenizer(str(tmp_path / "empty.json"))
-    with pytest.raises(ValueError, match="--vocab 256: use 257 or more"):
+    with pytest.raises(ValueError, match="--vocab 256: .*257"):
         train_tokenizer([], 256, "cl100k", tmp_path / "x.json")
-    with pytest.raises(ValueError, match="--pattern gpt5: use one of r50k, cl100k, o200k, nanochat"):
+    with pytest.raises(ValueError, match="--pattern gpt5: .*nanochat"):
         train_tokenizer([], 300, "gpt5", tmp_path / "x.json")
     other = changed(trained, tmp_path, normalizer={"type": "NFC"})
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="no byte-level BPE: reading it needs the package tokenizers: uv sync"):
+    with pytest.raises(ValueError, match="package tokenizers"):
         load_tokenizer(other)
     assert np.array_equal(
         load_tokenizer(str(trained)).encode_ordinary("ab"), load_tokenizer(str(trained)).encode_ordinary("ab")
@@ -168,13 +159,11 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(trained: Path, tmp_path: P
     (step / "about").mkdir(parents=True)
     (step / "about" / "metadata").write_text(json.dumps({"parameters": {}, "tokenizer": identity_of("bytes")}))
     refuse_other_tokenizer(step, identity_of("bytes"))
-    with pytest.raises(
-        ValueError, match=r"step 5 in .* was trained with tokenizer=bytes, this run has tokenizer=/.*json"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer=bytes, .* tokenizer=/.*json"):
         refuse_other_tokenizer(step, identity_of(str(trained)))
     saved = identity_of(str(trained)) | {"fingerprint": "0" * 16}
     (step / "about" / "metadata").write_text(json.dumps({"parameters": {}, "tokenizer": saved}))
-    with pytest.raises(ValueError, match=r"its file has changed since \(fingerprint 0{16}, now [0-9a-f]{16}\)"):
+    with pytest.raises(ValueError, match="0{16}, now [0-9a-f]{16}"):
         refuse_other_tokenizer(step, identity_of(str(trained)))
     (step / "about" / "metadata").write_text(json.dumps({"parameters": {}}))
     refuse_other_tokenizer(step, identity_of(str(trained)))

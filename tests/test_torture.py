@@ -24,9 +24,9 @@ KILLS = int(os.environ.get("VALKYRIE_KILLS", "4"))
 SEED = int(os.environ.get("VALKYRIE_SEED", "0"))
 PROCESSES = 2
 EVERY = 4
-"""After so many steps each process saves a fast checkpoint."""
+"""Steps between fast checkpoints."""
 LAUNCHED_S = 12.0
-"""About the seconds from a start to its first step, in which half of the kills fall."""
+"""Approximate seconds from a start to its first step. Half of the kills happen in this time."""
 
 
 def launch(folder: Path, steps: int, *saving: str) -> subprocess.Popen[bytes]:
@@ -63,19 +63,19 @@ def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
 
 
 def last_step(folder: Path) -> int:
-    """Return the last step that a training has logged; 0 before its first."""
+    """Return the last step in the log of a training, or 0 before the first."""
     file = folder / "runs" / "run" / "metrics.jsonl"
     return max((r.get("step", 0) for r in read_metrics(file)), default=0) if file.is_file() else 0
 
 
 def lost_steps(output: str) -> list[int]:
-    """Return how many steps that were done each start had to do again, from what the launcher printed."""
+    """Return the number of finished steps that each restart repeats, from the launcher's output."""
     lost, done = [], 0
     for line in output.splitlines():
-        if found := re.match(r"step (\d+)/", line):
-            done = int(found[1])
-        elif found := re.match(r"continuing run from step (\d+) ", line):
-            lost.append(done - int(found[1]))
+        if logged := re.match(r"step (\d+)/", line):
+            done = int(logged[1])
+        elif line.startswith("continuing run") and (restart := re.search(r"from step (\d+)", line)):
+            lost.append(done - int(restart[1]))
     return lost
 
 

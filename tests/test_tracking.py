@@ -1,3 +1,5 @@
+"""Records of a training: `metrics.jsonl`, and the same at W&B, read back from its offline files."""
+
 from __future__ import annotations
 
 import json
@@ -149,14 +151,14 @@ print("wandb" in sys.modules, time.perf_counter() - began, one.note)
 
 
 def in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, str]:
-    """Return (whether wandb was imported, seconds, the note) of a tracker in a process of its own."""
+    """Run a tracker in a subprocess. Return whether wandb was imported, the seconds, and the note."""
     import os
 
-    kept = {key: value for key, value in os.environ.items() if key != "WANDB_MODE"}
+    inherited = {key: value for key, value in os.environ.items() if key != "WANDB_MODE"}
     done = subprocess.run(
         [sys.executable, "-c", CHILD.format(mode=mode)],
         cwd=folder,
-        env={**kept, **environment},
+        env={**inherited, **environment},
         capture_output=True,
         text=True,
         timeout=60,

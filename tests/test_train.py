@@ -1,3 +1,5 @@
+"""Training by the command: the run folder, the output, evaluation, and ends by Ctrl-C, signals and NaN losses."""
+
 from __future__ import annotations
 
 import contextlib
@@ -9,6 +11,7 @@ import pty
 import re
 import select
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny, trained
+from runs import SINGLE, TINY, checkpoints, command, records, saved, spawn, start, tiny, trained
 from valkyrie.data.manifest import Prepared, Split
 from valkyrie.data.sources import text as text_source
 from valkyrie.data.sources.synthetic import entropy
@@ -33,24 +36,24 @@ KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_s", "token
 def test_a_run_has_a_pulse(tmp_path: Path) -> None:
     arguments = ["steps=60", "optimizer.learning_rate=1e-2", "eval_every=20", "data.documents=300"]
     assert command(*tiny(tmp_path, *arguments)) == 0
-    found = records(tmp_path / "run")
-    assert found[1]["loss"] == pytest.approx(math.log(257), abs=0.2)
-    last = np.mean([found[step]["loss"] for step in range(51, 61)])
+    steps = records(tmp_path / "run")
+    assert steps[1]["loss"] == pytest.approx(math.log(257), abs=0.2)
+    last = np.mean([steps[step]["loss"] for step in range(51, 61)])
     assert last < 2.0, "the loss does not fall towards the entropy of the data"
     assert last > entropy()
     evaluations = [r["eval_loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in r]
     assert len(evaluations) == 3
-    assert evaluations[-1] < evaluations[0] < found[1]["loss"]
+    assert evaluations[-1] < evaluations[0] < steps[1]["loss"]
 
 
-def test_a_run_folder_says_what_was_run_and_what_came_of_it() -> None:
+def test_the_files_of_a_run_folder() -> None:
     folder = trained()
     assert {"run.yaml", "versions.json", "metrics.jsonl", "checkpoints"} <= set(os.listdir(folder))
-    found = records(folder)
-    assert sorted(found) == [1, 2, 3, 4, 5, 6]
-    assert all(found[6].keys() >= KEYS and found[6]["tokens"] == 8 * 16 for _ in [0])
-    assert found[1]["tokens_per_second"] is None, "the first step pays for warming up"
-    assert found[6]["tokens_per_second"] == pytest.approx(8 * 16 / found[6]["step_s"])
+    steps = records(folder)
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    assert steps[6].keys() >= KEYS and steps[6]["tokens"] == 8 * 16
+    assert steps[1]["tokens_per_second"] is None, "the first step pays for warming up"
+    assert steps[6]["tokens_per_second"] == pytest.approx(8 * 16 / steps[6]["step_s"])
     summary = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
     assert summary["finished"] and summary["steps"] == 6
     assert summary["compile_s"] > 0 and summary["first_step_s"] > 0
@@ -67,18 +70,20 @@ def test_a_training_counts_its_memory_as_a_measurement_does(tmp_path: Path) -> N
     assert summary["hbm_gib"] * GIB == measured > 0
 
 
-def test_what_is_printed_says_simulated_and_what_to_do_next(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_output_says_simulated_and_names_the_next_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert command(*tiny(tmp_path, "steps=6")) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert "SIMULATED: 1 CPU device on" in out
+    assert "SIMULATED: 1 CPU" in out
     rates = [line for line in out.splitlines() if "tokens/s" in line]
     assert rates and all("simulated" in line for line in rates)
     assert f"run folder: {tmp_path / 'run'}" in out
     following = re.findall(r"next: (.*)", out)[0]
     assert shlex.split(following, comments=True) == ["valkyrie-train", f"resume={tmp_path / 'run'}", "steps=12"]
-    assert "# continues training, its learning rate rises again" in following and ";" not in following
-    assert "step 6: validation loss" in out
+    assert "# continues training," in following and ";" not in following
+    assert "step 6: validation" in out
 
 
 @pytest.mark.slow
@@ -96,25 +101,14 @@ def test_run_yaml_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert settings(tmp_path / "again" / "run.yaml") == settings(folder / "run.yaml")
 
 
-def test_a_refused_run_leaves_the_folder_it_would_have_continued_alone(tmp_path: Path) -> None:
-    from runs import copied
-
-    folder = copied(trained(), tmp_path)
-    before = (folder / "run.yaml").read_text()
-    assert command(*tiny(tmp_path, "model.embed=32", "steps=20")) == 2
-    assert (folder / "run.yaml").read_text() == before
-
-
 def test_too_little_text_is_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "little.md").write_text("Hardly any text.")
     text = ("data=text", "data.paths=[little.md]", f"data.cache_dir={tmp_path / 'cache'}", "seq=512")
-    kept = [a for a in tiny(tmp_path / "runs") if not a.startswith(("data", "seq="))]
-    job = start(*kept, *text, cwd=tmp_path)
+    settings = [a for a in tiny(tmp_path / "runs") if not a.startswith(("data", "seq="))]
+    job = start(*settings, *text, cwd=tmp_path)
     _, err = job.communicate(timeout=120)
     assert job.returncode == 2
-    assert re.fullmatch(
-        r"valkyrie-train: data=text has \d+ tokens in its train split: too few for one row of .*\n", err
-    )
+    assert re.fullmatch(r"valkyrie-train: data=text .*\n", err) and "too few" in err
     assert not (tmp_path / "runs").exists()
 
 
@@ -142,9 +136,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     poison(monkeypatch, at_step=4, parameter="log_step")
     assert command(*tiny(tmp_path, "steps=8", "checkpoint.every=2")) == 1
     out, err = capfd.readouterr()
-    assert "valkyrie-train: step 4: loss is nan" in err
-    assert re.search(r"the first parameter whose gradient is not finite is \S+ \(\d+ of \d+ are not\)", err)
-    assert "the last good checkpoint is of step 2" in err
+    assert "step 4: " in err and "nan" in err and "of step 2" in err, "the last good checkpoint is named"
+    assert re.search(r"gradient .*mixer.*\(\d+ of", err), "the first parameter without a finite gradient is named"
     assert "Traceback" not in out + err
     folder = tmp_path / "run"
     assert sorted(records(folder)) == [1, 2, 3]
@@ -159,11 +152,11 @@ def test_debug_names_the_operation(
     poison(monkeypatch, at_step=2, parameter="log_step")
     assert command(*tiny(tmp_path, "steps=3", "debug=nans")) == 1
     err = capfd.readouterr().err
-    assert re.search(r"debug=nans: invalid value \(nan\) encountered in (?!scan|jit)\w+, at \S+\.py:\d+ in \w+: ", err)
+    assert "debug=nans: " in err and re.search(r"(?!scan|jit)\w+, at \S+\.py:\d+", err)
 
 
 def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> None:
-    """Hold the evaluator against a float64 sum over all windows, made from the logits by hand."""
+    """Compare the evaluator with a float64 sum over all windows, computed from the logits."""
     import jax.numpy as jnp
 
     from helpers import compose_run, make_program
@@ -176,11 +169,11 @@ def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> Non
     prepared, tokenizer = prepare(run.config.data, "bytes"), load_tokenizer("bytes")
     program = make_program(run)
     parameters = program.init(0).parameters
-    found = Evaluator(program, prepared, tokenizer)(parameters, None)
+    metrics = Evaluator(program, prepared, tokenizer)(parameters, None)
 
     tokens = np.asarray(open_split(prepared, "validation").read(0, 10**9))
     targets, seq = len(tokens) - 1, run.config.seq
-    assert found["eval_tokens"] == targets
+    assert metrics["eval_tokens"] == targets
     assert targets % seq and targets > seq * run.config.batch, "choose data that needs padding and a second batch"
     rows = -(-targets // seq)
     windows = np.zeros((rows, seq), np.int32)
@@ -191,8 +184,8 @@ def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> Non
     logits = np.asarray(logits, np.float64).reshape(-1, logits.shape[-1])[:targets]
     nats = np.log(np.exp(logits).sum(-1)) - logits[np.arange(targets), tokens[1:]]
     text = tokens[1:] != tokenizer.bos_id
-    assert found["eval_loss"] == pytest.approx(nats.mean(), rel=1e-5)
-    assert found["eval_bits_per_byte"] == pytest.approx(nats[text].sum() / text.sum() / math.log(2), rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(nats.mean(), rel=1e-5)
+    assert metrics["eval_bits_per_byte"] == pytest.approx(nats[text].sum() / text.sum() / math.log(2), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -205,14 +198,14 @@ def test_the_average_of_the_parameters_is_what_is_judged() -> None:
     folder = trained("optimizer.ema_decay=0.5", "checkpoint.every=1")
     run = compose_run(*TINY, *SINGLE, "optimizer.ema_decay=0.5", "steps=6")
     program = make_program(run)
-    kept = checkpoints(folder, read_only=True)
-    _, state, *_ = kept.restore(program.abstract_state)
+    stored = checkpoints(folder, read_only=True)
+    _, state, *_ = stored.restore(program.abstract_state)
     evaluate = Evaluator(program, prepare(run.config.data, "bytes"), load_tokenizer("bytes"))
     logged = read_metrics(folder / "metrics.jsonl")[-1]["summary"]["eval_loss"]
     assert evaluate(state.ema, 1)["eval_loss"] == pytest.approx(logged, rel=1e-6)
     assert evaluate(state.parameters, 1)["eval_loss"] != pytest.approx(logged, rel=1e-4)
-    before = kept.restore(program.abstract_state, step=5)[1]
-    kept.close()
+    before = stored.restore(program.abstract_state, step=5)[1]
+    stored.close()
     expected = 0.5 * np.asarray(before.ema["embedding"]) + 0.5 * np.asarray(state.parameters["embedding"])
     np.testing.assert_allclose(np.asarray(state.ema["embedding"]), expected, rtol=1e-6)
 
@@ -244,7 +237,7 @@ def test_time_that_data_takes_is_part_of_a_step_but_evaluation_is_not(
 
 
 def read_terminal(fd: int, until: str, seconds: float) -> str:
-    """Return what comes from a terminal until a pattern is in it, or the time is over."""
+    """Return the output of a terminal up to a pattern, or until the time is over."""
     seen, end = "", time.monotonic() + seconds
     while time.monotonic() < end and not re.search(until, seen):
         if select.select([fd], [], [], 0.2)[0]:
@@ -279,13 +272,12 @@ def _check_terminal(tmp_path: Path, here: int, there: int, stack: contextlib.Exi
     )
     os.close(there)
     stack.callback(lambda: (job.kill(), job.wait()))
-    seen = read_terminal(here, r"\d{2,}/100000.*tokens/s simulated.*left", 90)
-    assert re.search(r"step +\d+/100000 .*loss \d\.\d{4}  [\d,]+ tokens/s simulated .*left", seen), seen[-2000:]
+    bar = r"\d{2,}/100000 .*loss \d\.\d{4} .*tokens/s simulated.*left"
+    assert re.search(bar, seen := read_terminal(here, bar, 90)), seen[-2000:]
     os.write(here, b"\x03")
     seen = read_terminal(here, r"Go on with", 60)
     assert job.wait(60) == 130
-    assert "stopping after this step, then saving" in seen
-    assert re.search(r"stopped at step \d+, saved in ", seen)
+    assert "stopping after" in seen and re.search(r"step \d+, saved", seen)
     assert f"Goonwith:valkyrie-trainresume={tmp_path / 'run'}" in re.sub(r"\s", "", seen), "the terminal wraps it"
     assert "Traceback" not in seen and "\x1b[?25h" in seen, "the cursor is not shown again"
     assert saved(tmp_path / "run")["['step']"] >= 2
@@ -300,21 +292,13 @@ def wait_for(path: Path, seconds: float = 90) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
-    import signal
-
     stuck = (
         "import time\nfrom valkyrie.train import trainer\n"
         "def block(self, *_): open('saving', 'w').close(); time.sleep(100)\n"
         "trainer.Checkpoints.save = block\nfrom valkyrie.cli.train import main\nmain()"
     )
     arguments = tiny(tmp_path, "steps=100000", "checkpoint.every=20")
-    job = subprocess.Popen(
-        [sys.executable, "-c", stuck, *arguments],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    job = spawn("-c", stuck, *arguments, cwd=tmp_path)
     wait_for(tmp_path / "saving")
     job.send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -324,46 +308,34 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     _, err = job.communicate(timeout=30)
     assert time.monotonic() - began < 5
     assert job.returncode == 130
-    assert err.strip() == "stopping after this step, then saving; once more ends at once without saving"
+    assert err.startswith("stopping after") and err.count("\n") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0.05, 0.2, 0.7, 1.3, 1.6, 2.0, 4.0, 6.0])
 def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, after: float) -> None:
-    """Python's own start, whose end by Ctrl-C is Python's, is waited for."""
-    import signal
-
+    """The signal is sent after Python's own start-up, during which Ctrl-C is handled by Python."""
     begin = "import valkyrie.cli.train\nopen('began', 'w').close()\nvalkyrie.cli.train.main()"
     arguments = tiny(tmp_path, "steps=100000", "log_every=1000")
-    job = subprocess.Popen(
-        [sys.executable, "-c", begin, *arguments],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    job = spawn("-c", begin, *arguments, cwd=tmp_path)
     wait_for(tmp_path / "began")
     time.sleep(after)
     job.send_signal(signal.SIGINT)
     out, err = job.communicate(timeout=60)
     assert job.returncode == 130
-    assert err.strip() in (
-        "valkyrie-train: stopped",
-        "valkyrie-train: stopped before a step was done: there is nothing to save",
-        "stopping after this step, then saving; once more ends at once without saving",
-    )
+    assert err.startswith(("valkyrie-train: stopped", "stopping after")) and err.count("\n") == 1
     assert "Traceback" not in out
 
 
 @pytest.mark.parametrize(
-    ("worth_saving", "status", "said"),
+    ("worth_saving", "status", "message"),
     [
-        (False, 75, "valkyrie-train: stopped before a step was done: there is nothing to save"),
-        (True, 0, "stopping after this step, then saving; once more ends at once without saving"),
+        (False, 75, "nothing to save"),
+        (True, 0, "stopping after"),
     ],
 )
 def test_a_signal_ends_a_first_step_that_may_never_end_and_waits_for_others(
-    worth_saving: bool, status: int, said: str
+    worth_saving: bool, status: int, message: str
 ) -> None:
     training = (
         "import os, signal, time\nfrom valkyrie.processes.interrupt import Interrupt\n"
@@ -371,11 +343,11 @@ def test_a_signal_ends_a_first_step_that_may_never_end_and_waits_for_others(
         "  os.kill(os.getpid(), signal.SIGTERM)\n  time.sleep(0.5)\n  assert interrupt.requested"
     )
     done = subprocess.run([sys.executable, "-c", training], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.strip()) == (status, said)
+    assert done.returncode == status and message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_ctrl_c_is_heard_inside_a_finaliser() -> None:
-    """Where Python would print a KeyboardInterrupt as ignored, and go on."""
+    """Python would print a KeyboardInterrupt there as ignored and continue."""
     lost = (
         "import os, signal\nfrom valkyrie.processes.interrupt import exit_on_ctrl_c\n"
         "class Dying:\n  def __del__(self):\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**8))\n"
@@ -400,14 +372,12 @@ def test_a_reader_that_goes_away_ends_the_training_with_a_save(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_terminal_that_is_gone_ends_the_training_with_a_save(tmp_path: Path) -> None:
-    import signal
-
     job = start(*tiny(tmp_path, "steps=100000"), cwd=tmp_path)
     assert job.stdout is not None
     assert any(line.startswith("step 2/") for line in job.stdout)
     job.send_signal(signal.SIGHUP)
     out, err = job.communicate(timeout=60)
-    assert job.returncode == 130 and "stopped at step" in out and "stopping after this step" in err
+    assert job.returncode == 130 and "stopped at" in out and "stopping after" in err
     assert saved(tmp_path / "run")["['step']"] >= 2
 
 
@@ -422,11 +392,11 @@ def test_lines_reach_a_pipe_before_the_step_is_compiled(tmp_path: Path) -> None:
         process.communicate()
 
 
-@pytest.mark.parametrize(("train", "validation", "said"), [(95, 5, False), (91, 9, False), (67, 33, True)])
-def test_a_validation_split_far_from_its_share_is_said(train: int, validation: int, said: bool) -> None:
+@pytest.mark.parametrize(("train", "validation", "noted"), [(95, 5, False), (91, 9, False), (67, 33, True)])
+def test_a_validation_split_far_from_its_share_is_noted(train: int, validation: int, noted: bool) -> None:
     splits = [Split(1, tokens, tokens, ()) for tokens in (train, validation)]
     data = Prepared("text", "", "", {}, "bytes", "", 257, 256, "uint16", *splits, path=Path("none"))
     note = text_source.Config(validation_fraction=0.05).note(data)
-    assert (note is not None) == said
+    assert (note is not None) == noted
     if note is not None:
-        assert note.startswith("validation has 33% of the tokens, where data.validation_fraction=0.05 asks for 5%")
+        assert "33%" in note and "data.validation_fraction=0.05" in note

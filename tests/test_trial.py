@@ -96,18 +96,22 @@ OLD_LINE = """{"schema": 1, "key": "ab", "name": "n", "sweep": "s", "stage": "co
 
 
 def test_a_line_of_before_typed_records_is_read():
-    found = Trial.from_json(OLD_LINE.replace("\n", " "))
-    assert found.about is not None and found.about.hardware is not None
-    hardware = found.about.hardware
+    trial_read = Trial.from_json(OLD_LINE.replace("\n", " "))
+    assert trial_read.about is not None and trial_read.about.hardware is not None
+    hardware = trial_read.about.hardware
     assert (hardware.topology, hardware.twisted, hardware.chips, hardware.hosts) == ("4x4x8", True, 128, 32)
-    assert (found.about.name, found.about.degrees, found.about.predicted_by) == ("4x4x8-fsdp", {"DP": 128}, "123")
-    results = found.results
+    assert (trial_read.about.name, trial_read.about.degrees, trial_read.about.predicted_by) == (
+        "4x4x8-fsdp",
+        {"DP": 128},
+        "123",
+    )
+    results = trial_read.results
     assert (results.memory.required, results.step.step_s) == (5, 0.5)
     assert results.parts == (StepPart(PartKind.matmul, (), 0.5), StepPart(PartKind.exposed, ("x", "y"), 0.25))
     assert results.sent == {"x": 1.0, "unattributed": 2.0}
-    old, new = json.loads(OLD_LINE.replace("\n", " ")), json.loads(found.to_json())
+    old, new = json.loads(OLD_LINE.replace("\n", " ")), json.loads(trial_read.to_json())
     assert new.keys() - old.keys() == {"problems"} and new["about"].keys() - old["about"].keys() == {"hardware"}
-    assert Trial.from_json(found.to_json()) == found
+    assert Trial.from_json(trial_read.to_json()) == trial_read
 
 
 def test_a_newer_schema_is_refused_and_new_keys_are_not(tmp_path: Path):
@@ -116,9 +120,7 @@ def test_a_newer_schema_is_refused_and_new_keys_are_not(tmp_path: Path):
     log.path.write_text(json.dumps({**values, "weather": "fine"}) + "\n")
     assert log.read() == [trial("1")]
     log.path.write_text(json.dumps({**values, "schema": SCHEMA + 1}) + "\n")
-    with pytest.raises(
-        ValueError, match=f"schema {SCHEMA + 1} is newer than this version of valkyrie.*Update valkyrie.$"
-    ):
+    with pytest.raises(ValueError, match=f"schema {SCHEMA + 1} .*Update valkyrie.$"):
         log.read()
 
 

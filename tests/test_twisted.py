@@ -31,7 +31,7 @@ def torus(shape: tuple[int, ...], twisted: bool = True) -> Torus:
 
 
 def everyone_to_everyone(shape: tuple[int, ...], twisted: bool) -> float:
-    """Return how often the busiest link is crossed when every chip sends to every other."""
+    """Return the crossings of the busiest link when every chip sends to every other."""
     chips = int(np.prod(shape))
     source, target = (side.ravel() for side in np.meshgrid(np.arange(chips), np.arange(chips)))
     routes = torus(shape, twisted).routes(source[source != target], target[source != target])

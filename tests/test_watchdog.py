@@ -1,8 +1,7 @@
-"""A step that hangs: noticed in time and not before, with the stacks of all processes, and the training goes on."""
+"""A step that hangs is noticed in time, the stacks of all processes are printed, and the training restarts."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,15 +12,15 @@ import pytest
 
 from helpers import compose_run
 from processes import ended, free_address, meet
-from runs import TINY
+from runs import TINY, spawn
 from valkyrie.processes.ending import LOST
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train.watchdog import FIRST_S, STEPS, Watchdog, watchdog_of
 
 
-class Clock:
-    """A clock that a test moves, and a watchdog that looks once a second of it."""
+class SimulatedWatchdog:
+    """A watchdog with a clock that the test advances; it checks once per simulated second."""
 
     def __init__(self, limit_s: float) -> None:
         self.now = 0.0
@@ -29,7 +28,7 @@ class Clock:
         self.watchdog._poll_s = 1.0
 
     def hangs_after(self, seconds: float) -> float | None:
-        """Return the seconds after which the watchdog calls the step hung; None where it does not within `seconds`."""
+        """Return the time until the watchdog reports a hang, or None if it does not within `seconds`."""
         began = self.now
         while self.now - began < seconds:
             self.now += 1.0
@@ -38,38 +37,37 @@ class Clock:
         return None
 
     def steps(self, count: int, seconds: float) -> None:
-        """Take steps of so many seconds, and begin the one after them."""
+        """Take `count` steps of `seconds` each and begin the next."""
         for step in range(1, count + 2):
             self.watchdog.step(step)
             assert step > count or self.hangs_after(seconds) is None
 
 
 def test_a_step_that_takes_longer_than_the_limit_hangs():
-    clock = Clock(60.0)
+    clock = SimulatedWatchdog(60.0)
     clock.steps(10, seconds=2.0)
-    found = clock.hangs_after(1000)
-    assert found is not None and 60 < found < 65
+    hung_after = clock.hangs_after(1000)
+    assert hung_after is not None and 60 < hung_after < 65
     line = clock.watchdog.look()
-    assert line is not None and line.startswith("step 11 hangs: nothing has finished for 6")
-    assert line.endswith("; those before took 2 s each")
+    assert line is not None and line.startswith("step 11 hangs") and "2 s each" in line
 
 
 def test_slow_steps_have_twenty_times_their_median():
-    clock = Clock(60.0)
+    clock = SimulatedWatchdog(60.0)
     clock.steps(10, seconds=50.0)
-    found = clock.hangs_after(5000)
-    assert found is not None and STEPS * 50 < found < STEPS * 50 + 5
+    hung_after = clock.hangs_after(5000)
+    assert hung_after is not None and STEPS * 50 < hung_after < STEPS * 50 + 5
 
 
 def test_the_first_step_may_take_half_an_hour():
-    clock = Clock(60.0)
+    clock = SimulatedWatchdog(60.0)
     clock.watchdog.step(7)
-    found = clock.hangs_after(2 * FIRST_S)
-    assert found is not None and FIRST_S < found < FIRST_S + 5
+    hung_after = clock.hangs_after(2 * FIRST_S)
+    assert hung_after is not None and FIRST_S < hung_after < FIRST_S + 5
 
 
 def test_saving_and_evaluating_may_take_as_long_as_they_do():
-    clock = Clock(60.0)
+    clock = SimulatedWatchdog(60.0)
     clock.steps(10, seconds=2.0)
     with clock.watchdog.resting():
         assert clock.hangs_after(10_000) is None
@@ -79,7 +77,7 @@ def test_saving_and_evaluating_may_take_as_long_as_they_do():
 
 
 def test_the_time_in_which_the_process_was_stopped_is_not_counted():
-    clock = Clock(60.0)
+    clock = SimulatedWatchdog(60.0)
     clock.steps(10, seconds=2.0)
     assert clock.hangs_after(30) is None
     clock.now += 100_000
@@ -124,10 +122,8 @@ def test_a_process_that_hangs_prints_its_stacks_and_ends(tmp_path: Path):
     )
     assert done.returncode == LOST and time.monotonic() - began < 30
     for text in (done.stderr, log.read_text()):
-        assert "step 3 hangs: nothing has finished for" in text and "in where_it_hangs" in text
-    assert done.stderr.splitlines()[-1].endswith(
-        "Started again, it goes on from its newest checkpoint; distributed.step_timeout_s is the limit."
-    )
+        assert "step 3 hangs" in text and "in where_it_hangs" in text
+    assert "distributed.step_timeout_s" in done.stderr.splitlines()[-1]
 
 
 def test_the_others_are_told_of_a_step_that_hangs_and_look_first():
@@ -144,7 +140,7 @@ def test_the_others_are_told_of_a_step_that_hangs_and_look_first():
 
     meet(3, hang)
     assert set(looked) == {0, 2}
-    assert looked[2].startswith("process 2: process 1 (on ") and looked[2].endswith("ended: step 3 hangs")
+    assert looked[2].startswith("process 2: process 1") and looked[2].endswith("step 3 hangs")
 
 
 HANGS = textwrap.dedent("""
@@ -173,14 +169,14 @@ def test_all_processes_end_with_their_stacks_where_one_hangs(tmp_path: Path):
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
     processes = [
-        started([sys.executable, str(script), *TRAINING, "steps=60"], tmp_path, JAX_PROCESS_INDEX=str(index), **given)
+        spawn(str(script), *TRAINING, "steps=60", cwd=tmp_path, JAX_PROCESS_INDEX=str(index), **given)
         for index in range(2)
     ]
     first, second = ended(processes)
     assert (first[0], second[0]) == (LOST, LOST), (first, second)
     logs = tmp_path / "runs/run/logs"
     for text in (first[2], (logs / "process-0.log").read_text(), (logs / "process-1.log").read_text()):
-        assert "hangs: nothing has finished for" in text and "in fit" in text, text
+        assert " hangs: " in text and "in fit" in text, text
     assert "in place_or_hang" in (logs / "process-1.log").read_text()
     assert "in place_or_hang" not in first[2]
 
@@ -191,20 +187,8 @@ def test_the_launcher_starts_a_training_again_that_hangs(tmp_path: Path):
     script.write_text(HANGS)
     words = ["target=local", "processes=2", "--restarts", "1", "--", *TRAINING, "checkpoint.every=10", "steps=60"]
     launch = f"from valkyrie.cli.launch import main; main({words!r}, command=({sys.executable!r}, {str(script)!r}))"
-    ((status, out, err),) = ended([started([sys.executable, "-c", launch], tmp_path)])
+    ((status, out, err),) = ended([spawn("-c", launch, cwd=tmp_path)])
     assert status == 0, err
-    assert "ended with status 69" in err and "starting again (1 of 1)" in err and "continuing run from step 20" in out
+    assert "status 69" in err and "(1 of 1)" in err and "from step 20" in out
     steps = [record["step"] for record in read_metrics(tmp_path / "runs/run/metrics.jsonl") if "loss" in record]
     assert sorted(set(steps)) == list(range(1, 61))
-
-
-def started(command: list[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    """Return a process with its output in pipes."""
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )

@@ -1,0 +1,25 @@
+"""A user's folder, written from the listings of documentation pages, and `valkyrie-train` with it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def write_listed(folder: Path, *pages: Path, name: str = r"\S+") -> list[str]:
+    """Write the listings `FOLDER/...` of these pages into a folder. Return the names that match `name`, sorted."""
+    listings = re.findall(
+        rf"```(?:python|yaml)\n# FOLDER/({name})\n(.*?)```", "\n".join(page.read_text() for page in pages), re.DOTALL
+    )
+    for listed, body in listings:
+        (folder / listed).parent.mkdir(exist_ok=True)
+        (folder / listed).write_text(body)
+    return sorted(listed for listed, _ in listings)
+
+
+def train_with(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `valkyrie-train --config-dir FOLDER` next to the folder, in a subprocess."""
+    command = [sys.executable, "-m", "valkyrie.cli.train", "--config-dir", str(folder), *arguments]
+    return subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
