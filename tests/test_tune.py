@@ -57,7 +57,7 @@ class OptionCompiler:
     cache: set[str] = field(default_factory=set)
     to_fit: dict[str, str] = field(default_factory=dict)
 
-    def compile_layout(self, run: Run, limit_s: float, use_cache: bool, progress: Callable[[str], None]) -> Compiled:
+    def compile_layout(self, run: Run, limit_s: float, use_cache: bool, progress: Callable[[str], None]) -> CompiledRun:
         options = options_of(run.config.target.chip, {})
         values = {option.name: option.value for option in options}
         block = run.model.blocks["s5"] if isinstance(run.model, Stack) else None
