@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import textwrap
 import threading
 import time
@@ -18,6 +19,7 @@ from helpers import compose_run
 from processes import ended, free_address, meet, several
 from runs import TINY, needs_sandbox, spawn, start
 from valkyrie.parallel.mesh import build_mesh
+from valkyrie.processes.child import python_module
 from valkyrie.processes.distributed import DistributedConfig, find_place
 from valkyrie.processes.ending import LOST, PREEMPTED
 from valkyrie.processes.locks import write_lock
@@ -30,6 +32,12 @@ from valkyrie.train.program import StepProgram
 def test_a_run_of_one_process_agrees_with_itself():
     assert ALONE.leads and ALONE.exchange("x", 3) == [3] and ALONE.broadcast_from_leader("y", lambda: 4) == 4
     ALONE.agree("configuration", {"steps": 1})
+
+
+def test_a_child_imports_nothing_from_the_current_folder(tmp_path: Path):
+    (tmp_path / "this.py").write_text("raise SystemExit('this folder')")
+    ran = subprocess.run(python_module("this"), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0 and "Zen" in ran.stdout
 
 
 def test_values_are_exchanged_and_those_of_process_0_are_taken():

@@ -16,11 +16,12 @@ from valkyrie.launch.engine import EngineConfig
 from valkyrie.launch.overrides import named, trains, value_in
 from valkyrie.launch.plan import Call
 from valkyrie.launch.supervisor import say
+from valkyrie.processes.child import python_module
 from valkyrie.runs.folder import key_value
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
 """First words that do something other than train."""
-TRAIN = (sys.executable, "-m", "valkyrie.cli.train")
+TRAIN = python_module("valkyrie.cli.train")
 """The command of a process of this machine."""
 
 

@@ -98,6 +98,14 @@ class ChildProcess:
         return []
 
 
+def python_module(name: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs a module with this Python.
+
+    `-P` keeps the current folder off its path: a `random.py` of the user there must not replace Python's.
+    """
+    return (sys.executable, "-P", "-m", name, *arguments)
+
+
 def signal_group(pid: int, number: int) -> None:
     """Send a signal to what is left of the process group of a child."""
     with contextlib.suppress(ProcessLookupError):

@@ -21,7 +21,7 @@ from valkyrie.config.compose import accelerators
 from valkyrie.config.modes import Needs
 from valkyrie.paths import write_whole
 from valkyrie.problems import refuse
-from valkyrie.processes.child import ChildProcess
+from valkyrie.processes.child import ChildProcess, python_module
 from valkyrie.processes.distributed import DistributedConfig, join
 from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.hub import free_port, parse_address
@@ -177,7 +177,7 @@ def _follow(team: Connected) -> None:
         with tempfile.TemporaryDirectory(prefix="valkyrie-trial-") as folder:
             write_whole(Path(folder) / RUN, task["run"])
             place = Place(task["address"], team.count, team.index)
-            command = [sys.executable, "-m", "valkyrie.sweep.child", folder, BESIDE]
+            command = python_module("valkyrie.sweep.child", folder, BESIDE)
             process = ChildProcess(command, task["environment"] | place.environment)
             running.append(process)
             process.wait()

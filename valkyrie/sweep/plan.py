@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from valkyrie.config.saved import SAVED_RUN, SETTINGS
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.paths import conf_dir
 from valkyrie.problems import Problem
+from valkyrie.processes.child import python_module
 from valkyrie.runs.folder import RUN, find_run, versions
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.results import TrialResult
@@ -99,7 +99,7 @@ class TrialPlan:
     @property
     def command(self) -> tuple[str, ...]:
         """Command of the trial's process, which reads `run.yaml` in the trial's folder."""
-        return (sys.executable, "-m", "valkyrie.sweep.child", str(self.trial_folder))
+        return python_module("valkyrie.sweep.child", str(self.trial_folder))
 
     def write(self) -> None:
         """Write `run.yaml` into the trial's folder and remove the results of earlier attempts."""

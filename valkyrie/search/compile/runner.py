@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.paths import cache_trouble
-from valkyrie.processes.child import ChildProcess
+from valkyrie.processes.child import ChildProcess, python_module
 from valkyrie.processes.ending import describe_status
 from valkyrie.records import read_record, write_record
 from valkyrie.search.compile.cache import (
@@ -118,7 +117,7 @@ def compile_layout(
 
 def _in_child(run: Run, folder: Path, limit_s: float | int, use_cache: bool, progress: Progress) -> CompileOutcome:
     run.save(folder / "run.yaml")
-    command = [sys.executable, "-m", "valkyrie.search.compile.child", str(folder), str(os.getpid())]
+    command = [*python_module("valkyrie.search.compile.child", str(folder), str(os.getpid()))]
     command += ["--anew"] * (not use_cache)
     environment = platform_of(run.config.target.platform).compile_environment()
     began = time.perf_counter()
