@@ -207,3 +207,20 @@ def test_a_compile_of_a_trained_run_leaves_its_settings_alone(tmp_path: Path, ho
     compiled = run.changed(mode=MODES.config_class("compile")())
     assert run_folder(compiled) == tmp_path / "one-compile"
     assert run_folder(run.changed(mode=MODES.config_class("eval")())) == tmp_path / "one"
+
+
+def test_code_is_imported_from_folders_that_a_command_has_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("VALKYRIE_MODULES", raising=False)
+    folder = make_run(tmp_path, "somebody")
+    code = folder / "code"
+    code.mkdir()
+    (code / "theirs.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    text = (folder / RUN).read_text().replace("modules: []", f"modules: [{code}]")
+    (folder / RUN).write_text(text.replace("family: valkyrie", "family: theirs"))
+    with pytest.raises(ValueError, match=re.escape(f"modules=[{code}]")):
+        valkyrie.load(folder)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ValueError, match="class Config"):
+        valkyrie.load(folder, f"modules=[{code}]")
+    assert (tmp_path / "ran").exists()

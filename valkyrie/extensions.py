@@ -1,9 +1,15 @@
-"""Families of models and optimizers: modules chosen by name, from this package or from a folder of the user."""
+"""Families of models and optimizers: modules chosen by name, from this package or from a folder of the user.
+
+A folder of the user is named in the command, by `--config-dir` or `modules=`. A run folder names the ones its run used;
+code from these is imported only if a command on this machine has named the same folder before.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -11,7 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
 
-from valkyrie.paths import defaults_of
+from valkyrie.paths import cache_root, defaults_of
+
+_NAMED = "VALKYRIE_MODULES"
+"""Environment variable with the folders named in this command. Child processes inherit it."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +75,46 @@ class Families:
 
 
 def add_import_path(folders: Iterable[str | Path]) -> None:
-    """Append folders to `sys.path`, so that the user's modules can be imported but do not shadow others."""
+    """Append folders that the user named to `sys.path`, after all others, and pass them on to child processes."""
     for folder in map(str, folders):
         if folder not in sys.path:
             sys.path.append(folder)
+        if os.path.realpath(folder) not in (named := _named()):
+            os.environ[_NAMED] = os.pathsep.join([*named, os.path.realpath(folder)])
+
+
+def remember_modules(folders: Iterable[str]) -> None:
+    """Record folders of modules that a run on this machine uses, for `check_modules`."""
+    new = sorted({os.path.realpath(folder) for folder in folders} - {*_remembered()})
+    with contextlib.suppress(OSError):  # without a cache folder, later commands have to name them again
+        if new:
+            cache_root().mkdir(parents=True, exist_ok=True)
+            with _record().open("a") as file:
+                file.writelines(f"{folder}\n" for folder in new)
+
+
+def check_modules(folders: Sequence[str], file: Path) -> None:
+    """Raise ValueError if saved settings import code from a folder that no command on this machine has named."""
+    known = {*_named(), *_remembered()}
+    if unknown := [folder for folder in folders if os.path.realpath(folder) not in known]:
+        raise ValueError(
+            f"{file} imports Python modules from {', '.join(unknown)}, which no command on this machine has named yet. "
+            f"If you trust that code, add modules=[{','.join(unknown)}]."
+        )
+
+
+def _named() -> list[str]:
+    return [folder for folder in os.environ.get(_NAMED, "").split(os.pathsep) if folder]
+
+
+def _remembered() -> list[str]:
+    with contextlib.suppress(OSError):
+        return _record().read_text().splitlines()
+    return []
+
+
+def _record() -> Path:
+    return cache_root() / "modules.txt"
 
 
 @cache

@@ -24,7 +24,7 @@ from valkyrie.config.modes import MODES, ModeConfig, Needs
 from valkyrie.config.refusals import refusal_of, too_large
 from valkyrie.data import config as data
 from valkyrie.data.config import SEEDS, SOURCES, DataConfig, full_path
-from valkyrie.extensions import Families, add_import_path
+from valkyrie.extensions import Families, add_import_path, remember_modules
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.models import Model, activation_names, known_axes
 from valkyrie.optim import OptimizerConfig
@@ -357,6 +357,7 @@ class Run:
         hydra = {"run": {"dir": "."}, "output_subdir": None, "job": {"chdir": False}}
         hydra |= {"job_logging": silent, "hydra_logging": silent}
         body = OmegaConf.merge(self.record(), {"hydra": hydra})
+        remember_modules(self.config.modules)
         head = f"{HEADER}{shlex.quote(str(path.resolve().parent))} --config-name {shlex.quote(path.stem)}\n"
         if self.arguments:
             head += f"# made by: valkyrie-train {' '.join(shlex.join(self.arguments).splitlines())}\n"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.checkpoint import latest_step
@@ -51,6 +52,7 @@ def primary_of(arguments: Sequence[str], *, folder: Path | None = None, read: bo
     The run folder is `folder`, or else that of a trained run that the arguments name, or none with `read=False`.
     Raises ValueError if there is no such run, if a file is damaged or incomplete, or if a training has two names.
     """
+    add_import_path(_modules_in(arguments))
     file = composed_file(arguments)
     if file is not None:
         values = _settings_in(file, arguments)
@@ -118,6 +120,13 @@ def config_dirs(arguments: Sequence[str]) -> list[str]:
     """Return the absolute path of the user's config folder: one entry, or none."""
     folder = _flag(arguments, _DIR)
     return [] if folder is None else [str(Path(folder).resolve())]
+
+
+def _modules_in(arguments: Sequence[str]) -> list[str]:
+    """Return the folders that `modules=` names."""
+    overrides = [o for o in parts_of(arguments)[1] if key_value(o)[0] == "modules"]
+    values = [override.value() for override in OverridesParser.create().parse_overrides(overrides)]
+    return [str(folder) for value in values if isinstance(value, list) for folder in value]
 
 
 def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:

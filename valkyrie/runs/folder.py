@@ -21,6 +21,7 @@ from valkyrie.checkpoint import has_saved, latest_step
 from valkyrie.checkpoint.place import FOLDER
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run
+from valkyrie.extensions import check_modules
 from valkyrie.hardware.chips import with_shipped_figures
 from valkyrie.optim import OptimizerConfig, learning_rate, with_family
 from valkyrie.paths import unused, write_whole, writing
@@ -153,6 +154,7 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
     ends_well = isinstance(last, DictConfig) and "root" in last and not isinstance(last.root, str)
     if not isinstance(config, DictConfig) or not (ends_well or not whole):
         raise ValueError(f"{file} is damaged (it ends too early). {remedy}")
+    check_modules([str(folder) for folder in config.get("modules") or []], file)
     if isinstance(config.get("optimizer"), DictConfig):
         saved: Any = OmegaConf.to_container(config.optimizer, resolve=False)
         config.optimizer = with_family(saved)
