@@ -9,7 +9,10 @@ import pytest
 
 import valkyrie
 from helpers import compose_run
+from valkyrie.checkpoint.config import CheckpointConfig
+from valkyrie.checkpoint.tiers import Checkpoints
 from valkyrie.config.modes import MODES
+from valkyrie.processes.locks import WRITER, write_lock
 from valkyrie.runs.folder import (
     RUN,
     changed_settings,
@@ -20,6 +23,8 @@ from valkyrie.runs.folder import (
     schedule_change,
     write_about,
 )
+from valkyrie.runs.tracking import Tracker
+from valkyrie.runs.wandb_writer import TrackingConfig
 from valkyrie.search.compile import child as compile_child
 from valkyrie.sweep import child as trial_child
 
@@ -224,3 +229,39 @@ def test_code_is_imported_from_folders_that_a_command_has_named(tmp_path: Path, 
     with pytest.raises(ValueError, match="class Config"):
         valkyrie.load(folder, f"modules=[{code}]")
     assert (tmp_path / "ran").exists()
+
+
+def test_a_folder_with_other_files_is_no_run_folder(tmp_path: Path):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "metrics.jsonl").write_text("mine\n")
+    with pytest.raises(ValueError, match="name=project"):
+        run_folder(compose_run("model=s5_tiny", f"runs={tmp_path}", "name=project"))
+    make_run(tmp_path, "ours")
+    (tmp_path / "ours" / RUN).unlink()  # it still has a checkpoint
+    assert run_folder(compose_run("model=s5_tiny", f"runs={tmp_path}", "name=ours")) == tmp_path / "ours"
+
+
+def test_links_in_a_run_folder_are_not_written_through(tmp_path: Path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "run").mkdir()
+    for name in (WRITER, "metrics.jsonl"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(ValueError, match=WRITER), write_lock(tmp_path / "run"):
+        pass
+    with pytest.raises(ValueError, match="metrics"):
+        Tracker(TrackingConfig(), tmp_path / "run", run_name="a", fields={}, group="a", start=3)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_what_is_not_a_checkpoint_of_this_run_is_not_deleted(tmp_path: Path):
+    ours, theirs = make_run(tmp_path, "ours"), make_run(tmp_path, "theirs")
+    Checkpoints(ours, CheckpointConfig()).close()
+    notes = ours / "checkpoints" / "1" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(ValueError, match=str(notes.parent)):
+        Checkpoints(ours, CheckpointConfig())
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "checkpoints").symlink_to(theirs / "checkpoints")
+    with pytest.raises(ValueError, match=str(theirs)):
+        Checkpoints(tmp_path / "linked", CheckpointConfig())

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from valkyrie.problems import first_line
 
@@ -37,6 +37,20 @@ def conf_dir() -> Path:
 def cache_root() -> Path:
     """Return the folder of all caches: `VALKYRIE_CACHE`, or else `~/.cache/valkyrie`."""
     return Path(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie")).expanduser()
+
+
+def open_to_append(path: Path) -> IO[bytes]:
+    """Open a file, unbuffered, to read it and to append to it. Creates it if missing.
+
+    ValueError for a symbolic link: a run folder copied from somebody may have links to any file of this user.
+    """
+    try:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.fdopen(os.open(path, flags, 0o666), "a+b", buffering=0)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise ValueError(f"{path} is a link, and is not written through. Delete it.") from None
+        raise
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:

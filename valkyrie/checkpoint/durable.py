@@ -11,9 +11,14 @@ from typing import Any
 from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.contents import damage_of
 from valkyrie.checkpoint.place import asked_place, in_bucket, place_of, set_place
+from valkyrie.checkpoint.steps import METADATA
 from valkyrie.checkpoint.tier import Tier
+from valkyrie.checksums import CHECKSUMS
 from valkyrie.paths import unused
 from valkyrie.processes.team import Team
+
+_CONTENTS = {METADATA, CHECKSUMS, "state", "data", "about"}
+"""Files and folders of a checkpoint. A damaged one has some of them."""
 
 
 class Durable(Tier):
@@ -26,6 +31,8 @@ class Durable(Tier):
         if team.leads and not read_only:
             set_place(folder, config.folder)
         path = place_of(folder) if read_only else asked_place(folder, config.folder)
+        if not read_only and not in_bucket(path) and path.is_dir():
+            _check_folder(path, folder)
         super().__init__(
             path if in_bucket(path) else path.resolve(), cleans=team.leads, about=about, together=team.count > 1
         )
@@ -84,6 +91,17 @@ class Durable(Tier):
     def _set_aside(self, step: int) -> None:
         if not self._read_only:
             self.folder_of(step).rename(unused(self.path.parent / f"damaged-{self.path.name}-{step}"))
+
+
+def _check_folder(path: Path, folder: Path) -> None:
+    """Raise ValueError if saving would delete what is not this run's: Orbax deletes the oldest folder with a number."""
+    real = path.resolve()
+    if real.parent != folder.resolve() and (real.parent / "run.yaml").is_file():
+        raise ValueError(f"{path} is a link into the run folder {real.parent}, whose checkpoints would be deleted.")
+    for entry in real.iterdir():
+        names = {file.name for file in entry.iterdir()} if entry.name.isdigit() and entry.is_dir() else set()
+        if names and not names & _CONTENTS:
+            raise ValueError(f"{entry} is not a checkpoint, and old checkpoints are deleted here. Move it elsewhere.")
 
 
 def _kept(config: CheckpointConfig) -> Any:

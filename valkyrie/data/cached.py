@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from valkyrie.paths import DiskError, cache_root, cache_trouble, is_full, publish_folder, writing
+from valkyrie.paths import DiskError, cache_root, cache_trouble, is_full, open_to_append, publish_folder, writing
 from valkyrie.processes.locks import LockState, lock
 
 
@@ -48,5 +48,5 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
     """Hold a lock on a file inside this context. Yields False if the file system has no locks."""
-    with path.open("w") as file:
+    with open_to_append(path) as file:
         yield lock(file) is LockState.ours

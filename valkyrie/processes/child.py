@@ -12,12 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from valkyrie.paths import open_to_append
+
 LAST_LINES = 20
 """Lines of a log that are shown when its process is the first to end."""
 _LAST_BYTES = 64 * 2**10
 _BECOME = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: kept by exec
+from valkyrie.paths import open_to_append
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
@@ -50,7 +53,7 @@ class ChildProcess:
             output = None
             if log is not None:
                 log.parent.mkdir(parents=True, exist_ok=True)
-                output = files.enter_context(log.open("ab"))
+                output = files.enter_context(open_to_append(log))
                 self._log_starts_at = output.tell()
             self._process = subprocess.Popen(
                 _dying_with_parent(command) if dies_with_parent else command,

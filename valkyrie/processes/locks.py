@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+from valkyrie.paths import open_to_append
 from valkyrie.processes.child import signal_group
 from valkyrie.records import RecordError, dump, load
 
@@ -67,7 +68,7 @@ def write_lock(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / WRITER
-    with path.open("a+b") as file:
+    with open_to_append(path) as file:
         state, writer = lock(file, wait=False), _read_holder(file)
         if state is LockState.another or (state is LockState.unsupported and _may_run(writer)):
             raise ValueError(_in_use(folder, path, writer, state))
@@ -95,14 +96,14 @@ class TrialLock:
     def take(folder: Path) -> TrialLock | None:
         """Lock a trial's folder, creating it if missing. Returns None while another sweep runs the trial."""
         folder.mkdir(parents=True, exist_ok=True)
-        sweep_file = (folder / ".sweep").open("ab")
+        sweep_file = open_to_append(folder / ".sweep")
         state = lock(sweep_file, wait=False)
         if state is LockState.another:
             sweep_file.close()
             return None
         if state is LockState.unsupported:
             _warn_without_locks(folder.parent)
-        process_file = (folder / ".process").open("a+b")
+        process_file = open_to_append(folder / ".process")
         if not _is_free(process_file) and not _end_orphan(process_file):
             process_file.close()
             sweep_file.close()

@@ -26,6 +26,7 @@ from valkyrie.hardware.chips import with_shipped_figures
 from valkyrie.optim import OptimizerConfig, learning_rate, with_family
 from valkyrie.paths import unused, write_whole, writing
 from valkyrie.problems import first_line, suggest
+from valkyrie.processes.locks import WRITER
 from valkyrie.trees import as_written
 
 RUN = "run.yaml"
@@ -101,8 +102,18 @@ def run_folder(run: Run) -> Path:
                 f"Use runs={parent} name={last}, or name={name.strip('/').replace('/', '-')}."
             )
         beside = not belongs and latest_step(runs / name) is not None
-        return runs / (f"{name}-{mode}" if beside else name)
+        folder = runs / (f"{name}-{mode}" if beside else name)
+        if _has_other_files(folder):
+            raise ValueError(f"name={name}: {folder} has files and no {RUN}: it is not a run folder. Use another name.")
+        return folder
     return unused(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _has_other_files(folder: Path) -> bool:
+    """Return whether a folder has files, but none that a run writes first."""
+    if not folder.is_dir() or any((folder / name).exists() for name in (RUN, WRITER)) or has_saved(folder):
+        return False
+    return any(not entry.name.startswith(".") for entry in folder.iterdir())
 
 
 def kept_text(folder: Path, name: str) -> Path:

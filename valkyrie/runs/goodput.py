@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from valkyrie.paths import open_to_append
 from valkyrie.runs.tracking import cut_torn_line, read_metrics
 from valkyrie.units import share_text, span
 
@@ -237,5 +238,5 @@ class Ledger:
         """Append a line; lines that the disk does not take are lost."""
         if not self._writes:
             return
-        with contextlib.suppress(OSError), self._file.open("ab", buffering=0) as file:
+        with contextlib.suppress(OSError), open_to_append(self._file) as file:
             file.write(json.dumps(line).encode() + b"\n")

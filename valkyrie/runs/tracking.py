@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from valkyrie.paths import is_full, why, write_whole
+from valkyrie.paths import is_full, open_to_append, why, write_whole
 from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, wandb_summary
 
@@ -56,10 +56,11 @@ class Tracker:
         self._open_step: int | None = None
         if not write:
             return
+        open_to_append(self.file).close()  # refuses a link, before a line is removed
         cut_torn_line(self.file)
         if start is not None:
             drop_after(self.file, start)
-        self._file = self.file.open("ab", buffering=0)
+        self._file = open_to_append(self.file)
         writer = WandbWriter(config, folder)
         run_id = config.id or f"{run_name}-{folder.resolve().stat().st_ino}"
         group = config.group or group

@@ -145,7 +145,8 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
     def work(check_limits: Callable[[], None]) -> Outcome:
         run, folder = plan.run, plan.trial_folder
         assert run is not None
-        with (folder / OUTPUT).open("w") as log:
+        (folder / OUTPUT).unlink(missing_ok=True)
+        with (folder / OUTPUT).open("x") as log:
             console = Console(file=log, soft_wrap=True, highlight=False, width=140)
 
             def compile_layout() -> Outcome:

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from valkyrie.checksums import digest
 from valkyrie.config.modes import mode_named
-from valkyrie.paths import write_whole
+from valkyrie.paths import open_to_append, write_whole
 from valkyrie.processes.locks import lock
 from valkyrie.records import encode
 from valkyrie.runs.folder import RUN
@@ -159,7 +159,7 @@ class SweepTracker:
     def _alone(self) -> Iterator[None]:
         """Lock out other sweeps in the folder, so that each sees what the others have reported."""
         (self._folder / "wandb").mkdir(parents=True, exist_ok=True)
-        with (self._folder / "wandb" / ".lock").open("ab") as file:
+        with open_to_append(self._folder / "wandb" / ".lock") as file:
             lock(file)
             yield
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.config.modes import mode_named
+from valkyrie.paths import open_to_append
 from valkyrie.processes.locks import lock
 from valkyrie.records import RecordError, decode, encode
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
@@ -146,7 +147,7 @@ class TrialLog:
         if not body:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b", buffering=0) as file:
+        with open_to_append(self.path) as file:
             lock(file)
             cut_torn_line(self.path)
             try:

@@ -142,6 +142,6 @@ def _print_to(path: Path, *, errors: bool = False) -> None:
     """Redirect this process's output to a file, including that of native libraries."""
     for stream in (sys.stdout, sys.stderr) if errors else (sys.stdout,):
         stream.flush()
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         os.dup2(target, stream.fileno())
         os.close(target)

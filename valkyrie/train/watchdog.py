@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from valkyrie.config.run import Debug, Run
+from valkyrie.paths import open_to_append
 from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.interrupt import show_cursor
 from valkyrie.processes.team import ALONE, NEWS_S, Team
@@ -153,9 +154,8 @@ class Watchdog:
             return
         with contextlib.suppress(OSError):
             self._log.parent.mkdir(parents=True, exist_ok=True)
-            with self._log.open("a") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {head}\n")
-                file.flush()
+            with open_to_append(self._log) as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {head}\n".encode())
                 faulthandler.dump_traceback(file, all_threads=True)
 
 
