@@ -44,12 +44,12 @@ server.start()
 print("ready", flush=True)
 sys.stdin.read()
 """
-"""The emulator, with what TensorStore needs of Google's service beside: generations, and writes on condition."""
+"""Starts the emulator, with two additions that TensorStore needs: generations and conditional writes."""
 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """A bucket of an emulator, which gcsfs and TensorStore are told of."""
+    """A bucket of an emulator, configured for gcsfs and TensorStore."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     server = subprocess.Popen(
@@ -60,13 +60,13 @@ def bucket() -> Iterator[str]:
         text=True,
     )
     assert server.stdout is not None and server.stdout.readline() == "ready\n"
-    told = {
+    environment = {
         "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
         "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}",
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
     }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in told.items():
+        for name, value in environment.items():
             patch.setenv(name, value)
         yield "gs://valkyrie/runs"
     server.kill()

@@ -1,4 +1,4 @@
-"""The world tests run in: eight CPU devices, types checked at run time, warnings fatal, nobody's home touched.
+"""The environment of tests: eight CPU devices, types checked at run time, fatal warnings, an untouched home folder.
 
 Everything here happens before JAX starts a backend and before `valkyrie` is imported.
 """
@@ -20,20 +20,20 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
 
 _COMPILE_QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""A third less processor time for tests that compile much: 73 s against 107."""
+"""Saves a third of the processor time of tests that compile much: 73 s instead of 107."""
 if version("jaxlib").startswith("0.10."):  # later ones have no other emitters, and end at an unknown flag
     _COMPILE_QUICKLY += " --xla_cpu_use_fusion_emitters=false"  # 3.1 s to compile a step of valkyrie_tiny, and 7
 
 _WAIT = "--xla_cpu_collective_call_terminate_timeout_seconds=1200"
-"""Devices that meet late on a busy machine do not abort the process, as XLA does after 40 s."""
+"""Stops XLA from aborting the process if devices on a busy machine reach a collective more than 40 s apart."""
 
 _scratch = tempfile.TemporaryDirectory(prefix="valkyrie-tests-", ignore_cleanup_errors=True)
 
 
 def _set_environment() -> None:
-    """Set what child processes inherit too; what the caller has said about platform and cache is kept."""
+    """Set the environment, for child processes too. Platform and cache set by the caller stay."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if os.environ["JAX_PLATFORMS"] == "cpu":  # compiling is most of a test, and what it makes runs once
+    if os.environ["JAX_PLATFORMS"] == "cpu":  # compiling is most of a test, and a program runs once
         os.environ["XLA_FLAGS"] = f"{_COMPILE_QUICKLY} {_WAIT} {os.environ.get('XLA_FLAGS', '')}".strip()
         os.environ.setdefault("NPROC", str(4 * DEVICES))  # threads for the collectives that a device waits in
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
@@ -53,7 +53,7 @@ def _set_environment() -> None:
 
 
 def _checked_modules() -> list[str]:
-    """Modules whose signatures are checked at every call: those with shapes of arrays, or all with CHECK_ALL_TYPES=1.
+    """Return the modules with signatures checked at every call: those with array shapes, or all if CHECK_ALL_TYPES=1.
 
     jaxtyping's checks make code without arrays, such as the validation of layouts, two to three times slower.
     """
@@ -66,7 +66,7 @@ def _checked_modules() -> list[str]:
 
 
 def _prepare_libraries() -> None:
-    """Import what reads the environment, now that it is set, and make it ready for tests."""
+    """Import and configure the libraries that read the environment."""
     import absl.logging
     import hypothesis
     import jax
@@ -106,7 +106,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 class Command(NamedTuple):
-    """What a command line did before any device was asked for: exit status, the run it composed, what it printed."""
+    """Exit status, composed run and output of a command line, up to the use of a device."""
 
     status: int
     run: Any
@@ -116,7 +116,7 @@ class Command(NamedTuple):
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """A function from arguments to the `Command` that `valkyrie-train` makes of them, short of carrying it out."""
+    """A function that composes the run of `valkyrie-train` with some arguments, without running it."""
     from valkyrie.cli import dispatch
 
     monkeypatch.chdir(tmp_path)

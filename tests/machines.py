@@ -73,14 +73,14 @@ CHIPS = {
 
 
 def torus(shape: Sequence[int], slices: int = 1, wrap: Sequence[bool] | None = None) -> Topology:
-    """Return a topology that wraps where Cloud TPUs of this many dimensions do, unless told."""
+    """Return a topology that wraps by `wrap`, by default as Cloud TPUs of this many dimensions do."""
     if wrap is None:
         wrap = [n == 16 for n in shape] if len(shape) == 2 else [all(n % 4 == 0 for n in shape)] * len(shape)
     return Topology(tuple(shape), tuple(wrap), (2, 2, 1)[: len(shape)], slices)
 
 
 def machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None = None) -> Machine:
-    """Return a machine whose mesh axes are its slices and torus axes, in order, unless told otherwise."""
+    """Return a machine with these mesh axes, by default its slices and torus axes in order."""
     places = list(itertools.product(range(topology.slices), *map(range, topology.shape)))
     positions = tuple(Position(s, tuple(coords), 0) for s, *coords in places)
     axes = dict(zip("xyzw", topology.shape, strict=False))
@@ -90,7 +90,7 @@ def machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None = No
 
 
 def tpu_devices(name: str, slices: int = 1) -> list[Any]:
-    """Return the devices of a TPU slice that is not there."""
+    """Return the devices of a TPU slice for compiling, without a TPU."""
     os.environ |= ENVIRONMENT
     from jax.experimental import topologies
 

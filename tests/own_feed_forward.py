@@ -105,7 +105,7 @@ SMALL = ("model=gated_unit_tiny", "batch=16", "seq=48", "tracking=off")
 
 
 def write_folder(folder: Path) -> Path:
-    """Write the module, its model and a partition for it, as a user has them beside each other."""
+    """Write the module, its model and a partition for it into a user's folder."""
     for name, text in {
         "gated_unit.py": MODULE,
         "model/gated_unit_tiny.yaml": MODEL,

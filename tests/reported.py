@@ -1,4 +1,4 @@
-"""Makes trials for tests of the report: from real `compile.json` and `measure.json`, and by hand with known numbers."""
+"""Trials for tests of the report: from real `compile.json` and `measure.json`, and by hand with known numbers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ GOLDENS = Path(__file__).parent / "goldens" / "report"
 
 
 def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
-    """Return the line that a stage's summary becomes."""
+    """Return the trial of a stage's summary."""
     about = decode(LayoutRecord, summary["about"], stage)
     results = decode(TrialResult, upgrade_results(summary), stage)
-    if results.communication is not None:  # a line of a sweep leaves them out
+    if results.communication is not None:  # `trials.jsonl` omits them
         results = replace(results, communication=replace(results.communication, collectives=()))
     return Trial(
         key=f"{stage}:{name}",
@@ -72,11 +72,19 @@ def trial(
     least: float = 0.99,
     **step: float,
 ) -> Trial:
-    """Return a trial of a layout (`2x4x1-fsdp`) of 8 chips at this many tokens/s/chip; without them it has no result.
+    """Return a trial of a layout on 8 chips. Other values are those of the real summary.
 
-    The step's parts and its traced collectives by mesh axes are given as shares of it, `p90` and `least` as multiples
-    of the median; `price` is that of a chip in an hour, `gib` the peak of a device of 16 GiB, `asked` further
-    overrides, `values` what is recorded of those in force. The rest is that of the real summary.
+    Args:
+        layout: Mesh and partition, such as `2x4x1-fsdp`.
+        per_chip: Tokens/s/chip, or None for a trial without results.
+        gib: Peak memory of a device with 16 GiB.
+        seconds: Parts of the step, as shares of it.
+        collectives: Traced collectives by mesh axes, as shares of the step.
+        price: Price of a chip in USD per hour.
+        asked: Further overrides.
+        values: Recorded values of the overrides in force.
+        p90: 90th percentile of the step time, as a multiple of the median.
+        least: Minimum of the step time, as a multiple of the median.
     """
     mesh, _, partition = layout.partition("-")
     found = trial_of(golden(stage), stage, sweep, layout)
@@ -116,10 +124,10 @@ def trial(
 
 
 def sweep_folder(folder: Path, trials: Sequence[Trial], *, timelines: int = 0) -> Path:
-    """Return a sweep's folder with these trials, the first ones with the files that a real compile left."""
+    """Write a sweep's folder with these trials, the first `timelines` with the files of a real compile."""
     TrialLog(folder).append(trials)
-    for one in trials[:timelines]:
-        run = folder / (one.folder or one.name)
+    for trial in trials[:timelines]:
+        run = folder / (trial.folder or trial.name)
         run.mkdir(parents=True, exist_ok=True)
         for name in ("compile.json", "timeline.json"):
             shutil.copy(GOLDENS / name, run / name)

@@ -1,4 +1,4 @@
-"""What a refused layout advises: each value, applied alone, removes its problem and makes no other."""
+"""Advice for refused layouts: each value, applied alone, removes its problem and causes no other."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def applied(run: Run, key: str, value: int) -> Run:
     seq=st.integers(1, 300),
     microbatches=st.sampled_from([1, 2, 3]),
 )
-def test_every_value_of_an_advice_is_legal(model: str, partition: str, shape: list[int], **asked: int):
+def test_every_value_of_an_advice_is_legal(model: str, partition: str, shape: list[int], **sizes: int):
     mesh = parse_mesh("x".join(map(str, shape)))
-    run = RUNS[model].changed(mesh=mesh, partition=PARTITIONS[partition], **asked)
+    run = RUNS[model].changed(mesh=mesh, partition=PARTITIONS[partition], **sizes)
     before = problems_of(run)
     for problem in run.problems():
         advice = [(problem.key, value) for value in problem.nearest or () if problem.key]
@@ -62,8 +62,8 @@ def test_every_value_of_an_advice_is_legal(model: str, partition: str, shape: li
 )
 def test_values_obey_what_else_the_key_must_be(wrong: tuple[str, ...], advice: tuple[str, tuple[int, ...]]):
     run = compose_run("model=valkyrie_tiny", "mesh=1x1x1", "partition=dp", "batch=12")
-    asked = dict(text.split("=") for text in wrong)
-    changes = {key: int(value) for key, value in asked.items() if key not in ("mesh", "partition")}
-    run = run.changed(mesh=parse_mesh(asked["mesh"]), partition=PARTITIONS[asked["partition"]], **changes)
+    settings_ = dict(text.split("=") for text in wrong)
+    changes = {key: int(value) for key, value in settings_.items() if key not in ("mesh", "partition")}
+    run = run.changed(mesh=parse_mesh(settings_["mesh"]), partition=PARTITIONS[settings_["partition"]], **changes)
     assert advice in [(problem.key, problem.nearest) for problem in run.problems()]
     assert at(run.config, "model.s5.state_size") == 64

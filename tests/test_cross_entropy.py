@@ -27,7 +27,7 @@ def inputs():
 
 
 def plain(hidden, unembed, targets, weights, z_loss=0.0, softcap=None):
-    """Weighted loss, weighted z-loss and the loss of every token, from all logits at once."""
+    """Return the weighted loss, the weighted z-loss and the loss of every token, from all logits at once."""
     logits = jnp.einsum("bse,ve->bsv", hidden, unembed)[..., :VOCAB]
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
@@ -37,7 +37,7 @@ def plain(hidden, unembed, targets, weights, z_loss=0.0, softcap=None):
 
 
 def gradients(f, hidden, unembed):
-    """Everything `f` returns, and the gradients of a mixture in which each of its parts counts."""
+    """Return the results of `f`, and the gradients of a mixture of all its results."""
 
     def mixture(hidden, unembed):
         parts = loss, z, per_token = f(hidden, unembed)

@@ -1,4 +1,4 @@
-"""The estimate: what it counts equals what blocks declare and `mode=show` expects; what it calls legal is."""
+"""The estimate: it agrees with the blocks' declarations and with `mode=show`, and its layouts are legal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def searched(*arguments: str) -> tuple[Run, Ranking]:
 
 
 def some(ranking: Ranking, count: int) -> list[Estimated]:
-    """Return so many layouts of a ranking, from the fastest to the slowest."""
+    """Return about `count` layouts of a ranking, from the fastest to the slowest."""
     every = list(ranking)
     return every[:: max(len(every) // count, 1)]
 
@@ -121,7 +121,7 @@ def test_what_does_not_divide_is_refused_with_its_reason() -> None:
 
 
 def refused_by(run: Run, one: Estimated) -> list[Problem]:
-    """Return what a command with the layout's overrides is refused for."""
+    """Return the problems of a command with the layout's overrides."""
     flags, overrides = parts_of(parse_request(run).command)
     return run_of([*flags, *overrides, *one.candidate.overrides, "mode=show"]).problems(advise=False)
 
@@ -241,13 +241,13 @@ for _ in range(5):
     seconds.append(time.process_time() - began)
 print(len(space) / min(seconds))
 """
-"""Prints how many layouts are estimated in a second of processor time."""
+"""Prints the number of layouts estimated per second of processor time."""
 
 
 def test_a_hundred_thousand_layouts_a_second() -> None:
-    # In a process of its own: this one checks the types of every call.
-    told = subprocess.run([sys.executable, "-c", RATE], capture_output=True, text=True, check=True)
-    assert float(told.stdout) > 100_000
+    # In a new process, as this one checks the types of every call.
+    done = subprocess.run([sys.executable, "-c", RATE], capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 100_000
 
 
 def test_a_pipeline_is_idle_by_its_formula() -> None:
@@ -336,7 +336,7 @@ def test_the_pairs_of_the_tpu_v4_paper_stand_in_its_order(pair: str, monkeypatch
 
 
 def seconds_of(*overrides: str, **constants: float) -> dict[str, float]:
-    """Return the seconds of a step's parts, under other constants than the chip's."""
+    """Return the seconds of a step's parts, with these constants in place of the chip's."""
     run = run_of(["mode=compile", "model=gpt_1b", "precision=bf16_mixed", *overrides])
     assert run.config.target.chip is not None
     (parts,) = estimated([run], replace(efficiency_of(run.config.target.chip), **constants))

@@ -1,4 +1,4 @@
-"""`mode=figures`: what it counts is what the devices are given to do."""
+"""`mode=figures`: the counted work equals the work of the devices."""
 
 from __future__ import annotations
 

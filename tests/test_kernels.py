@@ -1,4 +1,4 @@
-"""What a Pallas kernel is charged: splash attention by its steps, its blocks, and the ends of its rows of blocks."""
+"""The cost of a Pallas kernel: splash attention by its steps, its blocks, and the ends of its rows of blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def splash(kernel, blocks, body):
 
 
 def causal(rows, columns, wider=1):
-    """Return the constant table of a causal mask whose blocks have `wider` times as many keys as queries."""
+    """Return the constant table of a causal mask, with `wider` times as many keys as queries in a block."""
     table = [[int(wider * j <= i) for j in range(columns)] for i in range(rows)]
     return f"  m = s8[1,{rows},{columns}] constant({{{{{str(table)[1:-1].replace('[', '{').replace(']', '}')}}}}})\n"
 

@@ -1,4 +1,4 @@
-"""The house's layers, and how long its files and functions may be (pyproject.toml says which row imports which)."""
+"""The layers of the package (pyproject.toml lists their imports) and the limits on file and function length."""
 
 from __future__ import annotations
 

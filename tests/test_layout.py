@@ -1,4 +1,4 @@
-"""Layouts: legal exactly when every array divides, with every problem named, and where optimizer state lies."""
+"""Layouts: legal exactly if every array divides, with every problem reported, and the placement of optimizer state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARRAYS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}").arr
 
 
 def listed(*parameters: tuple[str, Tensor], follows: dict[str, str] | None = None) -> Arrays:
-    """Arrays as a test lists them."""
+    """Return the arrays of a model with these parameters."""
     axes = ["batch", "seq", "layers", *(a for _, t in parameters for a in t.axes if a)]
     return Arrays(dict.fromkeys(axes, ""), {t: [name] for name, t in parameters}, {}, follows or {})
 

@@ -33,7 +33,7 @@ def layer(window: int | None, dilation: int = 1, numerics: Numerics = FLOAT32, *
 
 
 def rotated(x: np.ndarray, theta: float) -> np.ndarray:
-    """Each pair (i, i + half) of a head turned by position / theta ** (i / half) (RoFormer, arXiv 2104.09864)."""
+    """Rotate each pair (i, i + half) of a head by position / theta ** (i / half) (RoFormer, arXiv 2104.09864)."""
     half = x.shape[-1] // 2
     angle = np.arange(x.shape[1])[:, None] / theta ** (np.arange(half) / half)
     z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[None, :, None]
@@ -46,7 +46,7 @@ def projected(p: dict[str, np.ndarray], name: str, x: np.ndarray, theta: float) 
 
 
 def definition(module: Any, x: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
-    """Row i sees itself, its window and the first tokens; a first token sees every row with projections of its own."""
+    """Row i sees itself, its window and the global tokens. Global tokens see every row, by separate projections."""
     c = module.config
     tree = nnx.to_pure_dict(nnx.state(module))
     p = {name: np.asarray(x, np.float64) for name, x in zip(names_of(tree), jax.tree.leaves(tree), strict=True)}
@@ -101,8 +101,8 @@ def test_layer_is_its_definition(case, packed, impl):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, SEQ, EMBED)).astype(np.float32)
     ids = np.cumsum(rng.random((2, SEQ)) < 0.15, axis=1).astype(np.int32) if packed else None
-    found = module(jnp.asarray(x), Boundaries(None, None if ids is None else jnp.asarray(ids)), UNSHARDED)
-    np.testing.assert_allclose(found, definition(module, x.astype(np.float64), ids), rtol=1e-4, atol=1e-5)
+    out = module(jnp.asarray(x), Boundaries(None, None if ids is None else jnp.asarray(ids)), UNSHARDED)
+    np.testing.assert_allclose(out, definition(module, x.astype(np.float64), ids), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -139,13 +139,13 @@ GROUPED = {
     "full, with the sequence": ("2x2x1", {"heads": ["x"], "seq": ["y"]}, {"windows": [None]}),
     "with global tokens": ("4x2x1", {"heads": ["x"], "seq": ["y"]}, {"global_tokens": 2}),
 }
-"""Meshes, rules that split heads and key heads each in a way of its own, and the heads where they are not 8 and 2."""
+"""Meshes, rules that split heads and key heads differently, and the numbers of heads if they are not 8 and 2."""
 GROUPED_ONCE = [
     pytest.param(case, impl, marks=[pytest.mark.slow] * ((i + 2 * j) % 4 != 2))
     for i, case in enumerate(GROUPED)
     for j, impl in enumerate([AttentionImpl.chunked, AttentionImpl.dense])
 ]
-"""Every case with both implementations; the default part has every other case, by turns with one of them."""
+"""Every case with both implementations. The default tests run every other case, with alternating implementations."""
 
 
 @pytest.mark.parametrize(("case", "impl"), GROUPED_ONCE)
@@ -174,5 +174,5 @@ def test_queries_meet_their_key_heads_however_both_are_split(case, impl):
     def value_and_gradients(shard: Shard) -> tuple[jax.Array, object]:
         return jax.jit(jax.value_and_grad(lambda module, x: loss(module, x, shard), argnums=(0, 1)))(module, x)
 
-    found, expected = value_and_gradients(shard), value_and_gradients(UNSHARDED)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected)
+    sharded, expected = value_and_gradients(shard), value_and_gradients(UNSHARDED)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), sharded, expected)

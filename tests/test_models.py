@@ -21,7 +21,7 @@ from valkyrie.tasks.next_token import token_losses
 
 @lru_cache
 def built(model: str, *overrides: str) -> tuple[Run, Any]:
-    """The run of a shrunken model, and its module with initial parameters, moved off their special values."""
+    """Return the run of a shrunken model, and its module with initial parameters plus noise."""
     run = small_run(model, *overrides)
     parameters = initial_state((*small(model), *overrides)).parameters
     rng = np.random.default_rng(0)
@@ -93,7 +93,7 @@ VARIANTS = {
 
 
 def stream(run: Run, module: Any, tokens: jax.Array) -> jax.Array:
-    """Logits made one token at a time."""
+    """Compute logits one token at a time."""
     start = module.init_state(tokens.shape[0], tokens.shape[1])
 
     def one(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
@@ -121,7 +121,7 @@ def test_streaming_is_the_parallel_form_in_every_variant(variant):
 
 
 def packed(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
-    """One row of documents one after another, each with targets of its own."""
+    """Return a batch of one row with several documents, each with separate targets."""
     rng, seq = np.random.default_rng(1), sum(lengths)
     ids = np.repeat(np.arange(len(lengths)), lengths)[None].astype(np.int32)
 
@@ -172,17 +172,17 @@ def test_padding_changes_nothing(model):
 def test_loss_is_the_log_likelihood_of_the_logits():
     run, module = built("valkyrie_tiny")
     batch = jax.tree.map(jnp.asarray, make_batch(run))
-    found = jax.jit(lambda m: losses_of(m, batch))(module)
+    losses = jax.jit(lambda m: losses_of(m, batch))(module)
     logits = np.asarray(jax.jit(module.logits)(batch["tokens"], batch["segment_ids"]), np.float64)
     log_sum = np.log(np.exp(logits).sum(-1))
     nll = log_sum - np.take_along_axis(logits, np.asarray(batch["targets"])[..., None], -1)[..., 0]
     weights = np.asarray(batch["weights"])
-    np.testing.assert_allclose(found.loss_sum, (weights * nll).sum(), rtol=1e-5)
-    np.testing.assert_allclose(found.per_token, np.where(weights > 0, nll, 0), rtol=1e-4, atol=1e-5)
-    assert found.objective_sum == found.loss_sum
+    np.testing.assert_allclose(losses.loss_sum, (weights * nll).sum(), rtol=1e-5)
+    np.testing.assert_allclose(losses.per_token, np.where(weights > 0, nll, 0), rtol=1e-4, atol=1e-5)
+    assert losses.objective_sum == losses.loss_sum
     _, penalised = built("valkyrie_tiny", "model.z_loss=0.1")
     with_z = jax.jit(lambda m: losses_of(m, batch))(penalised)
-    np.testing.assert_allclose(with_z.loss_sum, found.loss_sum, rtol=1e-6)
+    np.testing.assert_allclose(with_z.loss_sum, losses.loss_sum, rtol=1e-6)
     np.testing.assert_allclose(with_z.objective_sum - with_z.loss_sum, 0.1 * (weights * log_sum**2).sum(), rtol=1e-4)
 
 
@@ -212,7 +212,7 @@ def test_dropout_keeps_the_mean_and_drops_whole_channels():
 
 @pytest.mark.slow
 def test_every_layer_drops_by_a_key_of_its_own(monkeypatch):
-    """With one key for all repeats of a scan, all of them would drop the same channels."""
+    """If the repeats of a scan shared a key, all of them would drop the same channels."""
     seen = []
 
     def spy(x, rate, key):
@@ -236,7 +236,7 @@ def test_tied_and_untied_embeddings():
 
 
 def products(jaxpr: Any, times: float = 1.0) -> float:
-    """FLOPs of every matrix product of a jaxpr, two per multiplication; scans count as often as they run."""
+    """Return the FLOPs of all matrix products of a jaxpr, two per multiply-add. Scans count once per iteration."""
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -263,7 +263,7 @@ FLOPS = {
 
 @pytest.mark.parametrize("case", FLOPS)
 def test_flops_of_the_config_are_those_of_the_program(case):
-    """Bidirectional full attention, where every key is a key that a query sees: nothing is computed to be masked."""
+    """Uses bidirectional full attention: every query sees every key, so no masked product is computed."""
     run = small_run("valkyrie_tiny", "mode=show", *FLOPS[case])
     assembly, seq = assembly_of(run), 32
     shapes = assembly.abstract_parameters
@@ -287,5 +287,5 @@ def test_flops_count_the_keys_that_a_query_sees(window, dilation, seq):
     seen = np.mean([sum(1 for n in range(reach) if i - n * dilation >= 0) for i in range(seq)])
     nothing = small_run("longformer_tiny", of(1), "model.layers=1")
     per_key = 4 * run.model.attention.heads * run.model.attention.head_dim
-    found = (run.model.flops_per_token(seq) - nothing.model.flops_per_token(seq)) / per_key + 1
-    np.testing.assert_allclose(found, seen, rtol=0.01)
+    counted = (run.model.flops_per_token(seq) - nothing.model.flops_per_token(seq)) / per_key + 1
+    np.testing.assert_allclose(counted, seen, rtol=0.01)

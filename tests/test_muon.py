@@ -1,4 +1,4 @@
-"""Muon: two steps are nanochat's own, however a matrix is stored or stacked; the rest goes by AdamW groups."""
+"""Muon: two steps equal those of nanochat, however a matrix is stored or stacked. Other parameters use AdamW."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PUBLISHED = Recipe(lambda _: 0.02, lambda _: 0.9, lambda _: 0.1, 0.9, "float32")
 
 
 def steps(name: str, specs: dict[str, Parameter], value: Any) -> dict[str, np.ndarray]:
-    """Return parameters after the golden's two steps; `value` makes what is stored of a matrix (rows: outputs)."""
+    """Return parameters after the golden's two steps. `value` turns a matrix (rows: outputs) into the stored array."""
     optimizer = muon(PUBLISHED, specs)
     parameters = {key: jnp.asarray(value(GOLDEN[f"muon_{name}_first"]), jnp.float32) for key in specs}
     state = optimizer.init(parameters)
@@ -56,18 +56,18 @@ def steps(name: str, specs: dict[str, Parameter], value: Any) -> dict[str, np.nd
 def test_two_steps_are_those_of_nanochat(name):
     rows, columns = GOLDEN[f"muon_{name}_last"].shape
     as_torch = {"w": Parameter(("mlp", "embed"), (rows, columns), (None, None), output_first=True)}
-    found = steps(name, as_torch, lambda m: m)["w"]
-    np.testing.assert_allclose(found, GOLDEN[f"muon_{name}_last"], rtol=2e-5, atol=2e-6)
+    last = steps(name, as_torch, lambda m: m)["w"]
+    np.testing.assert_allclose(last, GOLDEN[f"muon_{name}_last"], rtol=2e-5, atol=2e-6)
     inputs_first = {"w": Parameter(("embed", "mlp"), (columns, rows), (None, None))}
-    np.testing.assert_allclose(steps(name, inputs_first, np.transpose)["w"], found.T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(steps(name, inputs_first, np.transpose)["w"], last.T, rtol=1e-5, atol=1e-6)
 
 
 def test_layers_and_heads_are_matrices_of_their_own():
     last = GOLDEN["muon_tall_last"]
     heads = Parameter(("layers", "embed", "heads", "head_dim"), (3, 8, 4, 3), (None,) * 4)
     specs = {"heads": heads}
-    found = steps("tall", specs, lambda m: np.stack([m.T.reshape(8, 4, 3)] * 3))["heads"]
-    np.testing.assert_allclose(found, np.stack([last.T.reshape(8, 4, 3)] * 3), rtol=2e-5, atol=2e-6)
+    stacked = steps("tall", specs, lambda m: np.stack([m.T.reshape(8, 4, 3)] * 3))["heads"]
+    np.testing.assert_allclose(stacked, np.stack([last.T.reshape(8, 4, 3)] * 3), rtol=2e-5, atol=2e-6)
 
 
 def test_orthogonal_means_equal_singular_values():
@@ -165,8 +165,8 @@ def test_muon_takes_the_same_steps_on_eight_devices_as_on_one(model, partition):
     overrides = ("optimizer=muon", "optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
     host = stirred(initial_state((*small(model), *overrides)))
     alone = two_steps(small_run(model, *overrides), host)
-    found = two_steps(small_run(model, *overrides, "mesh=2x2x2", f"partition={partition}"), host)
-    assert_same_steps(found, alone, rtol=1e-4)
+    sharded = two_steps(small_run(model, *overrides, "mesh=2x2x2", f"partition={partition}"), host)
+    assert_same_steps(sharded, alone, rtol=1e-4)
 
 
 def test_momentum_lies_as_its_parameter_does():

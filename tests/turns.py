@@ -1,4 +1,4 @@
-"""The order of the slow tests and the minutes they may take: `pytest -m slow --minutes 30`.
+"""The order and the time limit of the slow tests: `pytest -m slow --minutes 30`.
 
 With `--minutes`, tests of what changed come first, and the other files begin at another place after every commit, so
 that a few bounded runs reach all of them. Tests that there was no time for are skipped, counted and listed.
@@ -18,10 +18,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 UNTIL = "VALKYRIE_TESTS_UNTIL"
-"""The environment variable by which the workers of pytest-xdist learn when time is up (seconds since the epoch)."""
+"""Environment variable with the end time for the workers of pytest-xdist, in seconds since the epoch."""
 NOT_REACHED = "not reached: the minutes of --minutes are over"
 GOLDEN = 0.6180339887
-"""Multiples of it, modulo one, are spread evenly however many there are: consecutive runs begin far apart."""
+"""Golden ratio minus one. Its multiples modulo one are spread evenly, so consecutive runs begin far apart."""
 
 
 def add_option(parser: pytest.Parser) -> None:
@@ -37,14 +37,14 @@ def begin(config: pytest.Config) -> None:
 
 
 def in_turn(files: list[str], changed: set[str], turn: int) -> list[str]:
-    """Return the test files in the order to run them: those that a change touches, then the rest from this turn's."""
+    """Return the test files in running order: those that a change touches, then the rest, rotated by `turn`."""
     start = int(len(files) * (turn * GOLDEN % 1.0))
     rotated = files[start:] + files[:start]
     return sorted(rotated, key=lambda file: not concerned(file, changed))
 
 
 def concerned(file: str, changed: set[str]) -> bool:
-    """Return whether a test file, or a module of the package that it imports, is among the changed files."""
+    """Return True if a test file, or a module of the package that it imports, is among the changed files."""
     if file in changed:
         return True
     text = (ROOT / file).read_text()
@@ -54,25 +54,25 @@ def concerned(file: str, changed: set[str]) -> bool:
 
 
 def order(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the collected tests by turn, where `--minutes` bounds them."""
+    """Sort the collected tests by turn if `--minutes` bounds them."""
     if config.getoption("--minutes") is None:
         return
     names = [_file(item) for item in items]
-    place = {file: i for i, file in enumerate(in_turn(sorted(set(names)), changed_files(), commits()))}
-    items.sort(key=lambda item: place[_file(item)])
+    rank = {file: i for i, file in enumerate(in_turn(sorted(set(names)), changed_files(), commits()))}
+    items.sort(key=lambda item: rank[_file(item)])
 
 
 def skip_when_over(item: pytest.Item) -> None:
-    """Skip a test that would start after the time is up: a bounded run ends, and its summary counts what it left."""
+    """Skip a test that would start after the time is up. The summary counts the skipped tests."""
     until = os.environ.get(UNTIL)
     if until is not None and item.config.getoption("--minutes") is not None and time.time() > float(until):
-        # Kept, because a run bounded by --minutes must end, and a test left out must not look passed: what is skipped
-        # here is counted and listed by file. Without --minutes, as in the default run, nothing is.
+        # A run bounded by --minutes must end, and a test left out must not look passed: the summary counts it. Without
+        # --minutes, as in the default run, nothing is skipped.
         pytest.skip(NOT_REACHED)
 
 
 def summarise(terminal: Any, config: pytest.Config) -> None:
-    """Print how many tests were not reached, by file."""
+    """Print the number of tests not reached, by file."""
     minutes = config.getoption("--minutes")
     if minutes is None:
         return
@@ -94,7 +94,7 @@ def changed_files() -> set[str]:
 
 
 def commits() -> int:
-    """Return how many commits led to this one: 0 outside a checkout."""
+    """Return the number of commits up to this one, or 0 outside a checkout."""
     return int(_git("rev-list", "--count", "HEAD") or 0)
 
 

@@ -1,4 +1,4 @@
-"""Reads what W&B wrote offline, from its files: the records of a LevelDB log, each a protobuf message."""
+"""Reads the offline logs of W&B: LevelDB logs of protobuf messages."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 
 
 def wandb_log(folder: Path) -> dict[str, Any]:
-    """Return what the one W&B log in a folder holds: config, history, summary, the run's record, its exit status."""
-    (found,) = wandb_logs(folder)
-    return found
+    """Return the content of the only W&B log in a folder: config, history, summary, run record, exit status."""
+    (log,) = wandb_logs(folder)
+    return log
 
 
 def wandb_logs(folder: Path) -> list[dict[str, Any]]:
-    """Return what every finished W&B log in a folder holds, oldest first; W&B's process may still be writing one."""
+    """Return the content of every W&B log in a folder, oldest first. Waits for W&B's process to finish writing."""
     return [_finished(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
 
 
 def _finished(path: Path) -> dict[str, Any]:
     end = time.monotonic() + 20
-    while "exit" not in (found := read_wandb(path)) and time.monotonic() < end:
+    while "exit" not in (log := read_wandb(path)) and time.monotonic() < end:
         time.sleep(0.1)
-    return found
+    return log
 
 
 def read_wandb(path: Path) -> dict[str, Any]:
-    """Return what a W&B log holds by now."""
+    """Return the current content of a W&B log."""
     from wandb.proto import wandb_internal_pb2 as pb
 
     def pairs(items: Any) -> dict[str, Any]:
@@ -56,18 +56,18 @@ def read_wandb(path: Path) -> dict[str, Any]:
 
 def _frames(data: bytes, block: int = 32768) -> Iterator[bytes]:
     """Yield the records of a LevelDB log: frames of CRC, length and kind, cut at blocks."""
-    at, body = 7, b""
-    while at + 7 <= len(data):
-        room = block - at % block
+    position, body = 7, b""
+    while position + 7 <= len(data):
+        room = block - position % block
         if room < 7:
-            at += room
+            position += room
             continue
-        crc, length, kind = struct.unpack_from("<IHB", data, at)
-        part = data[at + 7 : at + 7 + length]
+        crc, length, kind = struct.unpack_from("<IHB", data, position)
+        part = data[position + 7 : position + 7 + length]
         if len(part) < length:
             return
         assert zlib.crc32(part, zlib.crc32(bytes([kind]))) == crc
-        at += 7 + length
+        position += 7 + length
         body = part if kind in (1, 2) else body + part
         if kind in (1, 4):
             yield body
