@@ -13,9 +13,9 @@ from valkyrie.axes import read_axes
 from valkyrie.compiled.communication import AxesBytes, CollectiveTime, CollectiveTrace, Communication
 from valkyrie.parts import StepPart, read_category
 from valkyrie.records import decode
+from valkyrie.runs.folder import key_values
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
 from valkyrie.runs.results import MemoryResult, TrialResult, upgrade_results
-from valkyrie.sweep.names import key_values
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 GOLDENS = Path(__file__).parent / "goldens" / "report"

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import expand_shorthand, run_of
 from valkyrie.config.run import Run
-from valkyrie.config.shorthand import written_out
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.paths import DiskError
 from valkyrie.records import decode, encode, read_record
@@ -419,13 +418,13 @@ def test_a_recursive_model_is_refused() -> None:
     ],
 )
 def test_abbreviations(typed: list[str], written: list[str]) -> None:
-    assert written_out(typed) == written
-    assert written_out(written) == written
+    assert expand_shorthand(typed) == written
+    assert expand_shorthand(written) == written
 
 
 def test_a_chip_without_a_number() -> None:
     with pytest.raises(ValueError, match="add target.chips=N"):
-        written_out(["target.chip=v4"])
+        expand_shorthand(["target.chip=v4"])
 
 
 def test_estimates_alone(search: Callable[..., Finished]) -> None:

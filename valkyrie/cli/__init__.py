@@ -1,1 +1,1 @@
-"""The commands: each module holds one `main`, and imports what is heavy only once the arguments are checked."""
+"""The commands. Each module has one `main`, which imports heavy modules only after it has checked the arguments."""

@@ -1,27 +1,29 @@
-"""`valkyrie-convert`: makes a run folder of a model's folder as Hugging Face has it, and such a folder of a run."""
+"""`valkyrie-convert`: converts a Hugging Face model folder to a run folder, and a run to such a folder."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
+from valkyrie.cli.parser import OneLineParser, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; a user's mistake is one line on stderr and exit status 2."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # it converts on the host, whatever devices there are
-    with ends_in_words("valkyrie-convert"):
-        parser = _parser()
-        arguments, overrides = parser.parse_known_args(without_comment(sys.argv[1:] if argv is None else argv))
-        if wrong := [word for word in overrides if "=" not in word or word.startswith("--")]:
-            parser.error(f"{wrong[0]} is neither an option nor KEY=VALUE, a setting of the run.")
-        arguments.run(arguments, overrides)
+    """Run the command."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # weights are converted on the host
+    run_command("valkyrie-convert", _convert, argv)
+
+
+def _convert(words: list[str]) -> None:
+    parser = _parser()
+    arguments, overrides = parser.parse_known_args(words)
+    if wrong := [word for word in overrides if "=" not in word or word.startswith("--")]:
+        parser.error(f"{wrong[0]} is neither an option nor KEY=VALUE, a setting of the run.")
+    arguments.run(arguments, overrides)
 
 
 def _parser() -> argparse.ArgumentParser:

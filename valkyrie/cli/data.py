@@ -1,4 +1,4 @@
-"""`valkyrie-data`: trains tokenizers, prepares token shards ahead of a run, checks them, and shows what is in them."""
+"""`valkyrie-data`: trains tokenizers, and prepares, checks and shows token shards."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
+from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.data.config import SOURCES
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.sources import text
 from valkyrie.paths import cache_root
 
 _SOURCES = [name for name in SOURCES.names() if issubclass(SOURCES.config_class(name), DocumentConfig)]
-"""The sources that are tokenised ahead; puzzles are prepared by the run itself, and a stream is not prepared."""
+"""Sources that can be tokenised ahead. Runs prepare puzzles themselves, and streams need no preparation."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; a user's mistake is one line on stderr and exit status 2."""
-    with ends_in_words("valkyrie-data"):
-        arguments = _parser().parse_args(without_comment(sys.argv[1:] if argv is None else argv))
-        arguments.run(arguments)
+    """Run the command."""
+    run_command("valkyrie-data", _run, argv)
+
+
+def _run(words: list[str]) -> None:
+    arguments = _parser().parse_args(words)
+    arguments.run(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--workers", type=int, default=None, help="tokenising threads; one a CPU core if not given")
     prepare.add_argument("--field", default=defaults.field, help="the key of .jsonl that holds the text")
     prepare.add_argument("--column", default=defaults.column, help="the column of .parquet that holds the text")
-    prepare.add_argument("--cache-dir", default=_default_cache(), help="where shards are kept")
+    prepare.add_argument("--cache-dir", default=str(cache_root() / "data"), help="where shards are kept")
 
     tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text: one file, tokenizer.json")
     tokenizer.set_defaults(run=_train_tokenizer)
@@ -71,10 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--split", default="train", choices=["train", "validation"], help="where the excerpt is from")
     show.add_argument("--tokens", type=int, default=200, help="tokens of the excerpt")
     return parser
-
-
-def _default_cache() -> str:
-    return str(cache_root() / "data")
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""What `valkyrie-train` does: composes and checks the run without JAX, then hands it to its mode."""
+"""The body of `valkyrie-train`: composes and checks the run without JAX, then executes its mode."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.cli.parser import leave_unread, without_comment
-from valkyrie.config.arguments import read_arguments, refuses_keys_of_null
+from valkyrie.cli.parser import fail, leave_unread, without_comment
+from valkyrie.config.arguments import expand_shorthand, read_arguments, refuses_keys_of_null
 from valkyrie.config.compose import register
 from valkyrie.config.explain import explain
 from valkyrie.config.mistakes import refuse_slips, version_text
 from valkyrie.config.run import Run
 from valkyrie.config.saved import Primary, config_dirs, primary_of
-from valkyrie.config.shorthand import written_out
 from valkyrie.extensions import add_import_path
 from valkyrie.problems import Problem
-from valkyrie.processes.ending import INTERRUPTED, REFUSED
+from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.sweep.end import SweepEndError, multirun_ends
 from valkyrie.sweep.members import over_processes
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
 
+COMMAND = "valkyrie-train"
 FULL_ERROR = "HYDRA_FULL_ERROR"
-"""What makes Hydra raise, which the command always wants, and shows the user tracebacks."""
+"""Variable that makes Hydra raise its errors. If the user sets it to 1, tracebacks are shown."""
 OUR_ERROR = 1
-"""Exit status after a mistake of ours."""
+"""Exit status if trials of a sweep ended without a result."""
 
 
 def dispatch() -> None:
-    """Carry out the arguments of the process; a user's mistake is a message and exit status 2."""
+    """Execute the arguments of the process. A user's mistake is printed without a traceback and ends with status 2."""
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = without_comment(sys.argv[1:])
     try:
         os.getcwd()
     except OSError:
-        fail("the current folder is gone: somebody deleted it. cd to another.")
+        fail(COMMAND, "the current folder is gone: somebody deleted it. cd to another.")
     add_import_path(config_dirs(arguments))
     try:
         if "--version" in arguments:
             print(version_text())
             return
-        arguments = written_out(arguments)
+        arguments = expand_shorthand(arguments)
         multirun = multirun_arguments(arguments)
         refuse_slips(arguments, multirun is not None)
         typed = read_arguments(multirun or arguments, multirun=multirun is not None)
@@ -72,18 +72,18 @@ def dispatch() -> None:
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise
-        fail(str(explain(error, config_dirs(sys.argv[1:]))))
+        fail(COMMAND, str(explain(error, config_dirs(sys.argv[1:]))))
     except SweepEndError as error:
         if show_traceback:
             raise
-        fail(str(error), OUR_ERROR)
+        fail(COMMAND, str(error), OUR_ERROR)
     except KeyboardInterrupt:
-        print("valkyrie-train: stopped", file=sys.stderr)
+        print(f"{COMMAND}: stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
 def _compose(primary: Primary) -> DictConfig | None:
-    """Return what Hydra composes from the arguments; None when Hydra did the work (multirun, help, completion)."""
+    """Return the config that Hydra composes, or None if Hydra has done the work itself (multirun, help, completion)."""
     composed: list[DictConfig] = []
 
     def task(config: DictConfig) -> float | None:
@@ -95,7 +95,7 @@ def _compose(primary: Primary) -> DictConfig | None:
         return None
 
     given = os.environ.get(FULL_ERROR)
-    os.environ[FULL_ERROR] = "1"  # so that Hydra raises, and the words of an error are ours
+    os.environ[FULL_ERROR] = "1"  # Hydra raises, and `explain` writes the message
     try:
         folder = register()
         with multirun_ends(), refuses_keys_of_null(sys.argv[1:]):
@@ -114,16 +114,8 @@ def _dispatch(run: Run) -> int:
     return run.config.mode.run(run)
 
 
-def fail(message: str, status: int = REFUSED) -> None:
-    """Print a mistake to stderr and exit; `HYDRA_FULL_ERROR=1` shows the traceback instead."""
-    lines = message.splitlines() or ["unknown error"]
-    head = "valkyrie-train: " if len(lines) == 1 else f"valkyrie-train: {len(lines)} problems\n  - "
-    print(head + "\n  - ".join(lines), file=sys.stderr)
-    sys.exit(status)
-
-
 def _with_choices(run: Run, problems: Sequence[Problem]) -> str:
-    """Return the problems, and the legal partitions if the rules of this one are among the causes."""
+    """Return the problems, with the legal partitions if this partition is a cause."""
     lines = [str(problem) for problem in problems]
     if any(problem.partition for problem in problems) and (legal := run.legal_partitions()):
         lines.append(f"Legal with mesh={run.config.mesh.name} as it stands: partition={', '.join(legal)}.")

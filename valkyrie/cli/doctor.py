@@ -1,20 +1,18 @@
-"""`valkyrie-doctor`: whether a training would run here, before it is started: a table of findings with remedies."""
+"""`valkyrie-doctor`: checks whether a training would run here, and prints a table of findings with remedies."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
+from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.processes.interrupt import exit_on_ctrl_c
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; exit status 1 where something would fail, 2 after a user's mistake, told without a traceback."""
-    with exit_on_ctrl_c("valkyrie-doctor"), ends_in_words("valkyrie-doctor"):
-        status = _doctor(without_comment(sys.argv[1:] if argv is None else argv))
-    sys.exit(status)
+    """Run the command. Exits with status 1 if the training would fail, and 2 after a user's mistake."""
+    with exit_on_ctrl_c("valkyrie-doctor"):
+        run_command("valkyrie-doctor", _doctor, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,19 +36,18 @@ def _steps(text: str) -> int:
     return int(text)
 
 
-def _doctor(arguments: Sequence[str]) -> int:
-    asked, overrides = _parser().parse_known_args(arguments)
+def _doctor(words: list[str]) -> int:
+    options, overrides = _parser().parse_known_args(words)
     from valkyrie.config.arguments import run_of
     from valkyrie.config.mistakes import refuse_slips
     from valkyrie.doctor.examine import examine
+    from valkyrie.problems import refuse
     from valkyrie.train.screen import make_console
 
     refuse_slips(overrides, multirun=False)
     run = run_of(overrides)
-    if problems := run.problems():
-        several = f"{len(problems)} problems\n  - " if len(problems) > 1 else ""
-        raise ValueError(several + "\n  - ".join(map(str, problems)))
-    return examine(run, make_console(), asked.dry_run)
+    refuse(run.problems())
+    return examine(run, make_console(), options.dry_run)
 
 
 if __name__ == "__main__":

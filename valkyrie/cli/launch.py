@@ -1,4 +1,4 @@
-"""`valkyrie-launch`: starts a training where it is to run, or prints the commands that do."""
+"""`valkyrie-launch`: starts a training on this or other machines, or prints the commands that do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
+from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.extensions import add_import_path
 from valkyrie.launch.choose import ENGINES, read_config
 from valkyrie.launch.dockerfile import dockerfile
@@ -20,17 +20,14 @@ from valkyrie.processes.child import python_module
 from valkyrie.runs.folder import key_value
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
-"""First words that do something other than train."""
+"""First words that request something other than a training."""
 TRAIN = python_module("valkyrie.cli.train")
-"""The command of a process of this machine."""
+"""The command of a process on this machine."""
 
 
 def main(argv: Sequence[str] | None = None, command: Sequence[str] = TRAIN) -> None:
-    """Run the command; a user's mistake is one line on stderr and exit status 2."""
-    with ends_in_words("valkyrie-launch"):
-        status = _launch(without_comment(sys.argv[1:] if argv is None else argv), command)
-        sys.stdout.flush()
-    sys.exit(status)
+    """Run the command. `command` starts `valkyrie-train` on this machine."""
+    run_command("valkyrie-launch", lambda words: _launch(words, command), argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=f"{', '.join(ACTIONS)}; target= and its keys")
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help="starts after a crash, 3 if not given")
-    parser.add_argument("--run", action="store_true", help="run the commands in place of printing them")
+    parser.add_argument("--run", action="store_true", help="run the commands instead of printing them")
     parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="folder with launch engines of your own")
     return parser
 

@@ -1,25 +1,19 @@
-"""What the commands share: messages for wrong arguments, and a quiet end when the output is closed early."""
+"""What the commands share: one `main` around each, one-line messages for mistakes, and a quiet end of a pipe."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NoReturn
 
-from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.ending import INTERRUPTED, REFUSED
 from valkyrie.processes.interrupt import repair_std_streams
 
 NOBODY_READS = 141
-"""Exit status when the reader of a pipe has gone, as shells have it for SIGPIPE."""
-
-
-def without_comment(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments before a lone `#`: zsh hands on the comment behind a pasted command as words."""
-    return list(takewhile(lambda argument: argument != "#", arguments))
+"""Exit status if the reader of a pipe has gone. Shells use it for SIGPIPE."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -27,27 +21,49 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(REFUSED, f"{self.prog}: {message}\n")
 
 
-@contextlib.contextmanager
-def ends_in_words(command: str) -> Iterator[None]:
-    """A context for a command: a user's mistake is one line on stderr and exit status 2, without a traceback."""
+def run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:
+    """Run a command and exit with the status that `body` returns, if any.
+
+    A user's mistake is printed to stderr without a traceback and ends with status 2.
+
+    Args:
+        command: the name of the command, for messages.
+        body: called with the arguments.
+        argv: the arguments, or None for those of the process.
+    """
     repair_std_streams()
+    status = None
     try:
-        yield
+        status = body(without_comment(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except BrokenPipeError:
         leave_unread()
     except (ValueError, OSError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        sys.exit(2)
+        fail(command, str(error))
     except KeyboardInterrupt:
         print(f"{command}: stopped", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        status = INTERRUPTED
+    if status is not None:
+        sys.exit(status)
+
+
+def without_comment(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments before a lone `#`. After a pasted command, zsh passes the words of a comment too."""
+    return list(takewhile(lambda argument: argument != "#", arguments))
+
+
+def fail(command: str, message: str, status: int = REFUSED) -> NoReturn:
+    """Print a message with one problem per line to stderr, and exit."""
+    lines = message.splitlines() or ["unknown error"]
+    head = f"{command}: " if len(lines) == 1 else f"{command}: {len(lines)} problems\n  - "
+    print(head + "\n  - ".join(lines), file=sys.stderr)
+    sys.exit(status)
 
 
 def leave_unread() -> NoReturn:
-    """Exit after a BrokenPipeError: whoever read our output has gone, as `head` does, and no more is written."""
+    """Exit after a BrokenPipeError: the reader of our output has gone, as `head` does, and nothing more is written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(NOBODY_READS)

@@ -1,4 +1,4 @@
-"""`valkyrie-predict`: what a step of a compiled module, which any JAX program can dump, takes on a slice."""
+"""`valkyrie-predict`: predicts the step time of a compiled module, which any JAX program can dump, on a slice."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
+from valkyrie.cli.parser import OneLineParser, run_command
 
 if TYPE_CHECKING:
     from valkyrie.hardware.position import Position
 
 NOT_FITTING = 3
-"""Exit status where the program needs more memory than the slice has: a result, not an error."""
+"""Exit status if the program needs more memory than the slice has, which is a result and not an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; a user's mistake is one line on stderr and exit status 2."""
-    with ends_in_words("valkyrie-predict"):
-        fits = _predict(_parser().parse_args(without_comment(sys.argv[1:] if argv is None else argv)))
-    sys.exit(0 if fits is not False else NOT_FITTING)
+    """Run the command."""
+    run_command("valkyrie-predict", _predict, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,31 +49,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _predict(asked: argparse.Namespace) -> bool | None:
+def _predict(words: list[str]) -> int:
+    options = _parser().parse_args(words)
     from valkyrie import api
     from valkyrie.records import write_record
 
-    places = None if asked.places is None else _read_places(asked.places)
+    places = None if options.places is None else _read_places(options.places)
     result = api.predict(
-        asked.module,
-        slice=api.named_slice(asked.target, slices=asked.slices),
-        mesh=mesh_axes(asked.mesh),
+        options.module,
+        slice=api.named_slice(options.target, slices=options.slices),
+        mesh=mesh_axes(options.mesh),
         places=places,
-        tokens=asked.tokens,
-        flops=asked.flops,
+        tokens=options.tokens,
+        flops=options.flops,
     )
     sys.stdout.write(str(result))
-    if asked.json is not None:
-        write_record(asked.json, result.record)
-    if asked.timeline is not None:
-        print(f"timeline: {result.timeline(asked.timeline)} (open it at https://ui.perfetto.dev)")
-    if asked.html is not None:
-        print(f"page: {result.html(asked.html)}")
-    return result.fits
+    if options.json is not None:
+        write_record(options.json, result.record)
+    if options.timeline is not None:
+        print(f"timeline: {result.timeline(options.timeline)} (open it at https://ui.perfetto.dev)")
+    if options.html is not None:
+        print(f"page: {result.html(options.html)}")
+    return NOT_FITTING if result.fits is False else 0
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """Return the axes of `data=8,model=4`, in order; ValueError says what to write."""
+    """Return the axes of `data=8,model=4` in order. The ValueError shows the correct form."""
     entries = [re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9][0-9]*)\s*", entry) for entry in text.split(",")]
     axes = {entry[1]: int(entry[2]) for entry in entries if entry}
     if len(axes) != len(entries):

@@ -7,18 +7,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
+from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.report.wandb import add_arguments, main_wandb
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; a user's mistake is one line on stderr and exit status 2."""
-    with ends_in_words("valkyrie-report"):
-        arguments = _parser().parse_args(without_comment(sys.argv[1:] if argv is None else argv))
-        _refuse_ignored(arguments)
-        if arguments.wandb is not None:
-            sys.exit(main_wandb(arguments.wandb, arguments.group, arguments.dry_run))
-        _report(arguments)
+    """Run the command."""
+    run_command("valkyrie-report", _run, argv)
+
+
+def _run(words: list[str]) -> int | None:
+    arguments = _parser().parse_args(words)
+    _refuse_ignored(arguments)
+    if arguments.wandb is not None:
+        return main_wandb(arguments.wandb, arguments.group, arguments.dry_run)
+    return _report(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         type=Path,
-        help="the file to write instead of report.html in the first PATH; - for the screen, where md and csv go anyway",
+        help="the file to write; by default report.html in the first PATH, or the screen (-) for md and csv",
     )
     parser.add_argument("--format", choices=("html", "md", "csv"), help="html by default")
     add_arguments(parser)
@@ -45,11 +48,10 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
     if arguments.wandb is None and (arguments.group is not None or arguments.dry_run):
         raise ValueError("--group and --dry-run go with --wandb ENTITY/PROJECT.")
     if arguments.wandb is not None:
-        given = {"PATH": arguments.paths, "--format": arguments.format, "--output": arguments.output}
-        given |= {"--compare": arguments.compare}
-        unread = [name for name, value in given.items() if value]
-        if unread:
-            raise ValueError(f"--wandb builds a dashboard of what W&B has: leave out {', '.join(unread)}.")
+        others = {"PATH": arguments.paths, "--format": arguments.format, "--output": arguments.output}
+        others["--compare"] = arguments.compare
+        if ignored := [name for name, value in others.items() if value]:
+            raise ValueError(f"--wandb builds a dashboard of what W&B has: leave out {', '.join(ignored)}.")
     if arguments.compare and arguments.format == "csv":
         raise ValueError("--compare has no place in csv, a line for each trial. Use --format html or --format md.")
 

@@ -1,4 +1,4 @@
-"""`valkyrie-train`: what there is to import is imported where Ctrl-C already ends it without a traceback."""
+"""`valkyrie-train`. Heavy imports come after Ctrl-C has a handler, so that it never shows a traceback."""
 
 from __future__ import annotations
 

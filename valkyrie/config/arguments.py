@@ -16,27 +16,91 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.config.composing import composing
+from valkyrie.config.choices import Chips
+from valkyrie.config.compose import composing
 from valkyrie.config.explain import explain
+from valkyrie.config.modes import mode_named
 from valkyrie.config.run import Run
 from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, primary_of
-from valkyrie.config.shorthand import written_out
 from valkyrie.extensions import add_import_path
 from valkyrie.foreign_errors import is_key_of_null
-from valkyrie.runs.folder import key_value, parts_of
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.target import ChipConfig
+from valkyrie.runs.folder import key_value, key_values, parts_of
 
 _ESCAPED = r"\\[][(){}:=, \t\\]"
 """Regex of a character that is special in Hydra's grammar, escaped with a backslash."""
 
 
 def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[str]:
-    """Return the arguments in Hydra's syntax; ValueError for a mesh of one number.
+    """Return the arguments in Hydra's syntax. Raises ValueError for a mesh of one number.
+
+    - Expands the abbreviations (`expand_shorthand`).
+    - `+experiment=` and `+sweep=` become `experiment=` and `sweep=`, because both are in use.
+    - The folder of `--config-path` is relative to the working directory, not to one of our source files.
+    - `prompt=`, the two layouts of `mode=explain` and the paths of `data.paths=` are quoted, so that Hydra reads them
+      exactly as typed: it strips the blanks of unquoted text and rejects most punctuation. `null`, values that are
+      already quoted or escaped for Hydra, and the list of prompts of a sweep remain as they are. `${KEY}` is still
+      interpolated.
+    - `~` in `runs=` and `resume=` is expanded.
 
     `multirun`: the arguments are of a sweep, where a key may have several values.
     """
-    typed = _as_typed(_plain(written_out(arguments)), multirun)
-    _refuse_unreadable_meshes(typed)
+    typed: list[str] = []
+    for argument in expand_shorthand(arguments):
+        key, sign, value = argument.partition("=")
+        if typed and typed[-1] in CONFIG_PATH:
+            argument = os.path.abspath(argument)
+        elif key in CONFIG_PATH and sign:
+            argument = f"{key}={os.path.abspath(value)}"
+        elif key in ("+experiment", "+sweep") and sign:
+            argument = argument[1:]
+        elif key.lstrip("+") in ("prompt", "mode.first", "mode.second") and not _is_for_hydra(value, multirun):
+            argument = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+        elif key.lstrip("+") == "data.paths":
+            argument = f"{key}={_list_of_paths(value, multirun)}"
+        elif key in ("runs", "resume") and value.startswith("~"):  # shells do not expand ~ after =
+            argument = f"{key}={os.path.expanduser(value)}"
+        elif key == "mesh" and value.isdecimal():
+            raise ValueError(
+                f"mesh={value} has 1 axis; a mesh has three (x, y, z) or four (w, x, y, z). Write mesh={value}x1x1."
+            )
+        typed.append(argument)
     return typed
+
+
+def expand_shorthand(arguments: Sequence[str]) -> list[str]:
+    """Expand the abbreviations in arguments. Raises ValueError for meaningless ones.
+
+    - `target.chip=v4 target.chips=512` becomes the slice of that size, in any shape under `mode=search`. The chip is
+      one of the package or has a file in the folder of `--config-dir`.
+    - `target=[v4-64,v5e-64]` compares slices under `mode=search`.
+    - Some keys of a mode work without `mode.`: `tokens=`, `budget=` and `budget_usd=` under `mode=search`, `first=` and
+      `second=` under `mode=explain`.
+    """
+    given = key_values(arguments)
+    mode = mode_named(given.get("mode"))
+    short_keys = () if mode is None else mode.short_keys
+    searching = given.get("mode") == "search"
+    chip = _chip(given["target.chip"], config_dirs(arguments)) if "target.chip" in given else None
+    expanded: list[str] = []
+    for argument in arguments:
+        key, value = key_value(argument) if "=" in argument else (argument, "")
+        if key == "target.chip" and chip is not None:
+            expanded += _slice_of(value, chip.units_in_name, given.get("target.chips"), searching)
+        elif key == "target.chips" and chip is not None:
+            continue
+        elif searching and key == "target" and value.startswith("[") and value.endswith("]"):
+            names = [name.strip() for name in value[1:-1].split(",") if name.strip()]
+            if not names:
+                raise ValueError(f"{argument} names no slice. Write target=[v4-64,v5e-64].")
+            expanded += [f"target={names[0]}", f"mode.targets=[{','.join(names)}]"]
+        elif key in short_keys:
+            paths = key == "paths" and not value.startswith("[")
+            expanded.append(f"mode.{key}={f'[{value}]' if paths else value}")
+        else:
+            expanded.append(argument)
+    return expanded
 
 
 @contextmanager
@@ -50,10 +114,10 @@ def refuses_keys_of_null(arguments: Sequence[str]) -> Iterator[None]:
     except AssertionError as error:
         if not is_key_of_null(str(error)):
             raise
-        asked = next(a for a in arguments if "target.chip." in a or key_value(a)[0].count(".") > 1)
-        parent = key_value(asked)[0].rpartition(".")[0]
+        argument = next(a for a in arguments if "target.chip." in a or key_value(a)[0].count(".") > 1)
+        parent = key_value(argument)[0].rpartition(".")[0]
         chip = " Name a target with a chip, such as target=v5e-8." if parent.startswith("target.chip") else ""
-        raise ValueError(f"{asked}: there is no {parent} to set it in.{chip}") from error
+        raise ValueError(f"{argument}: there is no {parent} to set it in.{chip}") from error
 
 
 def run_of(arguments: Sequence[str]) -> Run:
@@ -70,8 +134,7 @@ def run_in(folder: Path, overrides: Sequence[str]) -> Run:
     Raises ValueError with the same message as the command.
     """
     typed = read_arguments(overrides)
-    given = {key_value(override)[0] for override in typed}
-    if refused := given & {"name", "resume"}:
+    if refused := {"name", "resume"} & {key_value(override)[0] for override in typed}:
         raise ValueError(
             f"{refused.pop()}= is not for load: it goes on with the run in {folder}. For another run, compose one: "
             "valkyrie.compose(..., 'name=NAME')."
@@ -109,46 +172,6 @@ def _refuse_what_sets_no_value(override: Override) -> None:
         raise ValueError(f"{line} names several values, and a run has one. Write {key}=VALUE.")
 
 
-def _plain(arguments: Sequence[str]) -> list[str]:
-    """Accept two spellings that Hydra does not.
-
-    `+experiment=` and `+sweep=` become `experiment=` and `sweep=`, because both are in use. The folder of
-    `--config-path` is relative to the working directory, not to one of our source files.
-    """
-    plain = [a[1:] if a.startswith(("+experiment=", "+sweep=")) else a for a in arguments]
-    for i, argument in enumerate(plain):
-        flag, joined, folder = argument.partition("=")
-        if flag not in CONFIG_PATH:
-            continue
-        if joined:
-            plain[i] = f"{flag}={os.path.abspath(folder)}"
-        elif i + 1 < len(plain):
-            plain[i + 1] = os.path.abspath(plain[i + 1])
-    return plain
-
-
-def _as_typed(arguments: Sequence[str], multirun: bool) -> list[str]:
-    """Quote text values and the paths of `data.paths=`, so that Hydra reads them exactly as typed.
-
-    Text values are `prompt=` and the two layouts of `mode=explain`. Hydra strips the blanks of unquoted text and
-    rejects most punctuation. `null`, values already quoted or escaped for Hydra, and the list of prompts of a sweep
-    are left unchanged. `${KEY}` is still interpolated.
-
-    Also expands `~` in `runs=` and `resume=`.
-    """
-    typed = []
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key.lstrip("+") in ("prompt", "mode.first", "mode.second") and not _is_for_hydra(value, multirun):
-            argument = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
-        elif key.lstrip("+") == "data.paths":
-            argument = f"{key}={_list_of_paths(value, multirun)}"
-        elif key in ("runs", "resume") and value.startswith("~"):  # shells do not expand ~ after =
-            argument = f"{key}={os.path.expanduser(value)}"
-        typed.append(argument)
-    return typed
-
-
 def _list_of_paths(value: str, multirun: bool) -> str:
     """Write paths as a Hydra list. Its grammar rejects `~/a/*.txt` and `[~/a/*.txt]`, so each path is quoted."""
     try:
@@ -172,11 +195,17 @@ def _is_for_hydra(value: str, multirun: bool) -> bool:
     return value.startswith(("'", '"')) or value.lower() == "null" or re.search(_ESCAPED, value) is not None
 
 
-def _refuse_unreadable_meshes(arguments: Sequence[str]) -> None:
-    for argument in arguments:
-        match = re.fullmatch(r"mesh=(\d+)", argument)
-        if match:
-            raise ValueError(
-                f"mesh={match[1]} has 1 axis; a mesh has three (x, y, z) or four (w, x, y, z). "
-                f"Write mesh={match[1]}x1x1."
-            )
+def _chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
+    """Return the chip with this name, of the package or of the user, or None if unknown."""
+    if name in known_chips() or not folders:
+        return known_chips().get(name)
+    with composing(folders):
+        return Chips().get(name)
+
+
+def _slice_of(chip: str, units: int, chips: str | None, searching: bool) -> list[str]:
+    if chips is None:
+        raise ValueError(f"target.chip={chip} does not say how many: add target.chips=N, or write target={chip}-N.")
+    if not chips.isdecimal() or int(chips) < 1:
+        raise ValueError(f"target.chips={chips}: a whole number of at least 1 is needed.")
+    return [f"target={chip}-{int(chips) * units}", *(["mode.shapes=true"] if searching else [])]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl  # public ConfigLoaders cannot take another folder
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException
@@ -53,7 +58,7 @@ SCHEMA_PATHS: dict[str, type] = {
 
 AS_SAVED = "as_saved"
 """The choice, in each group, of a saved run's settings. It is not listed."""
-saved_groups: dict[str, dict[str, Any]] = {}
+saved_groups: dict[str, DictConfig] = {}
 """The settings of each group's `as_saved` choice, with a defaults list."""
 ENVIRONMENT_MESH = "environment"
 """The mesh that `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
@@ -101,7 +106,7 @@ class ValkyrieSource(ConfigSource):
             if path in SCHEMA_PATHS:
                 config = OmegaConf.structured(SCHEMA_PATHS[path])
             elif name == AS_SAVED:
-                config = OmegaConf.create(saved_groups[group])
+                config = saved_groups[group].copy()
             elif group == "target":
                 config = _target_config(name)
             elif group == "remat":
@@ -147,6 +152,38 @@ def register() -> Path:
     OmegaConf.register_new_resolver("ids_of", ids_of, replace=True)
     OmegaConf.register_new_resolver("described_modes", described_modes, replace=True)
     return conf_dir_checked()
+
+
+@contextmanager
+def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[None]:
+    """Let Hydra compose from `folders` and then from the package's groups.
+
+    `primary`: the folder of the primary config, or None for the package's. Raises ValueError if one of `folders` is not
+    a folder.
+    """
+    conf = register()
+    with _beside_hydra(), initialize_config_dir(primary or str(conf), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        assert isinstance(loader, ConfigLoaderImpl)
+        for own in folders:
+            if not Path(own).is_dir():
+                raise ValueError(f"--config-dir {own} is not a folder.")
+            loader.config_search_path.prepend(
+                "command-line", f"file://{own}", anchor=SearchPathQuery(provider="schema")
+            )
+        loader.repository.initialize_sources(loader.config_search_path)
+        yield
+
+
+@contextmanager
+def _beside_hydra() -> Iterator[None]:
+    """Set aside the running Hydra, so that a run can be composed while a multirun composes its jobs."""
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def _divide(a: float | int, b: float | int) -> float:

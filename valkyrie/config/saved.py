@@ -24,7 +24,7 @@ from valkyrie.config.modes import reads_run
 from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, Run, RunConfig, drop_foreign_keys
 from valkyrie.extensions import add_import_path
 from valkyrie.paths import conf_dir, unused
-from valkyrie.runs.folder import RUN, find_run, key_value, parts_of, read_settings, saved_config
+from valkyrie.runs.folder import RUN, find_run, key_value, key_values, parts_of, read_settings, saved_config
 
 CONFIG_PATH = ("--config-path", "-cp")
 """Flags for the folder of the primary config."""
@@ -76,7 +76,7 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
     It is the folder of `resume=`. Without it, modes that read a run (`mode=eval`, `mode=generate`, ...) use `name=`, or
     else the latest run.
     """
-    given = dict(key_value(a) for a in parts_of(arguments)[1])
+    given = key_values(arguments)
     resume, reads = given.get("resume"), reads_run(given.get("mode"))
     if resume == "":
         raise ValueError(
@@ -102,7 +102,9 @@ def composed_file(arguments: Sequence[str]) -> Path | None:
     if folder is None:
         return None
     file = Path(folder) / f"{config_name(arguments)}.yaml"
-    return file if file.is_file() and not _has(file, "defaults") else None
+    if not file.is_file() or re.search(r"^defaults\s*:", file.read_text(), re.MULTILINE):
+        return None
+    return file
 
 
 def config_path(arguments: Sequence[str]) -> str | None:
@@ -146,7 +148,7 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
         )
     if is_record:
         values = _whole(values, file)
-        given = dict(key_value(a) for a in parts_of(arguments)[1])
+        given = key_values(arguments)
         values.resume = None
         if reads_run(given.get("mode", str(values.mode.name))) and latest_step(file.parent) is not None:
             values.resume = str(file.parent)
@@ -174,7 +176,7 @@ def _offer(values: DictConfig, file: Path | None) -> None:
     for group in saved:
         schema = f"{OmegaConf.select(values, FAMILIES[group].key) if group in FAMILIES else group}_schema"
         nested = ["chip/chip_schema@chip"] if group == "target" and values.target.chip is not None else []
-        saved_groups[group] = {"defaults": [schema, *nested, "_self_"], **_plain(values[group])}
+        saved_groups[group] = OmegaConf.create({"defaults": [schema, *nested, "_self_"], **_plain(values[group])})
     own = {str(key): value for key, value in _plain(values).items() if key not in (*GROUPS, "hydra")}
     hydra = shipped.hydra
     if file is not None:
@@ -185,7 +187,7 @@ def _offer(values: DictConfig, file: Path | None) -> None:
     )
 
 
-def _plain(values: DictConfig) -> dict[str, Any]:
+def _plain(values: DictConfig) -> dict[str, object]:
     plain = OmegaConf.to_container(values, resolve=False)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
@@ -210,7 +212,3 @@ def _flag(arguments: Sequence[str], names: Sequence[str]) -> str | None:
         if name in names:
             given = value if joined else following
     return given
-
-
-def _has(file: Path, key: str) -> bool:
-    return re.search(rf"^{key}\s*:", file.read_text(), re.MULTILINE) is not None

@@ -1,4 +1,4 @@
-"""Checks of what a run writes and reads: its folder, checkpoints, caches, data, the key of W&B. Imports no JAX."""
+"""Checks of the files of a run: its folder, checkpoints, caches, data, the W&B key. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from valkyrie.train.prepare import refuse_other_data
 from valkyrie.units import memory
 
 CLOCK_S = 2.0
-"""Seconds by which the clock of a disk or of another host may differ without a warning."""
+"""Clock difference in seconds, of a disk or another host, above which there is a warning."""
 _KEY_LENGTH = 40
 _TEXT = "valkyrie-doctor"
 
 
 def state_bytes(run: Run) -> int:
-    """Return the bytes of a run's saved state: parameters, the optimizer's moments, the average if one is kept."""
+    """Return the bytes of a run's saved state: parameters, optimizer moments, and the parameter average if enabled."""
     config = run.config
     number = {"float32": 4, "bfloat16": 2}
     size = 0.0
@@ -49,7 +49,7 @@ def run_folder(examined: Examined) -> Answers:
 
 
 def disk_clock(examined: Examined) -> Answers:
-    """Compare the clock of the disk of `runs` with this host's."""
+    """Compare the clock of the disk of `runs` with the clock of this host."""
     runs = examined.run.config.runs
     with contextlib.suppress(OSError), _probe(runs) as probe:  # `run_folder` reports it
         off = probe.stat().st_mtime - time.time()
@@ -59,7 +59,7 @@ def disk_clock(examined: Examined) -> Answers:
 
 
 def checkpoint_folder(examined: Examined) -> Answers:
-    """Check that `checkpoint.folder` can be written, read and cleared; nothing if checkpoints are placed in `runs`."""
+    """Check that `checkpoint.folder` can be written, read and cleared. Skipped if checkpoints are stored in `runs`."""
     folder = examined.run.config.checkpoint.folder
     if folder is None:
         return
@@ -83,7 +83,7 @@ def checkpoint_folder(examined: Examined) -> Answers:
 
 
 def shared_folder(examined: Examined) -> Answers:
-    """Check that this process sees what process 0 writes to the folder of the checkpoints."""
+    """Check that this process sees the files that process 0 writes to the checkpoint folder."""
     team, (key, folder) = examined.team, _checkpoints(examined.run)
     with contextlib.ExitStack() as stack:
         name, sees = None, False
@@ -102,13 +102,13 @@ def shared_folder(examined: Examined) -> Answers:
 
 
 def _checkpoints(run: Run) -> tuple[str, str]:
-    """Return the key of the folder of the checkpoints, and the folder."""
+    """Return the key that sets the checkpoint folder, and the folder."""
     folder = run.config.checkpoint.folder
     return ("runs", run.config.runs) if folder is None else ("checkpoint.folder", folder)
 
 
 def disk_space(examined: Examined) -> Answers:
-    """Check that the disk of the checkpoints has room for them."""
+    """Check that the disk has room for the checkpoints."""
     config, (key, folder) = examined.run.config.checkpoint, _checkpoints(examined.run)
     keep, size = config.keep + config.keep_best, state_bytes(examined.run)
     each = f"a checkpoint is {memory(size)}, {keep} are kept while one is written"
@@ -126,9 +126,9 @@ def disk_space(examined: Examined) -> Answers:
 
 
 def fast_disk_space(examined: Examined) -> Answers:
-    """Check that this host has room for its share of the fast checkpoints; nothing if there are none.
+    """Check that this host has room for its share of the fast checkpoints. Skipped if they are disabled.
 
-    A process stores what its devices hold: at least its share of the state, at most all of it.
+    A process stores the state on its devices: at least its share of the state, at most all of it.
     """
     fast = examined.run.config.checkpoint.fast
     if fast.every is None:
@@ -148,7 +148,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def compile_cache(_: Examined) -> Answers:
-    """Check that compiled programs can be stored for the next start."""
+    """Check that compiled programs can be cached for the next start."""
     folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_root() / "xla")
     key = "JAX_COMPILATION_CACHE_DIR=DIR" if "JAX_COMPILATION_CACHE_DIR" in os.environ else "VALKYRIE_CACHE=DIR"
     if "://" in str(folder):
@@ -160,14 +160,14 @@ def compile_cache(_: Examined) -> Answers:
 
 
 def data(examined: Examined) -> Answers:
-    """Check that the training data is there, and is enough for a batch."""
+    """Check that the training data exists and suffices for a batch."""
     refuse_other_data(examined.run)
     checked = _check_data(examined.run)
     yield WARNING if checked.advice else FINE, checked.text, checked.advice or ""
 
 
 def same_data(examined: Examined) -> Answers:
-    """Compare the prepared data of all processes; nothing if fewer than two have it."""
+    """Compare the prepared data of all processes. Skipped if fewer than two have prepared it."""
     content, team = None, examined.team
     with contextlib.suppress(ValueError, OSError):  # `data` reports them
         content = _check_data(examined.run).content
@@ -188,7 +188,7 @@ def _check_data(run: Run) -> DataCheck:
 
 
 def wandb_key(examined: Examined) -> Answers:
-    """Check that W&B has a key if it needs one; the network is not asked."""
+    """Check that W&B has a key if it needs one. Does not use the network."""
     wanted = examined.run.config.tracking.wandb
     mode, key = resolve(wanted), os.environ.get("WANDB_API_KEY") or ""
     if mode is WandbMode.online:
@@ -219,7 +219,7 @@ def _key_in_netrc() -> str:
 
 @contextlib.contextmanager
 def _probe(folder: str) -> Iterator[Any]:
-    """Write a small file into a folder or bucket and give its path; afterwards nothing of it is left."""
+    """Yield the path of a small file in a folder or bucket, and remove it and any created folders afterwards."""
     path = path_of(folder)
     local = isinstance(path, Path) and not in_bucket(folder)
     missing = [place for place in (path, *path.parents) if not place.exists()] if local else []

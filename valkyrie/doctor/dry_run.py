@@ -1,4 +1,4 @@
-"""A few steps of the real layout on random tokens: finite numbers, equal replicas, the latency of each mesh axis."""
+"""Dry run: a few steps on random tokens. Checks for finite numbers and equal replicas, and times each mesh axis."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from valkyrie.processes.team import Team
 from valkyrie.train.devices import Devices
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, explain_oom
+from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog
 from valkyrie.trees import names_of
 from valkyrie.units import duration
@@ -28,14 +29,14 @@ from valkyrie.units import duration
 _REMEDY = "distributed.step_timeout_s is the limit; look for the process whose stacks differ from the others'."
 _REPEATS = 20
 _SLOW_S = 0.01
-"""A collective of a few bytes that takes longer on real chips is worth a look at the network."""
+"""Seconds above which a collective of a few bytes on real chips suggests a problem of the network."""
 
 
 def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list[Finding]]:
-    """Yield the findings of a dry run, part by part: mesh axes, memory, compile, steps, replicas.
+    """Yield the findings of a dry run in parts: mesh axes, memory, compile, steps, replicas.
 
-    All processes of the team call it together, and continue only if none failed in the last part. Raises ValueError if
-    a step runs out of memory.
+    All processes of the team call this together and continue only if the previous part failed on none of them. Raises
+    ValueError if a step runs out of memory.
     """
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     limit_s = run.config.distributed.step_timeout_s
@@ -62,7 +63,7 @@ def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list
 
 
 def _room(program: StepProgram, devices: Devices) -> list[Finding]:
-    """Return findings on the memory of the devices; none if it is enough."""
+    """Return findings about the devices' memory, or none if it is enough."""
     notes: list[str] = []
     try:
         check_room(program, devices, say=notes.append)
@@ -73,8 +74,8 @@ def _room(program: StepProgram, devices: Devices) -> list[Finding]:
 
 def _steps(
     program: StepProgram, compiled: Any, steps: int, watchdog: Watchdog
-) -> tuple[list[dict[str, Any]], list[float], Any]:
-    """Return the metrics of each step, its seconds, and the last state."""
+) -> tuple[list[dict[str, np.ndarray]], list[float], TrainState]:
+    """Return the metrics and the seconds of each step, and the last state."""
     run, metrics, seconds = program.run, [], []
     config, state = run.config, program.init(run.config.seed)
     for step in range(steps):
@@ -91,9 +92,9 @@ def _steps(
 
 
 def _steps_finding(
-    program: StepProgram, metrics: list[dict[str, Any]], seconds: list[float], devices: Devices
+    program: StepProgram, metrics: list[dict[str, np.ndarray]], seconds: list[float], devices: Devices
 ) -> Finding:
-    """Report the first step with a loss or gradients that are not finite, or the losses and the time of a step."""
+    """Report the first step with a loss or gradient that is not finite, or else the losses and the step time."""
     for step, values in enumerate(metrics, 1):
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             bad = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
@@ -118,7 +119,7 @@ def equal_replicas(parameters: Mapping[str, jax.Array], team: Team) -> Finding:
                 merged.setdefault(name, {}).setdefault(part, {}).update(by_device)
     wrong = {name: odd for name, parts in merged.items() if (odd := _odd(parts))}
     if not copied:
-        return Finding("replicas", FINE, "no parameter lies on several devices")
+        return Finding("replicas", FINE, "no parameter has copies on several devices")
     if wrong:
         name, odd = next(iter(wrong.items()))
         text = f"{name} differs on device{'s' * (len(odd) > 1)} {', '.join(odd[:8])} from its copies on the others"
@@ -168,11 +169,8 @@ def latencies(mesh: Any, simulated: bool) -> list[Finding]:
         elif seconds > _SLOW_S:
             finding = finding._replace(verdict=WARNING, remedy="Within a slice it takes well under a millisecond.")
         if not right:
-            text, remedy = (
-                f"a sum of ones over {axis}={size} is not {size}",
-                "A link or a chip is at fault: use another slice.",
-            )
-            finding = Finding(f"axis {axis}", FAILS, text, remedy)
+            text = f"a sum of ones over {axis}={size} is not {size}"
+            finding = Finding(f"axis {axis}", FAILS, text, "A link or a chip is at fault: use another slice.")
         findings.append(finding)
     return findings
 

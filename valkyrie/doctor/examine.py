@@ -1,4 +1,4 @@
-"""The doctor's round: this host, then the others, then the devices, then a dry run; the cheap and telling first."""
+"""Runs the checks of `valkyrie-doctor`, cheap ones first: this host, the other hosts, the devices, a dry run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
 
 _CLOCK_FAILS_S = 300.0
-"""Servers refuse the credentials of a host whose clock is off by more."""
+"""Seconds of clock error above which servers reject a host's credentials."""
 
 
 def same_code(examined: Examined) -> Answers:
@@ -64,7 +64,7 @@ HOST_CHECKS = (
     Check("data", disks.data),
     Check("W&B", disks.wandb_key),
 )
-"""Checks that each process makes alone, before it looks for the others."""
+"""Checks that each process makes alone, before it connects to the others."""
 TEAM_CHECKS = (
     Check("same code", same_code),
     Check("same settings", same_settings),
@@ -76,9 +76,9 @@ TEAM_CHECKS = (
 
 
 def examine(run: Run, console: Console, steps: int | None) -> int:
-    """Print the findings of a run on this host and those of its other processes, and return the exit status.
+    """Print the findings of all processes of a run. Returns the exit status: 1 if the run would fail, else 0.
 
-    `steps` are those of a dry run, None for none. The status is 1 if the run would fail, else 0.
+    `steps` is the number of steps of a dry run, or None for no dry run.
     """
     title = f"{run.model.name} under {run.layout.name} on target={run.config.target.describe()}"
     console.print(title, style="bold", markup=False)
@@ -105,7 +105,7 @@ def examine(run: Run, console: Console, steps: int | None) -> int:
 
 
 def _with_all(examined: Examined, table: FindingsTable, own: list[Finding], steps: int | None) -> int:
-    """Print what all processes have found, then check their devices and make a dry run unless something has failed."""
+    """Print the findings of all processes, then check their devices and make a dry run unless something has failed."""
     team = examined.team
     table.add(team.exchange("this host", own))
     if not table.failed:
@@ -119,7 +119,7 @@ def _with_all(examined: Examined, table: FindingsTable, own: list[Finding], step
 
 
 def _devices(run: Run, team: Team) -> tuple[Devices | None, list[Finding]]:
-    """Start JAX, and return the devices of the run, or None if they are not what the target requires."""
+    """Start JAX and return the devices of the run, or None if they do not match the target."""
     if isinstance(team, Connected):
         start_jax(run.config.distributed, team.place)
     try:

@@ -1,4 +1,4 @@
-"""Checks and their findings, and the table of what all processes have found."""
+"""Checks, their findings, and the table of the findings of all processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FINE, WARNING, FAILS = "ok", "warning", "FAILS"
 """Severity of a finding: nothing to do, something to know, the run would fail."""
 _STYLES = {FINE: "green", WARNING: "yellow", FAILS: "bold red"}
 _MOST_FINE = 8
-"""Different answers that are shown of a check that no process fails."""
+"""Maximum number of different `ok` findings shown per check."""
 
 
 class Finding(NamedTuple):
@@ -30,11 +30,11 @@ class Finding(NamedTuple):
 
 
 Answers = Iterator[tuple[str, ...]]
-"""What a check yields: severity, text, and a remedy if one is needed."""
+"""Results of a check: severity, text, and a remedy if one is needed."""
 
 
 class Examined(NamedTuple):
-    """What checks look at: the run, the number of its processes, and once they have met their team."""
+    """Input of a check: the run, its number of processes, and their team once they are connected."""
 
     run: Run
     processes: int = 1
@@ -42,14 +42,14 @@ class Examined(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A check of a run on this host, by the name of its row. A ValueError or OSError of `look` is a failure."""
+    """A named check of a run. A ValueError or OSError of `look` counts as a failure."""
 
     name: str
     look: Callable[[Examined], Answers]
 
 
 def findings_of(checks: Iterable[Check], examined: Examined) -> list[Finding]:
-    """Return what these checks find, in their order."""
+    """Run the checks and return their findings in order."""
     findings: list[Finding] = []
     for check in checks:
         try:
@@ -60,9 +60,9 @@ def findings_of(checks: Iterable[Check], examined: Examined) -> list[Finding]:
 
 
 class FindingsTable:
-    """The table of a doctor's findings, printed part by part, and its verdict.
+    """Prints tables of findings and the verdict.
 
-    `hosts` are the names of the hosts of all processes; none if there is one process.
+    `hosts` are the host names of all processes, or empty for one process.
     """
 
     def __init__(self, console: Console, hosts: Sequence[str] = ()) -> None:
@@ -76,7 +76,7 @@ class FindingsTable:
         return self._counts[FAILS] > 0
 
     def add(self, by_process: Sequence[Iterable[Sequence[str]]]) -> None:
-        """Print the findings of every process, equal ones in one row."""
+        """Print the findings of all processes. Equal findings share a row."""
         table = Table.grid(padding=(0, 2))
         table.add_column(width=7)
         table.add_column(width=16)
@@ -108,7 +108,7 @@ class FindingsTable:
 
 
 def _rows(by_process: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int], int]]:
-    """Return each finding with its processes, check by check, and the number of fine ones left out after it."""
+    """Return each finding with its processes and the number of `ok` findings omitted after it, check by check."""
     by_check: dict[str, dict[Finding, list[int]]] = {}
     for index, findings in enumerate(by_process):
         for finding in findings:

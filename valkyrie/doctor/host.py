@@ -1,4 +1,4 @@
-"""Checks of this host: chips that nobody else uses, package versions, memory, open files. Imports no JAX."""
+"""Checks of this host: free chips, package versions, memory, open files. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from valkyrie.units import memory
 PROC, LOCKFILE = Path("/proc"), Path("/tmp/libtpu_lockfile")
 _CHIP_FILES = re.compile(r"/dev/(accel\d+|vfio/\d+|nvidia\d+)")
 _FILES, _FILES_A_PROCESS = 256, 8
-"""Files that a training opens, and those for each other process: process 0 is connected to all of them."""
+"""Files that a training opens, and connections that process 0 has per process."""
 _SHOWN = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 _REQUIRING = ("valkyrie-jax", "jax")
 """The packages whose requirements are checked."""
 
 
 def chips(examined: Examined) -> Answers:
-    """Compare the chips of this host, by their device files, with those of the target's hosts."""
+    """Compare the chips of this host, counted by device files, with those of the target's hosts."""
     if problems := missing_devices(examined.run):
         yield from ((FAILS, str(problem)) for problem in problems)
         return
@@ -63,7 +63,7 @@ def expected_processes(examined: Examined) -> Answers:
 
 
 def chips_free(_: Examined) -> Answers:
-    """Look for other processes that use the chips; nothing if there are no chips."""
+    """Look for other processes that use the chips. Skipped without chips."""
     if not accelerators():
         return
     held = [(pid, file) for pid, file in _open_devices() if pid != os.getpid()]
@@ -80,7 +80,7 @@ def chips_free(_: Examined) -> Answers:
 
 
 def _open_devices() -> Iterator[tuple[int, str]]:
-    """Yield process and device file for every chip that a process has open, as far as this user may look."""
+    """Yield process and device file for every open chip. Skips processes that this user may not inspect."""
     for folder in PROC.glob("[0-9]*/fd"):
         try:
             targets = [os.readlink(entry) for entry in folder.iterdir()]
@@ -125,7 +125,7 @@ def versions(examined: Examined) -> Answers:
 
 
 def _unmet_requirements() -> Iterator[str]:
-    """Yield each requirement that an installed package does not meet; of extras those of an installed JAX plugin."""
+    """Yield each unmet requirement of the installed packages. Of optional ones, checks only installed JAX plugins."""
     for who in _REQUIRING:
         if installed_version(who) is None:
             yield f"{who} is not installed"
@@ -145,7 +145,7 @@ def _unmet_requirements() -> Iterator[str]:
 
 
 def host_memory(examined: Examined) -> Answers:
-    """Check that this host's memory holds its share of the state, which is copied there to be saved."""
+    """Check that this host's memory can hold its share of the state, which is copied there for checkpoints."""
     free = free_memory()
     if free is None:
         yield WARNING, "this system does not tell how much is free"

@@ -259,3 +259,8 @@ def key_value(argument: str) -> tuple[str, str]:
     """Return the key of an override, without the marks of appending, and its value, without quotes."""
     key, _, value = argument.partition("=")
     return key.lstrip("+~"), value.strip("\"'")
+
+
+def key_values(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the values of the overrides among arguments by key. The last one of equal keys counts."""
+    return dict(key_value(argument) for argument in parts_of(arguments)[1] if "=" in argument)

@@ -14,10 +14,10 @@ from valkyrie.config.arguments import run_of
 from valkyrie.config.modes import mode_named, reads_run
 from valkyrie.config.run import Run
 from valkyrie.processes.interrupt import signals_as_exceptions
+from valkyrie.runs.folder import key_values
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import SweepEnd, end_of
 from valkyrie.sweep.members import members
-from valkyrie.sweep.names import key_values
 from valkyrie.sweep.plan import SweepContext, TrialPlan, job_environment, plan_run, plan_wrong
 from valkyrie.sweep.process import TrialProcess
 from valkyrie.sweep.run import carry_out

@@ -26,8 +26,7 @@ from valkyrie.processes.distributed import DistributedConfig, join
 from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.hub import free_port, parse_address
 from valkyrie.processes.team import Connected, Place
-from valkyrie.runs.folder import RUN
-from valkyrie.sweep.names import key_values
+from valkyrie.runs.folder import RUN, key_values
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.train.processes import abort_all_on_error, agree_on_versions
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from valkyrie.checksums import digest
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run
-from valkyrie.runs.folder import key_value, parts_of
+from valkyrie.runs.folder import key_value, key_values, parts_of
 
 _NOT_OF_THE_SWEEP = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
 """Keys that may differ between commands of one sweep: compiled and measured layouts share a page."""
@@ -82,11 +82,6 @@ def trial_name(run: Run, key: str, layout: str | None = None) -> str:
 def folder_name(text: str) -> str:
     """Replace characters that are special in paths or in Hydra's grammar."""
     return re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII).strip("-.") or "sweep"
-
-
-def key_values(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the overrides among arguments by key, without `+`; the last one of equal keys counts."""
-    return dict(key_value(argument) for argument in parts_of(arguments)[1] if "=" in argument)
 
 
 def reads_one_run(arguments: Sequence[str]) -> bool:

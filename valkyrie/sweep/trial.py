@@ -19,10 +19,10 @@ from valkyrie.config.modes import mode_named
 from valkyrie.paths import open_to_append
 from valkyrie.processes.locks import lock
 from valkyrie.records import RecordError, decode, encode
+from valkyrie.runs.folder import key_values
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
 from valkyrie.runs.results import TrialResult, upgrade_results
 from valkyrie.runs.tracking import cut_torn_line
-from valkyrie.sweep.names import key_values
 
 SCHEMA = 1
 """The version of a line; it grows when a key changes its meaning. Keys may be added without it."""

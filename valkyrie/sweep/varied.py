@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from valkyrie.hardware.names import parse_target
-from valkyrie.sweep.names import key_values
+from valkyrie.runs.folder import key_values
 from valkyrie.sweep.trial import Trial
 
 _ABOUT_A_TRIAL = {"name", "runs", "resume", "trial", "tracking", "hydra"}

@@ -1,4 +1,4 @@
-"""Hydra finds `hydra/launcher=trials` here. Thin on purpose: every Hydra program of an environment imports it."""
+"""The Hydra plugin `hydra/launcher=trials`. It is small because every Hydra program in the environment imports it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 
 class TrialLauncher(Launcher):
-    """Carries trials out, each in a process of its own, `jobs` at a time."""
+    """Runs each trial in a separate process, `jobs` at a time."""
 
     def __init__(self, jobs: int = 1) -> None:
         self.jobs = jobs
@@ -18,11 +18,11 @@ class TrialLauncher(Launcher):
         self.hydra_context: Any = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what Hydra gives. The task function is `run_trial`, whose parts the launcher uses itself."""
+        """Store Hydra's context. The task function is unused: the launcher runs trials itself."""
         self.config, self.hydra_context = config, hydra_context
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Return what each job came to."""
+        """Run the jobs and return their results."""
         from valkyrie.sweep.launcher import launch
 
         return launch(self.hydra_context, self.config, job_overrides, initial_job_idx, self.jobs)

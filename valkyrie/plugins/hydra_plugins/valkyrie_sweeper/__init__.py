@@ -1,4 +1,4 @@
-"""Hydra finds `hydra/sweeper=` here. Thin on purpose: every Hydra program of an environment imports it."""
+"""The Hydra plugins for `hydra/sweeper=`. They are small: every Hydra program in the environment imports them."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from omegaconf import DictConfig
 
 
 class GridSweeper(BasicSweeper):
-    """Every combination of the lists on the command line, as Hydra's own sweeper, with composing left to our launcher.
+    """Hydra's own sweeper over every combination of the lists on the command line, without its validation.
 
-    Hydra composes each job before the first is launched, to find mistakes early. So does our launcher, of which one
-    composing serves many jobs.
+    Hydra composes each job before it launches the first, to find mistakes early. Our launcher does so too, and composes
+    once for many jobs.
     """
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Raise what composing a job raises, unless the launcher will before it starts any."""
+        """Raise the errors of composing the jobs, unless the launcher checks them itself."""
         from hydra_plugins.valkyrie_launcher import TrialLauncher
 
         if not isinstance(self.launcher, TrialLauncher):
@@ -32,7 +32,7 @@ class LayoutSweeper(Sweeper):
         self.limit = limit
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Make the launcher that the configuration names."""
+        """Create the launcher that the configuration names."""
         from hydra.core.plugins import Plugins
 
         self.config = config
@@ -42,7 +42,7 @@ class LayoutSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
-        """Return what the launcher returned for the legal cells."""
+        """Launch the legal layouts and return their results."""
         from valkyrie.sweep.layouts import sweep_layouts
 
         assert self.config is not None and self.hydra_context is not None and self.launcher is not None
