@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from helpers import compose_config, names
-from valkyrie.config.compose import tiny_of
+from valkyrie.config.compose import tiny_model_for
 from valkyrie.config.run import Run
 from valkyrie.problems import ProblemCode
 
@@ -39,11 +39,11 @@ def test_it_trains_at_size_tiny(experiment, tmp_path):
 
 def test_an_experiment_without_a_tiny_model_is_refused():
     with pytest.raises(ValueError) as error:
-        tiny_of("mine")
+        tiny_model_for("mine")
     assert str(error.value) == (
         "size=tiny has no model for experiment=mine. Name a small one: model=NAME, without size=tiny."
     )
-    assert tiny_of(None) == "valkyrie_tiny"
+    assert tiny_model_for(None) == "valkyrie_tiny"
 
 
 def test_llama_7b_is_the_published_size():

@@ -22,9 +22,9 @@ from valkyrie.cli import launch
 from valkyrie.hardware.names import parse_target
 from valkyrie.launch.choose import ENGINES, TPU_ENGINE, read_config
 from valkyrie.launch.dockerfile import dockerfile
+from valkyrie.launch.engine import named
 from valkyrie.launch.engines import gke, skypilot, slurm, ssh, tpu_vm
 from valkyrie.launch.gcloud import accelerator, resource_name
-from valkyrie.launch.overrides import named
 from valkyrie.launch.plan import Call, Plan, Written, command_text
 
 GOLDENS = Path(__file__).parent / "goldens" / "launch"

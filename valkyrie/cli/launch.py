@@ -12,12 +12,11 @@ from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.extensions import add_import_path
 from valkyrie.launch.choose import ENGINES, read_config
 from valkyrie.launch.dockerfile import dockerfile
-from valkyrie.launch.engine import EngineConfig
-from valkyrie.launch.overrides import named, trains, value_in
+from valkyrie.launch.engine import EngineConfig, named, trains
 from valkyrie.launch.plan import Call
 from valkyrie.launch.supervisor import say
 from valkyrie.processes.child import python_module
-from valkyrie.runs.folder import key_value
+from valkyrie.runs.folder import key_values
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
 """First words that request something other than a training."""
@@ -88,7 +87,7 @@ def _act(config: EngineConfig, words: Sequence[str], word: str, run: bool) -> in
 def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str], run: bool) -> int:
     """Print the plan of a training or run it, and return its exit status."""
     overrides, added = named(settings, config.name)
-    config = replace(config, name=value_in(overrides, "name", "") or config.name)
+    config = replace(config, name=key_values(overrides).get("name") or config.name)
     if run and not config.runs_at_once:
         _refuse_wrong(config, overrides)
     plan = config.plan(overrides)
@@ -104,7 +103,7 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
 
 def _refuse_wrong(config: EngineConfig, overrides: Sequence[str]) -> None:
     """Raise ValueError for a training that could not start where it is sent, before anything is rented for it."""
-    if not trains(overrides) or any(key_value(override)[0] == "resume" for override in overrides):
+    if not trains(overrides) or "resume" in key_values(overrides):
         return  # the settings of a run to resume may be stored elsewhere
     from valkyrie.config.arguments import run_of
 

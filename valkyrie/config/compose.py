@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, remat_named
-from valkyrie.paths import config_files, defaults_of
+from valkyrie.paths import conf_dir, config_files, defaults_of
 from valkyrie.precision import PolicyConfig
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.wandb_writer import TrackingConfig
@@ -132,26 +132,19 @@ class ValkyrieSource(ConfigSource):
 
 
 def register() -> Path:
-    """Register the source and the resolvers with Hydra; return the folder of config groups."""
+    """Register the source and the resolvers with Hydra and return the folder of config groups.
+
+    Raises RuntimeError if the folder is missing from the installation.
+    """
     Plugins.instance().register(ValkyrieSource)
     grid = {"_target_": "hydra_plugins.valkyrie_sweeper.GridSweeper", "max_batch_size": None, "params": None}
     ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=grid, provider="valkyrie")
-    OmegaConf.register_new_resolver("divide", _divide, replace=True)
-    OmegaConf.register_new_resolver("if_tiny", if_tiny, replace=True)
-    OmegaConf.register_new_resolver("product", lambda a, b: int(a) * int(b), replace=True)
-    OmegaConf.register_new_resolver("by_width", lambda rate, width: float(rate) * (768 / width) ** 0.5, replace=True)
-    OmegaConf.register_new_resolver("quotient", lambda a, b: int(a) // max(int(b), 1), replace=True)
-    OmegaConf.register_new_resolver("round_up", lambda a, b: -(-int(a) // int(b)) * int(b), replace=True)
-    OmegaConf.register_new_resolver("default_mesh", default_mesh, replace=True)
-    OmegaConf.register_new_resolver("default_partition", default_partition, replace=True)
-    OmegaConf.register_new_resolver("default_remat", default_remat, replace=True)
-    OmegaConf.register_new_resolver("default_save", default_save, replace=True)
-    OmegaConf.register_new_resolver("default_precision", default_precision, replace=True)
-    OmegaConf.register_new_resolver("tiny_of", tiny_of, replace=True)
-    OmegaConf.register_new_resolver("least", lambda a, b: min(int(a), int(b)), replace=True)
-    OmegaConf.register_new_resolver("ids_of", ids_of, replace=True)
-    OmegaConf.register_new_resolver("described_modes", described_modes, replace=True)
-    return conf_dir_checked()
+    for name, resolver in _RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    folder = conf_dir()
+    if not (folder / "train.yaml").is_file():
+        raise RuntimeError(f"the configuration that ships with valkyrie is missing: {folder / 'train.yaml'}")
+    return folder
 
 
 @contextmanager
@@ -194,19 +187,9 @@ def _divide(a: float | int, b: float | int) -> float:
         return math.inf
 
 
-def if_tiny(size: str | None, tiny: str, else_: str) -> str:
+def tiny_or(size: str | None, tiny: str, else_: str) -> str:
     """Return `tiny` under `size=tiny`, else `else_`, the experiment's normal choice."""
     return tiny if size == "tiny" else else_
-
-
-def conf_dir_checked() -> Path:
-    """Return the folder of config groups; RuntimeError if it is missing from the installation."""
-    from valkyrie.paths import conf_dir
-
-    folder = conf_dir()
-    if not (folder / "train.yaml").is_file():
-        raise RuntimeError(f"the configuration that ships with valkyrie is missing: {folder / 'train.yaml'}")
-    return folder
 
 
 def default_mesh(target: str = "auto") -> str:
@@ -259,7 +242,7 @@ def default_precision(target: str = "auto") -> str:
     return "float32" if simulated else "bf16_mixed"
 
 
-def ids_of(tokenizer: str | None, default: str) -> int:
+def vocab_size_for(tokenizer: str | None, default: str) -> int:
     """Return the vocabulary size of a tokenizer, or of the `default` if it is None; ValueError for an unknown name."""
     from valkyrie.data.config import VOCAB_SIZES
 
@@ -271,7 +254,7 @@ def ids_of(tokenizer: str | None, default: str) -> int:
     return vocab_size_of(name)
 
 
-def tiny_of(experiment: str | None) -> str:
+def tiny_model_for(experiment: str | None) -> str:
     """Return the tiny model that resembles the model of an experiment.
 
     It is `WORD_tiny`, with the first word of the model's name or else with its family. ValueError if the experiment is
@@ -301,7 +284,7 @@ def _chosen(group: str, name: str, key: str) -> str:
     return ""
 
 
-def described_modes() -> str:
+def mode_help() -> str:
     """Return one line per mode for `--help`."""
     names = (*MODES.names(), *MODES.user_names())
     return "\n".join(f"  mode={name:12} {MODES.config_class(name).description}" for name in names)
@@ -339,3 +322,23 @@ def _target_config(name: str) -> DictConfig:
     values = {key: getattr(target, key) for key in ("name", "chips", "topology", "hosts")}
     bases = ["target_schema", *chip, "_self_"]
     return OmegaConf.create({"defaults": bases, "platform": target.platform, **values})
+
+
+_RESOLVERS: Mapping[str, Callable[..., object]] = {
+    "divide": _divide,
+    "tiny_or": tiny_or,
+    "product": lambda a, b: int(a) * int(b),
+    "by_width": lambda rate, width: float(rate) * (768 / width) ** 0.5,
+    "quotient": lambda a, b: int(a) // max(int(b), 1),
+    "round_up": lambda a, b: -(-int(a) // int(b)) * int(b),
+    "least": lambda a, b: min(int(a), int(b)),
+    "default_mesh": default_mesh,
+    "default_partition": default_partition,
+    "default_remat": default_remat,
+    "default_save": default_save,
+    "default_precision": default_precision,
+    "tiny_model_for": tiny_model_for,
+    "vocab_size_for": vocab_size_for,
+    "mode_help": mode_help,
+}
+"""The functions that YAMLs call as `${NAME:ARGUMENTS}`."""

@@ -44,7 +44,7 @@ SHAPING_KEYS += ("microbatches", "remat", "task")
 NO_RESULT = frozenset({"name", "runs", "resume", "force", "trial", "tracking", "distributed"})
 """Keys of a run that never change a result."""
 
-_FLAT_KEYS: dict[str, Any] = {
+_FLAT_KEYS: Mapping[str, object] = {
     "time_limit_s": 1800.0,
     "cache": True,
     "hlo": False,
@@ -218,11 +218,11 @@ def modes_with(key: str) -> list[str]:
     return [name for name, config in configs.items() if key in {field.name for field in fields(config)}]
 
 
-def without_foreign_keys(mode: Mapping[str, Any]) -> dict[str, Any]:
+def without_foreign_keys(mode: Mapping[Any, object]) -> dict[str, object]:
     """Drop the keys of other modes from the `mode` of an old `run.yaml`, from when all modes shared one config.
 
     Keeps keys with a value other than the default, which are rejected later.
     """
-    config = mode_named(mode.get("name"))
+    config = mode_named(str(mode.get("name")))
     own = set() if config is None else {field.name for field in fields(config)}
     return {key: value for key, value in mode.items() if key in own or _FLAT_KEYS.get(key, mode) != value}

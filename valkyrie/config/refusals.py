@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -155,7 +155,7 @@ def _wrong_value(key: str | None, message: str) -> str:
     return f"{key}: {message}." if key else f"{message}."
 
 
-def too_large(values: dict[str, Any]) -> list[Problem]:
+def too_large(values: Mapping[str, object]) -> list[Problem]:
     """Return a problem for each integer that does not fit its type, so that nothing is computed with it."""
     problems = []
     for key, value in flat(values).items():

@@ -191,7 +191,7 @@ class Run:
         own = self.config.data.shuffle_seed
         return self.config.seed if own is None else own
 
-    def asked(self) -> LayoutRecord:
+    def request_record(self) -> LayoutRecord:
         """Return the record of the requested settings. Also works if the layout is illegal."""
         c = self.config
         return LayoutRecord(
@@ -216,7 +216,7 @@ class Run:
         """Return the record of the requested settings and the layout; ValueError if the layout is illegal."""
         layout = self.layout
         return replace(
-            self.asked(),
+            self.request_record(),
             layout=layout.name,
             roles=layout.describe_roles(),
             axis_roles=layout.roles,
@@ -262,9 +262,9 @@ class Run:
             folders.append(TASKS.user_folder(typed.model.task))
         user_folders = dict.fromkeys(str(folder) for folder in folders if folder is not None)
         typed.modules += [folder for folder in user_folders if folder not in typed.modules]
-        return Run(typed, typed.model)._with_batches()
+        return Run(typed, typed.model)._resolve_batch_shape()
 
-    def _with_batches(self) -> Run:
+    def _resolve_batch_shape(self) -> Run:
         """Convert `batch_tokens` and `device_batch` to `batch` and `microbatches`.
 
         A trial or a resumed run then overrides `batch` and `microbatches`. Leaves values that cannot be met unchanged;
@@ -364,17 +364,25 @@ class Run:
         write_whole(path, head + OmegaConf.to_yaml(body))
 
     def _layout(self, advise: bool = True) -> tuple[Layout | None, list[Problem]]:
-        return make_layout(**self._laid_out, nearest=self._nearest, advise=advise)
-
-    @property
-    def _laid_out(self) -> dict[str, Any]:
         c = self.config
-        asked = {key: getattr(c, key) for key in ("mesh", "partition", "microbatches", "remat", "batch", "seq")}
-        return asked | {"arrays": self.arrays, "known_axes": known_axes()}
+        return make_layout(
+            c.mesh,
+            c.partition,
+            self.arrays,
+            microbatches=c.microbatches,
+            remat=c.remat,
+            batch=c.batch,
+            seq=c.seq,
+            known_axes=known_axes(),
+            nearest=self._nearest,
+            advise=advise,
+        )
 
     def layout_problems(self) -> set[Identity]:
         """Return the identities of the layout's problems, which do not depend on sizes."""
-        problems = self.config.mesh.problems() or layout_with_problems(**self._laid_out)[1]
+        c = self.config
+        sizes = (c.microbatches, c.remat, c.batch, c.seq)
+        problems = c.mesh.problems() or layout_with_problems(c.mesh, c.partition, self.arrays, *sizes, known_axes())[1]
         return {problem.identity for problem in problems}
 
     def _nearest(self, problem: Problem) -> list[int]:

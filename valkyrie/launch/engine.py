@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import ChipConfig, TargetConfig
-from valkyrie.launch.overrides import checkpoints_elsewhere, trains, value_in
 from valkyrie.launch.plan import Plan
 from valkyrie.launch.supervisor import say
+from valkyrie.runs.folder import key_values
 
 PORT = 8476
 """Port of JAX's coordinator on a host that runs one training: the port that JAX uses on Cloud TPU."""
@@ -75,7 +75,7 @@ class EngineConfig(ABC):
 
     def log_folder(self, overrides: Sequence[str]) -> Path:
         """Folder for the output of all supervised processes but the first."""
-        return Path(value_in(overrides, "runs", "runs")) / f"{self.name}.launch"
+        return Path(key_values(overrides).get("runs", "runs")) / f"{self.name}.launch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +176,18 @@ class RentedConfig(SliceConfig):
         return [*super().problems(), *missing]
 
 
+def trains(overrides: Sequence[str]) -> bool:
+    """Return whether arguments of `valkyrie-train` start a single training, not another mode or a sweep."""
+    return key_values(overrides).get("mode", "train") == "train" and not {"-m", "--multirun"} & {*overrides}
+
+
+def named(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool]:
+    """Add a `name=` to a training without one, so that a restart resumes it. Also returns whether it was added."""
+    if not trains(overrides) or key_values(overrides).keys() & {"name", "resume"}:
+        return tuple(overrides), False
+    return (*overrides, f"name={name}"), True
+
+
 def disk_notes(overrides: Sequence[str], fate: str = "go with the machines") -> tuple[str, ...]:
     """Return a warning if a training saves its checkpoints to a disk that only one machine can read.
 
@@ -183,8 +195,9 @@ def disk_notes(overrides: Sequence[str], fate: str = "go with the machines") -> 
         overrides: the arguments of `valkyrie-train`.
         fate: what happens to checkpoints on such a disk.
     """
-    runs = value_in(overrides, "runs", "runs")
-    if Path(runs).is_absolute() or not overrides or not trains(overrides) or checkpoints_elsewhere(overrides):
+    values = key_values(overrides)
+    runs, folder = values.get("runs", "runs"), values.get("checkpoint.folder", "null")
+    if not overrides or not trains(overrides) or Path(runs).is_absolute() or "://" in folder or folder.startswith("/"):
         return ()
     return (
         f"runs={runs} lies on each machine's own disk: checkpoints {fate}. Write runs=DIR with a folder of a disk that "

@@ -6,9 +6,11 @@ import re
 import shlex
 import subprocess
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from valkyrie.paths import write_whole
 
@@ -137,3 +139,22 @@ def join(command: Iterable[str]) -> str:
 def gave_up(step: Call, status: int) -> ValueError:
     """Return the error for a failed step that other steps depend on."""
     return ValueError(f"it failed with status {status}: {step.text()}")
+
+
+class _Readable(yaml.SafeDumper):
+    """Indents lists below their key, and writes multi-line text as a block."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, indentless=False)
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Readable.add_representer(str, _text)
+
+
+def yaml_text(described: Mapping[str, object]) -> str:
+    """Return a mapping as ASCII YAML, because PyYAML reads some other characters as line breaks."""
+    return yaml.dump(dict(described), Dumper=_Readable, sort_keys=False, width=1000)

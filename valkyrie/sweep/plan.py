@@ -173,7 +173,7 @@ def plan_run(
     mode, key = config.mode, trial_key(run)
     if config.resume is not None and not mode.reads_run:
         raise ValueError(_not_in_a_multirun(config.resume, mode.name))
-    about = run.asked() if problems else run.about()
+    about = run.request_record() if problems else run.about()
     plan = TrialPlan(
         key=key,
         name=trial_name(run, key, about.layout),

@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from valkyrie.hardware.chips import chips_rented_as
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.launch.engine import RentedConfig, disk_notes
 from valkyrie.launch.gcloud import accelerator, resource_name
-from valkyrie.launch.plan import Call, Command, Plan, Written, flags, join
+from valkyrie.launch.plan import Call, Command, Plan, Written, flags, join, yaml_text
 from valkyrie.launch.supervisor import RESTARTS
-from valkyrie.launch.yaml_text import yaml_text
 from valkyrie.processes.ending import INTERRUPTED, REFUSED
 
 _ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
@@ -131,7 +129,7 @@ def manifest(config: Config, overrides: Sequence[str]) -> str:
         "template": {"spec": pod},
     }
     rule = {"name": "mistakeOfTheUser", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    jobset: dict[str, Any] = {
+    jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from valkyrie.hardware.chips import chips_rented_as
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.launch.engine import PORT, RentedConfig, disk_notes
 from valkyrie.launch.gcloud import accelerator, has_usual_shape, resource_name
-from valkyrie.launch.plan import Call, Plan, Written, join
-from valkyrie.launch.yaml_text import yaml_text
+from valkyrie.launch.plan import Call, Plan, Written, join, yaml_text
 from valkyrie.processes.ending import PREEMPTED
 from valkyrie.processes.team import COORDINATOR, COUNT, INDEX
 
@@ -60,7 +58,7 @@ def task(config: Config, overrides: Sequence[str]) -> str:
     hardware, chip = config.rented
     assert hardware.chips is not None
     platform = platform_of(hardware.platform)
-    resources: dict[str, Any] = {}
+    resources: dict[str, object] = {}
     if config.zone:
         resources["infra"] = f"gcp/{config.zone.rpartition('-')[0]}/{config.zone}"
     if platform.rented_as_slices:
