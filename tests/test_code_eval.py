@@ -80,6 +80,35 @@ def test_a_completion_compiles_or_not_and_passes_or_not() -> None:
 
 
 @needs_sandbox
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "    import os\n    print(open('program.py').read(), flush=True)\n    os._exit(0)\n",
+        "    import os, sys\n    print(sys._getframe(1).f_code.co_consts, flush=True)\n    os._exit(0)\n",
+        "    import gc, os, re\n    told = re.findall('[0-9a-f]{32}', repr(gc.get_objects()))\n"
+        "    print(*told[-1:], flush=True)\n    os._exit(0)\n",
+        # computes the word as the program does, from the code that called it
+        "    import os, sys\n    texts = [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, str)]\n"
+        "    left, right = (int(text) for text in texts if text.isdigit())\n"
+        "    print(f'{left ^ right:032x}', flush=True)\n    os._exit(0)\n",
+    ],
+)
+def test_a_completion_cannot_find_the_word_that_proves_its_tests(completion: str) -> None:
+    result = judge(CodingProblem(**ADD), completion, Limits(30.0))
+    assert result.compiled and not result.passed
+
+
+@needs_sandbox
+@needs_compiler
+def test_a_completion_of_cpp_cannot_read_its_source() -> None:
+    prompt = "#include <cstdio>\n#include <cstdlib>\nint f() {\n"
+    problem = CodingProblem("f", "cpp", "easy", prompt, "int main() { return f() == 1 ? 0 : 1; }")
+    read = '  FILE *source = std::fopen("program.cpp", "r");\n  std::exit(source ? 0 : 7);\n}\n'
+    result = judge(problem, read, Limits(30.0))
+    assert result.compiled and not result.passed and "7" in result.reason
+
+
+@needs_sandbox
 def test_any_text_may_be_written() -> None:
     (problem, *_) = read_problems("python")
     for text in ("    return '\x00'", "    return '\ud800'", "    \N{PILE OF POO}", "    return (" * 300):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from valkyrie.code_eval.languages import LANGUAGES
+from valkyrie.code_eval.languages import LANGUAGES, printed
 from valkyrie.code_eval.problems import DIFFICULTIES, CodingProblem, languages_of
 from valkyrie.code_eval.sandbox import Ended, run_steps
 
@@ -57,19 +57,37 @@ def is_whole(problem: CodingProblem, text: str) -> bool:
 
 
 def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> CompletionResult:
-    """Compile and test a completion. SandboxError if no sandbox could be created."""
-    limits, completion, word = limits or Limits(), cut(problem, text), f"passed {secrets.token_hex(8)}"
+    """Compile and test a completion. SandboxError if no sandbox could be created.
+
+    A completion that passes is run once more with tests that always fail, and must not pass those: a program can find
+    ways around its tests, and under reinforcement learning a model learns them.
+    """
+    limits, completion = limits or Limits(), cut(problem, text)
     about = (problem.name, problem.language, problem.difficulty, completion)
     if not completion.strip():
         return CompletionResult(*about, compiled=False, passed=False, reason="it wrote nothing", seconds=0.0)
+    passed, ended = _run(problem, completion, limits)
+    reason = "passed" if passed else _why_not(ended, limits)
+    if passed and _run(problem, completion, limits, fails=True)[0]:
+        passed, reason = False, "it also passes tests that always fail"
+    return CompletionResult(*about, ended[0].ok, passed, reason, ended[-1].seconds)
+
+
+def _run(problem: CodingProblem, completion: str, limits: Limits, *, fails: bool = False) -> tuple[bool, list[Ended]]:
+    """Compile and run a completion with its tests. Returns whether they pass, and how each step ended."""
+    word = secrets.randbits(128)
     files, steps = LANGUAGES[problem.language].build(
-        problem.prompt, completion, problem.tests, word, limits.time_s, limits.memory_mib, limits.isolated
+        problem.prompt,
+        completion,
+        problem.tests,
+        limits.time_s,
+        limits.memory_mib,
+        word=word,
+        isolated=limits.isolated,
+        fails=fails,
     )
     ended = run_steps(files, steps, isolated=limits.isolated)
-    compiled = ended[0].ok
-    passed = compiled and ended[-1].ok and ended[-1].output.rstrip("\n").endswith(word)
-    reason = "passed" if passed else _why_not(ended, limits)
-    return CompletionResult(*about, compiled, passed, reason, ended[-1].seconds)
+    return all(step.ok for step in ended) and ended[-1].output.rstrip("\n").endswith(printed(word)), ended
 
 
 def judge_all(

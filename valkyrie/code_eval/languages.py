@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -36,12 +37,22 @@ class JudgeLanguage(ABC):
 
     @abstractmethod
     def build(
-        self, prompt: str, completion: str, tests: str, word: str, time_s: float, memory_mib: int, isolated: bool
+        self,
+        prompt: str,
+        completion: str,
+        tests: str,
+        time_s: float,
+        memory_mib: int,
+        *,
+        word: int,
+        isolated: bool,
+        fails: bool = False,
     ) -> tuple[dict[str, str], list[SandboxStep]]:
         """Return the files of a program and its two steps: compile and run.
 
-        If all tests pass, the run prints `word` as its last line. A program that exits before its tests are done does
-        not.
+        If all tests pass, the run prints `word`, a number of 128 bits, as its last line (`printed`). A program that
+        exits before its tests are done does not. The word is in no file, argument or variable that the completion can
+        read, and the program has it as two halves. With `fails` the tests fail at their end whatever they find.
         """
 
 
@@ -67,15 +78,33 @@ class Cpp(JudgeLanguage):
         return f"no C++ compiler was found{where}: {', '.join(COMPILERS)}. Install one: apt install g++"
 
     def build(
-        self, prompt: str, completion: str, tests: str, word: str, time_s: float, memory_mib: int, isolated: bool
+        self,
+        prompt: str,
+        completion: str,
+        tests: str,
+        time_s: float,
+        memory_mib: int,
+        *,
+        word: int,
+        isolated: bool,
+        fails: bool = False,
     ) -> tuple[dict[str, str], list[SandboxStep]]:
         """Return a program with a `main` that calls the tests' `main` and prints the word if that returned 0."""
         begins = next(_MAIN.finditer(tests)).end()
         ends = begins + (closing_brace(tests[begins:]) or 0) - 1
         renamed = f"#define main valkyrie_tests\n{tests[:ends]}\nreturn 0; {tests[ends:]}\n#undef main\n"
-        own = f'#include <cstdio>\nint main() {{\n  int status = valkyrie_tests();\n  if (!status) std::puts("{word}");'
-        source = f"{prompt}{completion}\n{renamed}{own}\n  return status;\n}}\n"
+        halves = ", ".join(f"0x{number:016x}u" for half in _halves(word) for number in divmod(half, 2**64))
+        own = (
+            f"#include <cstdio>\nint main() {{\n  int status = valkyrie_tests(){' || true' * fails};\n"
+            f"  volatile unsigned long long a[] = {{{halves}}};\n"
+            '  if (!status) std::printf("%016llx%016llx\\n", a[0] ^ a[2], a[1] ^ a[3]);\n  return status;\n}\n'
+        )
+        source = f"{prompt}{completion}\n{renamed}{own}"
         command = (
+            "sh",
+            "-c",
+            '"$@" && rm -f program.cpp',
+            "sh",
             compiler(isolated) or COMPILERS[0],
             "-std=c++17",
             "-O1",
@@ -110,7 +139,16 @@ class Python(JudgeLanguage):
         return "this Python is installed right in the home folder, which a sandbox does not show. Use another Python"
 
     def build(
-        self, prompt: str, completion: str, tests: str, word: str, time_s: float, memory_mib: int, isolated: bool
+        self,
+        prompt: str,
+        completion: str,
+        tests: str,
+        time_s: float,
+        memory_mib: int,
+        *,
+        word: int,
+        isolated: bool,
+        fails: bool = False,
     ) -> tuple[dict[str, str], list[SandboxStep]]:
         """Return the function and the program. The compile step only parses the function."""
         import sys
@@ -118,12 +156,35 @@ class Python(JudgeLanguage):
         inside = python_inside()
         python = (sys.executable if not isolated or inside is None else inside[1], "-I", "-S", "-B")
         function = f"{prompt}{completion}\n"
-        files = {"function.py": function, "program.py": f"{function}\n{tests}\nprint({word!r})\n"}
+        left, right = _halves(word)
+        end = f'assert {"" if fails else "not "}list()\nprint(f\'{{int("{left}") ^ int("{right}"):032x}}\')'
+        files = {"function.py": function, "program.py": f"{function}\n{tests}\n{end}\n"}
         parse = "compile(open('function.py', encoding='utf-8').read(), 'function.py', 'exec')"
         return files, [
             SandboxStep((*python, "-W", "ignore", "-c", parse), COMPILE_S, COMPILE_MIB),
-            SandboxStep((*python, "-W", "ignore", "program.py"), time_s, memory_mib),
+            SandboxStep((*python, "-W", "ignore", "-c", _RUN), time_s, memory_mib),
         ]
+
+
+_RUN = """
+import os
+with open("program.py", encoding="utf-8") as file:
+    code = compile(file.read(), "program.py", "exec")
+os.unlink("program.py")
+exec(code, {"__name__": "__main__"})
+"""
+"""Runs `program.py` after removing it, so that a completion cannot read what its tests print."""
+
+
+def printed(word: int) -> str:
+    """Return how a program prints its word."""
+    return f"{word:032x}"
+
+
+def _halves(word: int) -> tuple[int, int]:
+    """Return two random numbers of 128 bits with this exclusive or."""
+    left = secrets.randbits(128)
+    return left, left ^ word
 
 
 LANGUAGES: dict[str, JudgeLanguage] = {"cpp": Cpp(), "python": Python()}
