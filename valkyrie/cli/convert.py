@@ -34,18 +34,18 @@ def _parser() -> argparse.ArgumentParser:
     load = commands.add_parser("from-hf", help="make a run folder of such a folder: from-hf FOLDER KEY=VALUE ...")
     load.set_defaults(run=_from)
     load.add_argument("folder", type=Path, help="config.json, model.safetensors or several with their index")
-    load.add_argument("--name", help="the name of the run; that of the folder if not given")
-    named = "bytes, gpt2, an encoding of tiktoken, or a tokenizer.json; the folder's own if not given"
-    load.add_argument("--tokenizer", help=named)
+    load.add_argument("--name", help="name of the run; default: the name of the folder")
+    tokenizers = "bytes, gpt2, an encoding of tiktoken, or a tokenizer.json; default: that of the folder"
+    load.add_argument("--tokenizer", help=tokenizers)
 
     save = commands.add_parser("to-hf", help="write the weights of a trained run as such a folder")
     save.set_defaults(run=_to)
     save.add_argument("trained", metavar="RUN", help="a run's name, its folder, or latest")
     save.add_argument("folder", type=Path, help="a new folder")
     save.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are looked for by name")
-    save.add_argument("--step", type=int, help="of which checkpoint; the newest if not given")
+    save.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     dtypes = ("float32", "bfloat16", "float16")
-    save.add_argument("--dtype", choices=dtypes, help="that of the weights as they came, else float32, if not given")
+    save.add_argument("--dtype", choices=dtypes, help="default: the original dtype of the weights, or float32")
     save.add_argument("--file-gb", type=float, default=5.0, help="the most that one file holds, in memory too")
     return parser
 
@@ -57,9 +57,9 @@ def _from(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     began = time.perf_counter()
     refuse_slips(overrides, multirun=False)
-    made = from_folder(arguments.folder.expanduser(), arguments.name, arguments.tokenizer, overrides)
-    print(f"{made} in {time.perf_counter() - began:.1f} s")
-    again = f"{command_name()} resume={shlex.quote(made.name if made.parent == Path('runs') else str(made))}"
+    folder = from_folder(arguments.folder.expanduser(), arguments.name, arguments.tokenizer, overrides)
+    print(f"{folder} in {time.perf_counter() - began:.1f} s")
+    again = f"{command_name()} resume={shlex.quote(folder.name if folder.parent == Path('runs') else str(folder))}"
     print(f'next: {again} mode=generate prompt="class "')
     print(f"      {again} data=text 'data.paths=[~/books/**/*.txt]' steps=1000   # trains it further")
 
@@ -73,14 +73,14 @@ def _to(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ValueError(f"{overrides[0]}: to-hf takes no settings of a run.")
     if not arguments.file_gb > 0:
         raise ValueError(f"--file-gb {arguments.file_gb:g}: must be above 0.")
-    made = to_folder(
+    folder = to_folder(
         find_run(arguments.runs, arguments.trained),
         arguments.folder.expanduser(),
         step=arguments.step,
         dtype=arguments.dtype,
         file_bytes=int(1e9 * arguments.file_gb),
     )
-    print(f"{made} in {time.perf_counter() - began:.1f} s: AutoModelForCausalLM.from_pretrained takes it")
+    print(f"{folder} in {time.perf_counter() - began:.1f} s: AutoModelForCausalLM.from_pretrained takes it")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def _compose(primary: Primary) -> DictConfig | None:
         composed.append(config)
         return None
 
-    given = os.environ.get(FULL_ERROR)
+    of_user = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"  # Hydra raises, and `explain` writes the message
     try:
         folder = register()
@@ -106,7 +106,7 @@ def _compose(primary: Primary) -> DictConfig | None:
             raise
         raise ValueError(f"hydra/launcher: {error} hydra/launcher=submitit_local runs on this machine.") from error
     finally:
-        os.environ.pop(FULL_ERROR) if given is None else os.environ.update({FULL_ERROR: given})
+        os.environ.pop(FULL_ERROR) if of_user is None else os.environ.update({FULL_ERROR: of_user})
     return composed[0] if composed else None
 
 

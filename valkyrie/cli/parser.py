@@ -1,4 +1,4 @@
-"""What the commands share: one `main` around each, one-line messages for mistakes, and a quiet end of a pipe."""
+"""Shared by the commands: a `main` around each, one-line messages for mistakes, and a quiet end of a pipe."""
 
 from __future__ import annotations
 

@@ -78,16 +78,16 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
     - Some keys of a mode work without `mode.`: `tokens=`, `budget=` and `budget_usd=` under `mode=search`, `first=` and
       `second=` under `mode=explain`.
     """
-    given = key_values(arguments)
-    mode = mode_named(given.get("mode"))
+    values = key_values(arguments)
+    mode = mode_named(values.get("mode"))
     short_keys = () if mode is None else mode.short_keys
-    searching = given.get("mode") == "search"
-    chip = _chip(given["target.chip"], config_dirs(arguments)) if "target.chip" in given else None
+    searching = values.get("mode") == "search"
+    chip = _chip(values["target.chip"], config_dirs(arguments)) if "target.chip" in values else None
     expanded: list[str] = []
     for argument in arguments:
         key, value = key_value(argument) if "=" in argument else (argument, "")
         if key == "target.chip" and chip is not None:
-            expanded += _slice_of(value, chip.units_in_name, given.get("target.chips"), searching)
+            expanded += _slice_of(value, chip.units_in_name, values.get("target.chips"), searching)
         elif key == "target.chips" and chip is not None:
             continue
         elif searching and key == "target" and value.startswith("[") and value.endswith("]"):

@@ -58,15 +58,15 @@ def _refusal(error: Exception, folders: Sequence[str]) -> Problem | str:
         return _no_package(cause.full_key) if cause.full_key in _OVERLAYS else refusal_of(cause)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return refusal_of(cause)
-    if isinstance(error, ConfigCompositionException) and (told := _wrong_file(str(error))):
-        return told
+    if isinstance(error, ConfigCompositionException) and (message := _wrong_file(str(error))):
+        return message
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
     return "; ".join(lines) or type(error).__name__
 
 
-def _no_choice(asked: str, options: Sequence[str], folders: Sequence[str]) -> str:
+def _no_choice(missing_file: str, options: Sequence[str], folders: Sequence[str]) -> str:
     """Return the message for a choice without a file, `GROUP/NAME.yaml`, with the available choices."""
-    group, _, name = asked.removesuffix(".yaml").rpartition("/")
+    group, _, name = missing_file.removesuffix(".yaml").rpartition("/")
     if not group:
         return f"there is no {name}.yaml in the folder of --config-path."
     extra = _EXTRAS.get(group, {}).get(name)

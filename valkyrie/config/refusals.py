@@ -114,8 +114,8 @@ def _elsewhere(name: str, parent: Any, prefix: str) -> list[str]:
         return [meant]
     if prefix or not isinstance(parent, DictConfig):
         return []
-    found = [key for key in _keys(parent) if key.rpartition(".")[2] == name]
-    return found if len(found) == 1 else []
+    matches = [key for key in _keys(parent) if key.rpartition(".")[2] == name]
+    return matches if len(matches) == 1 else []
 
 
 def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -128,8 +128,8 @@ def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
 
 def _wrong_value(key: str | None, message: str) -> str:
     """Return the message for an illegal value, from OmegaConf's message about it."""
-    kind, found = wrong_value(message) or (None, [])
-    value, needed, *_ = [*found, "", ""]
+    kind, parts = wrong_value(message) or (None, [])
+    value, needed, *_ = [*parts, "", ""]
     match kind:
         case WrongValue.not_a_number if value == "":
             return f"{key}= has no value: a variable that is not set?"

@@ -270,13 +270,14 @@ class Run:
         A trial or a resumed run then overrides `batch` and `microbatches`. Leaves values that cannot be met unchanged;
         `problems` reports them.
         """
-        c, found = self.config, self._batches()
-        if found.problems or (c.batch_tokens, c.device_batch) == (None, None):
+        c, batches = self.config, self._batches()
+        if batches.problems or (c.batch_tokens, c.device_batch) == (None, None):
             return self
-        own = replace(c, batch=found.batch, microbatches=found.microbatches, batch_tokens=None, device_batch=None)
+        counts = {"batch": batches.batch, "microbatches": batches.microbatches}
+        resolved = replace(c, **counts, batch_tokens=None, device_batch=None)
         if self.config.mode.any_layout:  # each layout has its own number of microbatches
-            return replace(self, config=replace(own, microbatches=c.microbatches, device_batch=c.device_batch))
-        return replace(self, config=own, batch_note=found.describe(c.seq, c.device_batch))
+            return replace(self, config=replace(resolved, microbatches=c.microbatches, device_batch=c.device_batch))
+        return replace(self, config=resolved, batch_note=batches.describe(c.seq, c.device_batch))
 
     def _batches(self) -> Batches:
         c = self.config

@@ -76,8 +76,8 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
     It is the folder of `resume=`. Without it, modes that read a run (`mode=eval`, `mode=generate`, ...) use `name=`, or
     else the latest run.
     """
-    given = key_values(arguments)
-    resume, reads = given.get("resume"), reads_run(given.get("mode"))
+    values = key_values(arguments)
+    resume, reads = values.get("resume"), reads_run(values.get("mode"))
     if resume == "":
         raise ValueError(
             "resume= is empty: a variable that is not set? Write resume=latest, resume=NAME or its folder."
@@ -85,9 +85,9 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
     if resume in (None, "null"):
         if not reads:
             return None
-        resume = given.get("name", "latest")
-    runs = Path(given.get("runs") or RunConfig.runs)
-    folder, name = find_run(runs, resume), given.get("name", "null")
+        resume = values.get("name", "latest")
+    runs = Path(values.get("runs") or RunConfig.runs)
+    folder, name = find_run(runs, resume), values.get("name", "null")
     if not reads and name != "null" and (runs / name).resolve() != folder.resolve():
         raise ValueError(
             f"resume={resume} goes on with the run {folder.name}, and name={name} is another. Leave out name= to go on "
@@ -137,8 +137,8 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
     values = read_settings(file, whole=is_record)
     written = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered
     missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in written | OPTIONAL_GROUPS]
-    given = written & {*GROUPS} - OPTIONAL_GROUPS
-    wrong = [group for group in GROUPS if group in given and not isinstance(values.get(group), DictConfig)]
+    groups = written & {*GROUPS} - OPTIONAL_GROUPS
+    wrong = [group for group in GROUPS if group in groups and not isinstance(values.get(group), DictConfig)]
     if missing or (wrong and not is_record):
         raise ValueError(
             f"{file} has no defaults list, so it must hold every setting, and {', '.join([*missing, *wrong])} "
@@ -148,12 +148,12 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
         )
     if is_record:
         values = _whole(values, file)
-        given = key_values(arguments)
+        overrides = key_values(arguments)
         values.resume = None
-        if reads_run(given.get("mode", str(values.mode.name))) and latest_step(file.parent) is not None:
+        if reads_run(overrides.get("mode", str(values.mode.name))) and latest_step(file.parent) is not None:
             values.resume = str(file.parent)
-        elif values.name is not None and "name" not in given:
-            values.name = unused(Path(given.get("runs") or values.runs) / values.name).name
+        elif values.name is not None and "name" not in overrides:
+            values.name = unused(Path(overrides.get("runs") or values.runs) / values.name).name
     return values
 
 
@@ -195,20 +195,20 @@ def _plain(values: DictConfig) -> dict[str, object]:
 
 def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Remove some flags and their values from the arguments."""
-    kept, value_follows = [], False
+    remaining, value_follows = [], False
     for argument in arguments:
         name, joined, _ = argument.partition("=")
         if name not in flags and not value_follows:
-            kept.append(argument)
+            remaining.append(argument)
         value_follows = name in flags and not joined
-    return kept
+    return remaining
 
 
 def _flag(arguments: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the last value of a flag, given as `FLAG=VALUE` or `FLAG VALUE`, or None."""
-    given = None
+    last_value = None
     for argument, following in zip_longest(arguments, arguments[1:]):
         name, joined, value = argument.partition("=")
         if name in names:
-            given = value if joined else following
-    return given
+            last_value = value if joined else following
+    return last_value

@@ -1,1 +1,1 @@
-"""What is looked at before the first big run: the machine, the software, the disks, the other processes, a dry run."""
+"""`valkyrie-doctor`: checks of the machine, software, disks, other processes and a dry run, before a big run."""

@@ -172,7 +172,7 @@ def same_data(examined: Examined) -> Answers:
     with contextlib.suppress(ValueError, OSError):  # `data` reports them
         content = _check_data(examined.run).content
     contents = team.exchange("content of the data", content)
-    known = {index: found for index, found in enumerate(contents) if found is not None}
+    known = {index: theirs for index, theirs in enumerate(contents) if theirs is not None}
     if len(known) < 2 or team.index not in known:
         return
     first = min(known)

@@ -42,9 +42,9 @@ def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list
     limit_s = run.config.distributed.step_timeout_s
     with Watchdog(limit_s, team, first_s=0.0, remedy=_REMEDY) as watchdog:
         watchdog.step(0)
-        found = latencies(program.mesh, devices.simulated)
+        axis_findings = latencies(program.mesh, devices.simulated)
         with watchdog.resting():
-            yield found
+            yield axis_findings
             yield _room(program, devices)
             began = time.perf_counter()
             try:
@@ -136,11 +136,11 @@ def _is_copied(array: jax.Array) -> bool:
 
 def _checksums(array: jax.Array) -> dict[str, dict[str, int]]:
     """Checksums of an array's parts on the devices of this process, by part and device."""
-    found: dict[str, dict[str, int]] = {}
+    checksums: dict[str, dict[str, int]] = {}
     for shard in array.addressable_shards:
         bits = np.ascontiguousarray(np.asarray(shard.data)).view(np.uint8).data
-        found.setdefault(_part(shard.index), {})[str(shard.device.id)] = zlib.crc32(bits)
-    return found
+        checksums.setdefault(_part(shard.index), {})[str(shard.device.id)] = zlib.crc32(bits)
+    return checksums
 
 
 def _part(index: tuple[slice, ...]) -> str:

@@ -27,7 +27,7 @@ _FILES, _FILES_A_PROCESS = 256, 8
 """Files that a training opens, and connections that process 0 has per process."""
 _SHOWN = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 _REQUIRING = ("valkyrie-jax", "jax")
-"""The packages whose requirements are checked."""
+"""Packages with requirements to check."""
 
 
 def chips(examined: Examined) -> Answers:
@@ -137,11 +137,11 @@ def _unmet_requirements() -> Iterator[str]:
             is_plugin = wanted.name == "libtpu" or re.fullmatch("jax-.*-(plugin|pjrt)", wanted.name)
             if optional and not is_plugin:
                 continue
-            found = installed_version(wanted.name)
-            if found is None and not optional:
+            installed = installed_version(wanted.name)
+            if installed is None and not optional:
                 yield f"{wanted.name} is not installed, and {who} needs it"
-            if found is not None and not wanted.specifier.contains(found, prereleases=True):
-                yield f"{wanted.name} {found} is not {wanted.specifier}, as {who} {installed_version(who)} needs it"
+            if installed is not None and not wanted.specifier.contains(installed, prereleases=True):
+                yield f"{wanted.name} {installed} is not {wanted.specifier}, as {who} {installed_version(who)} needs it"
 
 
 def host_memory(examined: Examined) -> Answers:

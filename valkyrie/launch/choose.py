@@ -21,24 +21,24 @@ TPU_ENGINE = "tpu_vm"
 
 def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
     """Parse `KEY=VALUE` words into the configuration of an engine; the ValueError suggests what to write instead."""
-    given: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for word in words:
         key, sign, value = word.partition("=")
         if not sign or not value:
             raise ValueError(f"{word}: write KEY=VALUE, such as target=local; the training's settings go behind --.")
-        if key in given:
-            raise ValueError(f"{key}= is given twice: {key}={given[key]} and {word}.")
-        given[key] = value
-    target = given.pop("target", None)
+        if key in texts:
+            raise ValueError(f"{key}= is given twice: {key}={texts[key]} and {word}.")
+        texts[key] = value
+    target = texts.pop("target", None)
     if target is None:
         raise ValueError(f"target= is missing. {_how_to_write()}")
     engine, fixed = _engine(target)
     known = [key for key in engine_keys(engine) if key not in fixed]
-    for key in given:
+    for key in texts:
         if key not in known:
             raise ValueError(f"{key}= is not for target={target}. It takes {', '.join(known)}.{_where_known(key)}")
     kinds = get_type_hints(engine)
-    values = {key: _value(key, text, kinds[key]) for key, text in given.items()}
+    values = {key: _value(key, text, kinds[key]) for key, text in texts.items()}
     name = time.strftime("run-%Y%m%d-%H%M%S")
     config = engine(**{"name": name, **fixed, **values, "target": target, "restarts": restarts})
     if problems := config.problems():

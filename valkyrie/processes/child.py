@@ -110,7 +110,7 @@ def python_module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Send a signal to what is left of the process group of a child."""
+    """Send a signal to the remaining processes of a child's process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 

@@ -47,10 +47,10 @@ class DistributedConfig:
         problems += check_range("distributed.timeout_s", self.timeout_s, above=0)
         problems += check_range("distributed.heartbeat_s", self.heartbeat_s, least=1)
         problems += check_range("distributed.step_timeout_s", self.step_timeout_s, above=0, otherwise="null")
-        given = {"coordinator": self.coordinator, "processes": self.processes, "process": self.process}
-        missing = [f"distributed.{key}" for key, value in given.items() if value is None]
-        if 0 < len(missing) < len(given):
-            stated = ", ".join(f"distributed.{key}={value}" for key, value in given.items() if value is not None)
+        place = {"coordinator": self.coordinator, "processes": self.processes, "process": self.process}
+        missing = [f"distributed.{key}" for key, value in place.items() if value is None]
+        if 0 < len(missing) < len(place):
+            stated = ", ".join(f"distributed.{key}={value}" for key, value in place.items() if value is not None)
             text = f"{stated}: give {' and '.join(missing)} too; address, count and index go together."
             problems.append(Problem(ProblemCode.missing, missing[0], text=text))
         return problems
