@@ -22,7 +22,7 @@ from valkyrie.ops.stablemax import log_stablemax, stablemax_cross_entropy
 from valkyrie.optim import Training, make_optimizer
 from valkyrie.tasks.puzzles import _halted
 from valkyrie.train.program import StepProgram
-from valkyrie.train.saving import about
+from valkyrie.train.saving import checkpoint_info
 
 GOLDEN = Path(__file__).parent / "goldens" / "trm.npz"
 REFERENCE = ("model.context=9", "model.vocab_size=7", "model.embed=8", "model.heads=2", "model.head_dim=4")
@@ -215,7 +215,7 @@ def steps_of(program: StepProgram, loader: Loader, state: Any, count: int) -> tu
 def test_a_training_goes_on_in_the_middle_of_its_puzzles(puzzles: PreparedPuzzles, mesh: str, tmp_path: Path):
     settings = (*TINY, "model.max_steps=3", "model.exploration=0.5", "model.high_cycles=1", "model.low_cycles=1")
     program = make_program(compose_run(*settings, "mesh=1x1x1", "partition=dp"))
-    assert about(program)["tokenizer"] == {"name": "none", "fingerprint": "none"}
+    assert checkpoint_info(program).tokenizer == {"name": "none", "fingerprint": "none"}
     with program.loader(puzzles, "train") as loader, closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
         state, _ = steps_of(program, loader, program.init(0), 2)
         assert checkpoints.save(2, state, loader.state()) is None

@@ -155,15 +155,10 @@ def test_a_bad_file_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_checkpoint_of_another_tokenizer_is_refused(trained: Path, tmp_path: Path) -> None:
-    step = tmp_path / "run" / "checkpoints" / "5"
-    (step / "about").mkdir(parents=True)
-    (step / "about" / "metadata").write_text(json.dumps({"parameters": {}, "tokenizer": identity_of("bytes")}))
-    refuse_other_tokenizer(step, identity_of("bytes"))
-    with pytest.raises(ValueError, match=r"tokenizer=bytes, .* tokenizer=/.*json"):
-        refuse_other_tokenizer(step, identity_of(str(trained)))
-    saved = identity_of(str(trained)) | {"fingerprint": "0" * 16}
-    (step / "about" / "metadata").write_text(json.dumps({"parameters": {}, "tokenizer": saved}))
-    with pytest.raises(ValueError, match="0{16}, now [0-9a-f]{16}"):
-        refuse_other_tokenizer(step, identity_of(str(trained)))
-    (step / "about" / "metadata").write_text(json.dumps({"parameters": {}}))
-    refuse_other_tokenizer(step, identity_of(str(trained)))
+    step, now, bytes_ = tmp_path / "run" / "checkpoints" / "5", identity_of(str(trained)), identity_of("bytes")
+    refuse_other_tokenizer(step, bytes_, bytes_)
+    refuse_other_tokenizer(step, None, now)
+    with pytest.raises(ValueError, match=r"step 5 .* tokenizer=bytes, .* tokenizer=/.*json"):
+        refuse_other_tokenizer(step, bytes_, now)
+    with pytest.raises(ValueError, match=r"fingerprint 0{16}, now [0-9a-f]{16}"):
+        refuse_other_tokenizer(step, now | {"fingerprint": "0" * 16}, now)

@@ -204,9 +204,9 @@ def test_the_average_of_the_parameters_is_what_is_judged() -> None:
     logged = read_metrics(folder / "metrics.jsonl")[-1]["summary"]["eval_loss"]
     assert evaluate(state.ema, 1)["eval_loss"] == pytest.approx(logged, rel=1e-6)
     assert evaluate(state.parameters, 1)["eval_loss"] != pytest.approx(logged, rel=1e-4)
-    before = stored.restore(program.abstract_state, step=5)[1]
     stored.close()
-    expected = 0.5 * np.asarray(before.ema["embedding"]) + 0.5 * np.asarray(state.parameters["embedding"])
+    before = saved(folder, 5)["['ema']['embedding']"]
+    expected = 0.5 * before + 0.5 * np.asarray(state.parameters["embedding"])
     np.testing.assert_allclose(np.asarray(state.ema["embedding"]), expected, rtol=1e-6)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from valkyrie.buckets import scheme_of
-from valkyrie.checkpoint.place import place_problems
+from valkyrie.checkpoint.location import folder_problems
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 
@@ -60,4 +60,4 @@ class CheckpointConfig:
         problems += check_range("checkpoint.keep", self.keep, least=1)
         problems += check_range("checkpoint.keep_every_h", self.keep_every_h, above=0, otherwise="null for none")
         problems += check_range("checkpoint.keep_best", self.keep_best, least=0)
-        return [*problems, *place_problems(self.folder), *self.fast.problems()]
+        return [*problems, *folder_problems(self.folder), *self.fast.problems()]

@@ -1,49 +1,68 @@
-"""The contents of a checkpoint: its arrays by name, and its metadata (`about`)."""
+"""The contents of a checkpoint: its metadata, its arrays by name, and whether they fit a run."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from valkyrie.checkpoint.place import FOLDER, in_bucket
+from valkyrie.checkpoint.location import FOLDER, in_bucket
 from valkyrie.checksums import folder_damage
-from valkyrie.problems import Problem, first_line
+from valkyrie.problems import Problem, ProblemCode, first_line
+from valkyrie.records import encode, load
 from valkyrie.trees import flat, names_of
 
-
-def tree_of(state: Any) -> dict[str, Any]:
-    """Return a train state as a dict without the entries that are None."""
-    return {key: value for key, value in state._asdict().items() if value is not None}
+PARAMETERS_ALONE = "parameters"
+"""Value of `CheckpointInfo.holds` in checkpoints without optimizer state."""
 
 
-HOLDS, PARAMETERS_ALONE = "holds", "parameters"
-"""The metadata entry that marks a checkpoint without optimizer state."""
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """The metadata of a checkpoint, stored as `about/metadata`. Entries that were not recorded are None.
+
+    Args:
+        parameters: shape of every parameter, by dotted name.
+        step: finished optimizer steps.
+        saved: time of the save.
+        tier: `durable` or `fast`.
+        model: name of the model.
+        layout: name of the layout, or `converted`.
+        mesh: size of every mesh axis.
+        devices_of_process: device ids of every process, by its index.
+        tokenizer: name and fingerprint of the tokenizer.
+        versions: versions of the packages that decide a run's numbers.
+        converted_from: the Hugging Face folder with the original weights.
+        holds: `parameters` if there is no optimizer state.
+        process: index of the process that wrote a fast checkpoint.
+        shards: parts of each array in a fast checkpoint, as `local_shards` returns them.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    step: int | None = None
+    saved: str | None = None
+    tier: str | None = None
+    model: str | None = None
+    layout: str | None = None
+    mesh: Mapping[str, int] | None = None
+    devices_of_process: Mapping[str, list[int]] | None = None
+    tokenizer: Mapping[str, str] | None = None
+    versions: Mapping[str, str] | None = None
+    converted_from: str | None = None
+    holds: str | None = None
+    process: int | None = None
+    shards: Mapping[str, list[str]] | None = None
+
+    def as_json(self) -> Mapping[str, object]:
+        """Return the recorded entries as JSON values."""
+        return {name: value for name, value in encode(self).items() if value is not None}
 
 
-def holds_parameters_alone(path: Any) -> bool:
-    """Return whether a checkpoint has parameters but no optimizer state. ValueError if it cannot be read."""
-    return read_about(path).get(HOLDS) == PARAMETERS_ALONE
-
-
-def parameters_alone(state: Any, parameters: Any) -> Any:
-    """Return a train state with these parameters and None in all other fields."""
-    return state._replace(**{**dict.fromkeys(state._fields), "parameters": parameters})
-
-
-def shapes_of(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by dotted path."""
-    return {name: tuple(array.shape) for name, array in flat(parameters).items()}
-
-
-def read_about(path: Any) -> dict[str, Any]:
+def read_info(path: Any) -> CheckpointInfo:
     """Return the metadata of a checkpoint. ValueError if it cannot be read."""
     try:
-        about = json.loads((path / "about" / "metadata").read_text())
-        if not isinstance(about["parameters"], dict):
-            raise TypeError("parameters are no table")
-        return about
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return load(CheckpointInfo, (path / "about" / "metadata").read_text(), "about/metadata")
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"the checkpoint {path} is damaged ({type(error).__name__}: {first_line(error)[:200]}). Delete that folder "
             "to go on from an older one."
@@ -55,10 +74,27 @@ def damage_of(path: Any) -> Problem | None:
     return None if in_bucket(path) else folder_damage(path)
 
 
-def refuse_other_shapes(path: Any, wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the differing parameters, if the checkpoint is of another model."""
-    saved = {name: tuple(shape) for name, shape in read_about(path)["parameters"].items()}
-    built = shapes_of(wanted["parameters"])
+def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
+    """Return the metadata of a checkpoint, or None if it cannot be read, and its first damage, or None."""
+    damage = damage_of(path)
+    try:
+        return read_info(path), damage
+    except ValueError:
+        return None, damage or Problem(ProblemCode.damaged, text="about/metadata cannot be read")
+
+
+def state_arrays(state: Any) -> Mapping[str, Any]:
+    """Return the fields of a train state without those that are None."""
+    return {key: value for key, value in state._asdict().items() if value is not None}
+
+
+def shapes_of(parameters: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    """Return the shape of every parameter by dotted path."""
+    return {name: tuple(array.shape) for name, array in flat(parameters).items()}
+
+
+def refuse_other_model(path: Any, saved: Mapping[str, tuple[int, ...]], built: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError, naming the first differing parameter, if the saved and the built shapes differ."""
     problems = [
         f"{name} is {saved.get(name, 'missing')} in the checkpoint and {built.get(name, 'missing')} in the model"
         for name in sorted({*built, *saved})
@@ -101,12 +137,8 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
     )
 
 
-def refuse_other_tokenizer(path: Any, wanted: Mapping[str, str] | None) -> None:
-    """Raise ValueError if the checkpoint's model was trained with another tokenizer.
-
-    A checkpoint that records no tokenizer is accepted.
-    """
-    saved = read_about(path).get("tokenizer")
+def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, wanted: Mapping[str, str] | None) -> None:
+    """Raise ValueError if a checkpoint was saved with another tokenizer than the wanted one. None fits any."""
     if wanted is None or saved is None or saved["fingerprint"] == wanted["fingerprint"]:
         return
     if saved["name"] == wanted["name"]:
@@ -139,18 +171,18 @@ def _saved_arrays(path: Any) -> set[str] | None:
         return None
 
 
-def local_shards(tree: Any) -> dict[str, list[str]]:
+def local_shards(tree: Any) -> Mapping[str, list[str]]:
     """Return the parts of each array on this process's devices, by dotted name: its dtype, then the slices.
 
     For an array of shape [8, 4] a slice may be `0:4,0:4`. The tree has arrays, or shapes with their shardings.
     """
     import jax
 
-    def held(array: Any) -> list[str]:
+    def describe(array: Any) -> list[str]:
         indices = array.sharding.addressable_devices_indices_map(tuple(array.shape)).values()
         return [str(array.dtype), *sorted({_bounds(index, array.shape) for index in indices})]
 
-    return dict(zip(names_of(tree), map(held, jax.tree.leaves(tree)), strict=True))
+    return dict(zip(names_of(tree), map(describe, jax.tree.leaves(tree)), strict=True))
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint.config import CheckpointConfig
-from valkyrie.checkpoint.contents import damage_of
-from valkyrie.checkpoint.place import asked_place, in_bucket, place_of, set_place
-from valkyrie.checkpoint.steps import METADATA
+from valkyrie.checkpoint.contents import CheckpointInfo, damage_of
+from valkyrie.checkpoint.location import METADATA, checkpoint_root, configured_root, in_bucket, record_root
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import CHECKSUMS
 from valkyrie.paths import unused
@@ -25,16 +24,19 @@ class Durable(Tier):
     """The durable checkpoints of one run folder. They can be restored under any mesh, partition and process count."""
 
     def __init__(
-        self, folder: Path, config: CheckpointConfig, *, read_only: bool, team: Team, about: Mapping[str, Any]
+        self, folder: Path, config: CheckpointConfig, *, read_only: bool, team: Team, info: CheckpointInfo
     ) -> None:
         self._config, self._read_only = config, read_only
         if team.leads and not read_only:
-            set_place(folder, config.folder)
-        path = place_of(folder) if read_only else asked_place(folder, config.folder)
+            record_root(folder, config.folder)
+        path = checkpoint_root(folder) if read_only else configured_root(folder, config.folder)
         if not read_only and not in_bucket(path) and path.is_dir():
             _check_folder(path, folder)
         super().__init__(
-            path if in_bucket(path) else path.resolve(), cleans=team.leads, about=about, together=team.count > 1
+            path if in_bucket(path) else path.resolve(),
+            cleans=team.leads,
+            info=replace(info, tier="durable"),
+            together=team.count > 1,
         )
 
     def _open(self) -> Any:
@@ -44,7 +46,7 @@ class Durable(Tier):
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=_kept(self._config),
+                preservation_policy=_preservation_policy(self._config),
                 create=True,
                 cleanup_tmp_directories=True,
                 enable_async_checkpointing=True,
@@ -104,7 +106,7 @@ def _check_folder(path: Path, folder: Path) -> None:
             raise ValueError(f"{entry} is not a checkpoint, and old checkpoints are deleted here. Move it elsewhere.")
 
 
-def _kept(config: CheckpointConfig) -> Any:
+def _preservation_policy(config: CheckpointConfig) -> Any:
     """Return Orbax's preservation policy: keep every checkpoint that matches at least one of the settings."""
     from orbax.checkpoint import checkpoint_managers as managers
 

@@ -8,17 +8,17 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint.config import FastConfig
-from valkyrie.checkpoint.contents import local_shards, read_about
-from valkyrie.checkpoint.steps import newest_in, steps_in
+from valkyrie.checkpoint.contents import CheckpointInfo, inspect, local_shards
+from valkyrie.checkpoint.location import steps_in
 from valkyrie.checkpoint.tier import Tier
-from valkyrie.checksums import digest, folder_damage
+from valkyrie.checksums import digest
 from valkyrie.paths import writing
-from valkyrie.problems import Problem
 
 _FULL_DISK = "checkpoint.fast.folder=DIR, or do without: checkpoint.fast.every=null"
 
@@ -31,12 +31,12 @@ class Fast(Tier):
 
     label = "fast "
 
-    def __init__(self, path: Path, config: FastConfig, index: int, *, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, config: FastConfig, index: int, *, info: CheckpointInfo) -> None:
         """`path` belongs to this process alone; `index` is the index of the process."""
         self._keep, self._index = config.keep, index
         with writing(path, elsewhere=_FULL_DISK):
             path.mkdir(parents=True, exist_ok=True)
-        super().__init__(path.resolve(), cleans=True, about=about)
+        super().__init__(path.resolve(), cleans=True, info=replace(info, tier="fast", process=index))
 
     def _open(self) -> Any:
         """Return a manager restricted to this process: it writes everything and joins no barrier with others."""
@@ -75,37 +75,32 @@ class Fast(Tier):
 
         return args.PyTreeRestore(wanted, restore_args=construct_restore_args(wanted))
 
-    def _describe(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        return {"process": self._index, "shards": local_shards(tree)}
+    def _describe(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
+        return replace(super()._describe(arrays), shards=local_shards(arrays))
 
     def usable(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
         """Return the steps that this process can restore as `wanted`, and why others cannot. Deletes damaged ones."""
         steps, refused, shards = [], [], local_shards(wanted)
         for step in sorted(self._manager.all_steps(), reverse=True):
-            damage: Problem | str | None = folder_damage(self.folder_of(step))
-            if damage is None:
-                try:
-                    saved = read_about(self.folder_of(step)).get("shards")
-                except ValueError:
-                    damage = "about/metadata cannot be read"
-                else:
-                    if _covers(saved, shards):
-                        steps.append(step)
-                    else:
-                        refused.append(f"that of step {step} is of another layout or model")
-            if damage is not None:
+            info, damage = inspect(self.folder_of(step))
+            if info is None or damage is not None:
                 print(f"the fast checkpoint of step {step} in {self.path} is damaged: {damage}", file=sys.stderr)
                 refused.append(f"that of step {step} is damaged")
-                shutil.rmtree(self.folder_of(step), ignore_errors=True)
-                self.reload(newest_in(self.path))
+                self._delete(step)
+            elif _covers(info.shards, shards):
+                steps.append(step)
+            else:
+                refused.append(f"that of step {step} is of another layout or model")
         return steps, refused
 
     def forget_after(self, step: int) -> None:
         """Delete the checkpoints after a step. The run continues from that step and will save them again."""
-        for other in steps_in(self.path):
-            if other > step:
-                shutil.rmtree(self.folder_of(other), ignore_errors=True)
-        self.reload(newest_in(self.path))
+        self._delete(*(other for other in steps_in(self.path) if other > step))
+
+    def _delete(self, *steps: int) -> None:
+        for step in steps:
+            shutil.rmtree(self.folder_of(step), ignore_errors=True)
+        self.reload(max(steps_in(self.path), default=None))
 
     def remove(self) -> None:
         """Delete the folder. Call this after the last save has finished."""
@@ -125,8 +120,8 @@ def fast_folder(config: FastConfig, run_folder: Path, identity: str) -> Path:
     return base.expanduser().absolute() / f"{run_folder.name}-{known_by}"
 
 
-def _covers(saved: Any, wanted: Mapping[str, list[str]]) -> bool:
+def _covers(saved: Mapping[str, list[str]] | None, wanted: Mapping[str, list[str]]) -> bool:
     """Return whether the save includes every wanted part, with the same dtypes."""
-    if not isinstance(saved, dict) or saved.keys() != wanted.keys():
+    if saved is None or saved.keys() != wanted.keys():
         return False
     return all(saved[name][0] == parts[0] and {*parts} <= {*saved[name]} for name, parts in wanted.items())

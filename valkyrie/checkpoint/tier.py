@@ -9,13 +9,13 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from valkyrie.checkpoint.contents import shapes_of, tree_of
-from valkyrie.checkpoint.place import in_bucket
-from valkyrie.checkpoint.steps import METADATA, newest_in
+from valkyrie.checkpoint.contents import CheckpointInfo, shapes_of, state_arrays
+from valkyrie.checkpoint.location import METADATA, in_bucket, steps_in
 from valkyrie.checksums import write_checksums
 from valkyrie.paths import is_full, why
 from valkyrie.problems import first_line
@@ -35,13 +35,13 @@ class Tier(ABC):
     interrupted save is never mistaken for a checkpoint. Every checkpoint has checksums of its files.
     """
 
-    def __init__(self, path: Any, *, cleans: bool, about: Mapping[str, Any], together: bool = False) -> None:
+    def __init__(self, path: Any, *, cleans: bool, info: CheckpointInfo, together: bool = False) -> None:
         """Open the folder.
 
         Args:
             path: the folder or bucket.
             cleans: whether this process removes the remains of a failed save.
-            about: metadata stored in every checkpoint.
+            info: metadata of the run, stored in every checkpoint.
             together: whether several processes write each checkpoint and wait for each other. A save that fails on one
                 process raises NotSavedError there, and the other processes end with it, because they would wait
                 forever.
@@ -50,7 +50,7 @@ class Tier(ABC):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         _drop_late_callbacks()
         _reported_errors()
-        self.path, self._cleans, self._about, self._together, self._broken = path, cleans, about, together, False
+        self.path, self._cleans, self._info, self._together, self._broken = path, cleans, info, together, False
         self._manager = self._open()
         self.last_saved: int | None = self._manager.latest_step()
 
@@ -69,9 +69,11 @@ class Tier(ABC):
     def _read_args(self, wanted: Any) -> Any:
         """Return Orbax's arguments to read arrays of these shapes and shardings."""
 
-    def _describe(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Return additional metadata about a state."""
-        return {}
+    def _describe(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
+        """Return the metadata of a state."""
+        return replace(
+            self._info, saved=time.strftime("%Y-%m-%d %H:%M:%S %z"), parameters=shapes_of(arrays["parameters"])
+        )
 
     def folder_of(self, step: int) -> Any:
         """Return the folder of a checkpoint."""
@@ -90,11 +92,10 @@ class Tier(ABC):
             return failed
         from orbax.checkpoint import args
 
-        tree = tree_of(state)
-        about = {"step": step, "saved": time.strftime("%Y-%m-%d %H:%M:%S %z"), **self._about, **self._describe(tree)}
-        about["parameters"] = {path: list(shape) for path, shape in shapes_of(tree["parameters"]).items()}
+        arrays = state_arrays(state)
+        about = replace(self._describe(arrays), step=step).as_json()
         content = args.Composite(
-            state=self._state_args(tree), data=args.JsonSave(dict(data)), about=args.JsonSave(about)
+            state=self._state_args(arrays), data=args.JsonSave(dict(data)), about=args.JsonSave(dict(about))
         )
         self.last_saved = step
         try:
@@ -103,7 +104,7 @@ class Tier(ABC):
             return self._failed(error)
         return failed
 
-    def read(self, step: int, wanted: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def read(self, step: int, wanted: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, object]]:
         """Return (arrays by field, data position) of a checkpoint. ValueError if it cannot be read."""
         from orbax.checkpoint import args
 
@@ -193,7 +194,7 @@ class Tier(ABC):
             shutil.rmtree(unfinished, ignore_errors=True)
         self.last_saved = None
         with contextlib.suppress(Exception):  # an unreachable bucket raises many kinds of errors
-            self.last_saved = newest_in(self.path)
+            self.last_saved = max(steps_in(self.path), default=None)
             if in_bucket(self.path) or self.path.parent.is_dir():
                 self._manager = self._open()
         newest = "no good one yet" if self.last_saved is None else f"the newest good one is of step {self.last_saved}"

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.contents import (
-    damage_of,
-    holds_parameters_alone,
-    parameters_alone,
-    read_about,
-    refuse_other_shapes,
+    PARAMETERS_ALONE,
+    CheckpointInfo,
+    inspect,
+    read_info,
+    refuse_other_model,
     refuse_other_state,
     refuse_other_tokenizer,
-    tree_of,
+    shapes_of,
+    state_arrays,
 )
 from valkyrie.checkpoint.durable import Durable
 from valkyrie.checkpoint.fast import Fast, fast_folder
-from valkyrie.checkpoint.place import IDENTITY, in_bucket, place_of
-from valkyrie.checkpoint.steps import saved_steps, steps_in
+from valkyrie.checkpoint.location import IDENTITY, checkpoint_root, in_bucket, saved_steps, steps_in
 from valkyrie.checksums import CHECKSUMS
 from valkyrie.paths import write_whole
 from valkyrie.problems import Problem
@@ -37,7 +37,7 @@ class Restored(NamedTuple):
 
     step: int
     state: Any
-    data: dict[str, Any]
+    data: Mapping[str, object]
     source: str
 
 
@@ -45,7 +45,7 @@ class Checkpoints:
     """The checkpoints of one run folder: durable ones and, if configured, fast ones.
 
     All processes call the same methods. With `read_only`, only durable checkpoints are opened and nothing is changed.
-    `about` is stored in every checkpoint. Checkpoints with a different `tokenizer` are refused.
+    `info` is the run's part of the metadata. Checkpoints with a different `tokenizer` are refused.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class Checkpoints:
         *,
         read_only: bool = False,
         team: Team = ALONE,
-        about: Mapping[str, Any] | None = None,
+        info: CheckpointInfo | None = None,
     ) -> None:
         self._team, self._read_only, self._done = team, read_only, False
-        self._about = about = about or {}
-        self.durable = Durable(folder, config, read_only=read_only, team=team, about={"tier": "durable", **about})
+        self._info = info = info or CheckpointInfo({})
+        self.durable = Durable(folder, config, read_only=read_only, team=team, info=info)
         self.fast: Fast | None = None
         if config.fast.every is None and not read_only and team.leads:
             (folder / IDENTITY).unlink(missing_ok=True)  # older fast checkpoints become stale from here on
         if config.fast.every is not None and not read_only:
             identity = team.broadcast_from_leader("run identity", lambda: _identity(folder))
             path = fast_folder(config.fast, folder, identity)
-            self.fast = Fast(path / f"process-{team.index}", config.fast, team.index, about={"tier": "fast", **about})
+            self.fast = Fast(path / f"process-{team.index}", config.fast, team.index, info=info)
 
     @property
     def last_saved(self) -> int | None:
@@ -83,32 +83,23 @@ class Checkpoints:
         """Begin to save a fast checkpoint, as `Tier.save` does. Does nothing if the run has no fast tier."""
         return None if self.fast is None else self.fast.save(step, state, data)
 
-    def restore(
-        self, abstract_state: Any, step: int | None = None, *, changed: Mapping[str, tuple[str, str]] | None = None
-    ) -> Restored:
-        """Return the newest sound checkpoint, or the durable one of `step`, with the shardings of `abstract_state`.
-
-        ValueError if there is no such checkpoint, if it does not fit the model or the optimizer, or if its files are
-        damaged. `changed` maps the key of each setting that differs from the saved run to (requested, saved), written
-        as on the command line. The error message names the settings that cause it.
-        """
-        if step is None:
-            restored = self.newest(abstract_state, changed=changed)
-            if restored is None:
-                raise ValueError(
-                    f"{self.durable.path} holds no finished checkpoint. Start the run anew, or resume another."
-                )
-            return restored
-        if damage := damage_of(self.durable.folder_of(step)):
-            raise ValueError(f"the checkpoint of step {step} in {self.durable.path} is damaged: {damage}.")
-        return self._restored(abstract_state, step, changed or {}, "")
+    def restore(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored:
+        """Return what `newest` returns. ValueError if there is no checkpoint."""
+        restored = self.newest(abstract_state, changed=changed)
+        if restored is None:
+            raise ValueError(
+                f"{self.durable.path} holds no finished checkpoint. Start the run anew, or resume another."
+            )
+        return restored
 
     def newest(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored | None:
         """Return the newest sound checkpoint of both tiers that all processes can read, or None.
 
-        Raises ValueError like `restore`.
+        The arrays get the shardings of `abstract_state`. ValueError if the checkpoint does not fit the model or the
+        optimizer, or if all are damaged; the message names the settings that cause it. `changed` maps the key of each
+        setting that differs from the saved run to (requested, saved), written as on the command line.
         """
-        wanted = tree_of(abstract_state)
+        wanted = state_arrays(abstract_state)
         fast, reason = self._agreed_fast(wanted)
         durable = self._sound_durable(needed=fast is None)
         restored = None
@@ -118,26 +109,28 @@ class Checkpoints:
             source = f"the fast checkpoint of step {fast} in {self.fast.path}; {older}"
             restored = Restored(fast, abstract_state._replace(**arrays), data, source)
         elif durable is not None:
-            restored = self._restored(abstract_state, durable, changed or {}, reason)
+            restored = self._read_durable(durable, abstract_state, changed or {}, reason)
         elif reason and self._team.leads:
             print(f"beginning at step 0: nothing durable is saved yet{reason}", file=sys.stderr)
         if self.fast is not None:
             self.fast.forget_after(0 if restored is None else restored.step)
         return restored
 
-    def _restored(
-        self, abstract_state: Any, step: int, changed: Mapping[str, tuple[str, str]], reason: str
+    def _read_durable(
+        self, step: int, abstract_state: Any, changed: Mapping[str, tuple[str, str]], reason: str
     ) -> Restored:
         """Return a durable checkpoint. ValueError if it is of another model, tokenizer or optimizer."""
-        wanted, path = tree_of(abstract_state), self.durable.folder_of(step)
-        refuse_other_shapes(path, wanted)
-        refuse_other_tokenizer(path, self._about.get("tokenizer"))
-        source = f"the durable checkpoint of step {step} in {self.durable.path}{reason}"
-        if holds_parameters_alone(path):
-            arrays, data = self.durable.read(step, {"parameters": wanted["parameters"]})
-            return Restored(step, parameters_alone(abstract_state, arrays["parameters"]), data, source)
-        refuse_other_state(path, wanted, changed)
+        wanted, path = state_arrays(abstract_state), self.durable.folder_of(step)
+        info = read_info(path)
+        refuse_other_model(path, info.parameters, shapes_of(wanted["parameters"]))
+        refuse_other_tokenizer(path, info.tokenizer, self._info.tokenizer)
+        if info.holds == PARAMETERS_ALONE:
+            wanted = {"parameters": wanted["parameters"]}
+            abstract_state = abstract_state._replace(**dict.fromkeys(abstract_state._fields))
+        else:
+            refuse_other_state(path, wanted, changed)
         arrays, data = self.durable.read(step, wanted)
+        source = f"the durable checkpoint of step {step} in {self.durable.path}{reason}"
         return Restored(step, abstract_state._replace(**arrays), data, source)
 
     def _sound_durable(self, *, needed: bool) -> int | None:
@@ -167,14 +160,13 @@ class Checkpoints:
             return None, ""
         steps, refused = self.fast.usable(wanted)
         answers = self._team.exchange("fast checkpoints", {"steps": steps, "refused": refused})
-        common = set.intersection(*({*answer["steps"]} for answer in answers))
-        if common:
+        if common := set.intersection(*({*answer["steps"]} for answer in answers)):
             return max(common), ""
-        told = [f"process {i}: {answer['refused'][0]}" for i, answer in enumerate(answers) if answer["refused"]]
-        if told:
-            return None, f"; no fast one is used ({told[0]})"
-        seen = any(answer["steps"] for answer in answers)
-        return None, "; no fast one is complete on all processes" if seen else ""
+        for process, answer in enumerate(answers):
+            if answer["refused"]:
+                return None, f"; no fast one is used (process {process}: {answer['refused'][0]})"
+        incomplete = any(answer["steps"] for answer in answers)
+        return None, "; no fast one is complete on all processes" if incomplete else ""
 
     def wait(self) -> str | None:
         """Wait until all current saves are on disk. Returns None, or why one failed."""
@@ -198,49 +190,40 @@ class Checkpoints:
         self._done = True
 
 
-class Kept(NamedTuple):
+class StoredCheckpoint(NamedTuple):
     """A checkpoint on disk: tier, step, size in bytes, layout and save time, first damage, and a summary."""
 
     tier: str
     step: int
     size: int
     saved: str
-    damage: Problem | str | None
+    damage: Problem | None
     state: str
 
 
-def kept_checkpoints(folder: Path, config: CheckpointConfig) -> list[Kept]:
+def stored_checkpoints(folder: Path, config: CheckpointConfig) -> list[StoredCheckpoint]:
     """Return the finished checkpoints of a run, durable ones and this host's fast ones, sorted by step."""
-    found = [_kept("durable", place_of(folder) / str(step)) for step in saved_steps(folder)]
+    stored = [_examine("durable", checkpoint_root(folder) / str(step)) for step in saved_steps(folder)]
     if (folder / IDENTITY).is_file():
         fast = fast_folder(config.fast, folder, _identity(folder))
         for path in sorted(fast.glob("process-*")):
-            found += [_kept(f"fast {path.name.replace('-', ' ')}", path / str(step)) for step in steps_in(path)]
-    return sorted(found, key=lambda kept: kept.step)
+            stored += [_examine(f"fast {path.name.replace('-', ' ')}", path / str(step)) for step in steps_in(path)]
+    return sorted(stored, key=lambda checkpoint: checkpoint.step)
 
 
-def _kept(tier: str, path: Any) -> Kept:
-    size = _bytes_in(path)
-    try:
-        about, damage = read_about(path), damage_of(path)
-    except ValueError:
-        about, damage = {}, damage_of(path) or "about/metadata cannot be read"
+def _examine(tier: str, path: Any) -> StoredCheckpoint:
+    from etils import epath
+
+    info, damage = inspect(path)
     unchecked = "complete; the bucket checks its objects" if in_bucket(path) else "no checksums"
-    saved = f"{about.get('layout', '')} {about.get('saved', '')}".strip()
+    saved = "" if info is None else f"{info.layout or ''} {info.saved or ''}".strip()
     state = f"damaged: {damage}" if damage else "as saved" if (path / CHECKSUMS).is_file() else unchecked
-    return Kept(tier, int(path.name), size, saved, damage, state)
+    return StoredCheckpoint(tier, int(path.name), _bytes_in(epath.Path(path)), saved, damage, state)
 
 
 def _bytes_in(path: Any) -> int:
     """Return the total bytes of the files under a folder. epath has no recursive glob in a bucket."""
-    entries = list(path.iterdir())
-    return sum(_bytes_in(entry) if entry.is_dir() else entry.stat().length for entry in map(_epath, entries))
-
-
-def _epath(path: Any) -> Any:
-    from etils import epath
-
-    return epath.Path(path)
+    return sum(_bytes_in(entry) if entry.is_dir() else entry.stat().length for entry in path.iterdir())
 
 
 def _identity(folder: Path) -> str:

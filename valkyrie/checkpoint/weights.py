@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from valkyrie.checkpoint.contents import HOLDS, PARAMETERS_ALONE
 from valkyrie.checkpoint.durable import Durable
-from valkyrie.checkpoint.place import in_bucket
+from valkyrie.checkpoint.location import in_bucket
 
 _CHUNK = 64 * 2**20
 """Bytes of an array chunk on disk. A device of another mesh reads only the chunks that overlap its shard."""
@@ -33,9 +31,6 @@ class WeightsTier(Durable):
         import orbax.checkpoint as ocp
 
         return ocp.args.PyTreeSave(tree, save_args=jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK), tree))
-
-    def _describe(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        return {HOLDS: PARAMETERS_ALONE}
 
 
 def read_array(path: Any, field: str, name: str) -> Any:

@@ -3,65 +3,110 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from valkyrie.convert import gpt2
-from valkyrie.models.block import Residual
-from valkyrie.models.families.gpt import Config
+from valkyrie.models.families import gpt, gpt2
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import Bias, RopeStretch
+from valkyrie.trees import as_written, at
 
-Settings = dict[str, Any]
-"""Settings of a model by dotted key, without `model.`."""
+Setting = str | bool | int | float | list[int | None]
+
+_PLAIN = ("residual", "embedding_scale", "logits_soft_cap", "feed_forward_after", "block_pattern")
+_PLAIN += tuple(f"attention.{key}" for key in ("causal", "global_tokens", "soft_cap", "dilations"))
+_GPT2_PLAIN = (*_PLAIN, *(f"attention.{key}" for key in ("windows", "rope_theta", "qk_norm", "bias")))
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of transformers: its name and `model_type`, and how it differs from the others.
+    """A model class of transformers, and how its config.json maps to the settings of a model. Defaults are Llama's.
 
-    `bias`: the attention projections that always have a bias. If the key `biases_key` is true in config.json, all have
-    one.
+    Args:
+        name: The class.
+        model_type: Its `model_type`.
+        bias: The attention projections that always have a bias.
+        biases_key: A key that gives all of them one if true, or None.
+        qk_norm: Whether queries and keys are normalised.
+        windows: Whether layers can have a sliding window.
+        family: The model family that computes the same.
+        sizes: Numeric settings and their keys.
+        activation: Key of the nonlinearity.
+        activations: Supported values of that key. If several mean the same, the first is written.
+        epsilon: Key of the norms' epsilon, and its default.
+        tied: Default of `tie_word_embeddings`.
+        only: Keys with one supported value, which is also their default.
+        plain: Settings that must have the default of the family.
     """
 
     name: str
     model_type: str
-    qk_norm: bool = False
-    windows: bool = False
     bias: Bias = Bias.none
     biases_key: str | None = None
+    qk_norm: bool = False
+    windows: bool = False
     family: str = "gpt"
+    sizes: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "vocab_size": "vocab_size",
+            "embed": "hidden_size",
+            "layers": "num_hidden_layers",
+            "mlp": "intermediate_size",
+            "attention.heads": "num_attention_heads",
+            "context": "max_position_embeddings",
+        }
+    )
+    activation: str = "hidden_act"
+    activations: Mapping[str, Nonlinearity] = field(
+        default_factory=lambda: {
+            "silu": Nonlinearity.swiglu,
+            "gelu_pytorch_tanh": Nonlinearity.geglu,
+            "gelu_new": Nonlinearity.geglu,
+        }
+    )
+    epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6)
+    tied: bool = False
+    only: Mapping[str, bool] = field(default_factory=lambda: {"mlp_bias": False})
+    plain: tuple[str, ...] = _PLAIN
 
     @property
     def is_gpt2(self) -> bool:
-        """Whether it belongs to the family gpt2, which has other keys in config.json."""
+        """Whether it is of the family gpt2, with learned positions and other tensor names."""
         return self.family == "gpt2"
 
 
-KNOWN = {
-    kind.name: kind
-    for kind in (
-        Architecture("LlamaForCausalLM", "llama", biases_key="attention_bias"),
-        Architecture("MistralForCausalLM", "mistral", windows=True),
-        Architecture("Qwen2ForCausalLM", "qwen2", windows=True, bias=Bias.qkv),
-        Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, windows=True, biases_key="attention_bias"),
-        Architecture("GPT2LMHeadModel", "gpt2", family="gpt2"),
-    )
-}
+LLAMA, MISTRAL, QWEN2, QWEN3, GPT2 = (
+    Architecture("LlamaForCausalLM", "llama", biases_key="attention_bias"),
+    Architecture("MistralForCausalLM", "mistral", windows=True),
+    Architecture("Qwen2ForCausalLM", "qwen2", windows=True, bias=Bias.qkv),
+    Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, windows=True, biases_key="attention_bias"),
+    Architecture(
+        "GPT2LMHeadModel",
+        "gpt2",
+        family="gpt2",
+        sizes={
+            "vocab_size": "vocab_size",
+            "embed": "n_embd",
+            "layers": "n_layer",
+            "attention.heads": "n_head",
+            "context": "n_positions",
+        },
+        activation="activation_function",
+        activations={
+            "gelu_new": Nonlinearity.gelu,
+            "gelu_pytorch_tanh": Nonlinearity.gelu,
+            "relu": Nonlinearity.relu,
+        },
+        epsilon=("layer_norm_epsilon", 1e-5),
+        tied=True,
+        only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        plain=_GPT2_PLAIN,
+    ),
+)
+KNOWN = {kind.name: kind for kind in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)}
 """The architectures that can be converted."""
-
-_ACTIVATIONS = {"silu": Nonlinearity.swiglu, "gelu_pytorch_tanh": Nonlinearity.geglu, "gelu_new": Nonlinearity.geglu}
 _QK_NORM_EPSILON = 1e-6
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "embed": "hidden_size",
-    "layers": "num_hidden_layers",
-    "mlp": "intermediate_size",
-    "attention.heads": "num_attention_heads",
-    "context": "max_position_embeddings",
-}
-"""Numeric settings and their keys in config.json."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -75,114 +120,108 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     return KNOWN[names[0]]
 
 
-def settings_of(config: Mapping[str, Any]) -> Settings:
-    """Return the settings of a model that computes what a config.json describes.
+def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
+    """Return the settings, by dotted key without `model.`, of a model that computes what a config.json describes.
 
     ValueError names every key with an unsupported value.
     """
     kind = architecture_of(config)
-    sizes = gpt2.SIZES if kind.is_gpt2 else _SIZES
-    lacking = [key for key in sizes.values() if not isinstance(config.get(key), int)]
-    if lacking:
+    if lacking := [key for key in kind.sizes.values() if not isinstance(config.get(key), int)]:
         raise ValueError(f"config.json: {', '.join(lacking)} must be a whole number for {kind.name}.")
-    refusals = [_QUANTISED] if config.get("quantization_config") else []
-    refusals += gpt2.refusals_of(config) if kind.is_gpt2 else _unsupported(kind, config)
-    if refusals and kind.is_gpt2:
-        raise ValueError(f"config.json: {'; '.join(refusals)}.")
-    settings: Settings = {setting: config[key] for setting, key in sizes.items()}
+    refusals = _unsupported(kind, config)
+    sizes = {setting: config[key] for setting, key in kind.sizes.items()}
+    embed, heads = sizes["embed"], sizes["attention.heads"]
+    own: dict[str, Setting] = {}
     if kind.is_gpt2:
-        return settings | gpt2.settings_of(config)
-    theta, stretch, trouble = _rope(config)
-    refusals += trouble
-    heads = config["num_attention_heads"]
-    if not config.get("head_dim") and config["hidden_size"] % heads:
-        refusals.append(
-            f"hidden_size={config['hidden_size']} is not a multiple of num_attention_heads={heads}, and there is no "
-            "head_dim"
-        )
-    windows, trouble = _windows(kind, config)
-    refusals += trouble
+        own["mlp"] = config.get("n_inner") or 4 * embed
+    else:
+        rope, rope_refusals = _rope(config)
+        windows, window_refusals = _windows(kind, config)
+        refusals += rope_refusals + window_refusals
+        all_biases = bool(kind.biases_key and config.get(kind.biases_key))
+        own |= {**rope, "attention.windows": windows, "attention.qk_norm": kind.qk_norm}
+        own["attention.bias"] = (Bias.all if all_biases else kind.bias).value
     if refusals:
         raise ValueError(f"config.json: {'; '.join(refusals)}.")
-    return settings | {
+    epsilon, default = kind.epsilon
+    return {
+        **sizes,
         "name": kind.model_type,
-        "feed_forward": _ACTIVATIONS[config["hidden_act"]].value,
-        "norm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "feed_forward": kind.activations[_activation(kind, config)].value,
+        "norm_epsilon": float(config.get(epsilon, default)),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", kind.tied)),
         "attention.kv_heads": config.get("num_key_value_heads") or heads,
-        "attention.head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "attention.rope_theta": theta,
-        "attention.bias": _bias(kind, config).value,
-        "attention.qk_norm": kind.qk_norm,
-        "attention.windows": windows,
-        **stretch,
+        "attention.head_dim": config.get("head_dim") or embed // heads,
+        **own,
     }
 
 
-def config_of(model: Stack) -> dict[str, Any]:
+def config_of(model: Stack) -> dict[str, object]:
     """Return the config.json of a model. ValueError names every setting that no known architecture supports."""
-    is_gpt2 = isinstance(model, gpt2.Config)
-    if refusals := gpt2.not_theirs(model) if is_gpt2 else _not_theirs(model):
+    kind = _kind_of(model)
+    if refusals := _unsupported_settings(model, kind):
         raise ValueError(
             f"no architecture of {', '.join(KNOWN)} has {'; '.join(refusals)}: this model stays in Valkyrie's form."
         )
-    if is_gpt2:
-        return gpt2.config_of(model)
-    assert isinstance(model, Config)
-    attention, lists_windows = model.attention, any(w is not None for w in model.attention.windows)
-    name = _name_of(attention.qk_norm, attention.bias, lists_windows)
-    activations = {kind: key for key, kind in reversed(_ACTIVATIONS.items())}
-    config: dict[str, Any] = {"architectures": [name], "model_type": KNOWN[name].model_type}
-    values = {"vocab_size": model.vocab_size, "embed": model.embed, "layers": model.layers, "mlp": model.mlp}
-    values |= {"attention.heads": attention.heads, "context": model.context}
-    config |= {_SIZES[setting]: value for setting, value in values.items()}
+    assert isinstance(model, gpt.Config | gpt2.Config)
+    name = next(name for name, activation in kind.activations.items() if activation is model.feed_forward)
+    config: dict[str, object] = {"architectures": [kind.name], "model_type": kind.model_type}
+    config |= {key: at(model, setting) for setting, key in kind.sizes.items()}
+    config |= {kind.activation: name, kind.epsilon[0]: model.norm_epsilon}
+    config["tie_word_embeddings"] = model.tie_embeddings
+    if kind.is_gpt2:
+        return config | {"n_inner": None if model.mlp == 4 * model.embed else model.mlp}
+    attention = model.attention
+    scaling = _as_scaling(attention.rope_stretch)
     config |= {
-        "hidden_act": activations[model.feed_forward],
-        "rms_norm_eps": model.norm_epsilon,
-        "tie_word_embeddings": model.tie_embeddings,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
         "rope_theta": attention.rope_theta,
-        "rope_scaling": _as_scaling(attention.rope_stretch),
-        "rope_parameters": {"rope_theta": attention.rope_theta}
-        | (_as_scaling(attention.rope_stretch) or {"rope_type": "default"}),
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": attention.rope_theta, **(scaling or {"rope_type": "default"})},
     }
-    if KNOWN[name].biases_key:
-        config["attention_bias"] = attention.bias is Bias.all
-    if name == "LlamaForCausalLM":
+    if kind.biases_key:
+        config[kind.biases_key] = attention.bias is Bias.all
+    if kind is LLAMA:
         config["mlp_bias"] = False
-    if KNOWN[name].windows:
-        config |= _as_sliding(name, model)
-    return config
+    return {**config, **(_as_sliding(kind, model) if kind.windows else {})}
 
 
-_QUANTISED = "quantization_config: weights are read as float32, bfloat16 or float16 alone"
+def _activation(kind: Architecture, config: Mapping[str, Any]) -> str:
+    return str(config.get(kind.activation, "gelu_new" if kind.is_gpt2 else None))
 
 
 def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config.json with values that no setting supports."""
+    """Return the keys of a config.json with values that no setting supports, other than those of RoPE and windows."""
     refusals = []
-    if config.get("hidden_act") not in _ACTIVATIONS:
-        refusals.append(f"hidden_act={config.get('hidden_act')} is not one of {', '.join(_ACTIVATIONS)}")
-    if config.get("mlp_bias"):
-        refusals.append("mlp_bias=true adds biases that the feed-forward here does not have")
-    epsilon = config.get("rms_norm_eps", 1e-6)
+    if config.get("quantization_config"):
+        refusals.append("quantization_config: weights are read as float32, bfloat16 or float16 alone")
+    activation = _activation(kind, config)
+    if activation not in kind.activations:
+        refusals.append(f"{kind.activation}={activation} is not one of {', '.join(kind.activations)}")
+    for key, value in kind.only.items():
+        if bool(config.get(key, value)) != value:
+            refusals.append(f"{key}={as_written(not value)} is not supported")
+    epsilon = config.get(*kind.epsilon)
     if kind.qk_norm and epsilon != _QK_NORM_EPSILON:
         refusals.append(f"rms_norm_eps={epsilon:g}: norms of queries and keys have {_QK_NORM_EPSILON:g} here")
+    embed, heads = kind.sizes["embed"], kind.sizes["attention.heads"]
+    if not config.get("head_dim") and config[embed] % max(config[heads], 1):
+        refusals.append(
+            f"{embed}={config[embed]} is not a multiple of {heads}={config[heads]}, and there is no head_dim"
+        )
     return refusals
 
 
-def _bias(kind: Architecture, config: Mapping[str, Any]) -> Bias:
-    return Bias.all if kind.biases_key and config.get(kind.biases_key) else kind.bias
-
-
-def _name_of(qk_norm: bool, bias: Bias, windows: bool) -> str:
-    """Return the architecture with these features."""
-    if qk_norm:
-        return "Qwen3ForCausalLM"
-    if bias is Bias.qkv:
-        return "Qwen2ForCausalLM"
-    return "MistralForCausalLM" if windows else "LlamaForCausalLM"
+def _kind_of(model: Stack) -> Architecture:
+    """Return the architecture with the features of a model."""
+    if not isinstance(model, gpt.Config):
+        return GPT2
+    if model.attention.qk_norm:
+        return QWEN3
+    if model.attention.bias is Bias.qkv:
+        return QWEN2
+    return LLAMA if all(window is None for window in model.attention.windows) else MISTRAL
 
 
 _STRETCH = {
@@ -194,30 +233,31 @@ _STRETCH = {
 """The keys of Llama 3's rope_scaling, and our names for them."""
 
 
-def _as_scaling(stretch: RopeStretch) -> dict[str, Any] | None:
+def _as_scaling(stretch: RopeStretch) -> Mapping[str, object] | None:
     if stretch.factor == 1:
         return None
     return {"rope_type": "llama3"} | {theirs: getattr(stretch, ours) for theirs, ours in _STRETCH.items()}
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, Settings, list[str]]:
-    """Return the RoPE base, its scaling settings, and the reasons why they are unsupported."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[str]]:
+    """Return the RoPE base and scaling settings, and the reasons why they are unsupported."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    kind = given.get("rope_type", given.get("type", "default"))
-    theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    rope = config.get(key) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    settings: dict[str, Setting] = {
+        "attention.rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    }
     refusals = []
-    stretch = {}
-    if kind == "llama3" and (lacking := [name for name in _STRETCH if name not in given]):
+    if kind == "llama3" and (lacking := [name for name in _STRETCH if name not in rope]):
         refusals.append(f"{key} has no {', '.join(lacking)}, which rope_type=llama3 needs")
     elif kind == "llama3":
-        stretch = {f"attention.rope_stretch.{ours}": given[theirs] for theirs, ours in _STRETCH.items()}
+        settings |= {f"attention.rope_stretch.{ours}": rope[theirs] for theirs, ours in _STRETCH.items()}
     elif kind != "default":
         refusals.append(f"{key}.rope_type={kind} is not supported. Known: default, llama3")
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         refusals.append(f"partial_rotary_factor={partial}: whole heads are rotated here")
-    return float(theta), stretch, refusals
+    return settings, refusals
 
 
 def _windows(kind: Architecture, config: Mapping[str, Any]) -> tuple[list[int | None], list[str]]:
@@ -236,51 +276,45 @@ def _windows(kind: Architecture, config: Mapping[str, Any]) -> tuple[list[int | 
     return (windows[:1] if len({*windows}) == 1 else windows), []
 
 
-def _as_sliding(name: str, model: Config) -> dict[str, Any]:
-    """Return the config.json entries for the windows of a model's layers."""
+def _as_sliding(kind: Architecture, model: gpt.Config | gpt2.Config) -> Mapping[str, object]:
+    """Return the config.json entries for the windows of a model's layers. Mistral has the same one in all layers."""
     windows = [model.attention.windows[i % len(model.attention.windows)] for i in range(model.layers)]
     lengths = {window for window in windows if window is not None}
     if not lengths:
-        return {"sliding_window": None} | ({"use_sliding_window": False} if name != "MistralForCausalLM" else {})
-    if len(lengths) > 1 or (name == "MistralForCausalLM" and None in windows):
+        return {"sliding_window": None} | ({} if kind is MISTRAL else {"use_sliding_window": False})
+    if len(lengths) > 1 or (kind is MISTRAL and None in windows):
         raise ValueError(
-            f"model.attention.windows={model.attention.windows}: {name} has one window for "
-            f"{'all layers' if name == 'MistralForCausalLM' else 'those layers that have one'}."
+            f"model.attention.windows={model.attention.windows}: {kind.name} has one window for "
+            f"{'all layers' if kind is MISTRAL else 'those layers that have one'}."
         )
-    sliding: dict[str, Any] = {"sliding_window": lengths.pop()}
-    if name != "MistralForCausalLM":
-        types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        sliding |= {"use_sliding_window": True, "layer_types": types, "max_window_layers": windows.count(None)}
-    return sliding
+    if kind is MISTRAL:
+        return {"sliding_window": lengths.pop()}
+    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    sliding = {"use_sliding_window": True, "layer_types": types, "max_window_layers": windows.count(None)}
+    return {"sliding_window": lengths.pop(), **sliding}
 
 
-def _not_theirs(model: Stack) -> list[str]:
+def _unsupported_settings(model: Stack, kind: Architecture) -> list[str]:
     """Return the settings of a model that no known architecture supports, written as on the command line."""
-    if type(model) is not Config:
+    if type(model) not in (gpt.Config, gpt2.Config):
         return [f"model.family={model.family}"]
-    attention, theirs = model.attention, Config()
-    plain = ["residual", "embedding_scale", "logits_soft_cap", "feed_forward_after", "block_pattern"]
+    assert isinstance(model, gpt.Config | gpt2.Config)
+    attention, defaults = model.attention, type(model)()
     refusals = [
-        f"model.{key}={_text(getattr(model, key))}" for key in plain if getattr(model, key) != getattr(theirs, key)
+        f"model.{key}={as_written(at(model, key))}" for key in kind.plain if at(model, key) != at(defaults, key)
     ]
-    ours = ["causal", "global_tokens", "soft_cap", "dilations"]
-    refusals += [
-        f"model.attention.{key}={_text(getattr(attention, key))}"
-        for key in ours
-        if getattr(attention, key) != getattr(theirs.attention, key)
-    ]
-    if model.feed_forward not in _ACTIVATIONS.values():
+    if model.feed_forward not in kind.activations.values():
         refusals.append(f"model.feed_forward={model.feed_forward.value}")
+    if kind.is_gpt2:
+        if attention.kv_heads != attention.heads or attention.heads * attention.head_dim != model.embed:
+            refusals.append("heads that are not as many key heads, together as wide as model.embed")
+        return refusals
     if attention.rope_theta is None:
         refusals.append("model.attention.rope_theta=null")
     if attention.bias is Bias.qkv and attention.qk_norm:
         refusals.append("model.attention.bias=qkv beside qk_norm=true")
-    if attention.bias is Bias.all and any(window is not None for window in attention.windows) and not attention.qk_norm:
+    if attention.bias is Bias.all and kind is MISTRAL:
         refusals.append("model.attention.bias=all beside windows")
     if attention.qk_norm and model.norm_epsilon != _QK_NORM_EPSILON:
         refusals.append(f"model.norm_epsilon={model.norm_epsilon:g} beside queries and keys normed by 1e-06")
     return refusals
-
-
-def _text(value: Any) -> str:
-    return value.value if isinstance(value, Residual) else str(value)

@@ -64,9 +64,13 @@ class Weights:
         ]
         more = [name for name in self.shapes if name not in wanted and not name.endswith(derived)]
         narrow = [f"{name} is {dtype}" for name, dtype in self.dtypes.items() if dtype not in DTYPES and name in wanted]
-        told = {"has no tensor": missing, "has tensors of other shapes than its config.json says:": others}
-        told |= {f"has tensors that a {kind} has not:": more, f"has tensors that are not {', '.join(DTYPES)}:": narrow}
-        if problems := [f"{what} {_few(names)}" for what, names in told.items() if names]:
+        differences = {
+            "has no tensor": missing,
+            "has tensors of other shapes than its config.json says:": others,
+            f"has tensors that a {kind} has not:": more,
+            f"has tensors that are not {', '.join(DTYPES)}:": narrow,
+        }
+        if problems := [f"{what} {_few(names)}" for what, names in differences.items() if names]:
             raise ValueError(f"{self.folder} {'; it '.join(problems)}.")
 
     def _look_into(self, name: str) -> None:
@@ -98,7 +102,7 @@ def _files_of(folder: Path) -> list[str]:
     raise ValueError(f"{folder} has no {SINGLE} and no {INDEX}.{remedy}")
 
 
-def _json(path: Path, folder: Path) -> dict[str, Any]:
+def _json(path: Path, folder: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} has no {path.name}: it is no model's folder as Hugging Face has it.")
     try:
@@ -121,7 +125,7 @@ def copy_beside(source: Path, to: Path) -> list[str]:
 
 def write_folder(
     folder: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
     tensor: Callable[[str], np.ndarray],
@@ -137,12 +141,13 @@ def write_folder(
     names = [SINGLE if single else f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     with writing(folder):
         for file, part in zip(names, parts, strict=True):
-            held = {name: np.ascontiguousarray(tensor(name), dtype) for name in part}
-            _write_file(folder / file, held)
+            _write_file(folder / file, {name: np.ascontiguousarray(tensor(name), dtype) for name in part})
         if not single:
             total = sum(int(np.prod(shape)) for shape in shapes.values())
-            index: dict[str, Any] = {"metadata": {"total_parameters": total, "total_size": total * dtype.itemsize}}
-            index["weight_map"] = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+            index = {
+                "metadata": {"total_parameters": total, "total_size": total * dtype.itemsize},
+                "weight_map": {name: file for file, part in zip(names, parts, strict=True) for name in part},
+            }
             write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n")
         write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
     return names

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from valkyrie.checkpoint import CheckpointConfig
+from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo
+from valkyrie.checkpoint.contents import PARAMETERS_ALONE
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
-from valkyrie.convert.architectures import Architecture, Settings, architecture_of, settings_of
+from valkyrie.convert.architectures import Setting, architecture_of, settings_of
 from valkyrie.convert.folder import CONFIG, Weights, copy_beside, described
 from valkyrie.convert.names import DERIVED, GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer import identity_of, load_tokenizer, vocab_size_of
@@ -47,7 +48,7 @@ def from_folder(
     kind, settings = architecture_of(weights.config), settings_of(weights.config)
     run = _run(folder, name, tokenizer, settings, overrides, f"{kind.family}_schema")
     assert isinstance(run.model, Stack)
-    prefix = _prefix(kind, weights)
+    prefix = GPT2_PREFIX if kind.is_gpt2 and any(name.startswith(GPT2_PREFIX) for name in weights.shapes) else ""
     by_parameter = tensor_slices(run.model, prefix)
     wanted = {piece.name: piece.stored for parts in by_parameter.values() for piece in parts}
     tied = ("lm_head.weight",) if run.model.tie_embeddings else ()
@@ -57,37 +58,33 @@ def from_folder(
         raise ValueError(f"{target} is there already. Use another --name NAME, or delete it.")
     _refuse_other_tokenizer(run)
     say(f"{kind.name}: {described(wanted, weights.dtype(wanted))}")
-    with _made(target):
+    with _removed_on_failure(target):
         theirs = target / THEIRS
         with writing(target):
             theirs.mkdir(parents=True)
-        carried = copy_beside(folder, theirs)
+        copied = copy_beside(folder, theirs)
         write_whole(theirs / CONFIG, (folder / CONFIG).read_bytes())
         if kind.is_gpt2:
             write_whole(theirs / PREFIX, prefix)
-        if tokenizer is None and "tokenizer.json" in carried:
+        if tokenizer is None and "tokenizer.json" in copied:
             run = _with_tokenizer(run, str((theirs / "tokenizer.json").absolute()))
         _save(run, target, weights, by_parameter, folder)
         write_about(run, target)
     return target
 
 
-def _prefix(kind: Architecture, weights: Weights) -> str:
-    named = any(name.startswith(GPT2_PREFIX) for name in weights.shapes)
-    return GPT2_PREFIX if kind.is_gpt2 and named else ""
-
-
 def _run(
     folder: Path,
     name: str | None,
     tokenizer: str | None,
-    settings: Settings,
+    settings: dict[str, Setting],
     overrides: Sequence[str],
     schema: str,
 ) -> Run:
     """Return the run with these model settings. ValueError if they are invalid or there is no tokenizer."""
-    given = dict(key_value(override) for override in overrides)
-    name = name or given.get("name") or folder.resolve().name
+    name = name or dict(map(key_value, overrides)).get("name") or folder.resolve().name
+    context = settings["context"]
+    assert isinstance(context, int)
     beside = folder / "tokenizer.json"
     if tokenizer is None and not beside.is_file():
         raise ValueError(
@@ -95,7 +92,7 @@ def _run(
             "tokenizer.json."
         )
     settings = {"tokenizer": tokenizer or str(beside), **settings}
-    own = [f"model={schema}", f"name={name}", f"seq={min(settings['context'], _LONGEST)}"]
+    own = [f"model={schema}", f"name={name}", f"seq={min(context, _LONGEST)}"]
     own += [f"model.{key}={as_written(value)}" for key, value in settings.items()]
     run = run_of([*own, *(o for o in overrides if key_value(o)[0] != "name")])
     refuse(run.model.problems())
@@ -118,7 +115,7 @@ def _refuse_other_tokenizer(run: Run) -> None:
 
 
 @contextmanager
-def _made(target: Path) -> Iterator[None]:
+def _removed_on_failure(target: Path) -> Iterator[None]:
     """Delete a folder again if filling it inside this context fails."""
     try:
         yield
@@ -133,9 +130,16 @@ def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list
     from valkyrie.processes.team import ALONE
     from valkyrie.train.state import TrainState
 
-    about = {"tier": "durable", "model": run.model.name, "layout": "converted", "tokenizer": identity_of(run.tokenizer)}
-    about |= {"versions": versions(), "converted_from": str(folder.resolve())}
-    parameters: dict[str, Any] = {}
+    info = CheckpointInfo(
+        parameters={},  # the save fills these in
+        model=run.model.name,
+        layout="converted",
+        tokenizer=identity_of(run.tokenizer),
+        versions=versions(),
+        converted_from=str(folder.resolve()),
+        holds=PARAMETERS_ALONE,
+    )
+    parameters: Any = {}
     for name, parts in by_parameter.items():
         *path, last = name.split(".")
         inside = parameters
@@ -143,7 +147,7 @@ def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list
             inside = inside.setdefault(key, {})
         inside[last] = _array(weights, parts)
     state = TrainState(step=None, parameters=parameters, optimizer=None, ema=None, key=None)
-    with closing(WeightsTier(target, CheckpointConfig(), read_only=False, team=ALONE, about=about)) as tier:
+    with closing(WeightsTier(target, CheckpointConfig(), read_only=False, team=ALONE, info=info)) as tier:
         failed = tier.save(0, state, {}) or tier.wait()
     if failed:
         raise ValueError(failed)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from valkyrie.axes import Parameter
 from valkyrie.models.stack import Stack
 
 
@@ -135,7 +134,10 @@ def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]
     outside, of_layer = (GPT2_OUTSIDE, GPT2_LAYER) if model.family == "gpt2" else (OUTSIDE, LAYER)
     for name, parameter in model.parameters().items():
         if name in outside:
-            by_parameter[name] = [_whole(name, outside[name], parameter, model, prefix)]
+            place, shape = outside[name], parameter.shape
+            rows = model.vocab_size if parameter.axes[0] == "vocab" else shape[0]
+            tensor = place.name if place.name.startswith("lm_head.") else prefix + place.name
+            by_parameter[name] = [TensorSlice(name, None, tensor, place, shape, rows)]
             continue
         segment, of_group, rest = name.split(".", 2)
         place, numbers = of_layer[rest], layers[f"{segment}.{of_group}"]
@@ -154,9 +156,3 @@ def _layers(model: Stack) -> Iterator[tuple[str, list[int]]]:
         for j in range(len(group)):
             yield f"segment_{i}.block_{j}", [first + repeat * len(group) + j for repeat in range(repeats)]
         first += repeats * len(group)
-
-
-def _whole(name: str, place: TensorLocation, parameter: Parameter, model: Stack, prefix: str) -> TensorSlice:
-    rows = model.vocab_size if parameter.axes[0] == "vocab" else parameter.shape[0]
-    at = place.name if place.name.startswith("lm_head.") else prefix + place.name
-    return TensorSlice(name, None, at, place, parameter.shape, rows)

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from valkyrie.checkpoint import place_of, saved_steps
-from valkyrie.checkpoint.contents import damage_of, holds_parameters_alone
+from valkyrie.checkpoint import checkpoint_root, saved_steps
+from valkyrie.checkpoint.contents import PARAMETERS_ALONE, damage_of, read_info
 from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import run_in
 from valkyrie.config.run import Run
-from valkyrie.convert.architectures import config_of
+from valkyrie.convert.architectures import architecture_of, config_of
 from valkyrie.convert.folder import CONFIG, DTYPES, copy_beside, described, write_folder
 from valkyrie.convert.load import PREFIX, THEIRS
 from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer_json import json_path
 from valkyrie.models.stack import Stack
 from valkyrie.paths import writing
+from valkyrie.trees import at
 
 NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
 """Supported dtypes of the written weights, by name."""
@@ -48,7 +49,7 @@ def to_folder(
         raise ValueError(f"{folder} is there already. Name a new folder.")
     assert isinstance(run.model, Stack)
     config = _config(trained, run, dtype)
-    kind = NAMES[config["dtype"]]
+    kind = NAMES[str(config["dtype"])]
     if damage := damage_of(path):
         raise ValueError(f"the checkpoint of step {step} in {path.parent} is damaged: {damage}.")
     field = "ema" if _averages(run, path) else "parameters"
@@ -56,12 +57,12 @@ def to_folder(
     for piece in (piece for parts in tensor_slices(run.model, _prefix(trained, run)).values() for piece in parts):
         by_name.setdefault(piece.name, []).append(piece)
     shapes = {name: thirds[0].stored for name, thirds in by_name.items()}
-    say(f"{config['architectures'][0]} of step {step}: {described(shapes, kind)}")
+    say(f"{architecture_of(config).name} of step {step}: {described(shapes, kind)}")
     reader = _ParameterReader(path, field)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_folder(folder, config, shapes, kind, lambda name: reader.read(by_name[name]), file_bytes)
-    _carry(trained, run, folder)
+    _copy_tokenizer(trained, run, folder)
     return folder
 
 
@@ -70,16 +71,16 @@ class _ParameterReader:
 
     def __init__(self, path: Any, field: str) -> None:
         self._path, self._field = path, field
-        self._kept: dict[str, np.ndarray] = {}
+        self._parameters: dict[str, np.ndarray] = {}
 
     def read(self, thirds: list[TensorSlice]) -> np.ndarray:
         """Return the tensor made of these pieces: one piece, or three thirds."""
         thirds = sorted(thirds, key=lambda piece: piece.place.third or 0)
         names = {piece.parameter for piece in thirds}
-        self._kept = {name: array for name, array in self._kept.items() if name in names}
-        for name in names - self._kept.keys():
-            self._kept[name] = read_array(self._path, self._field, name)
-        parts = [piece.theirs(_part(self._kept[piece.parameter], piece)) for piece in thirds]
+        self._parameters = {name: array for name, array in self._parameters.items() if name in names}
+        for name in names - self._parameters.keys():
+            self._parameters[name] = read_array(self._path, self._field, name)
+        parts = [piece.theirs(_part(self._parameters[piece.parameter], piece)) for piece in thirds]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
@@ -89,10 +90,10 @@ def _part(array: np.ndarray, piece: TensorSlice) -> np.ndarray:
 
 def _prefix(trained: Path, run: Run) -> str:
     """Return the prefix of GPT-2's tensor names in the folder that the run was converted from."""
-    came = trained / THEIRS / PREFIX
+    prefix = trained / THEIRS / PREFIX
     if run.model.family != "gpt2":
         return ""
-    return came.read_text() if came.is_file() else GPT2_PREFIX
+    return prefix.read_text() if prefix.is_file() else GPT2_PREFIX
 
 
 def _checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
@@ -102,27 +103,27 @@ def _checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
     if step is not None and step not in steps:
         raise ValueError(f"--step {step}: {trained} has checkpoints of the steps {', '.join(map(str, steps))}.")
     step = steps[-1] if step is None else step
-    return step, place_of(trained) / str(step)
+    return step, checkpoint_root(trained) / str(step)
 
 
 def _averages(run: Run, path: Any) -> bool:
-    return run.config.optimizer.ema_decay is not None and not holds_parameters_alone(path)
+    return run.config.optimizer.ema_decay is not None and read_info(path).holds != PARAMETERS_ALONE
 
 
-def _config(trained: Path, run: Run, dtype: str | None) -> dict[str, Any]:
+def _config(trained: Path, run: Run, dtype: str | None) -> Mapping[str, object]:
     """Return config.json: the original one, if any, updated with the current settings."""
-    came = trained / THEIRS / CONFIG
-    before = json.loads(came.read_bytes()) if came.is_file() else {}
+    original = trained / THEIRS / CONFIG
+    before = json.loads(original.read_bytes()) if original.is_file() else {}
     known = before.get("dtype") or before.get("torch_dtype") or "float32"
     assert isinstance(run.model, Stack)
     now = config_of(run.model)
     if before.get("architectures") == now["architectures"]:
-        guessed = now.get("hidden_size", 0) // now.get("num_attention_heads", 1)
-        now = {key: value for key, value in now.items() if key in before or (key == "head_dim" and value != guessed)}
+        default = run.model.embed // at(run.model, "attention.heads")
+        now = {key: value for key, value in now.items() if key in before or (key == "head_dim" and value != default)}
     return before | now | {"dtype": dtype or (known if known in NAMES else "float32")}
 
 
-def _carry(trained: Path, run: Run, folder: Path) -> None:
+def _copy_tokenizer(trained: Path, run: Run, folder: Path) -> None:
     """Copy the tokenizer: the original files, or else the tokenizer that the run was trained with."""
     if (trained / THEIRS).is_dir():
         copy_beside(trained / THEIRS, folder)

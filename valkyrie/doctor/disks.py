@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from valkyrie.checkpoint.place import in_bucket, path_of
+from valkyrie.checkpoint.location import in_bucket, parse_path
 from valkyrie.config.run import Run
 from valkyrie.data.config import DataCheck
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Examined
@@ -92,7 +92,7 @@ def shared_folder(examined: Examined) -> Answers:
                 name = stack.enter_context(_probe(folder)).name
         name = team.exchange("probe", name)[0]
         with contextlib.suppress(OSError):  # the others wait below
-            sees = name is not None and (path_of(folder) / name).exists()
+            sees = name is not None and (parse_path(folder) / name).exists()
         team.wait("probe seen")
     if name is not None and sees:
         yield FINE, f"all processes see what process 0 writes to {key}={folder}"
@@ -220,7 +220,7 @@ def _key_in_netrc() -> str:
 @contextlib.contextmanager
 def _probe(folder: str) -> Iterator[Any]:
     """Yield the path of a small file in a folder or bucket, and remove it and any created folders afterwards."""
-    path = path_of(folder)
+    path = parse_path(folder)
     local = isinstance(path, Path) and not in_bucket(folder)
     missing = [place for place in (path, *path.parents) if not place.exists()] if local else []
     probe = path / f".doctor-{socket.gethostname()}-{os.getpid()}"

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.checkpoint import has_saved, latest_step
-from valkyrie.checkpoint.place import FOLDER
+from valkyrie.checkpoint.location import FOLDER
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run
 from valkyrie.extensions import check_modules

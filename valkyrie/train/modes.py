@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.checkpoint import NotSavedError, kept_checkpoints
+from valkyrie.checkpoint import NotSavedError, stored_checkpoints
 from valkyrie.config.modes import CODE_EVAL, settings_for
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.modes.generate import Config as GenerateMode
@@ -145,7 +145,7 @@ def code_eval(run: Run) -> int:
 def list_checkpoints(run: Run) -> int:
     """Print the checkpoints of a trained run, including this host's fast ones; return 1 if one is damaged."""
     folder, console = trained_folder(run), make_console()
-    checkpoints = kept_checkpoints(folder, run.config.checkpoint)
+    checkpoints = stored_checkpoints(folder, run.config.checkpoint)
     for c in checkpoints:
         console.print(f"{folder.name} step {c.step}: {c.tier}, {sent(c.size)}, {c.saved}, {c.state}", markup=False)
     return int(any(c.damage for c in checkpoints))

@@ -113,7 +113,7 @@ def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tup
     """
     from contextlib import closing
 
-    from valkyrie.checkpoint import Checkpoints
+    from valkyrie.checkpoint import CheckpointInfo, Checkpoints
     from valkyrie.data.tokenizer import identity_of
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.train.program import StepProgram
@@ -121,10 +121,10 @@ def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tup
 
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     check_room(program, devices, training=False)
-    config, about = run.config.checkpoint, {"tokenizer": identity_of(run.tokenizer)}
+    config, info = run.config.checkpoint, CheckpointInfo({}, tokenizer=identity_of(run.tokenizer))
     with (
         explain_oom(run, devices),
-        closing(Checkpoints(folder, config, read_only=True, team=team, about=about)) as checkpoints,
+        closing(Checkpoints(folder, config, read_only=True, team=team, info=info)) as checkpoints,
     ):
         restored = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))
     return program, restored.step, restored.state.averaged

@@ -8,33 +8,34 @@ from pathlib import Path
 
 import jax
 
-from valkyrie.checkpoint import CheckpointConfig
-from valkyrie.checkpoint.place import asked_place, in_bucket
+from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo
+from valkyrie.checkpoint.location import configured_root, in_bucket
 from valkyrie.data.tokenizer import identity_of
 from valkyrie.runs.folder import versions
 from valkyrie.tasks import Task
 from valkyrie.train.program import StepProgram
 
 
-def about(program: StepProgram) -> Mapping[str, object]:
-    """Return the metadata of a checkpoint: model, layout, mesh, devices of processes, tokenizer, versions."""
+def checkpoint_info(program: StepProgram) -> CheckpointInfo:
+    """Return the metadata of a run's checkpoints: model, layout, mesh, devices of processes, tokenizer, versions."""
     devices: dict[str, list[int]] = {}
     assert isinstance(program.mesh, jax.sharding.Mesh), "a run that trains has devices"
     for device in program.mesh.devices.flat:
         devices.setdefault(str(device.process_index), []).append(device.id)
-    return {
-        "model": program.run.model.name,
-        "layout": program.layout.name,
-        "mesh": {str(axis): size for axis, size in program.mesh.shape.items()},
-        "devices_of_process": {process: sorted(ids) for process, ids in sorted(devices.items())},
-        "tokenizer": identity_of(program.run.tokenizer),
-        "versions": versions(),
-    }
+    return CheckpointInfo(
+        parameters={},  # every save fills these in
+        model=program.run.model.name,
+        layout=program.layout.name,
+        mesh={str(axis): size for axis, size in program.mesh.shape.items()},
+        devices_of_process={process: sorted(ids) for process, ids in sorted(devices.items())},
+        tokenizer=identity_of(program.run.tokenizer),
+        versions=versions(),
+    )
 
 
 def shared_folder(folder: Path, config: CheckpointConfig) -> Path | None:
     """Return the folder that all processes of a run must share, or None if their checkpoints go to a bucket."""
-    path = folder if config.folder is None else asked_place(folder, config.folder)
+    path = folder if config.folder is None else configured_root(folder, config.folder)
     return None if in_bucket(path) else path
 
 

@@ -49,7 +49,7 @@ from valkyrie.train.processes import check_shared, print_to_log
 from valkyrie.train.profile import Window
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, explain_oom
-from valkyrie.train.saving import about, refuse_unknown_best, shared_folder
+from valkyrie.train.saving import checkpoint_info, refuse_unknown_best, shared_folder
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog, watchdog_of
@@ -115,7 +115,7 @@ def fit(
                 check_shared(team, shared)
             print_to_log(team, folder)
             refuse_unknown_best(config.checkpoint, program.task)
-            checkpoints = Checkpoints(folder, config.checkpoint, team=team, about=about(program))
+            checkpoints = Checkpoints(folder, config.checkpoint, team=team, info=checkpoint_info(program))
             stack.enter_context(contextlib.closing(checkpoints))
         meter = stack.enter_context(contextlib.closing(_meter(run, devices)))
         ledger = Ledger(folder, began, meter.spent, write=team.leads)

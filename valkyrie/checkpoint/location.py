@@ -1,0 +1,119 @@
+"""Where a run's durable checkpoints are, and which steps are there. Imports neither JAX nor Orbax.
+
+They are in the run folder, or in a folder or bucket that all hosts reach. Like Orbax, this reads and writes buckets
+through `etils.epath` and TensorStore. `gs://` and `s3://` each need an extra package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from valkyrie.buckets import package_problems, scheme_of
+from valkyrie.paths import write_whole
+from valkyrie.problems import Problem, ProblemCode
+
+FOLDER = "checkpoints"
+"""The sub-folder of a run folder with its durable checkpoints, one folder per step."""
+POINTER = "checkpoints.path"
+"""The file with the path of the durable checkpoints, if they are not in the run folder."""
+IDENTITY = "id"
+"""The file with the run's identity, which its fast checkpoints are matched by. It exists while the run uses the fast
+tier."""
+METADATA = "_CHECKPOINT_METADATA"
+"""The file with a checkpoint's save times. On a disk, Orbax writes it last."""
+_COMMITTED = "commit_success.txt"
+"""The file that Orbax writes last in a bucket, where a folder cannot be renamed atomically."""
+_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
+"""The package that each scheme needs."""
+
+
+def folder_problems(folder: str | None) -> list[Problem]:
+    """Return why `checkpoint.folder` cannot be used here, with the package to install."""
+    scheme = None if folder is None else scheme_of(folder)
+    if scheme is None:
+        return []
+    if scheme not in _PACKAGES:
+        schemes = " or ".join(f"{known}://" for known in _PACKAGES)
+        text = f"checkpoint.folder={folder}: {scheme}:// is not known. Use {schemes}, or a folder of a disk."
+        return [Problem(ProblemCode.unknown_name, "checkpoint.folder", folder, text)]
+    return package_problems("checkpoint.folder", str(folder), scheme, _PACKAGES[scheme])
+
+
+def in_bucket(path: Any) -> bool:
+    """Return whether a path is in a bucket."""
+    return scheme_of(str(path)) is not None
+
+
+def parse_path(text: str) -> Any:
+    """Return a `pathlib` path on a disk or, for a URL, an `etils.epath` path in a bucket."""
+    if scheme_of(text) is None:
+        return Path(text).expanduser().absolute()
+    from etils import epath
+
+    return epath.Path(text)
+
+
+def checkpoint_root(run_folder: Path) -> Any:
+    """Return the path of a run's durable checkpoints, one folder per step.
+
+    ValueError for a bucket that cannot be used here.
+    """
+    pointer = run_folder / POINTER
+    if not pointer.is_file():
+        return run_folder / FOLDER
+    path = pointer.read_text().strip()
+    if problems := folder_problems(path):
+        raise ValueError(f"{run_folder} has its checkpoints elsewhere. {problems[0]}")
+    return parse_path(path)
+
+
+def configured_root(run_folder: Path, folder: str | None) -> Any:
+    """Return the path of a run's durable checkpoints for a setting of `checkpoint.folder`."""
+    return run_folder / FOLDER if folder is None else parse_path(folder) / run_folder.name
+
+
+def record_root(run_folder: Path, folder: str | None) -> None:
+    """Record in a run folder where its durable checkpoints are, for a setting of `checkpoint.folder`.
+
+    ValueError if the run already has checkpoints in another place.
+    """
+    wanted = None if folder is None else str(configured_root(run_folder, folder))
+    pointer = run_folder / POINTER
+    now = pointer.read_text().strip() if pointer.is_file() else None
+    if now == wanted:
+        return
+    if saved_steps(run_folder):
+        remedy = "checkpoint.folder=null" if now is None else f"checkpoint.folder={now.rpartition('/')[0]}"
+        raise ValueError(
+            f"checkpoint.folder={folder or 'null'}: {run_folder} has its checkpoints in {checkpoint_root(run_folder)}. "
+            f"Use {remedy}, or another name=."
+        )
+    if wanted is None:
+        pointer.unlink()
+    else:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        write_whole(pointer, f"{wanted}\n")
+
+
+def has_saved(run_folder: Path) -> bool:
+    """Return whether a run folder can be resumed, judging only by this disk: buckets are not queried."""
+    return any((run_folder / name).is_file() for name in (POINTER, IDENTITY)) or bool(saved_steps(run_folder))
+
+
+def latest_step(run_folder: Path) -> int | None:
+    """Return the step of the newest finished durable checkpoint of a run, or None."""
+    return max(saved_steps(run_folder), default=None)
+
+
+def saved_steps(run_folder: Path) -> list[int]:
+    """Return the steps of the finished durable checkpoints of a run, oldest first."""
+    return steps_in(checkpoint_root(run_folder))
+
+
+def steps_in(root: Any) -> list[int]:
+    """Return the steps of the finished checkpoints directly in a folder or bucket, oldest first."""
+    last = _COMMITTED if in_bucket(root) else METADATA
+    if not root.exists():
+        return []
+    return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit() and (entry / last).is_file())
