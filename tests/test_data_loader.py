@@ -117,9 +117,7 @@ def test_packing_agrees_with_a_plain_loop(case: int) -> None:
 def test_every_row_comes_once_an_epoch_in_an_order_of_its_own(counted: Prepared) -> None:
     def epochs(seed: int) -> list[list[int]]:
         with make_loader(counted, "train", batch=8, seq=16, seed=seed, repeat=True) as loader:
-            assert (loader.rows, loader.batches) == (37, None)
             rows = starts(take(loader, 37))
-            assert loader.epoch == 8
         return [rows[start : start + 37] for start in range(0, 8 * 37, 37)]
 
     first, second = epochs(0), epochs(1)
@@ -234,7 +232,7 @@ def test_evaluation_counts_every_target_once(tmp_path: Path, tokens: int, proces
             prepared, "validation", batch=4, seq=16, places=stretch(4, index, processes), repeat=False
         ) as loader:
             batches = list(loader)
-            assert len(batches) == loader.batches == -(-(tokens - 1) // 64)
+            assert len(batches) == -(-(tokens - 1) // 64)
             parts.append(batches)
     counted = [batch["targets"][batch["weights"] == 1] for batch in joined(parts)]
     assert np.concatenate(counted).tolist() == list(range(1, tokens))

@@ -139,7 +139,7 @@ def test_a_bad_file_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match="begins a document"):
         load_tokenizer(changed(trained, tmp_path, added_tokens=[]))
     (tmp_path / "empty.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"empty\.json .*\(KeyError"):
+    with pytest.raises(ValueError, match=r"empty\.json "):
         load_tokenizer(str(tmp_path / "empty.json"))
     with pytest.raises(ValueError, match="--vocab 256: .*257"):
         train_tokenizer([], 256, "cl100k", tmp_path / "x.json")

@@ -40,10 +40,9 @@ class CodeEvalConfig:
     def refusals(self, every: int | None) -> list[Problem]:
         """Return every problem with these settings and with `code_eval_every`."""
         problems = check_range("code_eval_every", every, least=1, otherwise="null for none on the way")
-        for name in ("samples", "tokens", "batch"):
-            problems += check_range(f"code_eval.{name}", getattr(self, name), least=1)
-        for name in ("top_k", "workers"):
-            problems += check_range(f"code_eval.{name}", getattr(self, name), least=1, otherwise="null")
+        for name in ("samples", "tokens", "batch", "top_k", "workers"):
+            otherwise = "null" if name in ("top_k", "workers") else ""
+            problems += check_range(f"code_eval.{name}", getattr(self, name), least=1, otherwise=otherwise)
         problems += check_range("code_eval.temperature", self.temperature, least=0)
         if self.temperature == 0 and self.samples > 1:
             text = f"code_eval.temperature=0: all {self.samples} samples would be the same. Use code_eval.samples=1."

@@ -8,13 +8,14 @@ import secrets
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from valkyrie.code_eval.languages import LANGUAGES, printed
 from valkyrie.code_eval.problems import DIFFICULTIES, CodingProblem, languages_of
-from valkyrie.code_eval.sandbox import Ended, run_steps
+from valkyrie.code_eval.sandbox import Ended, SandboxStep, run_steps
 
+COMPILE_S, COMPILE_MIB = 30.0, 1536
+"""Time and memory limits of a compiler, in seconds and MiB: enough for large standard headers on a busy core."""
 AT = (1, 10, 100)
 """The k of the reported pass@k, up to the number of samples per problem. That number itself is reported too."""
 
@@ -41,10 +42,6 @@ class CompletionResult:
     reason: str
     seconds: float
 
-    def record(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        return asdict(self) | {"seconds": round(self.seconds, 4)}
-
 
 def cut(problem: CodingProblem, text: str) -> str:
     """Return a completion up to the end of the function, or all of it if the function does not end."""
@@ -70,23 +67,20 @@ def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> Co
     reason = "passed" if passed else _why_not(ended, limits)
     if passed and _run(problem, completion, limits, fails=True)[0]:
         passed, reason = False, "it also passes tests that always fail"
-    return CompletionResult(*about, ended[0].ok, passed, reason, ended[-1].seconds)
+    return CompletionResult(*about, ended[0].ok, passed, reason, round(ended[-1].seconds, 4))
 
 
 def _run(problem: CodingProblem, completion: str, limits: Limits, *, fails: bool = False) -> tuple[bool, list[Ended]]:
     """Compile and run a completion with its tests. Returns whether they pass, and how each step ended."""
     word = secrets.randbits(128)
-    files, steps = LANGUAGES[problem.language].build(
-        problem.prompt,
-        completion,
-        problem.tests,
-        limits.time_s,
-        limits.memory_mib,
-        word=word,
-        isolated=limits.isolated,
-        fails=fails,
+    program = LANGUAGES[problem.language].build(
+        problem.prompt, completion, problem.tests, word=word, isolated=limits.isolated, fails=fails
     )
-    ended = run_steps(files, steps, isolated=limits.isolated)
+    steps = [
+        SandboxStep(program.compile, COMPILE_S, COMPILE_MIB, processes=32),
+        SandboxStep(program.run, limits.time_s, limits.memory_mib),
+    ]
+    ended = run_steps(program.files, steps, isolated=limits.isolated)
     return all(step.ok for step in ended) and ended[-1].output.rstrip("\n").endswith(printed(word)), ended
 
 

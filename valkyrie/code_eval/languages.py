@@ -5,19 +5,27 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-from valkyrie.code_eval.sandbox import SandboxStep, python_inside
+from valkyrie.code_eval.sandbox import python_inside
 
-COMPILE_S, COMPILE_MIB = 30.0, 1536
-"""Time and memory limits of a compiler, in seconds and MiB: enough for large standard headers on a busy core."""
 COMPILERS = ("g++", "clang++", "c++")
 """C++ compilers in order of preference."""
 _MAIN = re.compile(r"\bint\s+main\s*\([^)]*\)\s*\{")
 _SEEN = ("/usr", "/bin")
+
+
+class Program(NamedTuple):
+    """The files of a program by name, and the commands that compile and run it."""
+
+    files: dict[str, str]
+    compile: tuple[str, ...]
+    run: tuple[str, ...]
 
 
 class JudgeLanguage(ABC):
@@ -37,18 +45,9 @@ class JudgeLanguage(ABC):
 
     @abstractmethod
     def build(
-        self,
-        prompt: str,
-        completion: str,
-        tests: str,
-        time_s: float,
-        memory_mib: int,
-        *,
-        word: int,
-        isolated: bool,
-        fails: bool = False,
-    ) -> tuple[dict[str, str], list[SandboxStep]]:
-        """Return the files of a program and its two steps: compile and run.
+        self, prompt: str, completion: str, tests: str, *, word: int, isolated: bool, fails: bool = False
+    ) -> Program:
+        """Return the files of a program, and how it is compiled and run.
 
         If all tests pass, the run prints `word`, a number of 128 bits, as its last line (`printed`). A program that
         exits before its tests are done does not. The word is in no file, argument or variable that the completion can
@@ -78,17 +77,8 @@ class Cpp(JudgeLanguage):
         return f"no C++ compiler was found{where}: {', '.join(COMPILERS)}. Install one: apt install g++"
 
     def build(
-        self,
-        prompt: str,
-        completion: str,
-        tests: str,
-        time_s: float,
-        memory_mib: int,
-        *,
-        word: int,
-        isolated: bool,
-        fails: bool = False,
-    ) -> tuple[dict[str, str], list[SandboxStep]]:
+        self, prompt: str, completion: str, tests: str, *, word: int, isolated: bool, fails: bool = False
+    ) -> Program:
         """Return a program with a `main` that calls the tests' `main` and prints the word if that returned 0."""
         begins = next(_MAIN.finditer(tests)).end()
         ends = begins + (closing_brace(tests[begins:]) or 0) - 1
@@ -100,24 +90,9 @@ class Cpp(JudgeLanguage):
             '  if (!status) std::printf("%016llx%016llx\\n", a[0] ^ a[2], a[1] ^ a[3]);\n  return status;\n}\n'
         )
         source = f"{prompt}{completion}\n{renamed}{own}"
-        command = (
-            "sh",
-            "-c",
-            '"$@" && rm -f program.cpp',
-            "sh",
-            compiler(isolated) or COMPILERS[0],
-            "-std=c++17",
-            "-O1",
-            "-w",
-            "-pipe",
-            "program.cpp",
-            "-o",
-            "program",
-        )
-        return {"program.cpp": source}, [
-            SandboxStep(command, COMPILE_S, COMPILE_MIB, processes=32),
-            SandboxStep(("./program",), time_s, memory_mib),
-        ]
+        compile_ = f"{compiler(isolated) or COMPILERS[0]} -std=c++17 -O1 -w -pipe program.cpp -o program"
+        command = ("sh", "-c", '"$@" && rm -f program.cpp', "sh", *compile_.split())
+        return Program({"program.cpp": source}, command, ("./program",))
 
 
 class Python(JudgeLanguage):
@@ -139,31 +114,18 @@ class Python(JudgeLanguage):
         return "this Python is installed right in the home folder, which a sandbox does not show. Use another Python"
 
     def build(
-        self,
-        prompt: str,
-        completion: str,
-        tests: str,
-        time_s: float,
-        memory_mib: int,
-        *,
-        word: int,
-        isolated: bool,
-        fails: bool = False,
-    ) -> tuple[dict[str, str], list[SandboxStep]]:
+        self, prompt: str, completion: str, tests: str, *, word: int, isolated: bool, fails: bool = False
+    ) -> Program:
         """Return the function and the program. The compile step only parses the function."""
-        import sys
-
         inside = python_inside()
-        python = (sys.executable if not isolated or inside is None else inside[1], "-I", "-S", "-B")
+        executable = sys.executable if not isolated or inside is None else inside[1]
+        python = (executable, "-I", "-S", "-B", "-W", "ignore", "-c")
         function = f"{prompt}{completion}\n"
         left, right = _halves(word)
         end = f'assert {"" if fails else "not "}list()\nprint(f\'{{int("{left}") ^ int("{right}"):032x}}\')'
         files = {"function.py": function, "program.py": f"{function}\n{tests}\n{end}\n"}
         parse = "compile(open('function.py', encoding='utf-8').read(), 'function.py', 'exec')"
-        return files, [
-            SandboxStep((*python, "-W", "ignore", "-c", parse), COMPILE_S, COMPILE_MIB),
-            SandboxStep((*python, "-W", "ignore", "-c", _RUN), time_s, memory_mib),
-        ]
+        return Program(files, (*python, parse), (*python, _RUN))
 
 
 _RUN = """

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -86,7 +86,7 @@ class DataPosition(ABC):
 
     @abstractmethod
     def step_of(self, batch: int) -> int:
-        """The step that begins here. ValueError if no step does."""
+        """The step that begins here. ValueError if none does, because the position is from another batch size."""
 
     @abstractmethod
     def at_step(self, step: int, batch: int) -> DataPosition:
@@ -103,7 +103,6 @@ class RowPosition(DataPosition):
     row: int
 
     def step_of(self, batch: int) -> int:
-        """The step that begins with this row. ValueError if the row is not a multiple of the batch."""
         step, rest = divmod(self.row, batch)
         if rest:
             divisor = next(size for size in range(batch - 1, 0, -1) if self.row % size == 0)
@@ -114,7 +113,6 @@ class RowPosition(DataPosition):
         return step
 
     def at_step(self, step: int, batch: int) -> RowPosition:
-        """This position, moved to the first row of a step."""
         return dataclasses.replace(self, row=step * batch)
 
 
@@ -145,7 +143,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
         assert isinstance(position, type(self.start)), "positions stay of one class"
         return position
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Mapping[str, object]:
         """The position of the next batch, as JSON values for a checkpoint. All processes call this."""
         return encode(self.position())
 
@@ -173,10 +171,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
                 raise ValueError(_position_refusal(field.name, was, now))
         self.go_to(position)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the loader."""
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -200,45 +195,37 @@ class IndexedLoader(Loader[Position]):
         plan: the batches.
         start: the position before the first batch.
         steps: a sequence; `steps[number]` is this process's part of a batch.
-        rows: rows of an epoch, including padding.
     """
 
-    def __init__(self, plan: BatchPlan, start: Position, steps: Any, rows: int) -> None:
+    def __init__(self, plan: BatchPlan, start: Position, steps: Any) -> None:
         import grain
 
         super().__init__(plan.batch, start)
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_BATCHES_AHEAD)
         self._iterator = iter(grain.MapDataset.source(steps).to_iter_dataset(options))
         self._closed = False
-        self.batches = None if plan.repeat else len(steps)
-        """Batches until the end, or None if endless."""
-        self.rows = rows
 
     def __next__(self) -> Batch:
-        """Return the next batch."""
         if self._closed:
             raise StopIteration
         return next(self._iterator)
 
     @property
     def step(self) -> int:
-        """Global batches yielded so far, including those before a restart."""
         return int(self._iterator.get_state()["next_index"])
 
-    @property
-    def epoch(self) -> float:
-        """Epochs of the split yielded so far by all processes together."""
-        return self.step * self.batch / self.rows
-
     def go_to(self, position: Position) -> None:
-        """Continue from a position with the same data and row order as `start`."""
         self._iterator.set_state({"next_index": position.step_of(self.batch)})
 
     def close(self) -> None:
-        """Stop the reading thread. There are no more batches afterwards."""
         if not self._closed:
             self._closed = True
             self._iterator.close()
+
+
+def hash_seed(purpose: str, seed: int) -> int:
+    """Return 32 bits of a seed's hash, for one purpose. grain adds the epoch, so that unhashed seeds share orders."""
+    return int.from_bytes(hashlib.sha256(f"{purpose} {seed}".encode()).digest()[:4], "big")
 
 
 def make_loader(

@@ -145,13 +145,13 @@ def _has_key(config: object, key: str) -> bool:
     return name in fields and (not rest or _has_key(fields[name].default_factory, rest))
 
 
-def without_foreign_keys(data: Mapping[Any, Any]) -> dict[str, Any]:
+def without_foreign_keys(data: Mapping[Any, Any]) -> Mapping[str, object]:
     """The `data` values of a `run.yaml`. If it has the keys of all sources, keeps only those of its source."""
     if not data.keys() >= _FLAT_KEYS:
-        return dict(data)
+        return data
     config = SOURCES.config_class(str(data["source"]))
 
-    def owned(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    def owned(values: Mapping[Any, Any], prefix: str = "") -> Mapping[str, object]:
         known = {key: value for key, value in values.items() if _has_key(config, f"{prefix}{key}")}
         return {k: owned(v, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in known.items()}
 

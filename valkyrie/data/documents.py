@@ -49,7 +49,6 @@ class TextConfig(DataConfig):
         return dataclasses.replace(config, tokenizer=full_path(self.tokenizer))
 
     def tokenizer_for(self, default: str) -> str:
-        """Name of the tokenizer: this config's, or else the model's."""
         return self.tokenizer or default
 
 
@@ -103,7 +102,6 @@ class DocumentConfig(TextConfig):
         return False
 
     def problems(self) -> list[Problem]:
-        """Problems of the settings, found without reading the data."""
         problems = [*super().problems(), *needs_disk("data.cache_dir", self.cache_dir)]
         problems += check_range("data.validation_fraction", self.validation_fraction, above=0, below=1)
         problems += check_range("data.shard_tokens", self.shard_tokens, least=1)
@@ -176,16 +174,13 @@ class CorpusConfig(DocumentConfig):
         return ReadOptions(chunk=self.chunk)
 
     def read_documents(self, listing: Listing) -> Iterator[Document]:
-        """Read the files."""
         return read_files(listing, self.read_options)
 
     @property
     def byte_limit(self) -> int | None:
-        """Bytes of text after which reading stops, or None."""
         return self.max_bytes
 
     def problems(self) -> list[Problem]:
-        """Problems of the settings, found without reading the data."""
         problems = [*super().problems(), *chunk_problems(self.chunk)]
         return problems + check_range("data.max_bytes", self.max_bytes, least=1, otherwise="null for all")
 

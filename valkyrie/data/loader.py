@@ -8,13 +8,12 @@ data, the seed, `batch` and `seq`. Processes only divide it, so a run may contin
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
-from valkyrie.data.batches import Batch, BatchPlan, IndexedLoader, RowPosition, make_batch
+from valkyrie.data.batches import Batch, BatchPlan, IndexedLoader, RowPosition, hash_seed, make_batch
 from valkyrie.data.manifest import Prepared
 
 
@@ -86,9 +85,9 @@ class PreparedLoader(IndexedLoader[RowPosition]):
         else:
             count = -(-(len(stream) - 1) // (plan.seq * plan.batch)) * plan.batch
         rows = grain.MapDataset.source(_WindowSource(stream, plan.seq, count))
-        ordered = rows.shuffle(seed=_mixed(plan.seed)).repeat() if plan.repeat else rows
+        ordered = rows.shuffle(seed=hash_seed("row order", plan.seed)).repeat() if plan.repeat else rows
         start = RowPosition(RowPosition.newest, split, plan.seed, prepared.content, plan.seq, 0)
-        super().__init__(plan, start, _TextSampler(ordered, plan, prepared.bos_id), count)
+        super().__init__(plan, start, _TextSampler(ordered, plan, prepared.bos_id))
 
 
 def open_split(prepared: Prepared, split: str) -> TokenStream:
@@ -113,8 +112,3 @@ def check_enough(prepared: Prepared, split: str, batch: int, seq: int) -> int:
             f"{has}: {rows:,} rows of seq={seq}, fewer than batch={batch}. Use batch<={rows}{shorter}, or more text."
         )
     return rows
-
-
-def _mixed(seed: int) -> int:
-    """Return 32 bits of the seed's hash. grain adds the epoch to a seed: unhashed, nearby seeds share orders."""
-    return int.from_bytes(hashlib.sha256(f"row order {seed}".encode()).digest()[:4], "big")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Manifest:
     name: str
     key: str
     content: str
-    source: dict[str, Any]
+    source: Mapping[str, object]
     tokenizer: str
     tokenizer_fingerprint: str
     vocab_size: int
@@ -82,7 +82,6 @@ class Prepared(Manifest):
         return self.train if name == "train" else self.validation
 
     def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
-        """Loader of the split `train` or `validation`."""
         from valkyrie.data.loader import PreparedLoader
 
         return PreparedLoader(self, split, plan)
@@ -184,7 +183,7 @@ def _stamp(prepared: Prepared, shard: TokenShard) -> list[int | str] | None:
     return [status.st_size, status.st_mtime_ns, shard.sha256]
 
 
-def _read_verified(prepared: Prepared) -> dict[str, Any]:
+def _read_verified(prepared: Prepared) -> Mapping[str, object]:
     try:
         stamps = json.loads((prepared.path / _VERIFIED).read_bytes())
     except (OSError, ValueError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from glob import has_magic
@@ -57,7 +57,7 @@ class RemoteFile:
         """Return the content."""
         if self.content is not None:
             return self.content
-        with _asking(self.id):
+        with _explain_errors(self.id):
             return self.system.cat_file(self.path)
 
     @contextmanager
@@ -66,7 +66,7 @@ class RemoteFile:
         if self.content is not None:
             yield io.BytesIO(self.content)
             return
-        with _asking(self.id), self.system.open(self.path, "rb") as file:
+        with _explain_errors(self.id), self.system.open(self.path, "rb") as file:
             yield io.BufferedReader(file, _READ)  # fsspec's own line iterator copies a whole block for each line
 
 
@@ -81,26 +81,21 @@ def list_remote(pattern: str) -> list[RemoteFile]:
 
     ValueError if there are no such files or the request fails.
     """
-    with _asking(pattern):
+    with _explain_errors(pattern):
         from fsspec.core import url_to_fs
 
         system, path = url_to_fs(pattern)
         system.invalidate_cache()
-        found = _match(system, path, pattern)
         return [
             RemoteFile(system.unstrip_protocol(name), info.get("size") or 0, _version(info), name, system)
-            for name, info in found.items()
+            for name, info in _match(system, path, pattern).items()
         ]
 
 
 def path_problems(paths: Iterable[str]) -> list[Problem]:
     """Return why some of `data.paths` cannot be read here, with the package to install."""
-    problems = []
-    for path in paths:
-        scheme = scheme_of(path)
-        if scheme is not None:
-            problems += _scheme_problems(path, scheme)
-    return problems
+    schemes = [(path, scheme_of(path)) for path in paths]
+    return [problem for path, scheme in schemes if scheme is not None for problem in _scheme_problems(path, scheme)]
 
 
 def fetched_ahead(files: Iterable[File]) -> Iterator[File]:
@@ -114,7 +109,7 @@ def _fetch(file: Any) -> Any:
     return file
 
 
-def _match(system: Any, path: str, pattern: str) -> dict[str, dict[str, Any]]:
+def _match(system: Any, path: str, pattern: str) -> Mapping[str, Mapping[str, Any]]:
     try:
         info = system.info(path)
     except FileNotFoundError:
@@ -135,7 +130,7 @@ def _match(system: Any, path: str, pattern: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _version(info: dict[str, Any]) -> str:
+def _version(info: Mapping[str, Any]) -> str:
     return str(next((info[key] for key in _VERSIONS if info.get(key)), sorted(info.items())))
 
 
@@ -152,7 +147,7 @@ def _scheme_problems(path: str, scheme: str) -> list[Problem]:
 
 
 @contextmanager
-def _asking(url: str) -> Iterator[None]:
+def _explain_errors(url: str) -> Iterator[None]:
     """Turn service errors inside this context into ValueError with the URL and a remedy. Silences service logs."""
     scheme = scheme_of(url) or ""
     for name in ("gcsfs", "s3fs", "fsspec"):

@@ -106,7 +106,6 @@ class Streamed:
         return asked
 
     def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
-        """Loader of the split `train` or `validation`."""
         from valkyrie.data.stream_loader import StreamLoader
 
         return StreamLoader(self, split, plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -82,7 +83,6 @@ class StreamLoader(Loader[StreamPosition]):
         self._iterators: list[Any] | None = None
 
     def __next__(self) -> Batch:
-        """Return the next batch."""
         if self._closed:
             raise StopIteration
         if self._iterators is None:
@@ -117,25 +117,22 @@ class StreamLoader(Loader[StreamPosition]):
 
     @property
     def step(self) -> int:
-        """Global batches yielded so far, including those before a restart."""
         return self._step
 
     def position(self) -> StreamPosition:
         """The position of the next batch in every lane. Collective, because each process knows only its own lanes."""
         mine = {str(lane): encode(position) for lane, position in zip(self._mine, self._positions, strict=True)}
-        known: dict[str, LanePosition | None] = {}
+        places: dict[str, LanePosition | None] = {}
         for theirs in self._data.team.exchange("positions of the lanes", mine):
-            known |= {lane: position and decode(LanePosition, position, lane) for lane, position in theirs.items()}
-        return replace(super().position(), places=known)
+            places |= {lane: position and decode(LanePosition, position, lane) for lane, position in theirs.items()}
+        return replace(super().position(), places=places)
 
     def go_to(self, position: StreamPosition) -> None:
-        """Continue from a position. ValueError if it is not a multiple of this batch size."""
         self._step = position.step_of(self.batch)
         self._positions = [position.places[str(lane)] for lane in self._mine]
         self._end_iterators()
 
     def close(self) -> None:
-        """Stop the workers. There are no more batches afterwards."""
         self._closed = True
         self._end_iterators()
 
@@ -171,17 +168,15 @@ class _LaneRowsIterator(grain.DatasetIterator):
         self._rows = rows
         self._go_to(rows.start)
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Mapping[str, Any]:
         windows = next(self._batches)
         self._positions = _Positions(tuple(lane.position() for lane in self._lanes))
         return {**make_batch(windows, self._rows.seq, self._rows.bos_id), _POSITIONS: self._positions}
 
-    def get_state(self) -> dict[str, Any]:
-        """Return the positions of the lanes."""
+    def get_state(self) -> dict[str, _Positions]:
         return {_POSITIONS: self._positions}
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from positions that `get_state` returned."""
+    def set_state(self, state: dict[str, _Positions]) -> None:
         self._go_to(state[_POSITIONS])
 
     def _go_to(self, start: _Positions) -> None:

@@ -36,11 +36,9 @@ class ByteTokenizer(Tokenizer):
         self.token_bytes = (np.arange(BYTES_VOCAB) < self.bos_id).astype(np.int32)
 
     def encode_ordinary(self, text: str) -> np.ndarray:
-        """Return the UTF-8 bytes of a text; lone surrogates become `?`."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Return the bytes of ids, without BOS."""
         array = checked_ids(ids, self)
         return array[array != self.bos_id].astype(np.uint8).tobytes()
 

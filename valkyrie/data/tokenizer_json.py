@@ -6,9 +6,8 @@ interpreter lock. All other kinds are read by the package tokenizers.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +20,7 @@ from jaxtyping import Int32
 from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 from valkyrie.paths import cache_root, write_whole
+from valkyrie.records import RecordError, read_record
 
 BOS = "<|bos|>"
 """The special token of trained tokenizers. It has the last id."""
@@ -54,50 +54,81 @@ def trained_names() -> list[str]:
     return sorted(path.stem for path in (cache_root() / "tokenizers").glob("*.json"))
 
 
+@dataclass(frozen=True)
+class _AddedToken:
+    content: str
+    id: int
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class _Model:
+    """How text becomes tokens. `vocab` has the id of each token or, in a unigram model, [token, score] in order."""
+
+    vocab: dict[str, int] | list[object]
+    type: str = "BPE"
+    merges: tuple[str | tuple[str, str], ...] = ()
+    dropout: float | None = None
+    continuing_subword_prefix: str | None = None
+    end_of_word_suffix: str | None = None
+
+
+@dataclass(frozen=True)
+class _TokenizerJson:
+    """The parts of a `tokenizer.json` that are read here."""
+
+    model: _Model
+    added_tokens: tuple[_AddedToken, ...] = ()
+    normalizer: object = None
+    pre_tokenizer: Mapping[str, Any] | None = None
+    decoder: Mapping[str, Any] | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids: one more than the highest id."""
+        vocabulary = self.model.vocab
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + max([*ids, *(token.id for token in self.added_tokens)])
+
+
 def json_vocab_size(path: Path) -> int:
-    """Return the number of ids of a file: one more than the highest id."""
-    values = _read(path)
-    vocabulary = values["model"]["vocab"]
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return 1 + max([*ids, *(token["id"] for token in values["added_tokens"])])
+    """Return the number of ids of a file."""
+    return _read(path).vocab_size
 
 
 def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
     """Load the tokenizer in a file. ValueError if it is damaged, has no BOS, or the package tokenizers is missing."""
-    values = _read(path)
-    added = {token["content"]: token["id"] for token in values["added_tokens"]}
+    content = _read(path)
+    added = {token.content: token.id for token in content.added_tokens}
     bos_id = next((added[bos] for bos in _BOS_NAMES if bos in added), None)
     if bos_id is None:
         raise ValueError(
             f"tokenizer={name} has no token that begins a document, such as {', '.join(_BOS_NAMES[:3])}; its special "
             f"tokens are {', '.join(added) or 'none'}."
         )
-    encoding = _as_tiktoken(name, values, added)
+    encoding = _as_tiktoken(name, content, added)
     if encoding is not None:
         return TiktokenTokenizer(name, encoding, bos_id, fingerprint)
-    return _HuggingFaceTokenizer(name, path, values, bos_id, fingerprint)
+    return _HuggingFaceTokenizer(name, path, content, bos_id, fingerprint)
 
 
 class _HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of any kind with tokens that are bytes, or pieces of text with a mark for blanks (SentencePiece)."""
 
-    def __init__(self, name: str, path: Path, values: dict[str, Any], bos_id: int, fingerprint: str) -> None:
+    def __init__(self, name: str, path: Path, content: _TokenizerJson, bos_id: int, fingerprint: str) -> None:
         package = _package(f"tokenizer={name} is no byte-level BPE: reading it")
         self._encoder = package.Tokenizer.from_file(str(path))
         self._encoder.encode_special_tokens = True  # the spelling of special tokens is ordinary text
         self.name, self.bos_id, self.fingerprint = name, bos_id, fingerprint
-        self.vocab_size = json_vocab_size(path)
-        special = {token["id"] for token in values["added_tokens"] if token["special"]}
-        self._bytes = _token_values(name, values, self._encoder, self.vocab_size, special)
+        self.vocab_size = content.vocab_size
+        self._bytes = _token_values(name, content, self._encoder)
         self.token_bytes: Int32[np.ndarray, " vocab"] = np.array([len(value) for value in self._bytes], np.int32)
 
     def encode_ordinary(self, text: str) -> np.ndarray:
-        """Return the ids of a text, without BOS. Lone surrogates become `?`."""
         clean = text.encode("utf-8", errors="replace").decode("utf-8")
         return np.array(self._encoder.encode(clean, add_special_tokens=False).ids, np.uint32)
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Return the bytes of ids, without special tokens."""
         return b"".join(self._bytes[i] for i in checked_ids(ids, self))
 
 
@@ -163,43 +194,41 @@ def _without_possessives(pattern: str) -> str:
     return re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern).replace("$", r"\z")  # not the + of \p{L}+
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> _TokenizerJson:
     try:
-        values = json.loads(path.read_bytes())
-        if not isinstance(values["model"]["vocab"], dict | list):
-            raise TypeError("model.vocab is no table")
-        return {"added_tokens": [], **values}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"tokenizer={path} is no tokenizer.json of Hugging Face ({type(error).__name__}: {error})."
-        ) from None
+        return read_record(_TokenizerJson, path)
+    except RecordError as error:
+        reason = f"{error.reason} {error.field}".strip()
+        raise ValueError(f"tokenizer={path} is no tokenizer.json of Hugging Face ({reason}).") from None
 
 
-def _as_tiktoken(name: str, values: dict[str, Any], added: dict[str, int]) -> tiktoken.Encoding | None:
+def _as_tiktoken(name: str, content: _TokenizerJson, added: Mapping[str, int]) -> tiktoken.Encoding | None:
     """Return the encoding that merges the same pairs in the same order, or None if the file is of another kind."""
-    model, pattern = values["model"], _pattern_of(values)
-    plain = not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
-    if model.get("type", "BPE") != "BPE" or pattern is None or not plain or values.get("normalizer") is not None:
+    model, pattern = content.model, _pattern_of(content)
+    plain = not (model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix)
+    if model.type != "BPE" or not isinstance(model.vocab, dict) or not plain:
         return None
-    if not all(token["special"] for token in values["added_tokens"]):
+    if pattern is None or content.normalizer is not None:
         return None
-    table, vocabulary = _byte_of_character(), {t: i for t, i in model["vocab"].items() if t not in added}
+    if not all(token.special for token in content.added_tokens):
+        return None
+    table, vocabulary = _byte_of_character(), {t: i for t, i in model.vocab.items() if t not in added}
     if not all(character in vocabulary for character in table) or any(set(t) - table.keys() for t in vocabulary):
         return None
-    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else pair for pair in model.merges]
     order = [vocabulary.get(first + second, -1) for first, second in pairs]
     if len(pairs) != len(vocabulary) - len(table) or any(a >= b for a, b in zip(order, order[1:], strict=False)):
         return None
     ranks = {bytes(table[character] for character in token): rank for token, rank in vocabulary.items()}
     try:
-        return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
+        return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=dict(added))
     except ValueError:  # a pattern of another engine
         return None
 
 
-def _pattern_of(values: dict[str, Any]) -> str | None:
+def _pattern_of(content: _TokenizerJson) -> str | None:
     """Return the pattern by which a byte-level tokenizer splits a text, or None for another kind."""
-    before = values.get("pre_tokenizer") or {}
+    before = content.pre_tokenizer or {}
     steps = before.get("pretokenizers", [before])
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None
@@ -212,15 +241,18 @@ def _pattern_of(values: dict[str, Any]) -> str | None:
     return split["pattern"].get("Regex") if isolated else None
 
 
-def _token_values(name: str, values: dict[str, Any], encoder: Any, vocab_size: int, special: set[int]) -> list[bytes]:
+def _token_values(name: str, content: _TokenizerJson, encoder: Any) -> list[bytes]:
     """Return the bytes of every id. Special ids and gaps have no bytes."""
-    kinds = set(_types(values.get("decoder")))
+    decoder = content.decoder or {}
+    kinds = {step.get("type", "") for step in decoder.get("decoders", [decoder])}
     if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
         raise ValueError(
-            f"tokenizer={name} is of a kind ({values['model'].get('type')}) that does not keep blanks, so its text "
+            f"tokenizer={name} is of a kind ({content.model.type}) that does not keep blanks, so its text "
             "cannot be restored. Use a byte-level BPE or a SentencePiece tokenizer."
         )
-    return [b"" if i in special else _value(encoder.id_to_token(i) or "", kinds) for i in range(vocab_size)]
+    special = {token.id for token in content.added_tokens if token.special}
+    ids = range(content.vocab_size)
+    return [b"" if i in special else _value(encoder.id_to_token(i) or "", kinds) for i in ids]
 
 
 def _value(token: str, kinds: set[str]) -> bytes:
@@ -230,11 +262,6 @@ def _value(token: str, kinds: set[str]) -> bytes:
     if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
         return bytes([int(token[3:5], 16)])
     return token.replace(_SPACE, " ").encode()
-
-
-def _types(decoder: dict[str, Any] | None) -> Iterator[str]:
-    for step in (decoder or {}).get("decoders", [decoder or {}]):
-        yield step.get("type", "")
 
 
 @cache

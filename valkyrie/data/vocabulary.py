@@ -83,7 +83,6 @@ class TiktokenTokenizer(Tokenizer):
             return self.encode_ordinary(text.encode("utf-8", errors="replace").decode("utf-8"))
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Return the bytes of ids, without BOS."""
         array = checked_ids(ids, self)
         return self.encoding.decode_bytes(array[array != self.bos_id].tolist())
 

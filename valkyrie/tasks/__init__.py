@@ -107,7 +107,7 @@ class Task(ABC):
         """Compute the loss of a training batch. `key` is for dropout and random choices of the task, or None."""
 
     @abstractmethod
-    def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
+    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the logged metrics for the sums of a step: `loss`, `tokens` and others."""
 
     def references(self, tokenizer: Tokenizer | None, vocab_rows: int) -> Any:

@@ -94,7 +94,7 @@ class Config(Task):
         sums = {"loss": losses.loss_sum, "weight": losses.weight_sum, **losses.auxiliary}
         return BatchLoss(losses.objective_sum, sums, carry)
 
-    def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
+    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return `loss` (nats per token), `tokens`, and the means of the auxiliary values of the model's blocks."""
         import jax.numpy as jnp
 

@@ -169,7 +169,7 @@ class Config(Task):
         of_rows = {"steps": steps, "last_steps": last_steps, "running": ~halted}
         return BatchLoss(objective, sums, {**current, **states, **of_rows})
 
-    def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
+    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the means over the rows of this step.
 
         `loss` is per puzzle, `answer_loss` in nats per cell, `tokens` the number of labelled cells, and `halting_steps`

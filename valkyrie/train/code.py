@@ -19,6 +19,7 @@ from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.config.modes import CODE_EVAL
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.paths import DiskError, write_whole
+from valkyrie.records import encode
 from valkyrie.train.generate import Completer
 from valkyrie.train.program import StepProgram
 
@@ -96,8 +97,7 @@ class CodeEvaluation:
     def _write(self, folder: Path, step: int, rates: dict[str, float], seconds: dict[str, float]) -> str:
         """Write the file. Returns a note in parentheses if the disk refuses it."""
         settings = {key: getattr(self.config, key) for key in ("problems", "samples", "tokens", "temperature", "top_k")}
-        values = {"step": step, **settings, **seconds, "rates": rates}
-        values["completions"] = [result.record() for result in self.results]
+        values = {"step": step, **settings, **seconds, "rates": rates, "completions": encode(self.results)}
         try:
             write_whole(folder / CODE_EVAL, json.dumps(values, indent=1) + "\n")
         except DiskError as error:

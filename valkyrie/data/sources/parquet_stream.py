@@ -63,7 +63,6 @@ class Config(TextConfig):
         return ReadOptions(self.field, self.column, self.chunk, self.language)
 
     def problems(self) -> list[Problem]:
-        """Problems of the settings, found without reading the data."""
         problems = [*super().problems(), *path_problems([*self.paths, *self.val_paths])]
         problems += check_range("data.workers", self.workers, least=0, otherwise="null for one a CPU core")
         problems += check_range("data.pool", self.pool, least=1)

@@ -48,7 +48,6 @@ class Config(CorpusConfig):
         return Listing(tuple(files))
 
     def cache_identity(self) -> dict[str, object]:
-        """The settings that determine the documents."""
         return self.read_options.cache_identity
 
 

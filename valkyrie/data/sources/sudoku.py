@@ -30,7 +30,6 @@ class SudokuConfig(SampleConfig):
     clues: int = 0
 
     def problems(self) -> list[Problem]:
-        """Problems of the settings."""
         problems = super().problems()
         if self.side not in (4, 9):
             text = f"data.sudoku.side={self.side}: use 4 or 9."
@@ -51,11 +50,9 @@ class Config(PuzzleConfig):
     sudoku: SudokuConfig = field(default_factory=SudokuConfig)
 
     def problems(self) -> list[Problem]:
-        """Problems of the settings."""
         return [*super().problems(), *self.sudoku.problems()]
 
     def shape(self) -> PuzzleShape:
-        """The shape of the puzzles."""
         self.raise_problems()
         return PuzzleShape(self.sudoku.side**2, self.sudoku.side + 2, 1)
 

@@ -47,7 +47,6 @@ class Config(DocumentConfig):
     generator_seed: int = 0
 
     def problems(self) -> list[Problem]:
-        """Problems of the settings."""
         problems = super().problems()
         problems += check_range("data.states", self.states, least=len(SUCCESSOR_WEIGHTS), most=MAX_STATES)
         problems += check_range("data.generator_seed", self.generator_seed, least=0)
@@ -57,7 +56,6 @@ class Config(DocumentConfig):
         return problems + check_range("data.mean_length", self.mean_length, least=2)
 
     def list_files(self) -> Listing:
-        """No files."""
         return Listing(())
 
     def read_documents(self, listing: Listing) -> Iterator[TokenDocument]:
@@ -81,7 +79,6 @@ class Config(DocumentConfig):
                 yield TokenDocument(f"synthetic:{start + row}", states[row, : lengths[row]] + FIRST_ID)
 
     def cache_identity(self) -> dict[str, object]:
-        """The settings that determine the documents."""
         settings = [self.documents, self.mean_length, self.states, self.generator_seed]
         return ReadOptions().cache_identity | {"synthetic": settings}
 

@@ -36,11 +36,9 @@ class Config(CorpusConfig):
 
     @property
     def read_options(self) -> ReadOptions:
-        """How files are read."""
         return ReadOptions(self.field, self.column, self.chunk, self.language)
 
     def problems(self) -> list[Problem]:
-        """Problems of the settings, found without reading the data."""
         return [*super().problems(), *path_problems(self.paths)]
 
     def list_files(self) -> Listing:
@@ -51,20 +49,16 @@ class Config(CorpusConfig):
         return listing
 
     def cache_identity(self) -> dict[str, object]:
-        """The settings that determine the documents."""
         return self.read_options.cache_identity
 
     def about(self) -> dict[str, object]:
-        """The paths."""
         return {"paths": self.paths}
 
     def is_single_text(self, listing: Listing) -> bool:
-        """Whether there is one file, which is one document."""
         one_file = len(listing.files) == 1 and listing.files[0].suffix in WHOLE_FILE
         return one_file and self.chunk is Chunk.whole
 
     def prepared_folder(self) -> Path | None:
-        """The folder in `paths`, if it holds shards, else None."""
         from valkyrie.data.manifest import MANIFEST
 
         if len(self.paths) != 1 or scheme_of(self.paths[0]):

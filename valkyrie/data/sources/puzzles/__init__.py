@@ -47,7 +47,6 @@ class SampleConfig:
     seed: int = 0
 
     def problems(self) -> list[Problem]:
-        """Problems of the settings."""
         counts = {"train": 1, "validation": 1, "guesses": 0, "seed": 0}
         found = (check_range(f"data.sudoku.{key}", getattr(self, key), least=least) for key, least in counts.items())
         return [problem for problems in found for problem in problems]
@@ -72,7 +71,6 @@ class PuzzleConfig(DataConfig):
         """The shape of the puzzles, from the settings or the beginning of the files. ValueError if either is wrong."""
 
     def problems(self) -> list[Problem]:
-        """Problems of the settings, found without reading the data."""
         return [*super().problems(), *needs_disk("data.cache_dir", self.cache_dir)]
 
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
@@ -96,7 +94,6 @@ class Config(PuzzleConfig):
     sudoku: SampleConfig = dataclasses.field(default_factory=SampleConfig)
 
     def problems(self) -> list[Problem]:
-        """Problems of the settings, found without reading the data."""
         problems = [*super().problems(), *path_problems(self.paths), *self.sudoku.problems()]
         if len(self.paths) != 1:
             text = f"data=puzzles needs one folder, and data.paths names {len(self.paths)}. Use data.paths=[DIR]."

@@ -91,7 +91,6 @@ class PreparedPuzzles:
         return self.train if name == "train" else self.validation
 
     def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
-        """Loader of the split `train` or `validation`."""
         from valkyrie.data.sources.puzzles.loader import PuzzleLoader
 
         return PuzzleLoader(self, split, plan)

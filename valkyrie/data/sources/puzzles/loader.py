@@ -6,13 +6,12 @@ processes. A batch has `inputs` and `labels`, each int32 [rows, cells], and `puz
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
-from valkyrie.data.batches import Batch, BatchPlan, DataPosition, IndexedLoader
+from valkyrie.data.batches import Batch, BatchPlan, DataPosition, IndexedLoader, hash_seed
 from valkyrie.data.sources.puzzles.folder import PreparedPuzzles
 from valkyrie.data.sources.puzzles.symmetries import draw_symmetries
 
@@ -33,10 +32,10 @@ class _PuzzleSampler:
         return _ENDLESS if self._endless else -(-len(self._split.inputs) // self._batch)
 
     def __getitem__(self, index: int) -> Batch:
-        return self._drawn(index) if self._endless else self._in_order(index)
+        return self._training_batch(index) if self._endless else self._evaluation_batch(index)
 
-    def _drawn(self, step: int) -> Batch:
-        split, rng = self._split, np.random.default_rng([_mixed(self._seed), 1, step])
+    def _training_batch(self, step: int) -> Batch:
+        split, rng = self._split, np.random.default_rng([hash_seed("puzzle order", self._seed), 1, step])
         epochs, numbers = np.divmod(step * self._batch + np.arange(self._batch), split.groups)
         groups = np.concatenate([self._order(int(e))[numbers[epochs == e]] for e in np.unique(epochs)])
         puzzles = _one_of(rng, split.group_indices, groups)
@@ -46,19 +45,19 @@ class _PuzzleSampler:
         if symmetries is not None:
             own = symmetries[self._places]
             inputs, labels = own.of(inputs), own.of(labels)
-        return self._made(inputs, labels, split.puzzle_identifiers[puzzles[self._places]])
+        return self._as_batch(inputs, labels, split.puzzle_identifiers[puzzles[self._places]])
 
-    def _in_order(self, step: int) -> Batch:
+    def _evaluation_batch(self, step: int) -> Batch:
         split, rows = self._split, step * self._batch + self._places
         examples = rows[rows < len(split.inputs)]
         puzzles = np.searchsorted(split.puzzle_indices, examples, side="right") - 1
-        made = self._made(split.inputs[examples], split.labels[examples], split.puzzle_identifiers[puzzles])
+        batch = self._as_batch(split.inputs[examples], split.labels[examples], split.puzzle_identifiers[puzzles])
         missing = len(rows) - len(examples)
         padding = {"inputs": 0, "labels": NO_LABEL, "puzzles": split.blank}
-        wide = {name: [(0, missing)] + [(0, 0)] * (array.ndim - 1) for name, array in made.items()}
-        return {name: np.pad(made[name], wide[name], constant_values=padding[name]) for name in made}
+        wide = {name: [(0, missing)] + [(0, 0)] * (array.ndim - 1) for name, array in batch.items()}
+        return {name: np.pad(batch[name], wide[name], constant_values=padding[name]) for name in batch}
 
-    def _made(self, inputs: np.ndarray, labels: np.ndarray, puzzles: np.ndarray) -> Batch:
+    def _as_batch(self, inputs: np.ndarray, labels: np.ndarray, puzzles: np.ndarray) -> Batch:
         counted = labels.astype(np.int32)
         if self._split.ignored is not None:
             counted = np.where(counted == self._split.ignored, np.int32(NO_LABEL), counted)
@@ -68,7 +67,7 @@ class _PuzzleSampler:
         """Return the groups in the order of an epoch."""
         if epoch not in self._orders:
             self._orders = {e: order for e, order in self._orders.items() if e >= epoch - 1}
-            rng = np.random.default_rng([_mixed(self._seed), 0, epoch])
+            rng = np.random.default_rng([hash_seed("puzzle order", self._seed), 0, epoch])
             self._orders[epoch] = rng.permutation(self._split.groups)
         return self._orders[epoch]
 
@@ -83,11 +82,9 @@ class PuzzlePosition(DataPosition):
     step: int
 
     def step_of(self, batch: int) -> int:
-        """The step."""
         return self.step
 
     def at_step(self, step: int, batch: int) -> PuzzlePosition:
-        """This position, moved to a step."""
         return replace(self, step=step)
 
 
@@ -95,19 +92,14 @@ class PuzzleLoader(IndexedLoader[PuzzlePosition]):
     """Batches of a split of puzzles: random and endless for training, all examples once in order for evaluation."""
 
     def __init__(self, data: PreparedPuzzles, split: str, plan: BatchPlan) -> None:
-        puzzles = data.split(split)
-        if puzzles.cells != plan.seq:
-            raise ValueError(f"data={data.name} has puzzles of {puzzles.cells} cells, and seq={plan.seq}.")
-        steps = _PuzzleSampler(data, split, plan)
+        cells = data.split(split).cells
+        if cells != plan.seq:
+            raise ValueError(f"data={data.name} has puzzles of {cells} cells, and seq={plan.seq}.")
         start = PuzzlePosition(PuzzlePosition.newest, split, plan.seed, data.content, plan.batch, 0)
-        super().__init__(plan, start, steps, puzzles.groups if plan.repeat else len(steps) * plan.batch)
+        super().__init__(plan, start, _PuzzleSampler(data, split, plan))
 
 
 def _one_of(rng: np.random.Generator, starts: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Return a random member of each chosen range. Range i is `starts[i]` up to `starts[i + 1]`."""
     first, after = starts[chosen], starts[chosen + 1]
     return first + (rng.random(len(chosen)) * (after - first)).astype(np.int64)
-
-
-def _mixed(seed: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"puzzle order {seed}".encode()).digest()[:4], "big")
