@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from valkyrie.data import cut as cutting
 from valkyrie.data.config import SOURCES
-from valkyrie.data.cut import Census, TokenDocument, cut, first_threshold, pieces, second_threshold
+from valkyrie.data.cut import HASH_RANGE, Census, TokenDocument, adjusted_threshold, cut, pieces
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.readers import Document
 from valkyrie.data.sources import stdlib, synthetic
@@ -212,7 +212,7 @@ def test_a_chain_that_cannot_be_drawn_is_refused(key: str, value: int) -> None:
 def splits_of(config: DocumentConfig, threshold: int | None = None) -> tuple[dict[str, list[str]], Census]:
     census = Census()
     found: dict[str, list[str]] = {"train": [], "validation": []}
-    limit = first_threshold(config) if threshold is None else threshold
+    limit = int(config.validation_fraction * HASH_RANGE) if threshold is None else threshold
     for piece in cut(config, config.list_files(), limit, census):
         assert isinstance(piece.content, str)
         found[piece.split].append(piece.content)
@@ -240,10 +240,10 @@ def test_both_splits_get_a_document(tmp_path: Path, fraction: float) -> None:
     config = text_config(tmp_path, validation_fraction=fraction)
     first, census = splits_of(config)
     assert min(map(len, first.values())) == 0
-    threshold = second_threshold(config, config.list_files(), census, first_threshold(config))
+    threshold = adjusted_threshold(config, config.list_files(), census, int(config.validation_fraction * HASH_RANGE))
     second, _ = splits_of(config, threshold)
     assert sorted(map(len, second.values())) == [1, 2]
-    assert second_threshold(config, config.list_files(), census, threshold) == threshold
+    assert adjusted_threshold(config, config.list_files(), census, threshold) == threshold
 
 
 def test_a_single_file_is_split_inside_at_a_line(tmp_path: Path) -> None:

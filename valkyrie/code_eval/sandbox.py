@@ -189,7 +189,7 @@ class _Watch:
     def __init__(self, process: subprocess.Popen[bytes], hear: socket.socket, steps: Sequence[SandboxStep]) -> None:
         assert process.stdout is not None
         self.hear, self.out, self.steps = hear, process.stdout.fileno(), steps
-        self.told, self.output = b"", b""
+        self.messages, self.output = b"", b""
         self.done: list[Ended] = []
         self.inside, self.began, self.limit = False, 0.0, time.monotonic() + _SETUP_S
 
@@ -202,9 +202,9 @@ class _Watch:
             while True:
                 selector.select(max(self.limit - time.monotonic(), 0.0))
                 self._drain(selector)
-                while b"\n" in self.told:
-                    line, _, self.told = self.told.partition(b"\n")
-                    if self._heard(line):
+                while b"\n" in self.messages:
+                    line, _, self.messages = self.messages.partition(b"\n")
+                    if self._handle(line):
                         return self.done
                 over = "time" if time.monotonic() >= self.limit else None
                 over = "output" if len(self.output) > OUTPUT_BYTES else over
@@ -214,7 +214,7 @@ class _Watch:
                     said = " ".join(_text(self.output).split())[-300:]
                     raise SandboxError(f"no sandbox was made: {said or 'it did not start in time'}")
 
-    def _heard(self, line: bytes) -> bool:
+    def _handle(self, line: bytes) -> bool:
         """Process one line from the script. Returns whether the script is done."""
         if line == b"begins":
             self.inside, self.output, self.began = True, b"", time.monotonic()
@@ -245,7 +245,7 @@ class _Watch:
                 if pipe == self.out:
                     self.output += piece
                 else:
-                    self.told += piece
+                    self.messages += piece
 
 
 def _text(output: bytes) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from valkyrie.paths import DiskError, cache_root, cache_trouble, is_full, open_to_append, publish_folder, writing
@@ -24,10 +23,11 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path
     elsewhere = "VALKYRIE_CACHE=DIR" if cache.is_relative_to(cache_root()) else "data.cache_dir=DIR"
     if trouble := cache_trouble(cache, elsewhere):
         raise DiskError(trouble)
-    with _lock(cache / f".{name}.lock") as alone:
+    with open_to_append(cache / f".{name}.lock") as file:
+        locked = lock(file) is LockState.ours  # False if the file system has no locks
         if final.is_dir():
             return final
-        if alone:
+        if locked:
             for leftover in cache.glob(f".{name}.tmp-*"):
                 shutil.rmtree(leftover)
         partial = cache / f".{name}.tmp-{uuid.uuid4().hex}"
@@ -43,10 +43,3 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return final
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Hold a lock on a file inside this context. Yields False if the file system has no locks."""
-    with open_to_append(path) as file:
-        yield lock(file) is LockState.ours

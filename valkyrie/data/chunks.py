@@ -41,9 +41,10 @@ _WITH_BODY = {"class_specifier", "struct_specifier"}
 """Syntax nodes that define a class only if they have a body."""
 
 
-def package_problems() -> list[Problem]:
-    """Return a problem if the packages for splitting code are not installed."""
-    if all(map(find_spec, ("tree_sitter", "tree_sitter_c", "tree_sitter_cpp", "tree_sitter_python"))):
+def chunk_problems(chunk: Chunk) -> list[Problem]:
+    """Return a problem if the packages for splitting code into functions are needed but not installed."""
+    packages = ("tree_sitter", "tree_sitter_c", "tree_sitter_cpp", "tree_sitter_python")
+    if chunk is Chunk.whole or all(map(find_spec, packages)):
         return []
     text = "data.chunk=functions needs tree-sitter: uv sync --extra code in the clone."
     return [Problem(ProblemCode.not_installed, "data.chunk", "functions", text)]

@@ -61,12 +61,7 @@ class Census:
         self.highest = max(self.highest, digest)
 
 
-def first_threshold(config: DocumentConfig) -> int:
-    """Return the hash below which a document is for validation, so that about `validation_fraction` of them are."""
-    return int(config.validation_fraction * HASH_RANGE)
-
-
-def second_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
+def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
     """Return `threshold`, adjusted if needed so that both splits have a document.
 
     ValueError, with the numbers, if the source has too few documents for that.
@@ -90,7 +85,10 @@ def second_threshold(config: DocumentConfig, listing: Listing, census: Census, t
 
 
 def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census) -> Iterator[DocumentPiece]:
-    """Yield the pieces of all documents, in order, and add the documents to `census`."""
+    """Yield the pieces of all documents, in order, and add the documents to `census`.
+
+    Documents with a hash below `threshold` are for validation.
+    """
     limit, single = config.byte_limit, config.is_single_text(listing)
     for document in config.read_documents(listing):
         if isinstance(document, TokenDocument):

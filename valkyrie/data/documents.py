@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valkyrie.buckets import needs_disk
-from valkyrie.data.chunks import Chunk
+from valkyrie.data.chunks import Chunk, chunk_problems
 from valkyrie.data.config import DataCheck, DataConfig, full_path, names_file
 from valkyrie.data.files import Listing, read_files
 from valkyrie.data.readers import Document, ReadOptions
@@ -183,12 +183,3 @@ class CorpusConfig(DocumentConfig):
     def problems(self) -> list[Problem]:
         problems = [*super().problems(), *chunk_problems(self.chunk)]
         return problems + check_range("data.max_bytes", self.max_bytes, least=1, otherwise="null for all")
-
-
-def chunk_problems(chunk: Chunk) -> list[Problem]:
-    """Problems if the package for splitting code into functions is missing."""
-    if chunk is Chunk.whole:
-        return []
-    from valkyrie.data.chunks import package_problems
-
-    return package_problems()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from valkyrie.buckets import scheme_of
 from valkyrie.checksums import digest
+from valkyrie.data.chunks import LANGUAGE_OF, NO_CODE, Chunk
 from valkyrie.data.readers import SUFFIXES, Document, File, ReadOptions, SourceFile, read
 from valkyrie.data.remote import RemoteFile, fetched_ahead, list_remote
 
@@ -41,8 +42,11 @@ def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
                 yield document
 
 
-def list_paths(paths: Sequence[str]) -> Listing:
-    """The readable files under files, directories, globs and URLs. ValueError names one that matches no such file."""
+def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
+    """The readable files under files, directories, globs and URLs.
+
+    ValueError names a path that matches no such file, or a file to split into functions with an unknown language.
+    """
     if not paths:
         raise ValueError(
             f"data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Read are {', '.join(SUFFIXES)}."
@@ -65,7 +69,15 @@ def list_paths(paths: Sequence[str]) -> Listing:
                 remote[path.id] = path
             else:
                 files[path.resolve()] = local_file(str(path), path)
-    return Listing((*(files[path] for path in sorted(files)), *(remote[url] for url in sorted(remote))), skipped)
+    listing = Listing((*(files[path] for path in sorted(files)), *(remote[url] for url in sorted(remote))), skipped)
+    if options.chunk is not Chunk.whole and options.language is None:
+        for file in listing.files:
+            if file.suffix not in (*LANGUAGE_OF, *NO_CODE):
+                raise ValueError(
+                    f"{file.id}: data.chunk=functions needs data.language=c, cpp or python here: "
+                    f"a {file.suffix} file does not tell what its documents are written in."
+                )
+    return listing
 
 
 def _match(pattern: str) -> list[Path]:

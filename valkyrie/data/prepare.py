@@ -16,7 +16,7 @@ import numpy as np
 from valkyrie.checksums import digest
 from valkyrie.data import manifest
 from valkyrie.data.cached import cached_folder
-from valkyrie.data.cut import Census, cut, first_threshold, second_threshold
+from valkyrie.data.cut import HASH_RANGE, Census, adjusted_threshold, cut
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
 from valkyrie.data.manifest import Prepared, Split, open_prepared, read_manifest
@@ -92,12 +92,12 @@ def _cache_key(config: DocumentConfig, listing: Listing, tokenizer: str) -> str:
 def _write(
     config: DocumentConfig, listing: Listing, tokenizer: Tokenizer, key: str, path: Path, progress: Progress | None
 ) -> None:
-    threshold, census = first_threshold(config), Census()
+    threshold, census = int(config.validation_fraction * HASH_RANGE), Census()
     splits = _write_shards(config, listing, tokenizer, threshold, census, path, progress)
-    second = second_threshold(config, listing, census, threshold)
-    if second != threshold:  # few documents, all in one split
+    adjusted = adjusted_threshold(config, listing, census, threshold)
+    if adjusted != threshold:  # few documents, all in one split
         census = Census()
-        splits = _write_shards(config, listing, tokenizer, second, census, path, progress)
+        splits = _write_shards(config, listing, tokenizer, adjusted, census, path, progress)
     dtype = _dtype(tokenizer)
     prepared = Prepared(
         path=path,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,17 +123,6 @@ def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator
                 text=text,
                 replaced=text.count("\ufffd") if document.replaced else 0,
             )
-
-
-def unknown_language(files: Iterable[File], options: ReadOptions) -> str | None:
-    """Return an error if files must be split into functions but their language is unknown, else None."""
-    if options.chunk is Chunk.whole or options.language is not None:
-        return None
-    other = next((file for file in files if file.suffix not in (*LANGUAGE_OF, *NO_CODE)), None)
-    return other and (
-        f"{other.id}: data.chunk=functions needs data.language=c, cpp or python here: "
-        f"a {other.suffix} file does not tell what its documents are written in."
-    )
 
 
 def row_groups(file: File, options: ReadOptions) -> int:

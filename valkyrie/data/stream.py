@@ -27,7 +27,7 @@ from valkyrie.checksums import digest
 from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.data.cut import pieces
 from valkyrie.data.files import list_paths
-from valkyrie.data.readers import File, read, row_groups, unknown_language
+from valkyrie.data.readers import File, read, row_groups
 from valkyrie.data.sources.parquet_stream import Config
 from valkyrie.data.tokenizer import fingerprint_of, load_tokenizer, vocab_size_of
 from valkyrie.processes.team import ALONE, Team
@@ -125,14 +125,14 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> Streamed:
     ValueError if there are no files, a file is cut short or lacks the column, or nothing is left for validation.
     """
     config.raise_problems()
-    files = _list_files(config.paths, config)
+    files = list_paths(config.paths, config.read_options).files
     if config.val_paths:
-        held = _list_files(config.val_paths, config)
-        names = {file.id for file in held}
+        held_out = list_paths(config.val_paths, config.read_options).files
+        names = {file.id for file in held_out}
         files = [file for file in files if file.id not in names]
         if not files:
             raise ValueError("data.val_paths has every file of data.paths: none is left to train on.")
-        train, validation = _units(files, config), _units(held, config)
+        train, validation = _units(files, config), _units(held_out, config)
     elif len(files) > 1:
         train, validation = _units(files[:-1], config), _units(files[-1:], config)
     else:
@@ -162,14 +162,7 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> Streamed:
     )
 
 
-def _list_files(paths: list[str], config: Config) -> list[File]:
-    files = list_paths(paths).files
-    if unknown := unknown_language(files, config.read_options):
-        raise ValueError(unknown)
-    return list(files)
-
-
-def _units(files: list[File], config: Config) -> tuple[Unit, ...]:
+def _units(files: Sequence[File], config: Config) -> tuple[Unit, ...]:
     def groups(file: File) -> list[Unit]:
         if file.suffix != ".parquet":
             return [Unit(file, None)]
@@ -196,7 +189,7 @@ class Lane:
 
     def documents(self, start: DocumentPosition) -> Iterator[Tokens]:
         """Yield the documents from a position on. ValueError if an epoch of the lane has no documents."""
-        yield from self._tokens(self._texts(start))
+        return self._tokens(self._texts(start))
 
     def fetch(self, places: Sequence[DocumentPosition]) -> list[Tokens]:
         """Read the documents at the given positions, in that order. Each unit is read once."""
@@ -212,19 +205,18 @@ class Lane:
     def _texts(self, start: DocumentPosition) -> Iterator[tuple[DocumentPosition, str]]:
         epoch, first, document = start
         while True:
-            found = first > 0 or document > 0
+            has_text = first > 0 or document > 0
             for unit in range(first, len(self._order(epoch))):
                 for number, text in enumerate(self._unit(epoch, unit)):
-                    found = True
+                    has_text = True
                     if number >= document:
                         yield DocumentPosition(epoch, unit, number), text
                 document = 0
             if self.seed is None:
                 return
-            if not found:
-                raise ValueError(
-                    f"data={self.config.name}: {self._unit_name(epoch, 0)} and the other files have no text."
-                )
+            if not has_text:
+                first_file = self.units[self._order(epoch)[0]].file.id
+                raise ValueError(f"data={self.config.name}: {first_file} and the other files have no text.")
             epoch, first = epoch + 1, 0
 
     def _tokens(self, texts: Iterator[tuple[DocumentPosition, str]]) -> Iterator[Tokens]:
@@ -236,9 +228,9 @@ class Lane:
                 return [*islice(texts, _TEXTS_AHEAD)]
 
             ahead = reader.submit(take)
-            while found := ahead.result():
+            while texts_read := ahead.result():
                 ahead = reader.submit(take)
-                places, contents = zip(*found, strict=True)
+                places, contents = zip(*texts_read, strict=True)
                 run = map if self.threads == 1 else encoders.map
                 yield from zip(places, run(encode, contents), strict=True)
 
@@ -247,9 +239,6 @@ class Lane:
         for document in read(file, self.config.read_options, group):
             if document.text:
                 yield document.text
-
-    def _unit_name(self, epoch: int, unit: int) -> str:
-        return self.units[self._order(epoch)[unit]].file.id
 
     def _order(self, epoch: int) -> list[int]:
         return _order(len(self.units), self.seed, epoch)[self.number :: self.lanes]

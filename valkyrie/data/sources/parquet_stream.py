@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from valkyrie.data.chunks import Chunk, Language
+from valkyrie.data.chunks import Chunk, Language, chunk_problems
 from valkyrie.data.config import DataCheck
-from valkyrie.data.documents import TextConfig, chunk_problems
+from valkyrie.data.documents import TextConfig
 from valkyrie.data.readers import ReadOptions
 from valkyrie.data.remote import path_problems
 from valkyrie.problems import Problem, ProblemCode, check_range

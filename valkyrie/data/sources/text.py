@@ -10,7 +10,7 @@ from valkyrie.buckets import scheme_of
 from valkyrie.data.chunks import Chunk, Language
 from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.files import Listing, list_paths
-from valkyrie.data.readers import WHOLE_FILE, ReadOptions, unknown_language
+from valkyrie.data.readers import WHOLE_FILE, ReadOptions
 from valkyrie.data.remote import path_problems
 from valkyrie.problems import Problem
 
@@ -43,10 +43,7 @@ class Config(CorpusConfig):
 
     def list_files(self) -> Listing:
         """The files matched by `paths`. ValueError if a path matches none, or if a file's language is unknown."""
-        listing = list_paths(self.paths)
-        if unknown := unknown_language(listing.files, self.read_options):
-            raise ValueError(unknown)
-        return listing
+        return list_paths(self.paths, self.read_options)
 
     def cache_identity(self) -> dict[str, object]:
         return self.read_options.cache_identity

@@ -108,11 +108,10 @@ def open_puzzles(path: Path, name: str, side: int | None = None) -> PreparedPuzz
     """Return the puzzles in a folder. ValueError names the file that is wrong, and how."""
     splits = {split: _open_split(path / folder) for split, folder in FOLDERS.items()}
     train, validation = splits["train"], splits["validation"]
-    for what in ("cells", "vocab_size"):
-        ours, theirs = getattr(train, what), getattr(validation, what)
+    for key, attribute in (("seq_len", "cells"), ("vocab_size", "vocab_size")):
+        ours, theirs = getattr(train, attribute), getattr(validation, attribute)
         if ours != theirs:
-            words = {"cells": "seq_len", "vocab_size": "vocab_size"}[what]
-            raise ValueError(f"{path}: {words} is {ours} of the training puzzles and {theirs} of the others.")
+            raise ValueError(f"{path}: {key} is {ours} of the training puzzles and {theirs} of the others.")
     return PreparedPuzzles(path.resolve(), name, _content(path), train, validation, side)
 
 

@@ -63,10 +63,10 @@ def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size:
     arrays["puzzle_identifiers"] = np.zeros(len(inputs), np.int32)
     for name, array in arrays.items():
         np.save(path / f"all__{name}.npy", array)
-    said = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "vocab_size": vocab_size}
-    said |= {"seq_len": inputs.shape[1], "num_puzzle_identifiers": 1, "total_groups": len(inputs)}
-    said |= {"mean_puzzle_examples": 1, "total_puzzles": len(inputs), "sets": ["all"]}
-    write_whole(path / METADATA, json.dumps(said))
+    metadata = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "vocab_size": vocab_size}
+    metadata |= {"seq_len": inputs.shape[1], "num_puzzle_identifiers": 1, "total_groups": len(inputs)}
+    metadata |= {"mean_puzzle_examples": 1, "total_puzzles": len(inputs), "sets": ["all"]}
+    write_whole(path / METADATA, json.dumps(metadata))
 
 
 def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, path: Path) -> None:
@@ -76,10 +76,10 @@ def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, 
         say(f"generating {wanted:,} Sudoku puzzles of one solution, once: about {wanted / 1000:.0f} min on one core")
     givens, solutions = np.zeros((0, config.side**2), np.int64), np.zeros((0, config.side**2), np.int64)
     while len(givens) < wanted:
-        found = generate(rng, min(_AT_ONCE, 2 * (wanted - len(givens)) + 50), config.side, config.clues)
-        hard = found.guesses >= config.guesses
-        givens = np.concatenate([givens, found.givens[hard]])
-        solutions = np.concatenate([solutions, found.solutions[hard]])
+        puzzles = generate(rng, min(_AT_ONCE, 2 * (wanted - len(givens)) + 50), config.side, config.clues)
+        hard = puzzles.guesses >= config.guesses
+        givens = np.concatenate([givens, puzzles.givens[hard]])
+        solutions = np.concatenate([solutions, puzzles.solutions[hard]])
     names = [grid.tobytes() for grid in givens] if config.side > 4 else classes(givens, config.side)
     known = {name: i for i, name in reversed(list(enumerate(names)))}  # the first index of each name
     first = np.array([known[name] for name in names])

@@ -72,22 +72,24 @@ class PuzzleTable:
             values[ord(".")] = values[ord("0")]
         texts: tuple[list[str], list[str]] = [], []
         for number, question, answer, rated in self._rows():
-            for name, text, kept in zip(("question", "answer"), (question, answer), texts, strict=True):
+            for name, text, selected in zip(("question", "answer"), (question, answer), texts, strict=True):
                 if len(text) != self.cells or not text.isascii():
                     raise ValueError(
                         f"{self.path} line {number}: the {name} has {len(text)} cells, the first puzzle {self.cells}."
                     )
                 if int(rated) >= rating:
-                    kept.append(text)
+                    selected.append(text)
         if not texts[0]:
             raise ValueError(f"{self.path} has no puzzle of rating {rating} or above. Use data.sudoku.guesses=0.")
-        found = [values[np.frombuffer("".join(t).encode(), np.uint8)].reshape(-1, self.cells) for t in texts]
-        if not all(array.all() for array in found):
-            rows = np.flatnonzero((found[0] == 0).any(1) | (found[1] == 0).any(1))
+        questions, answers = (
+            values[np.frombuffer("".join(t).encode(), np.uint8)].reshape(-1, self.cells) for t in texts
+        )
+        wrong = np.flatnonzero((questions == 0).any(1) | (answers == 0).any(1))
+        if wrong.size:
             raise ValueError(
-                f"{self.path}: puzzle {rows[0] + 1} has a character that is not of {self.alphabet.value!r}."
+                f"{self.path}: puzzle {wrong[0] + 1} has a character that is not of {self.alphabet.value!r}."
             )
-        return found[0], found[1]
+        return questions, answers
 
     def _rows(self) -> Iterator[tuple[int, str, str, str]]:
         """Yield line numbers with question, answer and rating."""
