@@ -137,7 +137,7 @@ def test_shards_stream_by_functions(tmp_path: Path) -> None:
 def test_a_file_of_rows_does_not_tell_its_language(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": CPP}) + "\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl: data\.chunk=functions needs data\.language=c, cpp or python"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: .*data\.language=c"):
         config(path).list_files()
     asked = config(path, language=Language.cpp)
     assert len([*read(asked.list_files().files[0], asked.read_options)]) == 4

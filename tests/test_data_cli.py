@@ -33,17 +33,17 @@ def test_prepare_verify_and_show(corpus: Path, capsys: pytest.CaptureFixture[str
     assert prepared(corpus, capsys, "--shard-tokens", "100") == path != prepared(corpus, capsys)
     main(["verify", path])
     size = sum(len(file.read_bytes()) + 1 for file in corpus.iterdir()) * 2
-    assert f" shards, {size:,} bytes: all checksums match" in capsys.readouterr().out
+    assert f"{size:,} bytes: all" in capsys.readouterr().out
     main(["show", path, "--tokens", "30"])
     shown = capsys.readouterr().out
-    assert "text: kind=text" in shown and "tokenizer bytes, 257 ids, uint16" in shown
-    assert "bytes/token" in shown and "the first 30 tokens of train" in shown and "the text of document" in shown
+    for text in ("text: kind=text", "bytes, 257 ids", "bytes/token", "30 tokens of train", "text of document"):
+        assert text in shown
 
 
 def test_the_tokenizer_and_the_limit_are_passed_on(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["show", prepared(corpus, capsys, "--tokenizer", "gpt2", "--max-bytes", "100")])
     shown = capsys.readouterr().out
-    assert "tokenizer gpt2, 50,257 ids" in shown and "max_bytes=100" in shown
+    assert "gpt2, 50,257 ids" in shown and "max_bytes=100" in shown
 
 
 def test_synthetic_needs_no_files(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,7 +201,7 @@ def test_another_batch_may_continue_where_it_divides_the_place(counted: Prepared
         assert starts(take(loader, 6)) == expected
     with (
         make_loader(counted, "train", batch=5, seq=16, repeat=True) as loader,
-        pytest.raises(ValueError, match=r"row 12, not a multiple of batch=5\. Use a batch that divides it, such as 4"),
+        pytest.raises(ValueError, match="row 12, .* such as 4"),
     ):
         loader.restore(state)
 
@@ -209,11 +209,11 @@ def test_another_batch_may_continue_where_it_divides_the_place(counted: Prepared
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 1}, "saved with data.shuffle_seed=1, this run has 0: its rows come in another order."),
-        ({"seq": 8}, "saved with seq=8, this run has 16"),
-        ({"content": "x"}, "the data are not those that the run was trained on: other files, other text in them, "),
-        ({"split": "validation"}, "saved with split=validation, this run has train"),
-        ({"version": 2}, "the data position has version 2; this program reads version 1"),
+        ({"seed": 1}, "data.shuffle_seed=1, this run has 0"),
+        ({"seq": 8}, "seq=8, this run has 16"),
+        ({"content": "x"}, "the data are not those"),
+        ({"split": "validation"}, "split=validation, this run has train"),
+        ({"version": 2}, "has version 2"),
     ],
 )
 def test_the_place_of_another_order_is_refused(counted: Prepared, change: dict[str, Any], message: str) -> None:
@@ -272,10 +272,9 @@ def test_the_advice_of_a_refusal_works(counted: Prepared) -> None:
 def test_an_empty_split_is_refused(tmp_path: Path) -> None:
     prepared = write_dataset(tmp_path, [], [BOS])
     for split, has in (("train", 0), ("validation", 1)):
-        message = f"data=mine has {has} tokens in its {split} split; it needs 2 or more."
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with pytest.raises(ValueError, match=f"{has} tokens in its {split} split"):
             make_loader(prepared, split, batch=1, seq=1, repeat=False)
-    with pytest.raises(ValueError, match="there is no split 'test': use train or validation"):
+    with pytest.raises(ValueError, match="no split 'test'"):
         TokenStream(prepared, "test")
 
 

@@ -158,9 +158,7 @@ def test_a_prepared_directory_is_a_dataset(config: text_source.Config, tmp_path:
     moved = prepared.path.rename(tmp_path / "moved")
     config.paths = [str(moved)]
     assert prepare(config, "bytes").content == prepared.content
-    with pytest.raises(
-        ValueError, match=r"moved was prepared with tokenizer=bytes, but tokenizer=gpt2 is asked for\. Set"
-    ):
+    with pytest.raises(ValueError, match="tokenizer=bytes, but tokenizer=gpt2"):
         prepare(config, "gpt2")
 
 
@@ -272,7 +270,7 @@ def test_short_and_missing_shards_are_named_together(config: text_source.Config)
     prepared = prepare(config, "bytes")
     os.truncate(prepared.shard_path(prepared.train.shards[0]), 599)
     prepared.shard_path(prepared.validation.shards[0]).unlink()
-    with pytest.raises(CorruptShardsError, match="599 bytes of 600") as caught:
+    with pytest.raises(CorruptShardsError, match="599 bytes") as caught:
         open_prepared(prepared.path)
     wrong = [(ProblemCode.damaged, "train-00000.bin"), (ProblemCode.missing, "validation-00000.bin")]
     assert [(one.code, one.value) for one in caught.value.damages] == wrong
@@ -283,7 +281,7 @@ def test_short_and_missing_shards_are_named_together(config: text_source.Config)
     [
         ("{", "manifest.json is damaged"),
         ("[]", "manifest.json is damaged"),
-        ('{"version": 99}', "manifest.json has version 99; this program reads version 1"),
+        ('{"version": 99}', "manifest.json has version 99"),
         ('{"version": 1}', "manifest.json is damaged"),
     ],
 )
@@ -295,39 +293,21 @@ def test_a_damaged_manifest_is_refused(config: text_source.Config, content: str,
 
 
 def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"has no manifest\.json: it is not a dataset written by valkyrie-data prepare"
-    ):
+    with pytest.raises(ValueError, match=r"no manifest\.json"):
         open_prepared(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("files", "wrong", "message"),
     [
-        ({"a.txt": ""}, {}, "data=text has no text: 1 file with 0 bytes."),
-        (
-            {"a.jsonl": '{"text": "x"}'},
-            {},
-            "data=text has 1 document with 1 bytes; it needs 2, one for training and one for",
-        ),
-        (
-            {"a.txt": "x", "b.txt": "x"},
-            {},
-            "data=text has 2 documents that are all the same text; validation needs another.",
-        ),
-        (
-            {"a.txt": "xy"},
-            {"validation_fraction": 1.0},
-            "data.validation_fraction=1: must be above 0 and below 1",
-        ),
-        (
-            {"a.txt": "xy"},
-            {"validation_fraction": 0.0},
-            "data.validation_fraction=0: must be above 0 and below 1",
-        ),
-        ({"a.txt": "xy"}, {"workers": 0}, "data.workers=0: at least 1 is needed"),
-        ({"a.txt": "xy"}, {"max_bytes": 0}, "data.max_bytes=0: at least 1 is needed"),
-        ({"a.txt": "xy"}, {"shard_tokens": 0}, "data.shard_tokens=0: at least 1 is needed"),
+        ({"a.txt": ""}, {}, "data=text has no text"),
+        ({"a.jsonl": '{"text": "x"}'}, {}, "data=text has 1 document with 1 bytes"),
+        ({"a.txt": "x", "b.txt": "x"}, {}, "data=text has 2 documents"),
+        ({"a.txt": "xy"}, {"validation_fraction": 1.0}, "data.validation_fraction=1: "),
+        ({"a.txt": "xy"}, {"validation_fraction": 0.0}, "data.validation_fraction=0: "),
+        ({"a.txt": "xy"}, {"workers": 0}, "data.workers=0: "),
+        ({"a.txt": "xy"}, {"max_bytes": 0}, "data.max_bytes=0: "),
+        ({"a.txt": "xy"}, {"shard_tokens": 0}, "data.shard_tokens=0: "),
     ],
 )
 def test_mistakes_are_refused_and_leave_nothing(

@@ -179,54 +179,47 @@ def refusal(action: Any) -> str:
 
 
 def test_what_cannot_be_read_is_refused_before_a_step(shards: Path, tmp_path: Path) -> None:
-    assert "has no text column data.column=body; its text columns are text, of text, number." in refusal(
-        lambda: streamed(shards, column="body")
-    )
-    assert "no text column data.column=number; its text columns are text" in refusal(
-        lambda: streamed(shards, column="number")
-    )
+    for column in ("body", "number"):
+        assert f"data.column={column}; " in refusal(lambda column=column: streamed(shards, column=column))
     (tmp_path / "empty").mkdir()
-    assert "empty matches 0 files" in refusal(lambda: streamed(tmp_path / "empty"))
-    assert "needs files: data.paths=[shards/*.parquet]" in refusal(lambda: open_stream(Config(), "bytes"))
+    assert "matches 0 files" in refusal(lambda: streamed(tmp_path / "empty"))
+    assert "data.paths=[shards/*.parquet]" in refusal(lambda: open_stream(Config(), "bytes"))
     short = write_shards(tmp_path / "short", 2)
     whole = (short / "000.parquet").read_bytes()
     (short / "000.parquet").write_bytes(whole[: len(whole) // 2])
-    assert "000.parquet is not a readable .parquet file, or is cut short:" in refusal(lambda: streamed(short))
+    assert "000.parquet is not a readable" in refusal(lambda: streamed(short))
     single = write_shards(tmp_path / "single", 1, groups=1)
-    assert "one file that cannot be divided and nothing is left to train on" in refusal(lambda: streamed(single))
-    assert "none is left to train on" in refusal(lambda: streamed(single, val_paths=[str(single)]))
-    assert "data.lanes=3 does not divide batch=8" in refusal(lambda: take(streamed(shards, lanes=3), 1))
-    assert "data.lanes=32 is more than the 15 row groups" in refusal(
-        lambda: take(streamed(shards, lanes=32), 1, batch=64)
-    )
+    assert "cannot be divided" in refusal(lambda: streamed(single))
+    assert "data.val_paths has every" in refusal(lambda: streamed(single, val_paths=[str(single)]))
+    assert "data.lanes=3 does not divide" in refusal(lambda: take(streamed(shards, lanes=3), 1))
+    assert "data.lanes=15 or fewer" in refusal(lambda: take(streamed(shards, lanes=32), 1, batch=64))
     problems = Config(paths=["a"], workers=0, pool=0, lanes=0).problems()
     assert [problem.key for problem in problems] == ["data.pool", "data.lanes"]
 
 
 def test_a_place_of_another_order_is_refused(shards: Path) -> None:
     _, state = take(streamed(shards, lanes=4), 1)
-    assert "saved with data.lanes=4, this run has 2" in refusal(lambda: take(streamed(shards, lanes=2), 1, state))
-    assert "saved with data.packing=stream, this run has best_fit" in refusal(
-        lambda: take(streamed(shards, lanes=4, packing=Packing.best_fit), 1, state)
-    )
-    assert "the data are not those that the run was trained on" in refusal(
-        lambda: take(streamed(shards, lanes=4, val_paths=[str(shards / "000.parquet")]), 1, state)
-    )
-    assert "row 8, not a multiple of batch=16" in refusal(lambda: take(streamed(shards, lanes=4), 1, state, batch=16))
+    held_out = [str(shards / "000.parquet")]
+    for text, changed in (
+        ("data.lanes=4", {"lanes": 2}),
+        ("data.packing=stream", {"lanes": 4, "packing": Packing.best_fit}),
+        ("another split", {"lanes": 4, "val_paths": held_out}),
+    ):
+        assert text in refusal(lambda changed=changed: take(streamed(shards, **changed), 1, state))
+    assert "of batch=16" in refusal(lambda: take(streamed(shards, lanes=4), 1, state, batch=16))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_row_that_is_no_text_ends_the_reading_with_its_line(tmp_path: Path, workers: int) -> None:
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text('{"text": "fine"}\n{"text": 7}\n')
-    said = refusal(lambda: take(streamed(tmp_path, workers=workers), 1))
-    assert "0.jsonl:2 has no text under data.field=text; it has the keys text." in said
+    assert "0.jsonl:2 " in refusal(lambda: take(streamed(tmp_path, workers=workers), 1))
 
 
 def test_files_without_text_are_refused(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text('{"text": ""}\n')
-    assert "0.jsonl and the other files have no text" in refusal(lambda: take(streamed(tmp_path), 1))
+    assert "have no text" in refusal(lambda: take(streamed(tmp_path), 1))
 
 
 def test_a_worker_goes_to_a_place_of_before_and_reads_the_same_again(shards: Path) -> None:
