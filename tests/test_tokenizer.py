@@ -12,13 +12,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valkyrie.data.tokenizer import (
-    ByteTokenizer,
-    Tokenizer,
-    fingerprint_of,
-    load_tokenizer,
-    vocab_size_of,
-)
+from valkyrie.data.tokenizer import ByteTokenizer, Tokenizer, fingerprint_of, load_tokenizer, vocab_size_of
 
 GPT2 = load_tokenizer("gpt2")
 BOTH = pytest.mark.parametrize("tokenizer", [ByteTokenizer(), GPT2], ids=["bytes", "gpt2"])

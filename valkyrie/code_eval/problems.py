@@ -33,14 +33,9 @@ class CodingProblem:
     tests: str
 
 
-def problems_path(name: str) -> Path:
-    """Return the file of a problem set in the package (`cpp`, `python`), or the user's path."""
-    return Path(__file__).parent / "problems" / f"{name}.jsonl" if name in OWN else Path(name).expanduser()
-
-
 def read_problems(name: str) -> tuple[CodingProblem, ...]:
-    """Return the problems of a file. ValueError lists the first invalid lines."""
-    path = problems_path(name)
+    """Return the problems of a set in the package (`cpp`, `python`) or a file. ValueError lists invalid lines."""
+    path = Path(__file__).parent / "problems" / f"{name}.jsonl" if name in OWN else Path(name).expanduser()
     if not path.is_file():
         known = ", ".join(OWN)
         raise ValueError(f"code_eval.problems={name}: there is no such file. Use {known}, or the path of a .jsonl.")
@@ -51,9 +46,9 @@ def read_problems(name: str) -> tuple[CodingProblem, ...]:
     read = [(number, _problem(line)) for number, line in enumerate(lines, 1) if line.strip()]
     troubles = [(number, why) for number, why in read if isinstance(why, str)]
     problems = tuple(problem for _, problem in read if isinstance(problem, CodingProblem))
-    twice = [one for one, count in Counter(problem.name for problem in problems).items() if count > 1]
     numbers = {problem.name: number for number, problem in read if isinstance(problem, CodingProblem)}
-    troubles += [(numbers[one], f"the name {one} was there before") for one in twice]
+    repeated = [name for name, count in Counter(problem.name for problem in problems).items() if count > 1]
+    troubles += [(numbers[name], f"the name {name} was there before") for name in repeated]
     if troubles:
         listed = "; ".join(f"line {number}: {why}" for number, why in sorted(troubles)[:5])
         more = f"; and {len(troubles) - 5} more" if len(troubles) > 5 else ""

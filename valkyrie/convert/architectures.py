@@ -93,11 +93,7 @@ LLAMA, MISTRAL, QWEN2, QWEN3, GPT2 = (
             "context": "n_positions",
         },
         activation="activation_function",
-        activations={
-            "gelu_new": Nonlinearity.gelu,
-            "gelu_pytorch_tanh": Nonlinearity.gelu,
-            "relu": Nonlinearity.relu,
-        },
+        activations={"gelu_new": Nonlinearity.gelu, "gelu_pytorch_tanh": Nonlinearity.gelu, "relu": Nonlinearity.relu},
         epsilon=("layer_norm_epsilon", 1e-5),
         tied=True,
         only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},

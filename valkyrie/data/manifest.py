@@ -108,10 +108,9 @@ class Prepared(Manifest):
         return {"uint16": 2, "uint32": 4}[self.dtype]
 
 
-def content_hash(shards: dict[str, list[TokenShard]], dtype: str, bos_id: int) -> str:
+def content_hash(train: Split, validation: Split, dtype: str, bos_id: int) -> str:
     """Return the hash of all tokens, computed from the checksums of their shards."""
-    contents = [dtype, bos_id, [[shard.sha256 for shard in shards[name]] for name in SPLITS]]
-    return digest(contents)[:32]
+    return digest([dtype, bos_id, [[shard.sha256 for shard in split.shards] for split in (train, validation)]])[:32]
 
 
 def write_manifest(prepared: Prepared) -> None:

@@ -93,27 +93,25 @@ def _write(
     config: DocumentConfig, listing: Listing, tokenizer: Tokenizer, key: str, path: Path, progress: Progress | None
 ) -> None:
     threshold, census = int(config.validation_fraction * HASH_RANGE), Census()
-    splits = _write_shards(config, listing, tokenizer, threshold, census, path, progress)
+    train, validation = _write_shards(config, listing, tokenizer, threshold, census, path, progress)
     adjusted = adjusted_threshold(config, listing, census, threshold)
     if adjusted != threshold:  # few documents, all in one split
         census = Census()
-        splits = _write_shards(config, listing, tokenizer, adjusted, census, path, progress)
+        train, validation = _write_shards(config, listing, tokenizer, adjusted, census, path, progress)
     dtype = _dtype(tokenizer)
     prepared = Prepared(
         path=path,
         name=config.name,
         key=key,
-        content=manifest.content_hash(
-            {name: list(split.shards) for name, split in splits.items()}, dtype.name, tokenizer.bos_id
-        ),
+        content=manifest.content_hash(train, validation, dtype.name, tokenizer.bos_id),
         source=_describe(config, listing, census),
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         bos_id=tokenizer.bos_id,
         dtype=dtype.name,
-        train=splits["train"],
-        validation=splits["validation"],
+        train=train,
+        validation=validation,
     )
     manifest.write_manifest(prepared)
 
@@ -130,7 +128,7 @@ def _write_shards(
     census: Census,
     path: Path,
     progress: Progress | None,
-) -> dict[str, Split]:
+) -> tuple[Split, ...]:
     for old in path.iterdir():
         old.unlink()
     dtype = _dtype(tokenizer)
@@ -142,7 +140,7 @@ def _write_shards(
             writers[tokens.split].add(tokens)
             if progress is not None:
                 progress(sum(writer.bytes for writer in writers.values()), total)
-        return {name: writer.finish() for name, writer in writers.items()}
+        return tuple(writer.finish() for writer in writers.values())
     finally:
         for writer in writers.values():
             writer.abort()

@@ -34,44 +34,40 @@ def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) ->
         masks = _masks(without, side)
         masks[every, cells] &= ~bits
         try_it = np.flatnonzero((givens > 0).sum(1) > clues)
-        gone = try_it[_count_solutions(masks[try_it], side, at_most=1) == 0]
+        gone = try_it[_search(masks[try_it], side, at_most=1)[0] == 0]
         givens[gone, cells[gone]] = 0
     return Puzzles(givens, solutions, count_guesses(givens, side))
 
 
 def count_guesses(givens: np.ndarray, side: int) -> np.ndarray:
-    """Return the number of guesses that a solver needs to find every solution, for each puzzle.
-
-    The solver fills in forced digits (a cell with one digit left, a digit with one cell left in a row, column or box)
-    as long as it can. Then it picks a cell with the fewest digits left and explores each of them to the end.
-    """
-    guesses, numbers = np.zeros(len(givens), np.int64), np.arange(len(givens))
-    masks = _masks(givens, side)
-    while len(masks):
-        masks, alive = _reasoned(masks, side)
-        open_ = alive & ~_solved(masks)
-        masks, numbers = masks[open_], numbers[open_]
-        np.add.at(guesses, numbers, 1)
-        masks, parents = _branches(masks)
-        numbers = numbers[parents]
-    return guesses
+    """Return the number of guesses that a solver needs to find every solution, for each puzzle."""
+    return _search(_masks(givens, side), side)[1]
 
 
 def count_solutions(givens: np.ndarray, side: int, at_most: int = 2) -> np.ndarray:
     """Number of solutions of each puzzle, counted up to `at_most`."""
-    return _count_solutions(_masks(givens, side), side, at_most)
+    return _search(_masks(givens, side), side, at_most)[0]
 
 
-def _count_solutions(masks: np.ndarray, side: int, at_most: int) -> np.ndarray:
-    found, numbers = np.zeros(len(masks), np.int64), np.arange(len(masks))
+def _search(masks: np.ndarray, side: int, at_most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of solutions of each puzzle, up to `at_most`, and the guesses needed to find them.
+
+    The solver fills in forced digits (a cell with one digit left, a digit with one cell left in a row, column or box)
+    as long as it can. Then it picks a cell with the fewest digits left and explores each of them to the end.
+    """
+    solutions, guesses, numbers = (*np.zeros((2, len(masks)), np.int64), np.arange(len(masks)))
     while len(masks):
         masks, alive = _reasoned(masks, side)
         done = alive & _solved(masks)
-        np.add.at(found, numbers[done], 1)
-        open_ = alive & ~done & (found[numbers] < at_most)
-        masks, parents = _branches(masks[open_])
-        numbers = numbers[open_][parents]
-    return np.minimum(found, at_most)
+        np.add.at(solutions, numbers[done], 1)
+        open_ = alive & ~done
+        if at_most is not None:
+            open_ &= solutions[numbers] < at_most
+        masks, numbers = masks[open_], numbers[open_]
+        np.add.at(guesses, numbers, 1)
+        masks, parents = _branches(masks)
+        numbers = numbers[parents]
+    return solutions if at_most is None else np.minimum(solutions, at_most), guesses
 
 
 def classes(givens: np.ndarray, side: int) -> list[bytes]:
