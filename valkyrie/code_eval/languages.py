@@ -90,9 +90,9 @@ class Cpp(JudgeLanguage):
             '  if (!status) std::printf("%016llx%016llx\\n", a[0] ^ a[2], a[1] ^ a[3]);\n  return status;\n}\n'
         )
         source = f"{prompt}{completion}\n{renamed}{own}"
-        compile_ = f"{compiler(isolated) or COMPILERS[0]} -std=c++17 -O1 -w -pipe program.cpp -o program"
-        command = ("sh", "-c", '"$@" && rm -f program.cpp', "sh", *compile_.split())
-        return Program({"program.cpp": source}, command, ("./program",))
+        options = ["-std=c++17", "-O1", "-w", "-pipe", "program.cpp", "-o", "program"]
+        compile_and_remove = ("sh", "-c", '"$@" && rm -f program.cpp', "sh", compiler(isolated) or COMPILERS[0])
+        return Program({"program.cpp": source}, (*compile_and_remove, *options), ("./program",))
 
 
 class Python(JudgeLanguage):
