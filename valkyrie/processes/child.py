@@ -20,7 +20,6 @@ _LAST_BYTES = 64 * 2**10
 _BECOME = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: kept by exec
-from valkyrie.paths import open_to_append
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
