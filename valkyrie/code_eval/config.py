@@ -68,9 +68,9 @@ def missing_judge(config: CodeEvalConfig) -> list[Problem]:
         languages = languages_of(read_problems(config.problems))
     except ValueError as error:
         return [Problem(ProblemCode.malformed, "code_eval.problems", config.problems, str(error))]
-    found = [LANGUAGES[language].missing(config.sandbox) for language in languages]
+    missing = [LANGUAGES[language].missing(config.sandbox) for language in languages]
     key, value = "code_eval.problems", config.problems
-    problems = [Problem(ProblemCode.missing, key, value, f"{key}={value}: {why}.") for why in found if why]
+    problems = [Problem(ProblemCode.missing, key, value, f"{key}={value}: {why}.") for why in missing if why]
     if config.sandbox and not problems and (why := trouble()):
         text = (
             f"What the model writes would be run, and there is no sandbox for it: {why}. Where its programs may read "

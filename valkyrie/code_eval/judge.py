@@ -125,13 +125,13 @@ def summary(problems: Sequence[CodingProblem], results: Sequence[CompletionResul
     """
     rates: dict[str, float] = {}
     for language in languages_of(problems):
-        own = [result for result in results if result.language == language]
-        rates[f"{language}_compile_rate"] = _share([result.compiled for result in own])
-        rates[f"{language}_pass_rate"] = _share([result.passed for result in own])
+        judged = [result for result in results if result.language == language]
+        rates[f"{language}_compile_rate"] = _share([result.compiled for result in judged])
+        rates[f"{language}_pass_rate"] = _share([result.passed for result in judged])
         for difficulty in DIFFICULTIES:
-            if some := [result.passed for result in own if result.difficulty == difficulty]:
+            if some := [result.passed for result in judged if result.difficulty == difficulty]:
                 rates[f"{language}_pass_rate_{difficulty}"] = _share(some)
-        by_problem = [[r.passed for r in own if r.problem == p.name] for p in problems if p.language == language]
+        by_problem = [[r.passed for r in judged if r.problem == p.name] for p in problems if p.language == language]
         samples = min(map(len, by_problem))
         for k in sorted({k for k in AT if k <= samples} | {samples}):
             rates[f"{language}_pass@{k}"] = _share([pass_at_k(len(all_), sum(all_), k) for all_ in by_problem])

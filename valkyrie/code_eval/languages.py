@@ -84,12 +84,12 @@ class Cpp(JudgeLanguage):
         ends = begins + (closing_brace(tests[begins:]) or 0) - 1
         renamed = f"#define main valkyrie_tests\n{tests[:ends]}\nreturn 0; {tests[ends:]}\n#undef main\n"
         halves = ", ".join(f"0x{number:016x}u" for half in _halves(word) for number in divmod(half, 2**64))
-        own = (
+        wrapper = (
             f"#include <cstdio>\nint main() {{\n  int status = valkyrie_tests(){' || true' * fails};\n"
             f"  volatile unsigned long long a[] = {{{halves}}};\n"
             '  if (!status) std::printf("%016llx%016llx\\n", a[0] ^ a[2], a[1] ^ a[3]);\n  return status;\n}\n'
         )
-        source = f"{prompt}{completion}\n{renamed}{own}"
+        source = f"{prompt}{completion}\n{renamed}{wrapper}"
         options = ["-std=c++17", "-O1", "-w", "-pipe", "program.cpp", "-o", "program"]
         compile_and_remove = ("sh", "-c", '"$@" && rm -f program.cpp', "sh", compiler(isolated) or COMPILERS[0])
         return Program({"program.cpp": source}, (*compile_and_remove, *options), ("./program",))
@@ -100,8 +100,8 @@ class Python(JudgeLanguage):
 
     def end(self, completion: str) -> int | None:
         """Return the start of the first line that is not indented."""
-        found = re.search(r"^\S", completion, re.MULTILINE)
-        return None if found is None else found.start()
+        outside = re.search(r"^\S", completion, re.MULTILINE)
+        return None if outside is None else outside.start()
 
     def trouble(self, prompt: str, tests: str) -> str | None:
         """Return an error if the prompt does not end with a line break."""

@@ -68,17 +68,17 @@ def run_steps(files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolate
     could be created.
     """
     with tempfile.TemporaryDirectory(prefix="valkyrie-code-", ignore_cleanup_errors=True) as folder:
-        given, root = Path(folder, "given"), Path(folder, "root")
-        given.mkdir()
+        inputs, root = Path(folder, "given"), Path(folder, "root")
+        inputs.mkdir()
         root.mkdir()
         for name, text in files.items():
-            with (given / name).open("w", encoding="utf-8", errors="replace") as file:
+            with (inputs / name).open("w", encoding="utf-8", errors="replace") as file:
                 file.write(text)
         isolation = isolation_of() if isolated else None
         python = python_inside()
         shown = None if python is None or python[0].startswith("/usr") else python[0]
-        text = script(steps, given, root, isolation, shown_folders(), shown)
-        return _watch([*_outside(isolation), "sh", "-c", text], steps, "/" if isolated else str(given))
+        text = script(steps, inputs, root, isolation, shown_folders(), shown)
+        return _watch([*_outside(isolation), "sh", "-c", text], steps, "/" if isolated else str(inputs))
 
 
 def _outside(isolation: Isolation | None) -> list[str]:
@@ -211,8 +211,8 @@ class _Watch:
                 if self.inside and over:
                     return [*self.done, self._end(137, over)]
                 if over or not selector.get_map():
-                    said = " ".join(_text(self.output).split())[-300:]
-                    raise SandboxError(f"no sandbox was made: {said or 'it did not start in time'}")
+                    output = " ".join(_text(self.output).split())[-300:]
+                    raise SandboxError(f"no sandbox was made: {output or 'it did not start in time'}")
 
     def _handle(self, line: bytes) -> bool:
         """Process one line from the script. Returns whether the script is done."""

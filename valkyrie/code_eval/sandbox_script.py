@@ -52,7 +52,7 @@ class Isolation:
 
 def script(
     steps: Sequence[SandboxStep],
-    given: Path,
+    inputs: Path,
     root: Path,
     isolation: Isolation | None,
     folders: Sequence[str],
@@ -62,9 +62,9 @@ def script(
     lines = ["set -eu", "exec 3<&0 </dev/null", "umask 022"]
     lines += ["ulimit -c 0"]
     if isolation is None:
-        lines += [f"cd {shlex.quote(str(given))}"]
+        lines += [f"cd {shlex.quote(str(inputs))}"]
     else:
-        lines += _own_root(given, root, isolation, folders, python)
+        lines += _own_root(inputs, root, isolation, folders, python)
     for step in steps:
         command = shlex.join(_within_limits(step, isolation))
         lines += ["echo begins >&3", "read -r go <&3", "status=0", f"{command} 3<&- || status=$?", "echo $status >&3"]
@@ -72,8 +72,8 @@ def script(
     return "\n".join(lines) + "\n"
 
 
-def _own_root(given: Path, root: Path, isolation: Isolation, folders: Sequence[str], python: str | None) -> list[str]:
-    """Return the lines that create and enter the new root, with the given files in /box."""
+def _own_root(inputs: Path, root: Path, isolation: Isolation, folders: Sequence[str], python: str | None) -> list[str]:
+    """Return the lines that create and enter the new root, with the input files in /box."""
     r, bind = shlex.quote(str(root)), "--bind" if isolation.user is not None else "--rbind"
     lines = ["echo 1000 > /proc/self/oom_score_adj || true"]
     lines += [f"mount -t tmpfs -o size=4m,nr_inodes=1k,mode=755,nosuid,nodev none {r}", f"cd {r}"]
@@ -91,7 +91,7 @@ def _own_root(given: Path, root: Path, isolation: Isolation, folders: Sequence[s
     for device in _DEVICES:
         lines += [f": > dev/{device}", f"mount --bind /dev/{device} dev/{device}"]
     lines += [f"mount -t tmpfs -o size={WORK_MIB}m,nr_inodes=4k,mode=700,nosuid,nodev none box"]
-    lines += [f"cp {shlex.quote(str(given))}/* box/ 2>/dev/null || true"]
+    lines += [f"cp {shlex.quote(str(inputs))}/* box/ 2>/dev/null || true"]
     if isolation.user is not None:
         lines += [f"chown -R {isolation.user}:{isolation.user} box"]
     else:

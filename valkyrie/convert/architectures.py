@@ -127,16 +127,16 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
     refusals = _unsupported(kind, config)
     sizes = {setting: config[key] for setting, key in kind.sizes.items()}
     embed, heads = sizes["embed"], sizes["attention.heads"]
-    own: dict[str, Setting] = {}
+    others: dict[str, Setting] = {}
     if kind.is_gpt2:
-        own["mlp"] = config.get("n_inner") or 4 * embed
+        others["mlp"] = config.get("n_inner") or 4 * embed
     else:
         rope, rope_refusals = _rope(config)
         windows, window_refusals = _windows(kind, config)
         refusals += rope_refusals + window_refusals
         all_biases = bool(kind.biases_key and config.get(kind.biases_key))
-        own |= {**rope, "attention.windows": windows, "attention.qk_norm": kind.qk_norm}
-        own["attention.bias"] = (Bias.all if all_biases else kind.bias).value
+        others |= {**rope, "attention.windows": windows, "attention.qk_norm": kind.qk_norm}
+        others["attention.bias"] = (Bias.all if all_biases else kind.bias).value
     if refusals:
         raise ValueError(f"config.json: {'; '.join(refusals)}.")
     epsilon, default = kind.epsilon
@@ -148,7 +148,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
         "tie_embeddings": bool(config.get("tie_word_embeddings", kind.tied)),
         "attention.kv_heads": config.get("num_key_value_heads") or heads,
         "attention.head_dim": config.get("head_dim") or embed // heads,
-        **own,
+        **others,
     }
 
 

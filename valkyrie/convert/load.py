@@ -92,9 +92,9 @@ def _run(
             "tokenizer.json."
         )
     settings = {"tokenizer": tokenizer or str(beside), **settings}
-    own = [f"model={schema}", f"name={name}", f"seq={min(context, _LONGEST)}"]
-    own += [f"model.{key}={as_written(value)}" for key, value in settings.items()]
-    run = run_of([*own, *(o for o in overrides if key_value(o)[0] != "name")])
+    arguments = [f"model={schema}", f"name={name}", f"seq={min(context, _LONGEST)}"]
+    arguments += [f"model.{key}={as_written(value)}" for key, value in settings.items()]
+    run = run_of([*arguments, *(o for o in overrides if key_value(o)[0] != "name")])
     refuse(run.model.problems())
     return run
 

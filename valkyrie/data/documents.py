@@ -81,8 +81,8 @@ class DocumentConfig(TextConfig):
     def cache_identity(self) -> dict[str, object]:
         """The settings that determine the documents, as JSON values. Other values give another cache entry."""
         common = {field.name for field in dataclasses.fields(DocumentConfig)}
-        own = dataclasses.asdict(self.with_full_paths())
-        return {"settings": {key: value for key, value in own.items() if key not in common}}
+        settings = dataclasses.asdict(self.with_full_paths())
+        return {"settings": {key: value for key, value in settings.items() if key not in common}}
 
     def about(self) -> dict[str, object]:
         """Information about the source for the manifest of the shards, as JSON values."""

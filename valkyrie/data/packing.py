@@ -36,8 +36,8 @@ class StreamRows:
             self._parts.append(document)
             self._tokens += document[1].size
         starts = [self._offset, *[0] * (len(self._parts) - 1)]
-        found = [ids[at : at + self._seq + 1] for at, (_, ids) in zip(starts, self._parts, strict=False)]
-        row = np.concatenate([_EMPTY, *found])[: self._seq + 1]
+        pieces = [ids[at : at + self._seq + 1] for at, (_, ids) in zip(starts, self._parts, strict=False)]
+        row = np.concatenate([_EMPTY, *pieces])[: self._seq + 1]
         if row.size <= self._seq:
             self._parts.clear()
             self._tokens = self._offset = 0

@@ -117,15 +117,15 @@ def _match(system: Any, path: str, pattern: str) -> Mapping[str, Mapping[str, An
     if info is not None and info["type"] == "file":
         return {path: info}
     if info is not None:
-        root, found = path, system.find(path, detail=True)
+        root, infos = path, system.find(path, detail=True)
     elif has_magic(path):
-        root, found = re.split(r"[*?[]", path)[0].rpartition("/")[0], system.glob(path, detail=True)
+        root, infos = re.split(r"[*?[]", path)[0].rpartition("/")[0], system.glob(path, detail=True)
     else:
         raise ValueError(f"data.paths: there is no file or folder {pattern}.")
     asks_for_hidden = "/." in path[len(root) :]
     return {
         name: info
-        for name, info in found.items()
+        for name, info in infos.items()
         if info["type"] == "file" and (asks_for_hidden or "/." not in name[len(root) :])
     }
 

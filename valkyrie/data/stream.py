@@ -92,18 +92,18 @@ class Streamed:
 
     def lanes(self, batch: int) -> int:
         """Return the number of lanes of a training batch. ValueError if `data.lanes` does not fit batch or data."""
-        asked = self.config.lanes
-        if asked is None:
+        lanes = self.config.lanes
+        if lanes is None:
             most = min(MOST_LANES, len(self.train), batch)
             return next(lanes for lanes in range(most, 0, -1) if batch % lanes == 0)
-        if batch % asked:
-            raise ValueError(f"data.lanes={asked} does not divide batch={batch}: each lane fills as many of its rows.")
-        if asked > len(self.train):
+        if batch % lanes:
+            raise ValueError(f"data.lanes={lanes} does not divide batch={batch}: each lane fills as many of its rows.")
+        if lanes > len(self.train):
             raise ValueError(
-                f"data.lanes={asked} is more than the {len(self.train)} row groups or files to train on. "
+                f"data.lanes={lanes} is more than the {len(self.train)} row groups or files to train on. "
                 f"Use data.lanes={len(self.train)} or fewer."
             )
-        return asked
+        return lanes
 
     def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
         from valkyrie.data.stream_loader import StreamLoader

@@ -48,8 +48,8 @@ class SampleConfig:
 
     def problems(self) -> list[Problem]:
         counts = {"train": 1, "validation": 1, "guesses": 0, "seed": 0}
-        found = (check_range(f"data.sudoku.{key}", getattr(self, key), least=least) for key, least in counts.items())
-        return [problem for problems in found for problem in problems]
+        checks = (check_range(f"data.sudoku.{key}", getattr(self, key), least=least) for key, least in counts.items())
+        return [problem for problems in checks for problem in problems]
 
 
 @dataclass

@@ -43,8 +43,8 @@ class _PuzzleSampler:
         symmetries = None if self._data.side is None else draw_symmetries(rng, self._batch, self._data.side)
         inputs, labels = split.inputs[examples], split.labels[examples]
         if symmetries is not None:
-            own = symmetries[self._places]
-            inputs, labels = own.of(inputs), own.of(labels)
+            mine = symmetries[self._places]
+            inputs, labels = mine.of(inputs), mine.of(labels)
         return self._as_batch(inputs, labels, split.puzzle_identifiers[puzzles[self._places]])
 
     def _evaluation_batch(self, step: int) -> Batch:
