@@ -37,14 +37,14 @@ SMALL: dict[str, Any] = {
     "model.attention.kv_heads": 2,
     "model.attention.head_dim": 8,
 }
-"""What makes a tiny model tinier, so that compiling is all that a test waits for; keys a family lacks are left out.
+"""Settings that shrink a tiny model, so that a test waits for compiling alone. Keys that a family lacks are skipped.
 
 The number of layers stays, and with it every scan over repeated blocks.
 """
 
 
 CALM = ("optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
-"""Adam makes a step of the learning rate out of a rounding error: a small one keeps second steps comparable."""
+"""Adam turns a rounding error into a step of the learning rate. A small rate keeps second steps comparable."""
 
 
 def names(group: str, pattern: str = "*") -> list[str]:
@@ -59,21 +59,21 @@ def specs_of(groups: dict[str, str]) -> dict[str, Parameter]:
 
 MODELS = names("model", "*_tiny")
 LANGUAGE_MODELS = [model for model in MODELS if not model.startswith("trm_")]
-"""Those of them that predict tokens; the others answer puzzles."""
+"""The models that predict tokens. The others answer puzzles."""
 OF_THEIR_OWN = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
-"""The models with layers that no other has: valkyrie has those of S5 and of Longformer."""
+"""The models with unique layers. valkyrie contains the layers of S5 and Longformer."""
 PARTITIONS = names("partition")
 PIPELINES = [name for name in PARTITIONS if "layers" in read_config("partition", name, PartitionConfig).parameters]
-"""Those of them that put layers on a mesh axis; a model that stacks none is refused there."""
+"""The partitions with layers on a mesh axis. They refuse models without stacked layers."""
 
 
 def goes_with(model: str, partition: str) -> bool:
-    """Return whether a partition takes a model: all do, but pipelines none that has no stacked layers."""
+    """Return True if a partition supports a model. Pipelines refuse models without stacked layers."""
     return model in LANGUAGE_MODELS or partition not in PIPELINES
 
 
 def some_quick(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Return the cases of a test, those that are not `quick` marked slow: the default part keeps one of each kind."""
+    """Return the cases of a test, with all but the `quick` ones marked slow."""
     return [pytest.param(case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
 
 
@@ -111,7 +111,7 @@ def small_run(model: str, *overrides: str) -> Run:
 def make_batch(run: Run, seed: int = 0) -> dict[str, np.ndarray]:
     """Return a batch with several documents in a row, weights of 0, 1 and between, and rows of uneven weight.
 
-    Of a task without text it is the task's own random batch.
+    A task without text makes its own random batch.
     """
     c, rng, task = run.config, np.random.default_rng(seed), run.task
     if not task.is_text:
@@ -129,19 +129,19 @@ def make_batch(run: Run, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def make_program(run: Run) -> StepProgram:
-    """Return the step program of a run on the first devices there are."""
+    """Return the step program of a run on the first available devices."""
     return StepProgram(run, build_mesh(run.config.mesh, jax.devices()))
 
 
 class Steps(NamedTuple):
-    """What a few steps left: metrics of each on the host, and the last state."""
+    """Metrics of each step on the host, and the last state."""
 
     metrics: list[dict[str, np.ndarray]]
     state: TrainState
 
 
 def run_steps(program: StepProgram, count: int = 2, state: TrainState | None = None) -> Steps:
-    """Return the outcome of `count` steps, each on a batch of its own."""
+    """Run `count` steps, each on a different batch."""
     state = program.init(0) if state is None else state
     metrics = []
     for i in range(count):
@@ -161,7 +161,7 @@ def assembly_of(run: Run) -> Assembly:
 
 
 def learned(assembly: Assembly) -> int:
-    """Return how many numbers a built model learns: not what is fixed, nor the rows of single puzzles."""
+    """Return the number of learned parameters of a built model, without fixed arrays and rows of single puzzles."""
     leaves = zip(jax.tree.leaves(assembly.abstract_parameters), assembly.specs.values(), strict=True)
     return sum(leaf.size for leaf, spec in leaves if spec.group not in NOT_AVERAGED)
 
@@ -170,8 +170,8 @@ def learned(assembly: Assembly) -> int:
 def initial_state(overrides: tuple[str, ...]) -> TrainState:
     """Return the state before the first step, on the host, for the overrides of a run on one device.
 
-    It is made operation by operation: compiling an initialisation takes longer than running it, and a test holds the
-    compiled one of a mesh against this.
+    It is made operation by operation, as compiling an initialisation takes longer than running it. A test compares the
+    compiled initialisation of a mesh with this.
     """
     program = make_program(compose_run(*overrides, "mesh=1x1x1", "partition=dp"))
     keep_ema = program.run.config.optimizer.ema_decay is not None
@@ -179,7 +179,7 @@ def initial_state(overrides: tuple[str, ...]) -> TrainState:
 
 
 def stirred(host: TrainState) -> TrainState:
-    """Return a host state whose parameters that are all zero are small numbers: else gradients are rounding errors."""
+    """Return a host state with small numbers in place of all-zero parameters: else gradients are rounding errors."""
     rng = np.random.default_rng(0)
     parameters = jax.tree.map(
         lambda p: p if np.any(p) else (0.1 * rng.standard_normal(p.shape)).astype(p.dtype), host.parameters
@@ -188,28 +188,28 @@ def stirred(host: TrainState) -> TrainState:
 
 
 def placed_state(program: StepProgram, host: TrainState) -> TrainState:
-    """Return a host state laid out as a program wants it."""
+    """Return a host state placed on the devices of a program."""
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), host, program.abstract_state)
 
 
 def two_steps(run: Run, host: TrainState) -> Steps:
-    """Return two steps of a run from a host state, each on its own batch."""
+    """Run two steps from a host state, each on a different batch."""
     program = make_program(run)
     return run_steps(program, 2, placed_state(program, host))
 
 
 @lru_cache
 def reference(model: str, *overrides: str) -> Steps:
-    """Return two steps of a shrunken model on one device: what every layout must reproduce."""
+    """Return two steps of a shrunken model on one device, which every layout must reproduce."""
     return two_steps(small_run(model, *overrides), stirred(initial_state((*small(model), *overrides))))
 
 
-def assert_same_steps(found: Steps, expected: Steps, rtol: float = 2e-5) -> None:
-    """Hold loss, gradient norm and every parameter's gradient norm of each step against those of other steps.
+def assert_same_steps(steps: Steps, expected: Steps, rtol: float = 2e-5) -> None:
+    """Compare loss, gradient norm and every parameter's gradient norm of each step.
 
-    A bias of keys that are not rotated has none: what stands there is rounding, 1e-9 of the whole.
+    A bias of keys without rotary embedding has no gradient: its norm is a rounding error, 1e-9 of the whole.
     """
-    for step, (new, old) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+    for step, (new, old) in enumerate(zip(steps.metrics, expected.metrics, strict=True)):
         for key in ("loss", "grad_norm", "tokens"):
             np.testing.assert_allclose(new[key], old[key], rtol=rtol, err_msg=f"{key} of step {step}")
         norms = np.sqrt(new["leaf_norms"]), np.sqrt(old["leaf_norms"])

@@ -14,16 +14,16 @@ from valkyrie.processes.team import Connected, Place, Team
 
 
 def free_address() -> str:
-    """Return an address of this machine that nobody listens on."""
+    """Return an unused address of this machine."""
     return f"127.0.0.1:{free_port()}"
 
 
 def meet(
     count: int, of: Callable[[Team], Any], *, counts: Sequence[int] | None = None, timeout_s: float = 5.0
 ) -> list[Any]:
-    """Return what `of` returns for each of `count` teams that meet in threads, or what it or the meeting raises.
+    """Return the results or ValueErrors of `of` for each of `count` teams that meet in threads.
 
-    `counts` are the numbers of processes that each of them counts.
+    `counts` has the number of processes that each thread expects, if they differ.
     """
     address, results = free_address(), [None] * count
 
@@ -51,7 +51,7 @@ def several(count: int, *overrides: str, cwd: Path, **environment: str) -> list[
 
 
 def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Return (status, stdout, stderr) of each process, none of which runs on."""
+    """Wait for processes and return (status, stdout, stderr) of each. Kill them if one does not end."""
     try:
         return [(p.wait(200), *p.communicate()) for p in processes]
     finally:

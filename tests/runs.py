@@ -1,4 +1,4 @@
-"""Runs tiny trainings as a user does, by the command in this process or in its own, and reads what they left."""
+"""Runs tiny trainings as a user does, by the command in this process or in a new one, and reads their results."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ TINY = (
     "prompt=a",
     "tracking=off",
 )
-"""The smallest run that has every part; compiling is most of its time."""
+"""The smallest run with every part. Compiling is most of its time."""
 SINGLE = ("mesh=1x1x1", "partition=dp")
 
-# Kept, because a sandbox is made of namespaces, which are Linux's, and some containers allow none: nothing can be run
-# apart there. What users are told then is tested in any case (`test_code_eval.py`).
+# A sandbox needs namespaces of Linux, which some containers forbid. The message to the user is tested in any case
+# (`test_code_eval.py`).
 needs_sandbox = pytest.mark.skipif(trouble() is not None, reason=f"no sandbox: {trouble()}")
 
 
 def command(*arguments: str) -> int:
-    """Return the exit status of `valkyrie-train` run in this process; its output goes where the process's goes."""
+    """Run `valkyrie-train` in this process and return its exit status. Its output is that of the process."""
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__  # Hydra closes any other, here pytest's own
     before = sys.argv
     sys.argv = ["valkyrie-train", *arguments]
@@ -84,7 +84,7 @@ def spawn(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[st
 
 
 def start(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    """Return a process of `valkyrie-train` with its streams in pipes, which hears SIGHUP even under nohup."""
+    """Start a process of `valkyrie-train` with its streams in pipes. It receives SIGHUP even under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a process inherits what its parent ignores
     try:
         return spawn("-W", "ignore::SyntaxWarning", "-m", "valkyrie.cli.train", *arguments, cwd=cwd, **environment)
@@ -93,12 +93,12 @@ def start(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[st
 
 
 def records(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the training records of a run by step; of a step done twice, the later."""
+    """Return the training records of a run by step. The later record of a repeated step counts."""
     return {r["step"]: r for r in read_metrics(folder / "metrics.jsonl") if "loss" in r}
 
 
 def saved(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """Return every array and the data position of a checkpoint by path, read without the program that wrote it."""
+    """Return every array and the data position of a checkpoint by path, read without building the run's program."""
     import orbax.checkpoint as ocp
 
     step = latest_step(folder) if step is None else step
@@ -137,7 +137,7 @@ def _kept() -> tempfile.TemporaryDirectory[str]:
 
 @lru_cache
 def trained(*overrides: str, steps: int = 6) -> Path:
-    """Return the folder of a finished tiny run on one device with these overrides; trained once, not to be changed."""
+    """Return the folder of a finished tiny run on one device. It is trained once per session and must not be changed."""
     runs = Path(_kept().name) / f"runs-{abs(hash((overrides, steps)))}"
     status = command(*TINY, *SINGLE, f"runs={runs}", "name=run", f"steps={steps}", *overrides)
     assert status == 0
@@ -145,7 +145,7 @@ def trained(*overrides: str, steps: int = 6) -> Path:
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """Return a copy of a run folder, under its name, that a test may change."""
+    """Copy a run folder, under its name, for a test that changes it."""
     return Path(shutil.copytree(folder, to / folder.name))
 
 

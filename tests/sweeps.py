@@ -1,6 +1,6 @@
-"""Runs multiruns whose trials are real processes that do as a test says: measure at once, fail, hang, die.
+"""Runs multiruns with trials that are real processes and act as a test chooses: measure at once, fail, hang, die.
 
-A trial's process finds `sitecustomize.py` first, as any Python does, and there what its partition is to do.
+Python imports `sitecustomize.py` at start. In a trial's process it reads the part of the trial's partition.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ if "valkyrie.sweep.child" in sys.orig_argv:
         step = {"step_s": 1 / speed, "tokens_per_second": 8 * speed, "tokens_per_second_per_chip": speed}
         leave("ok", None, {"simulated": True, "step": step, "memory": {"peak": 2**20}})
 """
-"""What a trial's process does in place of, or before, the trial; the part `real` does nothing."""
+"""Acts in a trial's process instead of the trial, or before it. The part `real` does nothing."""
 
 
 class Stage:
-    """A folder with a multirun's trials, and what each partition's trial is to do there."""
+    """A folder with a multirun's trials and the part that each partition's trial plays."""
 
     def __init__(self, folder: Path, **parts: str) -> None:
         self.folder, self.runs = folder, folder / "runs"
@@ -74,11 +74,11 @@ class Stage:
         self.play(**parts)
 
     def play(self, **parts: str) -> None:
-        """Say what the trials of a partition do; a digit-first partition is named with a leading underscore."""
+        """Set the parts by partition. A partition that begins with a digit is written with a leading underscore."""
         self.environment["PARTS"] = json.dumps({name.removeprefix("_"): part for name, part in parts.items()})
 
     def enter(self, monkeypatch: pytest.MonkeyPatch, **parts: str) -> None:
-        """Let the command in this process play here, with these parts."""
+        """Let commands in this process run on this stage, with these parts."""
         self.play(**parts)
         monkeypatch.chdir(self.folder)
         for name, value in self.environment.items():
@@ -99,7 +99,7 @@ class Stage:
         ]
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Return the process of a multirun, with its output in one pipe."""
+        """Start the process of a multirun, with stdout and stderr in one pipe."""
         return subprocess.Popen(
             [sys.executable, "-m", "valkyrie.cli.train", *self.arguments(*arguments)],
             cwd=self.folder,
@@ -120,16 +120,16 @@ class Stage:
         return dict(sorted(found.items()))
 
     def lines(self) -> int:
-        """Return how many lines `trials.jsonl` has."""
+        """Return the number of lines of `trials.jsonl`."""
         return len((self.sweep / "trials.jsonl").read_text().splitlines())
 
     def started(self) -> list[str]:
-        """Return the names of the trials whose process was started, in order."""
+        """Return the names of the started trials, in order."""
         return self.starts.read_text().splitlines() if self.starts.is_file() else []
 
 
 def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[TrialPlan]:
-    """The plans of every job of a multirun, none of which is carried out."""
+    """Return the plans of every job of a multirun, without running them."""
     plans: list[TrialPlan] = []
 
     def carry_out(asked: Sequence[TrialPlan], *_: Any) -> dict[str, Trial]:
@@ -143,7 +143,7 @@ def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> 
 
 
 def play(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseException) -> None:
-    """Say by partition what becomes of the trials of multiruns, or is raised; none of them is a process."""
+    """Set the status of the trials of multiruns by partition, or an exception to raise. No process is started."""
 
     def carry_out(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
         found = {}

@@ -108,7 +108,7 @@ def test_nothing_is_imported_before_it_is_used():
 
 
 def test_showing_a_run_leaves_the_devices_for_its_training():
-    """JAX's first use fixes how many CPU devices there are: a table that started it left one, and training refused."""
+    """JAX's first use fixes the number of CPU devices: if showing a run used JAX, training would find one device."""
     code = f"""
 import jax, valkyrie
 for model in {MODELS}:
@@ -124,10 +124,10 @@ print(jax.device_count())
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["partition=fdsp"], "Did you mean partition=fsdp?"),
-        (["mesh=3x2x2", "partition=2d_tp"], "is not divisible by 3"),
-        (["batch=0"], "batch=0: at least 1 is needed."),
-        (["bach=8"], "bach is not a key. Did you mean batch?"),
+        (["partition=fdsp"], "mean partition=fsdp?"),
+        (["mesh=3x2x2", "partition=2d_tp"], "divisible by 3"),
+        (["batch=0"], "batch=0:"),
+        (["bach=8"], "mean batch?"),
         (["target=v4-63"], "v4-64"),
     ],
 )
@@ -154,4 +154,4 @@ def test_a_result_that_does_not_fit_says_what_it_needs():
     about = LayoutRecord("m", "1x1x1", "dp", "cpu-1", described="d", roles="r", batch=1, seq=2, precision="float32")
     result = valkyrie.Result(Prediction(about, CompileStatus.does_not_fit, "too big", memory=memory))
     assert result.fits is False and result.peak_gib == 3 and result.step_s is None
-    assert "does not fit: needs 3.0 GiB of 1.0 GiB usable" in str(result)
+    assert "needs 3.0 GiB" in str(result) and "1.0 GiB usable" in str(result)

@@ -1,4 +1,4 @@
-"""Attention: the dense oracle against a reference, and every other form against the oracle, values and gradients."""
+"""Attention: the dense form against a reference, and every other form against it, values and gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GOLDEN = Path(__file__).parent / "goldens" / "longformer.npz"
 
 
 def make(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=0, segments=False, seed=0):
-    """Random q, k, v and, where asked for, segment ids and global tokens with one repeated and one invalid entry."""
+    """Return random q, k and v, optional segment ids, and optional global tokens, one repeated and one invalid."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -55,7 +55,7 @@ def make(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=0, segm
 
 
 def brute_force(q, k, v, window, causal, dilation, segment_ids, tokens):
-    """The definition, row by row, in float64."""
+    """Compute attention from its definition, row by row, in float64."""
     q, k, v, segment_ids, tokens = jax.tree.map(np.asarray, (q, k, v, segment_ids, tokens))
     batch, seq, heads, head_dim = q.shape
     out = np.zeros(q.shape)
@@ -94,7 +94,7 @@ CASES = [
 
 
 def run(impl, q, k, v, tokens, ids=None, **options):
-    """The output and the gradient, by everything that has one, of a function of all of its entries."""
+    """Return the output, and the gradients of a function of all its entries for every differentiable input."""
 
     @jax.jit
     @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
@@ -124,7 +124,7 @@ def test_dense_is_the_definition_and_chunks_equal_it(case):
 
 @pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
 def test_logits_stay_within_a_soft_cap(impl):
-    """Queries a million times as long cannot tell near keys from far ones: two keys differ by a factor e^2 at most."""
+    """With a cap of 1, the weights of two keys differ at most by a factor of e^2, even for very long queries."""
     q, k, v, *_ = make(40, heads=1, kv_heads=1)
     options = {"window": 2, "impl": impl, "chunk": 8}
     bounded = attention(1e6 * q, k, v, soft_cap=1.0, **options)
@@ -186,7 +186,7 @@ def test_memory_of_chunks_is_linear_in_length(dilation):
 
 @pytest.mark.parametrize("causal", some_quick([True, False], [True]))
 def test_splash_kernel_with_a_stretch_of_keys_before_the_queries(causal):
-    """What a shard of the sequence asks for: more keys than queries, and some that do not exist."""
+    """A shard of the sequence has more keys than queries, and some of the keys are invalid."""
     seq, before, after = 150, 30, 0 if causal else 20
     q, *_ = make(seq, batch=1, heads=2, head_dim=16)
     _, k, v, ids, _ = make(before + seq + after, batch=1, kv_heads=2, head_dim=16, segments=True, seed=1)
@@ -214,7 +214,7 @@ def test_splash_kernel_with_a_stretch_of_keys_before_the_queries(causal):
     ],
 )
 def test_splash_kernel_equals_dense(monkeypatch, window, causal, dilation, segments, count, soft_cap):
-    """The TPU's kernel in Pallas' interpreter; the columns of global tokens test its merged backward pass."""
+    """Runs the TPU kernel in Pallas' interpreter. The columns of global tokens test its merged backward pass."""
     from valkyrie.ops import attention as module
 
     q, k, v, ids, tokens = make(200, batch=1, heads=2, kv_heads=1, head_dim=32, global_tokens=count, segments=segments)
@@ -246,7 +246,7 @@ SHARDED = [
     ids=str,
 )
 def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case, check_vma):
-    """Also without varying-axes checks, as a caller with Pallas kernels inside `jax.shard_map` has to run it."""
+    """A caller with Pallas kernels inside `jax.shard_map` has to run it without varying-axes checks."""
     window, causal, dilation, segments, count = case
     q, k, v, ids, tokens = make(40, global_tokens=count, segments=segments)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -284,7 +284,7 @@ def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case, check_vma)
     ],
 )
 def test_full_attention_of_a_split_sequence_by_the_kernel_equals_dense(seq, causal, segments, count, soft_cap):
-    """In Pallas' interpreter; four shards of 256 trade halves of their queries, other lengths do not."""
+    """Runs in Pallas' interpreter. Four shards of 256 exchange halves of their queries, other lengths do not."""
     q, k, v, ids, tokens = make(seq, batch=1, heads=2, kv_heads=1, segments=segments, global_tokens=count)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     split, whole = P(None, ("a", "b")), P()

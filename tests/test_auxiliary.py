@@ -1,4 +1,4 @@
-"""Blocks may return auxiliary losses and metrics, on every layout; the block here is in a user's folder."""
+"""Blocks may return auxiliary losses and metrics, on every layout. The tested block is in a user's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch in tokens, cut by what a device takes at a time."""
+"""A batch in tokens, cut into microbatches by the number of sequences that a device takes at a time."""
 
 from __future__ import annotations
 

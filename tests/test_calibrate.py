@@ -1,4 +1,4 @@
-"""`mode=calibrate`: constants are found again from trials, held to families left out, and written as an experiment."""
+"""`mode=calibrate`: fits known constants from trials, tests them on families left out, and writes an experiment."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ LAYOUTS = ["8x1x1-fsdp", "8x1x1-dp", "4x2x1-1d_tp", "1x4x2-2d_tp"]
 SEQ = 512
 SEARCH = ["mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32"]
 SLOWER = 1.2
-"""What a step takes of its replay."""
+"""Ratio of the measured step time to its replay."""
 
 
 def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 1) -> list[Trial]:
-    """Return trials whose steps take what the estimate says with these constants; `also` are more overrides."""
+    """Return trials with the step times that the estimate predicts from these constants; `also` are more overrides."""
     outer = "" if slices == 1 else f"{slices}s"
     made = []
     for batch in batches:
@@ -87,14 +87,14 @@ def saved_sweep(folder: Path, made: Sequence[Trial]) -> Path:
 
 
 def calibrated(folder: Path, made: Sequence[Trial], capfd: pytest.CaptureFixture[str]) -> str:
-    """Return what calibrating by these trials prints."""
+    """Return the output of calibrating by these trials."""
     sweep = saved_sweep(folder / "sweep", made)
     assert command("mode=calibrate", f"paths={sweep}", f"runs={folder}", "name=found") == 0
     return capfd.readouterr().out
 
 
 def used(folder: Path) -> TargetConfig:
-    """Return the slice as a run has it that uses what was written."""
+    """Return the target of a run with the written experiment."""
     file = folder / "mine" / "experiment" / "calibrated_v5e.yaml"
     file.parent.mkdir(parents=True)
     file.write_text((folder / "found" / "calibrated_v5e.yaml").read_text())
@@ -102,7 +102,7 @@ def used(folder: Path) -> TargetConfig:
 
 
 def with_it(folder: Path, *arguments: str) -> Run:
-    """Return the run of a command that uses what was written."""
+    """Return the run of a command with the written experiment."""
     return run_of(["--config-dir", str(folder / "mine"), "+experiment=calibrated_v5e", *arguments])
 
 
@@ -135,14 +135,14 @@ def test_constants_are_found_and_held_to_families_left_out(
 
 
 def rows_of(made: Sequence[Trial], folder: Path) -> list[tuple[Row, Run]]:
-    """Return trials as `calibration` takes them, each with its run."""
+    """Return rows of trials with their runs, the argument of `calibration`."""
     rows = read_rows([sweep_folder(folder, made)])
     return [(row, run_of(row.trial.overrides)) for row in rows]
 
 
 @pytest.fixture
 def unfitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the constants of the estimate as they are."""
+    """Replaces the fit: the constants of the estimate stay unchanged."""
     monkeypatch.setattr(calibrate, "fitted", lambda known, start, names: start)
 
 

@@ -1,4 +1,4 @@
-"""The fast tier of checkpoints, the choice between both tiers, and which durable ones are kept."""
+"""The fast tier of checkpoints, the choice between both tiers, and the policy for keeping durable ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starting costs: help, the composed configuration and a refusal come before JAX is loaded, in about a second."""
+"""Start-up time: help, the composed configuration and refusals do not load JAX and take about a second."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_tab_completion_can_be_installed(tmp_path: Path, shell: str):
 
 
 def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What `/bin/sh` makes of a line in which `$command` is `valkyrie-train`."""
+    """Run a line of `/bin/sh`, with `$command` replaced by `valkyrie-train`."""
     return subprocess.run(
         ["/bin/sh", "-c", line.replace("$command", f"{sys.executable} -m valkyrie.cli.train")],
         cwd=folder,

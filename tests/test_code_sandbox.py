@@ -1,4 +1,4 @@
-"""Hostile programs in the sandbox: each ends within its limits and is judged failed; the machine stays as it was."""
+"""Hostile programs in the sandbox: each ends within its limits and fails, and the machine stays unchanged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from valkyrie.code_eval.sandbox import Ended, SandboxStep, run_steps, trouble
 
 pytestmark = needs_sandbox
 MARK = "98765.4321"
-"""The seconds that programs of these tests sleep, by which they are found among all processes."""
+"""Duration in seconds that programs of these tests sleep. It identifies them among all processes."""
 
 
 def asleep() -> list[str]:
-    """The processes of these tests that are left."""
+    """Return the remaining processes of these tests."""
     left = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -36,7 +36,7 @@ def asleep() -> list[str]:
 
 
 def none_left() -> bool:
-    """Whether all of them end, which the kernel does as soon as it comes to it."""
+    """Return True if all processes of these tests end within 20 s. The kernel may end them with a delay."""
     until = time.monotonic() + 20
     while asleep() and time.monotonic() < until:
         time.sleep(0.05)
@@ -50,7 +50,7 @@ def shell(command: str, time_s: float = 20.0, **limits: int) -> Ended:
 def judged(
     body: str, test: str = "assert f() is True", time_s: float = 20.0, isolated: bool = True
 ) -> CompletionResult:
-    """What becomes of a function `f` with this body, under a test."""
+    """Return the result of a function `f` with this body, under a test."""
     problem = CodingProblem("f", "python", "easy", "def f():\n", f"{test}\n")
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     return judge(problem, lines, Limits(time_s, 256, isolated))

@@ -1,4 +1,4 @@
-"""Compiling a layout in a process of its own: results instead of tracebacks, a time limit, a cache."""
+"""Compiling a layout in a child process: results instead of tracebacks, a time limit, a cache."""
 
 from __future__ import annotations
 
@@ -88,17 +88,17 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_numbers_and_largest_arrays_of_a_program_that_does_not_fit():
-    found = parse_shortage(OUT_OF_MEMORY)
-    assert (found.needed, found.usable) == (int(37.85 * 2**30), int(30.75 * 2**30))
-    assert [entry.bytes for entry in found.largest] == [12 * 2**30, 512 * 2**20]
-    assert found.largest[0].op_name == "jit(step)/while/body/dot_general"
-    assert found.largest[1] == Allocation(512 * 2**20, "f32[64,2048]")
+    shortage = parse_shortage(OUT_OF_MEMORY)
+    assert (shortage.needed, shortage.usable) == (int(37.85 * 2**30), int(30.75 * 2**30))
+    assert [entry.bytes for entry in shortage.largest] == [12 * 2**30, 512 * 2**20]
+    assert shortage.largest[0].op_name == "jit(step)/while/body/dot_general"
+    assert shortage.largest[1] == Allocation(512 * 2**20, "f32[64,2048]")
 
 
 def test_numbers_of_the_short_form():
     text = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: needs HBM (37.85G) exceeds available HBM (30.75G)"
-    found = parse_shortage(text)
-    assert (found.needed, found.usable) == (int(37.85 * 2**30), int(30.75 * 2**30))
+    shortage = parse_shortage(text)
+    assert (shortage.needed, shortage.usable) == (int(37.85 * 2**30), int(30.75 * 2**30))
 
 
 def test_a_kernel_without_enough_scratch_memory_is_no_layout_that_does_not_fit():
@@ -193,12 +193,12 @@ def test_a_program_whose_peak_exceeds_the_memory_of_its_chip_does_not_fit(tiny: 
 def test_what_is_refused_by_a_few_per_cent_is_compiled_once_more_with_options_that_save_memory(
     needs: str, helps: bool, platform: str, calls: int
 ):
-    asked = []
+    attempts = []
     options = [Option("a", "1", CHIP), Option("xla_jf_enable_multi_output_fusion", "true", YOU)]
     text = f"RESOURCE_EXHAUSTED: memory required for HLO temporaries ({needs}) exceeds available HBM (15.75G)."
 
     def compiling_it(compiler_options: dict[str, str] | None = None) -> str:
-        asked.append(compiler_options)
+        attempts.append(compiler_options)
         if compiler_options is None or not helps:
             raise RuntimeError(text)
         return "compiled"
@@ -207,11 +207,11 @@ def test_what_is_refused_by_a_few_per_cent_is_compiled_once_more_with_options_th
         compiled, used = within_memory(options, compiling_it, platform_of(platform))
         saved = [*options, Option("xla_tpu_order_dot_after_layout", "false", TO_FIT)]
         assert (compiled, used) == ("compiled", saved), "what the user set stays"
-        assert asked[1] == {option.name: option.value for option in saved}
+        assert attempts[1] == {option.name: option.value for option in saved}
     else:
         with pytest.raises(RuntimeError, match=needs):
             within_memory(options, compiling_it, platform_of(platform))
-    assert len(asked) == calls
+    assert len(attempts) == calls
 
 
 def test_a_layout_is_compiled_once(tiny: Run, monkeypatch: pytest.MonkeyPatch):
@@ -252,7 +252,7 @@ MEMORY = ProgramMemory(1, 1, 0, 1, 1, 3)
 
 
 def entry(folder: Path, compile_s: float = 1.0) -> Path:
-    """A program of the cache as a compile leaves it, the module's bytes being three."""
+    """Write a cached program as a compile does, with a module of three bytes."""
     folder.mkdir(parents=True)
     (folder / MODULE).write_bytes(b"hlo")
     record = ProgramRecord(compile_s, (), MEMORY, hashlib.sha256(b"hlo").hexdigest())
@@ -371,23 +371,23 @@ def test_a_compile_beyond_its_time_is_a_result(tiny: Run):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("program", "phrase"),
     [
-        ("import os; os.abort()", "ended by SIGABRT"),
-        ("import sys; print('a last word'); sys.exit(3)", "ended with status 3: a last word"),
+        ("import os; os.abort()", "by SIGABRT"),
+        ("import sys; print('a last word'); sys.exit(3)", "3: a last"),
     ],
 )
 def test_a_compiler_that_dies_takes_nobody_along(
-    tiny: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str, said: str
+    tiny: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, phrase: str
 ):
     interpreter = tmp_path / "python"
-    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{what}"\n')
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
     interpreter.chmod(0o755)
     monkeypatch.setattr(compiling.sys, "executable", str(interpreter))
     died = compile_layout(tiny, 60)
     assert (died.status, died.cached) == (CompileStatus.failed, False)
     assert [file for file in (tmp_path / "cache" / "compile").rglob("*") if file.is_file()] == []
-    assert said in (died.outcome.reason or "")
+    assert phrase in (died.outcome.reason or "")
 
 
 def test_a_gpu_target_without_a_gpu_says_what_is_missing(tiny: Run, monkeypatch: pytest.MonkeyPatch):
@@ -395,12 +395,12 @@ def test_a_gpu_target_without_a_gpu_says_what_is_missing(tiny: Run, monkeypatch:
     run = compose_run("model=s5_tiny", "mesh=2x2x2", "partition=fsdp", "target=h100-8", "batch=8", "seq=16")
     refused = compile_layout(run, 120)
     assert refused.status is CompileStatus.refused
-    assert "needs a CUDA backend" in (refused.outcome.reason or "")
+    assert "CUDA backend" in (refused.outcome.reason or "")
 
 
 @pytest.mark.parametrize("lived_s", [0, 3])
 def test_a_killed_command_takes_its_compiler_along(tmp_path: Path, lived_s: int):
-    """However early it died: its compiler may still be importing, and finds another parent from the start."""
+    """The command may die early. Its compiler is then still importing and has another parent from the start."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     program = (

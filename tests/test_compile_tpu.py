@@ -83,6 +83,6 @@ def test_a_layout_that_does_not_fit_is_a_result(folder: Path):
     done = compile_command(folder, *TINY, *large)
     assert (done.returncode, done.stderr) == (3, "")
     line = next(line for line in done.stdout.splitlines() if line.startswith("does not fit: needs "))
-    assert " GiB of 15.8 GiB usable; largest: activations" in line
+    assert "15.8 GiB usable" in line and "largest: activations" in line
     assert "try: " in line and "remat=full" in line
     assert json.loads((folder / "runs" / "large" / "compile.json").read_text())["status"] == "does_not_fit"

@@ -1,4 +1,4 @@
-"""Configuration: every choice composes, prints and reads back as the same run, from a checkout or a user's folder."""
+"""Configuration: every choice composes, and a printed or saved configuration reads back as the same run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHOICES = {group: names(group) for group in GROUPS}
 EXPERIMENTS = names("experiment")
 SWEEPS = names("sweep")
 WRITTEN_OUT = [n for n in SWEEPS if "/hydra/sweeper:" not in (conf_dir() / "sweep" / f"{n}.yaml").read_text()]
-"""The sweeps whose every job stands in the file; `test_sweep_layouts` holds those that are enumerated."""
+"""Sweeps that list their jobs in the file. `test_sweep_layouts` checks the enumerated ones."""
 
 
 def test_every_group_has_choices_and_every_folder_is_a_group():
@@ -62,7 +62,7 @@ def test_the_first_comment_of_a_file_is_the_command_that_uses_it(path: Path):
 
 
 def test_the_default_run_is_the_golden_one():
-    """`VALKYRIE_UPDATE_GOLDENS=1 pytest tests/test_config.py` writes the file anew."""
+    """`VALKYRIE_UPDATE_GOLDENS=1 pytest tests/test_config.py` rewrites the file."""
     composed = OmegaConf.to_yaml(compose_config("mesh=2x2x2"))
     if os.environ.get("VALKYRIE_UPDATE_GOLDENS"):
         GOLDEN.write_text(composed)
@@ -106,7 +106,7 @@ def test_every_sweep_is_a_list_of_legal_runs(
 
 
 def test_a_job_of_a_multirun_is_one_run_with_the_same_arguments(command: Any, monkeypatch: pytest.MonkeyPatch):
-    """A sweep makes its own multirun: a job that composed it again would start the whole sweep again, without end."""
+    """A sweep starts its own multirun. A job that composed the sweep again would restart it endlessly."""
     first, second = plans_of(command, monkeypatch, "-m", "+sweep=laptop_partitions", "partition=dp,sp", "seq=${batch}")
     assert [p.about.partition for p in (first, second)] == ["dp", "sp"]
     assert first.run is not None
@@ -179,7 +179,7 @@ def test_a_saved_run_reads_back_as_itself(command: Any, tmp_path: Path, override
 
 
 def add_checkpoint(folder: Path) -> None:
-    """Make a run folder one that is looked at by `resume=` and by the modes that read a run."""
+    """Add a checkpoint to a run folder, so that `resume=` and the modes that read a run find it."""
     (folder / "checkpoints" / "3").mkdir(parents=True)
     (folder / "checkpoints" / "3" / "_CHECKPOINT_METADATA").touch()
 

@@ -1,4 +1,4 @@
-"""`valkyrie-convert`: logits as transformers makes them, the way there and back, any mesh, and what is refused."""
+"""`valkyrie-convert`: logits equal to those of transformers, conversion both ways, any mesh, and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOCAB = 300
 
 
 def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
-    """The weights of the golden, as goldens/make_transformers.py draws them."""
+    """Draw the weights of the golden as goldens/make_transformers.py does."""
     rng = np.random.default_rng(0)
     return {
         name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)
@@ -41,7 +41,7 @@ def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
 
 
 def published(folder: Path, case: str, dtype: Any = np.float32, **changed: Any) -> Path:
-    """A model's folder as transformers saves it, with other keys of its config.json."""
+    """Write the folder of a model as transformers saves it, with `changed` keys in its config.json."""
     folder.mkdir(parents=True)
     config = json.loads(str(GOLDEN[f"{case}_config"])) | {"dtype": np.dtype(dtype).name} | changed
     (folder / "config.json").write_text(json.dumps(config))
@@ -58,7 +58,7 @@ def tensors_in(folder: Path) -> dict[str, np.ndarray]:
 
 
 def restored(folder: Path, *overrides: str) -> tuple[Run, StepProgram, Any]:
-    """The run of a run folder on a mesh, its program and its parameters."""
+    """Return the run of a run folder on a mesh, its program and its parameters."""
     run = run_in(folder, [*overrides, "precision=float32"])
     assert not run.problems(), run.problems()
     program = StepProgram(run, build_mesh(run.config.mesh, jax.devices()))

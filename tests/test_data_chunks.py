@@ -1,4 +1,4 @@
-"""Code cut at the ends of its functions: C, C++ and Python, of files and of shards, and what is refused."""
+"""Code cut at the ends of functions: C, C++ and Python, in files and in shards, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`valkyrie-data`: what it prints, and that a mistake is one line."""
+"""`valkyrie-data`: its output, and mistakes refused in one line."""
 
 from __future__ import annotations
 

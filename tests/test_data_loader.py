@@ -1,4 +1,4 @@
-"""The loader: rows, their order, their division among processes, their place, and what is refused."""
+"""The loader: rows, their order, their division among processes, its position, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOS = 60000
 def write_dataset(
     path: Path, train: Sequence[int], validation: Sequence[int] = (BOS, 1), shard_tokens: int = 100
 ) -> Prepared:
-    """A dataset of given tokens; `arange` makes a row recognisable by its first token."""
+    """Write a dataset of these tokens. With `range` as tokens, the first token of a row identifies it."""
     splits: dict[str, Split] = {}
     path.mkdir(parents=True, exist_ok=True)
     for name, ids in (("train", train), ("validation", validation)):
@@ -44,7 +44,7 @@ def write_dataset(
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """37 rows of 16 tokens and a rest, in shards of 100 tokens: rows cross shards."""
+    """37 rows of 16 tokens and a remainder, in shards of 100 tokens: rows cross shards."""
     return write_dataset(tmp_path_factory.mktemp("counted"), range(37 * 16 + 5), range(50))
 
 
@@ -53,7 +53,7 @@ def take(loader: Loader, count: int) -> list[Batch]:
 
 
 def starts(batches: list[Batch]) -> list[int]:
-    """The number of every row, of datasets that count."""
+    """Return the number of every row of a dataset written with `range`."""
     return [int(row[0]) // 16 for batch in batches for row in batch["tokens"]]
 
 
@@ -96,7 +96,7 @@ def test_a_batch_has_the_promised_arrays(counted: Prepared) -> None:
 
 @pytest.mark.parametrize("case", range(100))
 def test_packing_agrees_with_a_plain_loop(case: int) -> None:
-    """Cases have a generator of their own: Hypothesis fails where another thread draws from the module `random`."""
+    """Seeds replace Hypothesis here: it fails if another thread draws from the module `random`."""
     rng, seq = np.random.default_rng(case), 8
     lengths = rng.integers(0, seq + 2, rng.integers(1, 5))
     windows = [rng.choice([BOS, 1, 2], length).tolist() for length in lengths]
@@ -128,20 +128,20 @@ def test_every_row_comes_once_an_epoch_in_an_order_of_its_own(counted: Prepared)
 
 
 def test_the_order_of_seed_0_stays_what_it_is(counted: Prepared) -> None:
-    """A change here breaks the resumption of every saved run."""
+    """A change here breaks resuming every saved run."""
     with make_loader(counted, "train", batch=6, seq=16, seed=0, repeat=True) as loader:
         assert starts(take(loader, 2)) == [9, 31, 20, 3, 11, 21, 8, 29, 33, 10, 19, 14]
 
 
 def stretch(batch: int, index: int, count: int) -> range:
-    """Return the rows of a batch that a process feeds where each of `count` has an equal stretch."""
+    """Return the rows of a batch for process `index` of `count`, all with equally many consecutive rows."""
     return range(index * batch // count, (index + 1) * batch // count)
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_processes_divide_the_same_global_batches(counted: Prepared, split: str, processes: int) -> None:
-    """Also with more processes than shards: validation has one."""
+    """This includes more processes than shards: validation has one shard."""
     repeat = split == "train"
 
     def read(index: int, count: int) -> list[Batch]:

@@ -1,4 +1,4 @@
-"""Preparation: the cache, the shards, and what happens when something goes wrong in the middle."""
+"""Data preparation: the cache, the shards, and interruptions and damage."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_several_processes_at_once_come_to_one_result(config: text_source.Config
 
 
 def test_two_results_at_once_are_one_without_locks(config: text_source.Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the file system has no locks, the second to finish takes the result of the first."""
+    """On a file system without locks, the second process to finish uses the result of the first."""
     import fcntl
 
     def no_locks(*arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""Text in buckets: what is listed, read and kept, without a network (`memory://`) and from an emulator."""
+"""Text in buckets: listing, reading and caching, without a network (`memory://`) and from an emulator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEMORY = fsspec.filesystem("memory")
 
 @pytest.fixture
 def shelf() -> Iterator[str]:
-    """A folder in memory with texts of every kind, and what is left out."""
+    """A folder in memory with files of every readable kind, and others."""
     rows = [{"text": "one"}, {"text": ""}, {"text": "two"}]
     table = io.BytesIO()
     parquet.write_table(pyarrow.table({"text": ["three", None, "four"]}), table)

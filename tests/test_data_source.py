@@ -1,4 +1,4 @@
-"""Sources: which documents they give, in which order, how they are split, and what is refused."""
+"""Data sources: their documents and the order of these, the splits, and refusals."""
 
 from __future__ import annotations
 

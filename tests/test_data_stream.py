@@ -1,4 +1,4 @@
-"""The stream: the same batches for any number of processes, exact places, packing, splits, and what is refused."""
+"""The data stream: equal batches for any number of processes, exact positions, packing, splits and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOS = 256
 
 
 def write_shards(folder: Path, shards: int = 4, groups: int = 5, documents: int = 7) -> Path:
-    """Shards whose documents say where they are: `shard.document.` and so many letters more."""
+    """Write shards of documents that start with their position, `shard.document.`, and continue with letters."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(shards):
         lengths = np.random.default_rng(shard).integers(0, 60, groups * documents)
@@ -45,7 +45,7 @@ def streamed(folder: Path | str, team: Team | None = None, **options: Any) -> St
 
 
 def take(data: Streamed, count: int, state: dict[str, Any] | None = None, **options: Any) -> tuple[list[Batch], Any]:
-    """So many batches from a place on, and the place after them."""
+    """Return the next `count` batches after a position, and the position after them."""
     with make_loader(data, "train", **{"batch": 8, "seq": 32, "seed": 3, "repeat": True, **options}) as loader:
         if state is not None:
             loader.restore(json.loads(json.dumps(state)))
@@ -223,7 +223,7 @@ def test_files_without_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_worker_goes_to_a_place_of_before_and_reads_the_same_again(shards: Path) -> None:
-    """What grain may ask of a worker's iterator, though the loader itself starts new ones."""
+    """Grain may reset a worker's iterator, though the loader itself starts new ones."""
     data = streamed(shards)
     loader = StreamLoader(data, "train", BatchPlan(4, 32, 0, True, np.arange(4)))
     start = stream_loader._Positions((None,) * len(loader._lanes))

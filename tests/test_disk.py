@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or gone: said in one line with the path, and gone on without if possible."""
+"""Disks that are full, read-only or gone: reported in one line with the path, and survived if possible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def full_for(times: float) -> Callable[..., None]:
-    """A function that finds the disk full so many times, and then does nothing."""
+    """Return a function that raises 'no space left' in its first `times` calls and then does nothing."""
     left = [times]
 
     def write(*_: Any, **__: Any) -> None:
@@ -41,7 +41,7 @@ def full_for(times: float) -> Callable[..., None]:
 
 @pytest.fixture
 def a_file(tmp_path: Path) -> Path:
-    """A file, under which there can be no folder, whoever asks."""
+    """A file: no user, not even root, can create a folder under it."""
     (tmp_path / "file").touch()
     return tmp_path / "file"
 
@@ -51,7 +51,7 @@ def test_what_cannot_be_written_is_named_with_what_to_do(a_file: Path):
         with pytest.raises(DiskError) as caught, writing(path):
             raise FULL
         assert str(caught.value).startswith(f"{path} cannot be written") and str(caught.value).endswith(f" {remedy}.")
-    with pytest.raises(DiskError, match=r"run.yaml .*\(not a directory\).* runs=DIR"):
+    with pytest.raises(DiskError, match=r"run.yaml .*directory\).* runs=DIR"):
         write_whole(a_file / "run.yaml", "text")
 
 
@@ -68,8 +68,8 @@ def test_a_save_that_finds_the_disk_full_is_said_and_the_next_one_tries_again(
     assert command(*tiny(tmp_path, "steps=6", "checkpoint.every=2")) == 0
     out, err = capfd.readouterr()
     folder = tmp_path / "run" / "checkpoints"
-    (said,) = [line for line in out.splitlines() if "not be saved" in line]
-    assert "step 2" in said and str(folder) in said
+    (note,) = [line for line in out.splitlines() if "not be saved" in line]
+    assert "step 2" in note and str(folder) in note
     assert "Traceback" not in out + err and "ERROR" not in err
     assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
 
@@ -93,8 +93,8 @@ def test_records_wait_while_the_disk_is_full_and_are_written_after(tmp_path: Pat
     assert tracker.log({"loss": 1.0}, 1) is None
     disk, takes = tracker._file, [0, 5]
 
-    class Full:
-        """A disk that takes half a line before it is full."""
+    class FullFile:
+        """A file on a disk that takes half a line before it is full."""
 
         def write(self, body: bytes) -> int:
             if takes and (room := takes.pop()):
@@ -104,9 +104,9 @@ def test_records_wait_while_the_disk_is_full_and_are_written_after(tmp_path: Pat
         def close(self) -> None:
             disk.close()
 
-    tracker._file = Full()
-    said = tracker.log({"loss": 2.0}, 2)
-    assert said is not None and "lines wait" in said
+    tracker._file = FullFile()
+    note = tracker.log({"loss": 2.0}, 2)
+    assert note is not None and "lines wait" in note
     assert tracker.log({"loss": 3.0}, 3) is None
     assert tracker.lost is not None and "last 2 lines" in tracker.lost
     tracker._file = disk
@@ -139,20 +139,20 @@ def test_compiled_programs_are_not_kept_where_the_cache_cannot_be_written(
     run = compose_run(*TINY, "mesh=1x1x1", "partition=dp")
     configure_jax(run, lines.append)
     assert jax.config.jax_compilation_cache_dir == before
-    assert len(lines) == 1 and lines[0].endswith("elsewhere with VALKYRIE_CACHE=DIR. Compiled programs are not kept.")
+    assert len(lines) == 1 and "VALKYRIE_CACHE=DIR" in lines[0]
     failed = CompileOutcome(CompileStatus.failed, "it was not tried")
     monkeypatch.setattr(compile, "_in_child", lambda *_: failed)
     compiled = compile.compile_layout(run, 1)
     assert compiled.status is CompileStatus.failed and compiled.note is not None
-    assert compiled.note.endswith("elsewhere with VALKYRIE_CACHE=DIR. This compile is not kept.")
+    assert "VALKYRIE_CACHE=DIR" in compiled.note
 
 
 def test_a_full_disk_under_the_output_does_not_stop_a_training(capfd: pytest.CaptureFixture[str]):
-    class Full(io.StringIO):
+    class FullOutput(io.StringIO):
         def write(self, text: str) -> int:
             raise FULL
 
-    screen = Screen(Console(file=Full()), 2, 0, simulated=True)
+    screen = Screen(Console(file=FullOutput()), 2, 0, simulated=True)
     screen.say("one")
     screen.say("two")
     assert not screen.unread

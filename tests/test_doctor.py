@@ -1,4 +1,4 @@
-"""valkyrie-doctor: each finding where it is fine and where it is not, what is printed, and the exit status."""
+"""`valkyrie-doctor`: every check where it passes and where it fails, the output, and the exit status."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SMALL = (*TINY, "mesh=2x1x1", "partition=dp")
 
 
 def on_tpu(monkeypatch: pytest.MonkeyPatch, chips: int = 4) -> None:
-    """Let this host have so many chips, as far as device files tell."""
+    """Let this host have `chips` TPU chips, according to its device files."""
     for module in (host, devices):
         monkeypatch.setattr(module, "accelerators", lambda: chips)
 
@@ -91,7 +91,7 @@ def test_chips_and_processes_are_held_against_the_hosts_of_the_target(monkeypatc
 
 
 def process_with(proc: Path, pid: int, device: str) -> None:
-    """Make a process in a /proc of our own that has a device file open."""
+    """Add a process with an open device file to a fake /proc."""
     (proc / str(pid) / "fd").mkdir(parents=True)
     (proc / str(pid) / "fd" / "7").symlink_to(device)
     (proc / str(pid) / "cmdline").write_bytes(b"python\0other.py\0")
@@ -177,7 +177,7 @@ def test_the_folder_of_the_checkpoints_is_written_and_read(tmp_path: Path):
 
 
 def free_disk(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Let every disk have so many free bytes."""
+    """Let every disk have `size` free bytes."""
     monkeypatch.setattr(disks, "_free_bytes", lambda _: size)
 
 

@@ -1,4 +1,4 @@
-"""The dry run of valkyrie-doctor on simulated devices: what is fine, a NaN, a copy that differs, a wrong sum."""
+"""The dry run of `valkyrie-doctor` on simulated devices: a healthy run, a NaN, unequal replicas, a wrong sum."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def simulated() -> Devices:
 
 
 def dry(*overrides: str) -> dict[str, Finding]:
-    """What a dry run of three steps finds, by check."""
+    """Return the findings of a dry run of three steps, by check."""
     run = compose_run(*TINY, *overrides)
-    return {found.check: found for part in dry_run.dry_run(run, simulated(), 3, ALONE) for found in part}
+    return {finding.check: finding for part in dry_run.dry_run(run, simulated(), 3, ALONE) for finding in part}
 
 
 @pytest.mark.parametrize(
@@ -32,22 +32,22 @@ def dry(*overrides: str) -> dict[str, Finding]:
     [("1x2x1", "dp", "y"), pytest.param("2x2x2", "2d_tp_fsdp", "xyz", marks=pytest.mark.slow)],
 )
 def test_a_dry_run_that_is_fine(mesh: str, partition: str, axes: str):
-    found = dry(f"mesh={mesh}", f"partition={partition}")
-    assert set(found) == {*(f"axis {axis}" for axis in axes), "compile", "steps", "replicas"}
-    assert {finding.verdict for finding in found.values()} == {FINE}
-    assert found["axis y"].text.startswith("a sum over y=2 takes ") and found["axis y"].text.endswith(" ms simulated")
-    assert found["steps"].text.startswith("3 of 3 with finite loss and gradients: loss 5.")
-    assert "bit for bit" in found["replicas"].text
+    findings = dry(f"mesh={mesh}", f"partition={partition}")
+    assert set(findings) == {*(f"axis {axis}" for axis in axes), "compile", "steps", "replicas"}
+    assert {finding.verdict for finding in findings.values()} == {FINE}
+    assert "over y=2 " in findings["axis y"].text and findings["axis y"].text.endswith(" ms simulated")
+    assert findings["steps"].text.startswith("3 of 3") and " loss 5." in findings["steps"].text
+    assert "bit for bit" in findings["replicas"].text
 
 
 @pytest.mark.slow
 def test_a_nan_is_found_with_its_step():
-    found = dry("mesh=2x2x2", "partition=fsdp", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null")["steps"]
-    assert found.verdict == FAILS and found.text.startswith(("step 2: loss", "step 3: loss")) and "nan" in found.text
+    steps = dry("mesh=2x2x2", "partition=fsdp", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null")["steps"]
+    assert steps.verdict == FAILS and steps.text.startswith(("step 2: loss", "step 3: loss")) and "nan" in steps.text
 
 
 def copies(of_devices: list[float]) -> jax.Array:
-    """An array of two numbers that is said to be replicated, with values of its own on each device."""
+    """Return a replicated array of two numbers with different values on each device."""
     mesh = jax.make_mesh((len(of_devices),), ("x",), devices=jax.devices()[: len(of_devices)])
     parts = [jax.device_put(np.full(2, v, np.float32), d) for v, d in zip(of_devices, jax.devices(), strict=False)]
     return jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, PartitionSpec()), parts)
@@ -56,8 +56,8 @@ def copies(of_devices: list[float]) -> jax.Array:
 def test_a_copy_that_differs_is_found_with_its_device():
     same = copies([1.0, 1.0, 1.0, 1.0])
     assert dry_run.equal_replicas({"a": same}, ALONE).verdict == FINE
-    found = dry_run.equal_replicas({"a": same, "b": copies([1.0, 1.0, 1.0000001, 1.0])}, ALONE)
-    assert found.verdict == FAILS and found.text.startswith("b differs") and "device 2" in found.text
+    finding = dry_run.equal_replicas({"a": same, "b": copies([1.0, 1.0, 1.0000001, 1.0])}, ALONE)
+    assert finding.verdict == FAILS and finding.text.startswith("b differs") and "device 2" in finding.text
     assert dry_run.equal_replicas({"a": copies([float("nan")] * 4)}, ALONE).verdict == FINE
 
 
@@ -81,6 +81,6 @@ def test_a_run_that_is_too_large_is_found_before_it_compiles(monkeypatch: pytest
     run = compose_run(*TINY, "mesh=2x1x1", "partition=dp")
     parts = dry_run.dry_run(run, simulated(), 3, ALONE)
     next(parts)
-    (found,) = next(parts)
+    (finding,) = next(parts)
     parts.close()
-    assert (found.check, found.verdict) == ("memory", FAILS) and "parameters, optimizer state" in found.text
+    assert (finding.check, finding.verdict) == ("memory", FAILS) and "parameters, optimizer state" in finding.text

@@ -1,4 +1,4 @@
-"""What a user's mistake says: one message in the words of the command line, exit status 2, and never a traceback."""
+"""Mistakes of users: one message in the words of the command line, exit status 2, and no traceback."""
 
 from __future__ import annotations
 

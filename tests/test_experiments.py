@@ -1,4 +1,4 @@
-"""Every experiment: legal as its file says and at size=tiny, which trains it on this machine; found by its file."""
+"""Every experiment file: legal as written, and at `size=tiny`, which trains on this machine."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def test_it_trains_at_size_tiny(experiment, tmp_path):
 def test_an_experiment_without_a_tiny_model_is_refused():
     with pytest.raises(ValueError) as error:
         tiny_model_for("mine")
-    assert str(error.value) == (
-        "size=tiny has no model for experiment=mine. Name a small one: model=NAME, without size=tiny."
-    )
+    assert "experiment=mine" in str(error.value) and "model=NAME" in str(error.value)
     assert tiny_model_for(None) == "valkyrie_tiny"
 
 
@@ -66,6 +64,6 @@ def test_the_layouts_that_were_asked_for_are_legal_where_the_comment_says(promis
 
 
 def test_eight_by_sixteen_is_not_for_v5p_128():
-    asked = ("experiment=multihost_v5p_128", "mesh=8x16x1", "partition=data_model_fsdp", "remat=full")
-    (problem,) = Run.from_config(compose_config(*asked)).problems()
+    overrides = ("experiment=multihost_v5p_128", "mesh=8x16x1", "partition=data_model_fsdp", "remat=full")
+    (problem,) = Run.from_config(compose_config(*overrides)).problems()
     assert (problem.code, problem.size, problem.parts) == (ProblemCode.device_count, 128, 64)

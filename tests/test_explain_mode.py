@@ -1,4 +1,4 @@
-"""`mode=explain`: its numbers add up, its sentences follow from them, and what cannot be compared is refused."""
+"""`mode=explain`: its numbers add up, its sentences follow from them, and incomparable layouts are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FOREIGN = ForeignProgram("mine", "v5e-8", "v5e-8", "v5e", {"data": 8})
 
 
 def prediction(partition: str = "fsdp", **seconds: float) -> Prediction:
-    """Return a compiled layout whose step has these parts: `matmul=0.3`, `exposed_x=0.1`."""
+    """Return a compiled layout with these parts of its step, in seconds: `matmul=0.3`, `exposed_x=0.1`."""
     taken = {"matmul": 0.3, "memory": 0.1} | seconds
     parts = [StepPart(PartKind(name.split("_")[0]), tuple(name.split("_")[1:]), value) for name, value in taken.items()]
     causes = tuple(

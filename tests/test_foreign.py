@@ -1,4 +1,4 @@
-"""The examples of predicting programs of others: a plain Flax step, MaxText's, and the same work by both programs."""
+"""The examples of predicting other programs: a plain Flax step, MaxText's, and the same work by both programs."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ def test_at_temperature_zero_the_best_is_taken() -> None:
 
 
 def test_samples_follow_the_distribution() -> None:
-    found = np.bincount(draws(4000, temperature=1.0, top_k=None), minlength=4) / 4000
-    np.testing.assert_allclose(found, [0.1, 0.5, 0.15, 0.25], atol=0.03)
+    shares = np.bincount(draws(4000, temperature=1.0, top_k=None), minlength=4) / 4000
+    np.testing.assert_allclose(shares, [0.1, 0.5, 0.15, 0.25], atol=0.03)
 
 
 def test_temperature_sharpens() -> None:
-    found = np.bincount(draws(4000, temperature=0.5, top_k=None), minlength=4) / 4000
+    shares = np.bincount(draws(4000, temperature=0.5, top_k=None), minlength=4) / 4000
     squares = np.array([0.1, 0.5, 0.15, 0.25]) ** 2
-    np.testing.assert_allclose(found, squares / squares.sum(), atol=0.03)
+    np.testing.assert_allclose(shares, squares / squares.sum(), atol=0.03)
 
 
 @pytest.mark.parametrize(("top_k", "possible"), [(1, {1}), (2, {1, 3}), (4, {0, 1, 2, 3}), (9, {0, 1, 2, 3})])
@@ -47,7 +47,7 @@ def test_only_the_best_k_are_drawn(top_k: int, possible: set[int]) -> None:
 
 
 class Recital:
-    """A model that says a fixed sequence of tokens, after a prompt of one byte, whatever it is told."""
+    """A model that generates a fixed sequence of tokens after a prompt of one byte."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = jnp.asarray([0, *tokens, BYTES.bos_id], jnp.int32)
@@ -106,19 +106,19 @@ def test_greedy_text_is_the_argmax_of_the_parallel_model() -> None:
     prompt, tokens = "de", 24
     ids = [BYTES.bos_id, *BYTES.encode_ordinary(prompt)]
     parallel = jax.jit(lambda parameters, tokens: assembly.module(parameters).logits(tokens))
-    for at in range(len(ids), len(ids) + tokens):
+    for length in range(len(ids), len(ids) + tokens):
         padded = np.zeros((1, 32), np.int32)
-        padded[0, :at] = ids
-        ids.append(int(parallel(parameters, padded)[0, at - 1].argmax()))
+        padded[0, :length] = ids
+        ids.append(int(parallel(parameters, padded)[0, length - 1].argmax()))
     assert BYTES.bos_id not in ids[1:], "choose parameters that do not end the document"
     assert text(prompt, tokens=tokens) == BYTES.decode_bytes(ids[3:]).decode(errors="replace")
 
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_and_another_another() -> None:
-    one = text("a", temperature=1.0, seed=1)
-    assert one == text("a", temperature=1.0, seed=1)
-    assert one != text("a", temperature=1.0, seed=2)
+    first = text("a", temperature=1.0, seed=1)
+    assert first == text("a", temperature=1.0, seed=1)
+    assert first != text("a", temperature=1.0, seed=2)
 
 
 @pytest.mark.parametrize("prompt", ["", 'x = "é"\n', "<|endoftext|>", "😀"])
@@ -163,9 +163,9 @@ def test_a_kept_text_goes_on_as_if_it_had_not_been_interrupted(model: str, tmp_p
             tmp_path / "texts" / "a.npz", jax.eval_shape(lambda p: assembly.module(p).init_state(1, 1), parameters)
         )
     assert part.ids == whole.ids and part.read == whole.read and part.ended == whole.ended
-    for one, two in zip(jax.tree.leaves(whole.state), jax.tree.leaves(part.state), strict=True):
-        exactly = 0 if model == "valkyrie_tiny" else 1e-3  # a longer cache is summed in another order
-        np.testing.assert_allclose(np.asarray(one), np.asarray(two), rtol=exactly, atol=exactly)
+    for expected, continued in zip(jax.tree.leaves(whole.state), jax.tree.leaves(part.state), strict=True):
+        tolerance = 0 if model == "valkyrie_tiny" else 1e-3  # a longer cache is summed in another order
+        np.testing.assert_allclose(np.asarray(expected), np.asarray(continued), rtol=tolerance, atol=tolerance)
 
 
 def test_a_prompt_in_the_middle_is_read_after_the_state() -> None:
@@ -190,10 +190,10 @@ def test_a_damaged_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     save(begin(BYTES, "a"), path)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"a\.npz is damaged .*Delete it to begin that text anew"):
+    with pytest.raises(ValueError, match=r"a\.npz is damaged"):
         load(path, None)
     save(Text([BYTES.bos_id, 97], read=1, state=[np.zeros(3)]), path)
-    with pytest.raises(ValueError, match="made by another model"):
+    with pytest.raises(ValueError, match="by another model"):
         load(path, [np.zeros(3), np.zeros(3)])
 
 
@@ -261,5 +261,5 @@ def test_parameters_that_lie_on_many_devices_write_the_same() -> None:
         top_k=None,
         everywhere=lambda tokens: jax.lax.with_sharding_constraint(tokens, replicated),
     )
-    found = complete(jax.tree.map(split, parameters), PROMPTS, tokens=16, batch=5, seed=0)
-    assert found == completed("s5_tiny", 5, tokens=16)
+    texts = complete(jax.tree.map(split, parameters), PROMPTS, tokens=16, batch=5, seed=0)
+    assert texts == completed("s5_tiny", 5, tokens=16)

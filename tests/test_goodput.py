@@ -1,4 +1,4 @@
-"""What the wall time of a run went to: the arithmetic by hand, then trainings that are stopped, killed and resumed."""
+"""Goodput: the wall time of a run by kind, computed by hand and for trainings that are stopped, killed and resumed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TWO_RESTARTS = (
 
 
 def test_two_restarts_by_hand(tmp_path: Path) -> None:
-    """Steps 150 to 200 were done twice: 50 of the 100 steps that took from 19 to 37 seconds."""
+    """Steps 150 to 200 are done twice: 50 of the 100 steps between 19 and 37 seconds."""
     (tmp_path / FILE).write_text(TWO_RESTARTS)
     found = read_goodput(tmp_path)
     assert found is not None
@@ -194,7 +194,7 @@ def test_neither_an_unreadable_program_nor_a_profiler_that_fails_ends_a_training
 def test_a_run_that_ended_without_a_word_restarts_and_does_its_steps_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What a killed process leaves is cut out of a finished run: a checkpoint, and lines without an end."""
+    """The folder of a killed run is made from a finished one: an older checkpoint, and lines without an end."""
     folder = copied(trained("checkpoint.every=4", "steps=6"), tmp_path)
     file = folder / FILE
     lines = [line for line in file.read_text().splitlines(keepends=True) if '"end"' not in line]

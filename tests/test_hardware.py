@@ -1,4 +1,4 @@
-"""Hardware: the torus and hosts of a target follow from its chip, and a topology that does not exist is refused."""
+"""Hardware: a target's chip determines its torus and hosts, and a topology that does not exist is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module's text or bytes become its schedule, loop counts, groups, FLOPs and bytes, however they are spelt."""
+"""Parsing a compiled module: its schedule, loop counts, groups, FLOPs and bytes, in every spelling."""
 
 from __future__ import annotations
 

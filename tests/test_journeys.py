@@ -1,6 +1,6 @@
-"""A stranger's day: commands typed at the real program, and faults while it runs.
+"""A new user's first day: commands typed at the real program, and faults while it runs.
 
-Each is held to how it ends, in what time, with which words, without a traceback, and to what it leaves.
+Each test checks the exit status, the time, a phrase of the output, the absence of a traceback, and the files left.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def typed(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **environment:
 
 
 def until(process: subprocess.Popen[str], words: str) -> str:
-    """Return what a command printed up to a line with these words."""
+    """Return the output of a running command up to a line with these words."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -147,7 +147,7 @@ def test_an_environment_that_cannot_be_is_named(tmp_path: Path, variable: str, v
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with two checkpoints, as the command leaves it."""
+    """The folder of a finished run with two checkpoints."""
     folder = tmp_path_factory.mktemp("day")
     ended = typed(*TRAINING, "steps=6", "name=live", cwd=folder)
     assert ended.status == 0, ended.text

@@ -1,4 +1,4 @@
-"""valkyrie-launch for other hosts: what it prints, what a shell makes of that, and what --run does with it."""
+"""`valkyrie-launch` for other hosts: its printed plan, how a shell reads it, and how --run carries it out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CASES = {
 
 
 def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
-    """The exit status of the command, its output and its messages."""
+    """Return the exit status, output and messages of the command."""
     with pytest.raises(SystemExit) as ended:
         launch.main(arguments)
     shown = capsys.readouterr()
@@ -59,7 +59,7 @@ def config_of(line: str, restarts: int = 3) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_printed(capsys: pytest.CaptureFixture[str], case: str):
-    """`UPDATE_GOLDENS=1 pytest tests/test_launch.py` writes them anew."""
+    """`UPDATE_GOLDENS=1 pytest tests/test_launch.py` rewrites the goldens."""
     status, out, err = call(capsys, *shlex.split(CASES[case]))
     assert (status, err) == (0, "")
     golden = GOLDENS / f"{case}.sh"
@@ -99,7 +99,7 @@ ARGUMENTS = st.lists(st.one_of(ARGUMENT, st.sampled_from(["it's", "$(x)", "`x`",
 
 
 def words_of(call: Call) -> list[str]:
-    """The words that a shell reads in a printed command."""
+    """Return the words that a shell reads in a printed command."""
     (command,) = call.commands
     return shlex.split(re.sub(r" \\\n  (?=(?:--|'--))", " ", call.text().removesuffix(" &"))) or list(command)
 
@@ -142,7 +142,7 @@ git() { shown git "$@"; }
 
 
 def shell_reads(text: str, folder: Path) -> list[list[str]]:
-    """The commands that bash runs in a script, by functions in place of the programs."""
+    """Return the commands that bash runs in a script. Shell functions replace the programs and record them."""
     shown = folder / "shown"
     shown.unlink(missing_ok=True)
     shown.touch()
@@ -373,7 +373,10 @@ elif verb == "ssh" and ".venv/bin/valkyrie-train" in command:
 
 
 def rented(folder: Path, monkeypatch: pytest.MonkeyPatch, attempts: str, restarts: int = 2) -> int:
-    """The status of a training whose attempts end with these statuses, the slice then being in that state."""
+    """Return the exit status of a training on a slice.
+
+    Each of the `attempts` is the exit status of one start, with the state of the slice after it: `255:SUSPENDED`.
+    """
     program(folder, "gcloud", GCLOUD)
     monkeypatch.setenv("STATE", str(folder / "state"))
     (folder / "state.train").write_text(attempts)
@@ -447,7 +450,7 @@ SSH = """
 host, command = sys.argv[-2:]
 sys.exit(subprocess.run(["sh", "-c", command], cwd=os.environ["HOMES"] + "/" + host, start_new_session=True).returncode)
 """
-"""As on another machine, what runs there is in no group of the launcher's."""
+"""Replaces ssh. As on another machine, its command is not in the launcher's process group."""
 TRAINING = """
 index, folder = os.environ["JAX_PROCESS_INDEX"], pathlib.Path(os.environ["HOMES"])
 starts = int(os.environ.get("VALKYRIE_LAUNCH_RESTARTS") or 0)

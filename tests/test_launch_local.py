@@ -1,4 +1,4 @@
-"""valkyrie-launch target=local: processes started together, ended together, started again; with small children."""
+"""`valkyrie-launch target=local` starts, ends and restarts processes together. The children are small scripts."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def on(number, status):
 
 
 def member(code: str) -> list[str]:
-    """The command of a child."""
+    """Return the command of a child."""
     return [sys.executable, "-S", "-E", "-c", HEAD + code]
 
 
 def run(code: str, processes: int = 3, restarts: int = 2, **settings: Any) -> int:
-    """The exit status of a launch in this process and the current folder."""
+    """Return the exit status of a launch in this process and the current folder."""
     settings = {"grace_s": 0.1, "notice_s": 10.0, "soon_s": 0.0, **settings}
     return Supervisor(lambda starts: cluster(member(code), processes), restarts, Path("logs"), **settings).run()
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; a child of init may be left as a zombie."""
+    """Return True if a process has ended. A child of init may be left as a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Every Hydra launcher carries out the same trials: each job goes through the same task function."""
+"""Every Hydra launcher runs the same trials: each job goes through the same task function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SWEPT = ["mesh=2x2x1,1x1x3", "partition=dp,fsdp,1d_tp", "trial.limit_s=20"]
 
 @cache
 def rows(launcher: str, folder: Path) -> dict[str, Any]:
-    """Return what a launcher records of every trial, but for its time; one is killed, and a second sweep adds none."""
+    """Return a launcher's records of every trial, without times. One trial is killed, and a second sweep adds none."""
     stage = Stage(folder / launcher, fsdp="kill")
     for _ in range(2):
         sweep = stage.start(*SWEPT, f"hydra/launcher={launcher}", *LAUNCHERS[launcher])
@@ -50,7 +50,7 @@ def test_every_launcher_gives_the_same_set_of_trials(launcher: str, tmp_path_fac
 def test_the_task_function_alone_records_a_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
-    """What joblib, submitit and ray run: Hydra's basic launcher calls it in this process."""
+    """joblib, submitit and ray run this function. Hydra's basic launcher calls it in this process."""
     stage = Stage(tmp_path)
     stage.enter(monkeypatch)
     for times in (1, 2):

@@ -1,4 +1,4 @@
-"""Measuring a layout: every timed step counts, and no simulated speed is printed without the word."""
+"""Measuring a layout: every timed step counts, and simulated speeds are always marked as such."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from valkyrie.tasks import next_token
 def test_the_step_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     monkeypatch.chdir(tmp_path)
     status = command(*TINY, "mesh=2x2x1", "partition=fsdp", "mode=measure", "mode.repeats=3", "mode.warmup=1", "name=m")
-    said = capfd.readouterr().out
+    out = capfd.readouterr().out
     assert status == 0
-    found = json.loads((tmp_path / "runs" / "m" / "measure.json").read_text())
-    step = found["step"]
-    assert found["simulated"] and len(step["seconds"]) == 3
+    measured = json.loads((tmp_path / "runs" / "m" / "measure.json").read_text())
+    step = measured["step"]
+    assert measured["simulated"] and len(step["seconds"]) == 3
     assert step["min_s"] <= step["step_s"] <= step["p90_s"]
     assert step["tokens_per_second"] == pytest.approx(8 * 16 / step["step_s"])
     assert step["mfu"] is None
-    sent = found["communication"]
+    sent = measured["communication"]
     assert [over["mesh_axes"] for over in sent["bytes_by_mesh_axes"]] == [["x", "y"]]
-    assert np.isfinite(found["loss"])
-    times = found["trace"]["times"]
+    assert np.isfinite(measured["loss"])
+    times = measured["trace"]["times"]
     assert all(time["mesh_axes"] == ["x", "y"] and time["seconds"] > 0 for time in times)
     assert {time["kind"] for time in times} == set(sent["bytes_by_kind"])
-    assert "waiting for the other devices included" in found["trace"]["note"]
-    assert "time in collectives simulated, waiting included" in said
+    assert "waiting" in measured["trace"]["note"] and "waiting included" in out
     assert not (tmp_path / "runs" / "m" / "trace").exists()
-    assert "SIMULATED" in said and "measured step simulated:" in said
-    assert all("simulated" in line for line in said.splitlines() if "tokens/s" in line)
+    assert "SIMULATED" in out and "measured step simulated:" in out
+    assert all("simulated" in line for line in out.splitlines() if "tokens/s" in line)
 
 
 def test_nothing_to_time_is_refused(capfd: pytest.CaptureFixture):
@@ -55,9 +54,9 @@ def test_real_data_comes_from_the_loader_and_the_trace_is_kept(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     options = ("mode=measure", "mode.data=real", "mode.trace=true", "mode.repeats=2", "mode.warmup=0", "name=m")
     assert command(*TINY, *SINGLE, *options) == 0
-    found = json.loads((tmp_path / "runs" / "m" / "measure.json").read_text())
-    assert found["data"] == "synthetic"
-    assert found["trace"]["times"] == []
+    measured = json.loads((tmp_path / "runs" / "m" / "measure.json").read_text())
+    assert measured["data"] == "synthetic"
+    assert measured["trace"]["times"] == []
     assert len(list((tmp_path / "runs" / "m" / "trace").rglob("*.xplane.pb"))) == 1
 
 

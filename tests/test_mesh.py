@@ -1,4 +1,4 @@
-"""Meshes: names and what they stand for, the launch environment's, and which device stands where."""
+"""Meshes: their names and sizes, the mesh of the launch environment, and the positions of devices."""
 
 from __future__ import annotations
 
