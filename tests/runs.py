@@ -137,7 +137,7 @@ def _kept() -> tempfile.TemporaryDirectory[str]:
 
 @lru_cache
 def trained(*overrides: str, steps: int = 6) -> Path:
-    """Return the folder of a finished tiny run on one device. It is trained once per session and must not be changed."""
+    """Return the folder of a finished tiny run on one device: trained once per session, and not to be changed."""
     runs = Path(_kept().name) / f"runs-{abs(hash((overrides, steps)))}"
     status = command(*TINY, *SINGLE, f"runs={runs}", "name=run", f"steps={steps}", *overrides)
     assert status == 0
