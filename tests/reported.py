@@ -15,8 +15,8 @@ from valkyrie.parts import StepPart, read_category
 from valkyrie.records import decode
 from valkyrie.runs.folder import key_values
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
-from valkyrie.runs.results import MemoryResult, TrialResult, upgrade_results
-from valkyrie.sweep.trial import Status, Trial, TrialLog
+from valkyrie.search.compile.prediction import MemoryReport
+from valkyrie.sweep.trial import Status, Trial, TrialLog, TrialResult, upgrade_line
 
 GOLDENS = Path(__file__).parent / "goldens" / "report"
 """A tiny model on eight devices: `compile.json` and `timeline.json` for v5e-8, `measure.json` on simulated devices."""
@@ -25,7 +25,8 @@ GOLDENS = Path(__file__).parent / "goldens" / "report"
 def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
     """Return the trial of a stage's summary."""
     about = decode(LayoutRecord, summary["about"], stage)
-    results = decode(TrialResult, upgrade_results(summary), stage)
+    plain = upgrade_line({"results": summary | {"hints": [_text(hint) for hint in summary.get("hints", [])]}})
+    results = decode(TrialResult, plain["results"], stage)
     if results.communication is not None:  # `trials.jsonl` omits them
         results = replace(results, communication=replace(results.communication, collectives=()))
     return Trial(
@@ -42,6 +43,10 @@ def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Tria
         folder=name,
         results=results,
     )
+
+
+def _text(hint: str | dict[str, Any]) -> str:
+    return hint if isinstance(hint, str) else hint["text"]
 
 
 def golden(stage: str) -> dict[str, Any]:
@@ -98,7 +103,7 @@ def trial(
     found = replace(found, key=key, about=about, status=status, reason=reason)
     found = replace(found, overrides=[*found.overrides, *asked], values=dict(values or {}))
     if per_chip is None:
-        needed = MemoryResult() if gib is None else MemoryResult(needed=int(gib * 2**30), usable=16 * 2**30)
+        needed = MemoryReport() if gib is None else MemoryReport(needed=int(gib * 2**30), usable=16 * 2**30)
         return replace(found, folder=None, results=TrialResult(memory=needed))
     results, rate = found.results, 8.0 * per_chip
     step_s = (about.batch or 0) * (about.seq or 0) / rate

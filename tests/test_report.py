@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from reported import GOLDENS, golden, sweep_folder, trial, trial_of
+from valkyrie.problems import ProblemRecord
 from valkyrie.report import figures, values, words
 from valkyrie.report.page import page
 from valkyrie.report.rank import (
@@ -31,17 +32,16 @@ from valkyrie.report.records import find_sweeps, read_rows
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.report.trace import read_timeline, read_torus, torus_of
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.runs.results import StepResult, TrialResult
 from valkyrie.sweep.noise import places
 from valkyrie.sweep.rows import Row, groups, ranked
 from valkyrie.sweep.table import table
-from valkyrie.sweep.trial import Status, Trial
+from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 
 FSDP = trial("8x1x1-fsdp", 1000, gib=4, price=1.2, seconds={"matmul": 0.7, "exposed x": 0.2, "memory": 0.1})
 TP = trial("2x4x1-2d_tp", 500, gib=2, price=1.2, seconds={"matmul": 0.4, "exposed x": 0.5, "memory": 0.1})
 DP = trial("4x2x1-dp", 900, gib=12, price=1.2, seconds={"matmul": 0.6, "exposed x,y": 0.2, "memory": 0.2})
 LARGE = trial("1x1x8-dp", None, gib=20, status=Status.does_not_fit)
-INDIVISIBLE = [{"code": "batch_not_divisible", "key": "batch", "axes": [], "mesh_axes": ["x"]}]
+INDIVISIBLE = (ProblemRecord("batch_not_divisible", "batch", mesh_axes=("x",)),)
 WRONG = replace(
     trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3"), problems=INDIVISIBLE
 )
@@ -238,7 +238,7 @@ def test_predicted_and_measured_meet_by_layout_and_work(rows, tmp_path: Path):
 
 def test_refusals_of_one_code_and_axes_are_one(tmp_path: Path):
     more = replace(WRONG, key="5x1x1", name="5x1x1-dp", reason="batch=16 is not divisible by 5")
-    older = replace(more, key="older", name="older", problems=[])
+    older = replace(more, key="older", name="older", problems=())
     killed = trial("2x2x2-dp", None, status=Status.killed, reason="signal 9 (SIGKILL) ended its process")
     groups_of_reasons = refusals(rows_of(tmp_path, WRONG, LARGE, more, older, killed))
     assert [(status, reason, len(members)) for status, reason, members in groups_of_reasons] == [

@@ -15,8 +15,8 @@ import wandb
 from test_sweep_tracking import OK, row
 from valkyrie.records import encode
 from valkyrie.report.wandb import add_arguments, main_wandb
-from valkyrie.runs.results import GoodputResult, TrialResult
 from valkyrie.sweep.tracking import summary_of
+from valkyrie.sweep.trial import GoodputResult, TrialResult
 
 
 @pytest.fixture

@@ -18,9 +18,8 @@ from valkyrie.report.rank import agreement, compare, memory_of, predicted_and_me
 from valkyrie.report.records import read_rows
 from valkyrie.report.tables import command, details
 from valkyrie.report.text import as_csv, as_markdown
-from valkyrie.runs.results import StepResult, TrialResult
 from valkyrie.sweep.rows import Row, groups
-from valkyrie.sweep.trial import Status, Trial
+from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 
 WIDE = ["model.embed=2048", "model.mlp=5632", "model.layers=12"]
 DEEP = ["model.embed=1536", "model.mlp=4096", "model.layers=24"]
@@ -262,7 +261,7 @@ def test_csv_says_what_was_varied(varied: list[Row]):
 
 def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
     found = trial(layout, 1, target="cpu8", gib=gib, sent={"x": sent})
-    kept = replace(found.results, step=StepResult(), parts=None)
+    kept = replace(found.results, step=StepResult(), parts=())
     return replace(found, results=kept, about=replace(found.about, chip=None))
 
 

@@ -16,7 +16,6 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.paths import DiskError
 from valkyrie.records import decode, encode, read_record
-from valkyrie.runs.results import MemoryResult, StepResult, TrialResult
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
 from valkyrie.search.answer import (
     MeasuredLayout,
@@ -28,6 +27,7 @@ from valkyrie.search.answer import (
     rank_layouts,
     show,
 )
+from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.compiling import CompiledLayout, Compiles, compile_best
 from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.folder import ANSWER, save_answer
@@ -36,7 +36,7 @@ from valkyrie.search.rivals import PLAIN_FSDP, RULE, Rival, format_comparison, r
 from valkyrie.search.shortlist import Shortlist, chips_of, mesh_partition, on_any_torus, shortlist
 from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict
 from valkyrie.sweep.plan import TrialPlan
-from valkyrie.sweep.trial import Status, Trial
+from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
 
@@ -90,8 +90,8 @@ class ScaledCompiler:
         self.plans.append(plan)
         fits = plan.about.partition not in self.does_not_fit
         step_s = self.factor * self.steps[tuple(plan.overrides[-len(self.key(plan)) :])]
-        results = TrialResult(step=StepResult(step_s=step_s), memory=MemoryResult(peak=2**30))
-        results = results if fits else TrialResult(memory=MemoryResult(needed=2**40))
+        results = TrialResult(step=StepResult(step_s=step_s), memory=MemoryReport(peak=2**30))
+        results = results if fits else TrialResult(memory=MemoryReport(needed=2**40))
         status = Status.ok if fits else Status.does_not_fit
         return plan.ended(status, None, "2026-01-01T00:00:00+00:00", 1.0, results)
 

@@ -18,10 +18,10 @@ from valkyrie.config.arguments import run_of
 from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.runs.results import MemoryResult, StepResult, TrialResult
 from valkyrie.search import at_hand, measuring
 from valkyrie.search.answer import Stage, rank_layouts
 from valkyrie.search.at_hand import not_at_hand, with_figures
+from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.compiling import CompiledLayout, Compiles, plan_compile
 from valkyrie.search.estimate.efficiency import efficiency_of
 from valkyrie.search.estimate.rank import Estimated, rank
@@ -31,7 +31,7 @@ from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import PLAIN_FSDP, Rival, format_comparison
 from valkyrie.search.shortlist import Shortlist, mesh_partition, shortlist
 from valkyrie.sweep.plan import TrialPlan
-from valkyrie.sweep.trial import Status, Trial, TrialLog
+from valkyrie.sweep.trial import Status, StepResult, Trial, TrialLog, TrialResult
 
 CHIP = ChipConfig("cpu", "cpu", {"float32": 0.02}, hbm_gbs=5.0, host_bounds=[8], switch_gbs=0.5, device_kinds=["cpu"])
 
@@ -157,7 +157,7 @@ def test_agreement_is_of_ranks_and_equals_share_theirs(expected: list[float], ag
 
 def compiled(request: SearchRequest, entry: Estimated, factor: float, folder: Path) -> CompiledLayout:
     """Return a compiled layout with a step of `factor` times its estimate."""
-    results = TrialResult(step=StepResult(step_s=factor * entry.step_s), memory=MemoryResult(peak=2**30))
+    results = TrialResult(step=StepResult(step_s=factor * entry.step_s), memory=MemoryReport(peak=2**30))
     return CompiledLayout(entry, plan_compile(request, entry, folder).ended(Status.ok, None, "", 1.0, results))
 
 

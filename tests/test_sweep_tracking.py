@@ -16,12 +16,11 @@ import wandb
 from helpers import compose_run
 from valkyrie.records import decode, encode
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.runs.results import TrialResult, upgrade_results
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, config_of
 from valkyrie.sweep.columns import WANDB_TABLE
 from valkyrie.sweep.rows import Row, row_of
 from valkyrie.sweep.tracking import REPORTED, SweepTracker, summary_of, trial_id
-from valkyrie.sweep.trial import Status, Trial, TrialLog
+from valkyrie.sweep.trial import Status, Trial, TrialLog, TrialResult, upgrade_line
 from wandb_files import wandb_log, wandb_logs
 
 GIB = 2**30
@@ -47,7 +46,7 @@ def trial(mesh: str, partition: str, status: Status, reason: str | None = None, 
         "folder": name,
         **more,
     }
-    values["results"] = decode(TrialResult, upgrade_results(values.get("results", {})), name)
+    values["results"] = decode(TrialResult, upgrade_line({"results": values.get("results", {})})["results"], name)
     return Trial(status=status, reason=reason, **values)
 
 
@@ -151,7 +150,8 @@ def test_a_run_holds_every_setting_nested(tmp_path: Path) -> None:
 
 
 def test_bytes_of_no_known_axes_have_a_name() -> None:
-    sent = upgrade_results({"communication": {"bytes": 3.0, "bytes_by_mesh_axes": {"x": 1.0, "?": 2.0}}})
+    results = {"communication": {"bytes": 3.0, "bytes_by_mesh_axes": {"x": 1.0, "?": 2.0}}}
+    sent = upgrade_line({"results": results})["results"]
     summary = summary_of(row(replace(OK, results=decode(TrialResult, sent, "sent"))))
     assert summary["comm_bytes/unattributed"] == 2.0 and "comm_bytes/?" not in summary
 

@@ -12,8 +12,7 @@ import pytest
 
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.runs.results import TrialResult
-from valkyrie.sweep.trial import SCHEMA, Status, Trial, TrialLog
+from valkyrie.sweep.trial import SCHEMA, Status, Trial, TrialLog, TrialResult
 
 REMEDY = "Delete that line; the same sweep command does its trial again."
 
@@ -89,7 +88,8 @@ OLD_LINE = """{"schema": 1, "key": "ab", "name": "n", "sweep": "s", "stage": "co
 "partition": "fsdp", "microbatches": 1, "remat": "none", "target": "v4-256", "described": "a text", "chip": "v4",
 "chips": 128, "batch": 128, "seq": 64, "precision": "float32", "layout": "4x4x8-fsdp", "roles": "x=4 DP(batch)",
 "degrees": {"DP": 128}, "sharding": "abc", "predicted_by": "123"}, "wall_s": 1.5, "folder": "n", "results":
-{"memory": {"peak": 5, "usable": null}, "step": {"step_s": 0.5, "mfu": null, "interval": {"low_s": 0.4}}, "seconds":
+{"memory": {"peak": 5, "usable": null}, "step": {"step_s": 0.5, "mfu": null, "interval": {"low_s": 0.4,
+"high_s": 0.6, "low": 0.8, "high": 1.2}}, "seconds":
 {"matmul": 0.5, "exposed x,y": 0.25},
 "communication": {"bytes": 3, "bytes_by_mesh_axes": {"x": 1, "?": 2}}, "compile": {"compile_s": 2.0,
 "cached": false}, "hints": [], "placement": ["x=4 on torus a"]}, "values": {"model.layers": "4"}, "flags": []}"""

@@ -16,10 +16,10 @@ from runs import command
 from sweeps import Stage
 from valkyrie.config.modes import MODES
 from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, LOST, PREEMPTED, REFUSED, end_process, records_ending
-from valkyrie.runs.results import MemoryResult, StepResult, TrialResult
+from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.sweep.child import outcome_of
 from valkyrie.sweep.results import Outcome, ending, last_error, outcome, results_of
-from valkyrie.sweep.trial import Status
+from valkyrie.sweep.trial import Status, StepResult, TrialResult
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_a_training_reports_its_last_summary(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ended = results_of(tmp_path, MODES.config_class("train"))
     assert ended.status is Status.ok
-    step, memory = StepResult(step_s=0.4), MemoryResult(peak=2**28)
+    step, memory = StepResult(step_s=0.4), MemoryReport(peak=2**28)
     assert ended.results == TrialResult(step=step, memory=memory, eval_loss=2.0, loss=2.0, steps=1, finished=True)
 
 

@@ -105,6 +105,16 @@ Identity = tuple[ProblemCode, str | None, tuple[str, ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
+class ProblemRecord:
+    """The identity of a problem, as files store it. `code` may be one that only another Valkyrie knows."""
+
+    code: str
+    key: str | None = None
+    axes: tuple[str, ...] = ()
+    mesh_axes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Problem:
     """One reason why a run is illegal.
 
@@ -157,10 +167,9 @@ class Problem:
         words = self.code.value.replace("_", " ")
         return f"{words}: {where}" if where else words
 
-    def record(self) -> dict[str, Any]:
-        """Return the identity as JSON values, for files."""
-        identity = {"code": self.code.value, "key": self.key}
-        return identity | {"axes": list(self.axes), "mesh_axes": list(self.mesh_axes)}
+    def record(self) -> ProblemRecord:
+        """Return the identity as a record for files."""
+        return ProblemRecord(self.code.value, self.key, self.axes, self.mesh_axes)
 
     def __str__(self) -> str:
         """Return the message. It starts with the setting at fault and ends with the nearest legal value."""

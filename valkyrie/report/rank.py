@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -219,9 +218,10 @@ def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
     """
     by_kind: dict[tuple[Status, object], list[Row]] = defaultdict(list)
     for row in rows:
-        trial, kind = row.trial, row.reason
+        trial = row.trial
+        kind: object = row.reason
         if trial.status is Status.refused and trial.problems:
-            kind = json.dumps(trial.problems[0], sort_keys=True)
+            kind = trial.problems[0]
         elif trial.status in (Status.does_not_fit, Status.timeout):
             kind = None
         if trial.status is not Status.ok:

@@ -9,10 +9,9 @@ from typing import Any
 
 from valkyrie.config.modes import METRICS
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.runs.results import StepResult, TrialResult
 from valkyrie.sweep.results import training_results
 from valkyrie.sweep.rows import Row, rows_of
-from valkyrie.sweep.trial import TRIALS, Status, Trial, TrialLog
+from valkyrie.sweep.trial import TRIALS, Status, StepResult, Trial, TrialLog, TrialResult
 
 TRAIN, _SETTINGS = "train", "run"
 

@@ -141,7 +141,7 @@ def _rounded(value: Any) -> Any:
 def details(row: Row) -> dict[str, Any]:
     """Return what the page shows of one layout in addition to its row; its command as a list of arguments."""
     about, results = row.about, row.trial.results
-    compiled, reported = results.compile, results.memory.reported_peak
+    compile_s, reported = results.compile.compile_s, results.memory.reported_peak
     unfinished = "" if results.finished else ", not finished"
     facts = {
         "roles": about.roles,
@@ -150,14 +150,14 @@ def details(row: Row) -> dict[str, Any]:
         "parameters": f"{results.parameters:,}" if results.parameters else None,
         "command": _arguments(row),
         "folder": row.trial.folder,
-        "memory": ", ".join(f"{name} {memory(size)}" for name, size in (results.memory.split or {}).items()),
+        "memory": ", ".join(f"{name} {memory(size)}" for name, size in results.memory.split.items()),
         "sent": ", ".join(f"{axes} {sent(size)}" for axes, size in row.sent.items() if size),
         "goodput": row.goodput.describe() if row.goodput else None,
         "steps": None if results.finished is None else f"{results.steps or 0:,}{unfinished}",
         "reported": memory(reported) if reported else None,
-        "compiled": duration(compiled.compile_s) if compiled and compiled.compile_s else None,
+        "compiled": duration(compile_s) if compile_s else None,
         "placement": results.placement,
-        "hints": (results.hints or ())[:3],
+        "hints": results.hints[:3],
     }
     return {name: fact for name, fact in facts.items() if fact}
 

@@ -6,16 +6,16 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from valkyrie.records import decode, encode
+from valkyrie.records import encode
 from valkyrie.report.rank import UNKNOWN, agreement, counted_as, described, predicted_and_measured, same_layout
-from valkyrie.search.compile.prediction import Prediction
-from valkyrie.search.compile.upgrade import upgrade_results
+from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.explain.difference import difference, sides
 from valkyrie.sweep.noise import has_spread, within_noise
 from valkyrie.sweep.rows import Row, SpeedKind, Workload, groups
-from valkyrie.sweep.trial import Status, known_values
+from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory, percent, sent
 
 WORKS = 3
@@ -107,10 +107,9 @@ def because(fast: Row, slow: Row) -> str:
 
 def _prediction(row: Row) -> Prediction:
     """Convert a row with a step time to the record that `difference` compares."""
-    plain = {"about": encode(row.about), "status": "ok", **known_values(encode(row.trial.results))}
-    plain["about"]["layout"] = row.layout
-    plain |= {"parts": encode(row.parts), "step": plain["step"] | {"step_s": row.step_s}}
-    return decode(Prediction, upgrade_results(plain), row.trial.name)
+    results, about = row.trial.results, replace(row.about, layout=row.layout)
+    shared = Prediction(about, CompileStatus.ok, memory=results.memory, communication=results.communication)
+    return replace(shared, parts=row.parts, step=replace(results.step, step_s=row.step_s))
 
 
 def compared(rows: Sequence[Row]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Columns of tables: a name, a unit, and how a value of that unit is written on a terminal, a page and at W&B."""
+"""Columns of tables, with the formats of their units for terminals, pages and W&B."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "amount": amount,
     "loss": "{:.4f}".format,
 }
-"""How people read a value of each unit. `sent` are bytes on a link, in powers of ten; `layout` opens its details."""
+"""Format of a value of each unit. `sent` are bytes on a link, in powers of ten. A `layout` opens its details."""
 WORDS = ("text", "layout")
-"""Units that are no numbers."""
+"""Units of text."""
 TIMED = ("speed", "seconds")
-"""Units that depend on the devices: of simulated ones they are marked."""
+"""Units of time and speed, which are marked if the devices are simulated."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Column(Generic[R]):
     """A column of rows of one type.
 
     Args:
-        name: Its key in CSV files and on the page.
-        label: Its head, for people.
-        unit: One of `FORMATS`.
-        value: Takes the value from a row; None or an empty text if unknown.
-        help: Its tooltip.
-        wandb: Its key at W&B, where the value is multiplied by `scale`. None: its name.
-        unknown: Its text on a terminal if the value is unknown.
-        least: Width in a terminal below which its cells do not wrap. None: they never wrap.
+        name: Key in CSV files and on the page.
+        label: Heading.
+        unit: A key of `FORMATS`.
+        value: Returns the value of a row; None or an empty text if unknown.
+        help: Tooltip.
+        wandb: Key at W&B, or None for `name`. Values at W&B are multiplied by `scale`.
+        unknown: Text on a terminal for an unknown value.
+        least: Minimum width on a terminal of cells that wrap, or None if they never wrap.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The run folder: where it lies, which run a command continues, and the files that describe it. Imports no JAX."""
+"""The run folder: its path, the run that a command continues, and the files that describe it. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from valkyrie.processes.locks import WRITER
 from valkyrie.trees import as_written
 
 RUN = "run.yaml"
-"""The file of a run folder with every setting of its last training; `resume` begins with them."""
+"""File of a run folder with all settings of its last training. `resume` starts with them."""
 
 _NOT_OF_THE_TRAINING = {
     "name",
@@ -47,17 +47,17 @@ _NOT_OF_THE_TRAINING = {
 }
 _NOT_OF_THE_TRAINING |= {"profile", "eval_every", "prompt", "sample_tokens", "temperature", "top_k", "hydra"}
 _NOT_OF_THE_TRAINING |= {"data.cache_dir", "data.workers", "code_eval", "code_eval_every", "sample_every"}
-"""The settings that a run may change from one training to the next without a word."""
+"""Settings that a run may change from one training to the next without notice."""
 
 _FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
 _FLAGS_WITH_VALUE |= {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
-"""The flags of Hydra whose value is the next argument."""
+"""Flags of Hydra with their value in the next argument."""
 
 _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def find_run(runs: Path, resume: str) -> Path:
-    """Return the folder that `resume` means: `latest`, a run's name under `runs`, or a path; ValueError names some."""
+    """Return the folder of `resume`: `latest`, a run's name under `runs`, or a path. Raises ValueError if unknown."""
     candidates = sorted((f for f in runs.glob("*") if has_saved(f)), key=_last_saved)
     if resume == "latest":
         if not candidates:
@@ -77,16 +77,16 @@ def find_run(runs: Path, resume: str) -> Path:
 
 
 def _last_saved(folder: Path) -> float:
-    """Return when a run last saved: its folder of checkpoints changed, or itself where they lie elsewhere."""
+    """Return when a run last saved: the time of its checkpoint folder, or of itself if checkpoints are elsewhere."""
     checkpoints = folder / FOLDER
     return (checkpoints if checkpoints.exists() else folder).stat().st_mtime
 
 
 def run_folder(run: Run) -> Path:
-    """Return the folder of this run: the one it resumes or is named after, or a new one of model, layout and time.
+    """Return the folder of this run: the one that it resumes, `name`, or a new one of model, layout and time.
 
-    A compile or a measurement of a trained run lies beside it, so that it is resumed with its own settings. ValueError
-    for a name that is not one folder under `runs`: `resume=latest` would not find it.
+    A compile or measurement of a trained run has a folder next to it, so that its settings do not replace those of the
+    training. Raises ValueError for a name with several folders, because `resume=latest` would not find it.
     """
     runs, mode = Path(run.config.runs), run.config.mode.name
     belongs = mode == "train" or reads_run(mode)
@@ -117,7 +117,7 @@ def _has_other_files(folder: Path) -> bool:
 
 
 def kept_text(folder: Path, name: str) -> Path:
-    """Return the file of a run folder in which `mode.keep` keeps a text; ValueError for a name that is no file's."""
+    """Return the file in which `mode.keep` stores a text. Raises ValueError if the name is not a file name."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"mode.keep={name} is no name of a file. Use a word, such as mode.keep=story.")
     return folder / "texts" / f"{name}.npz"
@@ -132,12 +132,12 @@ def write_about(run: Run, folder: Path) -> None:
 
 
 def command_name(command: str = "valkyrie-train") -> str:
-    """Return how the user calls a command: by `uv run` where that started this process, else by its name."""
+    """Return how to call a command: with `uv run` if that started this process, or else by its name."""
     return f"uv run {command}" if "UV_RUN_RECURSION_DEPTH" in os.environ else command
 
 
 def saved_config(folder: Path) -> DictConfig:
-    """Return the settings in a run folder's `run.yaml`; ValueError where there is none, or it cannot be read."""
+    """Return the settings in a run folder's `run.yaml`. Raises ValueError if it is missing or damaged."""
     file = folder / RUN
     if file.is_file():
         return read_settings(file)
@@ -152,10 +152,7 @@ def _again(folder: Path) -> str:
 
 
 def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
-    """Return the settings in a `run.yaml`, a copy of one, or, with `whole=False`, in what `--cfg job` has printed.
-
-    ValueError where it cannot be read to its end.
-    """
+    """Read a `run.yaml` or, with `whole=False`, the output of `--cfg job`. Raises ValueError if it is incomplete."""
     remedy = f"Delete it first. {_again(file.absolute().parent)}" if file.name == RUN else "Copy it again."
     try:
         config = OmegaConf.load(file)
@@ -176,10 +173,10 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
 
 
 def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
-    """Return the settings that differ from those in the run folder by key: (asked, saved), as they are written.
+    """Return the settings that differ from those in the run folder, as texts by key: (requested, saved).
 
-    Of a group with another choice, only that choice. None where the folder has no `run.yaml`; ValueError where that
-    is damaged.
+    If another choice of a group is requested, only the choice is listed. Empty if the folder has no `run.yaml`. Raises
+    ValueError if that is damaged.
     """
     if not (folder / RUN).is_file():
         return {}
@@ -189,7 +186,7 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str, str]]) -> str:
-    """Return how a run goes on from a step: to which, and the settings that differ from before."""
+    """Describe how a run continues: its steps, and the settings that differ from before."""
     config, was = run.config, saved_config(folder).steps if (folder / RUN).is_file() else run.config.steps
     differs = {"steps": (str(config.steps), str(was))} if was != config.steps else {}
     listed = ", ".join(f"{key}={now} (was {before})" for key, (now, before) in (differs | changed).items())
@@ -197,9 +194,9 @@ def continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str
 
 
 def schedule_change(run: Run, folder: Path, step: int) -> str | None:
-    """Return how the learning rate jumps at `step` where a continued run has a schedule of another length; else None.
+    """Describe the jump of the learning rate at `step` if a continued run has a schedule of another length, else None.
 
-    ValueError where `run.yaml` is damaged.
+    Raises ValueError if `run.yaml` is damaged.
     """
     if not (folder / RUN).is_file():
         return None
@@ -218,22 +215,22 @@ def schedule_change(run: Run, folder: Path, step: int) -> str | None:
     )
 
 
-def _changed(asked: Any, saved: dict[Any, Any], prefix: str = "") -> dict[str, tuple[str, str]]:
-    if asked.get("name") != saved.get("name") and prefix:
-        return {f"{prefix}name": (as_written(asked.get("name")), as_written(saved.get("name")))}
-    found: dict[str, tuple[str, str]] = {}
-    for key in [key for key in asked if key in saved and f"{prefix}{key}" not in _NOT_OF_THE_TRAINING]:
-        now, was = asked[key], saved[key]
+def _changed(requested: Any, saved: dict[Any, Any], prefix: str = "") -> dict[str, tuple[str, str]]:
+    if requested.get("name") != saved.get("name") and prefix:
+        return {f"{prefix}name": (as_written(requested.get("name")), as_written(saved.get("name")))}
+    changes: dict[str, tuple[str, str]] = {}
+    for key in [key for key in requested if key in saved and f"{prefix}{key}" not in _NOT_OF_THE_TRAINING]:
+        now, was = requested[key], saved[key]
         if isinstance(now, dict) and isinstance(was, dict):
-            found |= _changed(now, was, f"{prefix}{key}.")
+            changes |= _changed(now, was, f"{prefix}{key}.")
         elif now != was:
-            found[f"{prefix}{key}"] = (as_written(now), as_written(was))
-    return found
+            changes[f"{prefix}{key}"] = (as_written(now), as_written(was))
+    return changes
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that decide a run's numbers."""
-    return {package: found for package in _PACKAGES if (found := installed_version(package))}
+    """Return the versions of the installed packages that affect a run's numbers."""
+    return {package: installed for package in _PACKAGES if (installed := installed_version(package))}
 
 
 @cache
@@ -246,7 +243,7 @@ def installed_version(package: str) -> str | None:
 
 
 def parts_of(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags among arguments with their values, and the overrides, which Hydra wants in one piece."""
+    """Split arguments into flags with their values, and overrides, which Hydra requires to be contiguous."""
     flags, overrides, takes_value = [], [], False
     for argument in arguments:
         is_flag = takes_value or argument.startswith("-")
@@ -256,7 +253,7 @@ def parts_of(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def key_value(argument: str) -> tuple[str, str]:
-    """Return the key of an override, without the marks of appending, and its value, without quotes."""
+    """Return the key of an override without `+` and `~`, and its value without quotes."""
     key, _, value = argument.partition("=")
     return key.lstrip("+~"), value.strip("\"'")
 

@@ -1,8 +1,7 @@
-"""What the wall time of a run went to, across its restarts: `goodput.jsonl`, and what follows from it. Imports no JAX.
+"""Wall time of a run by kind, across its restarts, recorded in `goodput.jsonl`. Imports no JAX.
 
-Every start appends a line with its time, and from then on lines with the seconds it has spent by kind so far. Nothing
-else is needed to tell what a run came to, so one whose process was killed loses no more than what came after its last
-line: that counts as time down.
+Every start appends a line with its time, and then lines with the seconds spent so far by kind. If a process is killed,
+only the time after its last line is lost; it counts as downtime.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from valkyrie.paths import open_to_append
 from valkyrie.runs.tracking import cut_torn_line, read_metrics
 from valkyrie.units import share_text, span
 
 FILE = "goodput.jsonl"
-"""The file of a run folder."""
+"""File name, in the run folder."""
 
 KINDS = {
     "steps": "steps",
@@ -35,19 +34,19 @@ KINDS = {
     "down": "down between starts",
     "other": "other",
 }
-"""What wall time goes to, and the words for it. `steps` are those that count, without waiting for data."""
+"""Kinds of wall time, with their labels. `steps` are those that count, without waiting for data."""
 
 FINISHED, STOPPED, PREEMPTED = "finished", "stopped", "preempted"
-"""How a start ended that came to its end."""
+"""How a start ended, unless its process was killed."""
 _PLANNED = (FINISHED, STOPPED)
-"""After these the run waits for its user: that is no time lost, and the next start is no restart."""
+"""Ends after which the run waits for its user: no time is lost, and the next start is not a restart."""
 _SHARE, _LEAST_S, _MOST_S = 0.01, 1.0, 60.0
-"""A line is written when the time since the last one is this share of the start's time, from a second to a minute."""
+"""A line is written after this share of the start's time since the last one, from a second to a minute."""
 _WORTH_SAYING = 0.005
 
 
 class Point(NamedTuple):
-    """Progress of a start at a time: the last step done, and the seconds spent since its beginning, by kind."""
+    """Progress of a start: the last step done and the seconds spent by kind, at a Unix time."""
 
     time: float
     step: int
@@ -56,7 +55,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Start:
-    """One start of a run: when it began, its points in order, and how it ended (None: it was killed, or it runs)."""
+    """One start of a run. `points` are in order of time. `end` is None if it was killed or is running."""
 
     began: float
     points: list[Point] = field(default_factory=list)
@@ -64,12 +63,12 @@ class Start:
 
     @property
     def ended(self) -> float:
-        """The time of its last sign of life."""
+        """Time of its last point."""
         return self.points[-1].time if self.points else self.began
 
     @property
     def planned(self) -> bool:
-        """Whether it ended as its user wanted."""
+        """Whether it finished or its user stopped it."""
         return self.end in _PLANNED
 
     def spent(self, kind: str) -> float:
@@ -77,7 +76,7 @@ class Start:
         return self.points[-1].seconds.get(kind, 0.0) if self.points else 0.0
 
     def steps_after(self, step: int) -> float:
-        """Return the seconds of its steps after one; between two points a step's share of the time between them."""
+        """Return the seconds of the steps after `step`, interpolated between points."""
         after = 0.0
         for before, now in itertools.pairwise(self.points):
             if now.step > max(step, before.step):
@@ -95,7 +94,7 @@ class Goodput(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """The share of the wall time in which steps were done that count; None before any time has passed."""
+        """Share of the wall time in steps that count, or None before any time has passed."""
         return self.seconds["steps"] / self.wall_s if self.wall_s > 0 else None
 
     def summary(self) -> dict[str, float | int | None]:
@@ -181,9 +180,9 @@ class Ledger:
         self._append({"start": round(began, 3)})
 
     def prepared(self, step: int) -> None:
-        """Count what was spent on nothing else by now as setup, in a line; `step` is that from which the run goes on.
+        """Count the time not spent on other kinds so far as setup, and write a line.
 
-        Called before the first step, as often as there is something to note.
+        `step` is the step from which the run continues. May be called several times before the first step.
         """
         rest = self._time() - self._began - sum(self._spent.values())
         self._spent["setup"] = self._spent.get("setup", 0.0) + max(rest, 0.0)
@@ -193,7 +192,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Do not count a start that is refused for the user's settings as a restart, nor the time after it as down."""
+        """Record a start that is refused because of the user's settings as stopped, so that no restart is counted."""
         try:
             yield
         except (ValueError, OSError):
@@ -201,13 +200,13 @@ class Ledger:
             raise
 
     def at(self, step: int) -> None:
-        """Note that a step is done; a line is written when one is due."""
+        """Record that a step is done. Writes a line if one is due."""
         self._step, now = step, self._time()
         if now - self._written >= min(max(_SHARE * (now - self._began), _LEAST_S), _MOST_S):
             self.write(step)
 
     def write(self, step: int | None = None, end: str | None = None) -> None:
-        """Write what was spent by now, after this step (None: the last one noted); `end`: how the start ends."""
+        """Write a line with the time spent after `step`, or the last step recorded. `end` is how the start ends."""
         self._step = self._step if step is None else step
         now = self._point()
         self._written = now.time
@@ -217,9 +216,9 @@ class Ledger:
         """Return the run's goodput until now."""
         now = self._point()
         if self._until is None:  # what is redone of earlier starts is known with the step from which this one goes on
-            found = goodput([*self._earlier, Start(self._began, [now])])
-            assert found is not None
-            self._until = now, found
+            so_far = goodput([*self._earlier, Start(self._began, [now])])
+            assert so_far is not None
+            self._until = now, so_far
         before, until = self._until
         spent = {kind: now.seconds.get(kind, 0.0) - before.seconds.get(kind, 0.0) for kind in KINDS}
         seconds = {kind: until.seconds[kind] + spent[kind] for kind in KINDS}
@@ -234,8 +233,8 @@ class Ledger:
         """Return Unix seconds that never go back within a start."""
         return self._began + time.perf_counter() - self._clock
 
-    def _append(self, line: dict[str, Any]) -> None:
-        """Append a line; lines that the disk does not take are lost."""
+    def _append(self, line: Mapping[str, object]) -> None:
+        """Append a line. Lines that cannot be written are lost."""
         if not self._writes:
             return
         with contextlib.suppress(OSError), open_to_append(self._file) as file:

@@ -1,11 +1,10 @@
-"""What run folders and `trials.jsonl` keep of a layout and of what was requested with it. Imports no JAX."""
+"""The record of a layout and its request in run folders and `trials.jsonl`. Imports no JAX."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import TargetRecord
@@ -18,16 +17,17 @@ class LayoutRecord:
 
     Args:
         axes: Devices along each mesh axis.
-        target: Name of the target; `described`, `chip` and `chips` (of all slices) are kept for older readers.
+        target: Name of the target. `described`, `chip` and `chips` (of all slices) are stored for older readers.
         batch: Sequences of the global batch.
         seq: Tokens of a sequence.
-        hardware: The target itself. None in records of version 1.0 and before that `with_hardware` has not seen.
-        layout: Name of the layout. None if it is illegal; then so are the fields after it.
-        roles: What each mesh axis does, for display; `axis_roles` for programs. None in older records.
-        degrees: Into how many parts each kind of role splits its work.
-        sharding: A name shared by layouts of a model that split every array alike.
-        pipeline: Stages and schedule, if the layout has any.
-        predicted_by: Digest of the code and compiler of a prediction. None if it is none.
+        hardware: The target. None in records of version 1.0 and earlier, unless `with_hardware` has added it.
+        layout: Name of the layout. None if the layout is illegal, as are the fields after it.
+        roles: Role of each mesh axis, for display.
+        axis_roles: Role of each mesh axis. None in older records.
+        degrees: Number of parts into which each kind of role splits its work.
+        sharding: Name shared by layouts of a model that shard every array alike.
+        pipeline: `Pipeline.record()`, or None without a pipeline.
+        predicted_by: Digest of the code and compiler of a prediction, or None for other stages.
     """
 
     model: str
@@ -50,12 +50,12 @@ class LayoutRecord:
     axis_roles: dict[str, Role] | None = None
     degrees: dict[str, int] | None = None
     sharding: str | None = None
-    pipeline: dict[str, Any] | None = None
+    pipeline: dict[str, int | float | str] | None = None
     predicted_by: str | None = None
 
     @property
     def name(self) -> str:
-        """The name of the layout, made of its settings if it is illegal."""
+        """Name of the layout, composed of its settings if it is illegal."""
         if self.layout is not None:
             return self.layout
         microbatches = [f"mb{self.microbatches}"] if self.microbatches != 1 else []

@@ -1,9 +1,10 @@
-"""Metrics: one JSON line per record in the run folder, and W&B where it is on."""
+"""Metrics: one JSON line per record in the run folder, and W&B if enabled."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +13,31 @@ from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, wandb_summary
 
 
-def profile_window(asked: str) -> tuple[int, int]:
+def profile_window(window: str) -> tuple[int, int]:
     """Return the first and the last step of `profile=100-105`. Raises ProblemError for any other form."""
-    first, dash, last = asked.partition("-")
+    first, dash, last = window.partition("-")
     if not (dash and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        text = f"profile={asked}: write the first and the last step to trace, such as profile=100-105."
-        raise ProblemError([Problem(ProblemCode.malformed, "profile", asked, text)])
+        text = f"profile={window}: write the first and the last step to trace, such as profile=100-105."
+        raise ProblemError([Problem(ProblemCode.malformed, "profile", window, text)])
     return int(first), int(last)
 
 
-def profile_problems(asked: str | None, steps: int) -> list[Problem]:
-    """Return why a window of steps cannot be traced in a training of so many steps."""
+def profile_problems(window: str | None, steps: int) -> list[Problem]:
+    """Return the problems of a window of steps to trace in a training of `steps` steps."""
     try:
-        last = 0 if asked is None else profile_window(asked)[1]
+        last = 0 if window is None else profile_window(window)[1]
     except ProblemError as error:
         return [*error.problems]
-    text = f"profile={asked}: the training ends with step {steps} (steps={steps})."
-    return [Problem(ProblemCode.conflict, "profile", asked, text)] if last > steps else []
+    text = f"profile={window}: the training ends with step {steps} (steps={steps})."
+    return [Problem(ProblemCode.conflict, "profile", window, text)] if last > steps else []
 
 
 class Tracker:
     """Writes records to `metrics.jsonl` and to W&B, offline if its server does not answer.
 
-    `note` reports a W&B that does not start. `start` is the step from which a run continues: records of later steps are
-    dropped, because those steps are repeated. With `write=False`, for processes other than the leader, nothing is
-    written anywhere.
+    `note` is a line about a W&B that did not start, or None. `start` is the step from which a run continues: records of
+    later steps are removed, because those steps are repeated. With `write=False`, for processes other than the leader,
+    nothing is written.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Tracker:
         folder: Path,
         *,
         run_name: str,
-        fields: dict[str, Any],
+        fields: Mapping[str, object],
         group: str,
         start: int | None = None,
         write: bool = True,
@@ -80,10 +81,10 @@ class Tracker:
         """Whether the file was deleted, with its folder or its disk."""
         return self.writes and not self.file.is_file()
 
-    def log(self, record: dict[str, Any], step: int) -> str | None:
-        """Append one record of scalars, stamped with its step.
+    def log(self, record: Mapping[str, object], step: int) -> str | None:
+        """Append a record of scalars with its step.
 
-        Returns a line to show when the disk stops taking records, and when it has taken those that waited.
+        Returns a line to print when records can no longer be written, and when the waiting ones have been written.
         """
         line = self._write({"step": step, **record})
         if self._wandb is not None:
@@ -91,11 +92,10 @@ class Tracker:
             self._open_step = step
         return line
 
-    def summary(self, values: dict[str, Any]) -> None:
+    def summary(self, values: Mapping[str, object]) -> None:
         """Set values of the whole run: in W&B's summary, and as a last JSON line without a step.
 
-        They outlast records of the same keys: W&B keeps a step open for more records, and puts them into the summary
-        when it is closed, so the last step is closed first.
+        The last step at W&B is closed first. Otherwise closing it later would overwrite equal keys of the summary.
         """
         self._write({"summary": values})
         if self._wandb is not None:
@@ -106,7 +106,7 @@ class Tracker:
 
     @property
     def lost(self) -> str | None:
-        """A line about records that the disk has not taken, or None."""
+        """A line about records that could not be written, or None."""
         lines = self._unwritten.count(b"\n")
         return f"{self.file} lacks its last {lines} lines: the disk did not take them" if lines else None
 
@@ -117,8 +117,8 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.finish(exit_code=exit_code)
 
-    def _write(self, values: dict[str, Any]) -> str | None:
-        """Append a line, after those that a full disk did not take before; half-written lines are finished."""
+    def _write(self, values: Mapping[str, object]) -> str | None:
+        """Append a line after those that a full disk has delayed, the first of which may be half written."""
         if self._file is None:
             return None
         waited = bool(self._unwritten)
@@ -146,13 +146,13 @@ def drop_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line, step) <= step]
-    if len(kept) < len(lines):
-        write_whole(path, b"".join(kept))
+    earlier = [line for line in lines if _step_of(line, step) <= step]
+    if len(earlier) < len(lines):
+        write_whole(path, b"".join(earlier))
 
 
 def _step_of(line: bytes, otherwise: int) -> int:
-    """Return the step of a record, or `otherwise` for a record that has none or is damaged."""
+    """Return the step of a record, or `otherwise` if it is missing or damaged."""
     try:
         return int(json.loads(line).get("step", otherwise))
     except (ValueError, AttributeError, TypeError):
@@ -160,7 +160,7 @@ def _step_of(line: bytes, otherwise: int) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a `metrics.jsonl`, oldest first, without damaged and incomplete lines."""
+    """Return the records of a `metrics.jsonl`, oldest first. Skips damaged and incomplete lines."""
     records = []
     for line in path.read_text(errors="replace").splitlines():
         try:

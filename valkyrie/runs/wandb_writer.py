@@ -1,4 +1,4 @@
-"""Runs at W&B: where they go, how they start, and under which names their settings and numbers stand there."""
+"""Runs at W&B: how they start, and the names of their settings and numbers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from valkyrie.paths import cache_trouble
 TRAFFIC = "communication"
 """Key of a training's traffic in its summary."""
 FLUSH_S = 1.0
-"""Seconds after which a record is in W&B's file: a run that is killed loses no more than that, and its last record."""
+"""Seconds until a record is in W&B's file. A killed run loses records of at most that time, and the last one."""
 AGAIN = "-offline"
-"""End of the id of a run that did not start online: W&B keeps an id whose start has failed."""
+"""Suffix of the id of a run that did not start online, because W&B reserves the id of a failed start."""
 _GROUPS = ("model", "mesh", "partition", "target", "precision")
-"""Groups whose names describe a run."""
+"""Groups with names that describe a run."""
 
 
 class WandbMode(Enum):
@@ -33,10 +33,10 @@ class WandbMode(Enum):
 
 @dataclass
 class TrackingConfig:
-    """Where metrics go beside `metrics.jsonl`. `wandb=auto` never waits for a network unless a key is set.
+    """Where metrics go in addition to `metrics.jsonl`. `wandb=auto` does not wait for a network unless a key is set.
 
-    `group` is W&B's group of the run; None groups by model and target. `id` is W&B's id of the run; None makes one of
-    its name and folder.
+    `group` is W&B's group of the run, or None to group by model and target. `id` is W&B's id of the run, or None to
+    derive it from its name and folder.
     """
 
     name: str = "wandb"
@@ -51,19 +51,21 @@ class TrackingConfig:
 class WandbWriter:
     """Starts W&B runs in `folder/wandb`: online, else offline, else not at all.
 
-    From the first run that does not start online, all are offline. `mode` is how the next run starts, and `note` says
-    what went wrong with the last one, or is None.
+    After a run that does not start online, all runs are offline. `mode` is the mode of the next run, and `note` reports
+    the failure of the last one, or is None.
     """
 
     def __init__(self, config: TrackingConfig, folder: Path) -> None:
         self.config, self.folder, self.mode = config, folder, resolve(config.wandb)
         self.note: str | None = None
 
-    def start(self, *, name: str, run_id: str, group: str, job_type: str, fields: dict[str, Any], **more: Any) -> Any:
-        """Return a started run, or None: a tracker must never end a run.
+    def start(
+        self, *, name: str, run_id: str, group: str, job_type: str, fields: Mapping[str, object], **more: Any
+    ) -> Any:
+        """Start a run and return it. Returns None on failure, because a tracker must never end a training.
 
-        `fields` are the run's config, nested as W&B filters it: `optimizer.learning_rate`, `model.name`. `more` goes to
-        `wandb.init`, `settings` of it to `wandb.Settings`, and `resume` only if the run is online.
+        `fields` are the run's config, nested as W&B filters it: `optimizer.learning_rate`, `model.name`. `more` is
+        passed to `wandb.init`, its `settings` to `wandb.Settings`. `resume` is passed only if the run is online.
         """
         self.note, notes, mode = None, [], self.mode
         if mode is WandbMode.off:
@@ -71,7 +73,7 @@ class WandbWriter:
         for self.mode in dict.fromkeys((mode, WandbMode.offline)):
             own_id = f"{run_id}{AGAIN}" if notes else run_id
             try:
-                run = self._init(name, own_id, group, job_type, fields, dict(more))
+                run = self._init(name, own_id, group, job_type, dict(fields), **more)
             except Exception as error:
                 online = " online" if self.mode is WandbMode.online else ""
                 reason = " ".join(str(error).split())
@@ -83,9 +85,7 @@ class WandbWriter:
         self.mode, self.note = WandbMode.off, "; ".join(notes)
         return None
 
-    def _init(
-        self, name: str, run_id: str, group: str, job_type: str, fields: dict[str, Any], more: dict[str, Any]
-    ) -> Any:
+    def _init(self, name: str, run_id: str, group: str, job_type: str, fields: dict[str, Any], **more: Any) -> Any:
         _keep_logs_off_the_screen(self.folder)
         import wandb
 
@@ -109,30 +109,30 @@ class WandbWriter:
         )
 
 
-def config_of(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return W&B's config of a run: all its settings, nested, and what follows from them (layout, roles, chips, ...).
+def config_of(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, object]:
+    """Return W&B's config of a run: its settings, nested, and the facts of `about` (layout, roles, chips, ...).
 
-    Names of groups in `about` (`mesh`: `4x4x2`) go into the groups (`mesh.name`), so that a key has one meaning.
+    Names of groups in `about` (`mesh`: `4x4x2`) are moved into the groups (`mesh.name`), so that a key has one meaning.
     """
     names = {key: {"name": about[key]} for key in _GROUPS if key in about}
     derived = {key: value for key, value in about.items() if key not in _GROUPS and value is not None}
-    groups = {key: {**group, **(settings.get(key) or {})} for key, group in names.items()}
-    return derived | dict(settings) | groups
+    groups: dict[str, object] = {key: {**group, **(settings.get(key) or {})} for key, group in names.items()}
+    return {**derived, **settings, **groups}
 
 
-def wandb_summary(values: Mapping[str, Any]) -> dict[str, Any]:
+def wandb_summary(values: Mapping[str, Any]) -> dict[str, object]:
     """Return the known values of a run's summary under W&B's names.
 
-    The step is in milliseconds too, and traffic is `comm_bytes/x,y` over those mesh axes and `comm_bytes/total`.
+    Adds the step in milliseconds, and the traffic as `comm_bytes/x,y` by mesh axes and `comm_bytes/total`.
     """
-    values = dict(values)
-    traffic, step_s = values.pop(TRAFFIC, None), values.get("step_s")
+    summary = {key: value for key, value in values.items() if key != TRAFFIC}
+    traffic, step_s = values.get(TRAFFIC), values.get("step_s")
     if step_s is not None:
-        values["step_ms"] = 1e3 * step_s
+        summary["step_ms"] = 1e3 * step_s
     if traffic is not None:
-        values["comm_bytes/total"] = traffic.get("bytes")
-        values |= {f"comm_bytes/{axes}": size for axes, size in traffic["bytes_by_mesh_axes"].items()}
-    return {key: value for key, value in values.items() if value is not None}
+        summary["comm_bytes/total"] = traffic.get("bytes")
+        summary |= {f"comm_bytes/{axes}": size for axes, size in traffic["bytes_by_mesh_axes"].items()}
+    return {key: value for key, value in summary.items() if value is not None}
 
 
 def resolve(mode: WandbMode) -> WandbMode:
@@ -145,7 +145,7 @@ def resolve(mode: WandbMode) -> WandbMode:
 
 
 def _keep_logs_off_the_screen(folder: Path) -> None:
-    """Move W&B's cache into `folder` if it cannot be written, because W&B would log that to our stderr."""
+    """Move W&B's cache into `folder` if the default cannot be written, because W&B would log that to our stderr."""
     if "WANDB_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "wandb"
         if cache_trouble(cache):

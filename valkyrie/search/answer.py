@@ -224,7 +224,7 @@ def rank_layout(
     low, high = errors().low * step_s, errors().high * step_s
     interval = None if compiled is None else compiled.trial.results.step.interval
     if compiled is not None:
-        low, high = (interval["low_s"], interval["high_s"]) if interval else (step_s, step_s)
+        low, high = (interval.low_s, interval.high_s) if interval else (step_s, step_s)
     rate = tokens / step_s
     budget_s = None if request.budget_usd is None else affordable(target, request.budget_usd)
     return RankedLayout(

@@ -1,8 +1,8 @@
-"""The process of a trial: `python -m valkyrie.sweep.child FOLDER` carries out FOLDER/run.yaml and leaves outcome.json.
+"""The process of a trial: `python -m valkyrie.sweep.child FOLDER` runs FOLDER/run.yaml and writes outcome.json.
 
-With a second argument, `beside`, it is not the first process of its trial, and leaves what came of it to that.
-Whatever it raises is in its log with the traceback, and in `outcome.json` in words, and so is why it ended itself: at
-a signal, by the watchdog, or because another process is lost. One that the system or the compiler ends leaves none.
+With a second argument, `beside`, it is not process 0 of its trial and writes no outcome. Errors are logged with their
+traceback and summarised in `outcome.json`. The file also has the reason if the process ends itself: at a signal, by the
+watchdog, or because another process is lost. If the system or the compiler ends the process, there is no file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from valkyrie.train.room import DoesNotFit
 
 
 def main() -> None:
-    """Carry out the trial in the folder that the first argument names; exit with status 1 unless it is ok."""
+    """Run the trial in the folder given as the first argument. Exits with status 1 unless the trial is ok."""
     folder = Path(sys.argv[1])
     with records_ending(lambda status, reason: _write(ending(status, reason), folder)), exit_on_ctrl_c("trial"):
         outcome = outcome_of(lambda: _carry_out(folder))

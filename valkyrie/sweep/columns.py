@@ -1,4 +1,4 @@
-"""Every column that a table of trials may have, and which of them each table shows. Imports no JAX."""
+"""All columns of tables of trials, and the columns of each table. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALL = (
     _C("key", "key", "text", lambda r: r.trial.key),
     _C("stage", "stage", "text", lambda r: r.trial.stage),
     _C("status", "status", "text", lambda r: r.trial.status.value),
-    _C("outcome", "status", "text", lambda r: r.status, "what became of the trial"),
+    _C("outcome", "status", "text", lambda r: r.status, "status of the trial"),
     _C("result", "result", "text", lambda r: r.verdict, least=0),
     _C("simulated", "simulated", "text", lambda r: r.group.simulated),
     _C("seen", "speed is", "text", lambda r: r.group.label, "predicted, measured or trained, and on which target"),

@@ -1,4 +1,4 @@
-"""Composes the runs of a multirun: each kind of job once through Hydra, the others by setting values on that."""
+"""Composes the runs of a multirun: one job of each kind through Hydra, the others by setting values on its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
 
 @dataclass
 class _Kind:
-    """Configuration shared by the jobs of a kind, and the run of each set of values, with any layout."""
+    """Configuration of all jobs of a kind, and their runs by values. The layout of those runs is arbitrary."""
 
     config: DictConfig
     runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class _Kind:
 class Composer:
     """Composes runs with the configuration of a multirun and Hydra's loader.
 
-    Jobs that choose the same groups and set the same keys are of one kind. Meshes written as sizes and shipped
+    Jobs that choose the same groups and set the same keys are of one kind. Meshes given by their sizes and shipped
     partitions are set without composing, unless the configuration refers to them or changes them.
     """
 
@@ -82,7 +82,7 @@ class Composer:
         return OverridesParser.create(config_loader=self.loader).parse_overrides(list(overrides))
 
     def options(self, group: str) -> list[str]:
-        """Return the choices of a group, including those of a user's folder, or nothing if it is no group."""
+        """Return the choices of a group, including those of a user's folder. Empty if there is no such group."""
         if group not in self._options:
             self._options[group] = self.loader.get_group_options(
                 group, config_name=self.config.hydra.job.config_name, overrides=search_path(self.config.hydra)
@@ -94,9 +94,9 @@ class Composer:
         config = self.loader.load_sweep_config(self.config, list(overrides))
         return OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
 
-    def _layout(self, overrides: Sequence[Override]) -> dict[str, Any]:
+    def _layout(self, overrides: Sequence[Override]) -> dict[str, MeshConfig | PartitionConfig]:
         """Return the mesh and the partition among overrides that need no composing."""
-        known: dict[str, Any] = {}
+        known: dict[str, MeshConfig | PartitionConfig | None] = {}
         for override in overrides:
             key, name = override.key_or_group, override.value()
             if override.is_delete() or override.is_add() or override.package is not None:

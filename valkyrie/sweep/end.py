@@ -1,7 +1,7 @@
-"""The end of a multirun: the table, where everything is, what to do next, and the exit status.
+"""The end of a multirun: prints the table, the folder and the next steps, and returns the exit status.
 
-It comes in the process that the user started, whatever launcher ran the trials, and after Hydra has returned: what goes
-wrong in a callback, Hydra makes a warning of.
+Runs in the process that the user started, with any launcher. It runs after Hydra has returned, because Hydra turns
+errors of a callback into warnings.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.screen import make_console
 
 NO_RESULT_STATUS = 1
-"""Exit status where a trial was left without a result."""
+"""Exit status if a trial has no result."""
 ALL_REFUSED = 2
-"""Exit status where no trial was legal."""
+"""Exit status if no trial was legal."""
 STOPPED = "stopped: what is done is kept; the same command does the rest"
 _FAILED = "it went wrong: what is done is kept; the same command does the rest"
 
 _begun: ContextVar[list[SweepEnd]] = ContextVar("_begun")
-"""The multirun inside `multirun_ends`: Hydra makes the callback itself, and hands it to nobody when it is stopped."""
+"""Multiruns started inside `multirun_ends`. Hydra creates the callbacks, and drops them when it is interrupted."""
 
 
 def end_of(context: HydraContext) -> SweepEnd | None:
-    """Return the end of the multirun that Hydra carries out; None where its configuration has none."""
+    """Return the callback of the current multirun, or None if its configuration has none."""
     return next((c for c in context.callbacks.callbacks if isinstance(c, SweepEnd)), None)
 
 
 class SweepEndError(Exception):
-    """The end of a sweep could not be shown; its trials are recorded all the same."""
+    """The table of a sweep could not be printed. Its trials are recorded."""
 
 
 @contextmanager
 def multirun_ends() -> Iterator[None]:
-    """Show the end of the multirun that Hydra carries out inside, once it is over, stopped or broken.
+    """Print the table of the multirun that Hydra runs inside this context when it finishes, is stopped or fails.
 
-    SystemExit with the status of the sweep, if that is not 0. Whatever is raised inside goes on. SweepEndError in one
-    line where the end itself fails.
+    Raises SystemExit with the status of the sweep if that is not 0, and SweepEndError if printing fails. Exceptions
+    from inside propagate.
     """
     _begun.set([])
     try:
@@ -77,9 +77,9 @@ def _finish(note: str | None = None) -> int:
 
 
 class SweepEnd(Callback):
-    """Gathers the trials of a multirun for its table, and reports them to W&B.
+    """Collects the trials of a multirun for its table, and reports them to W&B.
 
-    Our launcher adds them as they come. After another launcher they are all that the sweep's `folder` has.
+    Our launcher adds trials as they end. With another launcher they are read from the sweep's folder.
     """
 
     def __init__(self) -> None:
@@ -88,9 +88,9 @@ class SweepEnd(Callback):
         self._tracker: SweepTracker | None = None
         self._complete = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker of another launcher may have: W&B stays with the process that the user started."""
-        return self.__dict__ | {"_tracker": None}
+    def __getstate__(self) -> dict[str, object]:
+        """Drop the tracker for workers of another launcher: only the process that the user started reports to W&B."""
+        return {**self.__dict__, "_tracker": None}
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Begin a sweep in its folder."""
@@ -102,19 +102,19 @@ class SweepEnd(Callback):
         self._tracker = SweepTracker(tracking, self.folder, self.folder.resolve().name)
 
     def has_all(self) -> None:
-        """Expect every trial to be added: the folder is not read for others."""
+        """Declare that every trial will be added, so that the folder is not read."""
         self._complete = True
 
     def add(self, trial: Trial) -> None:
-        """Add a trial that is recorded, by our launcher or by a sweeper that refused it before any launcher saw it."""
+        """Add a recorded trial, from our launcher or refused by a sweeper."""
         self._trials[trial.key] = trial
         if self._tracker is not None and has_results(trial.stage):
             self._tracker.log(trial)
 
     def finish(self, note: str | None = None) -> int:
-        """Print the table of this sweep's trials and what to do next, and return the exit status.
+        """Print the table of the trials and the next steps, and return the exit status.
 
-        `note` says why it was broken off; then nothing is printed where there is no trial.
+        `note` is the reason if the sweep was interrupted. In that case nothing is printed for a sweep without trials.
         """
         try:
             if not self._complete:

@@ -1,4 +1,4 @@
-"""`hydra/launcher=trials`, and the task function that every other launcher calls for a job of a multirun."""
+"""`hydra/launcher=trials`, and the task function that other launchers call for a job of a multirun."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SIDE_BY_SIDE = (
     "MEASURED SIDE BY SIDE: hydra.launcher.jobs={jobs} trials at a time share this machine and disturb each other's "
     "times. For times to compare, leave hydra.launcher.jobs out."
 )
-"""The loud line over a sweep whose times depend on the other trials too."""
+"""Warning for timed trials that run at the same time."""
 
 
 def run_trial(config: DictConfig) -> float:
-    """Carry out the job that Hydra has composed, record it, and return its tokens/s/chip; 0.0 where there is none.
+    """Run and record the job that Hydra has composed. Returns tokens/s/chip, or 0.0 if unknown.
 
-    The task function of a multirun, in whatever process a launcher calls it. Raises as `carry_out`.
+    This is the task function of a multirun, in any process that a launcher calls it in. Raises as `carry_out`.
     """
     hydra = HydraConfig.get()
     sweep = replace(SweepContext.from_hydra(hydra), environment=job_environment(hydra))
@@ -58,10 +58,10 @@ def launch(
     jobs: int,
     runs: Sequence[Run] | None = None,
 ) -> list[JobReturn]:
-    """Return what each job came to, its tokens/s/chip as the return value; ValueError for `jobs` below 1.
+    """Run jobs and return their results, with tokens/s/chip as the return value.
 
-    `runs` are those of the jobs where they are composed already. KeyboardInterrupt after Ctrl-C, with everything done
-    so far recorded.
+    `runs` are the composed runs of the jobs, or None. Raises ValueError if `jobs` is below 1, and KeyboardInterrupt
+    after Ctrl-C; finished trials are then recorded.
     """
     end = end_of(context)
     if end is not None:
@@ -90,7 +90,7 @@ def launch(
 
 
 class _Both:
-    """The watchers of a launch: its screen, and the end of the sweep."""
+    """Passes events to the screen and to the end of the sweep."""
 
     def __init__(self, screen: Lines, end: SweepEnd | None) -> None:
         self._screen, self._end = screen, end

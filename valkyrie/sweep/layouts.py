@@ -1,4 +1,4 @@
-"""`hydra/sweeper=layouts`: counts the cells of a space, records the refused ones and runs the legal ones. No JAX."""
+"""`hydra/sweeper=layouts`: enumerates the cells of a space, records refused ones and runs legal ones. No JAX."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
 
 
 def _changes_layouts(key: str) -> bool:
-    """Whether a key may change what is in a mesh, a partition or a remat policy in addition to its name."""
+    """Return whether a key may change the contents of a mesh, a partition or a remat policy."""
     return key.startswith(("mesh.", "partition.", "remat.")) or key == "experiment"
 
 

@@ -1,7 +1,7 @@
 """A multirun over several processes: process 0 plans and records, and every trial runs in a process on each host.
 
-The processes of the multirun only start those of the trials and wait for them, one trial after the other. A trial's
-processes find each other at a port of their own, so that nothing is left over from the trial before.
+The processes of the multirun start those of the trials and wait for them, one trial at a time. Each trial uses a new
+port, so that nothing remains of the trial before.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from valkyrie.sweep.plan import TrialPlan
 from valkyrie.train.processes import abort_all_on_error, agree_on_versions
 
 BESIDE = "beside"
-"""The argument by which the process of a trial leaves what came of it to process 0."""
+"""Argument of a trial's process that is not process 0 and therefore writes no outcome."""
 _GRACE_S = 60.0
-"""How long a trial may take to save and end once process 0 of the multirun is gone."""
+"""Seconds that a trial has to save and end after process 0 of the multirun is lost."""
 _OTHER_LAUNCHER = "hydra/launcher={name} cannot start trials on {count} hosts. Leave it out, or distributed=off."
 
 
 class Members:
-    """The processes of a multirun, as process 0 sees them. Every trial that needs devices begins and ends here."""
+    """Process 0's view of the processes of a multirun. Starts and ends every trial that needs devices."""
 
     def __init__(self, team: Connected) -> None:
         self._team, self._trials = team, 0
@@ -46,15 +46,15 @@ class Members:
 
     @property
     def count(self) -> int:
-        """How many processes a trial has."""
+        """Number of processes of a trial."""
         return self._team.count
 
     def takes(self, plan: TrialPlan) -> bool:
-        """Return whether all processes do a trial together; what needs no devices is done by the first alone."""
+        """Return whether all processes run a trial. Process 0 alone runs a trial that needs no devices."""
         return plan.mode.needs is Needs.devices
 
     def begin(self, plan: TrialPlan) -> dict[str, str]:
-        """Let the others start a trial; return what the environment of its first process has besides ours."""
+        """Start a trial on the other processes. Returns additional environment variables of its process 0."""
         self._trials += 1
         host, _ = parse_address(self._team.place.coordinator)
         address = f"{f'[{host}]' if ':' in host else host}:{free_port()}"
@@ -64,7 +64,7 @@ class Members:
         return Place(address, self._team.count, 0).environment
 
     def started(self, kill: Callable[[], None]) -> None:
-        """Remember how to end the first process of the trial that runs, should another host be lost."""
+        """Set the function that ends process 0 of the running trial if another host is lost."""
         self._kill = kill
 
     def ended(self) -> None:
@@ -73,12 +73,12 @@ class Members:
         self._team.exchange(f"ended {self._trials}")
 
     def finish(self) -> None:
-        """Send the others home."""
+        """End the other processes of the multirun."""
         self._team.exchange(f"trial {self._trials + 1}")
         self._team.finish()
 
     def lost(self, line: str, status: int) -> None:
-        """End the trial that runs, and this process: another one is gone, and nobody can go on without it."""
+        """End the running trial and this process, because another process is lost."""
         print(f"valkyrie-train: {line}. What is done is kept; the same command does the rest.", file=sys.stderr)
         self._kill()
         end_process(status, line)
@@ -88,16 +88,16 @@ _leading: ContextVar[Members | None] = ContextVar("_leading", default=None)
 
 
 def members() -> Members | None:
-    """Return the processes of the multirun that this process leads; None where it is the only one."""
+    """Return the processes of the multirun that this process leads, or None if it is the only one."""
     return _leading.get()
 
 
 @contextmanager
 def over_processes(arguments: Sequence[str]) -> Iterator[bool]:
-    """Be one of the processes of a multirun inside; yields whether this one carries it out: alone, or as the first.
+    """Join the processes of a multirun. Yields True for the process that carries it out: process 0, or the only one.
 
-    The others start what the first tells them and come out when it is done. ValueError, on all, where they were
-    started differently.
+    The others start the trials that process 0 requests, and yield False at the end. Raises ValueError on all processes
+    if they were started differently.
     """
     team = _meet(arguments)
     if team is None:
@@ -132,7 +132,7 @@ def over_processes(arguments: Sequence[str]) -> Iterator[bool]:
 
 
 def _compared(arguments: Sequence[str]) -> dict[str, str]:
-    """Return arguments by key, those without one by their place; what says which process this is left out."""
+    """Return arguments by key, or by position if they have none, without the index of the process."""
     given = {key: value for key, value in key_values(arguments).items() if key != "distributed.process"}
     plain = {f"argument {i}": text for i, text in enumerate(arguments) if "=" not in text}
     return plain | given
@@ -150,7 +150,7 @@ def _meet(arguments: Sequence[str]) -> Connected | None:
 
 
 def _follow(team: Connected) -> None:
-    """Start a process for every trial that process 0 names, until it has no more."""
+    """Start a process for every trial that process 0 requests, until there are no more."""
     running: list[ChildProcess] = []
 
     def end(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The names of sweeps and trials, and the keys by which two trials are the same. Imports no JAX.
+"""Names of sweeps and trials, and keys that identify equal trials. Imports no JAX.
 
 A sweep is a multirun; its folder is `<runs>/<sweep name>`, with one run folder per trial inside.
 """
@@ -18,7 +18,7 @@ _NOT_OF_THE_SWEEP = {"mode", "target", "name", "runs", "resume", "trial", "track
 """Keys that may differ between commands of one sweep: compiled and measured layouts share a page."""
 _OF_THE_SPACE = ("hydra/sweeper", "hydra.sweeper.")
 _NOT_OF_THE_SPACE = ("hydra.sweeper.limit", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs")
-"""Keys that limit a sweep or its speed: with more of its space, it is the same sweep."""
+"""Keys of the sweeper that only limit the number or speed of trials, so that it stays the same sweep."""
 
 _LONGEST = 120
 
@@ -28,17 +28,17 @@ def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
 
     `resume=true` is dropped: a sweep runs only the missing trials anyway.
     """
-    given = key_values(arguments)
-    mode = given.get("hydra.mode")
+    overrides_by_key = key_values(arguments)
+    mode = overrides_by_key.get("hydra.mode")
     flagged = any(argument in ("-m", "--multirun") for argument in arguments)
-    overlay = given.get("sweep") not in (None, "null")
+    overlay = overrides_by_key.get("sweep") not in (None, "null")
     if mode == "RUN" or not (mode == "MULTIRUN" or flagged or overlay):
         return None
-    kept = [a for a in arguments if key_value(a) not in (("resume", "true"), ("resume", "null"))]
-    if "hydra.sweep.dir" in given:
-        return kept
+    arguments_left = [a for a in arguments if key_value(a) not in (("resume", "true"), ("resume", "null"))]
+    if "hydra.sweep.dir" in overrides_by_key:
+        return arguments_left
     folder = f"hydra.sweep.dir=${{runs}}/{sweep_name(arguments)}"
-    flags, overrides = parts_of(kept)
+    flags, overrides = parts_of(arguments_left)
     return [*flags, folder, *overrides]
 
 
@@ -85,7 +85,7 @@ def folder_name(text: str) -> str:
 
 
 def reads_one_run(arguments: Sequence[str]) -> bool:
-    """Whether all trials of a multirun read the same trained run."""
+    """Return whether all trials of a multirun read the same trained run."""
     given = key_values(arguments)
     several = given.get("resume") or given.get("name") or ""
     return reads_run(given.get("mode")) and not ("," in several or "(" in several)

@@ -1,4 +1,4 @@
-"""How far the timed steps of one layout lie apart, and which speeds are therefore equal. Imports no JAX."""
+"""Spread of the timed steps of a layout, and which speeds are equal within it. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from valkyrie.sweep.trial import Trial
 
 EQUAL = 1e-3
-"""Below this relative difference two predictions, which have no noise, are equal."""
+"""Relative difference below which two predictions are equal. They have no noise."""
 
 
 def has_spread(trial: Trial) -> bool:
@@ -16,9 +16,9 @@ def has_spread(trial: Trial) -> bool:
 
 
 def within_noise(one: Trial, other: Trial) -> bool:
-    """Return whether two speeds are equal: some timed steps of the slower layout are as fast as some of the faster.
+    """Return whether two speeds are equal: the ranges of their timed steps overlap.
 
-    Steps are counted from the fastest to the 90th percentile; a record without the fastest has the median instead.
+    A range is from the fastest step, or the median if that is unknown, to the 90th percentile.
     """
     slow, fast = sorted((one, other), key=lambda trial: trial.results.objective)
     low, high = slow.results.objective, fast.results.objective
@@ -30,7 +30,7 @@ def within_noise(one: Trial, other: Trial) -> bool:
 
 
 def _range(trial: Trial) -> tuple[float, float] | None:
-    """Return the speed of the step at the 90th percentile, and of the fastest, as shares of the median's."""
+    """Return the speeds of the 90th percentile and of the fastest step, relative to the median."""
     step = trial.results.step
     if not step.p90_s or not step.step_s:
         return None
@@ -38,11 +38,11 @@ def _range(trial: Trial) -> tuple[float, float] | None:
 
 
 def places(trials: Sequence[Trial]) -> list[int]:
-    """Return the places of trials, sorted by speed; those within noise of the first of them share its place."""
-    found: list[int] = []
+    """Return the ranks of trials that are sorted by speed. Trials within noise of the first of a rank share it."""
+    ranks: list[int] = []
     first = 0
     for i, trial in enumerate(trials):
-        if not found or not within_noise(trials[first], trial):
+        if not ranks or not within_noise(trials[first], trial):
             first = i
-        found.append(first + 1)
-    return found
+        ranks.append(first + 1)
+    return ranks

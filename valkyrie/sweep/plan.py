@@ -1,4 +1,4 @@
-"""Plans of trials, made before any process starts: key, name, run and time limit, or the refusal. No JAX."""
+"""Plans of trials before any process starts: key, name, run and time limit, or the refusal. No JAX."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from valkyrie.problems import Problem
 from valkyrie.processes.child import python_module
 from valkyrie.runs.folder import RUN, find_run, versions
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.runs.results import TrialResult
 from valkyrie.search.compile.cache import package_digest
 from valkyrie.sweep.composer import search_path
 from valkyrie.sweep.names import folder_name, trial_key, trial_name
 from valkyrie.sweep.results import OUTCOME
 from valkyrie.sweep.tracking import trial_id
-from valkyrie.sweep.trial import Status, Trial
+from valkyrie.sweep.trial import Status, Trial, TrialResult
 from valkyrie.train.devices import missing_devices
 
 
 @dataclass(frozen=True)
 class SweepContext:
-    """What the trials of a sweep have in common.
+    """Settings shared by all trials of a sweep.
 
     Args:
         folder: Folder of the sweep.
@@ -62,12 +61,12 @@ class TrialPlan:
     Args:
         refusal: Message why it cannot run, or None.
         problems: Problems of its run.
-        run: What its process executes, or None if it is refused.
+        run: The run of its process, or None if it is refused.
         limit_s: Time limit of its process, or None.
         retry: Whether to repeat it if its process failed, was killed or took too long.
         files: Files that the run writes in addition to its results.
-        values: Values in its record that determine what a step computes.
-        flags: Flags and overrides in its record that locate the configuration.
+        values: Settings that determine what a step computes, for its record.
+        flags: Flags and overrides that locate the configuration, for its record.
     """
 
     key: str
@@ -133,14 +132,14 @@ class TrialPlan:
             results=results or TrialResult(),
             values=self.values,
             flags=list(self.flags),
-            problems=[problem.record() for problem in self.problems] if status is Status.refused else [],
+            problems=tuple(p.record() for p in self.problems) if status is Status.refused else (),
         )
 
     def settled_by(self, trial: Trial | None) -> bool:
-        """Whether an earlier record makes this trial unnecessary.
+        """Return whether an earlier record makes this trial unnecessary.
 
-        Refused trials are judged again, because the machine may have changed. Trials that did not fit are repeated with
-        `force=true`, and predictions by another version of the code or the compiler always.
+        Refused trials are checked again, because the machine may have changed. Trials that did not fit are repeated
+        with `force=true`, and predictions by another version of the code or compiler always.
         """
         if trial is None or trial.status is Status.refused or self.mode.results is None:
             return False
@@ -233,7 +232,7 @@ def _config_flags(hydra: Any) -> tuple[str, ...]:
 
 
 def _missing(run: Run) -> list[str]:
-    """Return what this machine lacks for a legal run, without starting JAX."""
+    """Return the requirements of a legal run that this machine lacks, without starting JAX."""
     needs = run.config.mode.needs
     if needs is Needs.compiler:
         missing = platform_of(run.config.target.platform).missing_compiler(run.config.target)
@@ -242,7 +241,7 @@ def _missing(run: Run) -> list[str]:
 
 
 def _predictor(run: Run) -> str:
-    """Return a digest of what a prediction depends on in addition to the run: versions, program and replay."""
+    """Return a digest of the versions, program and replay on which a prediction depends."""
     return digest([versions(), package_digest(run)])[:12]
 
 

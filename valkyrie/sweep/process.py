@@ -1,6 +1,6 @@
-"""The process of a trial: its log, its time limit, and how it is stopped.
+"""Runs the process of a trial, with its log and time limit.
 
-In a multirun over several processes it is process 0 of the trial. The others begin and end with it.
+In a multirun over several processes it is process 0 of the trial. The others start and end with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _POLL_S = 0.05
 
 
 class TrialProcess:
-    """A trial that runs in its own process, from when it is constructed."""
+    """A trial in a separate process, which the constructor starts."""
 
     def __init__(self, plan: TrialPlan, lock: TrialLock) -> None:
         self.plan = plan
@@ -40,7 +40,7 @@ class TrialProcess:
         try:
             lock.started(self._process.pid)
         except BaseException:
-            self.kill()  # nobody would watch it, and no later sweep could tell whose it is
+            self.kill()  # nobody would watch it, and no later sweep could know its owner
             raise
 
     @property
@@ -50,7 +50,7 @@ class TrialProcess:
 
     @property
     def grace_s(self) -> float:
-        """Seconds that it has to stop by itself, because a training saves its state."""
+        """Seconds until it is killed after an interrupt, because a training saves its state first."""
         return self.plan.mode.grace_s
 
     def poll(self) -> Trial | None:
@@ -69,7 +69,7 @@ class TrialProcess:
             self._members.ended()
         seconds = self.seconds
         if status != 0:
-            self.kill()  # what it has started ends with it
+            self.kill()  # also ends its children
         ended = outcome(plan.trial_folder, status) if self._stopped_at is None else over_limit(plan)
         return plan.ended(ended.status, ended.reason, self.started, seconds, ended.results)
 

@@ -1,43 +1,39 @@
-"""How the process of a trial ended: its status, the reason, and the numbers that its mode left."""
+"""Outcome of a trial's process: its status, the reason, and the results in the files of its mode."""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from valkyrie.compiled.communication import Communication
+from valkyrie.compiled.communication import Communication, upgrade_communication
 from valkyrie.config.modes import MEASURED, ModeConfig
 from valkyrie.paths import write_whole
 from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, PREEMPTED, REFUSED, describe_status
-from valkyrie.records import RecordError, decode, encode, load, read_record
+from valkyrie.records import RecordError, decode, load, read_record
 from valkyrie.runs.goodput import read_goodput
-from valkyrie.runs.results import (
-    CompileResult,
-    GoodputResult,
-    MemoryResult,
-    StepResult,
-    TrialResult,
-    training_traffic,
-)
 from valkyrie.runs.tracking import read_metrics
-from valkyrie.search.compile.prediction import Measurement, Prediction
-from valkyrie.sweep.trial import Status, known_values, upgrade_line
+from valkyrie.runs.wandb_writer import TRAFFIC
+from valkyrie.search.compile.prediction import CompileTimes, Measurement, MemoryReport, Prediction
+from valkyrie.sweep.trial import GoodputResult, Status, StepResult, TrialResult, upgrade_line
 from valkyrie.units import GIB
 
 OUTPUT, OUTCOME = "output.log", "outcome.json"
-"""The files of a trial's folder with all that its process printed, and with how it ended."""
+"""Files of a trial's folder: the output of its process, and its `Outcome`."""
 
 _ERROR_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|[FE]\d{4} .*)$")
 _LONGEST = 600
+_OLD_NAMES, _OLD_TOTAL = "comm_bytes/", "comm_bytes/total"
+"""Keys of the traffic in the summary of a training by version 1.0 and earlier."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended: its status, the reason where it is not ok, and its results."""
+    """Status of a trial, the reason if it is not ok, and its results."""
 
     status: Status
     reason: str | None = None
@@ -45,13 +41,14 @@ class Outcome:
 
     def write(self, folder: Path) -> None:
         """Write `outcome.json` into a trial's folder."""
-        write_whole(folder / OUTCOME, json.dumps(encode(self) | {"results": known_values(encode(self.results))}) + "\n")
+        plain = {"status": self.status.value, "reason": self.reason, "results": self.results.plain()}
+        write_whole(folder / OUTCOME, json.dumps(plain) + "\n")
 
 
 def outcome(folder: Path, returncode: int) -> Outcome:
-    """Return how a process ended: as its `outcome.json` says, or by its exit status if it left none.
+    """Return the outcome in `outcome.json`, or one derived from the exit status if there is no such file.
 
-    The last error in its log is only shown, as a part of the reason.
+    In that case the reason quotes the last error in the log. The log never decides the status.
     """
     try:
         file = folder / OUTCOME
@@ -76,7 +73,7 @@ def failure(reason: str) -> Outcome:
 
 
 def results_of(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:
-    """Return what a mode left in a run folder after it came to its end."""
+    """Return the outcome of a mode that has ended, from the results in its run folder."""
     if mode.results is None:
         return Outcome(Status.ok)
     file = folder / mode.results
@@ -89,20 +86,30 @@ def results_of(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:
 
 
 def trial_result(result: Prediction | Measurement) -> TrialResult:
-    """Return the numbers that a line of `trials.jsonl` keeps of a prediction or measurement."""
+    """Return the results of a prediction or measurement that a line of `trials.jsonl` stores."""
     sent = result.communication
-    plain = known_values(encode(replace(result, communication=sent and replace(sent, collectives=()))))
-    plain.pop("hints", None)  # a trial keeps their text alone
-    kept = decode(TrialResult, plain, "results")
-    if isinstance(result, Prediction):
-        kept = replace(kept, hints=tuple(hint.text for hint in result.hints))
-    return kept
+    common = TrialResult(
+        memory=result.memory or MemoryReport(),
+        step=StepResult() if result.step is None else StepResult(**vars(result.step)),
+        communication=sent and replace(sent, collectives=()),
+        compile=result.compile,
+    )
+    if isinstance(result, Measurement):
+        timed = {"simulated": result.simulated, "devices": result.devices, "trace": result.trace, "loss": result.loss}
+        return replace(common, **timed)
+    return replace(
+        common,
+        parameters=result.parameters,
+        parts=result.parts,
+        placement=result.placement,
+        hints=tuple(hint.text for hint in result.hints),
+    )
 
 
 def training_results(metrics: Path) -> TrialResult:
-    """Return rates, memory and losses of a training; of one in several parts, the last part's that has any.
+    """Return the rates, memory and losses of a training, from its last part that has any.
 
-    A training that did not come to an end has the rates of its last record.
+    The rates of an unfinished training are those of its last record.
     """
     records = read_metrics(metrics) if metrics.is_file() else []
     summary: dict[str, Any] = {}
@@ -118,9 +125,9 @@ def training_results(metrics: Path) -> TrialResult:
         goodput = GoodputResult(spent.wall_s, spent.seconds, spent.restarts, spent.share, known.get("data_wait"))
     return TrialResult(
         step=decode(StepResult, known | {"p90_s": known.get("step_p90_s")}, str(metrics)),
-        memory=MemoryResult(peak=None if peak is None else round(peak * GIB)),
+        memory=MemoryReport(peak=None if peak is None else round(peak * GIB)),
         communication=None if traffic is None else decode(Communication, traffic, str(metrics)),
-        compile=CompileResult(compile_s=summary["compile_s"]) if "compile_s" in summary else None,
+        compile=CompileTimes(compile_s=summary.get("compile_s")),
         simulated=summary.get("simulated"),
         loss=last.get("loss"),
         eval_loss=summary.get("eval_loss"),
@@ -130,8 +137,19 @@ def training_results(metrics: Path) -> TrialResult:
     )
 
 
+def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the traffic in a training's summary as JSON values, or None if its program could not be read."""
+    if TRAFFIC in summary:
+        return upgrade_communication(summary)[TRAFFIC]
+    if _OLD_TOTAL not in summary:
+        return None
+    by_axes = {key.removeprefix(_OLD_NAMES): size for key, size in summary.items() if key.startswith(_OLD_NAMES)}
+    traffic = {"bytes": by_axes.pop("total"), "bytes_by_mesh_axes": by_axes}
+    return upgrade_communication({TRAFFIC: traffic})[TRAFFIC]
+
+
 def last_error(output: Path) -> str:
-    """Return the last line of a process's output that is an error, else its last line."""
+    """Return the last line of the output that is an error, or else the last line."""
     text = output.read_text(errors="replace") if output.is_file() else ""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines[-60:] if _ERROR_LINE.match(line)]

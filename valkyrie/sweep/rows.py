@@ -1,4 +1,4 @@
-"""Trials as flat rows, from which tables, figures and W&B take what they show. Imports no JAX."""
+"""Trials as flat rows for tables, figures and W&B. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.parts import StepPart
 from valkyrie.runs.goodput import Goodput
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.runs.results import StepResult
 from valkyrie.sweep.noise import places
-from valkyrie.sweep.trial import Status, Trial
+from valkyrie.sweep.trial import Status, StepResult, Trial
 from valkyrie.sweep.varied import target_of, varied_settings
 
 STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
-"""What the speeds of each stage are called."""
+"""Adjective for the speeds of each stage."""
 AT_HAND = "auto"
-"""The target that is whatever devices there are."""
+"""Name of the target that means the devices of this machine."""
 _SIMULATED = (AT_HAND, "cpu")
 _UNKNOWN = LayoutRecord("?", "?", "?", "unknown target")
 
@@ -31,7 +30,7 @@ _UNKNOWN = LayoutRecord("?", "?", "?", "unknown target")
 class SpeedKind(NamedTuple):
     """Trials whose speeds are of one kind: from one stage, on one target, simulated or not.
 
-    `target` includes topology and slices if they were given. For a measurement on the devices at hand it names them.
+    `target` includes topology and slices if they were given. For a measurement on this machine it names the devices.
     """
 
     stage: str
@@ -40,7 +39,7 @@ class SpeedKind(NamedTuple):
 
     @property
     def devices(self) -> str:
-        """What the speeds were measured on: `simulated devices`."""
+        """The devices of a measurement, such as `simulated devices`."""
         if not self.simulated:
             return "the devices at hand" if self.target == AT_HAND else self.target
         return "simulated devices" + ("" if self.target in _SIMULATED else f" ({self.target})")
@@ -53,9 +52,9 @@ class SpeedKind(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """What a step computes, whatever the layout. Only speeds of the same work are compared in sentences.
+    """The computation of a step, independent of the layout. Sentences compare only speeds of the same work.
 
-    `varied` is what the sweep varies besides layout and the other fields: `("layers=12", "state_size=1024")`.
+    `varied` are further settings that the sweep varies: `("layers=12", "state_size=1024")`.
     """
 
     model: str
@@ -66,36 +65,36 @@ class Workload(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Model, batch, length and what was varied, without the precision."""
+        """Model, batch, length and varied settings, without the precision."""
         return ", ".join(
             [self.model, f"{self.batch} x {self.seq} tokens", *([" ".join(self.varied)] * bool(self.varied))]
         )
 
     @property
     def step(self) -> tuple[object, ...]:
-        """What is computed, in any precision. Pairs predictions with measurements."""
+        """The computation in any precision, as the key that pairs predictions with measurements."""
         return self.model, self.batch, self.seq, self.varied
 
 
 @dataclass(frozen=True)
 class Row:
-    """A trial, flat. Seconds, bytes of one device, tokens a second; None if unknown.
+    """A trial as a row. Units are seconds, bytes of one device and tokens per second. None means unknown.
 
     Args:
         source: Folder of its sweep.
         about: Its layout, with question marks if its configuration makes no run.
-        peak: Peak memory of one device, or what it would need if it does not fit.
-        parts: Parts of a step; of a measured one its collectives and the rest.
+        peak: Peak memory of one device, or the memory needed if it does not fit.
+        parts: Time of a step by part. A measured step is split into collectives and the rest.
         sent: Bytes that one device sends in a step, by mesh axes.
         exposed_s: Seconds that a predicted step waits for communication.
-        price: Dollars of a chip in an hour, on demand.
-        per_million: Dollars of a million tokens.
-        goodput: Where the wall time of a training went.
+        price: Dollars per hour of a chip, on demand.
+        per_million: Dollars per million tokens.
+        goodput: Wall time of a training by kind.
         folder: Its run folder, if there is one.
         rank: Its rank in a table, equal within the noise.
-        label: What distinguishes it from the other rows of a table.
+        label: Name that distinguishes it from the other rows of a table.
         alike: A simpler partition that shards every array in the same way.
-        front: Whether no other layout of its work is as fast with less memory.
+        front: Whether it is on the Pareto front of speed and memory among rows of its work.
     """
 
     trial: Trial
@@ -165,13 +164,13 @@ class Row:
 
     @property
     def sent_bytes(self) -> float | None:
-        """Bytes that one device sends in a step, over all axes; None if no program was read."""
+        """Bytes that one device sends in a step over all axes, or None if unknown."""
         traffic = self.trial.results.communication
         return None if traffic is None else sum(self.sent.values()) if self.sent else traffic.bytes
 
     @property
     def verdict(self) -> str:
-        """Kind of its speed, or why it has none: `predicted`, `refused: batch=7 is odd`."""
+        """Kind of its speed, or the reason why it has none: `predicted`, `refused: batch=7 is odd`."""
         if self.trial.status is not Status.ok:
             return f"{self.status}: {self.trial.short_reason}"
         return self.trial.kind if self.ok else ""
@@ -209,9 +208,9 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
     Args:
         trial: The trial.
         folder: Folder of its sweep.
-        simulated: Whether its devices are no accelerators.
-        devices: What a measurement on the devices at hand used, such as `8 x NVIDIA H100`.
-        varied: What its sweep varies in addition to the layout.
+        simulated: Whether its devices are simulated.
+        devices: Devices of a measurement on this machine, such as `8 x NVIDIA H100`, or None.
+        varied: Settings that its sweep varies in addition to the layout.
     """
     about, results, target = trial.about or _UNKNOWN, trial.results, target_of(trial)
     step, memory, spent = results.step, results.memory, results.goodput
@@ -260,9 +259,9 @@ def with_ranks(rows: Sequence[Row]) -> list[Row]:
 
 
 def _price(trial: Trial, simulated: bool) -> float | None:
-    """Price of a chip in dollars per hour: as the stage recorded it, else from the chip's file."""
+    """Return the price of a chip in dollars per hour, as recorded or else from the chip's file. None if unknown."""
     step, about = trial.results.step, trial.about
-    per_dollar = (step.tokens_per_dollar or {}).get("on_demand")
+    per_dollar = step.tokens_per_dollar.get("on_demand")
     if about is None:
         return None
     if per_dollar and about.chips and step.tokens_per_second:

@@ -1,4 +1,4 @@
-"""Carries out trials: skips recorded ones, refuses illegal ones without a process, runs and records the others."""
+"""Carries out trials: skips recorded ones, refuses illegal ones, and runs and records the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Watcher(Protocol):
 
 
 class TrialTimeout(BaseException):
-    """A trial in this process took longer than its limit. No `Exception`, which would be the trial's own failure."""
+    """A trial in this process exceeded its time limit. Not an `Exception`, which would count as its failure."""
 
 
 def carry_out_here(

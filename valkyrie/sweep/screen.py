@@ -1,4 +1,4 @@
-"""The progress of a sweep: a live table in a terminal, one line for each trial elsewhere."""
+"""Progress of a sweep: a live table in a terminal, or else one line per trial."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _STYLES = {Status.ok: "green", Status.refused: "dim", Status.does_not_fit: "yell
 
 
 REFUSED_LINES = 10
-"""How many refused trials get a line each; the others are counted."""
+"""Number of refused trials that get a line each. The others are counted."""
 
 
 class Lines:
-    """Prints a line for every trial that has ended, with its place among `total`, and counts trials done before."""
+    """Prints a numbered line for every trial that ends, and the number of trials done before."""
 
     def __init__(self, console: Console | None = None, total: int = 1) -> None:
         self.console, self.total, self.done = console or make_console(), total, 0
@@ -47,7 +47,7 @@ class Lines:
         self._print_counts()
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """Print how many needed no process, and that another sweep runs the others."""
+        """Print the number of trials without a process, and a line if another sweep runs the remaining ones."""
         self._print_counts()
         if waiting and not processes and not self._others:
             line = f"{waiting} trial{'s' * (waiting > 1)} left, which another sweep is running: waiting for it"
@@ -55,7 +55,7 @@ class Lines:
         self._others = bool(waiting and not processes)
 
     def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
-        """Print the trial's line, after the output of a mode without numbers."""
+        """Print the trial's line. The output of a mode without numbers comes before it."""
         self.done += 1
         self._refused += trial.status is Status.refused
         if self.total > 1 and earlier:
@@ -81,7 +81,7 @@ class Lines:
 
 
 class LiveScreen(Lines):
-    """The lines, and below them, during the sweep, the running trials, the best so far, and the time left."""
+    """Prints the lines, and below them the running trials, the best trial so far, and the time left."""
 
     def __init__(self, console: Console, total: int, jobs: int, name: str) -> None:
         super().__init__(console, total)
@@ -102,7 +102,7 @@ class LiveScreen(Lines):
         self._live.stop()
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """Keep what is shown at the next refresh."""
+        """Update the values of the next refresh."""
         super().running(processes, waiting)
         self._processes, self._waiting = list(processes), waiting
 

@@ -1,4 +1,4 @@
-"""Spaces of layouts and models: what a multirun varies, read from its configuration and arguments. No JAX."""
+"""Spaces of layouts and models, read from the configuration and arguments of a multirun. No JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from valkyrie.sweep.composer import Composer
 from valkyrie.trees import as_written
 
 ALL, DEFAULT = "all", "default"
-"""Words of a space: every partition or placement, and the placement of a mesh that names none."""
+"""Words of a space: all partitions or placements, and the placement of a mesh that names none."""
 SPACE = "hydra.sweeper.space"
 """The key of the space on the command line."""
 LAYOUT_KEYS = {
@@ -34,10 +34,10 @@ LAYOUT_KEYS = {
 
 
 class Same(Enum):
-    """Which meshes count once under a partition.
+    """How duplicate meshes of a partition are removed.
 
-    `none`: each mesh is a cell. `sharding`: meshes that put every part of every array on the same device, so that the
-    same step is compiled. `roles`: meshes that give every role as many devices, wherever these are.
+    `none`: each mesh is a cell. `sharding`: meshes are equal if every device holds the same part of every array, so
+    that the same step is compiled. `roles`: meshes are equal if every role has the same number of devices.
     """
 
     none = "none"
@@ -47,7 +47,7 @@ class Same(Enum):
 
 @dataclass
 class SpaceConfig:
-    """What `hydra/sweeper=layouts` varies; `conf/hydra/sweeper/layouts.yaml` explains each key with an example.
+    """The space of `hydra/sweeper=layouts`. `conf/hydra/sweeper/layouts.yaml` explains each key with an example.
 
     `meshes`: sizes joined by x, with letters for every factorisation of the devices (`AxBxC`, `2sAxBxC`).
     `devices`: for those; null takes the target's, or the mesh's if the target is `auto`. `partitions`: names, or
@@ -68,7 +68,7 @@ class SpaceConfig:
     same: Same = Same.sharding
 
     def problems(self) -> list[Problem]:
-        """Return everything that is wrong with these settings."""
+        """Return all problems of these settings."""
         problems = []
         for name in LAYOUT_KEYS.values():
             if getattr(self, name) == []:
@@ -95,17 +95,17 @@ class SweepSpace:
 
 @dataclass(frozen=True)
 class ModelVariant:
-    """One combination of everything that is not layout: its overrides, and the run they compose to."""
+    """One combination of the settings outside the layout, with its overrides and composed run."""
 
     overrides: tuple[str, ...]
     run: Run
 
 
 def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str], composer: Composer) -> SweepSpace:
-    """Read the space of a configuration and the arguments of a multirun. Raises ValueError with what to write instead.
+    """Read the space from a configuration and the arguments of a multirun. Raises ValueError with a remedy.
 
-    An argument with a layout's key replaces that of the space. A list for another key multiplies with the space, and
-    replaces an equal key in `vary`; a single value is the same for all trials.
+    An argument with a key of the layout replaces that key of the space. A list for another key multiplies the space,
+    and replaces an equal key in `vary`. A single value is the same for all trials.
     """
     typed = OmegaConf.structured(SpaceConfig)
     try:
@@ -114,7 +114,7 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
         raise ProblemError([unknown_key(f"{SPACE}.{error.full_key}", error.parent_node)]) from error
     except OmegaConfBaseException as error:
         raise ValueError(f"{SPACE}.{refusal_of(error)}") from error
-    vary: dict[str, Any] = {
+    vary: dict[str, object] = {
         str(k): OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in typed.vary.items()
     }
     fixed: list[str] = []
@@ -143,7 +143,7 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
 
 
 def compose_variants(space: SweepSpace, composer: Composer) -> list[ModelVariant]:
-    """Return every combination of what a space varies in addition to the layout, composed."""
+    """Compose every combination of the settings that a space varies in addition to the layout."""
     choices = [_choices(key, values, composer) for key, values in space.config.vary.items()]
     variants = []
     for combination in itertools.product(*choices):
@@ -158,7 +158,7 @@ def compose_variants(space: SweepSpace, composer: Composer) -> list[ModelVariant
 
 
 class _Written(str):
-    """A value as the command line has it, quoted if necessary."""
+    """A value in the grammar of the command line, quoted if necessary."""
 
 
 def _values(override: Override) -> list[str]:

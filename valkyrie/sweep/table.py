@@ -21,7 +21,7 @@ NO_RESULT = (Status.failed, Status.killed, Status.timeout)
 
 
 def verdict(trial: Trial) -> str:
-    """Return the numbers of a trial, or why it has none; speeds of simulated devices are marked."""
+    """Return the numbers of a trial, or the reason why it has none. Marks speeds of simulated devices."""
     if trial.status is not Status.ok:
         return f"{trial.status.value}: {trial.short_reason}"
     parts, step, results = [], trial.results.step, trial.results
@@ -39,10 +39,7 @@ def verdict(trial: Trial) -> str:
 
 
 def table(trials: Sequence[Trial], folder: Path, rows: int = 40) -> Table:
-    """Return the ranked table of a sweep: every trial that was started, without empty columns.
-
-    `folder` is the sweep's, and at most `rows` trials are shown.
-    """
+    """Return the ranked table of the trials that were started, at most `rows` of them, without empty columns."""
     shown = ranked(row for row in rows_of({folder: trials}) if row.trial.status is not Status.refused)
     listed = with_ranks(shown)[:rows]
     filled = [column for column in TERMINAL if any(column.text(row) for row in listed)]
@@ -55,16 +52,16 @@ def table(trials: Sequence[Trial], folder: Path, rows: int = 40) -> Table:
 
 
 def tally(trials: Sequence[Trial]) -> str:
-    """Return how many trials there are, and of what status: `12 trials: 9 ok, 2 refused, 1 killed`."""
+    """Count trials by status: `12 trials: 9 ok, 2 refused, 1 killed`."""
     counts = Counter(trial.status for trial in trials)
     parts = ", ".join(f"{counts[s]} {s.value.replace('_', ' ')}" for s in Status if counts[s])
     return f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {parts or 'none'}"
 
 
 def ending(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> list[str]:
-    """Return the lines under the table: the tally, reasons of refusals, the folder, and what to do next.
+    """Return the lines below the table: the tally, reasons of refusals, the folder and the page.
 
-    `complete`: the sweep has finished, so its page exists already.
+    `complete` is True if the sweep has finished, so that its page exists.
     """
     lines = [tally(trials)]
     refused = [trial for trial in trials if trial.status is Status.refused]

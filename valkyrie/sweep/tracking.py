@@ -1,7 +1,7 @@
-"""What W&B has of a sweep: one group, a run for every trial, and a parent run with the table and plots.
+"""Reports sweeps to W&B: a group with a run for every trial, and a parent run with the table and plots.
 
-The id of a run follows from the sweep's folder and the trial's key: a trial that is carried out again updates its run.
-What was reported of a run lies in the folder that W&B keeps of it, and is not reported again. Imports no JAX.
+The id of a run is derived from the sweep's folder and the trial's key, so that a repeated trial updates its run. The
+reported content is stored in W&B's folder of the run and is not reported again. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from valkyrie.sweep.rows import Row, row_of
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 REPORTED = "reported.json"
-"""The file of W&B's folder of a run with what the run was made of."""
+"""File in W&B's folder of a run with the content that was reported."""
 
 _ENDED_BADLY = {Status.failed, Status.killed, Status.timeout}
 _QUICK = {
@@ -42,7 +42,7 @@ _QUICK = {
     "disable_git": True,
     "disable_code": True,
 }
-"""A run of a trial says nothing of this process or machine: the trial ran elsewhere."""
+"""Settings that record nothing about this process or machine, because the trial ran in another process."""
 
 _PLOTTED = ("label", "tokens_per_second")
 
@@ -81,7 +81,7 @@ class SweepTracker:
         try:
             with self._alone():
                 report(*arguments)
-        except Exception as error:  # a tracker must never end a sweep: say it, keep trials.jsonl
+        except Exception as error:  # a tracker must never end a sweep
             self._writer.mode = WandbMode.off
             self._say(
                 f"W&B did not take the sweep ({type(error).__name__}: {error}); trials.jsonl is written all the same."
@@ -157,7 +157,7 @@ class SweepTracker:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lock out other sweeps in the folder, so that each sees what the others have reported."""
+        """Lock out other sweeps in the folder, so that no trial is reported twice."""
         (self._folder / "wandb").mkdir(parents=True, exist_ok=True)
         with open_to_append(self._folder / "wandb" / ".lock") as file:
             lock(file)
@@ -170,8 +170,8 @@ def trial_id(config: TrackingConfig, folder: Path, key: str) -> str:
     return digest(repr(where))[:16]
 
 
-def summary_of(row: Row) -> dict[str, Any]:
-    """Return the known numbers of a trial under W&B's names, with the bytes that it sends over each mesh axis."""
+def summary_of(row: Row) -> dict[str, object]:
+    """Return the known numbers of a trial under W&B's names, including the bytes sent by mesh axes."""
     summary = {column.key: column.scaled(row) for column in WANDB_RUN}
     summary |= {f"comm_bytes/{axes}": size for axes, size in row.sent.items()}
     return {key: value for key, value in summary.items() if value is not None}
@@ -188,8 +188,8 @@ def _row(trial: Trial, folder: Path) -> Row:
     return row_of(trial, folder, bool(trial.results.simulated), trial.results.devices, ())
 
 
-def _settings(trial: Trial, folder: Path) -> dict[str, Any]:
-    """Return all settings of a trial's run, nested; those in its record if it never ran."""
+def _settings(trial: Trial, folder: Path) -> dict[str, object]:
+    """Return all settings of a trial's run, nested, or those in its record if it never ran."""
     file = None if trial.folder is None else folder / trial.folder / RUN
     if file is not None and file.is_file():
         values = OmegaConf.to_container(OmegaConf.load(file))
@@ -206,19 +206,19 @@ def _settings(trial: Trial, folder: Path) -> dict[str, Any]:
 
 
 def _trained(trial: Trial, folder: Path) -> bool:
-    """Return whether a trial reported to W&B itself, judged by W&B's folder in the trial's."""
+    """Return whether a trial reported itself to W&B, and so has a W&B folder."""
     mode = mode_named(trial.stage)
     if mode is None or not mode.tracked or trial.status is not Status.ok or trial.folder is None:
         return False
     return any((folder / trial.folder).glob("wandb/*run-*"))
 
 
-def _table_and_plots(rows: list[list[Any]]) -> dict[str, Any]:
-    """Return the parent run's record: the table of all trials, and plots of those with speeds and memory."""
+def _table_and_plots(rows: list[list[Any]]) -> dict[str, object]:
+    """Return the parent run's record: the table of all trials, and plots of speeds and memory."""
     import wandb
 
     keys = [column.key for column in WANDB_TABLE]
-    record: dict[str, Any] = {"trials": wandb.Table(columns=[*keys], data=rows, allow_mixed_types=True)}
+    record: dict[str, object] = {"trials": wandb.Table(columns=[*keys], data=rows, allow_mixed_types=True)}
     rated = [dict(zip(keys, row, strict=True)) for row in rows]
     rated = [row for row in rated if row["tokens_per_second"] is not None]
     word = " (simulated)" if any(row["simulated"] for row in rated) else ""
@@ -237,9 +237,9 @@ def _table_and_plots(rows: list[list[Any]]) -> dict[str, Any]:
     return record
 
 
-def _totals(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return how many trials have each status, and the fastest layout of each stage."""
-    totals: dict[str, Any] = {f"trials/{s.value}": sum(row.trial.status is s for row in rows) for s in Status}
+def _totals(rows: Sequence[Row]) -> dict[str, object]:
+    """Return the number of trials by status, and the fastest layout of each stage."""
+    totals: dict[str, object] = {f"trials/{s.value}": sum(row.trial.status is s for row in rows) for s in Status}
     for stage in sorted({row.trial.stage for row in rows}):
         timed = [row for row in rows if row.trial.stage == stage and row.rate_per_chip is not None]
         if timed:

@@ -1,7 +1,9 @@
-"""Trials, each a layout and what became of it: one line of `trials.jsonl`. Imports no JAX.
+"""Trials: one layout each, with its status and results. A trial is a line of `trials.jsonl`. Imports no JAX.
 
-The file is append-only. Writers take a lock on it, so that two sweeps may share it; a last line that a crash or a full
-disk tore is cut off by the next writer and left out by readers. A later line of a key replaces an earlier one.
+The file is append-only. Writers lock it, so that two sweeps may share it. If a crash or a full disk leaves an
+incomplete last line, readers skip it and the next writer removes it. A later line replaces an earlier one of its key.
+
+Units are seconds of a step and bytes of a device. None means unknown.
 """
 
 from __future__ import annotations
@@ -9,34 +11,38 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from valkyrie.compiled.communication import CollectiveTrace, Communication
 from valkyrie.config.modes import mode_named
+from valkyrie.parts import StepPart
 from valkyrie.paths import open_to_append
+from valkyrie.problems import ProblemRecord
 from valkyrie.processes.locks import lock
 from valkyrie.records import RecordError, decode, encode
 from valkyrie.runs.folder import key_values
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
-from valkyrie.runs.results import TrialResult, upgrade_results
 from valkyrie.runs.tracking import cut_torn_line
+from valkyrie.search.compile.prediction import CompileTimes, MeasuredStep, MemoryReport, PredictedStep
+from valkyrie.search.compile.upgrade import upgrade_results
 
 SCHEMA = 1
-"""The version of a line; it grows when a key changes its meaning. Keys may be added without it."""
+"""Version of a line. It increases if a key changes its meaning, but not if keys are added."""
 
 TRIALS = "trials.jsonl"
-"""The file of a sweep's folder."""
+"""File name, in the sweep's folder."""
 PAGE = "report.html"
-"""The page of a sweep's folder, as `valkyrie-report` writes it."""
+"""File name of the page that `valkyrie-report` writes into a sweep's folder."""
 _REASON = 160
-"""Letters of a reason that tables show."""
+"""Characters of a reason that tables show."""
 
 
 class Status(Enum):
-    """What became of a trial."""
+    """Status of a trial."""
 
     ok = "ok"
     refused = "refused"  # an illegal layout: no process was started
@@ -47,20 +53,93 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
+class StepResult(PredictedStep, MeasuredStep):
+    """Time of a predicted, measured or trained step. A training may record its rate alone."""
+
+    step_s: float | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+@dataclass(frozen=True)
+class GoodputResult:
+    """Wall time of a training by kind, its share in steps that count, and the share of steps that wait for data."""
+
+    wall_s: float
+    seconds: dict[str, float]
+    restarts: int
+    share: float | None = None
+    data_wait: float | None = None
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """Results of a prediction, a measurement or a training.
+
+    Args:
+        parts: Time of a predicted step by part.
+        communication: Bytes that a device sends, without the single collectives.
+        trace: Time in collectives of a measured step.
+        placement: Location of each mesh axis on the torus, for display.
+        simulated: Whether the devices are simulated, so that no time is real.
+        devices: The devices of a measurement, such as `8 x NVIDIA H100`.
+        hints: Advice, for display.
+        steps: Last step of a training.
+        finished: Whether that is the last step requested.
+    """
+
+    parameters: int | None = None
+    memory: MemoryReport = MemoryReport()
+    step: StepResult = StepResult()
+    parts: tuple[StepPart, ...] = ()
+    communication: Communication | None = None
+    trace: CollectiveTrace | None = None
+    placement: tuple[str, ...] = ()
+    compile: CompileTimes = CompileTimes()
+    simulated: bool | None = None
+    loss: float | None = None
+    hints: tuple[str, ...] = ()
+    devices: str | None = None
+    eval_loss: float | None = None
+    steps: int | None = None
+    finished: bool | None = None
+    goodput: GoodputResult | None = None
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that a device sends in a step by mesh axes."""
+        return {} if self.communication is None else self.communication.by_label
+
+    @property
+    def objective(self) -> float:
+        """Tokens/s/chip, which a sweeper may maximise, or 0.0 if unknown."""
+        return self.step.tokens_per_second_per_chip or 0.0
+
+    def plain(self) -> dict[str, Any]:
+        """Return JSON values without unknown numbers and empty lists."""
+        plain = encode(self)
+        for group in (plain["memory"], plain["step"], plain):
+            for key in [key for key, value in group.items() if value in ((), [])]:
+                del group[key]
+        return known_values(plain)
+
+
+@dataclass(frozen=True)
 class Trial:
     """One line of `trials.jsonl`.
 
-    `key` is a digest of everything that decides the result: two trials of one key are the same. `name` is its folder's,
-    `sweep` the name of the sweep, `stage` the mode that ran: `compile`, `measure`, `train`. `started` is UTC in ISO
-    8601, `wall_s` the seconds of its process. `overrides` are the command line's; `values` are those that decide what
-    a step computes, by their keys, whether the command line names them or not (`model.layers`: `4`), and empty in a
-    record of before or of what makes no run. `problems` are those of a refused run, as `Problem.record` gives them; a
-    record of before has none. `about` describes the run in words, as `summary.about` gives it
-    (layout, mesh, axes, degrees, partition, model, target, chips, batch, seq, ...); of a refused trial what is known
-    of it. `folder` is its run folder, relative to the file. `flags` say where a configuration of one's own lies, as the
-    command line would (`--config-dir`, its folder absolute).
-
-    `results` are the numbers of the mode, without the causes of its communication; empty where there are none.
+    Args:
+        key: Digest of everything that determines the result. Trials with equal keys are the same.
+        name: Name of the trial's folder.
+        sweep: Name of the sweep.
+        stage: Mode that ran: `compile`, `measure`, `train`.
+        overrides: Overrides of the command line.
+        about: The layout, or what is known of it if the trial was refused. None if the configuration makes no run.
+        started: UTC time in ISO 8601.
+        wall_s: Seconds of its process.
+        folder: Run folder, relative to the file.
+        values: Settings that determine what a step computes, by key (`model.layers`: `4`), whether the command line
+            names them or not. Empty in older records.
+        flags: Flags of the command line that locate a user's configuration (`--config-dir` and an absolute path).
+        problems: Problems of a refused run. Empty in older records.
     """
 
     key: str
@@ -77,7 +156,7 @@ class Trial:
     results: TrialResult = TrialResult()
     values: dict[str, str] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
-    problems: list[dict[str, Any]] = field(default_factory=list)
+    problems: tuple[ProblemRecord, ...] = ()
 
     @property
     def title(self) -> str:
@@ -86,28 +165,27 @@ class Trial:
 
     @property
     def short_reason(self) -> str:
-        """The beginning of its reason, on one line."""
+        """The first `_REASON` characters of the reason, on one line."""
         reason = " ".join((self.reason or "no reason known").split())
         return reason if len(reason) <= _REASON else reason[: _REASON - 3] + "..."
 
     @property
     def kind(self) -> str:
-        """How its speed must be marked: simulated, predicted, or not at all."""
+        """Mark of its speed: `simulated`, `predicted`, or empty if it was measured on real devices."""
         if self.results.simulated:
             return "simulated"
         mode = mode_named(self.stage)
         return "predicted" if mode is not None and mode.predicts else ""
 
     def to_json(self) -> str:
-        """Return the line, without its end. A number that is not finite, as a diverged loss, is left out."""
+        """Return the line without a newline. Omits numbers that are not finite, such as a diverged loss."""
         values = {"schema": SCHEMA} | encode(self)
-        for key in ("about", "results"):
-            values[key] = known_values(values[key] or {})
+        values |= {"about": known_values(values["about"] or {}), "results": self.results.plain()}
         return json.dumps(values, allow_nan=False)
 
     @staticmethod
     def from_json(line: str | bytes) -> Trial:
-        """Return the trial of a line; ValueError for a line of a newer schema, or one that is none, with the remedy."""
+        """Parse a line. Raises ValueError, with the remedy, for a newer schema or a malformed line."""
         try:
             values = json.loads(line)
         except ValueError as error:
@@ -142,7 +220,7 @@ class TrialLog:
         self.path = folder / TRIALS
 
     def append(self, trials: Iterable[Trial]) -> None:
-        """Write lines and wait until they are on disk; OSError names the file where the disk does not take them."""
+        """Write lines and wait until they are on disk. Raises OSError with the file name if that fails."""
         body = "".join(trial.to_json() + "\n" for trial in trials).encode()
         if not body:
             return
@@ -159,9 +237,9 @@ class TrialLog:
                 raise OSError(error.errno, message, str(self.path)) from error
 
     def read(self) -> list[Trial]:
-        """Return the newest line of every key, in the order in which keys first came.
+        """Return the newest line of every key, in the order in which keys first appear.
 
-        ValueError names the file and the line that is no trial, or one of a newer schema, and says what to do.
+        Raises ValueError, with the line number and the remedy, for a malformed line or a newer schema.
         """
         trials: dict[str, Trial] = {}
         lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.is_file() else []
@@ -174,16 +252,18 @@ class TrialLog:
         return list(trials.values())
 
 
-def upgrade_line(line: dict[str, Any]) -> dict[str, Any]:
+def upgrade_line(line: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the results of an older line. Raises RecordError if they are malformed."""
-    if not isinstance(line.get("results"), dict):
-        return line
+    results = line.get("results")
+    if not isinstance(results, dict):
+        return dict(line)
+    hints = {"hints": results["hints"]} if "hints" in results else {}  # texts, unlike those of a prediction
     try:
-        return line | {"results": upgrade_results(line["results"])}
-    except ValueError as error:
-        raise RecordError(TRIALS, "$.results.seconds", str(error)) from error
-    except (AttributeError, TypeError) as error:
-        raise RecordError(TRIALS, "$.results.communication", str(error)) from error
+        new = upgrade_results({key: value for key, value in results.items() if key != "hints"})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        key = "seconds" if "seconds" in results else "communication"
+        raise RecordError(TRIALS, f"$.results.{key}", f"cannot be read ({error})") from error
+    return {**line, "results": known_values(new | hints)}
 
 
 def _damaged(why: str) -> ValueError:
@@ -191,7 +271,7 @@ def _damaged(why: str) -> ValueError:
 
 
 def known_values(value: Any) -> Any:
-    """Return plain values without what is unknown: None, empty groups, and numbers that are not finite."""
+    """Return JSON values without unknown ones: None, empty objects, and numbers that are not finite."""
     if isinstance(value, dict):
         known = {key: known_values(inner) for key, inner in value.items()}
         return {key: inner for key, inner in known.items() if inner is not None and inner != {}}

@@ -25,12 +25,12 @@ _OF_A_STEP = _OF_THE_MODEL | {"precision", "optimizer"}
 def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], tuple[str, ...]]:
     """Return the varied settings of every trial (`state_size=1024`), by its sweep's folder and its key.
 
-    A key is varied if trials of one sweep, stage and target differ in it. For a key of the model it is enough that any
-    two trials differ, for one of the precision or the optimizer two of one stage and target. A key that follows from
-    the model, batch and length, or from earlier keys, is left out, so that keys that vary together are named once. Keys
-    are shortened to the part after their last dot if that is unique.
+    A key is varied if trials of one sweep, stage and target differ in it. For keys of the model any two trials count,
+    and for keys of the precision or optimizer any two of one stage and target. A key that follows from the model, batch
+    and length, or from earlier keys, is omitted, so that keys that vary together are named once. Keys are shortened to
+    the part after their last dot if that is unique.
 
-    A record has the values of all keys, whether the trial named them or not. Older records have only the named ones.
+    Records have the values of all keys, and older records only those of keys that the trial named.
     """
     settings = {(folder, t.key): (t, _settings(t)) for folder, trials in sweeps.items() for t in trials}
     keys = _distinguishing(list(settings.values()), _differing(sweeps))

@@ -113,6 +113,11 @@ class MemoryReport:
     largest: tuple[Allocation, ...] = ()
     savings: tuple[Saving, ...] = ()
 
+    @property
+    def required(self) -> int | None:
+        """The peak, or the memory needed if the program does not fit."""
+        return self.needed if self.peak is None else self.peak
+
 
 @dataclass(frozen=True)
 class StepInterval:
