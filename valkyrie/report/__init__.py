@@ -1,1 +1,1 @@
-"""The report of sweeps: `trials.jsonl` and run folders, ranked, explained and drawn. Imports no JAX."""
+"""Reports of sweeps: ranks, explains and draws `trials.jsonl` and run folders. Imports no JAX."""

@@ -1,4 +1,4 @@
-"""The page of a multirun, written at its end in the process that the user started."""
+"""Hydra callback that writes the page of a multirun at its end, in the process that the user started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SweepPage(Callback):
             from valkyrie.report.page import write_report
 
             write_report(folder)
-        except Exception as error:  # Hydra would make a warning of it, and keep the page of before
+        except Exception as error:  # Hydra would only warn, and the stale page would remain
             problem = f"the page could not be written ({type(error).__name__}: {error})"
             print(
                 f"{problem}{_removed(folder / PAGE)}. Once it can be: {command_name('valkyrie-report')} {folder}",
@@ -35,7 +35,7 @@ class SweepPage(Callback):
 
 
 def _removed(page: Path) -> str:
-    """Remove the stale page and return the words that report it."""
+    """Remove the stale page and return a clause that reports it."""
     if not page.exists():
         return ""
     try:

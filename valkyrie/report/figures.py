@@ -1,33 +1,37 @@
-"""The figures of the page: for each its title and caption, its data and its Vega-Lite specification."""
+"""The figures of the page, each with its title, caption, data and Vega-Lite specification."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from valkyrie.report import colours, specs, values
 from valkyrie.report.specs import CONFIG, SCHEMA, Spec
+from valkyrie.report.values import Values
 from valkyrie.sweep.rows import Row
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure: `words` say what is seen to somebody who never saw one; `values` takes its data from ranked rows.
+    """A figure of the page.
 
-    `empty` is shown where there is nothing to draw. `spec` gets whether the speeds are simulated, and the values.
+    Args:
+        words: Caption, for a first-time reader.
+        empty: Text if there is nothing to draw.
+        values: Returns the data, given ranked rows.
+        spec: Returns the specification, given whether the speeds are simulated, and the data.
     """
 
     id: str
     title: str
     words: str
     empty: str
-    values: Callable[[Sequence[Row]], list[dict[str, Any]]]
-    spec: Callable[[bool, Sequence[dict[str, Any]]], Spec]
+    values: Callable[[Sequence[Row]], Values]
+    spec: Callable[[bool, Values], Spec]
 
 
 def specification(figure: Figure, rows: Sequence[Row]) -> Spec | None:
-    """Return the complete Vega-Lite specification of a figure of ranked rows; None where there is nothing to draw."""
+    """Return the complete Vega-Lite specification of a figure of ranked rows, or None if there is nothing to draw."""
     data = figure.values(rows)
     if not data:
         return None
@@ -115,7 +119,7 @@ OF_A_GROUP = [SPEED, HEAT, PARTS_OF_STEP, SENT, MEMORY]
 
 
 def of_all(rows: Sequence[Row]) -> list[Figure]:
-    """Return the figures of all trials together: each where it has something to say, and how to get predictions."""
+    """Return the figures of all trials together that have data. Measurements alone show how to add predictions."""
     ran = [row for row in rows if row.ok and row.group.stage != "compile"]
     predicted = any(row.ok and row.group.stage == "compile" for row in rows)
     figures = [PAIRS] if values.pairs(rows) or (ran and not predicted) else []

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file with its data, styles and scripts, which loads nothing from the network."""
+"""The page of a report: one HTML file with its data, styles and scripts. It loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from valkyrie.sweep.rows import Row, groups
 from valkyrie.sweep.trial import PAGE
 
 LIMIT = 2_000_000
-"""Bytes that a page should not go beyond: hints and timelines are left out until it does not."""
+"""Maximum bytes of a page. Hints and timelines are left out until it fits."""
 TIMELINES = 8
-"""Of how many layouts a page holds the timeline, the best of every kind of speed first."""
+"""Number of layouts with a timeline, the best of every kind of speed first."""
 TORUSES = 60
-"""Of how many layouts a page holds the picture on the torus, and the hints where it has little room."""
+"""Number of layouts with a drawing of the torus, and with hints if there is little room."""
 LONG = 44
-"""Letters of the label of a layout, beyond which figures take the whole width."""
+"""Length of a layout's label from which figures take the whole width."""
 
 
 def page_file(paths: Sequence[Path], output: Path | None) -> Path:
-    """Return the file of the page of these paths: `output`, else `report.html` in the first folder; make its folder.
+    """Return the file of the page, `output` or `report.html` in the first folder, and create its folder.
 
-    The path of a `trials.jsonl` stands for its folder. ValueError where something else has the folder's name.
+    The path of a `trials.jsonl` means its folder. Raises ValueError if the folder cannot be created.
     """
     file = output or (paths[0] if paths[0].is_dir() else paths[0].parent) / PAGE
     try:
@@ -52,14 +52,14 @@ def page_file(paths: Sequence[Path], output: Path | None) -> Path:
 
 
 def write_report(folder: Path) -> Path:
-    """Write the page of a sweep's folder, or of a folder of sweeps, into it; return where it is."""
+    """Write the page of a sweep's folder, or of a folder of sweeps, into that folder and return its path."""
     return write_whole(folder / PAGE, page(read_rows([folder])))
 
 
 def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
-    """Return the page of these trials; `comparison` adds two sweeps side by side.
+    """Return the HTML of a page. `comparison` adds two sweeps next to each other.
 
-    Beyond `LIMIT` the hints of all but the best layouts are left out, then timelines, except that of the best layout.
+    Beyond `LIMIT`, hints of all but the best layouts are left out, then timelines except that of the best layout.
     """
     template, parts, text = _templates().get_template("page.html"), _parts(rows, comparison), ""
     for data in _ever_less(_data(rows)):
@@ -70,30 +70,38 @@ def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
 
 
 @dataclass(frozen=True)
+class SpeedHead:
+    """Label of a kind of speed, and whether it is simulated."""
+
+    label: str
+    simulated: bool
+
+
+@dataclass(frozen=True)
 class PageData:
-    """What `page.js` reads. Rows are numbered over all kinds of speed, the best of each kind first.
+    """Data for `page.js`. Rows are numbered over all kinds of speed, the best of each kind first.
 
     Args:
-        groups: Label of each kind of speed, and whether it is simulated.
+        groups: Kinds of speed.
         figures: By figure, its specification for each kind of speed.
         together: By figure, its specification for all rows.
         columns: Columns of the ranked table.
         rows: Its cells.
         details: Further facts of each row.
-        pairs: Predicted rows beside each other.
-        timelines: By row, timelines of the best.
-        toruses: By row, pictures of the mesh on the torus.
+        pairs: Comparison of predicted rows.
+        timelines: Timelines of the best rows, by row.
+        toruses: Drawings of the mesh on the torus, by row.
         timeline: Specification of a timeline, without values.
-        colours: Of parts of a step and of mesh axes.
+        colours: Colours of parts of a step and of mesh axes.
     """
 
-    groups: list[dict[str, Any]]
+    groups: list[SpeedHead]
     figures: dict[str, list[Spec | None]]
     together: dict[str, Spec | None]
     columns: list[dict[str, str]]
     rows: list[list[Any]]
-    details: list[dict[str, Any]]
-    pairs: dict[str, Any]
+    details: list[tables.Facts]
+    pairs: words.PairedRows
     timelines: dict[int, Timeline]
     toruses: dict[int, TorusDrawing]
     timeline: Spec
@@ -101,11 +109,11 @@ class PageData:
 
 
 def _ever_less(data: PageData) -> Iterator[PageData]:
-    """Yield the data of a page, then without what it can do without, least missed first."""
+    """Yield the data of a page, then ever smaller versions of it without the least important parts."""
     yield data
     best = [row[0] is not None and row[0] <= TORUSES for row in data.rows]
-    without = [{name: fact for name, fact in one.items() if name != "hints"} for one in data.details]
-    details = [one if keep else less for keep, one, less in zip(best, data.details, without, strict=True)]
+    without = [{name: fact for name, fact in facts.items() if name != "hints"} for facts in data.details]
+    details = [full if keep else less for keep, full, less in zip(best, data.details, without, strict=True)]
     yield (data := replace(data, details=details))
     while len(data.timelines) > 1:
         timelines = list(data.timelines.items())
@@ -113,20 +121,20 @@ def _ever_less(data: PageData) -> Iterator[PageData]:
 
 
 def _json(data: PageData) -> Markup:
-    """Return data as JSON for a script element; each text of `details` is once in `texts`, and its place is in them."""
+    """Return data as JSON for a script element. `details` are indices into `texts`, which has each text once."""
     places: dict[str, int] = {}
 
     def place(fact: Any) -> Any:
         return places.setdefault(fact, len(places)) if isinstance(fact, str) else [place(text) for text in fact]
 
-    details = [{name: place(fact) for name, fact in one.items()} for one in data.details]
-    plain = encode(replace(data, details=details)) | {"texts": list(places)}
+    details = [{name: place(fact) for name, fact in facts.items()} for facts in data.details]
+    plain = encode(data) | {"details": details, "texts": list(places)}
     text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
     return Markup(text.replace("<", "\\u003c"))
 
 
-def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, Any]:
-    """Return what the page's template shows, without the data of its script."""
+def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, object]:
+    """Return the values of the page's template, except the data of its script."""
     sweeps = list(dict.fromkeys(row.trial.sweep for row in rows))
     return {
         "question": "how did it train?" if all(row.is_training for row in rows) else "which layout?",
@@ -165,7 +173,7 @@ def _templates() -> Environment:
 
 
 def _data(rows: Sequence[Row]) -> PageData:
-    """Return what the script of the page reads. Timelines are in the order of `_best_first`."""
+    """Return the data of the page's script. Timelines are in the order of `_best_first`."""
     kinds = groups(rows)
     ordered = [row for members in kinds.values() for row in members]
     timed = _best_first(list(kinds.values()))
@@ -174,7 +182,7 @@ def _data(rows: Sequence[Row]) -> PageData:
     timelines = dict(itertools.islice(with_timelines, TIMELINES))
     toruses = {place[row.id]: found for row in timed[:TORUSES] if (found := read_torus(row)) is not None}
     return PageData(
-        groups=[{"label": group.label, "simulated": group.simulated} for group in kinds],
+        groups=[SpeedHead(group.label, group.simulated) for group in kinds],
         figures={figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
         together={figure.id: specification(figure, ordered) for figure in [*of_all(rows), *_of_trainings(rows)]},
         columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
@@ -189,7 +197,7 @@ def _data(rows: Sequence[Row]) -> PageData:
 
 
 def _colours(timelines: Iterable[Timeline], toruses: Iterable[TorusDrawing]) -> dict[str, str]:
-    """Return the colours of parts of a step and of mesh axes, by the words of timelines and tori."""
+    """Return the colours of parts of a step and of mesh axes, by the labels of timelines and tori."""
     colours = {PART_NAMES[part]: PALETTE[place] for part, place in PART_COLOURS.items()}
     colours |= {axis: axes_colour(axis) for drawing in toruses for axis, _ in drawing.axes}
     return colours | {name: axes_colour(axes) for drawing in timelines for name, axes in drawing.axes.items()}
@@ -202,7 +210,7 @@ def _best_first(kinds: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def _in_script(text: str) -> Markup:
-    """Return JavaScript that may stand inside a script element: what would end or hide it stands only in strings."""
+    """Escape JavaScript for a script element. The sequences that would end or hide it occur only in strings."""
     return Markup(text.replace("</script", "<\\/script").replace("<!--", "<\\!--"))
 
 
@@ -211,11 +219,11 @@ def _asset(name: str) -> str:
 
 
 def _vega() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script; it is bundled once for each version and kept."""
+    """Return Vega, Vega-Lite and vega-embed as one script, which is bundled once per version and cached."""
     import vl_convert
 
-    kept = cache_root() / "report" / f"vega-{version('vl-convert-python')}.js"
-    if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(kept, vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
-    return kept.read_text(encoding="utf-8")
+    bundle = cache_root() / "report" / f"vega-{version('vl-convert-python')}.js"
+    if not bundle.is_file():
+        bundle.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(bundle, vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+    return bundle.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The page of one predicted step: its report as it is printed, and a drawing of what the chip does and sends."""
+"""The page of one predicted step: its printed report, and a drawing of its timeline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ svg {{ width: 100%; height: auto; }} text {{ font: 12px system-ui, sans-serif; f
 
 
 def program_page(report: str, title: str, spans: Sequence[TimelineSpan]) -> str:
-    """Return the page of a report: one HTML file that loads nothing, with a drawing of the spans."""
+    """Return a self-contained HTML page with a report and a drawing of the spans."""
     drawn = timeline([dict(event) for event in trace_events(spans, title)])
     picture = "" if drawn is None else _picture(drawn)
     return _PAGE.format(
@@ -44,18 +44,18 @@ def program_page(report: str, title: str, spans: Sequence[TimelineSpan]) -> str:
 
 
 def _picture(drawn: Timeline) -> str:
-    """Return a drawing of a step: a track for what the chip computes, then one for each set of axes, then copies."""
+    """Return an SVG drawing of a step: a track for compute, then one for each set of mesh axes, then copies."""
     tracks, names, step_us = drawn.tracks, drawn.names, drawn.step_us
     height = LANE * (len(tracks) + 1)
     shapes = [f'<text x="0" y="{LANE * i + 17}">{escape(track)}</text>' for i, track in enumerate(tracks)]
     for track, start, length, part, name, joined in drawn.spans:
         colour = _colour(drawn, tracks[track], names[part])
         more = f" and {joined - 1} more" if joined > 1 else ""
-        told = escape(f"{names[part]}: {names[name]}{more}, {duration(length * 1e-6)}")
+        tooltip = escape(f"{names[part]}: {names[name]}{more}, {duration(length * 1e-6)}")
         left, wide = LABEL + WIDTH * start / step_us, max(WIDTH * length / step_us, 0.3)
         shapes.append(
             f'<rect x="{left:.1f}" y="{LANE * track + 3}" width="{wide:.1f}" height="{LANE - 6}" fill="{colour}">'
-            f"<title>{told}</title></rect>"
+            f"<title>{tooltip}</title></rect>"
         )
     end = f'<text x="{LABEL + WIDTH}" y="{height - 8}" text-anchor="end">{duration(step_us * 1e-6)}</text>'
     return f'<svg viewBox="0 0 {LABEL + WIDTH} {height}">{"".join(shapes)}{end}</svg>'

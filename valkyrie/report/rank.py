@@ -1,4 +1,4 @@
-"""Ranking: the order of rows, the best of each kind, Pareto fronts, two sweeps compared."""
+"""Ranks rows: the best of each kind, Pareto fronts, and comparisons of two sweeps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from valkyrie.sweep.rows import AT_HAND, Row, Workload, groups, ranked
 from valkyrie.sweep.trial import Status
 
 UNKNOWN = "no reason was recorded"
-"""The reason of a trial that has no result and recorded none."""
+"""Reason of a trial without a result that recorded none."""
 DATA_PARALLEL = "dp"
-"""The partition of a layout that shards the batch alone."""
+"""Name of the partition of layouts that shard only the batch."""
 
 
 def best_per_target(rows: Iterable[Row]) -> list[Row]:
@@ -110,13 +110,13 @@ class RowPair:
 
     @property
     def ratio(self) -> float | None:
-        """Return how many times as fast `b` is."""
+        """Speed of `b` relative to `a`, or None if unknown."""
         return self.b.rate_per_chip / self.a.rate_per_chip if self.a.rate_per_chip and self.b.rate_per_chip else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sweeps: the layouts of both, kind by kind, and the rows that only one has. `median` is of the ratios.
+    """Two sweeps: pairs of rows of layouts that both have, by kind of speed, and the rows that only one has.
 
     `again` are rows skipped because their own sweep has a faster one of the same layout and work.
     """
@@ -130,7 +130,7 @@ class Comparison:
 
     @property
     def median(self) -> float | None:
-        """Median of b's speeds over a's, or None without a common layout."""
+        """Median of the ratios of the pairs, or None without a pair."""
         return statistics.median(ratios) if (ratios := [p.ratio for p in self.pairs if p.ratio]) else None
 
     @property

@@ -1,9 +1,9 @@
-"""The sweeps and trainings under a path as rows, from `trials.jsonl` and run folders alone."""
+"""Reads the sweeps and trainings under a path as rows, from `trials.jsonl` and run folders."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from valkyrie.sweep.trial import TRIALS, Status, StepResult, Trial, TrialLog, Tr
 TRAIN, _SETTINGS = "train", "run"
 
 DEPTH = 2
-"""How many folders below a given path a sweep is looked for."""
+"""Depth of folders below a path in which sweeps are searched."""
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
@@ -58,7 +58,7 @@ _ADVICE = (
 )
 
 
-def read_json(row: Row, name: str) -> dict[str, Any] | None:
+def read_json(row: Row, name: str) -> Mapping[str, Any] | None:
     """Return a JSON file of the row's run folder, or None if it is missing or incomplete."""
     if row.folder is None:
         return None

@@ -1,21 +1,21 @@
-"""Vega-Lite specifications of the figures as plain data, without the values that they draw.
+"""Vega-Lite specifications of the figures as JSON values, without their data.
 
-They are dictionaries rather than Altair charts: importing Altair takes longer than writing a page, and it would hold a
-copy of the configuration and of an empty data set in each of them.
+They are not Altair charts, because importing Altair takes longer than writing a page, and every chart would contain a
+copy of the configuration and of an empty data set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from valkyrie.report.colours import PALETTE
+from valkyrie.report.values import Values
 
 Spec = dict[str, Any]
-Values = Sequence[dict[str, Any]]
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
-"""What the specifications are written in; a name, never fetched."""
+"""Name of the language of the specifications. It is never fetched."""
 
 _INK = {"labelColor": "currentColor", "titleColor": "currentColor", "labelFontSize": 12}
 CONFIG: Spec = {
@@ -40,10 +40,10 @@ CONFIG: Spec = {
     "text": {"color": "currentColor", "fontSize": 12},
     "title": {"color": "currentColor", "fontSize": 12},
 }
-"""How figures look, light or dark: text and lines take the colour of the page around them."""
+"""Style of the figures. Text and lines have the colour of the page's text, light or dark."""
 
 _WHITE_FROM = 0.74
-"""From this share of the fastest, white is read better on a cell of the map than black; both have a contrast of 4.5."""
+"""Share of the fastest rate from which text on a cell is white instead of black. Both have a contrast of 4.5 there."""
 _RED = "#e05a5a"
 
 
@@ -129,7 +129,7 @@ def bars(simulated: bool, data: Values) -> Spec:
 
 
 def heat(simulated: bool, data: Values) -> Spec:
-    """Return a map of MP1 x MP2 for each DP; cells without a speed are empty and say why."""
+    """Return a map of MP1 x MP2 for each DP. Cells without a speed are empty, with the reason as tooltip."""
     word, missing = _word(simulated), "datum.rate === null"
     tip = _tip(
         ("layout", "best layout"), ("text", f"tokens/s/chip{word}"), ("tried", "layouts tried"), ("reason", "why none")
@@ -167,9 +167,9 @@ def heat(simulated: bool, data: Values) -> Spec:
 
 
 def memory(simulated: bool, data: Values) -> Spec:
-    """Return points of memory and speed, the front of each work, and the region in which nothing fits.
+    """Return points of memory and speed, the front of each work, and the region that does not fit.
 
-    Without speeds they are bars of memory.
+    Without speeds, returns bars of memory.
     """
     word, unit, usable, far = _word(simulated), data[0]["unit"], data[0]["usable"], data[0]["far"]
     x = _number("peak", title=f"peak memory of one device, {unit}")
@@ -202,11 +202,15 @@ def memory(simulated: bool, data: Values) -> Spec:
 
 
 def stack(
-    title: str, part: str, colour: Callable[[dict[str, Any]], str], *, times: bool
+    title: str, part: str, colour: Callable[[Mapping[str, Any]], str], *, times: bool
 ) -> Callable[[bool, Values], Spec]:
-    """Return a function to the specification of stacked bars: `title` is the axis, `part` what a colour is.
+    """Return a function that makes the specification of stacked bars.
 
-    `colour` returns the colour of a value. `times` says that bars are times, which may be simulated; bytes never are.
+    Args:
+        title: Title of the axis.
+        part: Name of the coloured parts.
+        colour: Returns the colour of a value.
+        times: Whether bars are times, which may be simulated, unlike bytes.
     """
 
     def spec(simulated: bool, data: Values) -> Spec:
@@ -229,7 +233,7 @@ def stack(
 
 
 def pairs(_: bool, data: Values) -> Spec:
-    """Return points of predicted and measured steps; the line of equal ones where any measured one is real."""
+    """Return points of predicted and measured steps, and the line of equality unless all are simulated."""
     real = [v for v in data if v["kind"] != "simulated"]
     tip = _tip(
         ("label", "layout"),
@@ -272,7 +276,7 @@ def price(_: bool, __: Values) -> Spec:
 
 
 def timeline_spec() -> Spec:
-    """Return the specification of one layout's timeline; its values are put in by the page."""
+    """Return the specification of one layout's timeline. The page adds its values."""
     legend = {"orient": "top", "columns": 5, "symbolType": "square"}
     return {
         "$schema": SCHEMA,

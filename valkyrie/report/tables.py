@@ -1,4 +1,4 @@
-"""The tables that the page and Markdown both show, the page's ranked table cell by cell, and details of a layout."""
+"""Tables of the page and of Markdown, the cells of the page's ranked table, and details of a layout."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from valkyrie.sweep.rows import Row, SpeedKind, with_ranks
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory, sent, share_text, span
 
+Facts = dict[str, str | Sequence[str]]
 _DIGITS = 6
 
 
 class ColumnHead(NamedTuple):
-    """The head of a column; `kind` is the page's CSS class of its cells: `number` aligns right, `work` may wrap."""
+    """Heading of a column. `kind` is the CSS class of its cells: `number` is aligned right, `work` may wrap."""
 
     label: str
     kind: str = ""
 
 
 class TextCell(NamedTuple):
-    """A cell's text, and whether the speed in it was measured on simulated devices."""
+    """Text of a cell, and whether it is a speed of simulated devices."""
 
     text: str
     simulated: bool = False
@@ -35,7 +36,7 @@ class TextCell(NamedTuple):
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table as text, with as many cells in each row as there are heads."""
+    """A table of texts. Each row has as many cells as there are heads."""
 
     caption: str
     heads: Sequence[ColumnHead]
@@ -78,7 +79,7 @@ def _cell(column: Column[Row], row: Row) -> TextCell:
 
 
 def trained(rows: Sequence[Row]) -> TextTable:
-    """Return how trainings spent their wall time, the longest first."""
+    """Return the table of the wall time of trainings, the longest first."""
     heads = [
         ColumnHead("training"),
         *(ColumnHead(label, "number") for label in ("steps", "wall time", "goodput", "restarts")),
@@ -105,7 +106,7 @@ def has_results(row: Row) -> bool:
 
 
 def compared(comparison: Comparison) -> TextTable:
-    """Return the layouts that are in both sweeps, with the ratio of their speeds."""
+    """Return the table of layouts in both sweeps, with the ratio of their speeds."""
     named = labels([pair.a for pair in comparison.pairs])
     heads = [ColumnHead("layout"), ColumnHead("speed is")]
     heads += [ColumnHead(f"{sweep}, tokens/s/chip", "number") for sweep in (comparison.a, comparison.b)]
@@ -119,7 +120,7 @@ def compared(comparison: Comparison) -> TextTable:
 
 
 def compared_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return ranked rows of one kind of speed with everything that tables show of their comparison."""
+    """Return ranked rows of one kind of speed with label, rank, equivalent partition and Pareto front."""
     named, light, counted = labels(rows), unbeaten(rows, memory_of), counted_as(rows)
     alike = {row.id: counted[row.id] for row in rows if row.ok and counted[row.id] != row.about.partition}
     return [
@@ -138,12 +139,12 @@ def _rounded(value: Any) -> Any:
     return short(value, _DIGITS) if isinstance(value, float) else value
 
 
-def details(row: Row) -> dict[str, Any]:
-    """Return what the page shows of one layout in addition to its row; its command as a list of arguments."""
+def details(row: Row) -> Facts:
+    """Return further facts of a layout for the page, by name. The command is a list of arguments."""
     about, results = row.about, row.trial.results
     compile_s, reported = results.compile.compile_s, results.memory.reported_peak
     unfinished = "" if results.finished else ", not finished"
-    facts = {
+    facts: dict[str, str | Sequence[str] | None] = {
         "roles": about.roles,
         "on": about.described,
         "work": f"{row.work.label}, {row.work.precision}",
@@ -168,5 +169,5 @@ def command(row: Row) -> str:
 
 
 def _arguments(row: Row) -> list[str]:
-    given = (*row.trial.flags, *without_place(row.trial.overrides))
-    return [shlex.quote(a) for a in ("valkyrie-train", *given, "hydra.mode=RUN")]
+    arguments = (*row.trial.flags, *without_place(row.trial.overrides))
+    return [shlex.quote(a) for a in ("valkyrie-train", *arguments, "hydra.mode=RUN")]

@@ -1,4 +1,4 @@
-"""The report as text: Markdown for people, CSV for programs."""
+"""The report as Markdown and as CSV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from valkyrie.sweep.rows import Row, groups
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Return a line for each trial, ranked, in seconds and bytes; the layout's degrees last, unknown cells empty."""
+    """Return a CSV line for each ranked trial, in seconds and bytes. Unknown cells are empty. Degrees come last."""
     ordered = [row for members in groups(rows).values() for row in members]
     kinds = list(dict.fromkeys(kind for row in ordered for kind in row.degrees))
     stream = io.StringIO()

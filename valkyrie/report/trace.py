@@ -1,9 +1,10 @@
-"""A layout's timeline and its place on the torus, small enough for a page of many layouts."""
+"""A layout's timeline and its drawing on the torus, small enough for a page of many layouts."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +22,17 @@ from valkyrie.search.compile.prediction import read_prediction, short_cause, sho
 from valkyrie.sweep.rows import Row
 
 SPANS = 400
-"""How many stretches of a timeline are drawn at most."""
+"""Maximum number of spans in a drawn timeline."""
 CHIPS = 256
-"""How many chips of a torus are drawn at most."""
+"""Maximum number of chips in a drawn torus."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step over time, for drawing. `step_us` is the end of the last span, in microseconds.
+    """The timeline of a step, for drawing. `step_us` is the end of the last span, in microseconds.
 
-    A span is (track, start, duration, category, name, operations joined in it), times in microseconds, texts by their
-    place in `tracks` and `names`. `axes` are the mesh axes (`x,y`) of the categories and tracks that belong to some.
+    A span is (track, start, duration, category, name, joined operations). Times are in microseconds, and texts are
+    indices into `tracks` and `names`. `axes` are the mesh axes (`x,y`) of categories and tracks that have some.
     """
 
     tracks: list[str]
@@ -43,11 +44,13 @@ class Timeline:
 
 @dataclass(frozen=True)
 class TorusDrawing:
-    """A mesh on the torus of its target: the first slice alone.
+    """A mesh on the first slice of a torus.
 
-    `wrap` says which axes of the torus close into rings, and `shifts` by how many chips they come back shifted (None:
-    not at all). `axes` are names and sizes of mesh axes. `at` is the mesh index of each chip's first device, chips in
-    row-major order.
+    Args:
+        wrap: Whether each axis of the torus is a ring.
+        shifts: Chips by which each ring is shifted when it closes, or None if none is.
+        axes: Names and sizes of mesh axes.
+        at: Mesh index of each chip's first device. Chips are in row-major order.
     """
 
     shape: tuple[int, ...]
@@ -59,19 +62,19 @@ class TorusDrawing:
 
 
 def read_timeline(row: Row, limit: int = SPANS) -> Timeline | None:
-    """Return the timeline in a row's run folder; None if it has none."""
+    """Return the timeline in a row's run folder, or None if it has none."""
     trace = read_json(row, TIMELINE)
     return timeline([event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)], limit)
 
 
-def timeline(events: list[dict[str, Any]], limit: int = SPANS) -> Timeline | None:
-    """Return the events of a trace in at most `limit` spans or so; None if there are none."""
+def timeline(events: Sequence[Mapping[str, Any]], limit: int = SPANS) -> Timeline | None:
+    """Join the events of a trace into about `limit` spans at most. None if there are none."""
     spans = [event for event in events if event.get("ph") == "X"]
     if not spans:
         return None
     named = {e["tid"]: e["args"]["name"] for e in events if e.get("ph") == "M" and e.get("name") == "thread_name"}
     tracks = list(dict.fromkeys(_track(name) for name in named.values()))
-    by_track: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    by_track: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in sorted(spans, key=lambda e: e["ts"]):
         by_track[tracks.index(_track(named[event["tid"]]))].append(event)
     step_us = max(event["ts"] + event["dur"] for event in spans)
@@ -87,7 +90,7 @@ def timeline(events: list[dict[str, Any]], limit: int = SPANS) -> Timeline | Non
 
 
 def read_torus(row: Row) -> TorusDrawing | None:
-    """Return where a row's mesh lies on the torus of its target; None if unknown, or too large to draw."""
+    """Return the drawing of a row's mesh on the torus of its target, or None if unknown or too large to draw."""
     about, topology = row.about, torus_of(row.about)
     if topology is None:
         return None
@@ -107,13 +110,13 @@ def read_torus(row: Row) -> TorusDrawing | None:
 
 
 def torus_of(about: LayoutRecord) -> Topology | None:
-    """Return the torus that a layout was made for; None if it has none, or its chip is not known."""
+    """Return the torus of a layout's target, or None if it has none or its chip is unknown."""
     target = about.hardware.config(known_chips()) if about.hardware is not None else None
     return None if target is None or target.problems() else topology_of(target)
 
 
 def _positions(row: Row) -> tuple[Position, ...]:
-    """Return the positions in a row's `compile.json`; none without a file that can be read."""
+    """Return the positions in a row's `compile.json`. Empty if the file cannot be read."""
     if row.folder is None:
         return ()
     try:
@@ -122,18 +125,20 @@ def _positions(row: Row) -> tuple[Position, ...]:
         return ()
 
 
-def _axes_of_tracks(events: list[dict[str, Any]]) -> dict[str, str]:
+def _axes_of_tracks(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     about = [event["args"] for event in events if event.get("ph") == "M" and event.get("name") == "thread_name"]
     return {_track(track["name"]): track["mesh_axes"] for track in about if "mesh_axes" in track}
 
 
 def _track(name: str) -> str:
-    """Return a track without the number of its lane."""
+    """Return the name of a track without the number of its lane."""
     return re.sub(r" \([0-9]+\)$", "", name)
 
 
-def _joined(by_track: dict[int, list[dict[str, Any]]], gap: float) -> list[tuple[int, float, float, str, str, int]]:
-    """Return spans, neighbours of a category joined where both and what lies between them are shorter than a gap."""
+def _joined(
+    by_track: Mapping[int, Sequence[Mapping[str, Any]]], gap: float
+) -> list[tuple[int, float, float, str, str, int]]:
+    """Return spans. Joins neighbours of a category if they and the time between them are shorter than `gap`."""
     joined: list[tuple[int, float, float, str, str, int]] = []
     for track, events in sorted(by_track.items()):
         for event in events:
@@ -155,7 +160,7 @@ def _category_name(category: str) -> str:
     return category if part is None else part_name(*part)
 
 
-def _name(event: dict[str, Any]) -> str:
+def _name(event: Mapping[str, Any]) -> str:
     args = event.get("args") or {}
     name = short_cause(args["op_name"]) if args.get("op_name") else event["name"]
     source = short_source(args.get("source"))

@@ -1,4 +1,4 @@
-"""The data of the figures: plain records made from ranked rows."""
+"""Data of the figures, made from ranked rows as JSON values for Vega-Lite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from valkyrie.units import memory as memory_text
 Values = list[dict[str, Any]]
 
 BARS = 40
-"""How many layouts a bar chart shows, the best ones."""
+"""Maximum number of layouts in a bar chart, the best ones."""
 PART_NAMES = {
     PartKind.matmul: "matrix products",
     PartKind.kernel: "kernels",
@@ -27,16 +27,16 @@ PART_NAMES = {
     PartKind.copies: "waiting for copies",
     PartKind.rest: "no collective",
 }
-"""Words for the parts of a step that belong to no mesh axes."""
+"""Labels of the parts of a step without mesh axes."""
 _BY_AXES = {PartKind.exposed: "waiting for ", PartKind.collectives: "collectives over "}
-"""Words before the mesh axes of the other parts."""
+"""Labels of the other parts, before their mesh axes."""
 _LONG_UNITS = (("days", 1 / 86400), ("hours", 1 / 3600), ("minutes", 1 / 60), ("s", 1.0))
 FAR = 4
-"""Beyond this multiple of the largest peak, the usable memory is not drawn."""
+"""Multiple of the largest peak beyond which the usable memory is not drawn."""
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
-    """Return by row id its layout, and what else distinguishes it from rows of the same layout."""
+    """Return labels by row id: the layout, and the settings that distinguish it from rows of the same layout."""
     described = {row.id: _described(row) for row in rows}
     varies = [len(set(column)) > 1 for column in zip(*described.values(), strict=True)]
     precise = len({(row.group, row.work.precision) for row in rows}) > len({row.group for row in rows})
@@ -109,10 +109,10 @@ def cells(rows: Sequence[Row]) -> Values:
 
 
 def memory(rows: Sequence[Row]) -> Values:
-    """Return peak memory and speed of rows that fit, and what the others would need, with speed 0.
+    """Return the peak memory and speed of rows that fit, and the memory needed by the others, with speed 0.
 
-    If no row has a speed, `rate` is None in all of them, and the smallest peak comes first. `usable` is the memory of
-    one device, the same in every record; None if it is unknown or far beyond all rows, which `far` then explains.
+    If no row has a speed, `rate` is None in all values, and the smallest peak comes first. `usable` is the memory of
+    one device, the same in every value. It is None if unknown or far beyond all rows, which `far` then explains.
     """
     named, best = labels(rows), unbeaten(rows, memory_of)
     timed = any(row.ok and row.peak for row in rows)
@@ -149,7 +149,7 @@ def memory(rows: Sequence[Row]) -> Values:
 
 
 def parts(rows: Sequence[Row]) -> Values:
-    """Return the parts of a step of the best rows, products first and communication, with its `axes`, last."""
+    """Return the parts of a step of the best rows, matrix products first. Communication has `axes` and comes last."""
     shown = [row for row in rows if row.ok and row.parts][:BARS]
     by_axes = {(p.kind.value, axes_text(p.mesh_axes)): p for row in shown for p in row.parts if p.kind.by_axes}
     order = [*PART_NAMES.values(), *(part_name(p.kind, p.mesh_axes) for _, p in sorted(by_axes.items()))]
@@ -160,12 +160,12 @@ def parts(rows: Sequence[Row]) -> Values:
 
 
 def part_name(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
-    """Return a part of a step in words."""
+    """Return the label of a part of a step."""
     return _BY_AXES[kind] + axes_text(mesh_axes) if kind.by_axes else PART_NAMES[kind]
 
 
 def sent(rows: Sequence[Row]) -> Values:
-    """Return the bytes that one device sends under the best rows, by mesh axes; also of rows without a speed."""
+    """Return the bytes that one device sends by mesh axes, for the best rows and for rows without a speed."""
     shown = [row for row in rows if row.sent][:BARS]
     order = sorted({axes for row in shown for axes in row.sent}, key=lambda axes: (axes.count(","), axes))
     largest = max((sum(row.sent.values()) for row in shown), default=0.0)
@@ -175,7 +175,7 @@ def sent(rows: Sequence[Row]) -> Values:
 
 
 def wall_times(rows: Sequence[Row]) -> Values:
-    """Return how trainings spent their wall time, the longest first; they are labelled by name if the names differ."""
+    """Return the wall time of trainings by kind, the longest first. They are labelled by name if the names differ."""
     spent = [(row, row.goodput.seconds, row.goodput.wall_s) for row in rows if row.goodput and row.goodput.wall_s]
     spent = sorted(spent, key=lambda one: -one[2])[:BARS]
     names = {row.id: row.trial.name for row, *_ in spent}
@@ -233,7 +233,7 @@ def _stacked(
     unit: str,
     scale: float,
 ) -> Values:
-    """Return a record for every part of every row, in this order; `taken` has rows, their amounts and wholes."""
+    """Return a value for every part of every row. `taken` are rows with their amounts by part and their total."""
     parts: Values = []
     for part in order:
         for row, amounts, whole in taken:

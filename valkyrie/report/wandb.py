@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +109,8 @@ def build_dashboard(entity: str, project: str, group: str | None) -> tuple[Works
     return workspace, report
 
 
-def describe(workspace: Workspace, report: Report) -> dict[str, Any]:
-    """Return what would be saved, as JSON values.
+def describe(workspace: Workspace, report: Report) -> dict[str, object]:
+    """Return the dashboard as JSON values.
 
     The view is the request itself. Run sets of the report are shown as requested: W&B gives them the id of
     the project, which takes a key.
@@ -127,7 +128,7 @@ def describe(workspace: Workspace, report: Report) -> dict[str, Any]:
     return {"workspace": _json(workspace), "report": {**about, "description": report.description, "blocks": blocks}}
 
 
-def _panels(section: dict[str, Any]) -> list[Any]:
+def _panels(section: Mapping[str, Any]) -> list[Any]:
     import wandb_workspaces.reports.v2.interface as wr
 
     panels: list[Any] = []

@@ -1,4 +1,4 @@
-"""Sentences about a sweep: which layout is fastest, and why, from the numbers of its trials alone."""
+"""Sentences about a sweep: the fastest layout, and the reasons, from the numbers of its trials."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from valkyrie.records import encode
 from valkyrie.report.rank import UNKNOWN, agreement, counted_as, described, predicted_and_measured, same_layout
@@ -19,17 +18,17 @@ from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory, percent, sent
 
 WORKS = 3
-"""Of how many models, batches and lengths the partitions are compared."""
+"""Number of works (models, batches and lengths) with sentences."""
 SAME = 1.02
-"""Below this ratio two speeds are called the same."""
+"""Ratio below which two speeds are called the same."""
 EXPLAINED = 12
-"""Number of layouts, the best first, of which the page explains each pair in sentences."""
+"""Number of layouts, the best first, with sentences for each pair on the page."""
 
 
 def answer(group: SpeedKind, rows: Sequence[Row]) -> list[str]:
-    """Return sentences on one kind of speed: its fastest layout, and why the best of each other partition is slower.
+    """Explain one kind of speed: the fastest layout, and why the best of each other partition is slower.
 
-    `rows` are those of the kind, the fastest first.
+    `rows` are sorted by speed, the fastest first.
     """
     fast = next((row for row in rows if row.ok), None)
     if fast is None:
@@ -64,9 +63,9 @@ def _named(row: Row, several: bool) -> str:
 
 
 def _of_a_work(rows: Sequence[Row]) -> list[str]:
-    """Explain why the first row is faster than the best of each other partition, and which partitions have no speed.
+    """Explain why the first row is faster than the best of each other partition, and list partitions without a speed.
 
-    A row whose partition equals a simpler one on its mesh counts as that one.
+    A row with a partition that equals a simpler one on its mesh counts as the simpler one.
     """
     counted, best = counted_as(rows), {}
     for row in sorted((row for row in rows if row.ok), key=lambda row: row.about.partition != counted[row.id]):
@@ -93,7 +92,7 @@ def _another(partition: str, rows: Sequence[Row], counted: dict[str, str]) -> st
 
 
 def because(fast: Row, slow: Row) -> str:
-    """Return how many times as fast the first row is, and which parts of the two steps make the difference."""
+    """Return the ratio of two speeds in a sentence, with the parts of the steps that make the difference."""
     assert fast.rate_per_chip and slow.rate_per_chip
     ratio, (a, b) = fast.rate_per_chip / slow.rate_per_chip, names(fast, slow)
     simulated = " (simulated)" if fast.group.simulated else ""
@@ -112,19 +111,27 @@ def _prediction(row: Row) -> Prediction:
     return replace(shared, parts=row.parts, step=replace(results.step, step_s=row.step_s))
 
 
-def compared(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return `sides`, the seconds and bytes of each predicted row by its place, and `why`, sentences by two places.
+@dataclass(frozen=True)
+class PairedRows:
+    """Comparisons of predicted rows, by their index.
 
-    The first of two places is A in their sentences. Sides of equal `work` are compared, whatever their batches. Empty
-    if fewer than two rows have parts of a step.
+    `sides` are the fields of `Sides` and the `work` of each row. `why` are sentences by two indices, such as `0,2`; the
+    first row is A in them.
     """
+
+    sides: dict[int, dict[str, object]] = field(default_factory=dict)
+    why: dict[str, list[str]] = field(default_factory=dict)
+
+
+def compared(rows: Sequence[Row]) -> PairedRows:
+    """Compare predicted rows of equal work, with any batch. Empty if fewer than two rows have parts of a step."""
     predicted = {
         i: _prediction(row)
         for i, row in enumerate(rows)
         if row.trial.status is Status.ok and row.group.stage == "compile" and row.parts and row.step_s is not None
     }
     if len(predicted) < 2:
-        return {"sides": {}, "why": {}}
+        return PairedRows()
     works = {
         i: ", ".join([" ".join([rows[i].work.model, *rows[i].work.varied]), rows[i].work.precision]) for i in predicted
     }
@@ -133,7 +140,7 @@ def compared(rows: Sequence[Row]) -> dict[str, Any]:
         if works[i] == works[j]:
             with contextlib.suppress(ValueError):  # the same layout twice
                 why[f"{i},{j}"] = list(difference(predicted[i], predicted[j]).sentences)
-    return {"sides": {i: encode(sides(one)) | {"work": works[i]} for i, one in predicted.items()}, "why": why}
+    return PairedRows({i: encode(sides(one)) | {"work": works[i]} for i, one in predicted.items()}, why)
 
 
 def _noise(fast: Row, slow: Row) -> str:
