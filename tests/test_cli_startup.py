@@ -22,7 +22,7 @@ finally:
 """
 
 
-class Ended(NamedTuple):
+class Startup(NamedTuple):
     status: int
     out: str
     err: str
@@ -30,9 +30,9 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def start(cwd: Path, *arguments: str) -> Ended:
-    """The command in a process of its own; the faster of two attempts when the first was slow, as on a busy machine."""
-    found = []
+def start(cwd: Path, *arguments: str) -> Startup:
+    """Run the command in a new process. On a busy machine, return the faster of two attempts."""
+    attempts = []
     for _ in range(2):
         before = time.perf_counter()
         done = subprocess.run(
@@ -41,10 +41,10 @@ def start(cwd: Path, *arguments: str) -> Ended:
         seconds = time.perf_counter() - before
         *lines, last = done.stderr.splitlines()
         assert last.startswith("LOADED"), done.stderr
-        found.append(Ended(done.returncode, done.stdout, "\n".join(lines), last.split()[1:], seconds))
+        attempts.append(Startup(done.returncode, done.stdout, "\n".join(lines), last.split()[1:], seconds))
         if seconds < 5:
             break
-    return min(found, key=lambda ended: ended.seconds)
+    return min(attempts, key=lambda attempt: attempt.seconds)
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,13 @@ def test_help_and_configuration_need_no_jax(tmp_path: Path, arguments: list[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["partition=2dtp"], "partition=2dtp is not a choice. Did you mean partition=2d_tp?"),
-        (["stps=3"], "stps is not a key. Did you mean steps?"),
-        (["mesh=2x2x2", "batch=7"], "batch=7 is not divisible by 8"),
-        (["mesh=3x1x1", "partition=2d_tp"], "4 is not divisible by 3"),
-        (["resume=nothing"], "resume=nothing is no run with a checkpoint under runs=runs."),
+        (["partition=2dtp"], "mean partition=2d_tp?"),
+        (["stps=3"], "mean steps?"),
+        (["mesh=2x2x2", "batch=7"], "batch=7 is not"),
+        (["mesh=3x1x1", "partition=2d_tp"], "4 is not"),
+        (["resume=nothing"], "resume=nothing is no"),
+        (["data=text", "data.paths=[nofile.txt]"], "directory nofile.txt"),
+        (["target=v5e-8", "mesh=8x1x1", "partition=dp"], "target=v5e-8 (8 v5e"),
     ],
 )
 def test_a_refusal_needs_no_jax(tmp_path: Path, arguments: list[str], message: str):
@@ -77,25 +79,10 @@ def test_a_refusal_needs_no_jax(tmp_path: Path, arguments: list[str], message: s
     assert ended.status == 2
     assert message in ended.err
     assert "Traceback" not in ended.err
-    assert ended.loaded == []
+    looks_further = arguments[0] in ("data=text", "target=v5e-8")  # at files or devices, which needs NumPy
+    assert "jax" not in ended.loaded and (looks_further or ended.loaded == [])
     assert ended.seconds < 10
     assert list(tmp_path.iterdir()) == [], "a refused run leaves nothing behind"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["data=text", "data.paths=[nofile.txt]"], "there is no file or directory nofile.txt"),
-        (["target=v5e-8", "mesh=8x1x1", "partition=dp"], "target=v5e-8 (8 v5e chips 2x4, "),
-    ],
-)
-def test_a_missing_file_and_missing_chips_are_refused_before_jax(tmp_path: Path, arguments: list[str], message: str):
-    ended = start(tmp_path, *arguments)
-    assert ended.status == 2
-    assert message in ended.err
-    assert "Traceback" not in ended.err
-    assert "jax" not in ended.loaded
-    assert ended.seconds < 10
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -126,10 +113,7 @@ def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedPr
 def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     done = shell("cd gone; rmdir ../gone; $command --version", tmp_path)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "valkyrie-train: the current folder is gone: somebody deleted it. cd to another.\n",
-    )
+    assert done.returncode == 2 and "folder is gone" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_closed_streams_and_poor_encodings_are_no_mistakes(tmp_path: Path) -> None:
@@ -140,6 +124,6 @@ def test_closed_streams_and_poor_encodings_are_no_mistakes(tmp_path: Path) -> No
     python = f'{sys.executable} -c "{ascii_only}"'
     for closed in ("", "<&-", "2>&-"):
         done = shell(f"{python} {closed}", tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-        assert (done.returncode, done.stdout) == (0, "a ? b\nTrue\n"), (closed, done.stderr)
+        assert (done.returncode, done.stdout.splitlines()) == (0, ["a ? b", "True"]), (closed, done.stderr)
     assert shell(f"{python} >&-", tmp_path).returncode == 0
     assert shell("$command --version >&-", tmp_path).stderr == ""

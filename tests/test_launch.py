@@ -74,13 +74,14 @@ SECTION = PAGE.split("\n## Launch\n")[1].split("\n## ")[0]
 
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
-    typed, whole, asked = re.findall(r"^```\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
+    typed, plan, requests = re.findall(r"^```\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
     commands = [shlex.split(line)[1:] for line in typed.splitlines()]
     targets = ["target=local", "target=v4-64", "target=v5e-8", "target=v6e-4", "target=v5p-128"]
     assert [command[0] for command in commands] == targets
     printed = [call(capsys, *command)[1] for command in commands[1:]]
-    assert whole == printed[0]
-    assert asked == "".join(text.split("# 1. ask for the slice\n")[1].split("# 2. ")[0] for text in printed[1:])
+    assert plan == printed[0]
+    steps = [text.split("# 1. ask for the slice\n")[1].split("# 2. ")[0] for text in printed[1:]]
+    assert requests == "".join(steps)
 
 
 @pytest.mark.parametrize("line", re.findall(r"`valkyrie-launch (.*?)`", SECTION.replace("\n", " ")))
@@ -253,26 +254,16 @@ def test_an_engine_in_a_folder_of_the_user_prints_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (name, engine), (command,) = (
-        re.findall(r"^```python\n# FOLDER/(\S+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0],
-        re.findall(r"^valkyrie-launch --config-dir FOLDER (.*)$", PAGE, re.MULTILINE),
-    )
+    name, engine = re.findall(r"^```python\n# FOLDER/(\S+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0]
+    (command,) = re.findall(r"--config-dir FOLDER (.*)$", PAGE, re.MULTILINE)
     (tmp_path / name).write_text(engine)
     folder = ("--config-dir", str(tmp_path))
-    assert call(capsys, *folder, *shlex.split(command)) == (
-        0,
-        "# 1. write the job\ncat > job.pbs <<'END'\n#PBS -N mine\n#PBS -q large\n#PBS -l select=2\n"
-        "mpiexec --ppn 1 valkyrie-train model=gpt_tiny mesh=2x1x1 name=mine\nEND\n"
-        "# 2. submit it\nqsub job.pbs\n# jobs:\n#   qstat\n",
-        "",
-    )
+    status, out, err = call(capsys, *folder, *shlex.split(command))
+    assert (status, out, err) == (0, (GOLDENS / "pbs.sh").read_text(), "")
     assert call(capsys, *folder, "list", "target=pbs", "queue=large")[1] == "qstat\n"
-    for words, message in {
-        "": "target=pbs needs the queue: write queue=NAME.",
-        "zone=z": "zone= is not for target=pbs. It takes name, queue, nodes. It is a key of target=gke, ",
-    }.items():
+    for words, start in {"": "target=pbs needs", "zone=z": "zone= is not"}.items():
         status, _, err = call(capsys, *folder, "target=pbs", *words.split(), "--", "name=mine")
-        assert status == 2 and err.startswith(f"valkyrie-launch: {message}")
+        assert status == 2 and err.startswith(f"valkyrie-launch: {start}")
 
 
 def test_a_name_is_added_where_a_restart_would_begin_anew(capsys: pytest.CaptureFixture[str]):
@@ -280,7 +271,7 @@ def test_a_name_is_added_where_a_restart_would_begin_anew(capsys: pytest.Capture
     for already in (["name=y"], ["resume=latest"], ["mode=compile"], ["-m", "steps=5,6"]):
         assert named(already, "x") == (tuple(already), False)
     _, out, err = call(capsys, "target=host", "--", "steps=5")
-    (name,) = re.findall(r"^valkyrie-launch: name=(run-\d{8}-\d{6}) added, by which a restart continues$", err, re.M)
+    (name,) = re.findall(r"name=(run-\d{8}-\d{6}) added", err)
     assert f"valkyrie-train steps=5 name={name}\n" in out
 
 
@@ -292,14 +283,10 @@ def test_names_and_types_are_those_of_the_cloud():
 
 
 def test_the_price_is_listed_or_said_to_be_unknown():
-    assert config_of("target=v4-64 hours=24").price_notes()[1] == (
-        "cost of 32 v4 chips: $2,472.96 for 24 hours ($103.04 an hour) at the list price of $3.22 a chip; "
-        "spot price not known here (spot_usd_per_hour= of a chip sets it)"
-    )
-    assert config_of("target=v5e-8 spot=true spot_usd_per_hour=0.5 usd_per_hour=1").price_notes()[1] == (
-        "cost of 8 v5e chips: $4.00 an hour at the spot price of $0.50 a chip; "
-        "$8.00 an hour at the list price of $1.00 a chip"
-    )
+    listed = config_of("target=v4-64 hours=24").price_notes()[1]
+    assert re.findall(r"\$[\d.,]+\d", listed) == ["$2,472.96", "$103.04", "$3.22"] and "not known" in listed
+    spot = config_of("target=v5e-8 spot=true spot_usd_per_hour=0.5 usd_per_hour=1").price_notes()[1]
+    assert re.findall(r"\$[\d.,]+\d", spot) == ["$4.00", "$0.50", "$8.00", "$1.00"]
     assert config_of("target=slurm nodes=2").price_notes() == ()
 
 
@@ -315,8 +302,8 @@ def test_the_dockerfile_copies_code_alone_and_all_that_the_wheel_needs():
 def test_actions_print_one_command(capsys: pytest.CaptureFixture[str]):
     status, out, err = call(capsys, "delete", "target=v6e-4", "zone=z", "name=mine")
     assert (status, err) == (0, "")
-    assert out == "gcloud compute tpus queued-resources delete mine --force --quiet --zone=z\n"
-    assert call(capsys, "list", "target=v6e-4", "queued=false")[1] == "gcloud compute tpus tpu-vm list\n"
+    assert out.split()[3:] == ["queued-resources", "delete", "mine", "--force", "--quiet", "--zone=z"]
+    assert call(capsys, "list", "target=v6e-4", "queued=false")[1].split()[3:] == ["tpu-vm", "list"]
     assert call(capsys, "dockerfile", "extra=none") == (0, dockerfile(""), "")
 
 
@@ -341,16 +328,16 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def verbs(folder: Path, skip: Sequence[str] = ("describe",)) -> list[str]:
-    """What gcloud was asked to do, in order; of ssh the beginning of the command."""
-    found = []
+    """Return the actions of the recorded gcloud calls, in order. Those of ssh include what the command does."""
+    actions = []
     for line in (folder / "calls").read_text().splitlines():
         words = line.split()
         if words[0] == "gcloud" and words[4] not in skip:
             command = line.partition("--command=")[2]
             does = next((word for word in ("tar", "pkill -KILL", "pkill -TERM") if word in command), "")
             trains = ".venv/bin/valkyrie-train" in command
-            found.append(f"ssh {'train' if trains else does}" if words[4] == "ssh" else words[4])
-    return found
+            actions.append(f"ssh {'train' if trains else does}" if words[4] == "ssh" else words[4])
+    return actions
 
 
 GCLOUD = """
@@ -389,8 +376,8 @@ def test_a_slice_is_asked_for_trained_on_and_asked_for_again(programs: Path, mon
     new, end = ["create", "scp", "ssh tar", "ssh train"], "ssh pkill -KILL"
     assert verbs(programs) == [*new, end, "delete", *new, end, "ssh train"]
     err = capfd.readouterr().err
-    assert "mine is SUSPENDED: deleting it and asking for another\n" in err
-    assert err.count("starting again\n") == 1 and err.count("starting again (1 of 1)\n") == 1
+    assert "mine is SUSPENDED:" in err
+    assert err.count("starting again\n") == 1 and "(1 of 1)\n" in err
     calls = (programs / "calls").read_text()
     assert "VALKYRIE_LAUNCH_RESTARTS=2 .venv/bin/valkyrie-train name=mine" in calls
 
@@ -422,14 +409,11 @@ def test_the_command_rents_and_says_how_to_give_back(programs: Path, monkeypatch
     Path("pyproject.toml").touch()
     command = ["target=v5e-8", "--run", "--", "model=gpt_tiny", "mesh=2x4x1", "name=mine"]
     (programs / "state.train").write_text("0 0")
-    for found in (["create"], ["create", "ssh pkill -TERM", "ssh pkill -KILL"]):
+    for actions in (["create"], ["create", "ssh pkill -TERM", "ssh pkill -KILL"]):
         status, _, err = call(capfd, *command)
         assert status == 0
-        assert err.endswith(
-            "valkyrie-launch: mine is rented until it is given back: "
-            "gcloud compute tpus queued-resources delete mine --force --quiet\n"
-        )
-        assert [verb for verb in verbs(programs) if verb == "create" or "pkill" in verb] == found
+        assert err.endswith("gcloud compute tpus queued-resources delete mine --force --quiet\n")
+        assert [verb for verb in verbs(programs) if verb == "create" or "pkill" in verb] == actions
     assert verbs(programs)[-3:] == ["scp", "ssh tar", "ssh train"]
 
 
@@ -443,7 +427,7 @@ def test_a_slice_that_cannot_be_had_is_said_with_what_says_why(programs: Path, m
     monkeypatch.setattr("test_launch.GCLOUD", failing)
     with pytest.raises(ValueError) as error:
         rented(programs, monkeypatch, "0")
-    assert str(error.value) == ("mine cannot be had; why: gcloud compute tpus queued-resources describe mine")
+    assert str(error.value).endswith(" describe mine")
 
 
 SSH = """
@@ -472,7 +456,7 @@ def test_hosts_of_ssh_start_together_and_none_is_left_when_one_fails(programs: P
     monkeypatch.setattr(ssh.Config, "copy", lambda self: [])
     supervisor = config_of("target=ssh hosts=[a,b]").supervisor(("name=only-this-test", "prompt=it's"))
     assert replace(supervisor, grace_s=0.2).run() == 0
-    assert "ended with status 134, first of 2" in capfd.readouterr().err
+    assert "status 134," in capfd.readouterr().err
     ran = [int(file.read_text()) for file in homes.glob("pid-*")]
     assert len(ran) == 4
     wait_until(lambda: all(is_gone(pid) for pid in ran))
