@@ -5,9 +5,13 @@ Everything here happens before JAX starts a backend and before `valkyrie` is imp
 
 from __future__ import annotations
 
+import gc
 import os
+import pickle
+import re
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,17 +56,79 @@ def _set_environment() -> None:
         os.environ.pop(variable, None)
 
 
-def _checked_modules() -> list[str]:
-    """Return the modules with signatures checked at every call: those with array shapes, or all if CHECK_ALL_TYPES=1.
+def _check_signatures() -> None:
+    """Check the signatures that mention arrays at every call, or all of them with CHECK_ALL_TYPES=1.
 
-    jaxtyping's checks make code without arrays, such as the validation of layouts, two to three times slower.
+    Checking all of them makes code without arrays, such as the validation of layouts, five times slower.
     """
-    if os.environ.get("CHECK_ALL_TYPES") == "1":
-        return ["valkyrie"]
-    files = [
-        file.relative_to(ROOT) for file in (ROOT / "valkyrie").rglob("*.py") if "from jaxtyping" in file.read_text()
-    ]
-    return [".".join(file.with_suffix("").parts) for file in files]
+    import jaxtyping
+
+    modules = ["valkyrie"]
+    if os.environ.get("CHECK_ALL_TYPES") != "1":
+        files = [
+            file.relative_to(ROOT) for file in (ROOT / "valkyrie").rglob("*.py") if "from jaxtyping" in file.read_text()
+        ]
+        modules = [".".join(file.with_suffix("").parts) for file in files]
+        jaxtyping.jaxtyped = _where_arrays_are_mentioned(jaxtyping.jaxtyped)
+    jaxtyping.install_import_hook(modules, "beartype.beartype")
+
+
+def _where_arrays_are_mentioned(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `jaxtyped` that leaves functions and dataclasses without arrays in their annotations unchanged."""
+
+    def mentions_arrays(checked: Any) -> bool:
+        annotations = " ".join(map(str, getattr(checked, "__annotations__", {}).values()))
+        module = vars(sys.modules[checked.__module__])
+        aliases = (repr(module.get(word)) for word in set(re.findall(r"\w+", annotations)))
+        return any("Array" in text or "ndarray" in text for text in (annotations, *aliases))
+
+    def decorator(*, typechecker: Any) -> Callable[[Any], Any]:
+        check = jaxtyped(typechecker=typechecker)
+        return lambda checked: check(checked) if mentions_arrays(checked) else checked
+
+    return decorator
+
+
+def _read_configs_once() -> None:
+    """Keep what Hydra reads from files of this repository and its own, and the schemas: half the time of composing."""
+    from hydra._internal.sources_registry import SourcesRegistry
+
+    from valkyrie.config.compose import FAMILIES, SCHEMA_PATHS, ValkyrieSource, register
+
+    register()
+
+    def version_of_file(folder: str, path: str) -> object:
+        file = Path(folder, path).with_suffix(".yaml")
+        return file.stat().st_mtime_ns if file.is_relative_to(ROOT / "conf") and file.is_file() else None
+
+    def schema(folder: str, path: str) -> object:
+        path = path.removesuffix(".yaml")
+        group, _, name = path.partition("/")
+        if path in SCHEMA_PATHS or group not in FAMILIES or not name.endswith("_schema"):
+            return SCHEMA_PATHS.get(path)
+        family = FAMILIES[group].config_class(name.removesuffix("_schema"))
+        return family if family.__module__.startswith("valkyrie.") else None  # a user's may change
+
+    find = SourcesRegistry.instance().resolve
+    _keep_results(find("file"), version_of_file)
+    _keep_results(find("pkg"), lambda *_: True)
+    _keep_results(find(ValkyrieSource.scheme()), schema)
+
+
+def _keep_results(source: Any, version: Callable[[str, str], object]) -> None:
+    """Load each config of a source once per version, a function of folder and path: None for what changes."""
+    load, kept = source.load_config, dict[tuple[object, ...], bytes]()
+
+    def load_config(self: Any, config_path: str) -> Any:
+        known = version(self.path, config_path)
+        if known is None:
+            return load(self, config_path)
+        key = (self.path, self.provider, config_path, known)
+        if key not in kept:
+            kept[key] = pickle.dumps(load(self, config_path))
+        return pickle.loads(kept[key])
+
+    source.load_config = load_config
 
 
 def _prepare_libraries() -> None:
@@ -70,12 +136,12 @@ def _prepare_libraries() -> None:
     import absl.logging
     import hypothesis
     import jax
-    from jaxtyping import install_import_hook
 
     jax.config.update("jax_num_cpu_devices", DEVICES)
     hypothesis.settings.register_profile("busy", deadline=None)  # the time of one example is the machine's
     hypothesis.settings.load_profile("busy")
-    install_import_hook(_checked_modules(), "beartype.beartype")
+    _check_signatures()
+    _read_configs_once()
     # Hydra closes every log handler, and absl's would close with it the stream that pytest captures.
     absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
@@ -94,6 +160,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     turns.order(config, items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays: collecting garbage among it is a tenth of a composition
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Collection, Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -84,7 +86,13 @@ def compose_config(*overrides: str) -> DictConfig:
 
 
 def compose_run(*overrides: str) -> Run:
-    """Return the run of these overrides, which must be legal."""
+    """Return the run of these overrides, which must be legal: a copy, as composing one takes a fifth of a second."""
+    variables = ("JAX_PLATFORMS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES")
+    return copy.deepcopy(_legal_run(overrides, tuple(map(os.environ.get, variables))))
+
+
+@cache
+def _legal_run(overrides: tuple[str, ...], environment: tuple[str | None, ...]) -> Run:
     run = Run.from_config(compose_config(*overrides))
     assert not run.problems(), run.problems()
     return run
