@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
 
 
+@cache
 def make_request(*arguments: str) -> SearchRequest:
     """Return the request of a search for the tiny GPT."""
     return parse_request(run_of([*TINY, *arguments]))

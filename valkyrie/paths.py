@@ -12,9 +12,12 @@ import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from valkyrie.problems import first_line
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 Schema = TypeVar("Schema")
 
@@ -193,16 +196,26 @@ def defaults_of(path: Path) -> list[Any]:
 
 def read_config(group: str, name: str, schema: type[Schema]) -> Schema:
     """Return a config of a group as its dataclass, ignoring its defaults list."""
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
 
     path = conf_dir() / group / f"{name}.yaml"
     path = path if path.is_file() else config_files(group)[name]
+    value = OmegaConf.to_object(_parsed_config(path, path.stat().st_mtime_ns, schema))
+    assert isinstance(value, schema), path
+    return value
+
+
+@cache
+def _parsed_config(path: Path, modified_ns: int, schema: type) -> DictConfig:
+    """Parse a file once per version of it: a search reads every partition for every request."""
+    from omegaconf import DictConfig, OmegaConf
+
     values = OmegaConf.load(path)
     assert isinstance(values, DictConfig), path
     values.pop("defaults", None)
-    value = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
-    assert isinstance(value, schema), path
-    return value
+    merged = OmegaConf.merge(OmegaConf.structured(schema), values)
+    assert isinstance(merged, DictConfig), path
+    return merged
 
 
 def read_group(group: str, schema: type[Schema]) -> list[Schema]:
