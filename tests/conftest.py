@@ -187,9 +187,19 @@ class Command(NamedTuple):
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
     """A function that composes the run of `valkyrie-train` with some arguments, without running it."""
+    from hydra._internal.hydra import Hydra
+
     from valkyrie.cli import dispatch
 
     monkeypatch.chdir(tmp_path)
+    compose_mode = Hydra.get_mode
+
+    def get_mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+        """Return `hydra.mode`, for which Hydra composes a command once more; of our files only sweeps set it."""
+        may_sweep = any(word in argument for argument in sys.argv for word in ("--config", "hydra.", "sweep"))
+        return compose_mode(hydra, config_name, overrides) if may_sweep else None
+
+    monkeypatch.setattr(Hydra, "get_mode", get_mode)
 
     def call(*arguments: str) -> Command:
         runs: list[Any] = []
