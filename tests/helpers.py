@@ -15,6 +15,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.axes import Parameter
+from valkyrie.config.arguments import run_of
 from valkyrie.config.compose import register
 from valkyrie.config.run import Run
 from valkyrie.models.assembly import Assembly
@@ -96,6 +97,12 @@ def _legal_run(overrides: tuple[str, ...], environment: tuple[str | None, ...]) 
     run = Run.from_config(compose_config(*overrides))
     assert not run.problems(), run.problems()
     return run
+
+
+@cache
+def shared_run(*arguments: str) -> Run:
+    """Return the unchecked run of a command's arguments, composed once: leave it unchanged."""
+    return run_of(arguments)
 
 
 @lru_cache

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import shared_run
 from reported import sweep_folder, trial
 from runs import command
 from valkyrie.config.arguments import run_of
@@ -51,7 +52,7 @@ def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 
                 f"batch={batch}",
             ]
             asked += [f"seq={SEQ}", "precision=bf16_mixed", "remat=full", *also]
-            step_s = estimated([run_of(asked)], truth)[0]["step"]
+            step_s = estimated([shared_run(*asked)], truth)[0]["step"]
             one = trial(layout, batch * SEQ / step_s / 8, batch=batch, target="v5e-8")
             results = replace(one.results, step=replace(one.results.step, step_s=step_s, replayed_s=step_s / SLOWER))
             about = replace(one.about, seq=SEQ)
@@ -62,7 +63,7 @@ def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 
 @pytest.fixture(scope="module")
 def truth() -> Efficiency:
     """Constants that no chip has."""
-    chip = run_of(["target=v5e-8"]).config.target.chip
+    chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
     return replace(efficiency_of(chip), products=0.6, gathers=0.5)
 
@@ -82,7 +83,7 @@ def saved_sweep(folder: Path, made: Sequence[Trial]) -> Path:
     named = [replace(one, name=f"trial-{i}", folder=f"trial-{i}") for i, one in enumerate(made)]
     for one in named:
         (folder / one.name).mkdir(parents=True)
-        run_of(one.overrides).save(folder / one.name / RUN)
+        shared_run(*one.overrides).save(folder / one.name / RUN)
     return sweep_folder(folder, named)
 
 
@@ -137,7 +138,7 @@ def test_constants_are_found_and_held_to_families_left_out(
 def rows_of(made: Sequence[Trial], folder: Path) -> list[tuple[Row, Run]]:
     """Return rows of trials with their runs, the argument of `calibration`."""
     rows = read_rows([sweep_folder(folder, made)])
-    return [(row, run_of(row.trial.overrides)) for row in rows]
+    return [(row, shared_run(*row.trial.overrides)) for row in rows]
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_a_model_and_batch_that_was_compiled_and_measured_is_one_family(truth: E
 @pytest.mark.usefixtures("unfitted")
 @pytest.mark.parametrize("also", ["precision=float32", "optimizer=muon"])
 def test_each_step_is_estimated_as_it_was_run(also: str, tmp_path: Path) -> None:
-    chip = run_of(["target=v5e-8"]).config.target.chip
+    chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
     now = efficiency_of(chip)
     one = calibration(rows_of([*trials((32,), now), *trials((32,), now, also)], tmp_path))
@@ -167,7 +168,7 @@ def test_each_step_is_estimated_as_it_was_run(also: str, tmp_path: Path) -> None
 def test_what_several_slices_lose_counts_once(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32,), truth, "target.slices=2", slices=2)[:1]
     one, _ = replay_fit(rows_of([*compiled, *measured(compiled, [1.0])], tmp_path))
-    target = run_of(compiled[0].overrides).config.target
+    target = shared_run(*compiled[0].overrides).config.target
     assert one is not None and target.chip is not None and correction_of(target).of_slices > 1
     fitted = replace(target, chip=replace(target.chip, replay=one.fitted))
     assert correction_of(fitted).factor == pytest.approx(SLOWER, rel=1e-3)

@@ -8,14 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from helpers import names
+from helpers import names, shared_run
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
@@ -43,7 +42,7 @@ COMPILED = Path(__file__).parents[1] / "experiments" / "search" / "compiled.json
 
 def searched(*arguments: str) -> tuple[Run, Ranking]:
     """Return the run of a search and the ranking of its layouts."""
-    run = run_of(["mode=search", "precision=bf16_mixed", *arguments])
+    run = shared_run("mode=search", "precision=bf16_mixed", *arguments)
     return run, rank(run, parse_request(run).space())
 
 
@@ -320,16 +319,11 @@ def test_a_chips_own_constants() -> None:
         efficiency_of(replace(chip, estimate={"speed": 1.0}))
 
 
-@cache
-def composed(*arguments: str) -> Run:
-    return run_of(arguments)
-
-
 def run_of_row(overrides: Sequence[str]) -> Run:
     """Return the run of a compiled row; rows that differ in mesh and partition alone are composed once."""
     mesh, partition = (key_value(override)[1] for override in overrides if override.startswith(("mesh=", "partition=")))
     others = [override for override in overrides if not override.startswith(("mesh=", "partition="))]
-    return composed(*others, "mesh=1x1x32", "partition=dp").changed(
+    return shared_run(*others, "mesh=1x1x32", "partition=dp").changed(
         mesh=parse_mesh(mesh), partition=read_config("partition", partition, PartitionConfig)
     )
 
@@ -354,7 +348,7 @@ def test_the_pairs_of_the_tpu_v4_paper_stand_in_its_order(pair: str, monkeypatch
 
 def seconds_of(*overrides: str, **constants: float) -> dict[str, float]:
     """Return the seconds of a step's parts, with these constants in place of the chip's."""
-    run = run_of(["mode=compile", "model=gpt_1b", "precision=bf16_mixed", *overrides])
+    run = shared_run("mode=compile", "model=gpt_1b", "precision=bf16_mixed", *overrides)
     assert run.config.target.chip is not None
     (parts,) = estimated([run], replace(efficiency_of(run.config.target.chip), **constants))
     return parts

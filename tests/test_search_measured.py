@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from helpers import shared_run
 from processes import ended, several
 from runs import TINY
 from valkyrie.config.arguments import run_of
@@ -39,7 +40,7 @@ CHIP = ChipConfig("cpu", "cpu", {"float32": 0.02}, hbm_gbs=5.0, host_bounds=[8],
 def make_request(*arguments: str) -> SearchRequest:
     """Return the request of a search on eight CPU devices with known figures."""
     request = parse_request(
-        run_of(["mode=search", "target=cpu8", "model=gpt_tiny", "precision=float32", "batch=16", *arguments])
+        shared_run("mode=search", "target=cpu8", "model=gpt_tiny", "precision=float32", "batch=16", *arguments)
     )
     return replace(request, targets=tuple(replace(target, chip=CHIP) for target in request.targets))
 
@@ -221,7 +222,7 @@ def test_figures_are_of_this_machine_and_precision(
 
     def with_them(*arguments: str) -> SearchRequest:
         request = parse_request(
-            run_of(["mode=search", "target=cpu8", "model=gpt_tiny", "batch=16", "precision=float32", *arguments])
+            shared_run("mode=search", "target=cpu8", "model=gpt_tiny", "batch=16", "precision=float32", *arguments)
         )
         return with_figures(request, tmp_path, Console(quiet=True))
 
@@ -271,7 +272,7 @@ def test_a_search_over_several_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_figures_are_timed_once(tmp_path: Path) -> None:
-    request = parse_request(run_of(["mode=search", "target=cpu2", "model=gpt_tiny", "precision=float32", "batch=16"]))
+    request = parse_request(shared_run("mode=search", "target=cpu2", "model=gpt_tiny", "precision=float32", "batch=16"))
     (first,) = with_figures(request, tmp_path, Console(quiet=True)).targets
     (again,) = with_figures(request, tmp_path, Console(quiet=True)).targets
     assert first == again and first.chip is not None and first.chip.peak_tflops["float32"] > 0

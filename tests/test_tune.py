@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from helpers import compose_run
+from helpers import compose_run, shared_run
 from machines import needs_libtpu
 from outcomes import fitting_outcome
 from runs import command as carry_out
-from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.models.s5 import S5
@@ -282,7 +281,7 @@ def test_other_implementations_are_tried_on_top_of_the_best_options(
 ):
     times = {"associative": 6.0, "blocked": 5.0}
     compiler = compiles(lambda o: times.get(str(o.get("scan")), 10.0) - (o.get(FUSED) == "true"))
-    tuned = tune(run_of(["mode=tune", *LAYOUT, *given]))
+    tuned = tune(shared_run("mode=tune", *LAYOUT, *given))
     chosen = {} if given else {"model.s5.scan": "blocked"}
     assert (tuned.model, tuned.options, tuned.finished) == (chosen, {FUSED: True}, True)
     assert tuned.step_s == (9.0 if given else 4.0)
@@ -305,7 +304,7 @@ def test_other_implementations_are_tried_on_top_of_the_best_options(
 def test_options_that_a_program_needs_to_fit_stay_with_another_implementation(compiles: Callable[..., OptionCompiler]):
     compiler = compiles(lambda o: {"associative": 6.0, "blocked": 5.0}.get(str(o.get("scan")), 10.0))
     compiler.to_fit = {"xla_saves": "false"}
-    tuned = tune(run_of(["mode=tune", *LAYOUT]))
+    tuned = tune(shared_run("mode=tune", *LAYOUT))
     assert (tuned.model, tuned.to_fit) == ({"model.s5.scan": "blocked"}, {"xla_saves": "false"})
     assert tuned.overrides == ["model.s5.scan=blocked", f"{KEY}.xla_saves=false"]
     assert "# without xla_saves=false" in fragment(tuned)
