@@ -115,6 +115,19 @@ def _read_configs_once() -> None:
     _keep_results(find(ValkyrieSource.scheme()), schema)
 
 
+def _compose_commands_once() -> None:
+    """Skip the composition of every command in which Hydra looks for `hydra.mode`: of our files only sweeps set it."""
+    from hydra._internal.hydra import Hydra
+
+    compose_mode = Hydra.get_mode
+
+    def get_mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+        may_sweep = any(word in argument for argument in sys.argv for word in ("--config", "hydra.", "sweep"))
+        return compose_mode(hydra, config_name, overrides) if may_sweep else None
+
+    Hydra.get_mode = get_mode
+
+
 def _keep_results(source: Any, version: Callable[[str, str], object]) -> None:
     """Load each config of a source once per version, a function of folder and path: None for what changes."""
     load, kept = source.load_config, dict[tuple[object, ...], bytes]()
@@ -142,6 +155,7 @@ def _prepare_libraries() -> None:
     hypothesis.settings.load_profile("busy")
     _check_signatures()
     _read_configs_once()
+    _compose_commands_once()
     # Hydra closes every log handler, and absl's would close with it the stream that pytest captures.
     absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
@@ -187,19 +201,9 @@ class Command(NamedTuple):
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
     """A function that composes the run of `valkyrie-train` with some arguments, without running it."""
-    from hydra._internal.hydra import Hydra
-
     from valkyrie.cli import dispatch
 
     monkeypatch.chdir(tmp_path)
-    compose_mode = Hydra.get_mode
-
-    def get_mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
-        """Return `hydra.mode`, for which Hydra composes a command once more; of our files only sweeps set it."""
-        may_sweep = any(word in argument for argument in sys.argv for word in ("--config", "hydra.", "sweep"))
-        return compose_mode(hydra, config_name, overrides) if may_sweep else None
-
-    monkeypatch.setattr(Hydra, "get_mode", get_mode)
 
     def call(*arguments: str) -> Command:
         runs: list[Any] = []
