@@ -345,7 +345,7 @@ def test_a_budget_is_a_time_with_its_unit(text: str, seconds: float):
 
 @pytest.mark.parametrize("text", ["90", "ten", "0s", "-3s", "5 min", "1d"])
 def test_a_budget_that_is_no_time_is_refused(text: str):
-    (problem,) = run_of(["mode=tune", *LAYOUT, f"mode.budget='{text}'"]).problems()
+    (problem,) = shared_run("mode=tune", *LAYOUT, f"mode.budget='{text}'").problems()
     assert (problem.code, problem.key, problem.value) == (ProblemCode.malformed, "mode.budget", text)
 
 
