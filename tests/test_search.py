@@ -18,20 +18,12 @@ from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.paths import DiskError
 from valkyrie.records import decode, encode, read_record
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
-from valkyrie.search.answer import (
-    MeasuredLayout,
-    MeasureReport,
-    RankedLayout,
-    SearchAnswer,
-    command_of,
-    rank_layout,
-    rank_layouts,
-    show,
-)
+from valkyrie.search.answer import command_of, describe_work, rank_layout, rank_layouts, show
+from valkyrie.search.answer_record import ANSWER, MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.compiling import CompiledLayout, Compiles, compile_best
 from valkyrie.search.estimate.rank import Estimated, rank
-from valkyrie.search.folder import ANSWER, save_answer
+from valkyrie.search.folder import save_answer
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import PLAIN_FSDP, RULE, Rival, format_comparison, rivals_on
 from valkyrie.search.shortlist import Shortlist, chips_of, mesh_partition, on_any_torus, shortlist
@@ -445,8 +437,11 @@ def test_estimates_alone(search: Callable[..., Finished]) -> None:
 def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
     request = make_request("mode.targets=[v5e-8,v6e-8]", "mode.tokens=1e6", "mode.budget_usd=0.0001", "partition=fsdp")
     rows = rank_layouts(request, make_shortlist(request), Compiles(), 10)
+    plan: dict[str, Any] = {"tokens": request.tokens, "budget_usd": request.budget_usd}
+    plan |= {"title": describe_work(request), "targets": [target.name for target in request.targets]}
+    answer = SearchAnswer([], "", 0, {}, 0, 0, "", MeasureReport(), rows, [], **plan)
     with (console := Console(width=140, soft_wrap=True)).capture() as capture:
-        show(request, rows, console)
+        show(answer, console)
     lines = capture.get().splitlines()
     assert lines[0].strip().startswith("gpt_tiny, batch 32") and f"{request.run.config.seq:,} tokens" in lines[0]
     assert max(len(line.rstrip()) for line in lines) <= 140

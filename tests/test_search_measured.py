@@ -20,7 +20,8 @@ from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.search import at_hand, measuring
-from valkyrie.search.answer import Stage, rank_layouts
+from valkyrie.search.answer import rank_layouts
+from valkyrie.search.answer_record import Stage
 from valkyrie.search.at_hand import not_at_hand, with_figures
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.compiling import CompiledLayout, Compiles, plan_compile

@@ -10,10 +10,8 @@ from valkyrie.checksums import digest
 from valkyrie.paths import writing
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN
-from valkyrie.search.answer import MeasureReport, SearchAnswer
+from valkyrie.search.answer_record import ANSWER, MeasureReport, SearchAnswer
 from valkyrie.search.request import SearchRequest
-
-ANSWER = "search.json"
 
 
 def folder_of(request: SearchRequest) -> Path:

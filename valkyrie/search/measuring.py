@@ -11,7 +11,8 @@ from typing import Any
 
 from valkyrie.config.modes import settings_for
 from valkyrie.modes.measure import Config as MeasureMode
-from valkyrie.search.answer import MeasuredLayout, MeasureReport, RankedLayout, Stage, rank_layout
+from valkyrie.search.answer import rank_layout
+from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, Stage
 from valkyrie.search.at_hand import on_cpu
 from valkyrie.search.compiling import Compiles, plan_layout
 from valkyrie.search.estimate.rank import Estimated

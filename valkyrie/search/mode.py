@@ -16,7 +16,8 @@ from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
 from valkyrie.search import NOT_COMPILED
-from valkyrie.search.answer import RankedLayout, SearchAnswer, command_of, launch_command_of, rank_layouts, show
+from valkyrie.search.answer import command_of, describe_work, launch_command_of, rank_layouts, show
+from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.at_hand import is_here, not_at_hand, with_figures
 from valkyrie.search.compiling import CompiledLayout, Compiles, compile_best
 from valkyrie.search.estimate.rank import Estimated, rank
@@ -99,14 +100,7 @@ def _search(run: Run) -> int:
         told_of = f"left out, for another layout is faster: {' '.join(options)}. mode=tune tries options on any layout"
         console.print(told_of, style="yellow", markup=False, soft_wrap=True)
         options = []
-    show(request, rows, console)
-    for rival in rivals_on(request, ranked, _slice_of(rows[0], request)):
-        measured_s = None if rival.layout is None else measures.step_s(rival.layout)
-        console.print(format_comparison(rival, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
-    console.print(f"train it: {command_of(request, rows[0], options)}", markup=False, soft_wrap=True)
-    launch = None if is_here(_slice_of(rows[0], request)) else launch_command_of(request, rows[0], options)
-    if launch is not None:
-        console.print(f"launch it: {launch}", markup=False, soft_wrap=True)
+    on_this_machine = is_here(_slice_of(rows[0], request))
     answer = SearchAnswer(
         command=list(run.arguments),
         question=digest_of(request),
@@ -118,7 +112,20 @@ def _search(run: Run) -> int:
         measured=report_of(measures),
         best=rows,
         options=options,
+        title=describe_work(request),
+        targets=[target.name for target in request.targets],
+        tokens=request.tokens,
+        budget_usd=request.budget_usd,
+        train=command_of(request, rows[0], options),
+        launch=None if on_this_machine else launch_command_of(request, rows[0], options),
     )
+    show(answer, console)
+    for rival in rivals_on(request, ranked, _slice_of(rows[0], request)):
+        measured_s = None if rival.layout is None else measures.step_s(rival.layout)
+        console.print(format_comparison(rival, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
+    console.print(f"train it: {answer.train}", markup=False, soft_wrap=True)
+    if answer.launch is not None:
+        console.print(f"launch it: {answer.launch}", markup=False, soft_wrap=True)
     kept = save_answer(folder, answer)
     if compiles.done or measures.done:
         console.print(f"page: {write_report(folder)}", soft_wrap=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.slices import parse_shape
 from valkyrie.hardware.target import TargetConfig
-from valkyrie.search.answer import RankedLayout, Stage
+from valkyrie.search.answer_record import RankedLayout, Stage
 from valkyrie.search.compiling import Compiles
 from valkyrie.search.estimate.rank import Estimated, Ranking
 from valkyrie.search.request import SearchRequest

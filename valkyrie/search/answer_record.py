@@ -1,0 +1,185 @@
+"""`search.json`: the answer of a search as records, and the columns of its table. Imports no JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from valkyrie.runs.columns import Column
+from valkyrie.search.estimate.space import Candidate
+from valkyrie.units import amount
+
+ANSWER = "search.json"
+"""File name, in the search's folder."""
+
+
+class Stage(Enum):
+    """Source of a step time, from the cheapest to the most accurate."""
+
+    estimate = "estimate"
+    compile = "compile"
+    measure = "measure"
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """The resource that takes the largest part of a step, and its share of the step from 0 to 1.
+
+    `near_memory_limit` if the peak exceeds `NEAR_LIMIT` of the usable memory.
+    """
+
+    resource: str
+    share: float
+    near_memory_limit: bool
+
+    def __str__(self) -> str:
+        return f"{self.resource} {100 * self.share:.0f}%" + (", memory" if self.near_memory_limit else "")
+
+
+@dataclass(frozen=True)
+class RankedLayout:
+    """One layout of a search's answer: seconds per step with their interval, bytes per device, dollars.
+
+    `overrides` select the layout on the command line. `parts_s` are the seconds of the estimated step by part.
+    `as_fast_on` names other slices with as many chips on which the same layout is estimated to be as fast.
+    `expected_s` is the predicted step time of a measured layout. Values are None if unknown or not requested.
+    """
+
+    candidate: Candidate
+    overrides: list[str]
+    stage: Stage
+    step_s: float
+    low_s: float
+    high_s: float
+    memory: int | None
+    usable: int | None
+    tokens_per_second_per_chip: float
+    mfu: float | None
+    usd_per_million_tokens: float | None
+    bottleneck: Bottleneck
+    parts_s: dict[str, float]
+    hours: float | None = None
+    dollars: float | None = None
+    tokens_for_budget: float | None = None
+    expected_s: float | None = None
+    as_fast_on: list[str] = field(default_factory=list)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Ends of the interval relative to the step time, or None if the step is exact."""
+        low, high = self.low_s / self.step_s - 1, self.high_s / self.step_s - 1
+        return None if low == high else (low, high)
+
+    def with_step_time(self, step_s: float) -> RankedLayout:
+        """Return this layout with another step time, and with the interval, rates and costs scaled accordingly."""
+        longer = step_s / self.step_s
+
+        def scaled(value: float | None, factor: float) -> float | None:
+            return None if value is None else value * factor
+
+        return replace(
+            self,
+            step_s=step_s,
+            low_s=self.low_s * longer,
+            high_s=self.high_s * longer,
+            tokens_per_second_per_chip=self.tokens_per_second_per_chip / longer,
+            mfu=scaled(self.mfu, 1 / longer),
+            usd_per_million_tokens=scaled(self.usd_per_million_tokens, longer),
+            hours=scaled(self.hours, longer),
+            dollars=scaled(self.dollars, longer),
+            tokens_for_budget=scaled(self.tokens_for_budget, 1 / longer),
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredLayout:
+    """One layout that was run: predicted and measured seconds per step. The measured time is None if the run failed."""
+
+    overrides: list[str]
+    expected_s: float
+    step_s: float | None
+    status: str
+
+
+@dataclass(frozen=True)
+class MeasureReport:
+    """The measured layouts, and how well their step times were predicted.
+
+    `agreement` is Spearman's rank correlation of predicted and measured order. `regret` is how much longer the layout
+    with the best prediction takes than the fastest measured one, as a fraction. `why` is the reason why no more were
+    measured.
+    """
+
+    layouts: list[MeasuredLayout] = field(default_factory=list)
+    agreement: float | None = None
+    regret: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class SearchAnswer:
+    """`search.json`: the request, counts of layouts, and the best ones with compiler options for the first.
+
+    Args:
+        command: Arguments of the search.
+        question: Digest of the request.
+        layouts: Number of layouts that were estimated.
+        refused: Number of illegal layouts by reason.
+        duplicates: Number of meshes that shard like another one.
+        compiled: Number of compiled layouts.
+        why: Reason why no more were compiled.
+        best: The best layouts, in order.
+        options: Compiler options that tuning found for the first one.
+        title: Model, batch and precision, for display.
+        targets: Names of the requested slices.
+        tokens: Tokens to train on, if requested.
+        budget_usd: Dollars to spend, if requested.
+        train: Command that trains the first layout on its slice.
+        launch: Command that rents the slice and trains there. None on this machine, or if it cannot be rented so.
+    """
+
+    command: list[str]
+    question: str
+    layouts: int
+    refused: dict[str, int]
+    duplicates: int
+    compiled: int
+    why: str
+    measured: MeasureReport
+    best: list[RankedLayout]
+    options: list[str]
+    title: str = ""
+    targets: list[str] = field(default_factory=list)
+    tokens: float | None = None
+    budget_usd: float | None = None
+    train: str | None = None
+    launch: str | None = None
+    schema: int = 1
+    unknown: dict[str, Any] = field(default_factory=dict)
+
+
+def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
+    """Return the columns of an answer. Slices, costs and budgets are included only if they were requested."""
+    column, rows = Column[RankedLayout], answer.best
+    slices = column("slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), least=8)
+    cost = [
+        column("hours", "hours", "amount", lambda r: r.hours, unknown="?"),
+        column("dollars", "dollars", "amount", lambda r: r.dollars, unknown="?"),
+    ]
+    head = f"billion\ntokens for\n${amount(answer.budget_usd or 0.0)}"
+    budget = column("tokens", head, "amount", lambda r: r.tokens_for_budget and r.tokens_for_budget / 1e9, unknown="?")
+    return [
+        column("place", "#", "count", lambda r: rows.index(r) + 1, least=0),
+        *([slices] if len(answer.targets) > 1 else []),
+        column("layout", "layout", "text", lambda r: " ".join(r.overrides[1:]), least=16),
+        column("step_s", "step", "seconds", lambda r: r.step_s),
+        column("interval", "interval", "range", lambda r: r.interval),
+        column("memory", "peak", "bytes", lambda r: r.memory, unknown="?"),
+        column("rate", "tokens/s\na chip", "speed", lambda r: r.tokens_per_second_per_chip),
+        column("mfu", "MFU", "percent", lambda r: r.mfu, unknown="?"),
+        *(cost if answer.tokens is not None else []),
+        *([budget] if answer.budget_usd is not None else []),
+        column("bottleneck", "bound by", "text", lambda r: r.bottleneck, least=0),
+        column("stage", "by", "text", lambda r: r.stage.value, least=0),
+    ]
