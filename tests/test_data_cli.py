@@ -77,6 +77,24 @@ def test_a_mistake_is_one_line_and_status_2(
     assert message in errors
 
 
+@pytest.mark.parametrize("name", ["", "gpt2", "p50k_edit", "../../escaped", "mine/t", "a.tiktoken"])
+def test_a_name_that_would_not_find_the_tokenizer_is_refused(
+    corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["tokenizer", str(corpus), "--vocab", "300", "--save", name])
+    assert "--save" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_characters_that_are_not_utf8_are_reported_by_file(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (corpus / "latin.txt").write_bytes(b"caf\xe9 " + b"and more text " * 10)
+    (corpus / "other.txt").write_bytes(b"\xe9\xe9 " + b"and more text " * 10)
+    main(["prepare", "text", str(corpus), "--validation-fraction", "0.3"])
+    line = capsys.readouterr().err
+    assert line.startswith(f"{corpus}/other.txt: 2 ") and "(1.4%)" in line and "(3 in " in line
+
+
 def test_a_corrupt_shard_is_named(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = prepared(corpus, capsys)
     shard = Path(path, "train-00000.bin")

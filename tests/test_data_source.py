@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from pyarrow import parquet
 
 from valkyrie.data import cut as cutting
+from valkyrie.data import readers
 from valkyrie.data.config import SOURCES
 from valkyrie.data.cut import HASH_RANGE, Census, TokenDocument, adjusted_threshold, cut, pieces
 from valkyrie.data.documents import DocumentConfig
@@ -159,6 +161,42 @@ def test_bytes_that_are_not_utf8_are_counted_or_refused(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(bytes(range(256)))
     with pytest.raises(ValueError, match=r"b\.txt .* 128 of"):
         read(text_config(tmp_path / "b.txt"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_utf16_is_refused(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("Some text, in a file of Windows".encode(encoding))
+    with pytest.raises(ValueError, match=r"a\.txt .*UTF-16"):
+        read(text_config(tmp_path / "a.txt"))
+
+
+def test_links_in_a_circle_are_entered_once(tmp_path: Path) -> None:
+    folder, linked = tmp_path / "a[1]", tmp_path / "linked"
+    for directory in (folder / "deep", linked):
+        directory.mkdir(parents=True)
+        (directory / "a.txt").write_text(directory.name)
+    for number in range(20):
+        (folder / f"{number}").symlink_to(".")
+    (folder / "other").symlink_to(linked)
+    assert sorted(texts(text_config(f"{tmp_path}/a*/**/*.txt"))) == ["deep", "linked"]
+    assert texts(text_config(f"{tmp_path}/**/deep/**")) == ["deep"]
+
+
+def test_a_pipe_and_a_file_larger_than_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "p.txt")
+    with pytest.raises(ValueError, match=r"p\.txt .*regular file"):
+        read(text_config(tmp_path / "p.txt"))
+    with (tmp_path / "a.txt").open("wb") as file:
+        file.truncate(2**29)
+    monkeypatch.setattr(readers, "free_memory", lambda: 2**30)
+    with pytest.raises(ValueError, match=r"a\.txt .* 1\.5 GiB"):
+        read(text_config(tmp_path / "a.txt"))
+
+
+def test_a_deeply_nested_line_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + "[" * 200_000 + "\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl:2 "):
+        read(text_config(tmp_path / "a.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from jax.sharding import AbstractMesh
 
 from helpers import compose_run
 from runs import command, tiny
+from valkyrie import host_memory
+from valkyrie.host_memory import free_memory
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
-from valkyrie.train import host, room
+from valkyrie.train import room
 from valkyrie.train.devices import Devices, missing_devices
-from valkyrie.train.host import free_memory
 from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, estimate_errors, layouts_of
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import DoesNotFit, check_room, explain_oom
@@ -64,7 +65,7 @@ def test_free_memory_is_the_hosts_within_the_limits_of_its_cgroups(
     (proc / "self" / "cgroup").write_text(
         "5:cpu,cpuacct:/x\n4:memory:/job/task\n" if version == 1 else "0::/job/task\n"
     )
-    names = host._OF_CGROUPS[version]
+    names = host_memory._OF_CGROUPS[version]
     for folder, size in ((root / "job" / "task", None), (root / "job", limit)):
         unlimited = str(2**63 - 4096) if version == 1 else "max"
         (folder / names[0]).write_text(f"{unlimited if size is None else size}\n")

@@ -162,3 +162,14 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(trained: Path, tmp_path: P
         refuse_other_tokenizer(step, bytes_, now)
     with pytest.raises(ValueError, match=r"fingerprint 0{16}, now [0-9a-f]{16}"):
         refuse_other_tokenizer(step, now | {"fingerprint": "0" * 16}, now)
+
+
+@pytest.mark.parametrize("pattern", [r"\p{N}{1,3}", r"\p{L}+|\p{N}+", r"[^\n]+", r"\S+|\s+(?!\S)", r"\p{N}*"])
+def test_text_that_no_match_of_the_pattern_covers_is_kept(trained: Path, tmp_path: Path, pattern: str) -> None:
+    steps = json.loads(trained.read_text())["pre_tokenizer"]["pretokenizers"]
+    steps[0]["pattern"] = {"Regex": pattern}
+    path = changed(trained, tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+    text = "Call me 12 times, at 5 pm!\n\n日本語 é\n x"
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
+    assert tokenizer.encode_ordinary(text).tolist() == tokenizers.Tokenizer.from_file(path).encode(text).ids

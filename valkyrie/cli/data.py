@@ -106,14 +106,18 @@ def _prepare(arguments: argparse.Namespace) -> None:
         f"{prepared.train.tokens:,} training and {prepared.validation.tokens:,} validation tokens "
         f"in {time.perf_counter() - start:.1f} s"
     )
+    if remark := prepared.undecodable_note():
+        print(remark, file=sys.stderr)
     print(prepared.path)
 
 
 def _train_tokenizer(arguments: argparse.Namespace) -> None:
-    from valkyrie.data.tokenizer import fingerprint_of
+    from valkyrie.data.tokenizer import fingerprint_of, refuse_tokenizer_name
     from valkyrie.data.tokenizer_json import Counted, texts_of, train_tokenizer, trained_path
 
-    own_file = arguments.save.endswith(".json") or "/" in arguments.save
+    own_file = arguments.save.endswith(".json")
+    if not own_file:
+        refuse_tokenizer_name(arguments.save)
     path = Path(arguments.save).expanduser() if own_file else trained_path(arguments.save)
     if path.exists():
         raise ValueError(f"{path} is there already, and runs may depend on it. Use another --save NAME, or delete it.")

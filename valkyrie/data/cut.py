@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Int
@@ -44,11 +44,14 @@ class DocumentPiece:
 
 @dataclass
 class Census:
-    """Statistics of the documents: their number, bytes, undecodable characters, and lowest and highest hash."""
+    """Statistics of the documents: their number, bytes, and lowest and highest hash.
+
+    `undecodable` has the number of characters that are not UTF-8, and of all characters, of each document with any.
+    """
 
     documents: int = 0
     bytes: int = 0
-    replaced: int = 0
+    undecodable: dict[str, tuple[int, int]] = field(default_factory=dict)
     lowest: int = HASH_RANGE
     highest: int = 0
 
@@ -56,7 +59,8 @@ class Census:
         """Count a document."""
         self.documents += 1
         self.bytes += size
-        self.replaced += document.replaced if isinstance(document, Document) else 0
+        if isinstance(document, Document) and document.replaced:
+            self.undecodable[document.id] = (document.replaced, len(document.text))
         self.lowest = min(self.lowest, digest)
         self.highest = max(self.highest, digest)
 

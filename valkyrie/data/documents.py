@@ -142,18 +142,22 @@ class DocumentConfig(TextConfig):
         )
 
     def note(self, data: Dataset) -> str | None:
-        """A remark if validation has more than twice its share, which happens because whole documents are held out."""
+        """A remark on characters that are not UTF-8, and if validation has more than twice its share.
+
+        The latter happens because whole documents are held out.
+        """
         from valkyrie.data.manifest import Prepared
 
         assert isinstance(data, Prepared), "what `open` returns"
         share = data.validation.tokens / (data.train.tokens + data.validation.tokens)
-        if share <= 2 * self.validation_fraction:
-            return None
-        return (
-            f"validation has {100 * share:.0f}% of the tokens, where data.validation_fraction="
-            f"{self.validation_fraction:g} asks for {100 * self.validation_fraction:.0f}%: documents are held out "
-            "whole, and these are few and long"
-        )
+        remarks = [remark] if (remark := data.undecodable_note()) else []
+        if share > 2 * self.validation_fraction:
+            remarks.append(
+                f"validation has {100 * share:.0f}% of the tokens instead of the {100 * self.validation_fraction:.0f}% "
+                f"of data.validation_fraction={self.validation_fraction:g}: documents are held out whole, and these "
+                "are few and long"
+            )
+        return "\n".join(remarks) or None
 
 
 @dataclass

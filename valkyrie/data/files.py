@@ -88,9 +88,31 @@ def _match(pattern: str) -> list[Path]:
         inside = walk(path, lambda directory: directory.startswith("."))
         return [child for child in inside if child.is_file() and not child.name.startswith(".")]
     if glob.has_magic(pattern):
-        matched = (Path(name) for name in glob.glob(str(path), recursive=True))
-        return [child for child in matched if child.is_file()]
+        return [child for child in map(Path, dict.fromkeys(_glob(path))) if child.is_file()]
+    if path.exists():
+        raise ValueError(f"data.paths: {path} is not a regular file. Write its text to a file, such as corpus.txt.")
     raise ValueError(f"data.paths: there is no file or directory {path} (looked from {Path.cwd()}).")
+
+
+def _glob(pattern: Path) -> Iterator[str]:
+    """Yield the paths that match a pattern, possibly more than once.
+
+    Unlike `glob.glob`, `**` enters each directory once, also where symbolic links lead back to a parent directory.
+    """
+    if "**" not in pattern.parts:
+        yield from glob.glob(str(pattern))
+        return
+    i = pattern.parts.index("**")
+    rest = Path(*pattern.parts[i + 1 :] or "*")
+    for root in glob.glob(str(Path(*pattern.parts[:i]))) if i else ["."]:
+        entered: set[str] = set()
+        for directory, directories, _ in os.walk(root, followlinks=True):
+            if (real := os.path.realpath(directory)) in entered:
+                directories.clear()
+                continue
+            entered.add(real)
+            directories[:] = [name for name in directories if not name.startswith(".")]
+            yield from _glob(Path(glob.escape(directory)) / rest)
 
 
 def walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:

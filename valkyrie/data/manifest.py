@@ -24,6 +24,8 @@ VERSION = 1
 MANIFEST = "manifest.json"
 _VERIFIED = "verified.json"
 SPLITS = ("train", "validation")
+UNDECODABLE = "undecodable"
+"""Key of a source with [characters that are not UTF-8, all characters] of the documents with most of them."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,17 @@ class Prepared(Manifest):
             f"data {self.name}: {self.train.tokens:,} training tokens, {self.validation.tokens:,} validation tokens "
             f"({self.tokenizer})"
         )
+
+    def undecodable_note(self) -> str | None:
+        """A line with the document that has most characters that are not UTF-8, and the number in all, or None."""
+        documents = self.source.get(UNDECODABLE)
+        if not isinstance(documents, Mapping) or not documents:
+            return None
+        name, (replaced, characters) = next(iter(documents.items()))
+        total = self.source["undecodable_characters"]
+        more = f" ({total:,} in all documents)" if total != replaced else ""
+        share = 100 * replaced / characters
+        return f"{name}: {replaced:,} of its characters ({share:.2g}%) are not UTF-8 and became U+FFFD{more}"
 
     @property
     def shards(self) -> tuple[TokenShard, ...]:

@@ -19,7 +19,7 @@ from valkyrie.data.cached import cached_folder
 from valkyrie.data.cut import HASH_RANGE, Census, adjusted_threshold, cut
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
-from valkyrie.data.manifest import Prepared, Split, open_prepared, read_manifest
+from valkyrie.data.manifest import UNDECODABLE, Prepared, Split, open_prepared, read_manifest
 from valkyrie.data.tokenizer import Tokenizer, fingerprint_of, load_tokenizer
 from valkyrie.data.writer import ShardWriter, encode_all
 
@@ -28,6 +28,8 @@ Progress = Callable[[int, int | None], None]
 
 _ALGORITHM = 1
 """Part of the cache key. Increase it whenever the same text would give different shards."""
+_LISTED = 10
+"""Documents with undecodable characters that the manifest lists."""
 
 
 def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = None) -> Prepared:
@@ -147,11 +149,13 @@ def _write_shards(
 
 
 def _describe(config: DocumentConfig, listing: Listing, census: Census) -> dict[str, object]:
+    undecodable = dict(sorted(census.undecodable.items(), key=lambda item: -item[1][0])[:_LISTED])
     files = {
         "files": len(listing.files),
         "file_bytes": listing.bytes,
         "skipped_files": listing.skipped,
-        "undecodable_characters": census.replaced,
+        "undecodable_characters": sum(replaced for replaced, _ in census.undecodable.values()),
+        **({UNDECODABLE: undecodable} if undecodable else {}),
         "max_bytes": config.byte_limit,
         "validation_fraction": config.validation_fraction,
     }

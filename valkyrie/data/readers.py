@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import zipfile
@@ -14,8 +15,17 @@ from typing import Any, BinaryIO
 from valkyrie.data.chunks import LANGUAGE_OF, NO_CODE, Chunk, Language, chunks
 from valkyrie.data.records import array_records, text_of_record, tfrecords
 from valkyrie.data.remote import RemoteFile, suffix_of
+from valkyrie.host_memory import free_memory
+from valkyrie.units import memory
 
 MAX_REPLACED_SHARE = 0.1
+"""Largest share of characters of a text that are NUL or cannot be decoded."""
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
+"""Those of UTF-16 and UTF-32. That of UTF-32-LE begins with that of UTF-16-LE."""
+_COPIES = 3
+"""Copies of a text in memory while it is read: its bytes, its characters, and their bytes to hash."""
+_LARGE = 2**28
+"""Size in bytes of a file that is compared with the free memory before it is read."""
 WHOLE_FILE = (".txt", ".md", ".py", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp")
 """Suffixes of files with one document each."""
 _ROWS_AT_ONCE = 256
@@ -56,7 +66,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Document:
-    """A text. `replaced`: number of bytes that were not UTF-8 and became U+FFFD."""
+    """A text. `replaced`: number of its characters that were not UTF-8 and became U+FFFD."""
 
     id: str
     text: str
@@ -91,6 +101,11 @@ Reader = Callable[[File, ReadOptions, int | None], Iterator[Document]]
 
 
 def _decode(raw: bytes, name: str) -> Document:
+    if raw.startswith(_BYTE_ORDER_MARKS) or raw.count(0) > MAX_REPLACED_SHARE * len(raw):
+        raise ValueError(
+            f"{name} is not UTF-8 text but UTF-16, UTF-32 or binary. Convert it (iconv -f UTF-16 -t UTF-8), or leave "
+            "it out of data.paths."
+        )
     try:
         return Document(name, raw.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -135,6 +150,13 @@ def row_groups(file: File, options: ReadOptions) -> int:
 
 
 def _read_whole(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
+    free = free_memory() if file.size > _LARGE else None
+    if free is not None and _COPIES * file.size > free:
+        raise ValueError(
+            f"{file.id} has {memory(file.size)}. A {file.suffix} file is read whole, which needs "
+            f"{memory(_COPIES * file.size)}, and {memory(free)} of memory are free. Split it, or write its documents "
+            "to a .jsonl file, which is read line by line."
+        )
     yield _decode(file.read(), file.id)
 
 
@@ -163,7 +185,7 @@ def _documents_of_lines(lines: Any, file: File, options: ReadOptions) -> Iterato
             continue
         try:
             row: Any = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is not JSON ({error}). A .jsonl file has one object on every line.") from None
         if not isinstance(row, dict) or not isinstance(row.get(options.field), str):
             has = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"

@@ -92,6 +92,14 @@ def fingerprint_of(name: str) -> str:
     return digest(f"tokenizer {identity}")[:16]
 
 
+def refuse_tokenizer_name(name: str) -> None:
+    """Raise ValueError unless `data.tokenizer=NAME` would find a tokenizer trained under this name."""
+    if name in ("", ".", "..", NO_TOKENIZER) or "/" in name or ".tiktoken" in name:
+        raise ValueError(f"--save {name!r} is not a name. Use one such as mine, or the path of a file, mine.json.")
+    if name in VOCAB_SIZES or name in tiktoken.list_encoding_names():
+        raise ValueError(f"--save {name}: tokenizer={name} is an existing tokenizer. Use another name.")
+
+
 def identity_of(name: str) -> dict[str, str]:
     """Name and fingerprint of a tokenizer, as stored in checkpoints."""
     return {"name": name, "fingerprint": name if name == NO_TOKENIZER else fingerprint_of(name)}

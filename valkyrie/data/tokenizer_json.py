@@ -6,6 +6,7 @@ interpreter lock. All other kinds are read by the package tokenizers.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ BOS = "<|bos|>"
 """The special token of trained tokenizers. It has the last id."""
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 _SPACE = "\u2581"
+_OF_EACH_CATEGORY = "\xa0a\u01c5\u02b0\xaa\u65e5\u0301\u0903\u0488\u0664\u16ee\xb2\u203f\u2014\xab\xbb\xa7"
+_OF_EACH_CATEGORY += "\u20ac\xa6\U0001f600\xad\u200b\u2028\u2029\u0378\ue000\x85\xc9\xe9"
+_PROBE_CHARACTERS = [*map(chr, range(128)), *_OF_EACH_CATEGORY]
+"""ASCII, and at least one character of each category of Unicode."""
 _PACKAGE = "uv sync --extra tokenizers in the clone, or uv pip install tokenizers"
 
 
@@ -74,21 +79,40 @@ class _Model:
 
 
 @dataclass(frozen=True)
+class _Step:
+    """A pre-tokenizer or a decoder. One of type `Sequence` has its steps in `pretokenizers` or `decoders`."""
+
+    type: str = ""
+    pretokenizers: tuple[_Step, ...] = ()
+    decoders: tuple[_Step, ...] = ()
+    pattern: dict[str, str] | None = None
+    behavior: str | None = None
+    invert: bool = False
+    add_prefix_space: bool = False
+    use_regex: bool = True
+
+    @property
+    def steps(self) -> tuple[_Step, ...]:
+        """The steps of a sequence, or this step alone."""
+        return self.pretokenizers + self.decoders if self.type == "Sequence" else (self,)
+
+
+@dataclass(frozen=True)
 class _TokenizerJson:
     """The parts of a `tokenizer.json` that are read here."""
 
     model: _Model
     added_tokens: tuple[_AddedToken, ...] = ()
     normalizer: object = None
-    pre_tokenizer: Mapping[str, Any] | None = None
-    decoder: Mapping[str, Any] | None = None
+    pre_tokenizer: _Step | None = None
+    decoder: _Step | None = None
 
     @property
     def vocab_size(self) -> int:
         """Number of ids: one more than the highest id."""
         vocabulary = self.model.vocab
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return 1 + max([*ids, *(token.id for token in self.added_tokens)])
+        return 1 + max([*ids, *(token.id for token in self.added_tokens)], default=-1)
 
 
 def json_vocab_size(path: Path) -> int:
@@ -116,8 +140,11 @@ class _HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of any kind with tokens that are bytes, or pieces of text with a mark for blanks (SentencePiece)."""
 
     def __init__(self, name: str, path: Path, content: _TokenizerJson, bos_id: int, fingerprint: str) -> None:
-        package = _package(f"tokenizer={name} is no byte-level BPE: reading it")
-        self._encoder = package.Tokenizer.from_file(str(path))
+        package = _package(f"tokenizer={name} is not a byte-level BPE: reading it")
+        try:
+            self._encoder = package.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises no narrower class
+            raise ValueError(f"tokenizer={path} is not a tokenizer.json of Hugging Face ({error}).") from None
         self._encoder.encode_special_tokens = True  # the spelling of special tokens is ordinary text
         self.name, self.bos_id, self.fingerprint = name, bos_id, fingerprint
         self.vocab_size = content.vocab_size
@@ -199,7 +226,7 @@ def _read(path: Path) -> _TokenizerJson:
         return read_record(_TokenizerJson, path)
     except RecordError as error:
         reason = f"{error.reason} {error.field}".strip()
-        raise ValueError(f"tokenizer={path} is no tokenizer.json of Hugging Face ({reason}).") from None
+        raise ValueError(f"tokenizer={path} is not a tokenizer.json of Hugging Face ({reason}).") from None
 
 
 def _as_tiktoken(name: str, content: _TokenizerJson, added: Mapping[str, int]) -> tiktoken.Encoding | None:
@@ -221,30 +248,45 @@ def _as_tiktoken(name: str, content: _TokenizerJson, added: Mapping[str, int]) -
         return None
     ranks = {bytes(table[character] for character in token): rank for token, rank in vocabulary.items()}
     try:
-        return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=dict(added))
+        encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=dict(added))
     except ValueError:  # a pattern of another engine
         return None
+    return encoding if _keeps_text(encoding) else None
+
+
+def _keeps_text(encoding: tiktoken.Encoding) -> bool:
+    """Whether decoding restores texts of all classes of characters.
+
+    tiktoken drops the characters that no match of the pattern covers. Hugging Face makes them pieces.
+    """
+    pairs = "".join(map("".join, itertools.product(_PROBE_CHARACTERS, repeat=2)))
+    texts = [pairs, *(character * count for character in _PROBE_CHARACTERS for count in (1, 2))]
+    try:
+        return all(encoding.decode(encoding.encode_ordinary(text)) == text for text in texts)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # tiktoken's for a pattern that matches the empty text
+            raise
+        return False
 
 
 def _pattern_of(content: _TokenizerJson) -> str | None:
     """Return the pattern by which a byte-level tokenizer splits a text, or None for another kind."""
-    before = content.pre_tokenizer or {}
-    steps = before.get("pretokenizers", [before])
-    if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
+    steps = content.pre_tokenizer.steps if content.pre_tokenizer else ()
+    *before, last = steps or (_Step(),)
+    if last.type != "ByteLevel" or last.add_prefix_space:
         return None
-    if len(steps) == 1 and steps[0].get("use_regex", True):
+    if not before and last.use_regex:
         return PATTERNS["r50k"]
-    if len(steps) != 2 or steps[0].get("type") != "Split" or steps[1].get("use_regex", True):
+    if last.use_regex or [step.type for step in before] != ["Split"]:
         return None
-    split = steps[0]
-    isolated = split.get("behavior") == "Isolated" and not split.get("invert")
-    return split["pattern"].get("Regex") if isolated else None
+    split = before[0]
+    isolated = split.behavior == "Isolated" and not split.invert
+    return (split.pattern or {}).get("Regex") if isolated else None
 
 
 def _token_values(name: str, content: _TokenizerJson, encoder: Any) -> list[bytes]:
     """Return the bytes of every id. Special ids and gaps have no bytes."""
-    decoder = content.decoder or {}
-    kinds = {step.get("type", "") for step in decoder.get("decoders", [decoder])}
+    kinds = {step.type for step in content.decoder.steps} if content.decoder else set()
     if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
         raise ValueError(
             f"tokenizer={name} is of a kind ({content.model.type}) that does not keep blanks, so its text "

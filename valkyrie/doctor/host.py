@@ -15,10 +15,10 @@ from valkyrie.config.compose import accelerators
 from valkyrie.doctor.disks import state_bytes
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Examined
 from valkyrie.hardware.platforms import platform_of
+from valkyrie.host_memory import free_memory
 from valkyrie.processes.locks import LockState, lock
 from valkyrie.runs.folder import installed_version
 from valkyrie.train.devices import missing_devices
-from valkyrie.train.host import free_memory
 from valkyrie.units import memory
 
 PROC, LOCKFILE = Path("/proc"), Path("/tmp/libtpu_lockfile")

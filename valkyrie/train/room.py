@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import allocated_bytes, is_out_of_memory
+from valkyrie.host_memory import free_memory
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import remat_named
 from valkyrie.paths import config_files, defaults_of, read_config
-from valkyrie.train.host import free_memory
 from valkyrie.train.memory import ExpectedMemory, expected_memory
 from valkyrie.units import gib, memory
 
