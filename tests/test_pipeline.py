@@ -21,6 +21,7 @@ from valkyrie.compiled.hlo import parse
 from valkyrie.parallel.partition import PipelineSchedule, RoleKind
 from valkyrie.parallel.pipeline import SENT_ON
 from valkyrie.parallel.schedule import Pipeline
+from valkyrie.records import encode
 from valkyrie.search.compile.alternatives import fuller_layouts
 from valkyrie.train.memory import legal_remats, recomputed_activations
 from valkyrie.train.program import serialised_module
@@ -138,9 +139,10 @@ def test_the_description_of_a_pipeline():
     run = small_run("gpt_tiny", "mesh=2x2x2", "partition=pp", "microbatches=2", *CIRCULAR)
     about = run.about().pipeline
     assert run.layout.name == "2x2x2-pp-circular2-mb2"
-    assert (about["axis"], about["stages"], about["schedule"], about["rounds"]) == ("z", 2, "circular", 2)
-    described = about["described"]
-    assert all(words in described for words in ("2 rounds", "25.0%", "10 times", "5 microbatches"))
+    assert about is not None
+    assert (about.axis, about.stages, about.schedule, about.rounds) == ("z", 2, PipelineSchedule.circular, 2)
+    assert encode(about)["schedule"] == "circular"
+    assert all(words in about.described for words in ("2 rounds", "25.0%", "10 times", "5 microbatches"))
     assert run.layout.degrees == {"DP": 4, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, "PP": 2}
     assert run.layout.accumulated == 1
     assert small_run("gpt_tiny", "mesh=2x2x1", "partition=dp").about().pipeline is None

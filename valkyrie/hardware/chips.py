@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
-from typing import Any
 
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import config_names, read_config
@@ -28,7 +27,7 @@ class _Shipped(Mapping[str, ChipConfig]):
 
 
 def known_chips() -> Mapping[str, ChipConfig]:
-    """Return every chip described in `conf/target/chip`, by name; `[]` and `get` take its other names as well."""
+    """Return all chips in `conf/target/chip` by name. `[]` and `get` also accept aliases."""
     return _Shipped()
 
 
@@ -41,13 +40,13 @@ def chip_of(device_kind: str) -> ChipConfig | None:
 
 
 def chips_rented_as(key: str) -> list[str]:
-    """Return the names of the chips that `ChipConfig.rented_as` has a name for at a cloud."""
+    """Return the names of the chips with a name at a cloud, that is with this key in `ChipConfig.rented_as`."""
     return [chip.name for chip in known_chips().values() if key in chip.rented_as]
 
 
-def with_shipped_figures(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a chip from a `run.yaml`, with those that chips had no key for when it was written."""
-    name = saved.get("name")
+def with_shipped_figures(saved: Mapping[str, object]) -> dict[str, object]:
+    """Add figures that chips had no key for when a `run.yaml` was written."""
+    name = str(saved.get("name"))
     if name not in config_names(CHIPS):
         return dict(saved)
     shipped = asdict(_chip(name))

@@ -17,15 +17,15 @@ from valkyrie.hardware.target import ChipConfig, TargetConfig, simulated, slice_
 from valkyrie.problems import suggest
 
 MOST_SIMULATED = 4096
-"""CPU devices that a process can simulate, at most."""
+"""Most CPU devices that a process can simulate."""
 _NAME = re.compile(r"(.+)([-:])([^-:]*)")
 
 
 def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), files: Sequence[str] = ()) -> TargetConfig:
-    """Return the target of a name, under its shortest name. Raises ValueError with the nearest valid names.
+    """Parse a target name. Raises ValueError with the nearest valid names. The target gets its shortest name.
 
-    `CHIP-N` is the cloud's name of a slice: N counts `units_in_name` for each chip, and the shape is the default of
-    this size. `CHIP-AxBxC`, or `CHIP:AxBxC` as libtpu writes it, has the chips along each axis.
+    `CHIP-N` is the cloud's name of a slice: N counts `units_in_name` per chip, and the shape is the default for this
+    size. `CHIP-AxBxC`, or libtpu's form `CHIP:AxBxC`, lists the chips along each axis.
 
     Args:
         name: The name.
@@ -93,7 +93,7 @@ def _how_to_write(chip: ChipConfig) -> str:
 
 
 def _unknown(name: str, word: str, size: str, chips: Iterable[str], files: Sequence[str]) -> str:
-    """Return the refusal of an unknown chip, with the nearest names."""
+    """Return the error message for an unknown chip, with the nearest names."""
     near = [f"{chip}{size}" for chip in difflib.get_close_matches(word.lower(), list(chips))] if size else []
     near = near or [*filter(None, [suggest(name, files)])]
     if any(word.lower() in (platform.name, *platform.aliases) for platform in platforms()):

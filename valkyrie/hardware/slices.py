@@ -1,8 +1,8 @@
-"""Shapes of a chip's slices: which exist, the default of a size, their hosts and rings, and the nearest ones.
+"""Slices of a chip: existing shapes, default shape of a size, hosts, rings, and nearest shapes.
 
 Source of the shapes: cloud.google.com/tpu/docs/v4, /v5p and /tpu7x (`4i x 4j x 4k`, and the shapes below a cube), /v5e
-and /v6e (2-D). Source of the shape that a size alone stands for: cloud.google.com/tpu/docs/types-topologies, "the
-default topology associated with a given chip count is the one that's most similar to a cube".
+and /v6e (2-D). Source of the default shapes: cloud.google.com/tpu/docs/types-topologies, "the default topology
+associated with a given chip count is the one that's most similar to a cube".
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ SliceShape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Wrap:
-    """The shapes of a torus, and which of its axes close into rings. Named in a chip's YAML.
+    """The shapes of a torus, and the axes that close into rings, as named in a chip's YAML.
 
-    `axes_of_16`: a square pod of that side, cut into n x n and n x 2n; an axis as long as the pod closes. `cubes_of_4`:
-    built of cubes of that side; all axes close where all are whole cubes. `none`: any shape, without rings.
+    `axes_of_16`: A square pod of that side, cut into n x n and n x 2n. An axis with the length of the pod closes.
+    `cubes_of_4`: Built of cubes of that side. All axes close if all are whole cubes.
+    `none`: Any shape, without rings.
 
-    Attributes:
-        side: of the pod or of a cube, None for any shape.
-        cubes: whether slices are built of cubes.
+    Args:
+        side: Side of the pod or of a cube, or None for any shape.
+        cubes: Whether slices are built of cubes.
     """
 
     side: int | None = None
@@ -99,7 +100,7 @@ class Slices:
         return bool(of_size) and (self.wrap.side is None or tuple(sorted(shape)) in {tuple(sorted(s)) for s in of_size})
 
     def rule(self, chips: int) -> str:
-        """Return the rule that slices of this number of chips, or some shapes of them, break."""
+        """Return the rule that rules out slices of this number of chips, or some of their shapes."""
         if self.largest is not None and chips > self.largest:
             return f"the largest has {self.largest} chips, this one would have {chips}"
         side = self.wrap.side
@@ -112,7 +113,7 @@ class Slices:
         return f"beyond one host of {shape_text(self.host_bounds)} chips there are only whole hosts"
 
     def refusal(self, topology: str, chip: str, written: Callable[[SliceShape], str], key: str) -> str | None:
-        """Return what follows `target.topology=4x4x3` if a chip has no such slice, with the nearest that exist.
+        """Return the rest of an error message after `target.topology=4x4x3`, with the nearest slices, or None if legal.
 
         Args:
             topology: Chips along each axis, such as `4x4x8_twisted`.
@@ -151,13 +152,13 @@ class Slices:
         """Return the slices nearest to a shape: another of as many chips, the next smaller, the next larger."""
         chips, sides = math.prod(shape), [math.log(side) for side in sorted(shape)]
 
-        def unlike(other: SliceShape) -> float:
-            return sum(abs(math.log(side) - own) for side, own in zip(sorted(other), sides, strict=True))
+        def distance(other: SliceShape) -> float:
+            return sum(abs(math.log(a) - b) for a, b in zip(sorted(other), sides, strict=True))
 
         nearest = []
         for size in (chips, *(math.prod(default) for default in self.nearest(chips))):
             others = [s for s in self._of_size(size) if self._fits_hosts(s) and sorted(s) != sorted(shape)]
-            nearest += [min(others, key=unlike)] if others else []
+            nearest += [min(others, key=distance)] if others else []
         return nearest
 
     def host(self, shape: SliceShape) -> SliceShape:
@@ -182,7 +183,7 @@ class Slices:
         return self.twists and n % 4 == 0 and shape in ((n, n, 2 * n), (n, 2 * n, 2 * n))
 
     def _of_size(self, chips: int) -> list[SliceShape]:
-        """Return the shapes of this number of chips, as Cloud TPU writes them; the most even one if any is legal."""
+        """Return the shapes of this number of chips in Cloud TPU's notation; only the most even if any is legal."""
         if chips < 1 or (self.largest is not None and chips > self.largest):
             return []
         if self.wrap.side is None:

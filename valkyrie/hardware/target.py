@@ -38,19 +38,19 @@ class ReplayConfig:
 class SplashBundles:
     """VLIW bundles of a splash attention kernel on one core, bfloat16, causal.
 
-    Each for a block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256. Compiled alone by libtpu,
-    with a batch and residuals, and read off its dumps (`LIBTPU_INIT_ARGS=--xla_jf_dump_to=DIR
-    --xla_jf_dump_llo_text=true`): in `*-final_bundles.txt` the loop over the grid begins at `LB:`, and in it the last
-    three branches ahead (`sbr.rel`) pass over the beginning of a row, the block and the end of a row; the bundles
-    between a branch and its region are theirs, and a step has the rest of the loop. A bundle is a cycle at best. Longer
-    grids, grouped heads and a kernel without a batch move a step by up to 80 bundles; segment ids and local masks add
-    up to 8% to a block.
+    Each list has the bundles for a block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256.
+    libtpu compiled the kernels alone, with a batch and residuals. The numbers were read from its dumps
+    (`LIBTPU_INIT_ARGS=--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true`). In `*-final_bundles.txt`, the loop over the
+    grid begins at `LB:`. Its last three forward branches (`sbr.rel`) skip the start of a row, the block, and the end of
+    a row; the bundles that a branch skips belong to that region, and all others to a step. A bundle takes at least one
+    cycle. Longer grids, grouped heads and kernels without a batch change a step by up to 80 bundles. Segment ids and
+    local masks add up to 8% to a block.
 
-    Attributes:
-        step: every step of the grid takes these, also one at a block that the mask skips: fetching, index arithmetic,
-            and in the fused backward pass clearing dq.
-        block: a block that the mask does not skip.
-        ends: beginning and ending a row of blocks (dkv: a column): clearing the sums, then normalising and writing.
+    Args:
+        step: Any step of the grid, even at a block that the mask skips: fetching, index arithmetic, and clearing dq in
+            the fused backward pass.
+        block: A block that the mask does not skip.
+        ends: Start and end of a row of blocks (dkv: a column): clearing the sums, then normalising and writing.
     """
 
     step: list[int] = field(default_factory=list)
@@ -64,7 +64,7 @@ class ChipConfig:
 
     Args:
         peak_tflops: Dense TFLOP/s by dtype.
-        hbm_gib: Memory, of which the compiler leaves `usable_hbm_gib` to a program.
+        hbm_gib: Memory. The compiler leaves `usable_hbm_gib` of it to a program.
         hbm_gbs: Memory bandwidth in GB/s.
         clock_ghz: Clock of the matrix units.
         devices: JAX devices in a chip.
@@ -123,7 +123,7 @@ class ChipConfig:
     usd_per_hour: float | None = None
     spot_usd_per_hour: float | None = None
     compiler_name: str | None = None
-    compiler_options: dict[str, Any] = field(default_factory=dict)
+    compiler_options: dict[str, str] = field(default_factory=dict)
     xla_options: dict[str, Any] = field(default_factory=dict)
     xla_options_until: dict[str, str] = field(default_factory=dict)
     device_kinds: list[str] = field(default_factory=list)
@@ -214,7 +214,7 @@ class TargetConfig:
         if shape is None or chip is None or math.prod(shape) == self.chips:
             return
         if self.chips is not None and self._chips_in_name() not in (None, self.chips):
-            return  # neither its name nor its topology has as many: `problems` says so
+            return  # contradicts both name and topology: reported by `problems`
         self.chips = math.prod(shape)
         if len(shape) == chip.ici_axes and not chip.problems():
             self.hosts = chip.slices.hosts(shape)
@@ -338,10 +338,13 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class TargetRecord:
-    """The hardware a run was made for, as its folder and `trials.jsonl` keep it. `chips` and `hosts` are of one slice.
+    """The hardware of a run, as stored in run folders and `trials.jsonl`.
 
-    `topology` is the torus without its twist (`4x4x8`), None for hardware without one. `chips` is None where the
-    machine decided. `described` is for display only.
+    Args:
+        chips: Chips of one slice, or None if the machine decided.
+        topology: The torus without its twist (`4x4x8`), or None for hardware without one.
+        hosts: Hosts of one slice.
+        described: For display only.
     """
 
     name: str
@@ -355,11 +358,11 @@ class TargetRecord:
 
     @property
     def shape(self) -> str | None:
-        """The topology as `target.topology` takes it: `4x4x8_twisted`."""
+        """The topology in the form of `target.topology`: `4x4x8_twisted`."""
         return None if self.topology is None else self.topology + TWISTED * self.twisted
 
     def config(self, chips: Mapping[str, ChipConfig]) -> TargetConfig | None:
-        """Return the target, with its chip among `chips`; None if the chip is unknown or has no torus."""
+        """Return the target with its chip from `chips`, or None if the chip is unknown or has no torus."""
         chip = chips.get(self.chip or "")
         if chip is None or self.shape is None:
             return None
@@ -376,7 +379,7 @@ class Topology:
         host_bounds: Chips of a host along each axis.
         slices: Tori joined by the data-centre network.
         devices_per_chip: JAX devices that share a chip's links.
-        twisted: The rings of the shortest axes return shifted by half of the longer ones.
+        twisted: Rings along the shortest axes close with a shift by half of the longer axes.
     """
 
     shape: tuple[int, ...]
@@ -388,7 +391,7 @@ class Topology:
 
     @property
     def shifts(self) -> tuple[tuple[int, ...], ...]:
-        """Shift along every axis, in chips, of a step over the end of each axis.
+        """Shift along all axes, in chips, of a step past the end of each axis.
 
         Twisted tori of n x n x 2n and n x 2n x 2n chips: Camara et al., "Twisted torus topologies for enhanced
         interconnection networks" (2010), as in the TPU v4 paper (arXiv 2304.01433, section 2.8).
@@ -401,8 +404,8 @@ class Topology:
     def closes(self, axis: int, cover: Mapping[int, tuple[int, int]]) -> bool:
         """Return whether positions around an axis form a ring together with the positions on the other axes.
 
-        `cover`: number of positions on each axis, and their stride. A step over the end of an axis of a twisted torus
-        ends at other positions of the longer axes, which must be covered.
+        `cover`: Number of positions on each axis, and their stride. On a twisted torus, a step past the end of an axis
+        leads to other positions of the longer axes, which must be covered.
         """
         shifts = enumerate(self.shifts[axis])
         return all(

@@ -1,12 +1,12 @@
-"""Every constant of the replay that is neither in the compiled module nor among a chip's figures.
+"""Constants of the replay that come neither from the compiled module nor from a chip's figures.
 
-None is fitted to a single published row. Sources: `scaling-book` is jax-ml/scaling-book, `tpu-recipes` is
+None is fitted to a published row. Sources: `scaling-book` is jax-ml/scaling-book, `tpu-recipes` is
 AI-Hypercomputer/tpu-recipes (microbenchmarks).
 """
 
 COLLECTIVE_START_S = 5e-6
-"""Start and barrier of any collective. An all-gather of 32 kB shards over 4 v5e chips took 8 us of which 3 are hops
-(scaling-book, sharding, worked problem)."""
+"""Start and barrier of any collective. An all-gather of 32 kB shards over 4 v5e chips took 8 us, including 3 us for
+hops (scaling-book, sharding, worked problem)."""
 
 ICI_EFFICIENCY = {"all-reduce": 0.65}
 ICI_EFFICIENCY_OTHERWISE = 0.9
@@ -15,32 +15,31 @@ ICI_EFFICIENCY_OTHERWISE = 0.9
 psum)."""
 
 DCN_EFFICIENCY = 1.0
-"""Share of `dcn_gbs_per_host` that transfers between slices reach; a host's network cards at their nominal rate."""
+"""Share of `dcn_gbs_per_host` that transfers between slices reach: network cards at their nominal rate."""
 
 DCN_LATENCY_S = 50e-6
-"""A message between hosts of two slices, through both hosts' memories. Assumed; no published figure."""
+"""Latency of a message between hosts of two slices, through the memory of both. Assumed; no published figure."""
 
 CORE_LINKS = 6.0
-"""Bandwidth between two devices of one chip, in ICI links: tpu7x's die-to-die link is six times a link of its torus
-(cloud.google.com/tpu/docs/tpu7x). Assumed for v3 too."""
+"""Bandwidth between two devices of one chip, in ICI links. tpu7x's die-to-die link has six times the bandwidth of a
+torus link (cloud.google.com/tpu/docs/tpu7x). Assumed for v3 too."""
 
 HBM_EFFICIENCY = 0.8
-"""Share of `hbm_gbs` for operations without the compiler's estimate. Its own estimate of a 2.1 GB stream on v4 is 945
-of 1200 GB/s."""
+"""Share of `hbm_gbs` for operations without a compiler estimate. The compiler's estimate of a 2.1 GB stream on v4 is
+945 of 1200 GB/s."""
 
 ELEMENTWISE_FLOOR = 0.25
-"""Elementwise operations and sums take their bytes at the rate above, at least this share of the compiler's estimate.
-Its estimate counts every number as 4 bytes and adds computing to moving: x*2+1 on 2.1 GB of bfloat16 is given the
-cycles of 4.3 GB (0.40 of HBM's rate on v4, v5e, v5p and v6e alike; float32 0.79, 0.81, 0.72, 0.81), a sum of float32
-0.32 to 0.17 of it."""
+"""Elementwise operations and sums move their bytes at the rate above, but take at least this share of the compiler's
+estimate. That estimate counts every number as 4 bytes and adds computing to moving: x*2+1 on 2.1 GB of bfloat16 gets
+the cycles of 4.3 GB (0.40 of HBM's rate on v4, v5e, v5p and v6e; float32 0.79, 0.81, 0.72, 0.81), and a sum of float32
+reaches 0.32 to 0.17 of the rate."""
 
 DMA_START_S = 1e-6
-"""Start of an asynchronous copy between memories. Assumed: a few hundred nanoseconds of HBM latency and a
-descriptor."""
+"""Start of an asynchronous copy between memories. Assumed: HBM latency (a few hundred nanoseconds) and a descriptor."""
 
 LOOP_ITERATION_S = 0.3e-6
 """Branch and scalar work of one iteration of a loop. Assumed."""
 
 KERNEL_EFFICIENCY = 0.6
-"""Share of peak FLOP/s a Pallas kernel reaches where it states its FLOPs alone. Splash, whose bundles are known,
-reaches 0.25 to 1.0 of it, by chip and pass."""
+"""Share of peak FLOP/s of a Pallas kernel that states only its FLOPs. Splash, with known bundles, reaches 0.25 to 1.0
+of the peak, depending on chip and pass."""

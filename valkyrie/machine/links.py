@@ -1,7 +1,7 @@
-"""How transfers in flight share links: equally on each link, and no link is idle while a transfer could use it.
+"""Transfers in flight share links fairly, and no link is idle while a transfer could use it.
 
-A fluid model: a transfer alone uses each of its links for a known part of its time; while others want the same link,
-all that want it slow down alike, until none asks for more than the link has.
+A fluid model: on its own, a transfer uses each of its links for a known share of its time. Transfers that together need
+more than all of a link slow down by the same factor until it suffices.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ _DONE = 1e-12
 
 @dataclass(eq=False)
 class Transfer:
-    """Bytes under way. `latency` seconds pass first, then `work` seconds if alone; `needs`: share of each link.
+    """A transfer in flight.
 
-    `between_devices` is False for a copy between memories of one device.
+    Args:
+        latency: Seconds before bytes move.
+        work: Seconds to move the bytes if no other transfer shares the links.
+        needs: Share of each link in use during that time.
+        about: Name, and collective or None for a copy.
+        between_devices: False for a copy between memories of one device.
     """
 
     latency: float
@@ -37,21 +42,21 @@ class Transfer:
         return self.latency <= _DONE and self._left <= _DONE
 
     def advance(self, seconds: float, rate: float) -> None:
-        """Let time pass, at a share of the speed this transfer has alone."""
+        """Advance the transfer; `rate` is its speed as a share of its speed without others."""
         if self.latency > _DONE:
             self.latency = max(self.latency - seconds, 0.0)
         else:
             self._left -= seconds * rate
 
     def remaining(self, rate: float) -> float:
-        """Seconds until the next change: the end of its latency, or of its bytes at this rate."""
+        """Return the seconds until its latency ends, or until its bytes have arrived at this rate."""
         if self.latency > _DONE:
             return self.latency
         return max(self._left, 0.0) / rate if rate > 0 else float("inf")
 
 
 class Links:
-    """The transfers in flight at a moment. `sending_s`: the time in which any between devices was."""
+    """A clock with the transfers in flight. `sending_s`: seconds during which any was between devices."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -59,7 +64,7 @@ class Links:
         self.active: list[Transfer] = []
 
     def start(self, transfer: Transfer) -> None:
-        """Put a transfer under way now."""
+        """Start a transfer now."""
         transfer.started = self.now
         if transfer.finished:
             transfer.ended = self.now
@@ -67,21 +72,21 @@ class Links:
             self.active.append(transfer)
 
     def pass_time(self, seconds: float) -> None:
-        """Let the device work for so long while transfers go on."""
+        """Advance the clock by `seconds` of compute. Transfers continue."""
         end = self.now + seconds
         while self.active and self.now < end:
             self._step(end)
         self.now = end
 
     def wait(self, transfer: Transfer) -> float:
-        """Return the seconds until a transfer has arrived, and let them pass."""
+        """Advance the clock until a transfer has arrived. Returns the seconds waited."""
         before = self.now
         while transfer.ended is None:
             self._step(float("inf"))
         return self.now - before
 
     def _step(self, end: float) -> None:
-        """Go to the next moment at which a transfer changes, at most to `end`."""
+        """Advance the clock to the next change of a transfer, at most to `end`."""
         rates = _shares(self.active)
         pause = min(t.remaining(rate) for t, rate in zip(self.active, rates, strict=True))
         seconds = min(pause, end - self.now)
@@ -96,7 +101,10 @@ class Links:
 
 
 def _shares(transfers: list[Transfer]) -> list[float]:
-    """The speed of each transfer as a share of its speed alone, raised together until a link of its own is full."""
+    """Return each transfer's speed as a share of its speed without others.
+
+    All speeds rise together; a transfer stops rising once one of its links is full.
+    """
     moving = [i for i, t in enumerate(transfers) if t.latency <= _DONE]
     rates = [0.0] * len(transfers)
     if len(moving) == 1:

@@ -1,16 +1,16 @@
-"""Writes a replayed step as a timeline: a file in the Chrome trace-event format, which Perfetto opens.
+"""Writes a replayed step as a timeline in the Chrome trace-event format, which Perfetto opens.
 
-One track for what the chip computes, one for the collectives of every set of mesh axes, one for copies between memory
-spaces. The format is described in "Trace Event Format" (Chromium project); only complete events (`ph: X`) and names
+There is a track for computation, one for the collectives of each set of mesh axes, and one for copies between memory
+spaces. The format is described in "Trace Event Format" (Chromium project). Only complete events (`ph: X`) and names
 (`ph: M`) are used.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from valkyrie.paths import write_whole
 
@@ -18,9 +18,22 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import TimelineSpan
 
 COMPUTE, COPIES = "compute", "copies"
-"""The tracks that are not collectives over mesh axes; the first is above them, the last below."""
+"""Tracks above and below those of collectives."""
 
 _MICROSECONDS = 1e6
+
+
+class TraceEvent(TypedDict, total=False):
+    """An event of the format. `ts` and `dur` are in microseconds."""
+
+    ph: str
+    pid: int
+    tid: int
+    name: str
+    cat: str
+    ts: float
+    dur: float
+    args: Mapping[str, str | int]
 
 
 def write_timeline(path: Path, spans: Sequence[TimelineSpan], title: str) -> None:
@@ -28,14 +41,14 @@ def write_timeline(path: Path, spans: Sequence[TimelineSpan], title: str) -> Non
     write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(spans, title)}) + "\n")
 
 
-def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[dict[str, Any]]:
-    """Return trace events, names of tracks first; times in microseconds from the start of the step.
+def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[TraceEvent]:
+    """Return trace events, names of tracks first. Times count from the start of the step.
 
-    Events of one track never overlap: where two collectives of the same axes are in flight, the later one goes to a
-    further track of that name.
+    Events of one track never overlap: if two collectives over the same axes are in flight, the later one goes to
+    another track of that name.
     """
     names: dict[str, str] = {}
-    events = []
+    events: list[TraceEvent] = []
     for track in sorted({span.track for span in spans}, key=_rank):
         lanes: list[float] = []
         for span in sorted((s for s in spans if s.track == track), key=lambda s: (s.start_s, -s.duration_s)):
@@ -46,7 +59,7 @@ def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[dict[str, An
             label = _label(track) + (f" ({lane + 1})" if lane else "")
             names.setdefault(label, track)
             events.append(_event(span, list(names).index(label)))
-    head: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": title}}]
+    head: list[TraceEvent] = [{"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": title}}]
     for tid, (name, track) in enumerate(names.items()):
         axes = {} if track in (COMPUTE, COPIES) else {"mesh_axes": track}
         head.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name, **axes}})
@@ -54,7 +67,7 @@ def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[dict[str, An
     return head + events
 
 
-def _event(span: TimelineSpan, tid: int) -> dict[str, Any]:
+def _event(span: TimelineSpan, tid: int) -> TraceEvent:
     about = {"op_name": span.op_name, "source": span.source}
     return {
         "ph": "X",

@@ -1,7 +1,7 @@
-"""A pipeline whose stages take forward and backward turn about (1F1B), for a step that is differentiated.
+"""The 1F1B pipeline schedule: stages alternate between forward and backward passes (arXiv 1806.03377).
 
-Losses and gradients come out of one scan over turns, so that a microbatch goes back as soon as it has reached the end:
-a stage keeps the inputs of its layers for a few microbatches, however many there are (arXiv 1806.03377).
+One scan over turns computes losses and gradients, and a microbatch goes backward as soon as it has reached the last
+stage. A stage thus stores layer inputs for only a few microbatches, however many there are.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from valkyrie.axes import BATCH, LossHead, Repeated, Shard
 from valkyrie.parallel.pipeline import (
     SENT_ON,
     InStage,
-    at,
-    chosen,
-    drawn,
+    fold_in_keys,
+    index_tree,
     of_every_stage,
     pipelined,
     placed,
-    put,
     sum_for_each_stage,
+    update_slot,
+    where_tree,
 )
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.precision import ACCUMULATED
@@ -40,10 +40,10 @@ def alternating(
     rows: Any,
     head: LossHead,
 ) -> Any:
-    """Return what `head` makes of the stream after `f` for each of `layers`, as `Shard.repeat` does.
+    """Apply `f` with each of `layers`, then `head`, as `Shard.repeat` does.
 
-    Its gradient is that of the first of its sums, whatever the cotangents of the others. Where nothing is
-    differentiated it is what a GPipe pipeline returns.
+    The gradient is that of the first sum of `head`; cotangents of the other sums are ignored. Without differentiation
+    this runs a GPipe pipeline.
     """
     leaves, structure = jax.tree.flatten((layers, x, rows, head.parameters, head.rows))
 
@@ -78,16 +78,24 @@ def alternating(
 
 
 class _Turns(NamedTuple):
-    """What a stage has between turns: what it works on, what came from its neighbours, and the sums so far.
+    """State of a stage between turns.
 
-    `waiting` is the stream of every microbatch before the first layer, and on the first stage, where a microbatch has
-    come back, its gradient; `kept` are inputs of layers, by microbatch.
+    Args:
+        waiting: Stream of every microbatch before the first layer. On the first stage, the gradient of a finished
+            microbatch replaces its stream.
+        received: Stream from the previous stage.
+        returned: Gradient from the next stage.
+        inputs: Inputs of layers, by microbatch.
+        layers: Gradients of the learned leaves of layers.
+        rows: Gradients of the leaves of rows that have one.
+        head: Gradients of the head's parameters.
+        sums: Sums of the head.
     """
 
     waiting: Any
     received: Any
     returned: Any
-    kept: Any
+    inputs: Any
     layers: list[jax.Array]
     rows: list[jax.Array]
     head: Any
@@ -95,18 +103,19 @@ class _Turns(NamedTuple):
 
 
 class _Stage:
-    """What one stage does, inside `jax.shard_map`: microbatch t - s forward in its turn t, t - 2 (stages - 1) + s back.
+    """One stage, inside `jax.shard_map`.
 
-    The last stage thus takes a microbatch back in the turn in which it went forward. In the first stages - 1 turns
-    nothing can go back and in the last as many nothing is left to go forward: those are half turns.
+    In turn t, stage s runs microbatch t - s forward and microbatch t - 2 (stages - 1) + s backward. The last stage runs
+    a microbatch backward in the turn of its forward pass. The first stages - 1 turns have no backward pass, and the
+    last stages - 1 turns have no forward pass.
     """
 
     def __init__(self, pipeline: Pipeline, in_stage: InStage, f: Repeated, head: LossHead, moves: list[bool]) -> None:
-        """`moves` says which leaves of the rows have a gradient."""
+        """`moves`: whether each leaf of the rows has a gradient."""
         self._pipeline, self._in_stage, self._f, self._head, self._moves = pipeline, in_stage, f, head, moves
 
     def run(self, layers: Any, x: Any, rows: Any, parameters: Any, head_rows: Any) -> tuple[Any, Any]:
-        """Return the values of `head`, and the gradients of layers, stream, rows and the parameters of `head`."""
+        """Return the values of `head`, and the gradients of layers, stream, rows and parameters of `head`."""
         pipeline = self._pipeline
         stages, count, axis = pipeline.stages, pipeline.microbatches, pipeline.axis
         self._shard, self._place = self._in_stage(), jax.lax.axis_index(axis)
@@ -129,18 +138,18 @@ class _Stage:
         return values, (of_layers, of_stream, of_rows, of_parameters)
 
     def _start(self, waiting: Any) -> _Turns:
-        """Return what there is before the first turn."""
-        pipeline, stream = self._pipeline, _zeros(at(waiting, 0))
+        """Return the state before the first turn."""
+        pipeline, stream = self._pipeline, _zeros(index_tree(waiting, 0))
         repeats = jax.tree.leaves(self._layers)[0].shape[0]
-        kept = jax.tree.map(lambda x: jnp.zeros((pipeline.kept, repeats, *x.shape), x.dtype), stream)
-        own, head_rows = jax.tree.map(self._split, stream), at(self._head_rows, 0)
+        inputs = jax.tree.map(lambda x: jnp.zeros((pipeline.kept, repeats, *x.shape), x.dtype), stream)
+        own, head_rows = jax.tree.map(self._split, stream), index_tree(self._head_rows, 0)
         sums, _ = jax.eval_shape(lambda p, x: self._head.f(p, x, head_rows, self._shard), self._parameters, own)
         learned = [leaf for leaf in jax.tree.leaves(self._layers) if _is_learned(leaf)]
         return _Turns(
             waiting,
             stream,
             stream,
-            kept,
+            inputs,
             _sums_of(learned),
             _sums_of(self._moving(self._rows)),
             _sums_of(self._parameters),
@@ -148,14 +157,14 @@ class _Stage:
         )
 
     def _turn(self, turns: _Turns, t: jax.Array) -> tuple[_Turns, Any]:
-        """Return what there is after a whole turn, and what `head` says of each row of its microbatch."""
+        """Run a whole turn. Returns the new state, and the values of `head` for each row of its microbatch."""
         turns, leaving = self._forward(turns, t)
         number = t - (self._pipeline.stages - 1)
         last = self._place == self._pipeline.stages - 1
         own = jax.tree.map(lambda x: self._split(jnp.where(last, x, 0)), leaving)
 
         def head(parameters: Any, x: Any) -> Any:
-            return self._head.f(parameters, x, at(self._head_rows, number), self._shard)
+            return self._head.f(parameters, x, index_tree(self._head_rows, number), self._shard)
 
         (sums, by_row), back = jax.vjp(head, self._parameters, own)
         (first, *others), structure = jax.tree.flatten((sums, by_row))
@@ -164,25 +173,25 @@ class _Stage:
         return self._backward(turns, jax.tree.map(self._merged, g), t), by_row
 
     def _forward(self, turns: _Turns, t: jax.Array) -> tuple[_Turns, Any]:
-        """Return what there is after a microbatch went forward, and the stream that leaves this stage."""
+        """Run a microbatch forward. Returns the new state and the stream that leaves this stage."""
         number = t - self._place
         microbatch, valid = self._clipped(number)
-        rows = at(self._rows, microbatch)
+        rows = index_tree(self._rows, microbatch)
 
         def body(x: Any, layer: Any) -> tuple[Any, Any]:
             return self._f(x, layer, rows, self._shard), x
 
-        entering = chosen(self._place == 0, at(turns.waiting, microbatch), turns.received)
-        leaving, inputs = jax.lax.scan(body, entering, drawn(self._layers, microbatch))
-        kept = put(turns.kept, inputs, microbatch % self._pipeline.kept, valid)
-        return turns._replace(kept=kept, received=self._sent(leaving, 1)), leaving
+        entering = where_tree(self._place == 0, index_tree(turns.waiting, microbatch), turns.received)
+        leaving, inputs = jax.lax.scan(body, entering, fold_in_keys(self._layers, microbatch))
+        inputs = update_slot(turns.inputs, inputs, microbatch % self._pipeline.kept, valid)
+        return turns._replace(inputs=inputs, received=self._exchange(leaving, 1)), leaving
 
     def _backward(self, turns: _Turns, head_gradient: Any, t: jax.Array) -> _Turns:
-        """Return what there is after a microbatch went back; `head_gradient` is used on the last stage."""
+        """Run a microbatch backward. Returns the new state. Only the last stage uses `head_gradient`."""
         stages = self._pipeline.stages
         number = t - 2 * (stages - 1) + self._place
         microbatch, valid = self._clipped(number)
-        rows = at(self._rows, microbatch)
+        rows = index_tree(self._rows, microbatch)
         moving, rows_of = self._moving(rows), self._rows_with(rows)
 
         def body(carry: tuple[Any, Any], scanned: tuple[Any, Any]) -> tuple[tuple[Any, Any], Any]:
@@ -198,25 +207,25 @@ class _Stage:
             g, of_layer, more = back(g)
             return (g, _added(of_rows, more)), of_layer
 
-        g = chosen(self._place == stages - 1, head_gradient, turns.returned)
-        kept = at(turns.kept, microbatch % self._pipeline.kept)
-        start, scanned = (g, _sums_of(moving)), (drawn(self._layers, microbatch), kept)
+        g = where_tree(self._place == stages - 1, head_gradient, turns.returned)
+        inputs = index_tree(turns.inputs, microbatch % self._pipeline.kept)
+        start, scanned = (g, _sums_of(moving)), (fold_in_keys(self._layers, microbatch), inputs)
         (g, of_rows), of_layers = jax.lax.scan(body, start, scanned, reverse=True)
-        so_far = at(turns.rows, microbatch)
+        so_far = index_tree(turns.rows, microbatch)
         return turns._replace(
-            waiting=put(turns.waiting, g, microbatch, valid & (self._place == 0)),
-            returned=self._sent(g, -1),
+            waiting=update_slot(turns.waiting, g, microbatch, valid & (self._place == 0)),
+            returned=self._exchange(g, -1),
             layers=_added(turns.layers, of_layers, valid),
-            rows=put(turns.rows, _added(so_far, of_rows), microbatch, valid),
+            rows=update_slot(turns.rows, _added(so_far, of_rows), microbatch, valid),
         )
 
     def _clipped(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return a microbatch that there is, and whether it is the one of this number."""
+        """Clip a number to the range of microbatches. Returns the microbatch and whether it has this number."""
         microbatch = jnp.clip(number, 0, self._pipeline.microbatches - 1)
         return microbatch, microbatch == number
 
-    def _sent(self, tree: Any, by: int) -> Any:
-        """Return what the neighbour sent that stands `by` stages before; zeros where there is none."""
+    def _exchange(self, tree: Any, by: int) -> Any:
+        """Send arrays `by` stages ahead. Returns the received ones: zeros if there is no sender."""
         stages = range(self._pipeline.stages)
         pairs = [(stage, stage + by) for stage in stages if stage + by in stages]
         with jax.named_scope(SENT_ON):
@@ -226,7 +235,7 @@ class _Stage:
         return [leaf for leaf, moves in zip(jax.tree.leaves(rows), self._moves, strict=True) if moves]
 
     def _rows_with(self, rows: Any) -> Any:
-        """Return the function that puts other leaves in the place of those with a gradient."""
+        """Return a function that replaces the leaves with a gradient."""
         leaves, structure = jax.tree.flatten(rows)
 
         def rows_with(moving: list[jax.Array]) -> Any:
@@ -237,35 +246,35 @@ class _Stage:
         return rows_with
 
     def _apart(self, x: jax.Array) -> jax.Array:
-        """(rows of a stage, ...) as (microbatch, its rows of them, ...): devices of other axes have some of each."""
+        """Reshape (rows of a stage, ...) to (microbatch, rows, ...). Devices of the other axes have rows of each."""
         parts, count = self._shard.size(BATCH), self._pipeline.microbatches
         apart = x.reshape(parts, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
         return placed(self._shard, apart, 1)
 
     def _joined(self, x: jax.Array) -> jax.Array:
-        """The inverse of `_apart`."""
+        """Invert `_apart`."""
         parts, count = self._shard.size(BATCH), self._pipeline.microbatches
         return x.reshape(count, parts, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
     def _gathered(self, x: jax.Array) -> jax.Array:
-        """(microbatch, rows of one stage, ...) as (microbatch, rows of all, ...) on every stage."""
+        """Gather (microbatch, rows of one stage, ...) to (microbatch, rows of all stages, ...) on every stage."""
         return jax.vmap(self._merged)(x)
 
     def _merged(self, x: jax.Array) -> jax.Array:
-        """A microbatch's rows of each stage as all of its rows, on every stage; the other axes' devices keep theirs."""
+        """Gather a microbatch's rows of each stage on every stage. Devices of the other axes keep their rows."""
         parts, shape = self._shard.size(BATCH), x.shape[1:]
         own = placed(self._shard, x.reshape(parts, -1, *shape), 0)
         every = of_every_stage(self._pipeline, own).swapaxes(0, 1)
         return placed(self._shard, every, 0).reshape(-1, *shape)
 
     def _split(self, x: jax.Array) -> jax.Array:
-        """The sum over stages of all rows of a microbatch, of which each keeps its own; the transpose of `_merged`."""
+        """Sum all rows of a microbatch over stages, and keep this stage's rows. The transpose of `_merged`."""
         every = x.reshape(self._shard.size(BATCH), self._pipeline.stages, -1, *x.shape[1:])
         own = sum_for_each_stage(self._pipeline, placed(self._shard, every, 0).swapaxes(0, 1))
         return placed(self._shard, own, 0).reshape(-1, *x.shape[1:])
 
     def _scattered(self, x: jax.Array) -> jax.Array:
-        """The sum over stages of (microbatch, its rows, ...) as (rows of a stage, ...)."""
+        """Sum (microbatch, rows, ...) over stages, and return (rows of this stage, ...)."""
         return self._joined(jax.vmap(self._split)(x))
 
 
@@ -278,7 +287,7 @@ def _zeros(tree: Any) -> Any:
 
 
 def _sums_of(tree: Any) -> Any:
-    """Return zeros for the gradients of arrays, in the dtype in which those of microbatches are added."""
+    """Return zeros for gradients, in the dtype in which microbatches are added."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, ACCUMULATED.value), tree)
 
 

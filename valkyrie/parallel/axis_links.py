@@ -1,7 +1,7 @@
-"""Links that each mesh axis can use under a placement, by arithmetic alone: strides, rings and hops. Needs no device.
+"""Links that each mesh axis can use under a placement: strides, rings and hops. Needs no device.
 
-A mesh axis is placed in factors on physical axes: between slices, along the torus, over the cores of a chip; on
-platforms without a torus over the devices of a host and over hosts.
+A mesh axis is placed in factors on physical axes: between slices, along the torus, and over the cores of a chip. On
+platforms without a torus, the physical axes are the devices of a host, and the hosts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ DCN, CORE, HOST = "dcn", "core", "host"
 TORUS_AXES = ("a", "b", "c", "d")
 """Names of a slice's torus axes, in the order of a device's coordinates."""
 MOST_FACTORS = 2
-"""Mesh axes that share one physical axis, at most; more share its links without any gain."""
+"""Most mesh axes on one physical axis; more would share its links without any gain."""
 MOST_TRIED = 4000
-"""Placements of one mesh that are compared."""
+"""Most placements of a mesh to compare."""
 
 
 class Factor(NamedTuple):
@@ -43,12 +43,12 @@ class Factor(NamedTuple):
 
     @property
     def links(self) -> float:
-        """One-way links per chip: two around a ring, one along a line, shared by `stride` factors of this kind."""
+        """One-way links per chip: two around a ring, one along a line, shared by `stride` interleaved factors."""
         return (2 if self.ring else 1) / self.stride if self.on in TORUS_AXES else 0.0
 
     @property
     def hops(self) -> float:
-        """Hops of a pass over all positions, both ways round a ring at once."""
+        """Hops to reach all positions, in both directions of a ring at once."""
         return self.size * self.stride / (2 if self.ring else 1) if self.on in TORUS_AXES else 0.0
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True)
 class AxisPlacement:
-    """Where a mesh axis is placed; `straight` is False if its devices fill only a part of a block of `factors`."""
+    """Placement of a mesh axis. `straight` is False if its devices fill only a part of the block of `factors`."""
 
     size: int
     factors: tuple[Factor, ...]
@@ -71,33 +71,33 @@ class AxisPlacement:
 
     @property
     def ring(self) -> bool:
-        """Whether it has links between chips and goes around a ring on all torus axes it uses."""
+        """Whether it has links between chips, and closes into a ring on all of its torus axes."""
         return bool(self.torus) and self.straight and all(factor.ring for factor in self.torus)
 
     @property
     def links(self) -> float:
-        """One-way links per chip: the multiple of a link's bandwidth that a collective over it can use."""
+        """One-way links per chip, that is the bandwidth of a collective over it as a multiple of a link's."""
         if not self.torus:
             return 0.0
         return sum((factor.links for factor in self.factors), 0.0) if self.straight else 1.0
 
     @property
     def ring_links(self) -> float:
-        """Links of one ring through all its devices: at most those of one torus axis."""
+        """Links of a single ring through all its devices: at most those of one torus axis."""
         return min(self.links, max((factor.links for factor in self.factors), default=0.0))
 
     @property
     def hops(self) -> float:
-        """Hops of a ring's pass over all its devices."""
+        """Hops around all its devices."""
         return sum((factor.hops for factor in self.factors), 0.0)
 
     @property
     def outer(self) -> int:
-        """Slices or hosts that it crosses."""
+        """Number of slices or hosts that it spans."""
         return math.prod(factor.size for factor in self.factors if factor.on == DCN)
 
     def __str__(self) -> str:
-        """The size and what it is on, such as `4 on torus b (ring, 2 links)`."""
+        """Describe size and placement, such as `4 on torus b (ring, 2 links)`."""
         parts = []
         if self.torus:
             shape = "ring" if self.ring else "line" if len(self.torus) == 1 else "no ring"
@@ -139,23 +139,23 @@ def entries_of(factors: Sequence[tuple[str, int]], axes: Mapping[str, int]) -> l
 
 
 def physical_axes(topology: Topology) -> list[tuple[str, int, bool]]:
-    """Return the name and length of each physical axis, slowest first, and whether it wraps."""
+    """Return (name, length, whether it wraps) of each physical axis, slowest first."""
     torus = zip(TORUS_AXES, topology.shape, topology.wrap, strict=False)
     return [(DCN, topology.slices, False), *torus, (CORE, topology.devices_per_chip, False)]
 
 
 def placed_factor(on: str, size: int, stride: int, length: int, wrap: bool) -> Factor:
-    """Return a factor, which is a ring if it goes once around a physical axis that wraps.
+    """Return a factor, which is a ring if it spans a physical axis that wraps.
 
-    Two chips have one link between them whether the axis wraps or not.
+    An axis of two chips is no ring: they have one link between them, whether it wraps or not.
     """
     return Factor(on, size, stride, length, wrap and size * stride == length and length > 2)
 
 
 def close_rings(factors: Sequence[Factor], topology: Topology) -> tuple[Factor, ...]:
-    """Return the factors of a mesh axis with only those rings that close on a twisted torus.
+    """Return the factors of a mesh axis without rings that do not close on a twisted torus.
 
-    Past the end of an axis one comes out on other places of the longer axes, which the mesh axis must have too.
+    The link past the end of an axis leads to other positions on the longer axes, which the mesh axis must include.
     """
     if not topology.twisted:
         return tuple(factors)
@@ -165,9 +165,9 @@ def close_rings(factors: Sequence[Factor], topology: Topology) -> tuple[Factor, 
 
 @cache
 def placements_of(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
-    """Return the placements of axes of these sizes on one slice, without those that another is no worse than.
+    """Return the undominated placements of axes of these sizes on one slice.
 
-    `torus`: chips are joined by a torus; otherwise devices by a switch within each host.
+    `torus`: whether a torus joins the chips. Otherwise, a switch joins the devices of each host.
     """
     order = sorted(range(len(sizes)), key=lambda axis: -sizes[axis])
     rank = {axis: number for number, axis in enumerate(order)}
@@ -183,7 +183,7 @@ def placements_of(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tu
 
 @cache
 def _ordered(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
-    """Return the placements of axes with sizes in descending order, which serve for every other order of them."""
+    """Return the placements for sizes in descending order, cached for all other orders."""
     physical = physical_axes(topology)[1:] if torus else [(HOST, topology.devices, False)]
     best: dict[tuple[float, ...], Placement] = {}
     for number, filling in enumerate(fillings(tuple(length for _, length, _ in physical), sizes, MOST_FACTORS)):
@@ -206,7 +206,7 @@ def _ordered(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[P
 
 
 Filling = tuple[tuple[tuple[int, int], ...], ...]
-"""For every physical axis the factors (axis number, size) of mesh axes on it, slowest first."""
+"""Factors (axis number, size) of mesh axes on each physical axis, slowest first."""
 
 
 def _torus_factors(
@@ -235,10 +235,10 @@ def _host_factors(axis: int, filling: Filling, topology: Topology) -> tuple[Fact
 
 
 def fillings(lengths: tuple[int, ...], sizes: tuple[int, ...], most: int | None = None) -> Iterator[Filling]:
-    """Yield every way to spend mesh axes of these sizes on physical axes of these lengths.
+    """Yield all ways to fill physical axes of these lengths with factors of mesh axes of these sizes.
 
-    `most`: mesh axes on one physical axis, each in one factor, the largest factors first; the last physical axis takes
-    all that are left. Without it there is no limit, factors of an axis may be apart, and small ones come first.
+    `most`: most mesh axes on one physical axis, each as a single factor, tried from the largest. The last physical axis
+    takes all remaining axes. None: no limit; an axis may have several factors there, tried from the smallest.
     """
     if not lengths:
         if math.prod(sizes) == 1:
@@ -253,7 +253,7 @@ def fillings(lengths: tuple[int, ...], sizes: tuple[int, ...], most: int | None 
 def _on_one(
     length: int, sizes: tuple[int, ...], most: int | None, used: frozenset[int]
 ) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]]:
-    """Yield factors of mesh axes whose product is the length of a physical axis, and what is left of the axes."""
+    """Yield factors of mesh axes with the length of a physical axis as product, and the remaining sizes of the axes."""
     if length == 1:
         yield (), sizes
         return

@@ -1,4 +1,4 @@
-"""A batch given in tokens, or by what a device takes at a time: how many sequences and microbatches that is. No JAX."""
+"""Converts `batch_tokens` and `device_batch` to sequences and microbatches. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from valkyrie.problems import Problem, ProblemCode, check_range
 
 
 class Batches(NamedTuple):
-    """Sequences of the global batch, its microbatches, and why they cannot be had, if so."""
+    """Sequences of the global batch, its microbatches, and problems with the request."""
 
     batch: int
     microbatches: int
     problems: list[Problem]
 
     def describe(self, seq: int, device_batch: int | None) -> str:
-        """Return it in words."""
+        """Describe the batch in one line."""
         text = f"{self.batch * seq:,} tokens: batch={self.batch} of seq={seq}, microbatches={self.microbatches}"
         return text if device_batch is None else f"{text} of {device_batch} sequences a device"
 
@@ -23,9 +23,15 @@ class Batches(NamedTuple):
 def batches_of(
     batch: int, microbatches: int, seq: int, shards: int, batch_tokens: int | None, device_batch: int | None
 ) -> Batches:
-    """Return the batch of `batch_tokens` tokens (None: `batch` sequences), cut so that devices take `device_batch`.
+    """Return the sequences and microbatches of a batch.
 
-    `shards`: into how many parts the partition splits a batch. `device_batch` None leaves `microbatches`.
+    Args:
+        batch: Sequences of the global batch, unless `batch_tokens` is set.
+        microbatches: Microbatches, unless `device_batch` is set.
+        seq: Tokens of a sequence.
+        shards: Number of parts into which the partition splits a batch.
+        batch_tokens: Tokens of the global batch, or None.
+        device_batch: Sequences that a device processes at a time, or None.
     """
     problems = []
     if batch_tokens is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -74,25 +73,23 @@ class Candidates:
         return replace(self, sizes=sizes, spans=spans, microbatches=microbatches, rounds=rounds)
 
     def parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
-        """Return into how many parts these mesh axes split."""
-        return self._kept(tuple(mesh_axes), lambda: self._parts(mesh_axes))
+        """Return the number of parts into which these mesh axes split."""
 
-    def _parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
-        product = np.ones(len(self), np.int64)
-        for axis in mesh_axes:
-            product = product * self.sizes[axis]
-        return product
+        def product() -> np.ndarray:
+            return np.prod([np.ones(len(self), np.int64), *(self.sizes[axis] for axis in mesh_axes)], axis=0)
+
+        return self._cached(tuple(mesh_axes), product)
 
     @cached_property
-    def _known(self) -> dict[tuple[Any, ...], np.ndarray]:
+    def _cache(self) -> dict[tuple[object, ...], np.ndarray]:
         """Cached products: a step needs the same parts many times."""
         return {}
 
-    def _kept(self, of: tuple[Any, ...], compute: Callable[[], np.ndarray]) -> np.ndarray:
-        if of not in self._known:
-            self._known[of] = compute()
-            self._known[of].flags.writeable = False
-        return self._known[of]
+    def _cached(self, key: tuple[object, ...], compute: Callable[[], np.ndarray]) -> np.ndarray:
+        if key not in self._cache:
+            self._cache[key] = compute()
+            self._cache[key].flags.writeable = False
+        return self._cache[key]
 
     @property
     def devices(self) -> np.ndarray:
@@ -131,11 +128,11 @@ class Candidates:
         return zero1_axes(data, map(self.stored, axes))
 
     def split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
-        """Return into how many parts a logical axis of this length is split: `stored`, `used` or `active`.
+        """Return the number of parts of a logical axis of this length as it is `stored`, `used` or `active`.
 
         An axis that follows another one is split only as far as its length divides.
         """
-        return self._kept((logical, kind, length), lambda: self._split(logical, kind, length))
+        return self._cached((logical, kind, length), lambda: self._split(logical, kind, length))
 
     def _split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         if logical is None:
@@ -154,14 +151,14 @@ class Candidates:
         return limited
 
     def shard(self, spec: Parameter, kind: str) -> np.ndarray:
-        """Return how many numbers of a parameter one device has as it is `stored` or `used`."""
+        """Return the elements of a parameter on one device as it is `stored` or `used`."""
         numbers = np.full(len(self), float(spec.size))
         for axis, length in zip(spec.axes, spec.shape, strict=True):
             numbers = numbers / (self.stages if axis == LAYERS else self.split(axis, kind, length))
         return numbers
 
     def state_shard(self, spec: Parameter) -> np.ndarray:
-        """Return for how many numbers of a parameter one device has optimizer state, as `Layout.optimizer` splits it.
+        """Return the elements of a parameter for which one device has optimizer state, as `Layout.optimizer` splits it.
 
         ZeRO-1 spreads it over each free data axis, along the first dimension that the axis divides.
         """
@@ -179,7 +176,7 @@ class Candidates:
         return numbers
 
     def problems(self, batch: int, seq: int) -> dict[Problem, np.ndarray]:
-        """Return the problems of sizes that these layouts have, each with a mask of the layouts that have it."""
+        """Return the problems of sizes, each with a mask of the layouts that have it."""
         masks: dict[Problem, np.ndarray] = {}
         for check in size_checks(self, self.arrays, batch, seq):
             p = check.problem
@@ -194,7 +191,7 @@ class Candidates:
 
     @property
     def in_flight(self) -> np.ndarray:
-        """Microbatches whose layer inputs a stage keeps, as in `valkyrie.parallel.schedule.Pipeline.kept`."""
+        """Microbatches for which a stage stores layer inputs, as in `valkyrie.parallel.schedule.Pipeline.kept`."""
         stages, m = self.stages, self.microbatches
         kept = np.minimum(2 * stages - 1, m) if self.alternates else self.rounds * m + stages - 1
         return np.where(stages > 1, kept / self.rounds, 1)

@@ -1,4 +1,4 @@
-"""Layouts: where a mesh and a partition put every array of a model, or why they cannot. Imports no JAX."""
+"""Layouts: the sharding of every array of a model, derived from a mesh and a partition. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from valkyrie.problems import Problem, check_range
 
 @dataclass(frozen=True)
 class Layout:
-    """All that may vary without changing the mathematics: mesh, placement, partition, microbatches, remat."""
+    """Everything that may vary without changing the mathematics: mesh, placement, partition, microbatches, remat."""
 
     mesh: MeshConfig
     partition: PartitionConfig
@@ -36,9 +36,9 @@ class Layout:
     microbatches: int
     remat: RematConfig
     notes: tuple[str, ...] = ()
-    """What lies otherwise than the partition's rules say, and why."""
+    """Deviations from the partition's rules, with reasons."""
     dispatched: frozenset[str] = frozenset()
-    """Logical axes of parameters that are never gathered: tokens are sent to their shards (`Arrays.dispatched`)."""
+    """Logical axes of parameters that are never gathered: tokens are sent to the shards (`Arrays.dispatched`)."""
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Into how many parts each kind of role splits its work: `{"DP": 2, "FSDP": 1, "MP1": 4, "MP2": 4, ...}`."""
+        """Number of parts into which each kind of role splits its work: `{"DP": 2, "FSDP": 1, "MP1": 4, ...}`."""
         degrees = {kind.value: 1 for kind in RoleKind if kind not in (RoleKind.idle, RoleKind.unused)}
         for axis, role in self.roles.items():
             if role.kind.value in degrees:
@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def fused_rules(self) -> tuple[list[str], tuple[object, ...]]:
-        """Mesh axes of several devices in the order of the rules, and the rules after fusing axes (`fused`)."""
+        """Mesh axes with several devices in the order of the rules, and the rules after fusing axes (`fuse_axes`)."""
         sizes = {axis: size for axis, size in self.mesh.axes.items() if size > 1}
         rules = [
             tuple(axis for axis in of_kind[logical] if axis in sizes)
@@ -83,19 +83,19 @@ class Layout:
             for logical in sorted(of_kind)
         ]
         axes = list(dict.fromkeys([*(axis for rule in rules for axis in rule), *sizes]))
-        return axes, fused(axes, sizes, rules)
+        return axes, fuse_axes(axes, sizes, rules)
 
     @property
     def sharding(self) -> str:
-        """A name shared by layouts of a model that split every array alike, whatever partition and axes they name.
+        """A hash shared by the layouts of a model that shard every array the same, whatever the names of their axes.
 
-        The order of the devices, ZeRO-1 and host memory are not part of it.
+        Device order, ZeRO-1 and host memory are not part of it.
         """
         return digest(repr(self.fused_rules[1]))[:8]
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """The pipeline that the mesh axis which splits `layers` makes; None where there is none."""
+        """The pipeline along the mesh axis that splits `layers`, or None if no axis does."""
         axis = next((axis for axis in self.parameters.get(LAYERS, ()) if self.mesh.axes[axis] > 1), None)
         if axis is None:
             return None
@@ -104,12 +104,12 @@ class Layout:
 
     @property
     def accumulated(self) -> int:
-        """Over how many parts of the batch a step adds gradients up: a pipeline takes its microbatches all at once."""
+        """Parts of the batch over which a step accumulates gradients: 1 for a pipeline."""
         return self.microbatches if self.pipeline is None else 1
 
     @property
     def in_stage(self) -> Layout:
-        """The layout of what one stage of the pipeline works on: its own layers, of its microbatches all rows."""
+        """The layout within a stage of the pipeline, which has only its layers, but all rows of a microbatch."""
         batch = tuple(axis for axis in self.activations[BATCH] if axis not in self.parameters[LAYERS])
         parameters, activations = {**self.parameters, LAYERS: ()}, {**self.activations, BATCH: batch}
         return replace(self, parameters=parameters, activations=activations)
@@ -119,11 +119,11 @@ class Layout:
         return describe_roles(self.mesh.axes, self.roles)
 
     def shards(self, logical: str) -> int:
-        """Return into how many parts a logical axis of activations is split."""
+        """Return the number of parts into which a logical axis of activations is split."""
         return self.parts(self.activations[logical])
 
     def stored(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
-        """Return, per dimension, the mesh axes a parameter with these logical axes rests on."""
+        """Return, per dimension, the mesh axes that split a stored parameter with these logical axes."""
         return tuple(() if a is None else self.parameters[a] for a in axes)
 
     def gathered(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
@@ -137,12 +137,12 @@ class Layout:
         return tuple(tuple(m for m in stored if m not in gathered) for stored, gathered in entries)
 
     def activation(self, axes: Sequence[Axis]) -> tuple[tuple[str, ...], ...]:
-        """Return, per dimension, the mesh axes of an activation with these logical axes; those of a tuple in turn."""
-        each = (() if a is None else (a,) if isinstance(a, str) else a for a in axes)
-        return tuple(tuple(m for a in several for m in self.activations[a]) for several in each)
+        """Return, per dimension, the mesh axes of an activation. A dimension may have a tuple of logical axes."""
+        dimensions = (() if a is None else (a,) if isinstance(a, str) else a for a in axes)
+        return tuple(tuple(m for a in logical for m in self.activations[a]) for logical in dimensions)
 
     def optimizer(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-        """Return the mesh axes of optimizer state: its parameter's, and under ZeRO-1 the free data axes too."""
+        """Return the mesh axes of optimizer state: those of its parameter, and under ZeRO-1 the free data axes too."""
         entries = list(self.stored(axes))
         if self.partition.zero1:
             for data in zero1_axes(self.activations[BATCH], entries):
@@ -154,20 +154,20 @@ class Layout:
         return tuple(entries)
 
     def parts(self, mesh_axes: Sequence[str]) -> int:
-        """Return into how many parts these mesh axes split."""
+        """Return the number of parts into which these mesh axes split."""
         return math.prod(self.mesh.axes[axis] for axis in mesh_axes)
 
     def split(self, logical: str, kind: str, length: int) -> int:
-        """Return into how many parts a logical axis is split: of parameters (`stored`), or activations (`active`)."""
+        """Return the number of parts of a logical axis of parameters (`stored`) or activations (`active`)."""
         return self.parts((self.activations if kind == "active" else self.parameters)[logical])
 
     def sizes(self, mesh_axes: Sequence[str]) -> str:
-        """Return mesh axes with their sizes, as messages print them: `x=4·y=2`."""
+        """Format mesh axes with their sizes: `x=4·y=2`."""
         return "·".join(f"{axis}={self.mesh.axes[axis]}" for axis in mesh_axes)
 
 
 def zero1_axes(data: Iterable[str], stored: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Return the mesh axes over which ZeRO-1 splits a parameter's moments: those of the data that leave it whole."""
+    """Return the mesh axes over which ZeRO-1 splits a parameter's moments: data axes that do not split it."""
     taken = {axis for entry in stored for axis in entry}
     return tuple(axis for axis in data if axis not in taken)
 
@@ -177,9 +177,10 @@ def gathered_axes(
 ) -> tuple[str, ...]:
     """Return the mesh axes that split a parameter's logical axis in storage, but not while it is used.
 
-    Devices along a mesh axis that splits the batch or the sequence have different tokens, and each needs the whole
-    parameter: it is gathered for use, and its gradient is scattered back (FSDP). Two kinds of axes stay split: that of
-    a pipeline, where a stage has its own layers, and dispatched logical axes, where tokens travel to the parameter.
+    Devices along a mesh axis that splits the batch or the sequence have different tokens and each need the whole
+    parameter: it is gathered for use, and its gradient is reduce-scattered (FSDP). Two kinds of axes stay split: a
+    pipeline's, because a stage needs only its layers, and dispatched logical axes, because tokens are sent to the
+    parameter.
     """
     if logical is None or logical in dispatched:
         return ()
@@ -200,14 +201,20 @@ def make_layout(
     nearest: Nearest | None = None,
     advise: bool = True,
 ) -> tuple[Layout | None, list[Problem]]:
-    """Return the layout of a model's arrays, and every problem it has with them, this batch and this length.
+    """Return the layout of a model's arrays, or None if the mesh is invalid, and all problems.
 
-    The layout is None if there is no such mesh.
-
-    `batch` counts sequences of the global batch, `seq` tokens of a sequence; `known_axes` are logical axes of other
-    models, for which a partition may have rules. `nearest` searches the values of a problem's key that remove it and
-    make no other; without it, problems name the nearest values that divide. `advise=False` skips the search for values
-    that would do, which takes longer than finding the problems.
+    Args:
+        mesh: Device mesh.
+        partition: Rules.
+        arrays: Arrays of the model.
+        microbatches: Parts of the batch.
+        remat: Rematerialisation.
+        batch: Sequences of the global batch.
+        seq: Tokens of a sequence.
+        known_axes: Logical axes of other models, for which a partition may have rules.
+        nearest: Searches the values of a problem's key that remove it and cause no other. Without it, problems name
+            the nearest values that divide.
+        advise: Whether to search for legal values, which takes longer than finding the problems.
     """
     if problems := mesh.problems() + check_range("microbatches", microbatches, least=1):
         return None, problems
@@ -215,18 +222,18 @@ def make_layout(
     def on(mesh: MeshConfig) -> tuple[Layout, list[Problem]]:
         return layout_with_problems(mesh, partition, arrays, microbatches, remat, batch, seq, known_axes)
 
-    layout, found = on(mesh)
+    layout, problems = on(mesh)
     if not advise:
-        return layout, list(dict.fromkeys(found))
-    known = {problem.identity for problem in found}
+        return layout, list(dict.fromkeys(problems))
+    identities = {problem.identity for problem in problems}
 
-    def sizes_of(problem: Problem) -> list[int]:
-        """Return the sizes of the one mesh axis of a problem, up to 64, that remove it and make no other."""
-        (axis,), least = problem.mesh_axes, known - {problem.identity}
+    def legal_sizes(problem: Problem) -> list[int]:
+        """Return the sizes, up to 64, of the problem's only mesh axis that remove it and cause no other."""
+        (axis,), others = problem.mesh_axes, identities - {problem.identity}
         divisors = [n for n in range(1, 65) if problem.size % n == 0]
-        return [n for n in divisors if {p.identity for p in on(resized(mesh, axis, n))[1]} <= least]
+        return [n for n in divisors if {p.identity for p in on(resized(mesh, axis, n))[1]} <= others]
 
-    return layout, list(dict.fromkeys(with_advice(problem, nearest, sizes_of) for problem in found))
+    return layout, list(dict.fromkeys(with_advice(problem, nearest, legal_sizes) for problem in problems))
 
 
 def layout_with_problems(
@@ -239,7 +246,7 @@ def layout_with_problems(
     seq: int,
     known_axes: Collection[str],
 ) -> tuple[Layout, list[Problem]]:
-    """Return the layout and its problems as `make_layout` does, for a legal mesh, without looking for advice."""
+    """Return the layout and its problems like `make_layout`, for a legal mesh and without advice."""
     layout, problems = derive_layout(mesh, partition, arrays, microbatches, remat, known_axes=known_axes)
     return layout, problems or layout_problems(layout, arrays, batch, seq)
 
@@ -253,20 +260,20 @@ def derive_layout(
     *,
     known_axes: Collection[str],
 ) -> tuple[Layout, list[Problem]]:
-    """Return the layout that a partition's rules make of a mesh, legal or not, and every problem of the rules."""
+    """Return the layout, legal or not, of a partition's rules on a mesh, and all problems of the rules."""
     parameters, activations, problems = resolve_rules(partition, mesh, arrays.axes, known_axes)
     stages = parameters.get(LAYERS, ())
-    if stages:  # outside the stacked layers, stages share the rows of the batch: each has those of its own
+    if stages:  # outside the stacked layers, the pipeline's axis splits the rows of the batch
         activations[BATCH] = tuple(dict.fromkeys((*stages, *activations[BATCH])))
     layout = Layout(mesh, partition, parameters, activations, microbatches, remat, dispatched=arrays.dispatched)
     return (layout if problems else align_dependent_axes(layout, arrays)), problems
 
 
 def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
-    """Return the layout with axes that follow another one split no further than their length divides.
+    """Split axes that follow another axis only as far as their length divides.
 
-    Only where the partition splits both alike: key heads, fewer than the devices that share the heads, are then whole
-    on the devices between which they cannot be split.
+    Applies if the partition splits both the same. For example, key heads are replicated over devices if there are fewer
+    key heads than devices that share the query heads.
     """
     notes = []
     for axis, other in arrays.follows.items():
@@ -283,11 +290,11 @@ def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
     return replace(layout, notes=tuple(dict.fromkeys(notes)))
 
 
-def fused(axes: Sequence[str], sizes: Mapping[str, int], rules: Sequence[tuple[str, ...]]) -> tuple[object, ...]:
-    """Return the sizes of axes after fusing what always stands together, and every rule in those axes by position."""
+def fuse_axes(axes: Sequence[str], sizes: Mapping[str, int], rules: Sequence[tuple[str, ...]]) -> tuple[object, ...]:
+    """Fuse axes that are adjacent in all rules. Returns the new sizes, and the rules with axes by position."""
     groups: list[list[str]] = []
     for axis in axes:
-        if groups and all(_side_by_side(groups[-1][-1], axis, rule) for rule in rules):
+        if groups and all(_adjacent(groups[-1][-1], axis, rule) for rule in rules):
             groups[-1].append(axis)
         else:
             groups.append([axis])
@@ -298,7 +305,7 @@ def fused(axes: Sequence[str], sizes: Mapping[str, int], rules: Sequence[tuple[s
     )
 
 
-def _side_by_side(first: str, second: str, rule: tuple[str, ...]) -> bool:
+def _adjacent(first: str, second: str, rule: tuple[str, ...]) -> bool:
     if first not in rule or second not in rule:
         return first not in rule and second not in rule
     return rule.index(second) == rule.index(first) + 1

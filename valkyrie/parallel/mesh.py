@@ -1,4 +1,4 @@
-"""Device meshes: their names, axes and sizes, and which device stands where. Imports JAX only to build one."""
+"""Device meshes: names, axes, sizes, and the placement of devices. Imports JAX only to build one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ _PATTERN = re.compile(r"(?:([0-9]+)s)?([0-9]+(?:x[0-9]+)*)")
 
 @dataclass
 class MeshConfig:
-    """A device mesh. `shape` has three (x, y, z) or four (w, x, y, z) sizes; `slices` above 1 adds a leading `s`.
+    """A device mesh.
 
-    `placement` lists the mesh axes, or factors of them such as `x:2`, from the slowest to the fastest varying over the
-    devices in their physical order (slice, then torus coordinates, core, id); null leaves the choice to
-    `jax.experimental.mesh_utils`.
-    `names` are the roles given by the launch environment (`TPU_AXIS_NAMES`), one per axis of `shape`.
+    Args:
+        shape: Three (x, y, z) or four (w, x, y, z) sizes.
+        slices: Slices; more than one adds a leading axis `s`.
+        placement: Mesh axes, or factors of them such as `x:2`, from the slowest to the fastest varying over the devices
+            in physical order (slice, then torus coordinates, core, id). Null lets `jax.experimental.mesh_utils` choose.
+        names: Roles from the launch environment (`TPU_AXIS_NAMES`), one per axis of `shape`.
     """
 
     name: str = "1x1x1"
@@ -47,11 +49,11 @@ class MeshConfig:
 
     @property
     def size(self) -> int:
-        """How many devices the mesh needs."""
+        """Number of devices."""
         return math.prod(self.shape) * self.slices
 
     def problems(self) -> list[Problem]:
-        """Return every reason why there is no such mesh."""
+        """Return all reasons why no such mesh exists."""
         if len(self.shape) not in (3, 4) or any(n < 1 for n in self.shape) or self.slices < 1:
             return [Problem(ProblemCode.mesh_shape, "mesh.shape", self.shape, details={"slices": self.slices})]
         problems = [] if self.placement is None else placement_problems(self.placement, self.axes, self.name)
@@ -72,7 +74,7 @@ def resized(mesh: MeshConfig, axis: str, size: int) -> MeshConfig:
 
 
 def parse_mesh(name: str) -> MeshConfig:
-    """Return the mesh a name like `4x4x2`, `2x4x4x1` or `2s4x4x2` stands for; ValueError says what to write."""
+    """Parse a name like `4x4x2`, `2x4x4x1` or `2s4x4x2`. Raises ValueError with the correct form for other names."""
     match = _PATTERN.fullmatch(name)
     if match is None:
         raise ValueError(f"mesh={name} is not a mesh. Write sizes joined by x, such as mesh=4x4x2 or mesh=2s4x4x2.")
@@ -96,9 +98,9 @@ def parse_mesh(name: str) -> MeshConfig:
 
 
 def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshConfig | None:
-    """Return the mesh of `TPU_MESH_CONFIG=4,4,2` and `TPU_AXIS_NAMES=data,model,fsdp`, or None when unset.
+    """Return the mesh of `TPU_MESH_CONFIG=4,4,2` and `TPU_AXIS_NAMES=data,model,fsdp`, or None if unset.
 
-    ValueError when the sizes are not numbers or do not match the names.
+    Raises ValueError if the sizes are not numbers or do not match the names.
     """
     sizes = environment.get("TPU_MESH_CONFIG")
     if not sizes:
@@ -107,11 +109,11 @@ def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshCo
         shape = [int(n) for n in sizes.split(",")]
     except ValueError:
         raise ValueError(f"TPU_MESH_CONFIG={sizes}: write sizes joined by commas, such as 4,4,2.") from None
-    given = environment.get("TPU_AXIS_NAMES")
-    names = [n.strip() for n in given.split(",")] if given else None
+    axis_names = environment.get("TPU_AXIS_NAMES")
+    names = [n.strip() for n in axis_names.split(",")] if axis_names else None
     if names is not None and len(names) != len(shape):
         raise ValueError(
-            f"TPU_MESH_CONFIG={sizes} has {len(shape)} sizes but TPU_AXIS_NAMES={given} has {len(names)} names."
+            f"TPU_MESH_CONFIG={sizes} has {len(shape)} sizes but TPU_AXIS_NAMES={axis_names} has {len(names)} names."
         )
     padding = 3 - len(shape)
     try:
@@ -123,11 +125,11 @@ def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshCo
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
-    """Return the JAX mesh over the first `config.size` devices, placed as asked.
+    """Return the JAX mesh over the first `config.size` devices.
 
-    With no `placement`, `mesh_utils.create_device_mesh` lays the axes on the torus, and
-    `create_hybrid_device_mesh` puts the slice axis across slices; either splits an axis of the torus where the mesh
-    needs it. ValueError where there are too few devices, or TPU slices other than the mesh's without a `placement`.
+    Without a `placement`, `mesh_utils.create_device_mesh` places the axes on the torus, and
+    `create_hybrid_device_mesh` places the slice axis across slices. Both split an axis of the torus if the mesh needs
+    it. Raises ValueError if there are too few devices, or, without a `placement`, a different number of TPU slices.
     """
     axes = config.axes
     chosen = list(devices)[: config.size]
@@ -150,7 +152,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
 def placed_mesh(
     axes: Mapping[str, int], devices: Sequence[Any], placement: Sequence[str] | None = None, slices: int = 1
 ) -> jax.sharding.Mesh:
-    """Return the JAX mesh of these axes over all of the devices, laid on their torus as `placed_grid` says."""
+    """Return the JAX mesh of these axes over all devices, placed by `placed_grid`."""
     import jax
 
     grid = placed_grid(axes, devices, placement, slices)
@@ -160,9 +162,9 @@ def placed_mesh(
 def placed_grid(
     axes: Mapping[str, int], devices: Sequence[Any], placement: Sequence[str] | None = None, slices: int = 1
 ) -> np.ndarray:
-    """Return the devices as an array with a dimension for each axis, laid on their torus as `build_mesh` says.
+    """Return the devices as an array with one dimension per axis, placed as described at `build_mesh`.
 
-    `slices`: how many slices the first axis is split over, a divisor of its size.
+    `slices`: Number of slices that the first axis spans, a divisor of its size.
     """
     import numpy as np
     from jax.experimental import mesh_utils
@@ -178,9 +180,9 @@ def placed_grid(
 
 
 def abstract_mesh(config: MeshConfig) -> jax.sharding.AbstractMesh:
-    """Return the mesh without devices: enough for specs, shardings and lowering.
+    """Return the mesh without devices, for specs, shardings and lowering.
 
-    Both kinds of mesh leave propagation to the compiler (`AxisType.Auto`); JAX's own defaults differ between them.
+    As in `placed_mesh`, propagation is left to the compiler (`AxisType.Auto`); JAX's defaults differ between the two.
     """
     import jax
 

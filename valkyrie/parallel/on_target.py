@@ -1,4 +1,4 @@
-"""Whether a mesh has as many devices as the target, in as many slices, and what would. Imports no JAX."""
+"""Checks that a mesh has as many devices and slices as the target, and suggests alternatives. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from valkyrie.problems import Problem, ProblemCode
 
 
 def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
-    """Return why there is no such target, or why a mesh cannot be placed on it."""
+    """Return why no such target exists, or why a mesh cannot be placed on it."""
     problems = target.problems()
     if problems or target.devices is None:
         return problems
@@ -34,14 +34,14 @@ def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
 
 
 def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
-    """Return the refusal of a mesh of more or fewer devices than the target, with the target that has as many."""
+    """Return the error message for a mesh with another number of devices than the target, with a matching target."""
     chips, per_chip = (target.chips or 0) * target.slices, target.chip.devices if target.chip else 1
     noun = "chips" if target.chip and per_chip == 1 else "devices"
     has = f"{chips} chips, each of {per_chip} JAX devices" if per_chip > 1 else f"{chips} {noun}"
     if target.chip and target.chip.units_in_name > 1 and target.name.endswith(f"-{mesh.size}"):
         has += f" ({target.name} counts {target.chip.units_in_name} cores a chip)"
     if target.slices > 1 and not target.topology and (one := target.resized(target.devices or 0)):
-        has += f", as target={one.name} has"  # whose hosts a network joins anyway
+        has += f", as target={one.name} has"  # without a torus, a network joins all hosts anyway
     inner = f"{target.slices}s" if target.slices > 1 else ""
     such_as = f", such as mesh={inner}{_mesh_like(target)}" if target.chip and target.topology else ""
     resized = target.resized(mesh.size)
@@ -57,7 +57,7 @@ def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
 
 
 def _as_slices(target: TargetConfig, mesh: MeshConfig) -> str:
-    """Return the sentence that names the target of each slice of a mesh, empty where the target's slices are its."""
+    """Return the sentence with the target for each slice of a mesh, empty if the number of slices is right."""
     each = mesh.size // mesh.slices
     resized = target.resized(each) if target.topology and mesh.slices not in (1, target.slices) else None
     if resized is None:
@@ -66,7 +66,7 @@ def _as_slices(target: TargetConfig, mesh: MeshConfig) -> str:
 
 
 def _mesh_like(target: TargetConfig) -> str:
-    """Return the mesh that follows the axes of a target's torus, its devices of a chip last."""
+    """Return the mesh with the shape of a target's torus, and the devices of a chip last."""
     shape = list(parse_shape(target.topology) or (target.chips or 1,))
     if target.chip and target.chip.devices > 1:
         shape.append(target.chip.devices)

@@ -1,4 +1,4 @@
-"""Partitions: rules that assign logical axes to mesh axes, and the role of each mesh axis. No JAX."""
+"""Partitions: rules that assign logical axes to mesh axes, and the role of each mesh axis. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def resolve_rules(
             where = f"{kind}.{logical}" if logical in wanted else "default"
             split = list(_expand(entries, roles, mesh, where, partition.name, problems))
             has_roles = any(entry.removesuffix("?") in roles for entry in entries)
-            rules[logical] = tuple(dict.fromkeys(split) if has_roles else split)  # roles may meet on an axis
+            rules[logical] = tuple(dict.fromkeys(split) if has_roles else split)  # two roles may share an axis
         resolved.append(rules)
     return resolved[0], resolved[1], list(dict.fromkeys(problems))
 

@@ -1,4 +1,4 @@
-"""Placements of mesh axes on the torus: their notation, their order of devices, and all that exist.
+"""Placements of mesh axes on the torus: notation, device order, and enumeration.
 
 A placement lists factors of mesh axes from the slowest to the fastest over the devices in physical order: slice, torus
 axes a, b, c, then the cores of a chip. An entry is an axis (`x`) or a factor of one (`x:2`); the first listed factor of
@@ -33,7 +33,7 @@ SLICE_AXIS = "s"
 
 
 def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: str) -> list[Problem]:
-    """Return the problem of a placement that does not match the axes of the mesh of this name."""
+    """Return the problem of a placement that does not match the axes of a mesh, as a list."""
     wrong = []
     factors_of: dict[str, list[int]] = {axis: [] for axis in axes}
     for entry in placement:
@@ -54,7 +54,7 @@ def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: 
 
 
 def arrange(ordered: np.ndarray, placement: Sequence[str], axes: Mapping[str, int]) -> np.ndarray:
-    """Return values in physical order as an array with one dimension per mesh axis, placed as listed."""
+    """Arrange values in physical order into an array with one dimension per mesh axis, following a placement."""
     factors = _factors(placement, axes)
     order = [i for axis in axes for i, (name, _) in enumerate(factors) if name == axis]
     grid = ordered.reshape([factor for _, factor in factors]).transpose(order)
@@ -62,13 +62,13 @@ def arrange(ordered: np.ndarray, placement: Sequence[str], axes: Mapping[str, in
 
 
 def describe_placement(mesh: Any, topology: Topology) -> dict[str, AxisPlacement]:
-    """Return the place of each axis of a `jax.sharding.Mesh` on the torus, from the coordinates of its devices."""
+    """Return the placement of each axis of a `jax.sharding.Mesh` on the torus, from its devices' coordinates."""
     positions = _positions(mesh.devices, topology)
     return _describe(positions, list(mesh.axis_names), topology)
 
 
 def describe_entries(placement: Sequence[str], axes: Mapping[str, int], topology: Topology) -> dict[str, AxisPlacement]:
-    """Return the place of each mesh axis on the torus under a placement, without devices."""
+    """Return the placement of each mesh axis on the torus from `mesh.placement`, without devices."""
     import numpy as np
 
     return _describe(arrange(np.arange(topology.devices), placement, axes), list(axes), topology)
@@ -77,18 +77,18 @@ def describe_entries(placement: Sequence[str], axes: Mapping[str, int], topology
 def describe_places(
     places: Sequence[Position], axes: Mapping[str, int], topology: Topology
 ) -> dict[str, AxisPlacement]:
-    """Return the placement of each mesh axis on the torus from the positions of the mesh's devices, flattened."""
+    """Return the placement of each mesh axis on the torus from the flattened positions of the mesh's devices."""
     import numpy as np
 
-    coords = np.array([[at.slice, *at.coords[: len(topology.shape)], at.core] for at in places])
+    coords = np.array([[p.slice, *p.coords[: len(topology.shape)], p.core] for p in places])
     positions = np.ravel_multi_index(tuple(coords.T), _lengths(topology)).reshape(list(axes.values()))
     return _describe(np.asarray(positions), list(axes), topology)
 
 
 def placement_of(mesh: Any, topology: Topology) -> list[str] | None:
-    """Return the `mesh.placement` that builds the same `jax.sharding.Mesh`, or None if no list of factors does.
+    """Return the `mesh.placement` that builds the same `jax.sharding.Mesh`, or None if none does.
 
-    JAX's `mesh_utils` has such orders: snakes over small v5e, v6e, v5p and tpu7x slices.
+    JAX's `mesh_utils` builds meshes without one: snakes over small v5e, v6e, v5p and tpu7x slices.
     """
     import numpy as np
 
@@ -115,10 +115,10 @@ def placement_of(mesh: Any, topology: Topology) -> list[str] | None:
 
 
 def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
-    """Return every placement of mesh axes on a topology, each physical axis factored among them, no two the same.
+    """Return all distinct placements of mesh axes on a topology.
 
-    An axis `s` as large as the number of slices stays between them. Raises ValueError if mesh and topology differ in
-    their number of devices.
+    An axis `s` with the number of slices stays between the slices. Raises ValueError if mesh and topology have
+    different numbers of devices.
     """
     if math.prod(axes.values()) != topology.devices:
         raise ValueError(
@@ -147,7 +147,7 @@ def _lengths(topology: Topology) -> tuple[int, ...]:
 
 
 def _positions(devices: np.ndarray, topology: Topology) -> np.ndarray:
-    """Return the index of each device in physical order; devices without coordinates are ordered by id."""
+    """Return the index of each device in physical order. Devices without coordinates are ordered by id."""
     import numpy as np
 
     flat = list(devices.flat)
@@ -186,7 +186,7 @@ def _describe(positions: np.ndarray, names: Sequence[str], topology: Topology) -
 
 
 def _progressions(values: np.ndarray) -> list[tuple[int, int]] | None:
-    """Return sorted values as nested progressions (factor, stride), the widest first, or None when they are not."""
+    """Return sorted values as nested progressions (factor, stride), widest first, or None if they are none."""
     import numpy as np
 
     digits: list[tuple[int, int]] = []

@@ -24,19 +24,19 @@ Nearest = Callable[[Problem], list[int]]
 
 
 def removes(problem: Problem, value: int, arrays: Arrays) -> bool:
-    """Whether all sizes that the problem's key sets are divisible, in the arrays of a model with this value."""
+    """Return whether all sizes set by the problem's key are divisible, given the arrays of a model with this value."""
     tensors = [*arrays.parameters, *arrays.activations]
     sizes = [n for t in tensors for n, key in zip(t.shape, t.keys, strict=True) if key == problem.key]
     return not any(n % problem.parts for n in sizes or [value])
 
 
 def with_advice(problem: Problem, nearest: Nearest | None, sizes: Callable[[Problem], list[int]]) -> Problem:
-    """Return the problem with the values that remove it.
+    """Add the values that remove a problem.
 
     Args:
-        problem: Any problem of a layout; only those of sizes take advice.
+        problem: Any problem of a layout. Only problems of sizes get advice.
         nearest: Searches values of its key, or None to take the nearest multiples.
-        sizes: Searches sizes of its one mesh axis.
+        sizes: Searches sizes of its only mesh axis.
     """
     if problem.code not in INDIVISIBLE:
         return problem
@@ -51,8 +51,8 @@ def with_advice(problem: Problem, nearest: Nearest | None, sizes: Callable[[Prob
 
 
 def nearest_legal(value: int, parts: int, legal: Callable[[int], bool], least: int = 1) -> list[int]:
-    """Return the nearest legal values below and above `value`, if there are any within some multiples of `parts`."""
-    # A size may be half of its key, or rounded up to a multiple of 128: multiples of `parts` alone would miss some.
+    """Return the nearest legal values below and above `value`, searched within some multiples of `parts`."""
+    # Sizes may be half of their key, or rounded up to a multiple of 128, so multiples of `parts` alone miss some.
     coarse = [unit * (value // unit + i) for unit in (parts, 64 * parts, 128 * parts) for i in range(-16, 18)]
     near = sorted({*coarse, *range(value - 32, value + 33)})
     below = (n for n in reversed(near) if least <= n < value and legal(n))
@@ -66,7 +66,7 @@ Sizes = Any
 
 @dataclass(frozen=True)
 class SizeCheck:
-    """A problem that depends on the sizes of mesh axes, without those sizes; which layouts have it, and their parts."""
+    """A problem that depends on sizes of mesh axes (which it lacks), the layouts that have it, and their parts."""
 
     problem: Problem
     wrong: Sizes
@@ -74,7 +74,7 @@ class SizeCheck:
 
 
 def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: int) -> Iterator[SizeCheck]:
-    """Yield every problem that layouts may have because of the sizes of their mesh axes."""
+    """Yield all problems that layouts may have because of the sizes of their mesh axes."""
     partition, microbatches, rounds = layouts.partition, layouts.microbatches, layouts.partition.rounds
     of_batch, of_seq = layouts.activations[BATCH], layouts.activations[SEQ]
     of_layers = layouts.parameters.get(LAYERS, ())
@@ -87,8 +87,8 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
         problem = Problem(code, key, partition=partition.name, mesh_axes=tuple(rule), **fields)
         return SizeCheck(problem, wrong, parts)
 
-    # Both the stages and the microbatches split the rows of a device. Under 1f1b, stages share the losses of each
-    # microbatch, otherwise those of the whole batch.
+    # Stages and microbatches both split the rows of a device. Under 1f1b, stages share the losses of each microbatch,
+    # otherwise those of the whole batch.
     alternates = partition.schedule is PipelineSchedule["1f1b"]
     rows = shards * (stages * microbatches if alternates else _least_common_multiple(stages, microbatches))
     details = {"microbatch_count": microbatches, "stage_axes": of_layers}
@@ -138,7 +138,7 @@ def _least_common_multiple(a: Sizes, b: Sizes) -> Sizes:
 
 
 def layout_problems(layout: Layout, arrays: Arrays, batch: int, seq: int) -> list[Problem]:
-    """Return every problem of a layout with a model's arrays, a global batch of sequences, and their length."""
+    """Return all problems of a layout with a model's arrays, a global batch of sequences, and their length."""
     of_sizes: dict[ProblemCode, list[Problem]] = defaultdict(list)
     for check in size_checks(layout, arrays, batch, seq):
         if check.wrong:
@@ -156,13 +156,13 @@ def layout_problems(layout: Layout, arrays: Arrays, batch: int, seq: int) -> lis
 
 
 def _on_axes(layout: Layout, problem: Problem, mesh_axes: Sequence[str], parts: int = 0) -> Problem:
-    """Return the problem with the sizes that these mesh axes have in the layout."""
+    """Set the mesh axes of a problem, with their sizes in the layout."""
     sizes = tuple(layout.mesh.axes[axis] for axis in mesh_axes)
     return replace(problem, mesh_axes=tuple(mesh_axes), mesh_sizes=sizes, parts=parts)
 
 
 def _pipeline_problems(layout: Layout, arrays: Arrays, of_sizes: dict[ProblemCode, list[Problem]]) -> list[Problem]:
-    """Return why the stages of a pipeline and its schedule do not suit the model and the partition."""
+    """Return the problems of a pipeline's stages and schedule with the model and the partition."""
     pipeline, partition = layout.pipeline, layout.partition
     if pipeline is None:
         return []

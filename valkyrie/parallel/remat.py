@@ -1,6 +1,6 @@
-"""Rematerialisation: which named activations a backward pass finds on its device or in host memory. Imports no JAX.
+"""Rematerialisation: which named activations are saved on the device or in host memory. Imports no JAX.
 
-What is in neither list is computed again. Each kind of block names its own activations (`valkyrie.models.block`).
+All others are recomputed. Each kind of block names its activations (`valkyrie.models.block`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from valkyrie.paths import config_names, read_config
 from valkyrie.problems import Problem, ProblemCode
 
 ALL, PRODUCTS = "all", "products"
-"""Words of `save`: every activation; the results of all matrix products but those of attention's kernel."""
+"""Words of `save`: every activation; the results of all matrix products except those in attention kernels."""
 _LONGEST = 40
 
 
 class ActivationLocation(Enum):
-    """Where an activation waits for the backward pass: on its device, in host memory, or nowhere (recomputed)."""
+    """Where an activation is kept for the backward pass: on its device, in host memory, or nowhere (recomputed)."""
 
     device = "device"
     host = "host"
@@ -29,10 +29,12 @@ class ActivationLocation(Enum):
 
 @dataclass
 class RematConfig:
-    """What a block keeps for its backward pass, by the names that blocks give their activations.
+    """Activations that a block keeps for its backward pass, by name. All others are recomputed.
 
-    `save`: activations that stay on the device; `all` is every one, `products` the results of all matrix products but
-    those of attention's kernel. `offload`: activations that wait in host memory. The rest is computed again.
+    Args:
+        save: Activations kept on the device. `all` is every one, `products` the results of all matrix products except
+            those in attention kernels.
+        offload: Activations moved to host memory.
     """
 
     name: str = "full"
@@ -41,41 +43,41 @@ class RematConfig:
 
     @property
     def label(self) -> str:
-        """A short stable name: that of the choice, or the activations' where a shipped choice was given other lists."""
+        """A short stable name: that of the choice with these lists, or the names of the activations."""
         shipped = _shipped()
-        own = (frozenset(self.save), frozenset(self.offload))
-        if shipped.get(self.name, own) == own:
+        lists = (frozenset(self.save), frozenset(self.offload))
+        if shipped.get(self.name, lists) == lists:
             return self.name
-        if own in shipped.values():
-            return next(name for name, lists in shipped.items() if lists == own)
-        lists = zip(("save", "offload"), own, strict=True)
-        text = "_".join(f"{word}_{'+'.join(sorted(names))}" for word, names in lists if names)
+        if lists in shipped.values():
+            return next(name for name, shipped_lists in shipped.items() if shipped_lists == lists)
+        words = zip(("save", "offload"), lists, strict=True)
+        text = "_".join(f"{word}_{'+'.join(sorted(names))}" for word, names in words if names)
         return text if len(text) <= _LONGEST else f"custom_{digest(text)[:6]}"
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether nothing is computed again."""
+        """Whether nothing is recomputed."""
         return ALL in self.save and not self.offload
 
     def location(self, name: str | None, *, product: bool = False) -> ActivationLocation:
-        """Return where an activation waits; `product`: it is the result of a matrix product."""
+        """Return where an activation is kept. `product`: whether it is the result of a matrix product."""
         if name in self.offload:
             return ActivationLocation.host
         on_device = name in self.save or ALL in self.save or (product and PRODUCTS in self.save)
         return ActivationLocation.device if on_device else ActivationLocation.nowhere
 
     def problems(self, names: Callable[[], Collection[str]]) -> list[Problem]:
-        """Return what is wrong with the lists; `names` returns those of the model, called for where they are needed.
+        """Return the problems of the lists. `names` returns the model's activations, and is only called if needed.
 
-        Names in a shipped choice are passed over: they may be of another model's blocks.
+        Names in a shipped choice are always legal: they may belong to another model's blocks.
         """
         known, problems = _known_names(), []
         for key, words in (("save", (ALL, PRODUCTS)), ("offload", ())):
             strange = [name for name in getattr(self, key) if name not in known and name not in words]
-            own = names() if strange else ()
-            if unknown := [name for name in strange if name not in own]:
+            legal = names() if strange else ()
+            if unknown := [name for name in strange if name not in legal]:
                 also = f"; {ALL} is every one, {PRODUCTS} every matrix product" if words else ""
-                text = f"remat.{key} names {', '.join(unknown)}. This model's activations are {', '.join(own)}{also}."
+                text = f"remat.{key} names {', '.join(unknown)}. This model's activations are {', '.join(legal)}{also}."
                 problems.append(Problem(ProblemCode.unknown_name, f"remat.{key}", unknown, text))
         if both := [name for name in dict.fromkeys(self.save) if name in self.offload]:
             text = (
@@ -87,7 +89,7 @@ class RematConfig:
 
 
 EVERYTHING = RematConfig("none", [ALL])
-"""Nothing is computed again."""
+"""Saves all activations; nothing is recomputed."""
 
 
 @cache

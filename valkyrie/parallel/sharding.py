@@ -31,37 +31,37 @@ class MeshShard:
     def __init__(
         self, layout: Layout, mesh: AnyMesh, backend: str | None = None, gradient_sum: GradientSum = GradientSum.auto
     ) -> None:
-        """`gradient_sum` is what the chip does well, where the partition leaves it to the chip."""
+        """`gradient_sum` applies if the partition's is `auto`."""
         self.layout = layout
         self.mesh = mesh
         self.backend = backend
-        self._gradient_sum, asked = gradient_sum, layout.partition.gradient_sum
-        self._sends_parts = (gradient_sum if asked is GradientSum.auto else asked) is GradientSum.all_to_all
+        self._gradient_sum, configured = gradient_sum, layout.partition.gradient_sum
+        self._sends_parts = (gradient_sum if configured is GradientSum.auto else configured) is GradientSum.all_to_all
 
     def sharding(self, split: Sequence[tuple[str, ...]], memory_kind: str | None = None) -> NamedSharding:
         """Return the NamedSharding of per-dimension tuples of mesh axes on this mesh."""
         return NamedSharding(self.mesh, to_spec(split), memory_kind=memory_kind)  # pyright: ignore[reportArgumentType]
 
     def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
-        """Return `x` constrained to lie as the partition puts activations with these logical axes."""
+        """Constrain `x` to the sharding of activations with these logical axes."""
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.activation(axes)))
 
     def gather_for_use(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Return a parameter as it lies during its product: gathered over the axes that split data."""
+        """Gather a parameter for its product over the axes that split data."""
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.computed(axes)))
 
     def gather_table(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Return a parameter as it lies while rows of it are looked up: whole within a stage of a pipeline.
+        """Gather a parameter for row look-ups. Within a pipeline stage, it is replicated.
 
-        XLA's partitioner ends the process (`partition_group_list.num_replica_groups()`) where a look-up in a split
-        table stands in a region that is manual over another axis, and the table is split over two (JAX 0.10.2).
+        XLA's partitioner crashes (`partition_group_list.num_replica_groups()`) at a look-up in a table that is split
+        over two axes, inside a region that is manual over another axis (JAX 0.10.2).
         """
         if not _manual_axes(self.mesh):
             return self.gather_for_use(x, *axes)
         return jax.lax.with_sharding_constraint(x, self.sharding([()] * x.ndim))
 
     def shard_for_storage(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Return a parameter, or its gradient, as it rests between steps."""
+        """Constrain a parameter, or its gradient, to its sharding between steps."""
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.stored(axes)))
 
     def gradient(
@@ -72,11 +72,11 @@ class MeshShard:
         reduction: str,
         whole: bool = False,
     ) -> jax.Array:
-        """Return the sum over devices of `f`, the gradient of a parameter, as the parameter rests.
+        """Sum `f`, the gradient of a parameter, over devices. Returns it sharded like the stored parameter.
 
-        Under `gradient_sum=all_to_all`, what a device keeps of the sum is sent to it and added there, in float32:
-        unlike a reduce-scatter, the TPU compiler runs that beside products (experiments/LOG.md). Not where an axis of
-        tensor parallelism splits the parameter too: the compiler then gathers what was sent over that axis.
+        Under `gradient_sum=all_to_all`, each device receives its parts from all others and adds them in float32. The
+        TPU compiler overlaps this with products, unlike a reduce-scatter (experiments/LOG.md). Parameters that tensor
+        parallelism splits too are excluded, because the compiler would gather the parts over that axis.
         """
         data = {*self.mesh_axes_of(BATCH), *self.mesh_axes_of(SEQ)}
         split = [tuple(m for m in entry if m in data) for entry in self.layout.gathered(axes)]
@@ -109,11 +109,11 @@ class MeshShard:
         return tuple(m for m in self.layout.activations[axis] if self.layout.mesh.axes[m] > 1)
 
     def size(self, axis: str) -> int:
-        """Return into how many shards a logical axis of activations is split."""
+        """Return the number of shards of a logical axis of activations."""
         return self.layout.shards(axis)
 
     def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
-        """Return the stream after `f` for each of `layers`: by one scan, or by a pipeline where they lie on an axis."""
+        """Apply `f` with each of `layers`, in one scan, or in a pipeline if a mesh axis splits them."""
         pipeline = self.layout.pipeline
         if pipeline is None:
             return apply_head(head, scan_layers(f, layers, x, rows, self), self)
@@ -124,7 +124,7 @@ class MeshShard:
         return apply_head(head, pipelined(pipeline, self.mesh, self._in_stage, f, layers, x, rows), self)
 
     def _in_stage(self) -> MeshShard:
-        """Return the `Shard` of one stage: of the other axes alone. Inside `jax.shard_map` over the pipeline's axis."""
+        """Return the `Shard` within a stage, over the other axes. Inside `jax.shard_map` over the pipeline's axis."""
         mesh = jax.sharding.get_abstract_mesh()
         return MeshShard(self.layout.in_stage, mesh, self.backend, self._gradient_sum)
 
@@ -145,7 +145,7 @@ class MeshShard:
             else to_spec(activation(out_axes))
         )
         if checked is None:
-            # JAX's own kernels do not declare along which axes their results vary, so the check cannot pass on a TPU.
+            # JAX's kernels do not declare the axes along which their results vary, so the check would fail on a TPU.
             checked = not platform_of(self.backend or jax.default_backend()).runs_pallas_tpu
         manual = _manual_axes(self.mesh)
         return jax.shard_map(
@@ -159,12 +159,12 @@ class MeshShard:
 
 
 def _manual_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Return the axes along which each device runs the code itself: that of the pipeline, within a stage."""
+    """Return the manual axes of a mesh: the pipeline's, within a stage."""
     return mesh.manual_axes if isinstance(mesh, jax.sharding.AbstractMesh) else ()
 
 
 def _scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Return this device's part of the sum over mesh axes, along a dimension; float32. Inside `jax.shard_map`."""
+    """Return this device's part, along a dimension, of the sum over mesh axes in float32. Inside `jax.shard_map`."""
     count = math.prod(jax.lax.axis_size(axis) for axis in axes)
     parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
     received = jax.lax.all_to_all(parts, axes, dim, dim)

@@ -1,4 +1,4 @@
-"""A slice by its name, and meshes on it: of devices to compile for, or of their places alone. No TPU is needed."""
+"""Slices, and meshes on them: of devices to compile for, or of device positions. Needs no TPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Slice(TargetConfig):
-    """A slice: chip, chips, hosts, topology, prices, and meshes of devices that programs can be compiled for."""
+    """A slice: chip, hosts, topology, prices, and meshes of devices to compile for."""
 
     @classmethod
     def of(cls, target: TargetConfig) -> Slice:
@@ -29,36 +29,40 @@ class Slice(TargetConfig):
     def mesh(
         self, shape: Sequence[int], names: Sequence[str], *, placement: Sequence[str] | None = None
     ) -> jax.sharding.Mesh:
-        """Return a JAX mesh of this slice's devices, laid on its torus as training would lay it.
+        """Return a JAX mesh of this slice's devices, placed on its torus as in training.
 
-        The devices are compiled for, not run on: libtpu describes them, without a TPU. `placement` lists axes, or
-        factors of them (`["x:2", "y", "x:2"]`), from the slowest to the fastest over the torus; without it,
-        `jax.experimental.mesh_utils` chooses. Of several slices, the first axis lies across them. ValueError where the
-        slice has another number of devices.
+        Programs can be compiled for these devices, but not run: libtpu describes them without a TPU. The first axis
+        spans several slices. Raises ValueError if the slice has a different number of devices.
+
+        Args:
+            shape: Sizes of the axes.
+            names: Names of the axes.
+            placement: Axes, or factors of them (`["x:2", "y", "x:2"]`), from the slowest to the fastest over the
+                torus. None lets `jax.experimental.mesh_utils` choose.
         """
         axes = self.axes(shape, names, placement)
         devices = platform_of(self.platform).compile_devices(self, math.prod(shape))
         return placed_mesh(axes, devices, placement, self.slices)
 
     def places(self, shape: Sequence[int], names: Sequence[str]) -> tuple[Position, ...]:
-        """Return the positions of the devices of such a mesh, flattened; needs no libtpu."""
+        """Return the positions of the devices of such a mesh, flattened. Needs no libtpu."""
         grid = placed_grid(self.axes(shape, names, None), described_devices(self), slices=self.slices)
         return tuple(Position(d.slice_index, tuple(d.coords), d.core_on_chip) for d in grid.flat)
 
     def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:
-        """Return the axes of a mesh by name; ValueError where there can be no such mesh on this slice."""
-        told = f"a mesh of {' x '.join(str(n) for n in shape) or 'no axes'}"
+        """Return the axes of a mesh by name. Raises ValueError if this slice has no such mesh."""
+        title = f"a mesh of {' x '.join(str(n) for n in shape) or 'no axes'}"
         if not platform_of(self.platform).compiles_without_devices or self.devices is None:
             raise ValueError(f"{self.describe()} is no TPU slice: only those are compiled for without a device.")
         if len(shape) != len(names) or len(set(names)) != len(names) or not shape:
-            raise ValueError(f"{told} with the names {', '.join(names) or 'none'}: give each axis a name of its own.")
+            raise ValueError(f"{title} with the names {', '.join(names) or 'none'}: give each axis a name of its own.")
         if any(n < 1 for n in shape):
-            raise ValueError(f"{told}: each axis must be at least 1.")
+            raise ValueError(f"{title}: each axis must be at least 1.")
         if math.prod(shape) != self.devices:
             resized = self.resized(math.prod(shape)) if self.slices == 1 else None
             instead = "" if resized is None else f", or {resized.name}, which has {resized.devices}"
             raise ValueError(
-                f"{told} has {math.prod(shape)} devices; {self.describe()} has {self.devices}. "
+                f"{title} has {math.prod(shape)} devices; {self.describe()} has {self.devices}. "
                 f"Use a mesh of {self.devices}{instead}."
             )
         axes = dict(zip(names, map(int, shape), strict=True))
@@ -66,7 +70,7 @@ class Slice(TargetConfig):
             refuse(placement_problems(placement, axes, "x".join(map(str, shape))))
         if placement is None and shape[0] % self.slices:
             raise ValueError(
-                f"{told}: its first axis, {names[0]}={shape[0]}, lies across the {self.slices} slices, which do not "
+                f"{title}: its first axis, {names[0]}={shape[0]}, lies across the {self.slices} slices, which do not "
                 "divide it."
             )
         return axes
@@ -74,7 +78,7 @@ class Slice(TargetConfig):
 
 @dataclass(frozen=True)
 class DeviceStub:
-    """What `mesh_utils` asks of a device, of one that is described and not there."""
+    """A device with the attributes that `mesh_utils` reads, without JAX."""
 
     id: int
     device_kind: str
@@ -86,7 +90,7 @@ class DeviceStub:
 
 
 def described_devices(target: TargetConfig) -> list[DeviceStub]:
-    """Return the devices of a slice as libtpu numbers and lists them, host by host, by its topology alone."""
+    """Return the devices of a slice, numbered and ordered host by host as libtpu does, from the topology alone."""
     topology, chip = topology_of(target), target.chip
     assert chip is not None
     kind = chip.device_kinds[0] if chip.device_kinds else chip.name

@@ -9,6 +9,7 @@ from functools import cache
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import TargetRecord
 from valkyrie.parallel.partition import Role
+from valkyrie.parallel.schedule import PipelineRecord
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class LayoutRecord:
     axis_roles: dict[str, Role] | None = None
     degrees: dict[str, int] | None = None
     sharding: str | None = None
-    pipeline: dict[str, int | float | str] | None = None
+    pipeline: PipelineRecord | None = None
     predicted_by: str | None = None
 
     @property

@@ -31,7 +31,9 @@ class Meter:
         self.spent: defaultdict[str, float] = defaultdict(float)
         self._since = time.perf_counter()
         self._paused, self._waited = 0.0, 0.0
-        self._devices = DeviceActivity()
+        # A thread notes when the devices finish a step, because the main loop may be waiting for data then.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="devices")
+        self._finish_time: Future[float] | None = None
 
     def start(self) -> None:
         """Start the clock of the next step."""
@@ -64,20 +66,27 @@ class Meter:
 
     def dispatched(self, wait: Callable[[], object]) -> None:
         """Record that a step was dispatched. `wait` returns when the devices have finished it."""
-        self._devices.dispatched(wait)
+
+        def finish_time() -> float:
+            wait()
+            return time.perf_counter()
+
+        self._finish_time = self._thread.submit(finish_time)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Time the fetching of the next batch. Counts as waiting once the devices have finished the last step."""
         began = time.perf_counter()
         yield
-        idle_since = self._devices.idle_since()
-        if idle_since is not None:
-            self._waited += max(time.perf_counter() - max(began, idle_since), 0.0)
+        last = self._finish_time
+        if last is None:
+            self._waited += max(time.perf_counter() - began, 0.0)
+        elif last.done() and last.exception() is None:
+            self._waited += max(time.perf_counter() - max(began, last.result()), 0.0)
 
     def close(self) -> None:
-        """End the thread that waits for the devices."""
-        self._devices.close()
+        """End the thread that waits for the devices, after the current step."""
+        self._thread.shutdown(wait=False)
 
     def rates(self, window: int | None = None) -> dict[str, float | None]:
         """Return tokens/s, tokens/s/chip and MFU at the median of the last `window` steps (None: all).
@@ -103,30 +112,3 @@ class Meter:
         ordered = sorted(self.steps)
         p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)] if ordered else None
         return {"first_step_s": self.first, "step_p90_s": p90, **self.rates()}
-
-
-class DeviceActivity:
-    """Records when the devices finish their last step, in a thread, because the main loop may be waiting for data."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="devices")
-        self._done: Future[float] | None = None
-
-    def dispatched(self, wait: Callable[[], object]) -> None:
-        """Record that a step was dispatched. `wait` returns when the devices have finished it."""
-
-        def finish_time() -> float:
-            wait()
-            return time.perf_counter()
-
-        self._done = self._thread.submit(finish_time)
-
-    def idle_since(self) -> float | None:
-        """Return when the last step finished: minus infinity before the first, None while one runs."""
-        if self._done is None:
-            return -math.inf
-        return self._done.result() if self._done.done() and self._done.exception() is None else None
-
-    def close(self) -> None:
-        """End the thread after the current step."""
-        self._thread.shutdown(wait=False)

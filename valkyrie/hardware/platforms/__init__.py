@@ -1,7 +1,7 @@
-"""Platforms: what differs between TPUs, GPUs and CPUs, one module each with an object `PLATFORM`.
+"""Platforms: the differences between TPUs, GPUs and CPUs. Each is a module with an object `PLATFORM`.
 
-Adding a platform is adding a module here. No module of this package imports JAX before a method needs it. Where a
-platform needs code of a higher layer, it names a strategy that the layer looks up: `attention`, `scan`, `replay`.
+To add a platform, add a module here. These modules import JAX only inside methods. If a platform needs code of a higher
+layer, it names a strategy that the layer looks up: `attention`, `scan`, `replay`.
 """
 
 from __future__ import annotations
@@ -21,35 +21,34 @@ if TYPE_CHECKING:
     from valkyrie.hardware.target import ChipConfig, TargetConfig
 
 ROUNDED = 1.01
-"""How much a program may have of a published memory, which is rounded: of v5p's 95 GiB the compiler gives 95.73."""
+"""Tolerance for published memory sizes, which are rounded: v5p's 95 GiB are 95.73 GiB for the compiler."""
 
 
 class Platform(ABC):
-    """A kind of device. Defaults are those of a platform of which nothing is known.
+    """A kind of device. The defaults suit an unknown platform.
 
     Attributes:
-        name: as in `target.chip.platform`, and as JAX reports it.
-        aliases: other names of its JAX backend.
-        jax_name: argument of `jax.devices`, or None for JAX's default backend.
-        lowering_name: argument of `Traced.lower`.
-        extra: extra of this package that installs it, or None.
-        plugins: modules of which JAX needs one to find its devices.
-        runs_on_host: devices are the CPU and the memory of the host.
-        uses_every_device: a program runs on all devices of a slice, or not at all.
-        has_torus: chips are joined by a torus, and the compiler knows where each is.
-        rented_as_slices: clouds rent its chips by the slice.
-        compiles_without_devices: its compiler needs no device.
-        compile_note: printed when compiling for it, or None.
-        memory_limit_option: compiler option with the memory of a device in MiB, or None if the compiler never refuses
-            a program that is too large.
-        peak_has_code: the peak of `peak_bytes` includes the program's code.
-        has_estimate_errors: errors of the memory estimate have been measured (`valkyrie.train.memory`).
-        replay: which of `valkyrie.search.compile.replayed.REPLAYS` reads the costs of a compiled module, or None if
-            there are none to read.
-        attention: its attention kernel in `valkyrie.ops.attention`, or None.
-        scan: default of `valkyrie.ops.scan.ScanImpl`, or None.
-        runs_pallas_tpu: kernels written for Pallas on TPUs run on it; elsewhere they are interpreted.
-        rotates_by_product: a matrix product is the fastest way to swap the halves of a vector.
+        name: Name in `target.chip.platform` and in JAX.
+        aliases: Other names of its JAX backend.
+        jax_name: Argument of `jax.devices`, or None for JAX's default backend.
+        lowering_name: Argument of `Traced.lower`.
+        extra: Extra of this package that installs it, or None.
+        plugins: Modules by which JAX finds its devices; one is enough.
+        runs_on_host: Devices are the CPU and the memory of the host.
+        uses_every_device: A program must run on all devices of a slice.
+        has_torus: A torus joins the chips, and the compiler knows their positions.
+        rented_as_slices: Clouds rent its chips by the slice.
+        compiles_without_devices: Its compiler needs no device.
+        compile_note: Printed when compiling for it, or None.
+        memory_limit_option: Compiler option for the memory of a device in MiB, or None if the compiler never refuses
+            programs that are too large.
+        peak_has_code: The result of `peak_bytes` includes the program's code.
+        has_estimate_errors: Errors of the memory estimate were measured (`valkyrie.train.memory`).
+        replay: Name in `valkyrie.search.compile.replayed.REPLAYS` of the reader of compiled costs, or None.
+        attention: Its attention kernel in `valkyrie.ops.attention`, or None.
+        scan: Default of `valkyrie.ops.scan.ScanImpl`, or None.
+        runs_pallas_tpu: Runs Pallas kernels for TPUs; other platforms interpret them.
+        rotates_by_product: A matrix product is the fastest way to swap the halves of a vector.
     """
 
     name: str
@@ -82,7 +81,7 @@ class Platform(ABC):
         return any(importlib.util.find_spec(plugin) for plugin in self.plugins)
 
     def is_simulated(self, accelerators: int) -> bool:
-        """Return whether its devices are CPU devices on a host with so many accelerators."""
+        """Return whether its devices are simulated on a host with this number of accelerators."""
         return self.runs_on_host
 
     def missing_compiler(self, target: TargetConfig) -> str | None:
@@ -95,12 +94,12 @@ class Platform(ABC):
 
     @abstractmethod
     def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
-        """Return at least `size` JAX devices to compile for; ValueError if this machine cannot."""
+        """Return at least `size` JAX devices to compile for. Raises ValueError if this machine cannot."""
 
     def usable_memory(self, chip: ChipConfig) -> int | None:
-        """Bytes of one device's memory that a program may use, or None if unknown.
+        """Memory of one device that a program may use, in bytes, or None if unknown.
 
-        What the compiler leaves, or all of it if that is less or the other is unknown.
+        The smaller of what the compiler leaves to programs and all memory.
         """
         size, whole = chip.usable_hbm_gib, chip.hbm_gib
         if size is None or (whole is not None and size > ROUNDED * whole):
@@ -108,30 +107,29 @@ class Platform(ABC):
         return None if size is None else int(size * 2**30 / chip.devices)
 
     def peak_bytes(self, sizes: Any) -> int:
-        """Bytes of one device at the peak of a program, from XLA's memory analysis.
+        """Peak memory of a program per device, in bytes, from XLA's memory analysis.
 
-        The default is for backends that state no peak, but temporaries that are one allocation.
+        The default is for backends that state no peak, and allocate all temporaries at once.
         """
         return at_rest(sizes) + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
 
     def activation_bytes(self, kept: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
-        """Bytes of activations at the peak of a step, which an estimate adds to gradients; numbers or arrays.
+        """Bytes of activations at the peak of a step, to be added to the gradients. Numbers or arrays.
 
         Args:
-            kept: bytes kept for the backward pass.
-            unnamed: those of them that no remat policy names.
-            loss: working set of the loss.
-            group: working set of a group of blocks.
-            gradients: bytes of all gradients.
-            gathered: weights of a layer gathered for use, and their gradients before the reduction.
+            kept: Bytes saved for the backward pass.
+            unnamed: Part of `kept` that no remat policy names.
+            loss: Working set of the loss.
+            group: Working set of a group of blocks.
+            gradients: Bytes of all gradients.
+            gathered: Gathered weights of a layer, and their gradients before the reduction.
         """
         return kept + loss + group
 
     def step_options(self, largest_gradient: int) -> dict[str, str]:
-        """Compiler options of a training step, beside those of the chip.
+        """Compiler options of a training step in addition to the chip's.
 
-        Args:
-            largest_gradient: bytes of the largest gradient of a layer's parameter before the reduction.
+        `largest_gradient`: Bytes of the largest gradient of a layer's parameter before the reduction.
         """
         return {}
 
@@ -144,13 +142,13 @@ def at_rest(sizes: Any) -> int:
 @cache
 def platforms() -> tuple[Platform, ...]:
     """Return every platform, by name."""
-    found = (import_module(f"{__name__}.{module.name}").PLATFORM for module in iter_modules(__path__))
-    return tuple(sorted(found, key=lambda platform: platform.name))
+    platforms = (import_module(f"{__name__}.{module.name}").PLATFORM for module in iter_modules(__path__))
+    return tuple(sorted(platforms, key=lambda platform: platform.name))
 
 
 @cache
 def platform_of(name: str) -> Platform:
-    """Return the platform of this name, `target.platform` or that of a JAX backend; ValueError if there is none."""
+    """Return the platform with this name in `target.platform` or in JAX. Raises ValueError if there is none."""
     for platform in platforms():
         if name in (platform.name, *platform.aliases):
             return platform
@@ -158,7 +156,7 @@ def platform_of(name: str) -> Platform:
 
 
 def platform_problems(key: str, name: str) -> list[Problem]:
-    """Return the problem of a config key that names no platform."""
+    """Return the problem of a config key with an unknown platform, as a list."""
     known = [platform.name for platform in platforms()]
     text = f"{key}={name} is not known. Known: {', '.join(known)}."
     return [] if name in known else [Problem(ProblemCode.unknown_name, key, name, text)]

@@ -1,4 +1,4 @@
-"""CPU devices, of which one host simulates as many as a mesh needs."""
+"""CPU devices. One host simulates as many as a mesh needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Cpu(Platform):
     scan = "sequential"
 
     def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
-        """Return `size` simulated devices; must come before anything else initialises a JAX backend."""
+        """Return `size` simulated devices. Call it before anything else initialises a JAX backend."""
         os.environ["JAX_PLATFORMS"] = "cpu"
         import jax
 

@@ -28,11 +28,11 @@ class Gpu(Platform):
         return [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
 
     def compile_environment(self) -> Mapping[str, str]:
-        """Nothing: XLA compiles for the GPUs that it can see."""
+        """Return no variables: XLA compiles for visible GPUs."""
         return {}
 
     def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
-        """Return the GPUs of this machine; ValueError if there are fewer than `size`."""
+        """Return the GPUs of this machine. Raises ValueError if there are fewer than `size`."""
         import jax
 
         try:

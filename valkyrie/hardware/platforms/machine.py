@@ -1,4 +1,4 @@
-"""Whatever this machine has: accelerators if there are any, else simulated CPU devices."""
+"""The devices of this machine: accelerators if there are any, else simulated CPU devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from valkyrie.hardware.platforms.cpu import Cpu
 
 
 class AnyPlatform(Cpu):
-    """Whatever this machine has. A program is compiled for it as for a CPU."""
+    """The devices of this machine. Programs are compiled for it as for a CPU."""
 
     name = "any"
     jax_name = None

@@ -18,13 +18,13 @@ ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server for minutes
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is ended
 }
-"""What libtpu must be told before it is loaded, where there is no TPU to attach to."""
+"""Environment that libtpu needs before it is loaded on a machine without a TPU."""
 
 OF_UNNAMED, OF_LOSS, OF_GROUP = 0.4, 0.65, 0.5
-"""What the TPU compiler takes of three parts, by least error over the layouts of experiments/memory.py.
+"""Factors on three parts of the memory estimate, with the least error over the layouts of experiments/memory.py.
 
-More of activations without a name (0.4 again: it pads them, and norms keep more), of the two copies of the logits that
-the model counts (1.3 copies), of a group's working set (half is there at a time).
+Activations without a name take 40% more: the compiler pads them, and norms save more. The logits take 1.3 copies, not
+the two that models count. Half of a group's working set is in memory at a time.
 """
 
 
@@ -60,10 +60,10 @@ class Tpu(Platform):
         )
 
     def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
-        """Return the devices of a slice to compile for, one for each JAX device, as libtpu describes them.
+        """Return the devices of a slice to compile for, as libtpu describes them.
 
-        They carry `coords`, `core_on_chip`, `process_index`, and `slice_index` if there are several slices. ValueError
-        in one line if libtpu is missing, or has no such slice.
+        They have `coords`, `core_on_chip`, `process_index`, and `slice_index` if there are several slices. Raises
+        ValueError if libtpu is missing or has no such slice.
         """
         topology, chip = topology_of(target), target.chip
         if chip is None or chip.compiler_name is None:
@@ -81,50 +81,51 @@ class Tpu(Platform):
                     platform="tpu", topology_name=name, **chip.compiler_options, **_options(topology)
                 )
                 devices = list(description.devices)
-        except Exception as error:  # libtpu answers with several types; each is a result here
+        except Exception as error:  # libtpu raises several types
             raise ValueError(self.missing_compiler(target) or _explain(target, topology, error)) from error
         assert len(devices) == topology.devices, (name, len(devices), stderr)
         return devices
 
     def peak_bytes(self, sizes: Any) -> int:
-        """Bytes of one device at the peak, which the TPU compiler states, arguments included, and holds to its limit.
+        """Peak memory per device, in bytes, as stated by the TPU compiler and compared with its limit.
 
-        It is the number of its refusals. What it calls temporaries has some arrays twice (20 GiB of a program that fits
-        into 15.75, experiments/LOG.md). Beside the arguments that peak has the larger of temporaries in HBM and in host
-        memory: where offloaded activations are the larger, all temporaries in HBM stand for it, which is too much at
-        worst.
+        The compiler's temporaries count some arrays twice (20 GiB for a program that fits into 15.75, see
+        experiments/LOG.md). Its stated peak adds to the arguments the larger of the temporaries in HBM and in host
+        memory. If the latter (offloaded activations) are larger, this uses all temporaries in HBM instead, which is at
+        most too high.
         """
         if not (stated := sizes.peak_memory_in_bytes):
             return super().peak_bytes(sizes)
         resting = at_rest(sizes)
-        of_host = stated - resting <= 1.01 * sizes.host_temp_size_in_bytes  # small buffers are beside them
+        of_host = stated - resting <= 1.01 * sizes.host_temp_size_in_bytes  # 1.01: the peak includes small buffers
         return min(stated, resting + sizes.temp_size_in_bytes) if of_host else stated
 
     def activation_bytes(self, kept: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
-        """The peak is at the loss, or in the backward pass, when gradients are there beside a group's working set."""
+        """The peak is at the loss, or in the backward pass with gradients and a group's working set."""
         import numpy as np
 
         at_loss, backward = OF_LOSS * loss, gradients + OF_GROUP * group + gathered
         return kept + OF_UNNAMED * unnamed + np.maximum(at_loss, backward) - gradients
 
     def step_options(self, largest_gradient: int) -> dict[str, str]:
-        """The size from which a product whose result is scattered becomes a loop of small products.
+        """Set the result size above which XLA turns a product with a scattered result into a loop of small products.
 
-        XLA makes that of a product over a short ring, if the result is large. It pays for activations over a tensor
-        axis, but gradients of gathered weights become two to three times slower (compiler estimates for v5p 4x4x4 and
-        v6e 4x4, experiments/LOG.md): the threshold, in MiB, is put above the largest of them.
+        XLA does so for large products over a short ring. That is faster for activations over a tensor-parallel axis,
+        but two to three times slower for gradients of gathered weights (compiler estimates for v5p 4x4x4 and v6e 4x4,
+        experiments/LOG.md). The threshold, in MiB, is above the largest of these gradients.
         """
         return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest_gradient // 2**20 + 1)}
 
 
-def _options(topology: Topology) -> dict[str, Any]:
-    """Return what libtpu does not decide as Cloud TPU does: hosts, slices, and which axes close into rings.
+def _options(topology: Topology) -> dict[str, int | tuple[int | bool, ...]]:
+    """Return the options for which libtpu's defaults differ from Cloud TPU: hosts, slices, and rings.
 
-    libtpu 0.0.50.1 closes no axis of a 3-D torus by itself, nor the long one of 8x16, and compiles other collectives
-    once told: an all-gather over 4x4x4 v4 chips takes all three axes at a time.
+    By default, libtpu 0.0.50.1 closes no axis of a 3-D torus, nor the long one of 8x16. With the right options it
+    compiles different collectives: an all-gather over 4x4x4 v4 chips uses all three axes at a time.
     """
     missing = 3 - len(topology.shape)
-    options: dict[str, Any] = {"chips_per_host_bounds": (*topology.host_bounds, *(1,) * missing)}
+    hosts = (*topology.host_bounds, *(1,) * missing)
+    options: dict[str, int | tuple[int | bool, ...]] = {"chips_per_host_bounds": hosts}
     if any(topology.wrap):
         options["wrap"] = (*topology.wrap, *(False,) * missing)
     if topology.slices > 1:
@@ -140,7 +141,7 @@ def _explain(target: TargetConfig, topology: Topology, error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[str]]:
-    """Keep what libtpu writes to standard error off the user's screen; the lines are filled in at the end."""
+    """Capture libtpu's standard error. The yielded list gets the lines at the end."""
     lines: list[str] = []
     with tempfile.TemporaryFile(mode="w+", errors="replace") as file:
         stream = os.dup(2)
