@@ -183,7 +183,7 @@ class Slices:
         return self.twists and n % 4 == 0 and shape in ((n, n, 2 * n), (n, 2 * n, 2 * n))
 
     def _of_size(self, chips: int) -> list[SliceShape]:
-        """Return the shapes of this number of chips in Cloud TPU's notation; only the most even if any is legal."""
+        """Return the shapes of this number of chips in Cloud TPU's notation; without a wrap rule, the most even."""
         if chips < 1 or (self.largest is not None and chips > self.largest):
             return []
         if self.wrap.side is None:

@@ -69,7 +69,7 @@ class ChipConfig:
         clock_ghz: Clock of the matrix units.
         devices: JAX devices in a chip.
         ici_axes: Axes of the torus, or null without a torus.
-        ici_link_gbs: GB/s one way of one of the two links on each torus axis.
+        ici_link_gbs: One-way GB/s of a link. Each chip has two links on each torus axis.
         hop_us: Latency of a hop in microseconds.
         wrap: When an axis closes into a ring (`Wrap`).
         twists: Slices also come as twisted tori.
@@ -82,8 +82,8 @@ class ChipConfig:
         units_in_name: Units in a chip that the N of a name like `v4-N` counts (v4: two cores).
         aliases: Other prefixes of such names (`v5litepod-N`).
         cores: TensorCores of one JAX device, which share the grid of a Pallas kernel.
-        host_gbs: GB/s one way between device and host memory over PCIe; gen 4 x8 by default, as up to v5p (scaling
-            book).
+        host_gbs: One-way GB/s between device and host memory over PCIe. The default is gen 4 x8, used up to v5p
+            (scaling book).
         splash_bundles: Costs of the kernels `forward`, `dkv_dq`, `dkv` and `dq`; without any, those of v5p are used.
         rented_as: Names at clouds: `tpu_vm_type` and `tpu_vm_runtime` at Google's TPU VMs, `gke`, `skypilot`.
         usd_per_hour: Price on demand; `spot_usd_per_hour` for interruptible chips. Users set both.

@@ -87,7 +87,7 @@ class _Turns(NamedTuple):
         returned: Gradient from the next stage.
         inputs: Inputs of layers, by microbatch.
         layers: Gradients of the learned leaves of layers.
-        rows: Gradients of the leaves of rows that have one.
+        rows: Gradients of the leaves of rows with a gradient.
         head: Gradients of the head's parameters.
         sums: Sums of the head.
     """

@@ -66,7 +66,7 @@ class AxisPlacement:
 
     @property
     def torus(self) -> tuple[Factor, ...]:
-        """The factors on torus axes, whose traffic takes the links between chips."""
+        """The factors on torus axes. Their traffic uses the links between chips."""
         return tuple(factor for factor in self.factors if factor.on in TORUS_AXES)
 
     @property

@@ -40,8 +40,8 @@ def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
     has = f"{chips} chips, each of {per_chip} JAX devices" if per_chip > 1 else f"{chips} {noun}"
     if target.chip and target.chip.units_in_name > 1 and target.name.endswith(f"-{mesh.size}"):
         has += f" ({target.name} counts {target.chip.units_in_name} cores a chip)"
-    if target.slices > 1 and not target.topology and (one := target.resized(target.devices or 0)):
-        has += f", as target={one.name} has"  # without a torus, a network joins all hosts anyway
+    if target.slices > 1 and not target.topology and (single := target.resized(target.devices or 0)):
+        has += f", as target={single.name} has"  # without a torus, a network joins all hosts anyway
     inner = f"{target.slices}s" if target.slices > 1 else ""
     such_as = f", such as mesh={inner}{_mesh_like(target)}" if target.chip and target.topology else ""
     resized = target.resized(mesh.size)

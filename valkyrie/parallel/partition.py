@@ -95,17 +95,17 @@ def resolve_rules(
     parameter_axes = [axis for axis in axes if axis not in (BATCH, SEQ)]
     activation_axes = [axis for axis in axes if axis != LAYERS]
     resolved: list[Rules] = []
-    for kind, given, own in (
+    for kind, config, model_axes in (
         ("parameters", partition.parameters, parameter_axes),
         ("activations", partition.activations, activation_axes),
     ):
-        problems += _unknown_axes(partition.name, kind, given, own, known)
-        wanted = {logical.removesuffix("?"): entries for logical, entries in given.items()}
+        problems += _unknown_axes(partition.name, kind, config, model_axes, known)
+        entries_of = {logical.removesuffix("?"): entries for logical, entries in config.items()}
         rules: Rules = {}
-        for logical in sorted(own, key=[*wanted, *own].index):
+        for logical in sorted(model_axes, key=[*entries_of, *model_axes].index):
             default = [] if logical in (BATCH, SEQ, LAYERS) else partition.default
-            entries = wanted.get(logical, default)
-            where = f"{kind}.{logical}" if logical in wanted else "default"
+            entries = entries_of.get(logical, default)
+            where = f"{kind}.{logical}" if logical in entries_of else "default"
             split = list(_expand(entries, roles, mesh, where, partition.name, problems))
             has_roles = any(entry.removesuffix("?") in roles for entry in entries)
             rules[logical] = tuple(dict.fromkeys(split) if has_roles else split)  # two roles may share an axis
@@ -114,10 +114,10 @@ def resolve_rules(
 
 
 def _unknown_axes(
-    name: str, kind: str, rules: Iterable[str], own: Collection[str], known: Collection[str]
+    name: str, kind: str, rules: Iterable[str], model_axes: Collection[str], known: Collection[str]
 ) -> Iterator[Problem]:
     """Yield the problem of every rule for an unknown logical axis, with the nearest name."""
-    legal = [*own, *(axis for axis in known if axis not in own and axis not in (BATCH, SEQ, LAYERS))]
+    legal = [*model_axes, *(axis for axis in known if axis not in (*model_axes, BATCH, SEQ, LAYERS))]
     for logical in rules:
         if logical.endswith("?") or logical in legal:
             continue
@@ -127,7 +127,7 @@ def _unknown_axes(
             f"partition.{kind}.{logical}",
             partition=name,
             axes=(logical,),
-            details={"kind": kind, "near": near, "known": ", ".join(own)},
+            details={"kind": kind, "near": near, "known": ", ".join(model_axes)},
         )
 
 
