@@ -89,7 +89,7 @@ def _show_subject(result: Prediction | Measurement, console: Console) -> None:
     console.print(f"[bold]{layout.model} under {layout.name} on {layout.described}[/]")
     console.print(f"roles: {layout.roles}")
     if layout.pipeline:
-        console.print(f"pipeline: {layout.pipeline['described']}", markup=False, highlight=False)
+        console.print(f"pipeline: {layout.pipeline.described}", markup=False, highlight=False)
     for line in result.placement if isinstance(result, Prediction) else ():
         console.print(f"placement: {line}", markup=False)
     console.print(f"batch: {layout.batch} x {layout.seq} tokens, {layout.precision}, remat={layout.remat}")
