@@ -34,8 +34,8 @@ def everyone_to_everyone(shape: tuple[int, ...], twisted: bool) -> float:
     """Return the crossings of the busiest link when every chip sends to every other."""
     chips = int(np.prod(shape))
     source, target = (side.ravel() for side in np.meshgrid(np.arange(chips), np.arange(chips)))
-    routes = torus(shape, twisted).routes(source[source != target], target[source != target])
-    return max(route.load for route in routes.values())
+    crossings = torus(shape, twisted).crossings(source[source != target], target[source != target])
+    return max(along.load for along in crossings.values())
 
 
 def neighbours(at: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""The cost of a Pallas kernel: its own estimate where it has one, else from its blocks and shapes."""
+"""Cost of a Pallas kernel: its cost estimate if it states one, otherwise from its blocks and shapes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from valkyrie.compiled.hbm import hbm_bytes
 from valkyrie.compiled.hlo import Instruction
@@ -20,7 +20,7 @@ UNKNOWN_CHIP = "v5p"
 
 @dataclass(frozen=True)
 class KernelCost:
-    """FLOPs of a kernel's products, bytes to and from HBM, cycles of one core (None: not known), and a note."""
+    """FLOPs of a kernel's products, bytes to and from HBM, cycles of one core (None if unknown), and a note."""
 
     flops: float
     bytes: float
@@ -29,7 +29,7 @@ class KernelCost:
 
 
 def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
-    """Return the work of a `tpu_custom_call`; `note` says what had to be assumed, if anything."""
+    """Return the cost of a `tpu_custom_call`, with a note about assumptions."""
     moved = hbm_bytes(instruction)
     config = instruction.config.get("custom_call_config", {})
     estimate = config.get("cost_estimate")
@@ -43,28 +43,35 @@ def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
     return KernelCost(0.0, moved, None, f"kernel {name} states no cost: charged its bytes at HBM bandwidth, no FLOPs")
 
 
-def _splash_blocks(instruction: Instruction) -> dict[str, Any] | None:
-    metadata = instruction.attributes.get("kernel_metadata", "")
-    if "splash" not in instruction.name or "block_q" not in metadata:
+class _SplashBlocks(NamedTuple):
+    """Kernel (empty for forward, `_dkv` or `_dq`) and its block of queries x keys."""
+
+    part: str
+    block_q: int
+    block_kv: int
+
+
+def _splash_blocks(instruction: Instruction) -> _SplashBlocks | None:
+    name, metadata = instruction.name, instruction.attributes.get("kernel_metadata", "")
+    if "splash" not in name or "block_q" not in metadata:
         return None
-    outer = json.loads(metadata, strict=False)
-    return json.loads(outer["xprof_metadata"])
-
-
-def _splash(instruction: Instruction, blocks: dict[str, Any], moved: float, chip: ChipConfig) -> KernelCost:
-    """Splash attention: products and cycles of every block of the mask that is not empty, and of stepping over others.
-
-    A forward block does two products of block_q x block_kv x head size, a dkv block four (five where it makes dq too),
-    a dq block three. The forward and the dq kernel go along rows of blocks, the dkv kernel down columns, for which the
-    query heads of a group share one beginning and end.
-    """
-    name = instruction.name
+    sizes = json.loads(json.loads(metadata, strict=False)["xprof_metadata"])
     part = "_dkv" if "_dkv" in name else "_dq" if "_dq" in name else ""
-    block_q, block_kv = blocks[f"block_q{part}"], blocks[f"block_kv{part}"]
+    return _SplashBlocks(part, sizes[f"block_q{part}"], sizes[f"block_kv{part}"])
+
+
+def _splash(instruction: Instruction, blocks: _SplashBlocks, moved: float, chip: ChipConfig) -> KernelCost:
+    """Return the cost of splash attention: its non-empty blocks, and the grid steps that skip the others.
+
+    A forward block takes two products of block_q x block_kv x head size, a dq block three, and a dkv block four, or
+    five if it also computes dq. The forward and dq kernels go along rows of blocks. The dkv kernel goes down columns,
+    and all query heads of a group share the start and the end of a column.
+    """
+    part, block_q, block_kv = blocks
     arrays = [o.shape.dims for o in instruction.operands if len(o.shape.dims) >= 3 and o.shape.dtype in ("bf16", "f32")]
     *outer, length, head_dim = arrays[0]
     *kv_outer, keys, _ = arrays[1]
-    # dq comes once per column of blocks, in one more dimension than queries have.
+    # The fused kernel returns dq once per column of blocks, with one more dimension than the queries.
     fused = part == "_dkv" and any(len(result.dims) > len(arrays[0]) for result in instruction.shape.parts)
     products = {"": 2, "_dkv": 5 if fused else 4, "_dq": 3}[part]
     mask = instruction.operands[1]
@@ -73,7 +80,7 @@ def _splash(instruction: Instruction, blocks: dict[str, Any], moved: float, chip
     if not chip.splash_bundles:
         notes.append(f"the cycles of splash attention on {chip.name} are not known: those of {UNKNOWN_CHIP} are taken")
     if visited is None:
-        notes.append(f"the mask of {name} was not found: every block is counted")
+        notes.append(f"the mask of {instruction.name} was not found: every block is counted")
         rows, columns = length // block_q, keys // block_kv
         visited = rows * columns
     else:
@@ -87,7 +94,7 @@ def _splash(instruction: Instruction, blocks: dict[str, Any], moved: float, chip
 
 
 def _cycles(kind: str, block_q: int, block_kv: int, head_dim: int, chip: ChipConfig) -> tuple[float, float, float]:
-    """Cycles of one core for a step of the grid, a block of the mask, and the ends of a row (dkv: column) of blocks."""
+    """Return the cycles of one core for a grid step, a block, and the ends of a row (dkv: column) of blocks."""
     bundles = (chip.splash_bundles or known_chips()[UNKNOWN_CHIP].splash_bundles)[kind]
     lanes = -(-head_dim // 128)
     step = _scaled(bundles.step, block_q / 512, 2, lanes)
@@ -97,16 +104,16 @@ def _cycles(kind: str, block_q: int, block_kv: int, head_dim: int, chip: ChipCon
 
 
 def _scaled(bundles: Sequence[int], size: float, large_size: int, lanes: int) -> float:
-    """Bundles at a size (rows or area of a block, 1 at 512): a constant, a part by size, and one by size and lanes."""
+    """Interpolate bundles: a constant, plus parts in `size` (of a block, 1 at 512) and in `size` x `lanes`."""
     small, large, wide = bundles
     per_size = (large - small) / (large_size - 1)
     return small + (size - 1) * per_size + size * (lanes - 1) * (wide - small)
 
 
 def _blocks_visited(mask: Instruction) -> float | None:
-    """Blocks of a splash kernel's grid that its block mask (heads, rows, columns) does not skip, per head.
+    """Return the blocks per head that a block mask (heads, rows, columns) does not skip, or None if it is not found.
 
-    Where each device takes its own mask out of those of all, the others wait for the one that skips least.
+    If every device slices its mask from a constant, the device with the most blocks counts, since the others wait.
     """
     dims = mask.shape.dims
     if len(dims) != 3:

@@ -1,8 +1,8 @@
-"""The cost of a collective: bytes on each mesh axis and torus axis, and seconds on links and network.
+"""Cost of a collective: bytes on each torus axis, and seconds on links and on the network between slices.
 
-Traffic is routed: every algorithm is a set of messages between chips, each message goes dimension by dimension the
-shorter way round, and the busiest link of an axis gives the time. A ring of N sends (N-1)/N of the array in each of
-two directions, half the array each; where an axis does not close, both directions share its links.
+An algorithm is a set of messages between chips. Each message is routed dimension by dimension, the shorter way round,
+and the busiest link of an axis determines the time. A ring of N chips sends (N-1)/N of half the array in each of two
+directions; on an axis that does not close, both directions share its links.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from valkyrie.compiled.collectives import Collective, payload
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import ChipConfig, Topology
 from valkyrie.machine import assumptions
-from valkyrie.machine.torus import Crossings, Dimension, Route, Torus
+from valkyrie.machine.torus import Crossings, Dimension, Torus
 from valkyrie.parallel.axis_links import CORE, DCN
 
 ONE_RING = ("1DAllGather", "BarnaCoreAllGather")
-"""How the names of emitters begin that gather along one ring through the whole group."""
+"""Prefixes of the emitters that gather along a single ring through the whole group."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """One run of a collective: `seconds` where nothing else uses the links, of which `latency` moves no bytes.
+    """One run of a collective.
 
-    `busy`: seconds that the busiest link of each torus axis and direction (`a+`, `a-`, or `dcn`) is occupied.
-    `bytes_sent`: of one device. `bytes_by_axis`: of those, the bytes that travel along each torus axis.
+    Args:
+        seconds: Duration if nothing else uses the links, including `latency`.
+        latency: Seconds during which no bytes move.
+        busy: Seconds that the busiest link is in use, by torus axis and direction (`a+`, `a-`, or `dcn`).
+        bytes_sent: Bytes that one device sends.
+        bytes_by_axis: Bytes that one device sends along each torus axis.
     """
 
     seconds: float = 0.0
@@ -53,7 +57,7 @@ class LinkTraffic:
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """What `collective_algorithm_config` says: one ring through the whole group, or rings along each dimension."""
+    """A `collective_algorithm_config`: one ring through the whole group, or rings along each dimension."""
 
     one_ring: bool = False
     reordered: bool = True
@@ -62,10 +66,10 @@ class _Algorithm:
 
 
 def algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
-    """Return what an instruction's backend configuration says of the algorithm, or None where it says nothing.
+    """Parse the algorithm from an instruction's backend configuration. Returns None if there is none.
 
-    One ring are `1DAllGather*`, and on v4 the gathers that run beside products on a core of their own (`BarnaCore*`),
-    which say the same of it.
+    `1DAllGather*` are single rings. So are the gathers on v4 that overlap with products on a separate core
+    (`BarnaCore*`).
     """
     chosen = config.get("collective_algorithm_config", {})
     text = chosen.get("debug", "")
@@ -87,10 +91,10 @@ def algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
 
 
 class LinkModel:
-    """The links between the devices of a machine, and what crossing them costs."""
+    """Costs of collectives on the links of a machine."""
 
     def __init__(self, machine: Machine, own: np.ndarray | None = None) -> None:
-        """`own`: of the machine's devices those that groups count; all where not given."""
+        """`own`: mask of the devices that replica groups number, or None for all."""
         chip = machine.chip
         if chip.ici_link_gbs is None:
             raise ValueError(
@@ -103,13 +107,14 @@ class LinkModel:
         self._hop = (chip.hop_us or 1.0) * 1e-6
         host_devices = math.prod(chip.host_bounds) * chip.devices
         self._dcn = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.DCN_EFFICIENCY / host_devices
-        self._known: dict[Any, Any] = {}
+        self._cache: dict[Collective, LinkTraffic] = {}
+        self._all_to_all_crossings: dict[bytes, dict[str, Crossings]] = {}
 
     def traffic(self, collective: Collective) -> LinkTraffic:
         """Return the cost of one run of a collective of a program."""
-        if collective not in self._known:
-            self._known[collective] = self._traffic(collective)
-        return self._known[collective]
+        if collective not in self._cache:
+            self._cache[collective] = self._traffic(collective)
+        return self._cache[collective]
 
     def _traffic(self, collective: Collective) -> LinkTraffic:
         if collective.slices is not None:
@@ -124,7 +129,7 @@ class LinkModel:
     def collective(
         self, kind: str, groups: np.ndarray, full_bytes: float, how: _Algorithm | None = None
     ) -> LinkTraffic:
-        """Return the cost of one collective that all groups run at once; `full_bytes` as in `payload`."""
+        """Return the cost of one collective that all groups run at the same time; `full_bytes` as in `payload`."""
         members = groups.shape[1]
         if members < 2 or full_bytes <= 0:
             return LinkTraffic()
@@ -134,15 +139,15 @@ class LinkModel:
         return _achieved(kind, self._within(kind, groups, full_bytes, how))
 
     def permute(self, pairs: np.ndarray, each_bytes: float) -> LinkTraffic:
-        """Return the cost of messages of `each_bytes` between (source, target) pairs, all at once."""
+        """Return the cost of simultaneous messages of `each_bytes` between (source, target) pairs."""
         if not len(pairs) or each_bytes <= 0:
             return LinkTraffic()
         source, target = pairs.T
         far = self._torus.slices(source) != self._torus.slices(target)
-        near = self._torus.routes(source[~far], target[~far])
+        near = self._torus.crossings(source[~far], target[~far])
         busy = self._busy(near, each_bytes)
         by_axis = dict.fromkeys(near, each_bytes)
-        hops = sum(route.hops for route in near.values())
+        hops = sum(crossings.hops for crossings in near.values())
         latency = assumptions.COLLECTIVE_START_S + hops * self._hop
         if far.any():
             busy[DCN] = each_bytes / self._dcn
@@ -152,9 +157,9 @@ class LinkModel:
         return _achieved("collective-permute", traffic)
 
     def between_slices(self, kind: str, each_bytes: float, slices: int) -> LinkTraffic:
-        """Return the cost of a collective of one device in each of `slices` slices, all devices at once.
+        """Return the cost of collectives with one device from each of `slices` slices, for all devices at once.
 
-        `each_bytes`: what a device hands in. The host's runtime sends it over the host's network, through PCIe.
+        `each_bytes`: Input of each device. The host's runtime sends it over the host's network, through PCIe.
         """
         full = each_bytes * slices if kind == "all-gather" else each_bytes
         sent = payload(kind, full, slices)
@@ -185,7 +190,7 @@ class LinkModel:
         return LinkTraffic(latency + transfer, latency, busy, payload(kind, full, groups.shape[1]), by_axis)
 
     def _between(self, kind: str, groups: np.ndarray, full: float, slices: int) -> LinkTraffic:
-        """Between slices: scatter within each, exchange the parts over the network, gather within each."""
+        """Scatter within each slice, exchange the parts over the network, gather within each slice."""
         members = groups.shape[1]
         inside = members // slices
         order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")
@@ -207,38 +212,35 @@ class LinkModel:
     def _all_to_all(self, groups: np.ndarray, full: float) -> LinkTraffic:
         members = groups.shape[1]
         each = full / members
-        key = ("all", groups.tobytes())
-        if key not in self._known:
+        key = groups.tobytes()
+        if key not in self._all_to_all_crossings:
             sums: dict[str, Crossings] = {}
             for shift in range(1, members):
                 for axis, new in self._torus.crossings(groups.ravel(), np.roll(groups, -shift, axis=1).ravel()).items():
                     sums[axis] = sums[axis].plus(new) if axis in sums else new
-            self._known[key] = {axis: crossings.route() for axis, crossings in sums.items()}
-        routes = self._known[key]
-        busy = self._busy(routes, each)
-        latency = assumptions.COLLECTIVE_START_S + sum(r.hops for r in routes.values()) * self._hop
-        by_axis = {axis: route.share * each for axis, route in routes.items()}
+            self._all_to_all_crossings[key] = sums
+        by_axis = self._all_to_all_crossings[key]
+        busy = self._busy(by_axis, each)
+        latency = assumptions.COLLECTIVE_START_S + sum(c.hops for c in by_axis.values()) * self._hop
+        bytes_by_axis = {axis: crossings.share * each for axis, crossings in by_axis.items()}
         sent = payload("all-to-all", full, members)
-        return LinkTraffic(latency + max(busy.values()), latency, busy, sent, by_axis)
+        return LinkTraffic(latency + max(busy.values()), latency, busy, sent, bytes_by_axis)
 
     def _one_ring(self, groups: np.ndarray, full: float, how: _Algorithm | None) -> _Phase:
-        """One ring through all members, in both directions, as long as the group."""
+        """One ring through all members, in both directions."""
         members = groups.shape[1]
         sent = full * (members - 1) / members
         axes = self._torus.axes(groups)
         if how is None or how.reordered:
             loads = {axis: (sent / 2 / self._rate(axis), sent / len(axes)) for axis in axes}
             return _Phase(loads, members / 2)
-        routes = self._torus.ring_routes(groups)
-        share = sum(route.share for route in routes.values())
-        loads = {
-            axis: (sent * route.load / 2 / self._rate(axis), sent * route.share / share)
-            for axis, route in routes.items()
-        }
-        return _Phase(loads, sum(route.hops for route in routes.values()) * members / 2)
+        by_axis = self._torus.ring_crossings(groups)
+        share = sum(c.share for c in by_axis.values())
+        loads = {axis: (sent * c.load / 2 / self._rate(axis), sent * c.share / share) for axis, c in by_axis.items()}
+        return _Phase(loads, sum(c.hops for c in by_axis.values()) * members / 2)
 
     def _ring_phases(self, dims: Sequence[Dimension], full: float, how: _Algorithm | None) -> list[_Phase]:
-        """Rings along each dimension in turn; parts of the array start with different dimensions."""
+        """Rings along one dimension after another. Each part of the array starts with a different dimension."""
         orders = _orders(dims, how)
         pieces = [full / len(orders)] * len(orders)
         phases = []
@@ -255,12 +257,12 @@ class LinkModel:
             phases.append(_Phase(loads, hops))
         return phases
 
-    def _busy(self, routes: dict[str, Route], each: float) -> dict[str, float]:
-        """Seconds of the busiest link of each axis and direction when every message has `each` bytes."""
+    def _busy(self, by_axis: dict[str, Crossings], each: float) -> dict[str, float]:
+        """Return the seconds of the busiest link, by axis and direction, for messages of `each` bytes."""
         busy = {}
-        for axis, route in routes.items():
+        for axis, crossings in by_axis.items():
             up, down = _links(axis)
-            busy |= {up: route.up * each / self._rate(axis), down: route.down * each / self._rate(axis)}
+            busy |= {up: crossings.up * each / self._rate(axis), down: crossings.down * each / self._rate(axis)}
         return {link: seconds for link, seconds in busy.items() if seconds > 0}
 
     def _rate(self, axis: str) -> float:
@@ -269,19 +271,19 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class _Phase:
-    """One phase of an algorithm: by axis the seconds of its busiest link and the bytes a device sends, and hops."""
+    """A phase of an algorithm: (seconds of the busiest link, bytes that a device sends) by axis, and hops."""
 
     loads: dict[str, tuple[float, float]]
     hops: float
 
 
 def _links(axis: str) -> tuple[str, str]:
-    """The two directions of an axis, which carry messages independently."""
+    """Return the two directions of an axis, which carry messages independently."""
     return f"{axis}+", f"{axis}-"
 
 
 def _achieved(kind: str, ideal: LinkTraffic) -> LinkTraffic:
-    """What becomes of the traffic at the rate links really reach; the network between slices is left as it is."""
+    """Return the traffic at the rate that links reach in practice. The network between slices is not changed."""
     share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
     busy = {axis: seconds / (1.0 if axis == DCN else share) for axis, seconds in ideal.busy.items()}
     transfer = (ideal.seconds - ideal.latency) / share
@@ -289,7 +291,7 @@ def _achieved(kind: str, ideal: LinkTraffic) -> LinkTraffic:
 
 
 def _orders(dims: Sequence[Dimension], how: _Algorithm | None) -> list[tuple[int, ...]]:
-    """The order in which each part of the array visits the dimensions: the compiler's, else every rotation."""
+    """Return the order of dimensions for each part of the array: the compiler's, or every rotation."""
     count = len(dims)
     if how is not None and how.orders and sorted(how.sizes) == sorted(d.size for d in dims):
         free = list(range(count))

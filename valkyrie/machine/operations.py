@@ -1,9 +1,9 @@
-"""How long an operation other than a collective takes: the compiler's cycles, else its bytes or kernel.
+"""Duration of operations other than collectives: the compiler's cycles, or an estimate from bytes, FLOPs or the kernel.
 
-The compiler's estimates of matrix products are taken as they are: 8192^3 in bfloat16 comes to 0.93 of peak on v4,
-0.88 on v5e, 0.90 on v5p, and with 96 MiB of scoped VMEM to 0.897 on v6e, where 0.90 was measured (tpu-recipes); and
-over ten train steps hardly one was below its bytes at the full rate of HBM. Those of elementwise work are not
-(`ELEMENTWISE_FLOOR`). Products and kernels without an estimate are held to the chip's bfloat16 peak.
+The compiler's estimates of matrix products are used unchanged: 8192^3 in bfloat16 reaches 0.93 of peak on v4, 0.88 on
+v5e, 0.90 on v5p, and 0.897 on v6e with 96 MiB of scoped VMEM, where 0.90 was measured (tpu-recipes). In ten train steps
+hardly any was below its bytes at the full rate of HBM. Estimates of elementwise operations are corrected
+(`ELEMENTWISE_FLOOR`). Products and kernels without an estimate run at most at the chip's bfloat16 peak.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FREE_TARGETS = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"
 _KERNEL = "tpu_custom_call"
 _UPDATE = "dynamic-update-slice"
 _SCALAR_BYTES = 4096
-"""Operations on less than this, without an estimate, run on the scalar unit and are not counted."""
+"""Smaller operations without an estimate run on the scalar unit and are not counted."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class OpCosts:
         self._hbm = chip.hbm_gbs * 1e9 / chip.devices
         self._peak = chip.peak_tflops.get("bfloat16", 0.0) * 1e12 / chip.devices
         self._host = chip.host_gbs * 1e9 / chip.devices
-        self._known: dict[Instruction, OpCost] = {}
+        self._cache: dict[Instruction, OpCost] = {}
         self.notes: dict[str, None] = {}
 
     def cost(self, instruction: Instruction) -> OpCost:
-        """Return what an operation takes."""
-        if instruction not in self._known:
-            self._known[instruction] = self._cost(instruction)
-        return self._known[instruction]
+        """Return the cost of an operation."""
+        if instruction not in self._cache:
+            self._cache[instruction] = self._cost(instruction)
+        return self._cache[instruction]
 
     def background(self, instruction: Instruction) -> tuple[float, str]:
-        """Return the seconds that an asynchronous operation takes alone, and the link it needs (empty: none)."""
+        """Return the seconds of an asynchronous operation on its own, and the link that it uses (empty: none)."""
         if instruction.opcode == "copy-start":
             target, source = instruction.shape.leaves[:2]
             if HOST in (target.memory, source.memory):
@@ -120,7 +120,7 @@ class OpCosts:
         if work.note:
             self.notes[work.note] = None
         if work.cycles is not None:
-            # No faster than peak: bundles do not show where one waits for a matrix unit.
+            # At most peak: bundles do not include waiting for a matrix unit.
             busy = max(work.cycles / self._cores / self._clock, work.flops / self._peak)
         else:
             busy = work.flops / (self._peak * assumptions.KERNEL_EFFICIENCY)

@@ -1,7 +1,7 @@
-"""Replays the schedule of a compiled step on one device of a slice, which gives the step time and its parts.
+"""Replays the schedule of a compiled step on one device of a slice, to predict the step time and its parts.
 
-The device works through the instructions in their order; what was started asynchronously goes on beside it, sharing
-links, and the device stops where it has to wait. A loop's body is played once and counted as often as it runs.
+The device executes the instructions in order. Asynchronous transfers continue in the background, share links, and
+block the device where it waits for them. A loop's body is replayed once and multiplied by the trip count.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from valkyrie.machine.timeline import COPIES
 from valkyrie.parts import PartKind, StepPart, write_category
 
 _EXPLICIT_ITERATIONS = 4
-"""Iterations of a loop played one by one while transfers from before the loop are under way."""
+"""Iterations of a loop that are replayed one by one while transfers from before the loop are in flight."""
 
 
 @dataclass
 class Cost:
-    """All runs of operations alike in kind, mesh axes, op_name and source: calls and seconds of one step."""
+    """Calls and seconds per step of all operations with the same kind, mesh axes, op_name and source."""
 
     kind: PartKind
     mesh_axes: tuple[str, ...]
@@ -50,7 +50,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """A stretch of the timeline on a track: `compute`, `copies`, or the mesh axes of a collective."""
+    """An interval on a track of the timeline: `compute`, `copies`, or the mesh axes of a collective."""
 
     track: str
     name: str
@@ -63,11 +63,18 @@ class TimelineSpan:
 
 @dataclass
 class Replay:
-    """One step of one device. `parts` exclude each other and sum to `step_s`.
+    """One step of one device.
 
-    `flops`: products per device and step. `sending_s`: the time in which any collective was under way. `spans`: the
-    timeline, of loops the first and last iteration. `notes`: what had to be assumed for this module. `correction`: what
-    its times were multiplied by since.
+    Args:
+        step_s: Predicted seconds.
+        parts: Disjoint parts of the step, which sum to `step_s`.
+        flops: FLOPs of products on the device.
+        sending_s: Seconds during which any collective was in flight.
+        collectives: All collectives, by bytes sent.
+        costs: All operations, by seconds.
+        spans: The timeline, with the first and the last iteration of each loop.
+        notes: Assumptions that this module needed.
+        correction: Factor that the times were multiplied by afterwards.
     """
 
     step_s: float
@@ -82,13 +89,13 @@ class Replay:
 
 
 def replay(module: Module, machine: Machine) -> Replay:
-    """Return what one step takes on a machine; ValueError when module and machine differ in devices or lack figures."""
+    """Replay one step on a machine. Raises ValueError if devices do not match, or the chip lacks figures."""
     return _Player(module, machine).play()
 
 
 @dataclass
 class _Frame:
-    """What happened in a stretch of the program: everything a Replay holds, and how long it took."""
+    """Totals of a part of the program: everything in a Replay, and its duration."""
 
     seconds: dict[tuple[PartKind, tuple[str, ...]], float] = field(default_factory=dict)
     flops: float = 0.0
@@ -107,19 +114,19 @@ class _Frame:
         calls: float = 1.0,
         mesh_axes: tuple[str, ...] = (),
     ) -> None:
-        """Add time of the device to a part of the step and to the cost of an operation."""
+        """Add device time to a part of the step and to the cost of an operation."""
         self.seconds[kind, mesh_axes] = self.seconds.get((kind, mesh_axes), 0.0) + seconds
         cost = self.costs.setdefault((kind, mesh_axes, op_name, source), Cost(kind, mesh_axes, op_name, source))
         cost.calls += calls
         cost.seconds += seconds
 
     def use(self, collective: Collective, torus_axes: tuple[str, ...]) -> CollectiveUse:
-        """The record of a collective, made when it first runs."""
+        """Return the record of a collective, created when it first runs."""
         new = collective.use(torus_axes)
         return self.uses.setdefault(new.key, new)
 
-    def add(self, other: _Frame, times: int, at: float, name: str) -> None:
-        """Take in a stretch that ran `times` times from `at` on; of its spans the first and last run are kept."""
+    def add(self, other: _Frame, times: int, start: float, name: str) -> None:
+        """Add a part that ran `times` times from `start` on, with the spans of its first and last run."""
         self.flops += times * other.flops
         self.sending_s += times * other.sending_s
         for cost in other.costs.values():
@@ -127,15 +134,15 @@ class _Frame:
         for key, use in other.uses.items():
             self.uses.setdefault(key, use.blank()).add(use, times)
         for run in sorted({0, times - 1}):
-            shift = at + run * other.duration
+            shift = start + run * other.duration
             self.spans += [
                 TimelineSpan(s.track, s.name, s.category, s.op_name, s.source, s.start_s + shift, s.duration_s)
                 for s in other.spans
             ]
         if times > 2:
-            start = at + other.duration
-            rest = f"{name}: iterations 2 to {times - 1}"
-            self.spans.append(TimelineSpan("compute", rest, "loop", name, "", start, (times - 2) * other.duration))
+            begin, duration = start + other.duration, (times - 2) * other.duration
+            title = f"{name}: iterations 2 to {times - 1}"
+            self.spans.append(TimelineSpan("compute", title, "loop", name, "", begin, duration))
 
 
 class _Player:
@@ -188,7 +195,7 @@ class _Player:
         elif opcode.endswith("-start"):
             self._start(instruction)
         elif kind_of(opcode):
-            self._collective(instruction, self._collectives.read(instruction))
+            self._wait(self._begin(instruction.name, self._collectives.read(instruction)))
         elif opcode == "fusion" and (inner := inner_collectives(instruction.called[0])):
             self._fused(instruction, inner)
         else:
@@ -207,21 +214,17 @@ class _Player:
         frame.flops += cost.flops
         links.pass_time(cost.seconds)
 
-    def _collective(self, instruction: Instruction, collective: Collective) -> None:
-        self._wait(self._under_way(instruction.name, collective))
-
     def _fused(self, instruction: Instruction, inner: list[Instruction]) -> None:
-        """A fusion around collectives: one that starts, carries on or ends an asynchronous one, or one of its own."""
+        """A fusion that starts, continues or ends an asynchronous collective, or contains a synchronous one."""
         starts, ends = (wrapped_by(target, instruction.called[0]) for target in (ASYNC_START, ASYNC_DONE))
         carried = [i for i in inner if FUSED in i.config]
         if not carried and not starts and not ends:
-            self._collective(
-                instruction, self._collectives.read(inner[0], fused_kind(instruction, inner[0]), instruction)
-            )
+            collective = self._collectives.read(inner[0], fused_kind(instruction, inner[0]), instruction)
+            self._wait(self._begin(instruction.name, collective))
             return
         for i in starts:
             collective = self._collectives.read(i, within=instruction)
-            self._started[i.message.channel_id] = self._under_way(instruction.name, collective)
+            self._started[i.message.channel_id] = self._begin(instruction.name, collective)
         if instruction.cycles is not None:
             self._work(instruction)
         for i in ends:
@@ -229,30 +232,26 @@ class _Player:
             if transfer is not None:
                 self._wait(transfer)
 
-    def _under_way(self, name: str, collective: Collective) -> Transfer:
-        transfer = self._transfer(collective)
-        if collective.kind == "ragged-all-to-all":
-            self._notes["a ragged-all-to-all is taken to send its whole buffer, evenly to all of its group"] = None
-        transfer.about = (name, collective)
-        self._links.start(transfer)
-        return transfer
-
-    def _transfer(self, collective: Collective) -> Transfer:
+    def _begin(self, name: str, collective: Collective) -> Transfer:
         cost = self._network.traffic(collective)
         work = cost.seconds - cost.latency
         needs = {link: busy / work for link, busy in cost.busy.items()} if work > 0 else {}
-        return Transfer(cost.latency, work, needs)
+        transfer = Transfer(cost.latency, work, needs, about=(name, collective))
+        if collective.kind == "ragged-all-to-all":
+            self._notes["a ragged-all-to-all is taken to send its whole buffer, evenly to all of its group"] = None
+        self._links.start(transfer)
+        return transfer
 
     def _start(self, instruction: Instruction) -> None:
         opcode = instruction.opcode
         inner = [i for c in instruction.called for i in inner_collectives(c)]
         if kind_of(opcode) or inner:
             collective = self._collectives.read(instruction if kind_of(opcode) else inner[0], within=instruction)
-            self._started[instruction] = self._under_way(instruction.name, collective)
+            self._started[instruction] = self._begin(instruction.name, collective)
             return
         seconds, link = self._ops.background(instruction)
-        transfer = Transfer(assumptions.DMA_START_S, seconds, {link: 1.0} if link else {}, between_devices=False)
-        transfer.about = (instruction.name, None)
+        needs, about = {link: 1.0} if link else {}, (instruction.name, None)
+        transfer = Transfer(assumptions.DMA_START_S, seconds, needs, about, between_devices=False)
         self._started[instruction] = transfer
         self._links.start(transfer)
 
@@ -267,10 +266,10 @@ class _Player:
         self._wait(transfer)
 
     def _host_message(self, instruction: Instruction) -> None:
-        """A message to the host: a collective between slices starts with `send` and is awaited with `recv-done`."""
+        """A message to the host. A collective between slices starts with `send` and ends with `recv-done`."""
         key = instruction.attributes.get("_xla_host_transfer_rendezvous", instruction.name)
         if is_between_slices(instruction):
-            self._sent[key] = self._under_way(instruction.name, self._collectives.between_slices(instruction))
+            self._sent[key] = self._begin(instruction.name, self._collectives.between_slices(instruction))
         elif instruction.opcode == "recv-done":
             received = instruction.operands[0]
             transfer = self._sent.pop(received.attributes.get("_xla_host_transfer_rendezvous", ""), None)
@@ -329,13 +328,13 @@ class _Player:
             self._turn(instruction, rest)
 
     def _turn(self, loop: Instruction, times: int) -> None:
-        """The scalar work between iterations."""
+        """Add the scalar work between iterations."""
         seconds = times * assumptions.LOOP_ITERATION_S
         self._frame.spend(PartKind.compute, seconds, "loop control", loop.source, float(times))
         self._links.pass_time(seconds)
 
     def _body(self, body: Computation) -> _Frame:
-        """What one run of a computation is when nothing from outside is under way."""
+        """Return one run of a computation without transfers from outside in flight."""
         if body not in self._bodies:
             frame, links = self._frame, self._links
             self._frame, self._links = _Frame(), Links()
@@ -347,7 +346,7 @@ class _Player:
         return self._bodies[body]
 
     def _branch(self, instruction: Instruction) -> None:
-        """The longest branch is the one taken."""
+        """Take the longest branch."""
         frames = [self._body(branch) for branch in instruction.called]
         longest = max(frames, key=lambda f: f.duration)
         self._frame.add(longest, 1, self._links.now, instruction.name)

@@ -1,6 +1,6 @@
-"""The routes of messages over a torus, and how often they cross its busiest links.
+"""Routes of messages over a torus, and the load of its busiest links.
 
-Each message goes dimension by dimension, the shorter way round; all groups of a collective send at once.
+Each message is routed dimension by dimension, the shorter way round. All groups of a collective send at once.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ from valkyrie.parallel.axis_links import CORE, TORUS_AXES
 
 
 @dataclass(frozen=True)
-class Route:
-    """Crossings of an axis' busiest link up and down, longest way in hops, and messages per sender along the axis."""
-
-    up: float
-    down: float
-    hops: int
-    share: float
-
-    @property
-    def load(self) -> float:
-        """Crossings of the busiest link, either way."""
-        return max(self.up, self.down)
-
-
-@dataclass(frozen=True)
 class Crossings:
-    """Crossings of every directed link of an axis, the longest way in hops, and messages per sender along the axis."""
+    """Messages over the links of an axis.
+
+    Args:
+        loads: Crossings of every link down and up, or one entry for both between the cores of a chip.
+        hops: Longest route.
+        share: Messages per sender along the axis.
+    """
 
     loads: np.ndarray
     hops: int
     share: float
 
-    def plus(self, other: Crossings) -> Crossings:
-        """Return both together, at the same time."""
-        return Crossings(self.loads + other.loads, max(self.hops, other.hops), self.share + other.share)
+    @property
+    def down(self) -> float:
+        """Crossings of the busiest link in descending direction."""
+        return float(self.loads[0].max())
 
-    def route(self) -> Route:
-        """Return what matters of them."""
-        ways = (self.loads[1], self.loads[0]) if len(self.loads) == 2 else (self.loads, self.loads)
-        return Route(float(ways[0].max()), float(ways[1].max()), self.hops, self.share)
+    @property
+    def up(self) -> float:
+        """Crossings of the busiest link in ascending direction."""
+        return float(self.loads[-1].max())
+
+    @property
+    def load(self) -> float:
+        """Crossings of the busiest link in either direction."""
+        return float(self.loads.max())
+
+    def plus(self, other: Crossings) -> Crossings:
+        """Return the sum for messages that are sent at the same time."""
+        return Crossings(self.loads + other.loads, max(self.hops, other.hops), self.share + other.share)
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """A torus axis of a group: members along it, load of its busiest link per byte sent, hops of a ring's pass."""
+    """A torus axis of a group: members along it, load of its busiest link per byte sent, hops around the ring."""
 
     axis: str
     size: int
@@ -61,7 +62,7 @@ class Dimension:
 
 
 class Torus:
-    """The links between the devices that groups count, which lie at these positions."""
+    """The links between devices at these positions. Groups refer to devices by index."""
 
     def __init__(self, topology: Topology, positions: Sequence[Position]) -> None:
         self._shape = topology.shape
@@ -78,7 +79,7 @@ class Torus:
         return self._slice[group]
 
     def dimensions(self, groups: np.ndarray) -> list[Dimension] | None:
-        """Return the torus axes of groups that are boxes, with the load of a ring along each; None for other groups."""
+        """Return the torus axes of groups that are boxes, with the load of a ring along each, or None for others."""
         key = groups.tobytes()
         if key not in self._known:
             self._known[key] = self._find_dimensions(groups)
@@ -97,34 +98,32 @@ class Torus:
             others = [places[..., e] for e in reversed(range(len(names))) if e != d]
             order = np.lexsort((places[..., d], *others))
             lines = np.take_along_axis(groups, order, axis=1).reshape(-1, size)
-            routes = self.ring_routes(self._joined(lines, d) if self._comes_back(d, places[0]) else lines)
-            if set(routes) != {names[d]}:
+            twisted = d < len(self._shape) and bool(self._shifts[d].any()) and self._is_ring(d, places[0])
+            by_axis = self.ring_crossings(self._join_lines(lines, d) if twisted else lines)
+            if set(by_axis) != {names[d]}:
                 return None
-            route = routes[names[d]]
+            crossings = by_axis[names[d]]
             span = int(np.ptp(places[0, :, d]))
-            hops = 0 if names[d] == CORE else size * route.hops / 2 if self._is_ring(d, places[0]) else span
-            dimensions.append(Dimension(names[d], size, route.load / 2, float(hops)))
+            hops = 0 if names[d] == CORE else size * crossings.hops / 2 if self._is_ring(d, places[0]) else span
+            dimensions.append(Dimension(names[d], size, crossings.load / 2, float(hops)))
         return dimensions
 
-    def ring_routes(self, rings: np.ndarray) -> dict[str, Route]:
-        """Routes of a message from every member to the next and of one to the one before."""
+    def ring_crossings(self, rings: np.ndarray) -> dict[str, Crossings]:
+        """Return the crossings by messages from every member to both of its neighbours."""
         there, back = np.roll(rings, -1, axis=1), np.roll(rings, 1, axis=1)
-        return self.routes(
+        return self.crossings(
             np.concatenate([rings.ravel(), rings.ravel()]),
             np.concatenate([there.ravel(), back.ravel()]),
             np.repeat([1, -1], rings.size),
         )
 
-    def routes(self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None = None) -> dict[str, Route]:
-        """How often the busiest link of each axis is crossed by one message from each source to its target."""
-        return {axis: crossings.route() for axis, crossings in self.crossings(source, target, sense).items()}
-
     def crossings(
         self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None = None
     ) -> dict[str, Crossings]:
-        """How often every link of each axis is crossed. Halfway round a ring `sense` (+1 or -1) says which way.
+        """Return the crossings of each axis by one message from each source to its target.
 
-        Chips of different slices have links of their own.
+        `sense` (+1 or -1) is the direction for targets halfway round a ring. Chips of different slices have separate
+        links.
         """
         by_axis: dict[str, Crossings] = {}
         senders = max(len(np.unique(source)), 1)
@@ -154,7 +153,7 @@ class Torus:
     def _ways(
         self, at: np.ndarray, to: np.ndarray, sense: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the shortest ways between coordinates: each one's message, how far along each axis, its weight."""
+        """Return the shortest routes between coordinates: index of the message, distance along each axis, weight."""
         if self._twisted:
             return self._twisted_ways(to - at, sense)
         sense = np.where(at.sum(axis=1) % 2, -1, 1) if sense is None else sense
@@ -167,9 +166,9 @@ class Torus:
         return np.arange(len(at)), distances, np.ones(len(at))
 
     def _twisted_ways(self, between: np.ndarray, sense: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the same on a twisted torus: going n times over an axis' end, less n times its shift, is no way.
+        """Return the shortest routes on a twisted torus, where passing the end of an axis shifts the other coordinates.
 
-        A message is spread over all ways that are as short; with a `sense`, +1 takes the first and -1 the last.
+        A message is spread over all shortest routes. With a `sense`, +1 takes the first and -1 the last of them.
         """
         ends = np.array(list(itertools.product(range(-2, 3), repeat=len(self._shape))))
         ways = between[:, None, :] + ends * np.array(self._shape) - ends @ self._shifts
@@ -181,12 +180,8 @@ class Torus:
         message, way = np.nonzero(short)
         return message, ways[message, way], 1.0 / short.sum(axis=1)[message]
 
-    def _comes_back(self, d: int, places: np.ndarray) -> bool:
-        """Return whether lines along an axis of a twisted torus make rings with other lines of their group."""
-        return d < len(self._shape) and bool(self._shifts[d].any()) and self._is_ring(d, places)
-
-    def _joined(self, lines: np.ndarray, d: int) -> np.ndarray:
-        """Return rings of two lines each: over the end of one along this axis the other begins."""
+    def _join_lines(self, lines: np.ndarray, d: int) -> np.ndarray:
+        """Return rings of two lines each along an axis of a twisted torus: past the end of one, the other begins."""
         device = {tuple(at): number for number, at in zip(lines.ravel(), self._coords[lines.ravel()], strict=True)}
         line_of = {number: line for line in lines for number in line}
         rings = []
@@ -204,7 +199,7 @@ class Torus:
         return [name for d, name in enumerate(names) if len(np.unique(places[:, d])) > 1]
 
     def _is_ring(self, d: int, places: np.ndarray) -> bool:
-        """Whether equally spaced places along an axis go once round it and come back to where they began."""
+        """Return whether equally spaced positions go around an axis once and return to their start."""
         at = np.unique(places[:, d])
         steps = np.diff(at, append=at[0] + self._shape[d])
         if not self._wrap[d] or self._shape[d] <= 2 or not (steps == steps[0]).all():
