@@ -106,16 +106,17 @@ def test_cells_are_the_best_of_each_split(tmp_path: Path):
         trial("4x2x1-a", 100, degrees=split),
         trial("4x2x1-b", 300, degrees=split),
         trial("8x1x1-fsdp", 50, degrees={"FSDP": 8}),
+        trial("2x4x1-d", 70, degrees={"DP": 2, "MP2": 4}),
         trial("1x8x1-c", None, degrees={"MP2": 8}, status=Status.refused, reason="heads (4) on y=8"),
     )
-    by_experiment = {
-        (c["data"], c["mp1"], c["mp2"]): (c["rate"], c["layout"], c["tried"]) for c in values.cells(ranked(rows))
-    }
-    assert by_experiment == {
+    cells = values.cells(ranked(rows))
+    assert {(c["data"], c["mp1"], c["mp2"]): (c["rate"], c["label"], c["tried"]) for c in cells} == {
         (2, 4, 1): (300, "4x2x1-b", "2"),
+        (2, 1, 4): (70, "2x4x1-d", "1"),
         (8, 1, 1): (50, "8x1x1-fsdp", "1"),
         (1, 1, 8): (None, "1x8x1-c", "1"),
     }
+    assert values.cells(ranked(rows[:3])) == [], "no number of data splits has two cells to compare"
 
 
 def test_spread_of_bars_is_that_of_the_steps(tmp_path: Path):
@@ -135,10 +136,10 @@ def test_words_name_recomputation_and_what_speaks_against(tmp_path: Path):
 def test_only_the_same_work_is_compared(tmp_path: Path):
     other = trial("8x1x1-fsdp", 2000, batch=64)
     rows = rows_of(tmp_path, other, FSDP, TP, LARGE)
-    first, *others = words.answer(rows[0].group, rows)
-    assert rows[0].work.label in first and "2,000 tokens/s/chip" in first
-    assert [line.partition(": ")[0] for line in others] == [rows[1].work.label] * 2
-    assert "2.0x" in others[0] and "does not fit" in others[1]
+    answer = words.answer(rows[0].group, rows)
+    assert rows[0].work.label in answer.sentence and "2,000 tokens/s/chip" in answer.sentence
+    assert [line.partition(": ")[0] for line in answer.reasons] == [rows[1].work.label] * 2
+    assert "2.0x" in answer.reasons[0] and "does not fit" in answer.reasons[1]
 
 
 def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
@@ -147,9 +148,9 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
     rows = rows_of(tmp_path, fast, slow)
     whole, parts = 1e3 * (rows[0].step_s or 0), values.parts(rows)
     assert [(p["label"], p["part"]) for p in parts] == [
-        ("8x1x1-fsdp", "no collective"),
+        ("8x1x1-fsdp", "compute"),
         ("8x1x1-fsdp", "collectives over x"),
-        ("2x4x1-2d_tp", "no collective"),
+        ("2x4x1-2d_tp", "compute"),
         ("2x4x1-2d_tp", "collectives over x"),
         ("2x4x1-2d_tp", "collectives over y"),
     ]
@@ -176,9 +177,9 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_cause_and_one_rank(t
         trial("2x4x1-2d_tp", 900, collectives={"x": 0.5}, **NOISY),
         trial("4x2x1-dp", 500, collectives={"x": 0.5}, **NOISY),
     )
-    group, said = found[0].group, words.answer(found[0].group, found)
-    assert said[0].endswith("timed steps: 2x4x1-2d_tp.") and group.simulated
-    assert re.findall(r"[0-9.]+ ms", said[1]) == [
+    answer = words.answer(found[0].group, found)
+    assert answer.remarks[0].endswith("timed steps: 2x4x1-2d_tp.") and found[0].group.simulated
+    assert re.findall(r"[0-9.]+ ms", answer.reasons[0]) == [
         "128.0 ms",
         "115.2 ms",
         "140.8 ms",
@@ -186,7 +187,7 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_cause_and_one_rank(t
         "128.0 ms",
         "156.4 ms",
     ]
-    assert "2.0x" in said[2]
+    assert "2.0x" in answer.reasons[1]
     assert [row[0] for row in data_of(page(found))["rows"]] == [1, 1, 3]
     assert re.findall(r"^\| ([0-9]) ", as_markdown(found), re.MULTILINE) == ["1", "1", "3"]
     outlier = trial("2x2x2-2d_tp", 100, **{**NOISY, "p90": 9.0})
@@ -214,10 +215,10 @@ def test_partitions_that_come_to_one_layout_are_not_compared(tmp_path: Path):
         trial("4x1x2-2d_tp", 400, degrees=tensor, sharding="b"),
         trial("4x2x1-1d_tp", 380, degrees=tensor, sharding="b"),
     )
-    lines = words.answer(found[0].group, found)
-    assert "data parallel" in lines[0]
-    assert lines[1].startswith("dp on 8x1x1") and "2.4x" in lines[1] and "1d_tp on 4x2x1" in lines[1]
-    (another,) = lines[2:]
+    answer = words.answer(found[0].group, found)
+    assert "data parallel" in answer.remarks[0]
+    reason, another = answer.reasons
+    assert reason.startswith("dp on 8x1x1") and "2.4x" in reason and "1d_tp on 4x2x1" in reason
     assert another.startswith("2d_tp") and another.endswith("as 1d_tp).")
     place = [column["id"] for column in data_of(page(found))["columns"]].index("alike")
     assert [row[place] for row in data_of(page(found))["rows"]] == ["dp", "", "1d_tp", ""]
@@ -279,19 +280,18 @@ def test_the_kind_of_a_refused_trial_is_that_of_its_target(tmp_path: Path):
 def test_figures_of_real_trials_are_drawn(tmp_path: Path):
     import vl_convert
 
-    real = [trial_of(golden(stage), stage, "real", f"{stage}-fsdp") for stage in ("compile", "measure")]
+    real = [
+        trial_of(golden(stage), stage, "real", f"{stage}-{name}") for stage in ("compile", "measure") for name in "ab"
+    ]
+    real = [replace(t, about=replace(t.about, layout=t.name)) for t in real if t.about is not None]
     rows = rows_of(tmp_path, *real)
     for members in groups(rows).values():
         specs = {figure.id: figures.specification(figure, members) for figure in figures.OF_A_GROUP}
         simulated = members[0].group.simulated
-        assert [name for name, spec in specs.items() if spec is None] == (["parts"] if simulated else [])
-        for name, spec in specs.items():
-            if spec is not None:
-                drawn = vl_convert.vegalite_to_svg(spec)
-                assert drawn.startswith("<svg")
-                assert ("(simulated)" in drawn) == (simulated and name in ("speed", "heat", "memory"))
-    pairs = figures.specification(figures.PAIRS, rows)
-    assert pairs is not None and "ms (simulated)" in vl_convert.vegalite_to_svg(pairs)
+        assert {name for name, spec in specs.items() if spec is None} == {"heat", *(["parts"] if simulated else [])}
+        for spec in specs.values():
+            assert spec is None or vl_convert.vegalite_to_svg(spec).startswith("<svg")
+        assert all(figures.specification(figure, members[:1]) is None for figure in figures.OF_A_GROUP)
 
 
 def test_timeline_is_reduced_and_keeps_its_time(tmp_path: Path):

@@ -13,13 +13,14 @@ import pytest
 from rich.console import Console
 
 from valkyrie.config.arguments import expand_shorthand, run_of
+from valkyrie.config.modes import ANSWER
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.paths import DiskError
 from valkyrie.records import decode, encode, read_record
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
 from valkyrie.search.answer import command_of, describe_work, rank_layout, rank_layouts, show
-from valkyrie.search.answer_record import ANSWER, MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
+from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.compiling import CompiledLayout, Compiles, compile_best
 from valkyrie.search.estimate.rank import Estimated, rank

@@ -1,4 +1,8 @@
-"""Colours of the parts of a step, of mesh axes and of kinds of wall time, the same in all figures."""
+"""Colours of parts of a step, mesh axes, partitions and kinds of wall time, the same in all figures.
+
+Each family has its own hues, so that a colour has one meaning on a page: parts of a step are blue, green or grey, mesh
+axes are red, orange, yellow or brown, partitions are violet, pink or olive. All are distinct on white and on black.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +10,48 @@ from valkyrie.parts import PartKind
 from valkyrie.report import values
 from valkyrie.runs.goodput import KINDS
 
-PALETTE = ["#4c8fd0", "#f0883e", "#4fae5a", "#e05a5a", "#43b3ae", "#b47fc7", "#d6a928", "#a9795b", "#f08fa4", "#8b98a5"]
-"""Colours that are distinct on white and on black."""
-PART_COLOURS = {
-    PartKind.matmul: 0,
-    PartKind.kernel: 4,
-    PartKind.compute: 2,
-    PartKind.memory: 9,
-    PartKind.copies: 7,
-    PartKind.rest: 0,
+_PARTS = {
+    values.PART_NAMES[kind]: colour
+    for kind, colour in {
+        PartKind.matmul: "#3f7fc9",
+        PartKind.kernel: "#36a3a0",
+        PartKind.compute: "#6cae5e",
+        PartKind.memory: "#8b98a5",
+        PartKind.copies: "#5f7183",
+        PartKind.rest: "#3f7fc9",
+    }.items()
 }
-"""Index in the palette of each part of a step. Communication uses the other colours, by mesh axes."""
-_PARTS = {values.PART_NAMES[kind]: PALETTE[colour] for kind, colour in PART_COLOURS.items()}
-
-_AXES = {"x": PALETTE[1], "y": PALETTE[3], "z": PALETTE[5], "w": PALETTE[8], "s": PALETTE[7], "x,y": PALETTE[6]}
-_AXES |= {"x,z": "#8f9c3a", "y,z": "#7668d8", "x,y,z": "#c25c86"}
-_OTHERS = ("#b5894a", "#5f8fa8", "#9a6a55", "#a0a0c8", "#cf9fd8")
+_PARTS |= {"loop": "#a9c4e4", "copies": "#5f7183"}
+"""Colours of the parts of a step without mesh axes, and of other labels in a timeline."""
+_AXES = {"x": "#ef8a35", "y": "#d64550", "z": "#e2b71d", "w": "#9c6b3c", "s": "#7f3d22", "x,y": "#f2a49b"}
+_AXES |= {"x,z": "#f5c78a", "y,z": "#a33b53", "x,y,z": "#cbb08a"}
+_OTHER_AXES = ("#b5894a", "#c97f5f", "#8a5a44", "#e0a080")
+_PARTITIONS = {"fsdp": "#7a5cc4", "dp": "#8a9a2b", "1d_tp": "#b8429f", "2d_tp": "#e39ad0", "sp": "#a83279"}
+_PARTITIONS |= {"data_model_fsdp": "#b7c04a", "2d_tp_fsdp": "#a08be0", "fsdp_tp": "#5d46a3"}
+_OTHER_PARTITIONS = ("#6f7a1f", "#8e4fa8", "#c9a0dc", "#d98cb3")
+_TIMES = dict(zip(KINDS.values(), [*_PARTS.values()][:5] + [*_PARTITIONS.values()][:5], strict=True))
 
 
 def axes_colour(axes: str) -> str:
-    """Return the colour of mesh axes, the same in every figure."""
-    return _AXES.get(axes) or _OTHERS[sum(axes.encode()) % len(_OTHERS)]
+    """Return the colour of mesh axes."""
+    return _AXES.get(axes) or _any_of(_OTHER_AXES, axes)
+
+
+def partition_colour(partition: str) -> str:
+    """Return the colour of a partition."""
+    return _PARTITIONS.get(partition) or _any_of(_OTHER_PARTITIONS, partition)
 
 
 def part_colour(part: str, axes: str | None) -> str:
     """Return the colour of a part of a step by its label. Communication has the colour of its mesh axes."""
-    return axes_colour(axes) if axes is not None else _PARTS.get(part) or axes_colour(part)
+    return axes_colour(axes) if axes is not None else _PARTS.get(part, "#a3afbb")
 
 
 def time_colour(kind: str) -> str:
-    """Return the colour of a kind of wall time, the same on every page."""
-    return PALETTE[(2, 3, 1, 7, 5, 4, 6, 0, 8, 9)[list(KINDS.values()).index(kind)]]
+    """Return the colour of a kind of wall time."""
+    return _TIMES[kind]
+
+
+def _any_of(colours: tuple[str, ...], name: str) -> str:
+    """Return one of several colours, the same each time for a name."""
+    return colours[sum(name.encode()) % len(colours)]

@@ -17,26 +17,24 @@ class Figure:
 
     Args:
         words: Caption, for a first-time reader.
-        empty: Text if there is nothing to draw.
         values: Returns the data, given ranked rows.
-        spec: Returns the specification, given whether the speeds are simulated, and the data.
+        spec: Returns the specification, given the data.
     """
 
     id: str
     title: str
     words: str
-    empty: str
     values: Callable[[Sequence[Row]], Values]
-    spec: Callable[[bool, Values], Spec]
+    spec: Callable[[Values], Spec]
 
 
 def specification(figure: Figure, rows: Sequence[Row]) -> Spec | None:
-    """Return the complete Vega-Lite specification of a figure of ranked rows, or None if there is nothing to draw."""
+    """Return the complete Vega-Lite specification of a figure of ranked rows, or None if it would show one row."""
     data = figure.values(rows)
-    if not data:
+    if len({v["label"] for v in data}) < 2:
         return None
-    spec = figure.spec(any(row.group.simulated for row in rows), data)
-    return {"$schema": SCHEMA, "config": CONFIG, "description": figure.title, **spec, "data": {"values": data}}
+    about = {"$schema": SCHEMA, "config": CONFIG, "description": figure.title}
+    return {**about, **figure.spec(data), "data": {"values": data}}
 
 
 SPEED = Figure(
@@ -44,7 +42,6 @@ SPEED = Figure(
     "How fast each layout is",
     "Longer is faster. A bar is the tokens per second of the whole slice. The thin line at its end goes from "
     "the 90th percentile of step times to the fastest step; a prediction has none.",
-    "No layout here has a speed.",
     values.bars,
     specs.bars,
 )
@@ -54,7 +51,6 @@ HEAT = Figure(
     "N devices are split three ways: MP1 splits the width of every matrix, MP2 the vectors between them, DP the batch "
     "(fully sharded data counts as DP: it splits the batch too). A cell is the best layout with those three numbers, "
     "in tokens/s/chip; darker is faster.",
-    "No layout here has both a speed and a known split of the devices.",
     values.cells,
     specs.heat,
 )
@@ -64,7 +60,6 @@ MEMORY = Figure(
     "Up is faster, left needs less memory. The dashed line is the Pareto front: layouts that no other of the same work "
     "beats in both. Right of the red line a program needs more memory than a device has: crosses there do not fit. "
     "Where there is no speed, bars show the memory alone.",
-    "No layout here that fits has a known peak memory.",
     values.memory,
     specs.memory,
 )
@@ -74,35 +69,30 @@ PARTS_OF_STEP = Figure(
     "A predicted step is matrix products, other arithmetic, memory-bound operations, and waiting for communication "
     "over mesh axes that no compute hides. A good layout is mostly matrix products. Collective times of measured steps "
     "come from a profiler trace and include waiting.",
-    "Predictions for a TPU have the parts of a step (valkyrie-train mode=compile target=v5e-8); so do measurements "
-    "(mode=measure) where the profiler reports collectives.",
     values.parts,
-    specs.stack("one step", "part", lambda v: colours.part_colour(v["part"], v.get("axes")), times=True),
+    specs.stack("one step", "part", lambda v: colours.part_colour(v["part"], v.get("axes"))),
 )
 SENT = Figure(
     "sent",
     "What each device sends, by mesh axis",
     "Every split costs communication along its mesh axis in every step. x,y means over both "
     "axes at once. Bytes are exact: they are read from the compiled program.",
-    "No layout here sends anything between devices, or its bytes are not known.",
     values.sent,
-    specs.stack("sent by one device in a step", "mesh axes", lambda v: colours.axes_colour(v["part"]), times=False),
+    specs.stack("sent by one device in a step", "mesh axes", lambda v: colours.axes_colour(v["part"])),
 )
 WALL_TIME = Figure(
     "walltime",
     "Where the wall time of a training goes",
     "From the first start of a training to its end, or to its last sign of life. Steps that count are first; the rest "
     "is what it paid for starting, saving, evaluating, waiting, and for what a restart made it do again.",
-    "No training here has a record of its time.",
     values.wall_times,
-    specs.stack("wall time", "spent on", lambda v: colours.time_colour(v["part"]), times=False),
+    specs.stack("wall time", "spent on", lambda v: colours.time_colour(v["part"])),
 )
 PAIRS = Figure(
     "pairs",
     "Predicted against measured",
     "One point for each layout with both a predicted and a measured step time. If predictions rank layouts right, "
     "points rise from left to right; on the dashed line the two are equal.",
-    "There are no predictions here. The same sweep with mode=compile target=v5e-8 adds them.",
     values.pairs,
     specs.pairs,
 )
@@ -110,17 +100,10 @@ PRICE = Figure(
     "price",
     "Price against speed",
     "Up is faster, left is cheaper. The dashed line is the Pareto front of each work.",
-    "All layouts here have the same price.",
     values.prices,
     specs.price,
 )
-OF_A_GROUP = [SPEED, HEAT, PARTS_OF_STEP, SENT, MEMORY]
+OF_A_GROUP = [SPEED, PARTS_OF_STEP, SENT, MEMORY, HEAT]
 """Figures of trials whose speeds are of one kind."""
-
-
-def of_all(rows: Sequence[Row]) -> list[Figure]:
-    """Return the figures of all trials together that have data. Measurements alone show how to add predictions."""
-    ran = [row for row in rows if row.ok and row.group.stage != "compile"]
-    predicted = any(row.ok and row.group.stage == "compile" for row in rows)
-    figures = [PAIRS] if values.pairs(rows) or (ran and not predicted) else []
-    return [*figures, PRICE] if values.prices(rows) else figures
+OF_ALL = [PAIRS, PRICE]
+"""Figures of all trials together."""

@@ -17,10 +17,10 @@ from markupsafe import Markup
 from valkyrie.paths import cache_root, write_whole
 from valkyrie.records import encode
 from valkyrie.report import tables, words
-from valkyrie.report.colours import PALETTE, PART_COLOURS, axes_colour
-from valkyrie.report.figures import OF_A_GROUP, WALL_TIME, Figure, of_all, specification
+from valkyrie.report.colours import axes_colour, part_colour
+from valkyrie.report.figures import OF_A_GROUP, OF_ALL, WALL_TIME, specification
 from valkyrie.report.rank import Comparison, best_per_target, refusals
-from valkyrie.report.records import read_rows
+from valkyrie.report.records import read_answer, read_command, read_rows
 from valkyrie.report.specs import Spec, timeline_spec
 from valkyrie.report.trace import Timeline, TorusDrawing, read_timeline, read_torus
 from valkyrie.report.values import PART_NAMES, labels
@@ -61,8 +61,9 @@ def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
 
     Beyond `LIMIT`, hints of all but the best layouts are left out, then timelines except that of the best layout.
     """
-    template, parts, text = _templates().get_template("page.html"), _parts(rows, comparison), ""
-    for data in _ever_less(_data(rows)):
+    template, whole, text = _templates().get_template("page.html"), _data(rows), ""
+    parts = _parts(rows, comparison, whole)
+    for data in _ever_less(whole):
         text = template.render(parts, data=_json(data))
         if len(text.encode()) <= LIMIT:
             break
@@ -70,19 +71,11 @@ def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class SpeedHead:
-    """Label of a kind of speed, and whether it is simulated."""
-
-    label: str
-    simulated: bool
-
-
-@dataclass(frozen=True)
 class PageData:
     """Data for `page.js`. Rows are numbered over all kinds of speed, the best of each kind first.
 
     Args:
-        groups: Kinds of speed.
+        groups: Labels of the kinds of speed.
         figures: By figure, its specification for each kind of speed.
         together: By figure, its specification for all rows.
         columns: Columns of the ranked table.
@@ -95,7 +88,7 @@ class PageData:
         colours: Colours of parts of a step and of mesh axes.
     """
 
-    groups: list[SpeedHead]
+    groups: list[str]
     figures: dict[str, list[Spec | None]]
     together: dict[str, Spec | None]
     columns: list[dict[str, str]]
@@ -133,22 +126,29 @@ def _json(data: PageData) -> Markup:
     return Markup(text.replace("<", "\\u003c"))
 
 
-def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, object]:
+def _parts(rows: Sequence[Row], comparison: Comparison | None, data: PageData) -> dict[str, object]:
     """Return the values of the page's template, except the data of its script."""
-    sweeps = list(dict.fromkeys(row.trial.sweep for row in rows))
+    folders = list(dict.fromkeys(row.folder or row.source if row.is_training else row.source for row in rows))
+    command, answer = (read_command(folders[0]), read_answer(folders[0])) if len(folders) == 1 else (None, None)
+    kinds = groups(rows)
+    best, trained = tables.best(best_per_target(rows)), tables.trained(rows)
     return {
         "question": "how did it train?" if all(row.is_training for row in rows) else "which layout?",
-        "title": ", ".join(sweeps[:3]) + (f" and {len(sweeps) - 3} more" if len(sweeps) > 3 else ""),
+        "title": words.title(rows, answer),
+        "facts": words.facts(rows),
+        "command": command,
         "summary": words.summary(rows),
-        "simulated": any(row.group.simulated and row.ok for row in rows),
-        "answers": [words.answer(group, members) for group, members in groups(rows).items()],
+        "simulated": words.SIMULATED if any(row.group.simulated and row.ok for row in rows) else None,
+        "answers": [words.answer(group, members) for group, members in kinds.items()],
         "prices": words.price_lines(rows),
-        "best": tables.best(best_per_target(rows)),
-        "figures": OF_A_GROUP,
+        "search": answer,
+        "found": None if answer is None else {"best": words.search_answer(answer), "table": tables.answered(answer)},
+        "best": best if len(best.rows) > 1 else None,
+        "figures": [figure for figure in OF_A_GROUP if any(data.figures[figure.id])],
         "wide": max(map(len, labels(rows).values())) > LONG,
-        "together": of_all(rows),
-        "trained": tables.trained(rows),
-        "times": _of_trainings(rows),
+        "together": [figure for figure in OF_ALL if data.together[figure.id]],
+        "trained": trained if trained.rows else None,
+        "times": [WALL_TIME] if data.together[WALL_TIME.id] else [],
         "agreement": words.agreement_line(rows),
         "comparison": comparison and {"summary": comparison.summary, "table": tables.compared(comparison)},
         "refusals": refusals(rows),
@@ -157,10 +157,6 @@ def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, obje
         "vega": _in_script(_vega()),
         "js": _in_script(_asset("page.js")),
     }
-
-
-def _of_trainings(rows: Sequence[Row]) -> list[Figure]:
-    return [WALL_TIME] if any(row.goodput for row in rows) else []
 
 
 def _templates() -> Environment:
@@ -182,9 +178,9 @@ def _data(rows: Sequence[Row]) -> PageData:
     timelines = dict(itertools.islice(with_timelines, TIMELINES))
     toruses = {place[row.id]: found for row in timed[:TORUSES] if (found := read_torus(row)) is not None}
     return PageData(
-        groups=[SpeedHead(group.label, group.simulated) for group in kinds],
+        groups=[group.label for group in kinds],
         figures={figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
-        together={figure.id: specification(figure, ordered) for figure in [*of_all(rows), *_of_trainings(rows)]},
+        together={figure.id: specification(figure, ordered) for figure in [*OF_ALL, WALL_TIME]},
         columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
         rows=tables.cells(kinds),
         details=[tables.details(row) for row in ordered],
@@ -198,7 +194,7 @@ def _data(rows: Sequence[Row]) -> PageData:
 
 def _colours(timelines: Iterable[Timeline], toruses: Iterable[TorusDrawing]) -> dict[str, str]:
     """Return the colours of parts of a step and of mesh axes, by the labels of timelines and tori."""
-    colours = {PART_NAMES[part]: PALETTE[place] for part, place in PART_COLOURS.items()}
+    colours = {name: part_colour(name, None) for name in [*PART_NAMES.values(), "copies", "loop"]}
     colours |= {axis: axes_colour(axis) for drawing in toruses for axis, _ in drawing.axes}
     return colours | {name: axes_colour(axes) for drawing in timelines for name, axes in drawing.axes.items()}
 

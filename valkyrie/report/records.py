@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from valkyrie.config.modes import METRICS
+import yaml
+
+from valkyrie.config.modes import ANSWER, METRICS
+from valkyrie.records import RecordError, read_record
+from valkyrie.runs.folder import RUN
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.sweep.results import training_results
 from valkyrie.sweep.rows import Row, rows_of
 from valkyrie.sweep.trial import TRIALS, Status, StepResult, Trial, TrialLog, TrialResult
 
+if TYPE_CHECKING:
+    from valkyrie.search.answer_record import SearchAnswer
+
 TRAIN, _SETTINGS = "train", "run"
+MULTIRUN = "multirun.yaml"
+"""File of Hydra with the command of a sweep, in its folder."""
+MADE_BY = "# made by: "
+"""Start of the comment in `run.yaml` that has the command of a training."""
 
 DEPTH = 2
 """Depth of folders below a path in which sweeps are searched."""
@@ -69,6 +82,32 @@ def read_json(row: Row, name: str) -> Mapping[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def read_answer(folder: Path) -> SearchAnswer | None:
+    """Return the answer of a search from its folder, or None if there is none that this version can read."""
+    if not (folder / ANSWER).is_file():
+        return None
+    from valkyrie.search.answer_record import SearchAnswer  # it imports NumPy, which other reports do without
+
+    try:
+        return read_record(SearchAnswer, folder / ANSWER)
+    except (OSError, RecordError):
+        return None
+
+
+def read_command(folder: Path) -> str | None:
+    """Return the command that made the folder of a search, a sweep or a training, or None if no file records it."""
+    answer, settings, sweep = read_answer(folder), folder / RUN, folder / MULTIRUN
+    if answer is not None:
+        return f"valkyrie-train {shlex.join(answer.command)}"
+    if sweep.is_file():
+        overrides = yaml.safe_load(sweep.read_text())["hydra"]["overrides"]["task"]
+        return f"valkyrie-train -m {shlex.join(overrides)}"
+    if settings.is_file():
+        comments = [line for line in settings.read_text().splitlines()[:3] if line.startswith(MADE_BY)]
+        return comments[0].removeprefix(MADE_BY) if comments else None
+    return None
+
+
 def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]:
     """Return the run folders of trainings at or up to `depth` folders below a path, outside these sweeps."""
     own = {folder.resolve() for folder in sweeps}
@@ -100,7 +139,8 @@ def _trial(
     values: dict[str, str],
     results: TrialResult,
 ) -> Trial:
-    place = folder.resolve()
+    place, settings = folder.resolve(), folder / RUN
+    started = datetime.fromtimestamp(settings.stat().st_mtime, UTC).isoformat() if settings.is_file() else ""
     return Trial(
         key=f"{TRAIN}:{place}",
         name=place.name,
@@ -110,7 +150,7 @@ def _trial(
         reason=reason,
         overrides=[],
         about=about,
-        started="",
+        started=started,
         wall_s=results.goodput.wall_s if results.goodput else 0.0,
         folder=place.name,
         results=results,

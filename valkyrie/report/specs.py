@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from valkyrie.report.colours import PALETTE
+from valkyrie.report.colours import partition_colour
 from valkyrie.report.values import Values
 
 Spec = dict[str, Any]
@@ -22,7 +22,6 @@ CONFIG: Spec = {
     "background": None,
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
-    "range": {"category": PALETTE},
     "axis": {
         **_INK,
         "gridColor": "currentColor",
@@ -67,8 +66,8 @@ def _shapes(field: str, shapes: dict[str, str], legend: Spec | None) -> Spec:
     return _text(field, title=None, scale={"domain": [*shapes], "range": [*shapes.values()]}, legend=legend)
 
 
-def _points(encoding: Spec, size: int = 90, opacity: float = 0.9) -> Spec:
-    return {"mark": {"type": "point", "filled": True, "size": size, "opacity": opacity}, "encoding": encoding}
+def _points(encoding: Spec) -> Spec:
+    return {"mark": {"type": "point", "filled": True, "size": 90, "opacity": 0.9}, "encoding": encoding}
 
 
 def _front(x: Spec, y: Spec) -> Spec:
@@ -90,34 +89,35 @@ def _chart(height: int, *layers: Spec, title: str = "") -> Spec:
 
 _BARS = _text("label", sort=None, title=None, axis={"ticks": False, "domain": False})
 _BAR: Spec = {"type": "bar", "height": 15}
-_PARTITION = _text("partition", legend={"orient": "top", "columns": 4})
 _FITS = _shapes("status", {"fits": "circle", "does not fit": "cross"}, None)
 _KINDS = _shapes("kind", {"measured": "circle", "simulated": "triangle-up"}, {"orient": "top"})
 
 
-def _word(simulated: bool) -> str:
-    return " (simulated)" if simulated else ""
+def _partition(data: Values) -> Spec:
+    """Return the encoding of partitions by colour, the same colour in every figure."""
+    names = list(dict.fromkeys(v["partition"] for v in data))
+    scale = {"domain": names, "range": [partition_colour(name) for name in names]}
+    return _text("partition", scale=scale, legend={"orient": "top", "title": None})
 
 
 def _height(data: Values) -> int:
     return 22 * len({v["label"] for v in data})
 
 
-def bars(simulated: bool, data: Values) -> Spec:
+def bars(data: Values) -> Spec:
     """Return bars of tokens/s with the spread of measured steps."""
-    word = _word(simulated)
     tip = _tip(
         ("label", "layout"),
         ("partition", "partition"),
-        ("rate", f"tokens/s{word}", ",.0f"),
-        ("per_chip", f"tokens/s/chip{word}", ",.0f"),
-        ("step", f"step{word}"),
+        ("rate", "tokens/s", ",.0f"),
+        ("per_chip", "tokens/s/chip", ",.0f"),
+        ("step", "step"),
         ("spread", "spread"),
     )
-    x = _number("rate", title=f"tokens/s{word}", axis={"format": "~s", "tickCount": 6})
+    x = _number("rate", title="tokens/s", axis={"format": "~s", "tickCount": 6})
     spread = {"type": "rule", "strokeWidth": 1.5, "stroke": "currentColor"}
     layers = [
-        {"mark": _BAR, "encoding": {"x": x, "color": _PARTITION, "tooltip": tip}},
+        {"mark": _BAR, "encoding": {"x": x, "color": _partition(data), "tooltip": tip}},
         {"mark": spread, "encoding": {"x": _number("low"), "x2": {"field": "high"}}},
         {
             "mark": {"type": "text", "align": "left", "dx": 6},
@@ -128,12 +128,10 @@ def bars(simulated: bool, data: Values) -> Spec:
     return _chart(_height(data), *layers) | {"padding": padding, "encoding": {"y": _BARS}}
 
 
-def heat(simulated: bool, data: Values) -> Spec:
+def heat(data: Values) -> Spec:
     """Return a map of MP1 x MP2 for each DP. Cells without a speed are empty, with the reason as tooltip."""
-    word, missing = _word(simulated), "datum.rate === null"
-    tip = _tip(
-        ("layout", "best layout"), ("text", f"tokens/s/chip{word}"), ("tried", "layouts tried"), ("reason", "why none")
-    )
+    missing = "datum.rate === null"
+    tip = _tip(("label", "best layout"), ("text", "tokens/s/chip"), ("tried", "layouts tried"), ("reason", "why none"))
     top = max(v["rate"] for v in data if v["rate"] is not None)
     fill = _number("rate", scale={"scheme": "blues", "domain": [0, top]}, legend=None)
     fill["condition"] = {"test": missing, "value": "transparent"}
@@ -162,22 +160,24 @@ def heat(simulated: bool, data: Values) -> Spec:
         }
         for degree in sorted({v["data"] for v in data})
     ]
-    shown = {"text": f"tokens/s/chip{word}", "anchor": "start", "fontWeight": "normal"}
+    shown = {"text": "tokens/s/chip", "anchor": "start", "fontWeight": "normal"}
     return {"title": shown, "concat": maps, "columns": 4, "spacing": 28}
 
 
-def memory(simulated: bool, data: Values) -> Spec:
+def memory(data: Values) -> Spec:
     """Return points of memory and speed, the front of each work, and the region that does not fit.
 
+    The axis starts at 0. The region takes at most a quarter of it, so points may be to the left of their memory.
     Without speeds, returns bars of memory.
     """
-    word, unit, usable, far = _word(simulated), data[0]["unit"], data[0]["usable"], data[0]["far"]
-    x = _number("peak", title=f"peak memory of one device, {unit}")
+    unit, usable, far = data[0]["unit"], data[0]["usable"], data[0]["far"]
+    x = _number("peak", title=f"peak memory of one device, {unit}", axis={"tickCount": 8})
     edge: Spec = {"datum": usable, "type": "quantitative"}
     line = _once({"type": "rule", "color": _RED, "strokeWidth": 1.5}, {"x": edge})
+    color = _partition(data)
     if data[0]["rate"] is None:
         tip = _tip(("label", "layout"), ("partition", "partition"), ("peak", unit, ",.2f"), ("status", "status"))
-        peaks: Spec = {"mark": _BAR, "encoding": {"y": _BARS, "x": x, "color": _PARTITION, "tooltip": tip}}
+        peaks: Spec = {"mark": _BAR, "encoding": {"y": _BARS, "x": x, "color": color, "tooltip": tip}}
         layer = [peaks] if usable is None else [peaks, line]
         return _chart(_height(data), {"layer": layer}, title=far)
     tip = _tip(
@@ -185,54 +185,53 @@ def memory(simulated: bool, data: Values) -> Spec:
         ("partition", "partition"),
         ("work", "work"),
         ("peak", f"peak memory, {unit}", ",.2f"),
-        ("rate", f"tokens/s/chip{word}", ",.0f"),
+        ("rate", "tokens/s/chip", ",.0f"),
         ("status", "status"),
     )
-    y = _number("rate", title=f"tokens/s/chip{word}", axis={"format": "~s"})
-    x["scale"], limit = {"zero": False, "padding": 14, "nice": True}, []
+    y, limit, end = _number("rate", title="tokens/s/chip", axis={"format": "~s", "tickCount": 6}), [], None
+    x["scale"] = {"zero": True, "nice": True}
     if usable is not None:
-        end = max(usable * 1.15, *(v["peak"] * 1.03 for v in data))
-        start = min(v["peak"] for v in data)
-        x["scale"] = {"domain": [max(0, start - 0.1 * (end - start)), end], "nice": False}
+        end = min(max(usable * 1.15, *(v["peak"] * 1.03 for v in data)), usable * 4 / 3)
+        x["scale"] = {"domain": [0, end], "nice": False}
         region = {"x": {**edge, "scale": x["scale"]}, "x2": {"datum": end}}
         text: Spec = {"type": "text", "align": "left", "dx": 6, "y": 12, "text": "does not fit", "color": _RED}
         limit = [_once({"type": "rect", "color": _RED, "opacity": 0.16}, region), line, _once(text, {"x": edge})]
-    points = _points({"x": x, "y": y, "color": _PARTITION, "tooltip": tip, "shape": _FITS})
-    return _chart(300, *limit, _front(x, y), points, title=far)
+    points = _points({"x": x, "y": y, "color": color, "tooltip": tip, "shape": _FITS})
+    if end is not None:
+        points["transform"] = [{"calculate": f"min(datum.peak, {end})", "as": "drawn"}]
+        points["encoding"]["x"] = {**x, "field": "drawn"}
+    name: Spec = {"type": "text", "align": "left", "dx": 9, "dy": -7, "fontSize": 11}
+    names = {"mark": name, "encoding": {"x": x, "y": y, "text": _text("name")}}
+    return _chart(300, *limit, _front(x, y), points, names, title=far)
 
 
-def stack(
-    title: str, part: str, colour: Callable[[Mapping[str, Any]], str], *, times: bool
-) -> Callable[[bool, Values], Spec]:
+def stack(title: str, part: str, colour: Callable[[Mapping[str, Any]], str]) -> Callable[[Values], Spec]:
     """Return a function that makes the specification of stacked bars.
 
     Args:
         title: Title of the axis.
         part: Name of the coloured parts.
         colour: Returns the colour of a value.
-        times: Whether bars are times, which may be simulated, unlike bytes.
     """
 
-    def spec(simulated: bool, data: Values) -> Spec:
-        unit, word = data[0]["unit"], _word(simulated and times)
+    def spec(data: Values) -> Spec:
+        unit = data[0]["unit"]
         coloured = {v["part"]: colour(v) for v in sorted(data, key=lambda v: v["order"])}
         domain, colours = list(coloured), list(coloured.values())
-        legend = {"orient": "top", "columns": 2 if max(map(len, domain)) > 16 else 3, "symbolType": "square"}
+        legend = {"orient": "top", "symbolType": "square"}
         encoding = {
             "y": _BARS,
-            "x": _number("amount", title=f"{title}, {unit}{word}", stack="zero"),
-            "color": _text("part", title=part, scale={"domain": domain, "range": colours}, legend=legend),
+            "x": _number("amount", title=f"{title}, {unit}", stack="zero", axis={"tickCount": 8}),
+            "color": _text("part", title=None, scale={"domain": domain, "range": colours}, legend=legend),
             "order": _number("order"),
-            "tooltip": _tip(
-                ("label", "layout"), ("part", part), ("amount", f"{unit}{word}", ",.3~f"), ("share", "share")
-            ),
+            "tooltip": _tip(("label", "layout"), ("part", part), ("amount", unit, ",.3~f"), ("share", "share")),
         }
         return _chart(_height(data), {"mark": _BAR, "encoding": encoding})
 
     return spec
 
 
-def pairs(_: bool, data: Values) -> Spec:
+def pairs(data: Values) -> Spec:
     """Return points of predicted and measured steps, and the line of equality unless all are simulated."""
     real = [v for v in data if v["kind"] != "simulated"]
     tip = _tip(
@@ -245,9 +244,9 @@ def pairs(_: bool, data: Values) -> Spec:
     )
     shared = {"scale": {"type": "log", "nice": False, "padding": 16}, "axis": {"tickCount": 5, "format": "~r"}}
     x = _number("x", title="predicted step, ms", **shared)
-    y = _number("y", title=f"measured step, ms{_word(not real)}", **shared)
+    y = _number("y", title="measured step, ms", **shared)
     mixed = {"shape": _KINDS} if 0 < len(real) < len(data) else {}
-    points = _points({"x": x, "y": y, "color": _PARTITION, "tooltip": tip} | mixed)
+    points = _points({"x": x, "y": y, "color": _partition(data), "tooltip": tip} | mixed)
     if not real:
         return _chart(300, points)
     low, high = min(min(v["x"], v["y"]) for v in real), max(max(v["x"], v["y"]) for v in real)
@@ -259,7 +258,7 @@ def pairs(_: bool, data: Values) -> Spec:
     return _chart(300, same, points)
 
 
-def price(_: bool, __: Values) -> Spec:
+def price(_: Values) -> Spec:
     """Return points of price and speed, and the front of each work."""
     tip = _tip(
         ("label", "layout"),
@@ -271,13 +270,13 @@ def price(_: bool, __: Values) -> Spec:
     )
     x = _number("price", title="dollars of a chip in an hour, on demand", scale={"zero": False, "padding": 20})
     y = _number("rate", title="tokens/s/chip", axis={"format": "~s"})
-    colour = _text("target", title="target", legend={"orient": "top"})
-    return _chart(260, _front(x, y), _points({"x": x, "y": y, "color": colour, "tooltip": tip}, 80, 0.85))
+    target = {"shape": _text("target", title=None, legend={"orient": "top"}), "color": {"value": "currentColor"}}
+    return _chart(260, _front(x, y), _points({"x": x, "y": y, "tooltip": tip} | target))
 
 
 def timeline_spec() -> Spec:
     """Return the specification of one layout's timeline. The page adds its values."""
-    legend = {"orient": "top", "columns": 5, "symbolType": "square"}
+    legend = {"orient": "top", "symbolType": "square"}
     return {
         "$schema": SCHEMA,
         "config": CONFIG,
@@ -288,7 +287,7 @@ def timeline_spec() -> Spec:
         "mark": {"type": "rect", "clip": True, "height": 24},
         "encoding": {
             "y": _text("track", sort=None, title=None, axis={"domain": False}),
-            "x": _number("start", title="ms from the start of the step", scale={"nice": False}),
+            "x": _number("start", title="ms from the start of the step", scale={"nice": False}, axis={"tickCount": 10}),
             "x2": {"field": "end"},
             "color": _text("kind", title=None, legend=legend),
             "tooltip": _tip(

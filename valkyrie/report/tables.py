@@ -5,19 +5,24 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.report.rank import Comparison, counted_as, memory_of, unbeaten
-from valkyrie.report.values import labels, short
-from valkyrie.runs.columns import TIMED, Column
+from valkyrie.report.values import labels, part_name, short
+from valkyrie.runs.columns import Column
 from valkyrie.sweep.columns import BEST, COLUMNS, MARKDOWN, PAGE
 from valkyrie.sweep.names import without_place
 from valkyrie.sweep.rows import Row, SpeedKind, with_ranks
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory, sent, share_text, span
 
+if TYPE_CHECKING:
+    from valkyrie.search.answer_record import SearchAnswer
+
 Facts = dict[str, str | Sequence[str]]
 _DIGITS = 6
+_LEAST = 0.001
+"""Share of a step from which details list a part."""
 
 
 class ColumnHead(NamedTuple):
@@ -27,30 +32,19 @@ class ColumnHead(NamedTuple):
     kind: str = ""
 
 
-class TextCell(NamedTuple):
-    """Text of a cell, and whether it is a speed of simulated devices."""
-
-    text: str
-    simulated: bool = False
-
-
 @dataclass(frozen=True)
 class TextTable:
     """A table of texts. Each row has as many cells as there are heads."""
 
     caption: str
     heads: Sequence[ColumnHead]
-    rows: Sequence[Sequence[TextCell]]
+    rows: Sequence[Sequence[str]]
 
     def markdown(self) -> list[str]:
         """Return its lines in Markdown."""
         rule = ["---:" if head.kind == "number" else "---" for head in self.heads]
-        body = [[cell.text + " simulated" * cell.simulated for cell in cells] for cells in self.rows]
-        rows = [
-            [head.label for head in self.heads],
-            rule,
-            *([text.replace("|", "\\|") for text in row] for row in body),
-        ]
+        body = ([text.replace("|", "\\|") for text in row] for row in self.rows)
+        rows = [[head.label for head in self.heads], rule, *body]
         return [f"| {' | '.join(row)} |" for row in rows]
 
 
@@ -71,11 +65,9 @@ def _table(caption: str, columns: Sequence[Column[Row]], rows: Sequence[Row]) ->
     return TextTable(caption, heads, [[_cell(column, row) for column in columns] for row in rows])
 
 
-def _cell(column: Column[Row], row: Row) -> TextCell:
+def _cell(column: Column[Row], row: Row) -> str:
     text = column.text(row)
-    if not text and column.unit == "speed" and row.trial.status is not Status.ok:
-        return TextCell(row.status)
-    return TextCell(text, bool(text) and column.unit in TIMED and row.group.simulated)
+    return row.status if not text and column.unit == "speed" and row.trial.status is not Status.ok else text
 
 
 def trained(rows: Sequence[Row]) -> TextTable:
@@ -91,10 +83,10 @@ def trained(rows: Sequence[Row]) -> TextTable:
     ]
     shown = sorted(((row, row.goodput) for row in rows if row.goodput), key=lambda pair: -pair[1].wall_s)
     body = [
-        [TextCell(row.trial.name), TextCell(f"{row.trial.results.steps or 0:,}"), TextCell(span(spent.wall_s))]
-        + [TextCell("" if spent.share is None else share_text(spent.share)), TextCell(str(spent.restarts))]
-        + [TextCell("" if row.data_wait is None else share_text(row.data_wait))]
-        + [TextCell(sent(sum(row.sent.values())) if row.sent else "nothing"), TextCell(spent.rest())]
+        [row.trial.name, f"{row.trial.results.steps or 0:,}", span(spent.wall_s)]
+        + ["" if spent.share is None else share_text(spent.share), str(spent.restarts)]
+        + ["" if row.data_wait is None else share_text(row.data_wait)]
+        + [sent(sum(row.sent.values())) if row.sent else "nothing", spent.rest()]
         for row, spent in shown
     ]
     return TextTable("What the time of trainings went to", heads, body)
@@ -111,9 +103,9 @@ def compared(comparison: Comparison) -> TextTable:
     heads = [ColumnHead("layout"), ColumnHead("speed is")]
     heads += [ColumnHead(f"{sweep}, tokens/s/chip", "number") for sweep in (comparison.a, comparison.b)]
     body = [
-        [TextCell(named[pair.a.id]), TextCell(pair.a.group.label)]
+        [named[pair.a.id], pair.a.group.label]
         + [_cell(COLUMNS["tokens_per_second_per_chip"], row) for row in (pair.a, pair.b)]
-        + [TextCell(f"{pair.ratio:.2f}x" if pair.ratio else "")]
+        + [f"{pair.ratio:.2f}x" if pair.ratio else ""]
         for pair in comparison.pairs
     ]
     return TextTable(f"{comparison.a} against {comparison.b}", [*heads, ColumnHead("ratio", "number")], body)
@@ -139,6 +131,16 @@ def _rounded(value: Any) -> Any:
     return short(value, _DIGITS) if isinstance(value, float) else value
 
 
+def answered(answer: SearchAnswer) -> TextTable:
+    """Return the best layouts of a search, in the columns of its table on a terminal."""
+    from valkyrie.search.answer_record import answer_columns  # it imports NumPy, which other reports do without
+
+    columns = answer_columns(answer)
+    kinds = {column.name: "number" if column.is_number else "" for column in columns} | {"layout": "work"}
+    heads = [ColumnHead(" ".join(column.label.split("\n")), kinds[column.name]) for column in columns]
+    return TextTable(answer.title, heads, [[column.text(layout) for column in columns] for layout in answer.best])
+
+
 def details(row: Row) -> Facts:
     """Return further facts of a layout for the page, by name. The command is a list of arguments."""
     about, results = row.about, row.trial.results
@@ -152,6 +154,11 @@ def details(row: Row) -> Facts:
         "command": _arguments(row),
         "folder": row.trial.folder,
         "memory": ", ".join(f"{name} {memory(size)}" for name, size in results.memory.split.items()),
+        "parts": [
+            f"{part_name(part.kind, part.mesh_axes)} {duration(part.seconds)} ({share_text(part.seconds / row.step_s)})"
+            for part in sorted(row.parts, key=lambda part: -part.seconds)
+            if row.step_s and part.seconds >= _LEAST * row.step_s
+        ],
         "sent": ", ".join(f"{axes} {sent(size)}" for axes, size in row.sent.items() if size),
         "goodput": row.goodput.describe() if row.goodput else None,
         "steps": None if results.finished is None else f"{results.steps or 0:,}{unfinished}",

@@ -29,13 +29,14 @@ def as_csv(rows: Sequence[Row]) -> str:
 def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
     """Return the report as Markdown: sentences, a ranked table for each kind of speed, and refusals."""
     lines = [f"# {', '.join(dict.fromkeys(row.trial.sweep for row in rows))}", "", words.summary(rows), ""]
+    lines += [words.SIMULATED, ""] if any(row.group.simulated and row.ok for row in rows) else []
     best = best_per_target(rows)
     if len(best) > 1:
         lines += ["## Best of each target", "", *tables.best(best).markdown(), ""]
     for group, members in groups(rows).items():
-        first, *others = words.answer(group, members)
-        lines += [f"## {group.label[0].upper()}{group.label[1:]}", "", first, ""]
-        lines += [*(f"- {line}" for line in others), ""] if others else []
+        answer = words.answer(group, members)
+        lines += [f"## {group.label[0].upper()}{group.label[1:]}", "", answer.sentence, ""]
+        lines += [*(f"- {reason}" for reason in answer.reasons), ""] if answer.reasons else []
         lines += [*tables.ranked(members).markdown(), ""] if any(map(tables.has_results, members)) else []
     lines += [f"{line}\n" for line in words.price_lines(rows)]
     if comparison is not None:

@@ -25,12 +25,14 @@ PART_NAMES = {
     PartKind.compute: "other arithmetic",
     PartKind.memory: "memory-bound",
     PartKind.copies: "waiting for copies",
-    PartKind.rest: "no collective",
+    PartKind.rest: "compute",
 }
 """Labels of the parts of a step without mesh axes."""
 _BY_AXES = {PartKind.exposed: "waiting for ", PartKind.collectives: "collectives over "}
 """Labels of the other parts, before their mesh axes."""
 _LONG_UNITS = (("days", 1 / 86400), ("hours", 1 / 3600), ("minutes", 1 / 60), ("s", 1.0))
+LETTER, LINE, NAMES = 0.008, 0.06, 12
+"""Share of a chart's width that a letter takes, of its height that a line takes, and the maximum number of names."""
 FAR = 4
 """Multiple of the largest peak beyond which the usable memory is not drawn."""
 
@@ -87,7 +89,8 @@ def bars(rows: Sequence[Row]) -> Values:
 def cells(rows: Sequence[Row]) -> Values:
     """Return the best row of every MP1 x MP2 x DP; `rate` is None if no row of a cell has a speed.
 
-    DP counts every split of the batch, fully sharded or not, times the splits of the sequence.
+    DP counts every split of the batch, fully sharded or not, times the splits of the sequence. Empty unless some DP has
+    several cells to compare.
     """
     named = labels(rows)
     by_cell: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
@@ -102,10 +105,11 @@ def cells(rows: Sequence[Row]) -> Values:
         why = "" if best.ok else best.reason or best.status
         text = f"{_si(rate)}" if rate is not None else best.status.replace("does not fit", "no fit")
         cells.append(
-            {"data": data, "mp1": mp1, "mp2": mp2, "rate": short(rate), "text": text, "layout": named[best.id]}
+            {"data": data, "mp1": mp1, "mp2": mp2, "rate": short(rate), "text": text, "label": named[best.id]}
             | {"tried": str(len(members)), "reason": why[:200]}
         )
-    return cells if any(cell["rate"] is not None for cell in cells) else []
+    several = len({cell["data"] for cell in cells}) < len(cells)
+    return cells if several and any(cell["rate"] is not None for cell in cells) else []
 
 
 def memory(rows: Sequence[Row]) -> Values:
@@ -128,9 +132,10 @@ def memory(rows: Sequence[Row]) -> Values:
     )
     far = ""
     if usable is not None and usable > FAR * largest:
-        far = f"Everything fits easily: the limit, {memory_text(usable)} of a device, lies far to the right."
+        far = f"Everything fits easily: the limit, {memory_text(usable)} of a device, is far to the right."
         usable = None
     unit, scale = ("GiB", 2**30) if largest > 2**30 / 10 else ("MiB", 2**20)
+    with_name = _with_room(fit, named, max(largest, usable or 0)) if timed else set()
     return [
         {
             "label": named[row.id],
@@ -143,9 +148,25 @@ def memory(rows: Sequence[Row]) -> Values:
             "unit": unit,
             "usable": None if usable is None else short(usable / scale),
             "far": far,
+            "name": named[row.id] if row.id in with_name else "",
         }
         for row in drawn
     ]
+
+
+def _with_room(rows: Sequence[Row], named: dict[str, str], widest: float) -> set[str]:
+    """Return the ids of rows whose points can have a name that covers no other name, the best rows first.
+
+    `widest` is the largest memory of the chart, in bytes.
+    """
+    highest = max(row.rate_per_chip or 0.0 for row in rows)
+    places: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        x, y = (row.peak or 0) / widest, (row.rate_per_chip or 0.0) / highest
+        length = LETTER * max(map(len, named.values()))
+        if all(abs(x - other_x) > length or abs(y - other_y) > LINE for other_x, other_y in places.values()):
+            places[row.id] = (x, y)
+    return set(places) if len(places) <= NAMES else set()
 
 
 def parts(rows: Sequence[Row]) -> Values:
@@ -195,7 +216,7 @@ def pairs(rows: Sequence[Row]) -> Values:
             "x": short(1e3 * (pair.a.step_s or 0.0)),
             "y": short(1e3 * (pair.b.step_s or 0.0)),
             "predicted": duration(pair.a.step_s or 0.0),
-            "measured": duration(pair.b.step_s or 0.0) + " simulated" * pair.b.group.simulated,
+            "measured": duration(pair.b.step_s or 0.0),
             "kind": "simulated" if pair.b.group.simulated else "measured",
             "target": pair.a.group.target,
             "on": pair.b.group.devices,

@@ -7,16 +7,30 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, NamedTuple
 
 from valkyrie.records import encode
 from valkyrie.report.rank import UNKNOWN, agreement, counted_as, described, predicted_and_measured, same_layout
+from valkyrie.report.values import PART_NAMES
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.explain.difference import difference, sides
 from valkyrie.sweep.noise import has_spread, within_noise
 from valkyrie.sweep.rows import Row, SpeedKind, Workload, groups
 from valkyrie.sweep.trial import Status
-from valkyrie.units import duration, memory, percent, sent
+from valkyrie.units import duration, memory, percent, sent, share_text
 
+if TYPE_CHECKING:
+    from valkyrie.search.answer_record import SearchAnswer
+
+SIMULATED = (
+    "Speeds on simulated devices were taken on CPU devices that stand in for accelerators. Losses, bytes sent and "
+    "compiled memory are real; those speeds, and their order, are not those of any accelerator."
+)
+_BY = {"estimate": "estimated", "compile": "compiled", "measure": "measured"}
+"""Adjective for a step time by the stage of a search that it comes from."""
+LISTED = 4
+"""Number of values of a fact at the top of a page."""
 WORKS = 3
 """Number of works (models, batches and lengths) with sentences."""
 SAME = 1.02
@@ -25,20 +39,92 @@ EXPLAINED = 12
 """Number of layouts, the best first, with sentences for each pair on the page."""
 
 
-def answer(group: SpeedKind, rows: Sequence[Row]) -> list[str]:
+class BigNumber(NamedTuple):
+    """A number of the fastest layout in large print, with its label and a note in small print.
+
+    In a sentence the label comes first, or last with `is_unit`.
+    """
+
+    label: str
+    value: str
+    note: str = ""
+    is_unit: bool = False
+
+    @property
+    def phrase(self) -> str:
+        """The number in a sentence: `1,000 tokens/s/chip`, `step 128.0 ms (MFU 30%)`."""
+        text = f"{self.value} {self.label}" if self.is_unit else f"{self.label} {self.value}"
+        return f"{text} ({self.note})" if self.note else text
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer for one kind of speed.
+
+    Args:
+        head: The number of layouts and the kind of speed, or the reason why there is no speed.
+        winner: Layout, speed, step time and memory of the fastest layout. Empty if there is no speed.
+        remarks: Sentences about the fastest layout: a simpler one that it equals, others that are as fast.
+        reasons: Sentences on why the best layout of each other partition is slower.
+    """
+
+    head: str
+    winner: tuple[BigNumber, ...] = ()
+    remarks: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """The head, the numbers of the winner and the remarks as a paragraph."""
+        first = f"{self.head}."
+        if self.winner:
+            layout, *numbers = self.winner
+            name = f"{layout.value} of {layout.note}" if layout.note else layout.value
+            first = f"{self.head}: {', '.join([name, *(number.phrase for number in numbers)])}."
+        return " ".join([first, *self.remarks])
+
+
+def answer(group: SpeedKind, rows: Sequence[Row]) -> Answer:
     """Explain one kind of speed: the fastest layout, and why the best of each other partition is slower.
 
     `rows` are sorted by speed, the fastest first.
     """
     fast = next((row for row in rows if row.ok), None)
     if fast is None:
-        return [_without_speeds(group, rows)]
+        return Answer(_without_speeds(group, rows).rstrip("."))
+    timed = sum(row.ok for row in rows)
+    head = f"Fastest of {timed} {group.label}" if timed > 1 else f"{group.label[0].upper()}{group.label[1:]}"
     works = list(dict.fromkeys(row.work for row in rows if row.ok))
-    lines = [_winner(fast, rows, len(works) > 1)]
+    reasons: list[str] = []
     for work in works[:WORKS]:
-        head = f"{work.label}: " if len(works) > 1 else ""
-        lines += [head + line for line in _of_a_work([row for row in rows if row.work == work])]
-    return lines
+        label = f"{work.label}: " if len(works) > 1 else ""
+        reasons += [label + line for line in _of_a_work([row for row in rows if row.work == work])]
+    return Answer(head, _winner(fast, len(works) > 1), _remarks(fast, rows), tuple(reasons))
+
+
+def search_answer(search: SearchAnswer) -> Answer:
+    """Return the head and the large numbers of a search's best layout, with its cost if that was requested."""
+    best = search.best[0]
+    low, high = (duration(seconds) for seconds in (best.low_s, best.high_s))
+    layout = f"{best.candidate.mesh} {best.candidate.partition}"
+    numbers = [
+        BigNumber("layout", layout, " ".join([best.candidate.target, *best.overrides[3:]])),
+        BigNumber("tokens/s/chip", f"{best.tokens_per_second_per_chip:,.0f}", f"MFU {percent(best.mfu or 0)}", True),
+        BigNumber(f"step, {_BY[best.stage.value]}", duration(best.step_s), f"{low} to {high}" if best.interval else ""),
+        BigNumber(
+            "peak memory per device",
+            memory(best.memory or 0),
+            f"of {memory(best.usable)} usable" if best.usable else "",
+        ),
+    ]
+    if best.tokens_for_budget is not None:
+        budget = f"tokens for ${search.budget_usd or 0:,.0f}"
+        numbers.append(BigNumber(budget, f"{best.tokens_for_budget / 1e9:,.3g} billion", is_unit=True))
+    if best.dollars is not None and best.hours is not None:
+        tokens = f"for {(search.tokens or 0) / 1e9:,.3g} billion tokens"
+        numbers.append(BigNumber("price", f"${best.dollars:,.0f}", f"{best.hours:,.3g} hours {tokens}"))
+    layouts = f"The best of {search.layouts:,} layouts: {search.compiled} compiled, the others estimated"
+    return Answer(layouts, tuple(numbers), tuple(filter(None, [search.why and f"Stopped: {search.why}."])))
 
 
 def _without_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
@@ -95,12 +181,11 @@ def because(fast: Row, slow: Row) -> str:
     """Return the ratio of two speeds in a sentence, with the parts of the steps that make the difference."""
     assert fast.rate_per_chip and slow.rate_per_chip
     ratio, (a, b) = fast.rate_per_chip / slow.rate_per_chip, names(fast, slow)
-    simulated = " (simulated)" if fast.group.simulated else ""
     if within_noise(fast.trial, slow.trial) and (noise := _noise(fast, slow)):
-        return f"No difference beyond noise between {a} and {b}{simulated}: {noise}."
+        return f"No difference beyond noise between {a} and {b}: {noise}."
     if ratio < SAME:
-        return f"{a} is as fast as {b}{simulated}, within {percent(SAME - 1)}."
-    head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x as fast as {b}{simulated}."
+        return f"{a} is as fast as {b}, within {percent(SAME - 1)}."
+    head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x as fast as {b}."
     return " ".join([head, *difference(_prediction(fast), _prediction(slow), labels=(a, b)).reasons])
 
 
@@ -140,7 +225,13 @@ def compared(rows: Sequence[Row]) -> PairedRows:
         if works[i] == works[j]:
             with contextlib.suppress(ValueError):  # the same layout twice
                 why[f"{i},{j}"] = list(difference(predicted[i], predicted[j]).sentences)
-    return PairedRows({i: encode(sides(one)) | {"work": works[i]} for i, one in predicted.items()}, why)
+    return PairedRows({i: _side(prediction) | {"work": works[i]} for i, prediction in predicted.items()}, why)
+
+
+def _side(prediction: Prediction) -> dict[str, object]:
+    """Return the quantities of a layout that are compared, with the names of parts that the figures use."""
+    names, side = {kind.value: name for kind, name in PART_NAMES.items()}, encode(sides(prediction))
+    return side | {"seconds": {names.get(part, part): seconds for part, seconds in side["seconds"].items()}}
 
 
 def _noise(fast: Row, slow: Row) -> str:
@@ -187,35 +278,37 @@ def agreement_line(rows: Sequence[Row]) -> str | None:
     share = agreement(pairs)
     if share is None:
         return None
-    simulated = any(pair.b.group.simulated for pair in pairs)
-    word = " (simulated)" if simulated else ""
-    line = f"Of two of these layouts, predictions name the faster one{word} in {percent(share)} of cases (chance: 50%)."
-    if simulated:
+    line = f"Of two of these layouts, predictions name the faster one in {percent(share)} of cases (chance: 50%)."
+    if any(pair.b.group.simulated for pair in pairs):
         line += " Simulated devices are threads of one processor, without links: expect little of this comparison."
     return line
 
 
-def _winner(row: Row, rows: Sequence[Row], several: bool) -> str:
-    word = " simulated" if row.group.simulated else ""
+def _winner(row: Row, several: bool) -> tuple[BigNumber, ...]:
+    """Return the large numbers of the fastest layout, with its work if there are several."""
     assert row.rate_per_chip is not None and row.rate is not None and row.step_s is not None
-    timed = sum(r.ok for r in rows)
-    head = f"Fastest of {timed} {row.group.label}" if timed > 1 else row.group.label
-    text = f"{head}: {_named(row, several)}, "
-    text += f"{row.rate_per_chip:,.0f} tokens/s/chip{word}, {duration(row.step_s)} a step{word}"
+    usable, dollars = row.trial.results.memory.usable, row.per_million
+    numbers = [
+        BigNumber("layout", row.layout, row.work.label if several else ""),
+        BigNumber("tokens/s/chip", f"{row.rate_per_chip:,.0f}", f"{row.rate:,.0f} tokens/s on all chips", True),
+        BigNumber("step", duration(row.step_s), "" if row.step.mfu is None else f"MFU {share_text(row.step.mfu)}"),
+    ]
     if row.peak is not None:
-        text += f"; peak memory per device {memory(row.peak)}"
-        text += (
-            f" of {memory(row.trial.results.memory.usable)} usable"
-            if row.trial.results.memory.usable is not None
-            else ""
+        of_usable = "" if usable is None else f"of {memory(usable)} usable"
+        numbers.append(BigNumber("peak memory per device", memory(row.peak), of_usable))
+    if row.group.stage == "train" and row.trial.results.loss is not None:
+        numbers.append(
+            BigNumber("loss", f"{row.trial.results.loss:.4f}", f"after {row.trial.results.steps or 0:,} steps")
         )
-    if row.per_million:
-        text += f"; {row.per_million:.3g} dollars for a million tokens"
-    text = text[0].upper() + text[1:] + "."
+    if dollars:
+        numbers.append(BigNumber("dollars for a million tokens", f"{dollars:.3g}", is_unit=True))
+    return tuple(numbers)
+
+
+def _remarks(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     partition = counted_as(rows)[row.id]
-    if partition != row.about.partition:
-        text += f" On this mesh {row.about.partition} is {described(partition)}."
-    return text + _as_fast(row, rows)
+    equal = f"On this mesh {row.about.partition} is {described(partition)}."
+    return tuple(filter(None, [equal if partition != row.about.partition else "", _as_fast(row, rows)]))
 
 
 def _as_fast(row: Row, rows: Sequence[Row]) -> str:
@@ -228,13 +321,39 @@ def _as_fast(row: Row, rows: Sequence[Row]) -> str:
     if not others:
         return ""
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    return f" As fast, within {within}: {', '.join(r.layout for r in others[:3])}{more}."
+    return f"As fast, within {within}: {', '.join(r.layout for r in others[:3])}{more}."
 
 
 def _without(partition: str, rows: Sequence[Row]) -> str:
     status = " or ".join(dict.fromkeys("no time" if row.status == "ok" else row.status for row in rows))
     reason = (rows[0].reason or UNKNOWN).splitlines()[0].rstrip(".")
     return f"{partition} has no speed ({status}): {reason}."
+
+
+def title(rows: Sequence[Row], search: SearchAnswer | None) -> str:
+    """Return the title of a page: the model and slices of a search, or the names of sweeps."""
+    if search is not None and search.targets:
+        return f"{rows[0].work.model} on {' or '.join(search.targets)}"
+    sweeps = list(dict.fromkeys(row.trial.sweep for row in rows))
+    return ", ".join(sweeps[:3]) + (f" and {len(sweeps) - 3} more" if len(sweeps) > 3 else "")
+
+
+def facts(rows: Sequence[Row]) -> dict[str, str]:
+    """Return what all rows have in common, or their different values: model, batch, precision, hardware, date."""
+    sizes = {row.work.model: row.trial.results.parameters for row in rows if row.trial.results.parameters}
+    models = {row.work.model: "" for row in rows} | {model: f", {size:,} parameters" for model, size in sizes.items()}
+    batches = [f"{row.work.batch} x {row.work.seq:,} tokens" for row in rows if row.work.batch and row.work.seq]
+    dates = sorted(datetime.fromisoformat(row.trial.started) for row in rows if row.trial.started)
+    values = {
+        "model": [f"{model}{size}" for model, size in models.items()],
+        "batch": batches,
+        "precision": [row.work.precision for row in rows],
+        "hardware": [row.about.described for row in rows],
+        "date": [f"{date.day} {date:%B %Y}" for date in dates[:1] + dates[-1:]],
+    }
+    distinct = {name: [*dict.fromkeys(filter(None, texts))] for name, texts in values.items()}
+    more = {name: " ..." * (len(texts) > LISTED) for name, texts in distinct.items()}
+    return {name: " · ".join(texts[:LISTED]) + more[name] for name, texts in distinct.items() if texts}
 
 
 def summary(rows: Sequence[Row]) -> str:

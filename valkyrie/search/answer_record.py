@@ -10,9 +10,6 @@ from valkyrie.runs.columns import Column
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.units import amount
 
-ANSWER = "search.json"
-"""File name, in the search's folder."""
-
 
 class Stage(Enum):
     """Source of a step time, from the cheapest to the most accurate."""

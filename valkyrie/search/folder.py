@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from valkyrie.checksums import digest
+from valkyrie.config.modes import ANSWER
 from valkyrie.paths import writing
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN
-from valkyrie.search.answer_record import ANSWER, MeasureReport, SearchAnswer
+from valkyrie.search.answer_record import MeasureReport, SearchAnswer
 from valkyrie.search.request import SearchRequest
 
 

@@ -136,7 +136,7 @@ TERMINAL = columns(
 PAGE = columns(
     *("rank", "label", "tokens_per_second_per_chip", "step_s", "seen", "outcome", "partition", "mesh", "alike"),
     *("tokens_per_second", "p90_s", "mfu", "peak_bytes", "full", "sent_bytes", "waiting", "goodput", "restarts"),
-    *("data_wait", "dollars_per_million_tokens", "front", "reason"),
+    *("data_wait", "dollars_per_million_tokens", "reason"),
 )
 MARKDOWN = columns(
     *("rank", "label", "tokens_per_second_per_chip", "tokens_per_second", "step_s", "mfu", "peak_bytes", "sent_bytes"),

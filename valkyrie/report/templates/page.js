@@ -3,7 +3,6 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const at = Object.fromEntries(data.columns.map((column, i) => [column.id, i]));
   const byId = (id) => document.getElementById(id);
-  const simulated = Object.fromEntries(data.groups.map((group) => [group.label, group.simulated]));
 
   const make = (tag, attributes = {}, ...children) => {
     const node = document.createElement(tag);
@@ -25,12 +24,13 @@
     bytes: (v) => (v >= 2 ** 30 / 10 ? `${(v / 2 ** 30).toFixed(1)} GiB` : `${(v / 2 ** 20).toFixed(1)} MiB`),
     sent: (v) => scaled(v, [["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]]),
     share: (v) => `${(100 * v).toFixed(v < 0.0995 ? 1 : 0)}%`,
-    dollars: (v) => `${Number(v.toPrecision(3))} $`,
+    dollars: (v) => String(Number(v.toPrecision(3))),
   };
   const missing = (value) => value === null || value === "";
   const SPEED = "tokens_per_second_per_chip";
-  const ABOUT = ["rank", "label", SPEED, "step_s", "seen", "outcome", "partition", "mesh", "alike"];
-  const TIMED = ["speed", "seconds"];
+  const ABOUT = ["rank", "label", SPEED, "step_s", "seen", "alike"];
+  // Columns that the table does not show, because the layout's name or the status has them: filters read them.
+  const HIDDEN = ["outcome", "partition", "mesh", "reason"];
 
   // ---- the ranked table
   let order = { column: null, down: false };
@@ -40,19 +40,16 @@
     const td = column.kind === "layout"
       ? make("th", { scope: "row", class: kind, "data-id": column.id })
       : make("td", { class: kind, "data-id": column.id });
-    if (column.id === SPEED && missing(value) && row[at.outcome] !== "ok") td.append(make("span", { class: "word" }, row[at.outcome]));
+    if (column.id === SPEED && missing(value) && row[at.outcome] !== "ok") {
+      td.append(make("span", { class: "badge", title: row[at.reason] || "" }, row[at.outcome]));
+    }
     if (missing(value)) return td;
     if (column.kind === "layout") {
       const button = make("button", { type: "button" }, value);
       button.addEventListener("click", () => choose(index, true));
       td.append(button);
-    } else if (column.id === "outcome") {
-      td.append(make("span", { class: `badge ${value === "ok" ? "ok" : ""}`, title: row[at.reason] || "" }, value));
-    } else if (column.kind === "text") {
-      td.append(value);
     } else {
-      td.append(written[column.kind](value));
-      if (TIMED.includes(column.kind) && simulated[row[at.seen]]) td.append(make("span", { class: "word" }, " simulated"));
+      td.append((written[column.kind] || String)(value));
     }
     return td;
   };
@@ -102,8 +99,8 @@
     }
     fillTable();
   };
-  const told = (column) => column.id === "reason" || (column.id === "seen" && data.groups.length < 2);
-  const columns = data.columns.filter((column) => !told(column) && data.rows.some((row) => !missing(row[at[column.id]])));
+  const hidden = (column) => HIDDEN.includes(column.id) || (column.id === "seen" && data.groups.length < 2);
+  const columns = data.columns.filter((column) => !hidden(column) && data.rows.some((row) => !missing(row[at[column.id]])));
   const head = make("tr");
   for (const column of columns) {
     const button = make("button", { type: "button", title: column.help }, column.label);
@@ -115,9 +112,11 @@
   for (const select of document.querySelectorAll("#filters select")) {
     const values = [...new Set(data.rows.map((row) => row[at[select.dataset.column]]))];
     if (select.dataset.column !== "seen") values.sort((a, b) => compared(a, b));
+    select.parentElement.hidden = values.length < 2;
     select.append(make("option", { value: "" }, "all"), ...values.map((value) => make("option", { value }, value)));
     select.addEventListener("change", fillTable);
   }
+  byId("filters").hidden = data.rows.length < 2;
   byId("find").addEventListener("input", fillTable);
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
   byId("filters").addEventListener("reset", () => setTimeout(fillTable));
@@ -135,27 +134,30 @@
     node.hidden = !spec;
     const empty = node.parentElement.querySelector(".empty");
     if (empty) empty.hidden = Boolean(spec);
+    else node.parentElement.hidden = !spec;
     if (!spec) return node.replaceChildren();
     const shown = structuredClone(spec);
     shown.config.axis.labelLimit = Math.min(720, Math.max(160, 0.62 * node.clientWidth));
+    shown.config.legend.columns = Math.max(1, Math.floor(node.clientWidth / 170));
     views.set(node, await window.vegaEmbed(node, shown, OPTIONS));
   };
+  const figure = (id) => document.querySelector(`[data-figure="${id}"]`);
   const drawGroup = (index) =>
-    Object.entries(data.figures).map(([id, specs]) => draw(document.querySelector(`[data-figure="${id}"]`), specs[index]));
+    Object.entries(data.figures).filter(([id]) => figure(id)).map(([id, specs]) => draw(figure(id), specs[index]));
   data.groups.forEach((group, i) => {
     const radio = make("input", { type: "radio", name: "kind", value: i });
     radio.checked = i === 0;
     radio.addEventListener("change", () => drawGroup(i));
-    byId("kinds").append(make("label", {}, radio, ` ${group.label}`));
+    byId("kinds")?.append(make("label", {}, radio, ` ${group}`));
   });
-  byId("kinds").hidden = data.groups.length < 2;
+  if (byId("kinds")) byId("kinds").hidden = data.groups.length < 2;
 
   // ---- one layout
   const NAMES = {
     seen: "speed is", outcome: "status", reason: "reason", [SPEED]: "tokens/s/chip", step_s: "step", peak_bytes: "peak memory",
     roles: "role of each mesh axis", on: "hardware", work: "work", parameters: "parameters", command: "command", folder: "run folder",
     memory: "memory by use", reported: "peak the devices report", compiled: "compiled in", placement: "placement on the torus", hints: "hints",
-    sent: "sent by a device in a step", goodput: "wall time", steps: "steps",
+    parts: "where a step goes", sent: "sent by a device in a step", goodput: "wall time", steps: "steps",
   };
   const textAt = (place) => (Array.isArray(place) ? place.map(textAt) : data.texts[place]);
   const fact = (name, value) => {
@@ -172,8 +174,7 @@
     for (const id of ["seen", "outcome", "reason", SPEED, "step_s", "peak_bytes"]) {
       const column = data.columns[at[id]], value = row[at[id]];
       if (missing(value)) continue;
-      const word = TIMED.includes(column.kind) && simulated[row[at.seen]] ? " simulated" : "";
-      facts.push(...fact(id, (written[column.kind] || String)(value) + word));
+      facts.push(...fact(id, (written[column.kind] || String)(value)));
     }
     for (const [name, places] of Object.entries(data.details[index])) facts.push(...fact(name, textAt(places)));
     byId("facts").replaceChildren(...facts);
@@ -184,24 +185,24 @@
       byId("layout").focus({ preventScroll: true });
     }
   };
-  const OTHERS = ["#5b7fb8", "#9cc3e6", "#3f6f9f", "#b8a9c9", "#9a8f80", "#7d97a8"];
   const drawTimeline = (timeline) => {
     const node = byId("timeline");
     node.parentElement.querySelector(".empty").textContent = Object.keys(data.timelines).length
       ? "This page has the timelines of the best layouts only. This one's may be in its run folder: timeline.json opens in ui.perfetto.dev."
-      : "No layout here has a timeline. Predictions for TPU targets write one: valkyrie-train mode=compile target=v5e-8.";
+      : "";
+    byId("over-time").hidden = !Object.keys(data.timelines).length;
     if (!timeline) return draw(node, null);
     const values = timeline.spans.map(([track, start, length, kind, name, count]) => ({
       track: timeline.tracks[track], start: start / 1e3, end: (start + length) / 1e3, ms: length / 1e3,
-      kind: timeline.names[kind], name: timeline.names[name], count,
+      kind: timeline.tracks[track] === "compute" ? timeline.names[kind] : timeline.tracks[track], name: timeline.names[name], count,
     }));
     const spec = structuredClone(data.timeline);
     spec.data.values = values;
     spec.height = 34 * timeline.tracks.length;
     spec.encoding.x.scale.domain = [0, timeline.step_us / 1e3];
     spec.encoding.y.scale = { domain: timeline.tracks };
-    const kinds = [...new Set(values.map((value) => value.kind))], left = [...OTHERS];
-    spec.encoding.color.scale = { domain: kinds, range: kinds.map((kind) => data.colours[kind] || left.shift() || "#888") };
+    const kinds = [...new Set(values.map((value) => value.kind))];
+    spec.encoding.color.scale = { domain: kinds, range: kinds.map((kind) => data.colours[kind] || "#a3afbb") };
     return draw(node, spec);
   };
   data.rows.forEach((row, i) => {
@@ -259,6 +260,7 @@
   };
   const drawTorus = (torus) => {
     const box = byId("torus");
+    box.parentElement.hidden = !Object.keys(data.toruses).length;
     if (!torus) {
       box.replaceChildren(make("p", { class: "empty" }, "The placement of this layout is not known: predictions for TPU slices of at most 256 chips have it."));
       return;
@@ -320,7 +322,7 @@
       swatch.style.background = colour(name);
       return make("li", {}, swatch, `${name}${drawn.has(name) ? "" : ": its neighbours share no link"}`);
     });
-    const note = [...(deep === 1 && rows * across <= 32 ? [make("p", { class: "words" }, `Numbers beside a chip: its place along ${used.join(", ")}. Grey links join chips that differ along more than one axis.`)] : [])];
+    const note = [...(deep === 1 && rows * across <= 32 ? [make("p", { class: "words" }, `Numbers next to a chip are its positions along ${used.join(", ")}. Grey links join chips that differ along more than one axis.`)] : [])];
     box.replaceChildren(picture, make("ul", { class: "keys" }, ...keys), ...note, make("p", { class: "words" }, title));
   };
 
@@ -345,6 +347,6 @@
   fillTable();
   const first = Math.min(...Object.keys(data.timelines).map(Number));
   choose(Number.isFinite(first) ? first : 0, false);
-  Promise.all([...drawGroup(0), ...Object.entries(data.together).map(([id, spec]) => draw(document.querySelector(`[data-figure="${id}"]`), spec))])
+  Promise.all([...drawGroup(0), ...Object.entries(data.together).filter(([id]) => figure(id)).map(([id, spec]) => draw(figure(id), spec))])
     .then(() => { document.body.dataset.ready = "true"; });
 })();

@@ -433,8 +433,12 @@ def short_cause(op_name: str | None) -> str:
 
 
 def short_source(source: str | None) -> str:
-    """Return a source line with a path relative to this package, `site-packages` or the working directory."""
+    """Return a source line with a path relative to this package, `site-packages` or the working directory.
+
+    Of other paths only the last three components are returned.
+    """
     if not source:
         return ""
     ours = source.rsplit("valkyrie/", 1)[-1]
-    return ours.rsplit("site-packages/", 1)[-1].removeprefix(f"{Path.cwd()}/")
+    short = ours.rsplit("site-packages/", 1)[-1].removeprefix(f"{Path.cwd()}/")
+    return "/".join(short.split("/")[-3:]) if short.startswith("/") else short
