@@ -81,7 +81,10 @@ def test_a_dumped_module_has_the_report_of_our_own_step(step: Path, tmp_path: Pa
     events = json.loads(done.timeline(tmp_path / "t.json").read_text())["traceEvents"]
     assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(1e6 * done.step_s, rel=1e-3)
     page = done.html(tmp_path / "r.html").read_text()
-    assert "<svg" in page and "their/step.py:7" in page and "http" not in page.replace("http://www.w3.org", "")
+    assert "<svg" in page and "their/step.py:7" in page and "http" not in page
+    assert all(f"<h2>{title}</h2>" in page for title in ("where the time goes", "what is sent, by cause"))
+    assert "<li><i " in page and "<dt>waiting for communication</dt>" in page
+    assert done._repr_html_().startswith("<iframe srcdoc=") and len(repr(done)) < 80
 
 
 def test_a_proto_says_the_same_as_text_and_one_with_buffers_says_whether_it_fits(step: Path, tmp_path: Path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from valkyrie.records import RecordError, decode, encode, read_record, write_record
+from valkyrie.sweep.trial import TrialResult
 
 
 class Colour(Enum):
@@ -67,3 +68,7 @@ def test_broken_json_is_named_too(tmp_path: Path, text: str):
     (tmp_path / "whole.json").write_text(text)
     with pytest.raises(RecordError, match="whole.json"):
         read_record(Whole, tmp_path / "whole.json")
+
+
+def test_a_record_that_was_read_is_written_with_its_defaults() -> None:
+    assert encode(decode(TrialResult, {}, "trials.jsonl")) == encode(TrialResult())

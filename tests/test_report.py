@@ -24,7 +24,6 @@ from valkyrie.report.rank import (
     compare,
     front,
     memory_of,
-    predicted_and_measured,
     price_of,
     refusals,
 )
@@ -33,7 +32,7 @@ from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.report.trace import read_timeline, read_torus, torus_of
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.sweep.noise import places
-from valkyrie.sweep.rows import Row, groups, ranked
+from valkyrie.sweep.rows import Row, groups, predicted_and_measured, ranked
 from valkyrie.sweep.table import table
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 

@@ -49,7 +49,7 @@ def test_every_panel_reads_what_runs_have(dry: dict[str, Any]) -> None:
     summary = {
         *summary_of(row(OK)),
         *summary_of(row(trained)),
-        "mfu",
+        *("mfu", "predicted_mfu", "predicted_step_ms", "dollars_per_million_tokens"),
         *(f"comm_bytes/{a}" for a in ("s", "w", "y", "z", "x,z", "y,z", "x,y,z")),
     }
     config = {*encode(OK.about), "stage"}

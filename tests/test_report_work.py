@@ -14,11 +14,11 @@ from reported import golden, sweep_folder, trial, trial_of
 from test_report import FSDP, LARGE, TP, rows_of
 from valkyrie.report import figures, specs, values, words
 from valkyrie.report.page import page
-from valkyrie.report.rank import agreement, compare, memory_of, predicted_and_measured, unbeaten
+from valkyrie.report.rank import agreement, compare, memory_of, unbeaten
 from valkyrie.report.records import read_rows
 from valkyrie.report.tables import command, details
 from valkyrie.report.text import as_csv, as_markdown
-from valkyrie.sweep.rows import Row, groups
+from valkyrie.sweep.rows import Row, groups, predicted_and_measured
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 
 WIDE = ["model.embed=2048", "model.mlp=5632", "model.layers=12"]

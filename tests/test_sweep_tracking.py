@@ -101,6 +101,7 @@ def test_every_trial_and_their_parent_are_one_group(reported: tuple[Path, dict[s
         t.name: "measure" for t in SWEEP
     }
     assert runs["laptop"]["run"].job_type == "sweep"
+    assert {"mesh=2x2x2", "mesh=1x1x8", "partition=2d_tp", "model=m", "target=cpu8"} <= {*runs["laptop"]["run"].tags}
     assert len({log["run"].run_id for log in runs.values()}) == 6
 
 
@@ -131,6 +132,15 @@ def test_a_run_holds_its_layout_and_what_it_came_to(reported: tuple[Path, dict[s
         "comm_bytes/x": 100.0,
         "comm_bytes/x,y": 200.0,
     }
+
+
+def test_a_measured_run_has_the_prediction_of_its_layout(tmp_path: Path) -> None:
+    step = replace(OK.results.step, step_s=0.4, mfu=0.3)
+    predicted = replace(OK, key="p", name="p", stage="compile", results=replace(OK.results, simulated=None, step=step))
+    assert report(tmp_path, [predicted, OK]) == []
+    summaries = {log["run"].display_name: log["summary"] for log in wandb_logs(tmp_path)}
+    assert (summaries[OK.name]["predicted_step_ms"], summaries[OK.name]["predicted_mfu"]) == (400, 0.3)
+    assert "predicted_step_ms" not in summaries["p"]
 
 
 def test_a_run_holds_every_setting_nested(tmp_path: Path) -> None:

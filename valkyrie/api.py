@@ -26,7 +26,7 @@ from valkyrie.paths import write_whole
 from valkyrie.problems import refuse
 from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
 from valkyrie.sweep.rows import Row
-from valkyrie.units import GIB
+from valkyrie.units import GIB, duration
 
 if TYPE_CHECKING:
     import jax
@@ -102,6 +102,11 @@ class Result:
         size = memory.peak if fits or memory.peak is not None else memory.needed
         return None if size is None else size / GIB
 
+    def __repr__(self) -> str:
+        step = "no step time" if self.step_s is None else duration(self.step_s)
+        peak = "" if self.peak_gib is None else f", {self.peak_gib:.1f} GiB"
+        return f"<Result {self._title}: {self.status}, {step}{peak}>"
+
     def __str__(self) -> str:
         from valkyrie.search.compile.show import show as print_record
 
@@ -120,10 +125,20 @@ class Result:
         return Path(path)
 
     def html(self, path: str | Path) -> Path:
-        """Write the report and a drawing of the step as a standalone HTML page, and return its path."""
+        """Write a standalone HTML page: the report as tables, and a drawing of the step. Returns its path."""
         from valkyrie.report.program import program_page
 
-        return write_whole(Path(path), program_page(str(self), self._title, self.replay.spans if self.replay else []))
+        spans = self.replay.spans if self.replay else []
+        return write_whole(Path(path), program_page(self.record, self._title, spans))
+
+    def _repr_html_(self) -> str:
+        """The page of `html` in a frame, for notebooks."""
+        from html import escape
+
+        from valkyrie.report.program import program_page
+
+        page = program_page(self.record, self._title, self.replay.spans if self.replay else [])
+        return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'
 
     @property
     def _title(self) -> str:

@@ -78,10 +78,30 @@ def read_record(record_type: type[R], path: Path) -> R:
 
 def _convert(record_type: type[R], plain: Any, source: str) -> R:
     try:
-        return msgspec.convert(plain, record_type)
+        record = msgspec.convert(plain, record_type)
     except msgspec.ValidationError as error:
         reason, _, field = str(error).partition(" - at ")
         raise RecordError(source, field.strip("`"), reason[:1].lower() + reason[1:]) from error
+    _set_defaults(record)
+    return record
+
+
+def _set_defaults(value: Any) -> None:
+    """Store the defaults of fields that the input lacks in their records.
+
+    msgspec 0.22 leaves them to the class, and then omits them when it encodes the record.
+    """
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            member = getattr(value, field.name)
+            object.__setattr__(value, field.name, member)
+            _set_defaults(member)
+    elif isinstance(value, (list, tuple)):
+        for member in value:
+            _set_defaults(member)
+    elif isinstance(value, dict):
+        for member in value.values():
+            _set_defaults(member)
 
 
 def _encode_scalar(value: Any) -> Any:

@@ -147,6 +147,11 @@ class Run:
     batch_note: str | None = field(default=None, compare=False)
     """Describes how `batch_tokens` and `device_batch` were converted, for printing. None if neither was given."""
 
+    def __repr__(self) -> str:
+        record = self.request_record()
+        work = f"{record.batch} x {record.seq} tokens, {record.precision}"
+        return f"<Run {record.model}, mesh={record.mesh} partition={record.partition} target={record.target}, {work}>"
+
     @property
     def layout(self) -> Layout:
         """The layout of this run. Raises ProblemError with all of its problems if it is illegal."""

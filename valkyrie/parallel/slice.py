@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class Slice(TargetConfig):
     """A slice: chip, hosts, topology, prices, and meshes of devices to compile for."""
 
+    def __repr__(self) -> str:
+        return f"<Slice {self.describe()}>"
+
     @classmethod
     def of(cls, target: TargetConfig) -> Slice:
         """Return the slice of a target."""

@@ -61,7 +61,7 @@ def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
 
     Beyond `LIMIT`, hints of all but the best layouts are left out, then timelines except that of the best layout.
     """
-    template, whole, text = _templates().get_template("page.html"), _data(rows), ""
+    template, whole, text = templates().get_template("page.html"), _data(rows), ""
     parts = _parts(rows, comparison, whole)
     for data in _ever_less(whole):
         text = template.render(parts, data=_json(data))
@@ -153,13 +153,14 @@ def _parts(rows: Sequence[Row], comparison: Comparison | None, data: PageData) -
         "comparison": comparison and {"summary": comparison.summary, "table": tables.compared(comparison)},
         "refusals": refusals(rows),
         "version": version("valkyrie-jax"),
-        "css": Markup(_asset("page.css")),
+        "css": Markup(read_asset("page.css")),
         "vega": _in_script(_vega()),
-        "js": _in_script(_asset("page.js")),
+        "js": _in_script(read_asset("page.js")),
     }
 
 
-def _templates() -> Environment:
+def templates() -> Environment:
+    """Return the environment of the templates of all pages."""
     loader = PackageLoader("valkyrie.report")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -210,7 +211,8 @@ def _in_script(text: str) -> Markup:
     return Markup(text.replace("</script", "<\\/script").replace("<!--", "<\\!--"))
 
 
-def _asset(name: str) -> str:
+def read_asset(name: str) -> str:
+    """Read a style sheet or script of the pages."""
     return (files("valkyrie.report") / "templates" / name).read_text(encoding="utf-8")
 
 

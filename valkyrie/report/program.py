@@ -1,67 +1,145 @@
-"""The page of one predicted step: its printed report, and a drawing of its timeline."""
+"""The page of one predicted step: large numbers, advice, a drawing of its timeline, and its report as tables."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from html import escape
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from valkyrie.machine.timeline import COMPUTE, trace_events
+from valkyrie.parts import PartKind, seconds_in
 from valkyrie.report.colours import axes_colour, part_colour
+from valkyrie.report.page import read_asset, templates
+from valkyrie.report.tables import ColumnHead, TextTable
 from valkyrie.report.trace import Timeline, timeline
-from valkyrie.units import duration
+from valkyrie.report.words import BigNumber
+from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
+from valkyrie.search.compile.show import show
+from valkyrie.units import duration, memory, percent
 
 if TYPE_CHECKING:
     from valkyrie.machine.replay import TimelineSpan
 
-WIDTH, LANE, LABEL = 1200, 26, 230
+WIDTH, LANE, LABEL = 1000, 26, 190
 """Pixels of the drawing: the time of a step, the height of a track, and the width of its name."""
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: {width}px; padding: 0 1em; }}
-pre {{ font: 12px/1.4 ui-monospace, monospace; overflow-x: auto; }}
-svg {{ width: 100%; height: auto; }} text {{ font: 12px system-ui, sans-serif; fill: currentColor; }}
-:root {{ color-scheme: light dark; }}
-</style></head><body><h1>{title}</h1>
-{drawing}
-<pre>{report}</pre>
-<p>valkyrie {version}</p></body></html>
-"""
+TICKS = 5
+"""Number of times on the axis of the drawing."""
+_HINT = "hint: "
+_LONG_TEXTS = ("cause", "source", "operation", "code", "what")
+"""Columns with texts that may wrap."""
 
 
-def program_page(report: str, title: str, spans: Sequence[TimelineSpan]) -> str:
-    """Return a self-contained HTML page with a report and a drawing of the spans."""
+class Rectangle(NamedTuple):
+    """A span of the drawing, in pixels, with its tooltip."""
+
+    left: float
+    top: int
+    width: float
+    colour: str
+    tooltip: str
+
+
+class Drawing(NamedTuple):
+    """The drawing of a step: names of tracks, spans, times on the axis by pixel, and colours by part of the step."""
+
+    tracks: list[str]
+    spans: list[Rectangle]
+    ticks: list[tuple[float, str]]
+    legend: dict[str, str]
+
+
+class _Recorder(Console):
+    """A console that collects the printed lines and tables."""
+
+    def __init__(self) -> None:
+        super().__init__(file=io.StringIO())
+        self.printed: list[str | TextTable] = []
+
+    def print(self, *objects: Any, markup: bool | None = None, **_: Any) -> None:
+        """Collect objects without their markup."""
+        for thing in objects:
+            if isinstance(thing, Table):
+                self.printed.append(_text_table(thing))
+            else:
+                self.printed.append(str(thing) if markup is False else Text.from_markup(thing).plain)
+
+
+def program_page(record: Prediction | Measurement, title: str, spans: Sequence[TimelineSpan]) -> str:
+    """Return a self-contained HTML page with the report of a record and a drawing of the spans."""
+    show(record, console := _Recorder())
+    lines = [line for line in console.printed if isinstance(line, str)]
     drawn = timeline([dict(event) for event in trace_events(spans, title)])
-    picture = "" if drawn is None else _picture(drawn)
-    return _PAGE.format(
-        title=escape(title),
-        width=WIDTH + LABEL,
-        drawing=picture,
-        report=escape(report),
-        version=escape(version("valkyrie-jax")),
+    return (
+        templates()
+        .get_template("program.html")
+        .render(
+            title=title,
+            subject=lines[0],
+            numbers_of_step=big_numbers(record),
+            hints=[line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)],
+            blocks=[
+                block for block in console.printed[1:] if isinstance(block, TextTable) or not block.startswith(_HINT)
+            ],
+            drawing=None if drawn is None else _drawing(drawn),
+            sizes={"width": WIDTH, "lane": LANE, "label": LABEL},
+            version=version("valkyrie-jax"),
+            css=Markup(read_asset("page.css")),
+        )
     )
 
 
-def _picture(drawn: Timeline) -> str:
-    """Return an SVG drawing of a step: a track for compute, then one for each set of mesh axes, then copies."""
+def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
+    """Return the numbers in large print: step time, speed, waiting and memory, as far as they are known."""
+    numbers, step, held = [], record.step, record.memory
+    if step is not None:
+        interval = getattr(step, "interval", None)
+        ends = f"{duration(interval.low_s)} to {duration(interval.high_s)}" if interval else ""
+        numbers.append(BigNumber("step", duration(step.step_s), ends))
+        if step.tokens_per_second is not None:
+            utilisation = "" if step.mfu is None else f"MFU {percent(step.mfu)}"
+            numbers.append(BigNumber("tokens/s", f"{step.tokens_per_second:,.0f}", utilisation))
+        if isinstance(record, Prediction) and record.parts:
+            share = seconds_in(record.parts, PartKind.exposed) / step.step_s
+            numbers.append(BigNumber("waiting for communication", percent(share), "of the step"))
+    if held is not None and held.required is not None:
+        verdict = "does not fit" if record.status is CompileStatus.does_not_fit else "fits"
+        usable = "" if held.usable is None else f"{verdict}: {memory(held.usable)} usable"
+        numbers.append(BigNumber("peak memory per device", memory(held.required), usable))
+    return numbers
+
+
+def _text_table(table: Table) -> TextTable:
+    columns = [(str(column.header), column.justify == "right", list(column.cells)) for column in table.columns]
+    kinds = ["number" if is_number else "work" if name in _LONG_TEXTS else "" for name, is_number, _ in columns]
+    heads = [ColumnHead(name, kind) for (name, *_), kind in zip(columns, kinds, strict=True)]
+    cells = ([Text.from_markup(str(cell)).plain for cell in column] for *_, column in columns)
+    return TextTable(str(table.title or ""), heads, list(zip(*cells, strict=True)))
+
+
+def _drawing(drawn: Timeline) -> Drawing:
+    """Return the drawing of a step: a track for compute, then one for each set of mesh axes, then copies."""
     tracks, names, step_us = drawn.tracks, drawn.names, drawn.step_us
-    height = LANE * (len(tracks) + 1)
-    shapes = [f'<text x="0" y="{LANE * i + 17}">{escape(track)}</text>' for i, track in enumerate(tracks)]
+    shapes, legend = [], {}
     for track, start, length, part, name, joined in drawn.spans:
         colour = _colour(drawn, tracks[track], names[part])
+        if tracks[track] == COMPUTE:
+            legend[names[part]] = colour
         more = f" and {joined - 1} more" if joined > 1 else ""
-        tooltip = escape(f"{names[part]}: {names[name]}{more}, {duration(length * 1e-6)}")
-        left, wide = LABEL + WIDTH * start / step_us, max(WIDTH * length / step_us, 0.3)
-        shapes.append(
-            f'<rect x="{left:.1f}" y="{LANE * track + 3}" width="{wide:.1f}" height="{LANE - 6}" fill="{colour}">'
-            f"<title>{tooltip}</title></rect>"
-        )
-    end = f'<text x="{LABEL + WIDTH}" y="{height - 8}" text-anchor="end">{duration(step_us * 1e-6)}</text>'
-    return f'<svg viewBox="0 0 {LABEL + WIDTH} {height}">{"".join(shapes)}{end}</svg>'
+        tooltip = f"{names[part]}: {names[name]}{more}, {duration(length * 1e-6)}"
+        left, width = LABEL + WIDTH * start / step_us, max(WIDTH * length / step_us, 0.3)
+        shapes.append(Rectangle(round(left, 1), LANE * track + 3, round(width, 1), colour, tooltip))
+    shares = [tick / (TICKS - 1) for tick in range(TICKS)]
+    ticks = [(LABEL + WIDTH * share, duration(step_us * share * 1e-6)) for share in shares]
+    return Drawing(tracks, shapes, ticks, legend)
 
 
 def _colour(drawn: Timeline, track: str, part: str) -> str:
     if track in drawn.axes:
         return axes_colour(drawn.axes[track])
-    return part_colour(part, drawn.axes.get(part)) if track == COMPUTE else "#8b98a5"
+    return part_colour(part if track == COMPUTE else track, drawn.axes.get(part))

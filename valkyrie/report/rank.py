@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from valkyrie.sweep.noise import within_noise
-from valkyrie.sweep.rows import AT_HAND, Row, Workload, groups, ranked
+from valkyrie.sweep.rows import Row, RowPair, Workload, groups, ranked
 from valkyrie.sweep.trial import Status
 
 UNKNOWN = "no reason was recorded"
@@ -102,19 +102,6 @@ def _layout(row: Row) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True)
-class RowPair:
-    """Two rows of one layout. `ratio` is the speed of `b` over that of `a`, or None if either is unknown."""
-
-    a: Row
-    b: Row
-
-    @property
-    def ratio(self) -> float | None:
-        """Speed of `b` relative to `a`, or None if unknown."""
-        return self.b.rate_per_chip / self.a.rate_per_chip if self.a.rate_per_chip and self.b.rate_per_chip else None
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Two sweeps: pairs of rows of layouts that both have, by kind of speed, and the rows that only one has.
 
@@ -178,22 +165,6 @@ def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
     return Comparison(a, b, pairs, only_a, only_b, again)
 
 
-def predicted_and_measured(rows: Iterable[Row]) -> list[RowPair]:
-    """Return pairs of a prediction and a run of one layout and work, in any precision.
-
-    A run on a named target is paired with predictions for that target; a run on simulated devices or on those at hand
-    with all of them.
-    """
-    predictions: dict[tuple[object, ...], list[Row]] = defaultdict(list)
-    rows = [row for row in rows if row.ok]
-    for row in rows:
-        if row.group.stage == "compile":
-            predictions[(row.layout, row.work.step)].append(row)
-    ran = (row for row in rows if row.group.stage != "compile")
-    pairs = [RowPair(prediction, row) for row in ran for prediction in predictions[(row.layout, row.work.step)]]
-    return [p for p in pairs if _may_meet(p)]
-
-
 def agreement(pairs: Sequence[RowPair]) -> float | None:
     """Return the share of pairs of layouts of one work that the prediction ranks in the measured order.
 
@@ -229,12 +200,6 @@ def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
     order = list(Status)
     listed = [(status, members[0].reason or UNKNOWN, members) for (status, _), members in by_kind.items()]
     return sorted(listed, key=lambda entry: (order.index(entry[0]), -len(entry[2]), entry[1]))
-
-
-def _may_meet(pair: RowPair) -> bool:
-    """Return whether a run may be compared with a prediction: of the same target, or of no named one."""
-    at_hand = pair.b.about.target == AT_HAND
-    return pair.b.group.simulated or at_hand or pair.b.group.target == pair.a.group.target
 
 
 def _kind(pair: RowPair) -> tuple[object, ...]:

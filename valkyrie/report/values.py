@@ -8,9 +8,9 @@ from typing import Any
 
 from valkyrie.axes import axes_text
 from valkyrie.parts import PartKind
-from valkyrie.report.rank import memory_of, predicted_and_measured, price_of, unbeaten
+from valkyrie.report.rank import memory_of, price_of, unbeaten
 from valkyrie.runs.goodput import KINDS
-from valkyrie.sweep.rows import Row
+from valkyrie.sweep.rows import Row, predicted_and_measured
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, percent
 from valkyrie.units import memory as memory_text

@@ -23,7 +23,7 @@ EXTRA = "wandb-workspaces"
 
 _NOTE = (
     "Every run is a layout. Speeds of runs whose config says simulated=true were taken on CPU devices that stand in "
-    "for the mesh: they say nothing of an accelerator. Refused layouts are runs too: their summary says why."
+    "for the mesh, and are not those of an accelerator. Refused layouts are runs too: their summary has the reason."
 )
 
 

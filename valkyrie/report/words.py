@@ -11,12 +11,12 @@ from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from valkyrie.records import encode
-from valkyrie.report.rank import UNKNOWN, agreement, counted_as, described, predicted_and_measured, same_layout
+from valkyrie.report.rank import UNKNOWN, agreement, counted_as, described, same_layout
 from valkyrie.report.values import PART_NAMES
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.explain.difference import difference, sides
 from valkyrie.sweep.noise import has_spread, within_noise
-from valkyrie.sweep.rows import Row, SpeedKind, Workload, groups
+from valkyrie.sweep.rows import Row, SpeedKind, Workload, groups, predicted_and_measured
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory, percent, sent, share_text
 

@@ -18,6 +18,8 @@ FLUSH_S = 1.0
 """Seconds until a record is in W&B's file. A killed run loses records of at most that time, and the last one."""
 AGAIN = "-offline"
 """Suffix of the id of a run that did not start online, because W&B reserves the id of a failed start."""
+TAGGED = ("mesh", "partition", "model", "target")
+"""Groups whose names are tags of a run."""
 _GROUPS = ("model", "mesh", "partition", "target", "precision")
 """Groups with names that describe a run."""
 
@@ -93,6 +95,7 @@ class WandbWriter:
         settings |= {"x_transaction_log_flush_interval": FLUSH_S, **more.pop("settings", {})}
         if self.mode is not WandbMode.online:
             more.pop("resume", None)
+        tags = more.pop("tags", None) or [tag(key, fields[key]["name"]) for key in TAGGED if key in fields]
         return wandb.init(
             mode=self.mode.value,  # pyright: ignore[reportArgumentType]
             project=self.config.project,
@@ -102,11 +105,16 @@ class WandbWriter:
             id=re.sub(r"[/\\#?%:]", "-", run_id),  # W&B refuses these
             group=group,
             job_type=job_type,
-            tags=[f"{k}={fields[k]['name']}"[:64] for k in ("mesh", "partition", "model", "target") if k in fields],
+            tags=tags,
             config=fields,
             settings=wandb.Settings(**settings),
             **more,
         )
+
+
+def tag(key: str, name: object) -> str:
+    """Return the tag of a group's name: `mesh=4x4x2`. W&B refuses more than 64 characters."""
+    return f"{key}={name}"[:64]
 
 
 def config_of(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, object]:

@@ -36,6 +36,16 @@ _ALL = (
     _C("remat", "remat", "text", lambda r: r.about.remat),
     _C("alike", "same as", "text", lambda r: r.alike, "a simpler partition that splits every array the same way"),
     _C("step_s", "step", "seconds", lambda r: r.step_s, "one step; the median if measured", "step_ms", 1e3),
+    _C(
+        "predicted_step_s",
+        "predicted step",
+        "seconds",
+        lambda r: r.prediction and r.prediction.step_s,
+        "one step of the same layout, as predicted",
+        "predicted_step_ms",
+        1e3,
+    ),
+    _C("predicted_mfu", "predicted MFU", "share", lambda r: r.prediction and r.prediction.step.mfu),
     _C("p90_s", "p90", "seconds", lambda r: r.step.p90_s, "nine of ten steps are faster than this"),
     _C("min_s", "fastest step", "seconds", lambda r: r.step.min_s),
     _C("tokens_per_second", "tokens/s", "speed", lambda r: r.rate, "tokens a second of the whole slice"),
@@ -154,12 +164,13 @@ CSV = columns(
 )
 WANDB_RUN = columns(
     *("status", "reason", "stage", "wall_s", "simulated", *_RATES, "step_s", "peak_bytes", "loss", "sent_bytes"),
-    *("goodput", "restarts", "data_wait"),
+    *("goodput", "restarts", "data_wait", "dollars_per_million_tokens", "predicted_step_s", "predicted_mfu"),
 )
 """Summary of a trial's run at W&B."""
 WANDB_TABLE = columns(
     *("label", "layout", "stage", "status", *_RATES, "step_s", "peak_bytes", "sent_bytes", "simulated", "mesh"),
     *("partition", "microbatches", "remat", "model", "target", "chips", "wall_s", "reason", "name"),
+    *("dollars_per_million_tokens", "predicted_step_s", "predicted_mfu"),
 )
 """Table of a sweep's run at W&B."""
 

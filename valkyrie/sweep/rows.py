@@ -95,6 +95,7 @@ class Row:
         label: Name that distinguishes it from the other rows of a table.
         alike: A simpler partition that shards every array in the same way.
         front: Whether it is on the Pareto front of speed and memory among rows of its work.
+        prediction: A prediction of the same layout and work, for a measured row.
     """
 
     trial: Trial
@@ -116,6 +117,7 @@ class Row:
     label: str = ""
     alike: str = ""
     front: bool = False
+    prediction: Row | None = None
 
     @property
     def id(self) -> str:
@@ -180,6 +182,19 @@ class Row:
         """Share of a training's steps in which devices wait for data."""
         spent = self.trial.results.goodput
         return None if spent is None else spent.data_wait
+
+
+@dataclass(frozen=True)
+class RowPair:
+    """Two rows of one layout. `ratio` is the speed of `b` over that of `a`, or None if either is unknown."""
+
+    a: Row
+    b: Row
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed of `b` relative to `a`, or None if unknown."""
+        return self.b.rate_per_chip / self.a.rate_per_chip if self.a.rate_per_chip and self.b.rate_per_chip else None
 
 
 def rows_of(
@@ -258,6 +273,29 @@ def with_ranks(rows: Sequence[Row]) -> list[Row]:
     return [replace(row, rank=rank if row.ok else None) for rank, row in zip(ranks, rows, strict=True)]
 
 
+def predicted_and_measured(rows: Iterable[Row]) -> list[RowPair]:
+    """Return pairs of a prediction and a run of one layout and work, in any precision.
+
+    A run on a named target is paired with predictions for that target; a run on simulated devices or on those at hand
+    with all of them.
+    """
+    predictions: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    rows = [row for row in rows if row.ok]
+    for row in rows:
+        if row.group.stage == "compile":
+            predictions[(row.layout, row.work.step)].append(row)
+    ran = (row for row in rows if row.group.stage != "compile")
+    pairs = [RowPair(prediction, row) for row in ran for prediction in predictions[(row.layout, row.work.step)]]
+    return [p for p in pairs if _may_meet(p)]
+
+
+def with_predictions(rows: Iterable[Row]) -> list[Row]:
+    """Return rows, each measured one with the first prediction of its layout and work, if there is one."""
+    rows = list(rows)
+    predictions = {pair.b.id: pair.a for pair in reversed(predicted_and_measured(rows))}
+    return [replace(row, prediction=predictions.get(row.id)) for row in rows]
+
+
 def _price(trial: Trial, simulated: bool) -> float | None:
     """Return the price of a chip in dollars per hour, as recorded or else from the chip's file. None if unknown."""
     step, about = trial.results.step, trial.about
@@ -289,3 +327,9 @@ def _reason(trial: Trial) -> str | None:
     if trial.status is Status.ok and trial.stage == "compile" and trial.results.step == StepResult():
         return "CPU target: memory and bytes per axis only; choose a TPU slice for step time"
     return trial.reason
+
+
+def _may_meet(pair: RowPair) -> bool:
+    """Return whether a run may be compared with a prediction: of the same target, or of no named one."""
+    at_hand = pair.b.about.target == AT_HAND
+    return pair.b.group.simulated or at_hand or pair.b.group.target == pair.a.group.target

@@ -25,9 +25,9 @@ from valkyrie.paths import open_to_append, write_whole
 from valkyrie.processes.locks import lock
 from valkyrie.records import encode
 from valkyrie.runs.folder import RUN
-from valkyrie.runs.wandb_writer import AGAIN, TrackingConfig, WandbMode, WandbWriter, config_of
+from valkyrie.runs.wandb_writer import AGAIN, TAGGED, TrackingConfig, WandbMode, WandbWriter, config_of, tag
 from valkyrie.sweep.columns import WANDB_RUN, WANDB_TABLE
-from valkyrie.sweep.rows import Row, row_of
+from valkyrie.sweep.rows import Row, row_of, with_predictions
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 REPORTED = "reported.json"
@@ -44,6 +44,7 @@ _QUICK = {
 }
 """Settings that record nothing about this process or machine, because the trial ran in another process."""
 
+_MOST_TAGS = 20
 _PLOTTED = ("label", "tokens_per_second")
 
 
@@ -102,7 +103,7 @@ class SweepTracker:
         self._log_run(
             run_id,
             trial.to_json(),
-            lambda run: run.summary.update(summary_of(_row(trial, self._folder))),
+            lambda run: run.summary.update(summary_of(self._with_prediction(trial))),
             name=trial.name,
             job_type=trial.stage,
             fields=config_of(about, _settings(trial, self._folder)),
@@ -110,11 +111,17 @@ class SweepTracker:
             exit_code=int(trial.status in _ENDED_BADLY),
         )
 
+    def _with_prediction(self, trial: Trial) -> Row:
+        """Return a trial as a row, with the prediction of its layout if its sweep has one and the trial is measured."""
+        predicted = (other for other in TrialLog(self._folder).read() if other.stage == "compile")
+        others = predicted if trial.stage != "compile" else ()
+        return with_predictions(_row(one, self._folder) for one in (trial, *others))[0]
+
     def _log_sweep(self) -> None:
         trials = TrialLog(self._folder).read()
         if not trials:
             return
-        rows = [_row(trial, self._folder) for trial in trials]
+        rows = with_predictions(_row(trial, self._folder) for trial in trials)
         cells = [table_cells(row) for row in rows]
 
         def fill(run: Any) -> None:
@@ -128,6 +135,7 @@ class SweepTracker:
             name=self._sweep,
             job_type="sweep",
             fields={"sweep": self._sweep, "folder": str(self._folder), "trials": len(trials)},
+            tags=_tags(rows),
         )
 
     def _log_run(
@@ -235,6 +243,12 @@ def _table_and_plots(rows: list[list[Any]]) -> dict[str, object]:
             table, "hbm_gib", "tokens_per_second", title=f"memory against tokens/s{word}"
         )
     return record
+
+
+def _tags(rows: Sequence[Row]) -> list[str]:
+    """Return the tags of the parent run: the values that its trials have, by key as for a trial."""
+    abouts = [encode(row.about) for row in rows if row.trial.about is not None]
+    return list(dict.fromkeys(tag(key, about[key]) for key in TAGGED for about in abouts))[:_MOST_TAGS]
 
 
 def _totals(rows: Sequence[Row]) -> dict[str, object]:
