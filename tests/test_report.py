@@ -21,10 +21,10 @@ from valkyrie.report.page import page
 from valkyrie.report.rank import (
     agreement,
     best_per_target,
+    chip_price,
     compare,
     front,
-    memory_of,
-    price_of,
+    peak_memory,
     refusals,
 )
 from valkyrie.report.records import find_sweeps, read_rows
@@ -69,7 +69,7 @@ def rows(tmp_path: Path) -> list[Row]:
 
 def test_front_of_memory_has_what_none_beats(rows):
     predicted = [row for row in rows if row.group.stage == "compile"]
-    assert layouts(front(predicted, memory_of)) == ["2x4x1-2d_tp", "8x1x1-fsdp"]
+    assert layouts(front(predicted, peak_memory)) == ["2x4x1-2d_tp", "8x1x1-fsdp"]
     assert values.memory(predicted)[0]["usable"] == 16
 
 
@@ -78,7 +78,7 @@ def test_price_and_its_front(tmp_path: Path):
     dear = trial("8x1x1-fsdp", 900, target="v5p-16", price=4.2)
     worse = trial("2x4x1-2d_tp", 200, target="v5p-16", price=4.2)
     rows = rows_of(tmp_path, cheap, dear, worse)
-    assert [row.group.target for row in front(rows, price_of)] == ["v5e-8", "v5p-16"]
+    assert [row.group.target for row in front(rows, chip_price)] == ["v5e-8", "v5p-16"]
     assert [round(row.price or 0, 6) for row in rows] == [1.2, 4.2, 4.2]
     assert rows[0].per_million == pytest.approx(1.2 / 3600 / 300 * 1e6)
     assert [point["front"] for point in values.prices(rows)] == [True, True, False]

@@ -54,7 +54,7 @@ def test_the_folder_of_the_output_is_made(tmp_path: Path, capsys):
     assert capsys.readouterr().out == f"1 trials: {output}\n" and output.read_text().startswith("# hand\n")
     for under in (output / "y.md", output / "deeper" / "y.md"):
         err = fails(capsys, folder, "--format", "md", "--output", under)
-        assert f"{under.parent} is no folder" in err
+        assert f"{under.parent} is not a folder" in err
 
 
 def test_the_file_of_trials_stands_for_its_folder_in_python_too(tmp_path: Path, capsys):
@@ -62,7 +62,7 @@ def test_the_file_of_trials_stands_for_its_folder_in_python_too(tmp_path: Path, 
     main([str(folder / "trials.jsonl")])
     assert capsys.readouterr().out == f"1 trials: {folder / PAGE}\n"
     assert valkyrie.write_report(folder / "trials.jsonl") == folder / PAGE
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         valkyrie.write_report(folder, output=folder / PAGE / "x.html")
 
 
@@ -80,7 +80,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     (tmp_path / "newer" / "trials.jsonl").write_text('{"schema": 99}\n')
     assert "schema 99" in fails(capsys, tmp_path / "newer")
     folder = sweep_folder(tmp_path / "mine", [FSDP])
-    assert "no sweep b" in fails(capsys, folder, "--compare", "hand", "b")
+    assert "b is not a sweep" in fails(capsys, folder, "--compare", "hand", "b")
     assert "--format" in fails(capsys, folder, "--format", "pdf")
 
 
@@ -181,4 +181,4 @@ def test_a_training_that_was_killed_has_the_numbers_of_its_records(tmp_path: Pat
     assert row.sent["x,y"] == 300 and row.goodput is not None and row.goodput.restarts == 0
     metrics.write_text("")
     (row,) = read_rows([folder])
-    assert row.status == "killed" and "no finished step" in str(row.reason)
+    assert row.status == "killed" and "no step has" in str(row.reason)

@@ -14,7 +14,7 @@ from reported import golden, sweep_folder, trial, trial_of
 from test_report import FSDP, LARGE, TP, rows_of
 from valkyrie.report import figures, specs, values, words
 from valkyrie.report.page import page
-from valkyrie.report.rank import agreement, compare, memory_of, unbeaten
+from valkyrie.report.rank import agreement, compare, pareto_ids, peak_memory
 from valkyrie.report.records import read_rows
 from valkyrie.report.tables import command, details
 from valkyrie.report.text import as_csv, as_markdown
@@ -148,7 +148,7 @@ def test_partitions_are_compared_within_a_shape(varied: list[Row]):
 
 
 def test_a_front_is_of_one_work(varied: list[Row]):
-    assert len(unbeaten(varied, memory_of)) == 3
+    assert len(pareto_ids(varied, peak_memory)) == 3
     assert sum(v["front"] for v in values.memory(varied)) == 3
     spec = figures.specification(figures.MEMORY, varied)
     assert spec is not None

@@ -29,17 +29,17 @@ class SweepPage(Callback):
         except Exception as error:  # Hydra would only warn, and the stale page would remain
             problem = f"the page could not be written ({type(error).__name__}: {error})"
             print(
-                f"{problem}{_removed(folder / PAGE)}. Once it can be: {command_name('valkyrie-report')} {folder}",
+                f"{problem}{_remove(folder / PAGE)}. To try again: {command_name('valkyrie-report')} {folder}",
                 file=sys.stderr,
             )
 
 
-def _removed(page: Path) -> str:
+def _remove(page: Path) -> str:
     """Remove the stale page and return a clause that reports it."""
     if not page.exists():
         return ""
     try:
         page.unlink()
     except OSError:
-        return f"; {page} is of an earlier sweep and lacks the newest trials"
-    return "; the one of before, which lacks the newest trials, was removed"
+        return f"; the earlier {page} remains and lacks the newest trials"
+    return "; the earlier page, which lacks the newest trials, was removed"

@@ -83,8 +83,8 @@ SENT = Figure(
 WALL_TIME = Figure(
     "walltime",
     "Where the wall time of a training goes",
-    "From the first start of a training to its end, or to its last sign of life. Steps that count are first; the rest "
-    "is what it paid for starting, saving, evaluating, waiting, and for what a restart made it do again.",
+    "From the first start of a training to its end, or to its last record. Steps that count are first. The rest is "
+    "starting, saving, evaluating, waiting, and steps repeated after a restart.",
     values.wall_times,
     specs.stack("wall time", "spent on", lambda v: colours.time_colour(v["part"])),
 )

@@ -47,7 +47,7 @@ def page_file(paths: Sequence[Path], output: Path | None) -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"{file.parent} is no folder, and none can be made there. Name another file.") from error
+        raise ValueError(f"{file.parent} is not a folder and cannot be created. Name another file.") from error
     return file
 
 
@@ -63,7 +63,7 @@ def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
     """
     template, whole, text = templates().get_template("page.html"), _data(rows), ""
     parts = _parts(rows, comparison, whole)
-    for data in _ever_less(whole):
+    for data in _shrink(whole):
         text = template.render(parts, data=_json(data))
         if len(text.encode()) <= LIMIT:
             break
@@ -101,7 +101,7 @@ class PageData:
     colours: dict[str, str]
 
 
-def _ever_less(data: PageData) -> Iterator[PageData]:
+def _shrink(data: PageData) -> Iterator[PageData]:
     """Yield the data of a page, then ever smaller versions of it without the least important parts."""
     yield data
     best = [row[0] is not None and row[0] <= TORUSES for row in data.rows]
@@ -131,7 +131,7 @@ def _parts(rows: Sequence[Row], comparison: Comparison | None, data: PageData) -
     folders = list(dict.fromkeys(row.folder or row.source if row.is_training else row.source for row in rows))
     command, answer = (read_command(folders[0]), read_answer(folders[0])) if len(folders) == 1 else (None, None)
     kinds = groups(rows)
-    best, trained = tables.best(best_per_target(rows)), tables.trained(rows)
+    best, trained = tables.best_table(best_per_target(rows)), tables.training_table(rows)
     return {
         "question": "how did it train?" if all(row.is_training for row in rows) else "which layout?",
         "title": words.title(rows, answer),
@@ -142,7 +142,9 @@ def _parts(rows: Sequence[Row], comparison: Comparison | None, data: PageData) -
         "answers": [words.answer(group, members) for group, members in kinds.items()],
         "prices": words.price_lines(rows),
         "search": answer,
-        "found": None if answer is None else {"best": words.search_answer(answer), "table": tables.answered(answer)},
+        "found": None
+        if answer is None
+        else {"best": words.search_answer(answer), "table": tables.answer_table(answer)},
         "best": best if len(best.rows) > 1 else None,
         "figures": [figure for figure in OF_A_GROUP if any(data.figures[figure.id])],
         "wide": max(map(len, labels(rows).values())) > LONG,
@@ -150,7 +152,7 @@ def _parts(rows: Sequence[Row], comparison: Comparison | None, data: PageData) -
         "trained": trained if trained.rows else None,
         "times": [WALL_TIME] if data.together[WALL_TIME.id] else [],
         "agreement": words.agreement_line(rows),
-        "comparison": comparison and {"summary": comparison.summary, "table": tables.compared(comparison)},
+        "comparison": comparison and {"summary": comparison.summary, "table": tables.comparison_table(comparison)},
         "refusals": refusals(rows),
         "version": version("valkyrie-jax"),
         "css": Markup(read_asset("page.css")),
@@ -175,9 +177,9 @@ def _data(rows: Sequence[Row]) -> PageData:
     ordered = [row for members in kinds.values() for row in members]
     timed = _best_first(list(kinds.values()))
     place = {row.id: i for i, row in enumerate(ordered)}
-    with_timelines = ((place[row.id], found) for row in timed if (found := read_timeline(row)) is not None)
+    with_timelines = ((place[row.id], drawing) for row in timed if (drawing := read_timeline(row)) is not None)
     timelines = dict(itertools.islice(with_timelines, TIMELINES))
-    toruses = {place[row.id]: found for row in timed[:TORUSES] if (found := read_torus(row)) is not None}
+    toruses = {place[row.id]: drawing for row in timed[:TORUSES] if (drawing := read_torus(row)) is not None}
     return PageData(
         groups=[group.label for group in kinds],
         figures={figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
@@ -185,7 +187,7 @@ def _data(rows: Sequence[Row]) -> PageData:
         columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
         rows=tables.cells(kinds),
         details=[tables.details(row) for row in ordered],
-        pairs=words.compared(ordered),
+        pairs=words.compare_rows(ordered),
         timelines=timelines,
         toruses=toruses,
         timeline=timeline_spec(),

@@ -41,7 +41,7 @@ def front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> lis
     return best
 
 
-def unbeaten(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> set[str]:
+def pareto_ids(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> set[str]:
     """Return the ids of the rows on the Pareto fronts of their works."""
     by_work: dict[Workload, list[Row]] = defaultdict(list)
     for row in rows:
@@ -49,17 +49,17 @@ def unbeaten(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> 
     return {row.id for members in by_work.values() for row in front(members, cost)}
 
 
-def memory_of(row: Row) -> int | None:
+def peak_memory(row: Row) -> int | None:
     """Peak memory per device, in bytes."""
     return row.peak
 
 
-def price_of(row: Row) -> float | None:
+def chip_price(row: Row) -> float | None:
     """Price of a chip, in dollars per hour."""
     return row.price
 
 
-def counted_as(rows: Sequence[Row]) -> dict[str, str]:
+def simplest_partitions(rows: Sequence[Row]) -> dict[str, str]:
     """Return by row id the simplest partition that shards every array in the same way, usually the row's own.
 
     On a mesh with x=1, `1d_tp` is data parallel, so it says nothing about `1d_tp`. The simplest partition is the one
@@ -84,7 +84,7 @@ def same_layout(one: Row, other: Row) -> bool:
     return _layout(one) == _layout(other)
 
 
-def described(partition: str) -> str:
+def describe_simplest(partition: str) -> str:
     """Describe the simpler partition that a layout is equivalent to."""
     return "data parallel, as dp" if partition == DATA_PARALLEL else f"the same layout as {partition}"
 
@@ -153,7 +153,7 @@ def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
         members = [row for row in rows if name == row.trial.sweep or Path(name).resolve() == row.source.resolve()]
         if not members:
             known = ", ".join(dict.fromkeys(f"{row.trial.sweep} ({row.source})" for row in rows))
-            raise ValueError(f"--compare {a} {b}: there is no sweep {name} here. There are: {known}.")
+            raise ValueError(f"--compare {a} {b}: {name} is not a sweep here. Sweeps: {known}.")
         best: dict[tuple[object, ...], Row] = {}
         again += [row for row in ranked(members) if best.setdefault((row.group, row.layout, row.work), row) is not row]
         by_sweep.append(best)

@@ -39,7 +39,7 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     trainings = {folder: [training(folder)] for folder in folders if folder not in sweeps}
     rows = rows_of(sweeps, trainings)
     if not rows:
-        raise ValueError(f"{', '.join(map(str, paths))}: there is no trial yet. Wait until the first one has ended.")
+        raise ValueError(f"{', '.join(map(str, paths))}: has no trial yet. Wait until the first one has ended.")
     return rows
 
 
@@ -66,8 +66,8 @@ def find_sweeps(paths: Sequence[Path]) -> list[Path]:
 
 
 _ADVICE = (
-    "A report is made of a training's or a sweep's folder, or of a folder of them, such as runs. "
-    "A sweep writes it: valkyrie-train -m mode=measure mesh=2x2x2,8x1x1 partition=fsdp,1d_tp"
+    "Give the folder of a training or a sweep, or a folder of them, such as runs. "
+    "To make a sweep: valkyrie-train -m mode=measure mesh=2x2x2,8x1x1 partition=fsdp,1d_tp"
 )
 
 
@@ -127,7 +127,7 @@ def training(folder: Path) -> Trial:
     except ValueError as error:
         return _trial(folder, Status.failed, str(error), None, {}, TrialResult())
     results = training_results(folder / METRICS)
-    reason = "it has no finished step yet" if results.step == StepResult() else None
+    reason = "no step has finished yet" if results.step == StepResult() else None
     return _trial(folder, Status.killed if reason else Status.ok, reason, about, values, results)
 
 

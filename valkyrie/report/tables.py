@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from valkyrie.report.rank import Comparison, counted_as, memory_of, unbeaten
+from valkyrie.report.rank import Comparison, pareto_ids, peak_memory, simplest_partitions
 from valkyrie.report.values import labels, part_name, short
 from valkyrie.runs.columns import Column
 from valkyrie.sweep.columns import BEST, COLUMNS, MARKDOWN, PAGE
@@ -48,15 +48,15 @@ class TextTable:
         return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def best(rows: Sequence[Row]) -> TextTable:
+def best_table(rows: Sequence[Row]) -> TextTable:
     """Return the best layout of each target and work; all rows have a speed."""
     return _table("The best layout of each target", BEST, rows)
 
 
-def ranked(rows: Sequence[Row]) -> TextTable:
+def ranked_table(rows: Sequence[Row]) -> TextTable:
     """Return the rows of one kind of speed that have results, in the order given."""
     shown = [row for row in rows if has_results(row)]
-    return _table("Ranked layouts", MARKDOWN, compared_rows(shown))
+    return _table("Ranked layouts", MARKDOWN, rank_rows(shown))
 
 
 def _table(caption: str, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> TextTable:
@@ -70,7 +70,7 @@ def _cell(column: Column[Row], row: Row) -> str:
     return row.status if not text and column.unit == "speed" and row.trial.status is not Status.ok else text
 
 
-def trained(rows: Sequence[Row]) -> TextTable:
+def training_table(rows: Sequence[Row]) -> TextTable:
     """Return the table of the wall time of trainings, the longest first."""
     heads = [
         ColumnHead("training"),
@@ -97,7 +97,7 @@ def has_results(row: Row) -> bool:
     return row.ok or (row.trial.status is Status.ok and bool(row.peak or row.sent))
 
 
-def compared(comparison: Comparison) -> TextTable:
+def comparison_table(comparison: Comparison) -> TextTable:
     """Return the table of layouts in both sweeps, with the ratio of their speeds."""
     named = labels([pair.a for pair in comparison.pairs])
     heads = [ColumnHead("layout"), ColumnHead("speed is")]
@@ -111,9 +111,9 @@ def compared(comparison: Comparison) -> TextTable:
     return TextTable(f"{comparison.a} against {comparison.b}", [*heads, ColumnHead("ratio", "number")], body)
 
 
-def compared_rows(rows: Sequence[Row]) -> list[Row]:
+def rank_rows(rows: Sequence[Row]) -> list[Row]:
     """Return ranked rows of one kind of speed with label, rank, equivalent partition and Pareto front."""
-    named, light, counted = labels(rows), unbeaten(rows, memory_of), counted_as(rows)
+    named, light, counted = labels(rows), pareto_ids(rows, peak_memory), simplest_partitions(rows)
     alike = {row.id: counted[row.id] for row in rows if row.ok and counted[row.id] != row.about.partition}
     return [
         replace(row, label=named[row.id], alike=alike.get(row.id, ""), front=row.id in light)
@@ -123,7 +123,7 @@ def compared_rows(rows: Sequence[Row]) -> list[Row]:
 
 def cells(kinds: Mapping[SpeedKind, Sequence[Row]]) -> list[list[Any]]:
     """Return the ranked rows of all kinds of speed, a cell for each of `PAGE`; numbers in seconds and bytes."""
-    listed = [row for rows in kinds.values() for row in compared_rows(rows)]
+    listed = [row for rows in kinds.values() for row in rank_rows(rows)]
     return [[_rounded(column.value(row)) for column in PAGE] for row in listed]
 
 
@@ -131,7 +131,7 @@ def _rounded(value: Any) -> Any:
     return short(value, _DIGITS) if isinstance(value, float) else value
 
 
-def answered(answer: SearchAnswer) -> TextTable:
+def answer_table(answer: SearchAnswer) -> TextTable:
     """Return the best layouts of a search, in the columns of its table on a terminal."""
     from valkyrie.search.answer_record import answer_columns  # it imports NumPy, which other reports do without
 

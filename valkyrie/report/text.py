@@ -32,18 +32,18 @@ def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> st
     lines += [words.SIMULATED, ""] if any(row.group.simulated and row.ok for row in rows) else []
     best = best_per_target(rows)
     if len(best) > 1:
-        lines += ["## Best of each target", "", *tables.best(best).markdown(), ""]
+        lines += ["## Best of each target", "", *tables.best_table(best).markdown(), ""]
     for group, members in groups(rows).items():
         answer = words.answer(group, members)
         lines += [f"## {group.label[0].upper()}{group.label[1:]}", "", answer.sentence, ""]
         lines += [*(f"- {reason}" for reason in answer.reasons), ""] if answer.reasons else []
-        lines += [*tables.ranked(members).markdown(), ""] if any(map(tables.has_results, members)) else []
+        lines += [*tables.ranked_table(members).markdown(), ""] if any(map(tables.has_results, members)) else []
     lines += [f"{line}\n" for line in words.price_lines(rows)]
     if comparison is not None:
-        table = tables.compared(comparison)
+        table = tables.comparison_table(comparison)
         lines += [f"## {table.caption}", "", comparison.summary, "", *(table.markdown() if table.rows else []), ""]
-    if tables.trained(rows).rows:
-        table = tables.trained(rows)
+    if tables.training_table(rows).rows:
+        table = tables.training_table(rows)
         lines += [f"## {table.caption}", "", *table.markdown(), ""]
     without = refusals(rows)
     if without:

@@ -8,7 +8,7 @@ from typing import Any
 
 from valkyrie.axes import axes_text
 from valkyrie.parts import PartKind
-from valkyrie.report.rank import memory_of, price_of, unbeaten
+from valkyrie.report.rank import chip_price, pareto_ids, peak_memory
 from valkyrie.runs.goodput import KINDS
 from valkyrie.sweep.rows import Row, predicted_and_measured
 from valkyrie.sweep.trial import Status
@@ -118,7 +118,7 @@ def memory(rows: Sequence[Row]) -> Values:
     If no row has a speed, `rate` is None in all values, and the smallest peak comes first. `usable` is the memory of
     one device, the same in every value. It is None if unknown or far beyond all rows, which `far` then explains.
     """
-    named, best = labels(rows), unbeaten(rows, memory_of)
+    named, best = labels(rows), pareto_ids(rows, peak_memory)
     timed = any(row.ok and row.peak for row in rows)
     fit = [row for row in rows if row.peak and (row.ok if timed else row.trial.status is Status.ok)]
     drawn = fit + [row for row in rows if row.peak and row.trial.status is Status.does_not_fit]
@@ -231,7 +231,7 @@ def prices(rows: Sequence[Row]) -> Values:
     priced = [row for row in rows if row.ok and row.price]
     if len({short(row.price) for row in priced}) < 2:
         return []
-    best = unbeaten(priced, price_of)
+    best = pareto_ids(priced, chip_price)
     return [
         {
             "label": named[row.id],

@@ -62,7 +62,7 @@ def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
         workspace.save()
         report.save()
     except (Error, OSError) as error:
-        raise ValueError(f"--wandb={project}: W&B did not take the dashboard ({error}).") from error
+        raise ValueError(f"--wandb={project}: W&B refused the dashboard ({error}).") from error
     print(f"view: {workspace.url}\nreport: {report.url}")
     return 0
 
@@ -153,5 +153,5 @@ def _metric(name: str) -> Any:
     return wr.Config(key) if section == "config" else wr.SummaryMetric(key)
 
 
-def _json(thing: Any) -> Any:
-    return json.loads(thing._to_model().model_dump_json(by_alias=True, exclude_none=True))
+def _json(part: Any) -> Any:
+    return json.loads(part._to_model().model_dump_json(by_alias=True, exclude_none=True))

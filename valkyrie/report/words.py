@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from valkyrie.records import encode
-from valkyrie.report.rank import UNKNOWN, agreement, counted_as, described, same_layout
+from valkyrie.report.rank import UNKNOWN, agreement, describe_simplest, same_layout, simplest_partitions
 from valkyrie.report.values import PART_NAMES
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.explain.difference import difference, sides
@@ -98,7 +98,7 @@ def answer(group: SpeedKind, rows: Sequence[Row]) -> Answer:
     reasons: list[str] = []
     for work in works[:WORKS]:
         label = f"{work.label}: " if len(works) > 1 else ""
-        reasons += [label + line for line in _of_a_work([row for row in rows if row.work == work])]
+        reasons += [label + line for line in _explain_work([row for row in rows if row.work == work])]
     return Answer(head, _winner(fast, len(works) > 1), _remarks(fast, rows), tuple(reasons))
 
 
@@ -148,12 +148,12 @@ def _named(row: Row, several: bool) -> str:
     return f"{row.layout} of {row.work.label}" if several else row.layout
 
 
-def _of_a_work(rows: Sequence[Row]) -> list[str]:
+def _explain_work(rows: Sequence[Row]) -> list[str]:
     """Explain why the first row is faster than the best of each other partition, and list partitions without a speed.
 
     A row with a partition that equals a simpler one on its mesh counts as the simpler one.
     """
-    counted, best = counted_as(rows), {}
+    counted, best = simplest_partitions(rows), {}
     for row in sorted((row for row in rows if row.ok), key=lambda row: row.about.partition != counted[row.id]):
         best.setdefault(counted[row.id], row)
     best = {row.id: row for row in best.values()}
@@ -167,14 +167,14 @@ def _of_a_work(rows: Sequence[Row]) -> list[str]:
         if not timed and partition != "?":
             lines.append(_without(partition, members))
         elif timed and all(counted[row.id] != partition for row in timed):
-            lines.append(_another(partition, timed, counted))
+            lines.append(_describe_equal(partition, timed, counted))
     return lines
 
 
-def _another(partition: str, rows: Sequence[Row], counted: dict[str, str]) -> str:
+def _describe_equal(partition: str, rows: Sequence[Row], counted: dict[str, str]) -> str:
     """Explain that each row of a partition equals another partition."""
-    meshes = [f"{row.about.mesh} ({described(counted[row.id])})" for row in rows]
-    return f"{partition} is compared as another partition, for no mesh here uses all its axes: {'; '.join(meshes)}."
+    meshes = [f"{row.about.mesh} ({describe_simplest(counted[row.id])})" for row in rows]
+    return f"{partition} is compared as another partition, because no mesh here uses all its axes: {'; '.join(meshes)}."
 
 
 def because(fast: Row, slow: Row) -> str:
@@ -208,7 +208,7 @@ class PairedRows:
     why: dict[str, list[str]] = field(default_factory=dict)
 
 
-def compared(rows: Sequence[Row]) -> PairedRows:
+def compare_rows(rows: Sequence[Row]) -> PairedRows:
     """Compare predicted rows of equal work, with any batch. Empty if fewer than two rows have parts of a step."""
     predicted = {
         i: _prediction(row)
@@ -306,12 +306,12 @@ def _winner(row: Row, several: bool) -> tuple[BigNumber, ...]:
 
 
 def _remarks(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    partition = counted_as(rows)[row.id]
-    equal = f"On this mesh {row.about.partition} is {described(partition)}."
-    return tuple(filter(None, [equal if partition != row.about.partition else "", _as_fast(row, rows)]))
+    partition = simplest_partitions(rows)[row.id]
+    equal = f"On this mesh {row.about.partition} is {describe_simplest(partition)}."
+    return tuple(filter(None, [equal if partition != row.about.partition else "", _equally_fast(row, rows)]))
 
 
-def _as_fast(row: Row, rows: Sequence[Row]) -> str:
+def _equally_fast(row: Row, rows: Sequence[Row]) -> str:
     others = [r for r in rows if r.ok and r.work == row.work and r is not row]
     within = f"{percent(SAME - 1)}"
     if has_spread(row.trial):

@@ -84,9 +84,7 @@ class SweepTracker:
                 report(*arguments)
         except Exception as error:  # a tracker must never end a sweep
             self._writer.mode = WandbMode.off
-            self._say(
-                f"W&B did not take the sweep ({type(error).__name__}: {error}); trials.jsonl is written all the same."
-            )
+            self._say(f"W&B refused the sweep ({type(error).__name__}: {error}); trials.jsonl is written in any case.")
 
     def _log_trial(self, trial: Trial) -> None:
         run_id = trial_id(self._writer.config, self._folder, trial.key)
@@ -149,7 +147,7 @@ class SweepTracker:
         settings = {**_QUICK, "finish_timeout": 6.0 * self._writer.config.init_timeout}
         run = self._writer.start(run_id=run_id, group=self._sweep, reinit="create_new", settings=settings, **about)
         if (note := self._writer.note) is not None:
-            self._say(note if run is not None else f"{note}; trials.jsonl is written all the same.")
+            self._say(note if run is not None else f"{note}; trials.jsonl is written in any case.")
         if run is None:
             return
         try:

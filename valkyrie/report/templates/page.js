@@ -20,7 +20,7 @@
   const written = {
     count: (v) => String(v),
     speed: (v) => Math.round(v).toLocaleString("en-US"),
-    seconds: (v) => scaled(v, [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]),
+    seconds: (v) => (v >= 1 ? `${v.toFixed(v >= 10 ? 2 : 3)} s` : v >= 0.01 ? `${(1e3 * v).toFixed(1)} ms` : `${Number((1e3 * v).toPrecision(3))} ms`),
     bytes: (v) => (v >= 2 ** 30 / 10 ? `${(v / 2 ** 30).toFixed(1)} GiB` : `${(v / 2 ** 20).toFixed(1)} MiB`),
     sent: (v) => scaled(v, [["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]]),
     share: (v) => `${(100 * v).toFixed(v < 0.0995 ? 1 : 0)}%`,
@@ -53,7 +53,7 @@
     }
     return td;
   };
-  const wanted = (row) => {
+  const matches = (row) => {
     const find = byId("find").value.trim().toLowerCase();
     if (find && !row.some((value) => typeof value === "string" && value.toLowerCase().includes(find))) return false;
     return [...document.querySelectorAll("#filters select")].every(
@@ -61,7 +61,7 @@
     );
   };
   const compared = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
-  // The longest run of neighbouring columns in which a row has nothing: its reason stands there.
+  // The longest run of neighbouring columns that are empty in a row: its reason is shown there.
   const gap = (row) => {
     let best = [0, 0], start = 0;
     columns.forEach((column, i) => {
@@ -78,7 +78,7 @@
     return made;
   };
   const fillTable = () => {
-    const shown = data.rows.map((row, i) => [row, i]).filter(([row]) => wanted(row));
+    const shown = data.rows.map((row, i) => [row, i]).filter(([row]) => matches(row));
     if (order.column) {
       const i = at[order.column];
       shown.sort(([a], [b]) => {
@@ -188,7 +188,7 @@
   const drawTimeline = (timeline) => {
     const node = byId("timeline");
     node.parentElement.querySelector(".empty").textContent = Object.keys(data.timelines).length
-      ? "This page has the timelines of the best layouts only. This one's may be in its run folder: timeline.json opens in ui.perfetto.dev."
+      ? "This page has timelines of the best layouts only. If the run folder of this one has timeline.json, open it at ui.perfetto.dev."
       : "";
     byId("over-time").hidden = !Object.keys(data.timelines).length;
     if (!timeline) return draw(node, null);
@@ -234,8 +234,8 @@
     const [a, b] = [data.pairs.sides[i], data.pairs.sides[j]];
     const alike = a.work === b.work;
     const none = i === j ? "These are the same layout."
-      : alike ? "Sentences are there for the best layouts only; the numbers of these two are below."
-      : `A is of ${a.work}, B of ${b.work}: only layouts of the same model, settings and precision are compared.`;
+      : alike ? "Only the best layouts have an explanation. The numbers of these two are below."
+      : `A is ${a.work}, B is ${b.work}: only layouts of the same model, settings and precision are compared.`;
     byId("why").replaceChildren(...(data.pairs.why[`${i},${j}`] || [none]).map((line) => make("li", {}, line)));
     byId("sides").hidden = !alike;
     byId("sides").tBodies[0].replaceChildren(...(alike ? pairRows(a, b) : []));
@@ -262,7 +262,7 @@
     const box = byId("torus");
     box.parentElement.hidden = !Object.keys(data.toruses).length;
     if (!torus) {
-      box.replaceChildren(make("p", { class: "empty" }, "The placement of this layout is not known: predictions for TPU slices of at most 256 chips have it."));
+      box.replaceChildren(make("p", { class: "empty" }, "The placement of this layout is unknown. Predictions for TPU slices of up to 256 chips have it."));
       return;
     }
     const [rows, across, deep] = [...torus.shape, 1, 1].slice(0, 3);
