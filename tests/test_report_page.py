@@ -12,8 +12,13 @@ import pytest
 
 from reported import sweep_folder, trial
 from test_report import FSDP, LARGE, RAN, WRONG, data_of, rows_of
+from valkyrie.config.modes import ANSWER
+from valkyrie.parallel.partition import PipelineSchedule
+from valkyrie.records import write_record
 from valkyrie.report import figures, specs, tables
 from valkyrie.report.page import LIMIT, page, write_report
+from valkyrie.search.answer_record import Bottleneck, MeasureReport, RankedLayout, SearchAnswer, Stage
+from valkyrie.search.estimate.space import Candidate
 from valkyrie.sweep.trial import Status, Trial
 
 
@@ -152,3 +157,27 @@ def test_only_layouts_of_the_same_work_are_compared(tmp_path: Path):
     assert set(pairs["why"]) == {"0,2", "2,0"}
     works = [side["work"] for side in pairs["sides"].values()]
     assert works[0] == works[2] != works[1] and works[1].startswith("valkyrie_tiny layers=8, ")
+
+
+def test_the_page_of_a_search_is_its_answer(tmp_path: Path):
+    candidate = Candidate("v5e-8", 1, "8x1x1", None, "fsdp", PipelineSchedule.gpipe, 1, False, "full", 2)
+    layout = RankedLayout(
+        candidate,
+        candidate.overrides,
+        Stage.compile,
+        *(0.5, 0.45, 0.6, 2**30, 2**34, 1000.0, 0.4, 0.01),
+        Bottleneck("compute", 0.9, False),
+        {},
+        tokens_for_budget=5e9,
+    )
+    commands = {"train": "valkyrie-train a", "launch": "valkyrie-launch b"}
+    about = {"title": "m, batch 16", "targets": ["v5e-8", "v6e-8"], "budget_usd": 500.0, **commands}
+    answer = SearchAnswer(["mode=search"], "abc", 99, {}, 0, 1, "done", MeasureReport(), [layout], [], **about)
+    folder = sweep_folder(tmp_path, [FSDP])
+    write_record(folder / ANSWER, answer)
+    text = write_report(folder).read_text()
+    shown = text.partition("<main>")[2].partition("</main>")[0]
+    assert re.findall(r"<h1>(.*?)</h1>", text) == ["valkyrie_tiny on v5e-8 or v6e-8: which layout?"]
+    assert all(f"<code>{command}</code>" in text for command in ("valkyrie-train mode=search", *commands.values()))
+    assert re.findall(r"<b>(.*?)</b>", shown) == ["8x1x1 fsdp", "1,000", "500.0 ms", "1.0 GiB", "5 billion"]
+    assert "billion tokens for $500" in shown and "mesh=8x1x1 partition=fsdp remat=full microbatches=2" in shown

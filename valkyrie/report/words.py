@@ -18,7 +18,7 @@ from valkyrie.search.explain.difference import difference, sides
 from valkyrie.sweep.noise import has_spread, within_noise
 from valkyrie.sweep.rows import Row, SpeedKind, Workload, groups, predicted_and_measured
 from valkyrie.sweep.trial import Status
-from valkyrie.units import duration, memory, percent, sent, share_text
+from valkyrie.units import amount, duration, memory, percent, sent, share_text
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
@@ -118,11 +118,11 @@ def search_answer(search: SearchAnswer) -> Answer:
         ),
     ]
     if best.tokens_for_budget is not None:
-        budget = f"tokens for ${search.budget_usd or 0:,.0f}"
-        numbers.append(BigNumber(budget, f"{best.tokens_for_budget / 1e9:,.3g} billion", is_unit=True))
+        budget = f"tokens for ${amount(search.budget_usd or 0)}"
+        numbers.append(BigNumber(budget, f"{amount(best.tokens_for_budget / 1e9)} billion", is_unit=True))
     if best.dollars is not None and best.hours is not None:
-        tokens = f"for {(search.tokens or 0) / 1e9:,.3g} billion tokens"
-        numbers.append(BigNumber("price", f"${best.dollars:,.0f}", f"{best.hours:,.3g} hours {tokens}"))
+        tokens = f"{amount((search.tokens or 0) / 1e9)} billion tokens"
+        numbers.append(BigNumber("price", f"${amount(best.dollars)}", f"{amount(best.hours)} hours for {tokens}"))
     layouts = f"The best of {search.layouts:,} layouts: {search.compiled} compiled, the others estimated"
     return Answer(layouts, tuple(numbers), tuple(filter(None, [search.why and f"Stopped: {search.why}."])))
 
