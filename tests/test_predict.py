@@ -15,11 +15,14 @@ import valkyrie
 import valkyrie.train.options as train_options
 from machines import needs_libtpu
 from valkyrie.cli.predict import main, mesh_axes
+from valkyrie.compiled.collectives import CollectiveUse
 from valkyrie.compiled.dumped import read_dumped
 from valkyrie.compiled.schema import dump_class
 from valkyrie.hardware.position import Position
+from valkyrie.machine.replay import Cost
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.executable import device_positions, without_cache
+from valkyrie.search.compile.predict import merge_layers
 from valkyrie.train.program import serialised_module
 
 TILED = "bf16[4096,4096]{1,0:T(8,128)(2,1)}"
@@ -289,3 +292,14 @@ def test_a_function_refused_by_a_few_per_cent_is_compiled_once_more(monkeypatch:
     x = jax.ShapeDtypeStruct((8 * 2**17, 16384), jnp.bfloat16, sharding=rows)  # 4 GiB, and as much of the result
     done = valkyrie.predict(jax.jit(lambda x: x * 2), x, slice=slice, options={limit: 8000})
     assert done.fits and f"{limit}=12000 ({train_options.TO_FIT})" in str(done)
+
+
+def test_operations_of_unrolled_layers_are_one_row():
+    names = [f"jit(step)/blocks_{i}/Dense_{j}/dot_general" for i in range(4) for j in range(2)]
+    costs = [Cost(PartKind.matmul, (), name, "model.py:7", calls=1.0, seconds=0.5) for name in [*names, "head/dot"]]
+    merged = {cost.op_name: (cost.calls, cost.seconds) for cost in merge_layers(costs)}
+    layers = {f"jit(step)/blocks_*/Dense_{j}/dot_general": (4.0, 2.0) for j in range(2)}
+    assert merged == {**layers, "head/dot": (1.0, 0.5)}
+    sent = [CollectiveUse("all-reduce", ("x",), (), name, "model.py:7", 1.0, 8.0, {"a": 8.0}) for name in names]
+    assert [use.bytes_by_torus_axis for use in merge_layers(sent)] == [{"a": 32.0}, {"a": 32.0}]
+    assert {cost.op_name for cost in merge_layers(costs[:4])} == {*names[:4]}, "two layers stay apart"

@@ -5,11 +5,14 @@ Uses the replay and the summary that `mode=compile` uses for a run's step.
 
 from __future__ import annotations
 
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from valkyrie.compiled.collectives import CollectiveUse
 from valkyrie.compiled.dumped import read_dumped, refuse_other_chip, slow_products
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.compiled.memory import ProgramMemory
@@ -17,6 +20,7 @@ from valkyrie.foreign_errors import Allocation, first_lines, is_out_of_memory
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import topology_of, usable_hbm
+from valkyrie.machine.replay import Cost
 from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.hints import program_hints
@@ -30,6 +34,11 @@ if TYPE_CHECKING:
 
     from valkyrie.machine.replay import Replay
 
+U = TypeVar("U", Cost, CollectiveUse)
+LAYERS = 3
+"""Minimum number of operations of unrolled layers that are summed."""
+_NUMBERED = re.compile(r"((?:^|/)(?:[A-Za-z]\w*_)?)\d+(?=/)")
+"""A scope of an operation's name with a number: `blocks_7` or `7`."""
 LOW_RATE = 0.35
 """Share of peak. If the fastest large product of a dumped module is slower, it may be for another chip."""
 
@@ -190,8 +199,40 @@ def _predict_module(
         options=tuple(options),
         step=program_step(target.chip, len(positions), replay, work.tokens, work.flops),
     )
-    prediction = with_parts(prediction, replay, replay.collectives)
+    prediction = with_parts(
+        prediction, replace(replay, costs=merge_layers(replay.costs)), merge_layers(replay.collectives)
+    )
     return Predicted(replace(prediction, hints=program_hints(prediction)), replay)
+
+
+def merge_layers(uses: Sequence[U]) -> list[U]:
+    """Sum the operations of unrolled layers: `blocks_0/Dense_1/dot_general` to `blocks_11/...` is one `blocks_*/...`.
+
+    They have the same source and names that differ in their first numbered scope. At least `LAYERS` of them are summed.
+    """
+    groups: dict[tuple[object, ...], list[U]] = defaultdict(list)
+    for use in uses:
+        where = use.torus_axes if isinstance(use, CollectiveUse) else ()
+        groups[use.kind, use.mesh_axes, where, _NUMBERED.sub(r"\1*", use.op_name, count=1), use.source].append(use)
+    merged: list[U] = []
+    for (*_, name, _source), members in groups.items():
+        merged += [_sum(members, str(name))] if len(members) >= LAYERS else members
+    return merged
+
+
+def _sum(uses: Sequence[U], name: str) -> U:
+    """Return the sum of uses under a name."""
+    first = replace(uses[0], op_name=name)
+    for field in fields(first):
+        values = [getattr(use, field.name) for use in uses]
+        if isinstance(values[0], float):
+            first = replace(first, **{field.name: sum(values)})
+        elif isinstance(values[0], dict):
+            total: Counter[str] = Counter()
+            for by_axis in values:
+                total.update(by_axis)
+            first = replace(first, **{field.name: dict(total)})
+    return first
 
 
 def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
