@@ -104,6 +104,6 @@ PRICE = Figure(
     specs.price,
 )
 OF_A_GROUP = [SPEED, PARTS_OF_STEP, SENT, MEMORY, HEAT]
-"""Figures of trials whose speeds are of one kind."""
+"""Figures of one kind of speed."""
 OF_ALL = [PAIRS, PRICE]
 """Figures of all trials together."""

@@ -63,18 +63,18 @@ class _Recorder(Console):
 
     def print(self, *objects: Any, markup: bool | None = None, **_: Any) -> None:
         """Collect objects without their markup."""
-        for thing in objects:
-            if isinstance(thing, Table):
-                self.printed.append(_text_table(thing))
+        for item in objects:
+            if isinstance(item, Table):
+                self.printed.append(_text_table(item))
             else:
-                self.printed.append(str(thing) if markup is False else Text.from_markup(thing).plain)
+                self.printed.append(str(item) if markup is False else Text.from_markup(item).plain)
 
 
 def program_page(record: Prediction | Measurement, title: str, spans: Sequence[TimelineSpan]) -> str:
     """Return a self-contained HTML page with the report of a record and a drawing of the spans."""
     show(record, console := _Recorder())
     lines = [line for line in console.printed if isinstance(line, str)]
-    drawn = timeline([dict(event) for event in trace_events(spans, title)])
+    step_timeline = timeline([dict(event) for event in trace_events(spans, title)])
     return (
         templates()
         .get_template("program.html")
@@ -86,7 +86,7 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
             blocks=[
                 block for block in console.printed[1:] if isinstance(block, TextTable) or not block.startswith(_HINT)
             ],
-            drawing=None if drawn is None else _drawing(drawn),
+            drawing=None if step_timeline is None else _drawing(step_timeline),
             sizes={"width": WIDTH, "lane": LANE, "label": LABEL},
             version=version("valkyrie-jax"),
             css=Markup(read_asset("page.css")),
@@ -96,7 +96,7 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
 
 def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
     """Return the numbers in large print: step time, speed, waiting and memory, as far as they are known."""
-    numbers, step, held = [], record.step, record.memory
+    numbers, step, memory_report = [], record.step, record.memory
     if step is not None:
         interval = getattr(step, "interval", None)
         ends = f"{duration(interval.low_s)} to {duration(interval.high_s)}" if interval else ""
@@ -107,10 +107,10 @@ def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
         if isinstance(record, Prediction) and record.parts:
             share = seconds_in(record.parts, PartKind.exposed) / step.step_s
             numbers.append(BigNumber("waiting for communication", percent(share), "of the step"))
-    if held is not None and held.required is not None:
+    if memory_report is not None and memory_report.required is not None:
         verdict = "does not fit" if record.status is CompileStatus.does_not_fit else "fits"
-        usable = "" if held.usable is None else f"{verdict}: {memory(held.usable)} usable"
-        numbers.append(BigNumber("peak memory per device", memory(held.required), usable))
+        usable = "" if memory_report.usable is None else f"{verdict}: {memory(memory_report.usable)} usable"
+        numbers.append(BigNumber("peak memory per device", memory(memory_report.required), usable))
     return numbers
 
 
@@ -122,12 +122,12 @@ def _text_table(table: Table) -> TextTable:
     return TextTable(str(table.title or ""), heads, list(zip(*cells, strict=True)))
 
 
-def _drawing(drawn: Timeline) -> Drawing:
+def _drawing(step_timeline: Timeline) -> Drawing:
     """Return the drawing of a step: a track for compute, then one for each set of mesh axes, then copies."""
-    tracks, names, step_us = drawn.tracks, drawn.names, drawn.step_us
+    tracks, names, step_us = step_timeline.tracks, step_timeline.names, step_timeline.step_us
     shapes, legend = [], {}
-    for track, start, length, part, name, joined in drawn.spans:
-        colour = _colour(drawn, tracks[track], names[part])
+    for track, start, length, part, name, joined in step_timeline.spans:
+        colour = _colour(step_timeline, tracks[track], names[part])
         if tracks[track] == COMPUTE:
             legend[names[part]] = colour
         more = f" and {joined - 1} more" if joined > 1 else ""
@@ -139,7 +139,7 @@ def _drawing(drawn: Timeline) -> Drawing:
     return Drawing(tracks, shapes, ticks, legend)
 
 
-def _colour(drawn: Timeline, track: str, part: str) -> str:
-    if track in drawn.axes:
-        return axes_colour(drawn.axes[track])
-    return part_colour(part if track == COMPUTE else track, drawn.axes.get(part))
+def _colour(step_timeline: Timeline, track: str, part: str) -> str:
+    if track in step_timeline.axes:
+        return axes_colour(step_timeline.axes[track])
+    return part_colour(part if track == COMPUTE else track, step_timeline.axes.get(part))

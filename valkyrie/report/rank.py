@@ -63,7 +63,7 @@ def simplest_partitions(rows: Sequence[Row]) -> dict[str, str]:
     """Return by row id the simplest partition that shards every array in the same way, usually the row's own.
 
     On a mesh with x=1, `1d_tp` is data parallel, so it says nothing about `1d_tp`. The simplest partition is the one
-    whose layouts have the fewest kinds of roles.
+    that uses the fewest kinds of roles.
     """
     kinds: dict[str, set[str]] = defaultdict(set)
     alike: dict[tuple[object, ...], set[str]] = defaultdict(set)

@@ -110,10 +110,14 @@ def read_command(folder: Path) -> str | None:
 
 def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]:
     """Return the run folders of trainings at or up to `depth` folders below a path, outside these sweeps."""
-    own = {folder.resolve() for folder in sweeps}
+    sweep_folders = {folder.resolve() for folder in sweeps}
     patterns = ("/".join(["*"] * below + [METRICS]) for below in range(depth + 1))
     folders = (file.parent for pattern in patterns for file in sorted(path.glob(pattern)))
-    return [f for f in folders if (f / f"{_SETTINGS}.yaml").is_file() and not own & {f.resolve(), *f.resolve().parents}]
+    return [
+        f
+        for f in folders
+        if (f / f"{_SETTINGS}.yaml").is_file() and not sweep_folders & {f.resolve(), *f.resolve().parents}
+    ]
 
 
 def training(folder: Path) -> Trial:

@@ -121,14 +121,14 @@ def memory(rows: Sequence[Row]) -> Values:
     named, best = labels(rows), pareto_ids(rows, peak_memory)
     timed = any(row.ok and row.peak for row in rows)
     fit = [row for row in rows if row.peak and (row.ok if timed else row.trial.status is Status.ok)]
-    drawn = fit + [row for row in rows if row.peak and row.trial.status is Status.does_not_fit]
+    shown = fit + [row for row in rows if row.peak and row.trial.status is Status.does_not_fit]
     if not fit:
         return []
     if not timed:
-        drawn = sorted(drawn, key=lambda row: row.peak or 0)[:BARS]
+        shown = sorted(shown, key=lambda row: row.peak or 0)[:BARS]
     largest, usable = (
-        max(row.peak or 0 for row in drawn),
-        min((row.trial.results.memory.usable for row in drawn if row.trial.results.memory.usable), default=None),
+        max(row.peak or 0 for row in shown),
+        min((row.trial.results.memory.usable for row in shown if row.trial.results.memory.usable), default=None),
     )
     far = ""
     if usable is not None and usable > FAR * largest:
@@ -150,12 +150,12 @@ def memory(rows: Sequence[Row]) -> Values:
             "far": far,
             "name": named[row.id] if row.id in with_name else "",
         }
-        for row in drawn
+        for row in shown
     ]
 
 
 def _with_room(rows: Sequence[Row], named: dict[str, str], widest: float) -> set[str]:
-    """Return the ids of rows whose points can have a name that covers no other name, the best rows first.
+    """Return the ids of rows with room for a name next to their point, the best rows first.
 
     `widest` is the largest memory of the chart, in bytes.
     """
@@ -198,11 +198,11 @@ def sent(rows: Sequence[Row]) -> Values:
 def wall_times(rows: Sequence[Row]) -> Values:
     """Return the wall time of trainings by kind, the longest first. They are labelled by name if the names differ."""
     spent = [(row, row.goodput.seconds, row.goodput.wall_s) for row in rows if row.goodput and row.goodput.wall_s]
-    spent = sorted(spent, key=lambda one: -one[2])[:BARS]
+    spent = sorted(spent, key=lambda entry: -entry[2])[:BARS]
     names = {row.id: row.trial.name for row, *_ in spent}
     named = names if len(set(names.values())) == len(names) else labels(rows)
     longest = max((wall_s for *_, wall_s in spent), default=0.0)
-    unit, scale = next(one for one in _LONG_UNITS if longest * one[1] >= 2 or one[0] == "s")
+    unit, scale = next((unit, scale) for unit, scale in _LONG_UNITS if longest * scale >= 2 or unit == "s")
     return _stacked(named, spent, list(KINDS), KINDS, unit, scale)
 
 

@@ -339,7 +339,7 @@ def title(rows: Sequence[Row], search: SearchAnswer | None) -> str:
 
 
 def facts(rows: Sequence[Row]) -> dict[str, str]:
-    """Return what all rows have in common, or their different values: model, batch, precision, hardware, date."""
+    """Return facts for the top of a page, each with its different values: model, batch, precision, hardware, date."""
     sizes = {row.work.model: row.trial.results.parameters for row in rows if row.trial.results.parameters}
     models = {row.work.model: "" for row in rows} | {model: f", {size:,} parameters" for model, size in sizes.items()}
     batches = [f"{row.work.batch} x {row.work.seq:,} tokens" for row in rows if row.work.batch and row.work.seq]
