@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import date, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from valkyrie.records import encode
@@ -343,17 +343,25 @@ def facts(rows: Sequence[Row]) -> dict[str, str]:
     sizes = {row.work.model: row.trial.results.parameters for row in rows if row.trial.results.parameters}
     models = {row.work.model: "" for row in rows} | {model: f", {size:,} parameters" for model, size in sizes.items()}
     batches = [f"{row.work.batch} x {row.work.seq:,} tokens" for row in rows if row.work.batch and row.work.seq]
-    dates = sorted(datetime.fromisoformat(row.trial.started) for row in rows if row.trial.started)
+    dates = sorted(day for row in rows if (day := _date(row.trial.started)) is not None)
     values = {
         "model": [f"{model}{size}" for model, size in models.items()],
         "batch": batches,
         "precision": [row.work.precision for row in rows],
         "hardware": [row.about.described for row in rows],
-        "date": [f"{date.day} {date:%B %Y}" for date in dates[:1] + dates[-1:]],
+        "date": [f"{day.day} {day:%B %Y}" for day in dates[:1] + dates[-1:]],
     }
     distinct = {name: [*dict.fromkeys(filter(None, texts))] for name, texts in values.items()}
     more = {name: " ..." * (len(texts) > LISTED) for name, texts in distinct.items()}
     return {name: " · ".join(texts[:LISTED]) + more[name] for name, texts in distinct.items() if texts}
+
+
+def _date(started: str) -> date | None:
+    """Parse the day of a start in ISO 8601, or None if a file has something else."""
+    try:
+        return datetime.fromisoformat(started).date()
+    except ValueError:
+        return None
 
 
 def summary(rows: Sequence[Row]) -> str:
