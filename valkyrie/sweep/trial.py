@@ -116,7 +116,7 @@ class TrialResult:
     def plain(self) -> dict[str, Any]:
         """Return JSON values without unknown numbers and empty lists."""
         plain = encode(self)
-        for group in (plain["memory"], plain["step"], plain):
+        for group in (plain.get("memory", {}), plain.get("step", {}), plain):  # a decoded record omits its defaults
             for key in [key for key, value in group.items() if value in ((), [])]:
                 del group[key]
         return known_values(plain)
