@@ -385,7 +385,7 @@ def test_a_machine_with_accelerators_takes_them_as_data(monkeypatch: pytest.Monk
             "partition/m.yml",
             "name: m\n",
             "partition=m",
-            "partition=m: own/partition/m.yml is not looked at, for its name ends in .yml. Rename it to m.yaml.",
+            "partition=m: own/partition/m.yml is not read, because its name ends in .yml. Rename it to m.yaml.",
         ),
         (
             "experiment/m.yaml",
@@ -398,14 +398,14 @@ def test_a_machine_with_accelerators_takes_them_as_data(monkeypatch: pytest.Monk
             "experiment/m.yaml",
             "# @package _global_\ndefaults: [override /partiton: dp]\n",
             "experiment=m",
-            "experiment/m.yaml: its defaults list overrides partiton, which is no group. Did you mean partition? "
+            "experiment/m.yaml: its defaults list overrides partiton, which is not a group. Did you mean partition? "
             f"Groups: {', '.join(('experiment', 'sweep', *GROUPS))}.",
         ),
         (
             "experiment/m.yaml",
             "# @package _global_\nmodel: gpt_tiny\n",
             "experiment=m",
-            "experiment/m.yaml: gpt_tiny stands where the settings of a group belong. A choice is made in the defaults "
+            "experiment/m.yaml: gpt_tiny is in the place of the settings of a group. A choice is made in the defaults "
             "list: defaults: ['override /GROUP: gpt_tiny'].",
         ),
     ],
@@ -447,3 +447,85 @@ def test_a_saved_run_does_not_say_which_process_wrote_it(tmp_path: Path):
     compose_run(*place, "distributed.heartbeat_s=9").save(tmp_path / "run.yaml")
     saved = Run.from_config(OmegaConf.load(tmp_path / "run.yaml")).config.distributed
     assert saved == DistributedConfig(heartbeat_s=9.0)
+
+
+BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+)
+HEAD = "# @package _global_\n"
+CALLBACK = "hydra: {callbacks: {e: {_target_: shutil.copytree, src: own, dst: stolen}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "body", "argument", "phrase"),
+    [
+        ("partition/fsdp.yaml", b"not: [yaml", "partition=dp", "my_fsdp.yaml"),
+        ("experiment/m.yaml", f"{HEAD}defaults: [m]\n".encode(), "experiment=m", "includes the file"),
+        ("experiment/m.yaml", f"{HEAD}{BOMB}\n".encode(), "experiment=m", "at most 100,000"),
+        ("experiment/m.yaml", b"\xef\xbb\xbf# @package _global_\nsteps: 5\n", "experiment=m", "byte order mark"),
+        ("experiment/m.yaml", b"# @package _global_\nname: caf\xe9\n", "experiment=m", "line 2,"),
+    ],
+)
+def test_a_file_that_cannot_be_read_as_meant_is_named(
+    command: Any, tmp_path: Path, file: str, body: bytes, argument: str, phrase: str
+):
+    path = tmp_path / "own" / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(body)
+    refused = command("--config-dir", str(tmp_path / "own"), argument, "mode=show")
+    assert refused.status == 2 and refused.err.startswith(f"valkyrie-train: {path}") and phrase in refused.err
+
+
+def test_a_copy_of_a_shipped_file_is_accepted(command: Any, tmp_path: Path):
+    (tmp_path / "partition").mkdir()
+    (tmp_path / "partition" / "fsdp.yaml").write_bytes((conf_dir() / "partition" / "fsdp.yaml").read_bytes())
+    assert command("--config-dir", str(tmp_path)).run is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "phrase"),
+    [
+        ('\nraise ValueError("boom")', "line 2: ValueError: boom"),
+        ("x = (\n\ndef f(:\n", "line 3: SyntaxError"),
+        ("import does_not_exist_xyz", "line 1: ModuleNotFoundError"),
+        ("import sys\nsys.exit(0)", "line 2: SystemExit"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named(command: Any, tmp_path: Path, code: str, phrase: str):
+    module = f"broken_{len(code)}"
+    (tmp_path / f"{module}.py").write_text(code)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(f"defaults: [{module}_schema, _self_]\n")
+    refused = command("--config-dir", str(tmp_path), "model=mine")
+    assert refused.status == 2 and f"{module}.py, {phrase}" in refused.err
+
+
+def test_the_hydra_section_of_a_run_folder_is_never_obeyed(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "theirs"
+    (tmp_path / "own").mkdir()
+    folder.mkdir(parents=True)
+    run = command().run
+    assert run is not None
+    run.save(folder / "run.yaml")
+    add_checkpoint(folder)
+    record = (folder / "run.yaml").read_text().partition("hydra:")[0]
+    (folder / "run.yaml").write_text(record + CALLBACK)
+    assert command("--config-path", str(folder), "--config-name", "run").run is not None
+    assert command("resume=theirs", "runs=runs").run is not None
+    (folder / "run.yaml").write_text(f"defaults: [run_schema, _self_]\n{CALLBACK}")
+    refused = command("--config-path", str(folder), "--config-name", "run")
+    assert refused.status == 2 and "not the record" in refused.err
+    assert not (tmp_path / "stolen").exists()
+
+
+def test_a_resolver_of_the_users_process_stays(monkeypatch: pytest.MonkeyPatch):
+    OmegaConf.register_new_resolver("divide", lambda a, b: "mine", replace=True)
+    try:
+        assert run_of(["seed=77"]).config.optimizer.learning_rate > 0
+        assert OmegaConf.create({"x": "${divide:1,2}"}).x == "mine"
+    finally:
+        OmegaConf.clear_resolver("divide")

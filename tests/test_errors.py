@@ -104,18 +104,23 @@ ONE_LINE = {
     ),
     "an argument that cannot be read": (
         ["steps=[3"],
-        "steps=[3 cannot be read as KEY=VALUE: no viable alternative at input '[3'. Put text in quotes of its own: "
-        "steps=\"['...']\".",
+        "steps=[3: [ and ] do not match.",
     ),
     "a text that cannot be read": (
         ["name=def f(x):"],
-        "name=def f(x): cannot be read as KEY=VALUE: mismatched input '(' expecting <EOF>. Put text in quotes of its "
-        "own: name=\"'...'\".",
+        "name=def f(x): has signs that are read only in quotes. Write name=\"'...'\".",
     ),
     "a letter that stands only in quotes": (
         ["modules=[sp ace é.txt]"],
-        "modules=[sp ace é.txt] cannot be read as KEY=VALUE: some of its signs stand only in quotes. Put text in "
-        "quotes of its own: modules=\"['...']\".",
+        "modules=[sp ace é.txt] has signs that are read only in quotes. Write modules=\"['...']\".",
+    ),
+    "a letter in the place of x": (["mesh=2×2×2"], "mesh=2×2×2: sizes are joined by the letter x: mesh=2x2x2."),
+    "a comma at the end": (["model=gpt_tiny,"], "model=gpt_tiny, ends with a comma. Write model=gpt_tiny."),
+    "a blank after the sign": (["steps=", "5"], "steps= 5: write steps=5, without a blank after =."),
+    "an empty choice": (["seed=choice()"], "seed=choice() has nothing to choose from. Write seed=1,2,3."),
+    "another search path": (
+        ["hydra.searchpath=[file://own]"],
+        "hydra.searchpath=[file://own] replaces the folders that ship. For config files of yours: --config-dir FOLDER.",
     ),
     "an argument that is no pair": (["steps"], "steps has no value. Write steps=VALUE, with = and without blanks."),
     "a family that is none": (

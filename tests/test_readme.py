@@ -29,7 +29,7 @@ from valkyrie.cli.parser import without_comment
 from valkyrie.cli.predict import _parser as predict_parser
 from valkyrie.cli.report import _parser as report_parser
 from valkyrie.config.compose import default_partition
-from valkyrie.config.modes import MODES, modes_with
+from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms.tpu import Tpu
@@ -189,7 +189,7 @@ KEYS = {setting.split("=")[0] for setting in SETTINGS} - {"quiet"}
 @pytest.mark.parametrize("key", sorted(key for key in KEYS if not key.startswith("hydra")))
 def test_every_setting_has_its_key_and_its_choice(key: str):
     chosen = [setting for setting in SETTINGS if setting.split("=")[0] == key and "mine" not in setting]
-    mode = [f"mode={name}" for name in modes_with(key.removeprefix("mode."))[:1] if key.startswith("mode.")]
+    mode = [f"mode={name}" for name in MODES.with_key(key.removeprefix("mode."))[:1] if key.startswith("mode.")]
     for setting in dict.fromkeys(chosen):
         Run.from_config(compose_config("target=v4-64", "mesh=2x2x2", *mode, *shlex.split(setting)))
         assert not re.search(r"[\[*?]", re.sub(r"'.*?'", "", setting)), "zsh looks for files of such a name"

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
+from types import ModuleType
 
 from valkyrie.paths import cache_root, defaults_of
 
@@ -58,15 +60,31 @@ class Families:
         if name not in self:
             raise ValueError(
                 f"{self.key}={name} is not known. Known: {', '.join(self.names())}, or the name of a module of yours "
-                "beside the YAMLs of --config-dir."
+                "next to the YAMLs of --config-dir."
             )
-        config = getattr(import_module(name), "Config", None)
+        config = getattr(self._import(name), "Config", None)
         if not isinstance(config, type):
             raise ValueError(f"{self.key}={name} is a module without a class Config. A family's module defines one.")
         if not issubclass(config, self.base):
             base = f"{self.base.__module__}.{self.base.__name__}"
             raise ValueError(f"{self.key}={name} is a module whose class Config must derive from {base}.")
         return config
+
+    def with_key(self, key: str) -> list[str]:
+        """Return the names of the families, also the user's, that have a key such as `repeats` or `sudoku.side`."""
+        return [name for name in (*self.names(), *self.user_names()) if has_key(self.config_class(name), key)]
+
+    def _import(self, name: str) -> ModuleType:
+        """Import a user's module. Raises ValueError with the file, the line and the error if it cannot be imported."""
+        try:
+            return import_module(name)
+        except (Exception, SystemExit) as error:
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[:1] != "<"]
+            file, line = frames[-1].filename, frames[-1].lineno
+            if isinstance(error, SyntaxError) and error.filename:
+                file, line = error.filename, error.lineno
+            reason = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+            raise ValueError(f"{self.key}={name} cannot be imported. {file}, line {line}: {reason}.") from error
 
     def user_folder(self, name: str) -> Path | None:
         """Return the folder of a user's module, or None for a family that ships with Valkyrie."""
@@ -115,6 +133,15 @@ def _remembered() -> list[str]:
 
 def _record() -> Path:
     return cache_root() / "modules.txt"
+
+
+def has_key(config: object, key: str) -> bool:
+    """Return whether a dataclass has a key, such as `sudoku.side` in its field `sudoku`."""
+    name, _, inner = key.partition(".")
+    if not is_dataclass(config):
+        return False
+    groups = {field.name: field.default_factory for field in fields(config)}
+    return name in groups and (not inner or has_key(groups[name], inner))
 
 
 @cache

@@ -64,6 +64,24 @@ def missing_group(message: str) -> tuple[str, str] | None:
     return (match[1], match[2].rpartition("@")[2]) if match else None
 
 
+def chosen_twice(message: str) -> str | None:
+    """Return the group for which a defaults list makes a second choice without `override`, or None."""
+    match = re.match(r"Multiple values for ([\w/]+)\. To override", message)
+    return match[1] if match else None
+
+
+def swept_hydra_key(message: str) -> str | None:
+    """Return the argument that sweeps over a key of Hydra itself, or None."""
+    match = re.match(r"Sweeping over Hydra's configuration is not supported : '(.*)'", message)
+    return match[1] if match else None
+
+
+def unexpected_key(message: str) -> str | None:
+    """Return the key that the class of a config's `_target_` does not take, or None."""
+    match = re.search(r"unexpected keyword argument '(\w+)'.*full_key: ([\w.]+)", message, re.DOTALL)
+    return f"{match[2]}.{match[1]}" if match else None
+
+
 def scalar_for_group(message: str) -> tuple[str, str] | None:
     """Return the file that sets a group to a plain value, and that value, or None."""
     pattern = r"In '(.+)': ValidationError raised while composing config:\s+Merge error: str .* value: (\S+)"

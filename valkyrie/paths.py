@@ -39,7 +39,10 @@ def conf_dir() -> Path:
 
 def cache_root() -> Path:
     """Return the folder of all caches: `VALKYRIE_CACHE`, or else `~/.cache/valkyrie`."""
-    return Path(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie")).expanduser()
+    try:
+        return Path(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie")).expanduser()
+    except RuntimeError:
+        raise ValueError("This user has no home folder for caches. Set VALKYRIE_CACHE=DIR, or HOME.") from None
 
 
 def open_to_append(path: Path) -> IO[bytes]:

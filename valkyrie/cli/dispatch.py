@@ -17,9 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.cli.parser import fail, leave_unread, without_comment
-from valkyrie.config.arguments import expand_shorthand, read_arguments, refuses_keys_of_null
+from valkyrie.config.arguments import expand_shorthand, explains_composition, read_arguments
 from valkyrie.config.compose import register
 from valkyrie.config.explain import explain
+from valkyrie.config.files import check_folder
 from valkyrie.config.mistakes import refuse_slips, version_text
 from valkyrie.config.run import Run
 from valkyrie.config.saved import Primary, config_dirs, primary_of
@@ -51,6 +52,8 @@ def dispatch() -> None:
         if "--version" in arguments:
             print(version_text())
             return
+        for folder in config_dirs(arguments):
+            check_folder(folder)
         arguments = expand_shorthand(arguments)
         multirun = multirun_arguments(arguments)
         refuse_slips(arguments, multirun is not None)
@@ -98,7 +101,7 @@ def _compose(primary: Primary) -> DictConfig | None:
     os.environ[FULL_ERROR] = "1"  # Hydra raises, and `explain` writes the message
     try:
         folder = register()
-        with multirun_ends(), refuses_keys_of_null(sys.argv[1:]):
+        with multirun_ends(), explains_composition(sys.argv[1:]):
             hydra.main(config_path=str(folder), config_name=primary.name, version_base="1.3")(task)()
     except RuntimeError as error:
         deepest = traceback.extract_tb(error.__traceback__)[-1].filename

@@ -72,6 +72,8 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
 
 def _act(config: EngineConfig, words: Sequence[str], word: str, run: bool) -> int:
     """Print or run the one command of an action."""
+    if config.runs_at_once:
+        raise ValueError(f"{word}: target={config.target} rents nothing and runs in the foreground. Ctrl-C ends it.")
     if word != "list" and not any(given.startswith("name=") for given in words):
         raise ValueError(f"{word} needs the name of the run: write name=NAME.")
     calls = {step.action: step for step in config.plan(()).later if isinstance(step, Call) and step.action}

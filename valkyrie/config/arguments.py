@@ -19,6 +19,7 @@ from yaml import YAMLError
 from valkyrie.config.choices import Chips
 from valkyrie.config.compose import composing
 from valkyrie.config.explain import explain
+from valkyrie.config.files import find_inclusion_cycle
 from valkyrie.config.modes import mode_named
 from valkyrie.config.run import Run
 from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, primary_of
@@ -104,13 +105,20 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def refuses_keys_of_null(arguments: Sequence[str]) -> Iterator[None]:
-    """Raise ValueError for an argument such as `target.chip.hbm_gib=9` where the target has no chip.
+def explains_composition(arguments: Sequence[str]) -> Iterator[None]:
+    """Raise ValueError for two mistakes that Hydra and OmegaConf answer without naming the argument.
 
-    OmegaConf raises an AssertionError for it that does not name the argument.
+    - A key of a group that is null, such as `target.chip.hbm_gib=9` where the target has no chip: AssertionError.
+    - A config that includes itself: RecursionError.
     """
     try:
         yield
+    except RecursionError as error:
+        chosen = {key: value for key, value in key_values(arguments).items() if re.fullmatch(r"\w+", value)}
+        folders = config_dirs(arguments)
+        cycles = (find_inclusion_cycle(folders, group, name) for group, name in chosen.items())
+        where = next(filter(None, cycles), "a file of --config-dir")
+        raise ValueError(f"{where}: its defaults list includes the file itself. Delete that entry.") from error
     except AssertionError as error:
         if not is_key_of_null(str(error)):
             raise
@@ -159,7 +167,7 @@ def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
     add_import_path(folders)
     primary = primary_of(arguments, folder=folder)
     with composing(folders, primary.folder):
-        with refuses_keys_of_null(arguments):
+        with explains_composition(arguments):
             config = compose(primary.name, parts_of(primary.arguments)[1])
         return replace(Run.from_config(config), arguments=tuple(arguments))
 

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.config.choices import Chips, files, target_named
+from valkyrie.config.files import check_folder, use_checked_files
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.hardware.chips import CHIPS
@@ -110,7 +111,10 @@ class ValkyrieSource(ConfigSource):
             elif group == "target":
                 config = _target_config(name)
             elif group == "remat":
-                own = {"name": "${default_remat:${model.embed}}", "save": "${default_save:${model.embed}}"}
+                own = {
+                    "name": "${valkyrie.default_remat:${model.embed}}",
+                    "save": "${valkyrie.default_save:${model.embed}}",
+                }
                 config = OmegaConf.create({"defaults": ["remat_schema", "_self_"], **own})
             else:
                 value = _mesh(name) if group == "mesh" else FAMILIES[group].config_class(name.removesuffix("_schema"))
@@ -139,8 +143,11 @@ def register() -> Path:
     Plugins.instance().register(ValkyrieSource)
     grid = {"_target_": "hydra_plugins.valkyrie_sweeper.GridSweeper", "max_batch_size": None, "params": None}
     ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=grid, provider="valkyrie")
+    use_checked_files()
     for name, resolver in _RESOLVERS.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+        OmegaConf.register_new_resolver(f"valkyrie.{name}", resolver, replace=True)
+        if not OmegaConf.has_resolver(name):  # YAMLs of earlier versions use the plain name
+            OmegaConf.register_new_resolver(name, resolver)
     folder = conf_dir()
     if not (folder / "train.yaml").is_file():
         raise RuntimeError(f"the configuration that ships with valkyrie is missing: {folder / 'train.yaml'}")
@@ -152,17 +159,17 @@ def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[No
     """Let Hydra compose from `folders` and then from the package's groups.
 
     `primary`: the folder of the primary config, or None for the package's. Raises ValueError if one of `folders` is not
-    a folder.
+    a folder or has a file that would never be read.
     """
+    for folder in folders:
+        check_folder(folder)
     conf = register()
     with _beside_hydra(), initialize_config_dir(primary or str(conf), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
-        for own in folders:
-            if not Path(own).is_dir():
-                raise ValueError(f"--config-dir {own} is not a folder.")
+        for folder in folders:
             loader.config_search_path.prepend(
-                "command-line", f"file://{own}", anchor=SearchPathQuery(provider="schema")
+                "command-line", f"file://{folder}", anchor=SearchPathQuery(provider="schema")
             )
         loader.repository.initialize_sources(loader.config_search_path)
         yield
@@ -341,4 +348,4 @@ _RESOLVERS: Mapping[str, Callable[..., object]] = {
     "vocab_size_for": vocab_size_for,
     "mode_help": mode_help,
 }
-"""The functions that YAMLs call as `${NAME:ARGUMENTS}`."""
+"""The functions that YAMLs call as `${valkyrie.NAME:ARGUMENTS}`."""

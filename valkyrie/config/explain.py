@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
@@ -16,13 +17,23 @@ from yaml import YAMLError
 
 from valkyrie.config.compose import GROUPS
 from valkyrie.config.refusals import refusal_of
-from valkyrie.config.run import FAMILIES
-from valkyrie.foreign_errors import ambiguous_argument, missing_group, needs_quotes, scalar_for_group
+from valkyrie.config.run import FAMILIES, RunConfig
+from valkyrie.foreign_errors import (
+    ambiguous_argument,
+    chosen_twice,
+    missing_group,
+    needs_quotes,
+    scalar_for_group,
+    swept_hydra_key,
+    unexpected_key,
+)
 from valkyrie.problems import Problem, ProblemError, first_line, suggest
 
 _OVERLAYS = ("experiment", "sweep")
 """Groups with YAMLs that set keys of other groups."""
 _GROUPS = (*_OVERLAYS, *GROUPS)
+_NUMBERS = {field.name for field in fields(RunConfig) if str(field.type).partition(" ")[0] in ("int", "float", "bool")}
+"""Keys of a run that are a number, or true or false. Quotes never help there."""
 _EXTRAS = {
     "hydra/launcher": {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"},
     "hydra/sweeper": {"optuna": "optuna"},
@@ -58,7 +69,7 @@ def _refusal(error: Exception, folders: Sequence[str]) -> Problem | str:
         return _no_package(cause.full_key) if cause.full_key in _OVERLAYS else refusal_of(cause)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return refusal_of(cause)
-    if isinstance(error, ConfigCompositionException) and (message := _wrong_file(str(error))):
+    if isinstance(error, HydraException) and (message := _wrong_file(str(error))):
         return message
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
     return "; ".join(lines) or type(error).__name__
@@ -86,7 +97,7 @@ def _no_choice(missing_file: str, options: Sequence[str], folders: Sequence[str]
         return f"{group}/{name}: the schema depends on the family. In `defaults:` write one of {schemas}."
     other = next((f for folder in folders if (f := Path(folder) / group / f"{name}.yml").is_file()), None)
     if other is not None:
-        return f"{group}={name}: {other} is not looked at, for its name ends in .yml. Rename it to {name}.yaml."
+        return f"{group}={name}: {other} is not read, because its name ends in .yml. Rename it to {name}.yaml."
     begun = next((option for option in options if name and option.startswith(name)), None)
     near = suggest(name, options) or begun
     hint = f" Did you mean {group}={near}?" if near else ""
@@ -112,12 +123,23 @@ def _wrong_file(message: str) -> str | None:
             return _no_package(file)
         near = suggest(group, _GROUPS)
         hint = f" Did you mean {near}?" if near and near != group else ""
+        if group in _GROUPS:
+            return f"{file}.yaml: write 'override /{group}: NAME' in its defaults list, with the slash."
         groups = ", ".join(_GROUPS)
-        return f"{file}.yaml: its defaults list overrides {group}, which is no group.{hint} Groups: {groups}."
+        return f"{file}.yaml: its defaults list overrides {group}, which is not a group.{hint} Groups: {groups}."
+    if group := chosen_twice(message):
+        return (
+            f"{group} is chosen twice. In the defaults list of an experiment or sweep, write 'override /{group}: NAME' "
+            f"instead of '/{group}: NAME'."
+        )
+    if argument := swept_hydra_key(message):
+        return f"{argument}: Hydra's own settings cannot be swept over. Sweep over keys of a run: seed=1,2."
+    if unexpected := unexpected_key(message):
+        return f"{unexpected} is not a key of this choice of {unexpected.rpartition('.')[0]}. Leave it out."
     if scalar := scalar_for_group(message):
         file, value = scalar
         return (
-            f"{file}.yaml: {value} stands where the settings of a group belong. A choice is made in the "
+            f"{file}.yaml: {value} is in the place of the settings of a group. A choice is made in the "
             f"defaults list: defaults: ['override /GROUP: {value}']."
         )
     return None
@@ -127,11 +149,20 @@ def _unreadable(error: OverrideParseException) -> str:
     """Return the message for an argument that Hydra cannot parse, with the correct quoting."""
     key, sign, value = error.override.partition("=")
     reason = first_line(error)
-    why = "some of its signs stand only in quotes" if needs_quotes(reason) else reason
     if not sign:
         return f"{key} cannot be read as KEY=VALUE."
-    quoted = "['...']" if value.startswith("[") else "'...'"
-    return f'{error.override} cannot be read as KEY=VALUE: {why}. Put text in quotes of its own: {key}="{quoted}".'
+    for opening, closing in ("[]", "{}", "()"):
+        if value.count(opening) != value.count(closing):
+            return f"{error.override}: {opening} and {closing} do not match."
+    group = key.lstrip("+").partition(".")[0]
+    if key in _GROUPS:
+        return f"{error.override}: a choice is one name. valkyrie-train --help lists those of {group}."
+    if key in _NUMBERS:
+        return f"{error.override}: {key} is a number, or true or false. Write only that behind =."
+    if needs_quotes(reason) or " " in value:
+        quoted = "['...']" if value.startswith("[") else "'...'"
+        return f'{error.override} has signs that are read only in quotes. Write {key}="{quoted}".'
+    return f"{error.override} cannot be read as KEY=VALUE: {reason.partition(' expecting ')[0]}."
 
 
 def _refusal_behind(error: BaseException | None) -> ValueError | None:

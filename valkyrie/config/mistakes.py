@@ -12,7 +12,7 @@ from valkyrie.config.compose import GROUPS
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import RunConfig
 from valkyrie.paths import config_names
-from valkyrie.runs.folder import parts_of
+from valkyrie.runs.folder import key_values, parts_of
 
 _CHOSEN = set(GROUPS)
 _KEYS = {field.name for field in fields(RunConfig)} | {"experiment", "sweep"}
@@ -30,11 +30,14 @@ def refuse_slips(arguments: Sequence[str], multirun: bool) -> None:
         if _OWN_FLAGS.match(here):
             _refuse_dashes(here, following)
     overrides = parts_of(arguments)[1]
+    if multirun:
+        _refuse_search_in_sweep(overrides)
     for here, following in zip_longest(overrides, overrides[1:], fillvalue=""):
         _refuse_no_assignment(here, following)
     for argument in overrides:
         key, _, value = argument.partition("=")
         _refuse_names(argument, key.lstrip("+"), value)
+        _refuse_for_hydra(argument, key, value)
         if not multirun:
             _refuse_several(argument, key.lstrip("+"), value)
 
@@ -51,11 +54,38 @@ def _refuse_no_assignment(here: str, following: str) -> None:
     match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", here)  # a prompt may begin with blanks
     if match and match[2] != "=" and match[1].partition(".")[0] in _KEYS:
         raise ValueError(f"{here}: a setting is written KEY=VALUE, without blanks: {match[1]}={match[3]}.")
+    empty = re.fullmatch(r"[\w.]+=", here) is not None and here.rstrip("=").partition(".")[0] in _KEYS
+    if empty and re.match(r"[\w.]", following) and "=" not in following:
+        raise ValueError(f"{here} {following}: write {here}{following}, without a blank after =.")
     if here in MODES.names():
         raise ValueError(f"{here}: write mode={here}.")
     if here.partition(".")[0] in _KEYS and "=" not in here:
         value = "VALUE" if "=" in following or not following else following
         raise ValueError(f"{here} has no value. Write {here}={value}, with = and without blanks.")
+
+
+def _refuse_for_hydra(argument: str, key: str, value: str) -> None:
+    """Reject arguments that Hydra's parser or its search path would answer in its own terms."""
+    if key == "hydra.searchpath":
+        raise ValueError(f"{argument} replaces the folders that ship. For config files of yours: --config-dir FOLDER.")
+    if key == "mesh" and re.fullmatch(r"(\d+s)?\d+([^\w.,:+-]\d+)+", value):
+        sizes = re.sub(r"[^\w]", "x", value)
+        raise ValueError(f"{argument}: sizes are joined by the letter x: mesh={sizes}.")
+    if re.fullmatch(r"(choice|range|glob|interval|shuffle|sort)\(\s*\)", value):
+        raise ValueError(f"{argument} has nothing to choose from. Write {key}=1,2,3.")
+    if key.partition(".")[0] in _KEYS and re.fullmatch(r"[\w.+-]+,", value):
+        raise ValueError(f"{argument} ends with a comma. Write {argument.rstrip(',')}.")
+
+
+def _refuse_search_in_sweep(overrides: Sequence[str]) -> None:
+    values = key_values(overrides)
+    if values.get("mode") == "search":
+        targets = values.get("target", "v4-8,v5e-8").strip("[]")
+        targets = targets if "," in targets else "v4-8,v5e-8"
+        raise ValueError(
+            f"mode=search cannot be part of a sweep. It compares slices itself: target=[{targets}], without -m. For "
+            "other values, run one search for each."
+        )
 
 
 def _refuse_names(argument: str, key: str, value: str) -> None:

@@ -214,12 +214,6 @@ def check_time(key: str, value: str | None) -> list[Problem]:
     return [Problem(ProblemCode.malformed, key, value, text)]
 
 
-def modes_with(key: str) -> list[str]:
-    """Return the names of the modes that have a key."""
-    configs = {name: MODES.config_class(name) for name in (*MODES.names(), *MODES.user_names())}
-    return [name for name, config in configs.items() if key in {field.name for field in fields(config)}]
-
-
 def without_foreign_keys(mode: Mapping[Any, object]) -> dict[str, object]:
     """Drop the keys of other modes from the `mode` of an old `run.yaml`, from when all modes shared one config.
 

@@ -14,8 +14,9 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from valkyrie.config.modes import modes_with
-from valkyrie.data.config import sources_with
+from valkyrie import optim
+from valkyrie.config.modes import MODES
+from valkyrie.data.config import SOURCES
 from valkyrie.foreign_errors import WrongValue, wrong_value
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shortened
@@ -93,15 +94,14 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
     nearest = suggest(last, known)
     near = near or ([f"{inside}{nearest}"] if nearest else [])
     hint = f" Did you mean {near[0]}?" if near else ""
-    group, families = prefix.partition(".")[0], {"data": ("source", sources_with), "mode": ("name", modes_with)}
-    what = "a key"
-    if group in families:
-        family, with_key = families[group]
-        if others := with_key(full_key.removeprefix(f"{group}.")):
-            hint = f" It is a key of {', '.join(f'{group}={name}' for name in others)}."
-        what = (
-            f"a key of {group}{'' if group == 'mode' else '.source'}={parent.get(family)}" if prefix == group else what
-        )
+    group, what = prefix.partition(".")[0], "a key"
+    families = {families.key.partition(".")[0]: families for families in (MODES, SOURCES, optim.FAMILIES)}.get(group)
+    if families is not None:
+        if names := families.with_key(full_key.removeprefix(f"{group}.")):
+            hint = f" It is a key of {', '.join(f'{group}={name}' for name in names)}."
+        if prefix == group:
+            family = parent.get(families.key.removeprefix(f"{group}."))
+            what = f"a key of {group if group == 'mode' else families.key}={family}"
     where = f" in {prefix}" if prefix else ""
     text = f"{full_key} is not {what}.{hint} Known{where}: {', '.join(known)}."
     return Problem(ProblemCode.unknown_name, full_key, text=text)

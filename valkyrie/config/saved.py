@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.checkpoint import latest_step
 from valkyrie.config.compose import AS_SAVED, GROUPS, saved_groups
+from valkyrie.config.files import check_file
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, Run, RunConfig, drop_foreign_keys
 from valkyrie.extensions import add_import_path
@@ -97,14 +98,23 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
 
 
 def composed_file(arguments: Sequence[str]) -> Path | None:
-    """Return the primary config file that the arguments name if it has no defaults list, else None."""
+    """Return the primary config file that the arguments name if it has no defaults list, else None.
+
+    Raises ValueError for a `run.yaml` with a defaults list: Hydra would obey the `hydra:` section of a file that may
+    come from someone else.
+    """
     folder = config_path(arguments)
     if folder is None:
         return None
     file = Path(folder) / f"{config_name(arguments)}.yaml"
-    if not file.is_file() or re.search(r"^defaults\s*:", file.read_text(), re.MULTILINE):
+    if not file.is_file():
         return None
-    return file
+    check_file(file)
+    if not re.search(r"^defaults\s*:", file.read_text(), re.MULTILINE):
+        return file
+    if file.name == RUN:
+        raise ValueError(f"{file} is not the record of a run: it has a defaults list. Rename it if it is your own.")
+    return None
 
 
 def config_path(arguments: Sequence[str]) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.buckets import scheme_of
-from valkyrie.extensions import Families
+from valkyrie.extensions import Families, has_key
 from valkyrie.problems import Problem, check_range, refuse
 from valkyrie.processes.team import ALONE, Team
 
@@ -129,20 +129,9 @@ def names_file(tokenizer: str) -> bool:
     return tokenizer.endswith((".tiktoken", ".json")) or "/" in tokenizer
 
 
-def sources_with(key: str) -> list[str]:
-    """Names of this package's sources that have a key, such as `paths` or `sudoku.side`."""
-    return [name for name in SOURCES.names() if _has_key(SOURCES.config_class(name), key)]
-
-
 def sources_of(kind: str) -> list[str]:
     """Names of this package's sources of one kind of data."""
     return [name for name in SOURCES.names() if SOURCES.config_class(name).kind == kind]
-
-
-def _has_key(config: object, key: str) -> bool:
-    name, _, rest = key.partition(".")
-    fields = {field.name: field for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else {}
-    return name in fields and (not rest or _has_key(fields[name].default_factory, rest))
 
 
 def without_foreign_keys(data: Mapping[Any, Any]) -> Mapping[str, object]:
@@ -152,7 +141,7 @@ def without_foreign_keys(data: Mapping[Any, Any]) -> Mapping[str, object]:
     config = SOURCES.config_class(str(data["source"]))
 
     def owned(values: Mapping[Any, Any], prefix: str = "") -> Mapping[str, object]:
-        known = {key: value for key, value in values.items() if _has_key(config, f"{prefix}{key}")}
+        known = {key: value for key, value in values.items() if has_key(config, f"{prefix}{key}")}
         return {k: owned(v, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in known.items()}
 
     return owned(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from omegaconf import DictConfig, open_dict
 from valkyrie.config.arguments import run_of
 from valkyrie.config.modes import mode_named, reads_run
 from valkyrie.config.run import Run
+from valkyrie.problems import suggest
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.runs.folder import key_values
 from valkyrie.sweep.composer import Composer
@@ -66,6 +68,8 @@ def launch(
     end = end_of(context)
     if end is not None:
         end.has_all()
+    if not job_overrides:
+        raise ValueError(_nothing_to_run(config, context))
     if jobs < 1:
         raise ValueError(f"hydra.launcher.jobs={jobs}: at least 1 trial at a time is needed.")
     if jobs > 1 and members() is not None:
@@ -102,6 +106,17 @@ class _Both:
         self._screen.ended(plan, trial, earlier=earlier)
         if self._end is not None:
             self._end.add(trial)
+
+
+def _nothing_to_run(config: DictConfig, context: HydraContext) -> str:
+    """Return the message for a sweep without trials, with the choice nearest to a glob that matches none."""
+    for override in config.hydra.overrides.task:
+        if match := re.fullmatch(r"([\w/]+)=glob\((.*)\)", override):
+            choices = context.config_loader.get_group_options(match[1])
+            near = suggest(match[2].strip("*'\""), choices, 0.3)
+            hint = f" Did you mean {match[1]}={near}?" if near else ""
+            return f"{override} matches no choice.{hint} Choices: {', '.join(choices)}."
+    return "nothing to run: the sweep has no trial."
 
 
 def _plan(composer: Composer, overrides: Sequence[str], number: int, run: Run | None) -> TrialPlan:

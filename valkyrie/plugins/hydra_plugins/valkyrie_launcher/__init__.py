@@ -25,4 +25,6 @@ class TrialLauncher(Launcher):
         """Run the jobs and return their results."""
         from valkyrie.sweep.launcher import launch
 
+        if type(self.jobs) is not int:
+            raise ValueError(f"hydra.launcher.jobs={self.jobs}: a whole number of at least 1 is needed.")
         return launch(self.hydra_context, self.config, job_overrides, initial_job_idx, self.jobs)

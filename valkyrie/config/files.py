@@ -1,0 +1,105 @@
+"""Checks the user's config files before Hydra reads them, and names the file at fault."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource  # Hydra's reader has no public name
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.plugins.config_source import ConfigResult
+
+from valkyrie.paths import conf_dir, defaults_of
+from valkyrie.problems import first_line
+
+MOST_VALUES = 100_000
+"""Most values of a config file after its aliases are expanded. The shipped files have fewer than 100."""
+
+
+class CheckedFiles(FileConfigSource):
+    """Hydra's source of config files, with a check of each file before it is parsed."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return a config; ValueError names the file if it cannot be read."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if path.is_file():
+            check_file(path)
+        return super().load_config(config_path)
+
+
+def use_checked_files() -> None:
+    """Let Hydra read config files with `CheckedFiles`. Its registry has no method to replace a source."""
+    SourcesRegistry.instance().types[CheckedFiles.scheme()] = CheckedFiles
+
+
+def check_file(path: Path) -> None:
+    """Raise ValueError for a file that is not UTF-8, is not YAML, or has aliases that expand to too many values."""
+    body = path.read_bytes()
+    if body.startswith(codecs.BOM_UTF8):
+        raise ValueError(f"{path} begins with a byte order mark. Save it as UTF-8 without one.")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        line = body.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}, line {line}, is not UTF-8. Save it as UTF-8.") from None
+    if "&" not in text or "*" not in text:
+        return
+    try:
+        count = _count_values(yaml.compose(text, yaml.SafeLoader), {})
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {first_line(error)}.") from None
+    if count > MOST_VALUES:
+        size = "without end" if math.isinf(count) else f"to {count:,.0f} values"
+        raise ValueError(f"{path}: its aliases (*NAME) expand {size}; at most {MOST_VALUES:,} are read.")
+
+
+def check_folder(folder: str) -> None:
+    """Raise ValueError unless `folder` can be given as --config-dir.
+
+    Hydra would never open a file with the name of a shipped one. Identical copies are fine.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"--config-dir {folder} is not a folder.")
+    shipped_files = conf_dir()
+    for shipped in sorted([*shipped_files.glob("*/*.yaml"), *shipped_files.glob("*/*/*.yaml")]):
+        path = shipped.relative_to(shipped_files)
+        own = Path(folder) / path
+        if own.is_file() and own.read_bytes() != shipped.read_bytes():
+            group, name = path.parent, f"my_{path.stem}"
+            raise ValueError(
+                f"{own} would never be read: {group}={path.stem} is a file that ships with Valkyrie. Rename yours to "
+                f"{name}.yaml and write {group}={name}."
+            )
+
+
+def find_inclusion_cycle(folders: Sequence[str], group: str, name: str) -> str | None:
+    """Return the path of a user's config that includes itself in its defaults lists, or None.
+
+    Follows entries of the same group, starting at a choice of it.
+    """
+    paths = {path.stem: path for folder in folders for path in Path(folder, group).glob("*.yaml")}
+    names = [name]
+    for current in names:
+        for included in _included(paths.get(current)):
+            if included == name:
+                return str(paths[current])
+            if included in paths and included not in names:
+                names.append(included)
+    return None
+
+
+def _included(path: Path | None) -> Iterator[str]:
+    yield from (entry for entry in ([] if path is None else defaults_of(path)) if isinstance(entry, str))
+
+
+def _count_values(node: yaml.Node | None, counts: dict[int, float]) -> float:
+    """Return the number of values of a node with its aliases expanded, infinite if it contains itself."""
+    if id(node) not in counts:
+        counts[id(node)] = math.inf  # of an alias inside of the node itself
+        children = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []
+        pairs = ([child] if isinstance(child, yaml.Node) else child for child in children)
+        counts[id(node)] = 1 + sum(_count_values(value, counts) for values in pairs for value in values)
+    return counts[id(node)]
