@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -454,7 +455,7 @@ BOMB = "\n".join(
     + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
 )
 HEAD = "# @package _global_\n"
-CALLBACK = "hydra: {callbacks: {e: {_target_: shutil.copytree, src: own, dst: stolen}}}\n"
+CALLBACK = "callbacks: {e: {_target_: shutil.copytree, src: own, dst: stolen}}\n"
 
 
 @pytest.mark.parametrize(
@@ -492,8 +493,11 @@ def test_a_copy_of_a_shipped_file_is_accepted(command: Any, tmp_path: Path):
         ("import sys\nsys.exit(0)", "line 2: SystemExit"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_named(command: Any, tmp_path: Path, code: str, phrase: str):
-    module = f"broken_{len(code)}"
+def test_a_module_that_cannot_be_imported_is_named(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, phrase: str
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module = f"broken_{phrase.split()[-1]}"
     (tmp_path / f"{module}.py").write_text(code)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text(f"defaults: [{module}_schema, _self_]\n")
@@ -508,15 +512,14 @@ def test_the_hydra_section_of_a_run_folder_is_never_obeyed(
     folder = tmp_path / "runs" / "theirs"
     (tmp_path / "own").mkdir()
     folder.mkdir(parents=True)
-    run = command().run
-    assert run is not None
-    run.save(folder / "run.yaml")
+    compose_run().save(folder / "run.yaml")
     add_checkpoint(folder)
-    record = (folder / "run.yaml").read_text().partition("hydra:")[0]
-    (folder / "run.yaml").write_text(record + CALLBACK)
+    record = (folder / "run.yaml").read_text()
+    assert "\nhydra:\n" in record
+    (folder / "run.yaml").write_text(record.replace("\nhydra:\n", f"\nhydra:\n  {CALLBACK}"))
     assert command("--config-path", str(folder), "--config-name", "run").run is not None
     assert command("resume=theirs", "runs=runs").run is not None
-    (folder / "run.yaml").write_text(f"defaults: [run_schema, _self_]\n{CALLBACK}")
+    (folder / "run.yaml").write_text(f"defaults: [run_schema, _self_]\nhydra:\n  {CALLBACK}")
     refused = command("--config-path", str(folder), "--config-name", "run")
     assert refused.status == 2 and "not the record" in refused.err
     assert not (tmp_path / "stolen").exists()

@@ -79,7 +79,8 @@ ONE_LINE = {
     "a key that is none, appended": (["+foo.bar=3"], f"foo is not a key. {TOP}"),
     "a key of a group": (
         ["optimizer.lr=3"],
-        "optimizer.lr is not a key. Did you mean optimizer.learning_rate? Known in optimizer: beta1, beta2, clip_norm, "
+        "optimizer.lr is not a key of optimizer.family=adamw. Did you mean optimizer.learning_rate? Known in optimizer: "
+        "beta1, beta2, clip_norm, "
         "decay_steps, ema_decay, epsilon, family, final_ratio, learning_rate, name, puzzle_learning_rate, schedule, "
         "ssm_learning_rate_ratio, warmdown, warmup_steps, weight_decay.",
     ),
@@ -122,11 +123,16 @@ ONE_LINE = {
         ["hydra.searchpath=[file://own]"],
         "hydra.searchpath=[file://own] replaces the folders that ship. For config files of yours: --config-dir FOLDER.",
     ),
+    "keys that refer to each other": (
+        ["steps=${batch}", "batch=${steps}"],
+        "steps=${batch} and batch=${steps} refer to each other. Write a value for one of them.",
+    ),
+    "a reference to no key": (["steps=${nope.key}"], "steps=${nope.key}: there is no key nope.key."),
     "an argument that is no pair": (["steps"], "steps has no value. Write steps=VALUE, with = and without blanks."),
     "a family that is none": (
         ["model.family=x"],
         "model.family=x is not known. Known: gpt, gpt2, nanochat, trm, valkyrie, or the name of a module of yours "
-        "beside the YAMLs of --config-dir.",
+        "next to the YAMLs of --config-dir.",
     ),
     "a variable that is not set": (
         ["runs=${oc.env:NOT_SET}"],

@@ -49,6 +49,17 @@ def is_key_of_null(message: str) -> bool:
     return re.match("Unexpected type( for root)?: None", message) is not None
 
 
+def missing_key(message: str) -> str | None:
+    """Return the key of an interpolation that does not exist, or None."""
+    match = re.match(r"Interpolation key '(.*?)' not found", message)
+    return match[1] if match else None
+
+
+def is_recursive(message: str) -> bool:
+    """Return whether OmegaConf 2.3 found interpolations that refer to each other."""
+    return message.startswith("Recursive interpolation detected")
+
+
 # Hydra 1.3.
 
 

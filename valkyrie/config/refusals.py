@@ -17,7 +17,7 @@ from omegaconf.errors import (
 from valkyrie import optim
 from valkyrie.config.modes import MODES
 from valkyrie.data.config import SOURCES
-from valkyrie.foreign_errors import WrongValue, wrong_value
+from valkyrie.foreign_errors import WrongValue, is_recursive, missing_key, wrong_value
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shortened
 from valkyrie.problems import Problem, ProblemCode, first_line, suggest
@@ -81,6 +81,32 @@ def refusal_of(error: OmegaConfBaseException) -> Problem:
         return Problem(ProblemCode.malformed, error.full_key, text=str(cause))  # a resolver's message
     text = _wrong_value(error.full_key, first_line(error).rstrip("."))
     return Problem(ProblemCode.malformed, error.full_key, text=text)
+
+
+def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Problem | None:
+    """Return the problem of a key with an interpolation that cannot be resolved, or None if there is none.
+
+    The error of OmegaConf names neither the key nor the file: it may be raised far from both.
+    """
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    texts = {key: value for key, value in flat(plain).items() if isinstance(value, str) and "${" in value}
+    if missing := missing_key(str(error)):
+        for key, text in texts.items():
+            if re.search(rf"\$\{{{re.escape(missing)}}}", text):
+                return Problem(ProblemCode.malformed, key, text, f"{key}={text}: there is no key {missing}.")
+    references = {key: re.findall(r"\$\{(\w[\w.]*)\}", text) for key, text in texts.items()}
+    for key in references if is_recursive(str(error)) else ():
+        chain = [key]
+        while following := next((other for other in references.get(chain[-1], ()) if other in references), None):
+            if following in chain:
+                cycle = chain[chain.index(following) :]
+                listed = " and ".join(f"{name}={texts[name]}" for name in cycle)
+                verb = "refer to each other" if len(cycle) > 1 else "refers to itself"
+                text = f"{listed} {verb}. Write a value for {'one of them' if len(cycle) > 1 else 'it'}."
+                return Problem(ProblemCode.malformed, cycle[0], texts[cycle[0]], text)
+            chain.append(following)
+    return None
 
 
 def unknown_key(full_key: str, parent: Any) -> Problem:

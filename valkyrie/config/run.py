@@ -21,7 +21,7 @@ from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
 from valkyrie.config import modes
 from valkyrie.config.modes import MODES, ModeConfig, Needs
-from valkyrie.config.refusals import refusal_of, too_large
+from valkyrie.config.refusals import refusal_of, too_large, wrong_interpolation
 from valkyrie.data import config as data
 from valkyrie.data.config import SEEDS, SOURCES, DataConfig, full_path
 from valkyrie.extensions import Families, add_import_path, remember_modules
@@ -261,7 +261,7 @@ class Run:
             OmegaConf.resolve(merged)
             typed = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
-            raise ProblemError([refusal_of(error)]) from error
+            raise ProblemError([wrong_interpolation(composed, error) or refusal_of(error)]) from error
         assert isinstance(typed, RunConfig)
         if typed.task is None:
             folders.append(TASKS.user_folder(typed.model.task))
