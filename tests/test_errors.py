@@ -79,10 +79,9 @@ ONE_LINE = {
     "a key that is none, appended": (["+foo.bar=3"], f"foo is not a key. {TOP}"),
     "a key of a group": (
         ["optimizer.lr=3"],
-        "optimizer.lr is not a key of optimizer.family=adamw. Did you mean optimizer.learning_rate? Known in optimizer: "
-        "beta1, beta2, clip_norm, "
-        "decay_steps, ema_decay, epsilon, family, final_ratio, learning_rate, name, puzzle_learning_rate, schedule, "
-        "ssm_learning_rate_ratio, warmdown, warmup_steps, weight_decay.",
+        "optimizer.lr is not a key of optimizer.family=adamw. Did you mean optimizer.learning_rate? Known in "
+        "optimizer: beta1, beta2, clip_norm, decay_steps, ema_decay, epsilon, family, final_ratio, learning_rate, "
+        "name, puzzle_learning_rate, schedule, ssm_learning_rate_ratio, warmdown, warmup_steps, weight_decay.",
     ),
     "a key of a model": (
         ["model.attention.head=3"],
