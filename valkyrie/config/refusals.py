@@ -90,7 +90,8 @@ def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Pr
     """
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
-    texts = {key: value for key, value in flat(plain).items() if isinstance(value, str) and "${" in value}
+    values = flat({str(key): value for key, value in plain.items()})
+    texts = {key: value for key, value in values.items() if isinstance(value, str) and "${" in value}
     if missing := missing_key(str(error)):
         for key, text in texts.items():
             if re.search(rf"\$\{{{re.escape(missing)}}}", text):
