@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from helpers import compose_config, compose_run, names, some_quick
 from sweeps import plans_of
 from valkyrie.config.arguments import run_of
 from valkyrie.config.compose import GROUPS, accelerators, default_mesh, default_partition
-from valkyrie.config.run import Run
+from valkyrie.config.refusals import unknown_key
+from valkyrie.config.run import FAMILIES, Run
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import RoleKind
 from valkyrie.paths import conf_dir
@@ -505,9 +507,7 @@ def test_a_module_that_cannot_be_imported_is_named(
     assert refused.status == 2 and f"{module}.py, {phrase}" in refused.err
 
 
-def test_the_hydra_section_of_a_run_folder_is_never_obeyed(
-    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_folder_of_someone_else_runs_no_code(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "theirs"
     (tmp_path / "own").mkdir()
@@ -519,6 +519,11 @@ def test_the_hydra_section_of_a_run_folder_is_never_obeyed(
     (folder / "run.yaml").write_text(record.replace("\nhydra:\n", f"\nhydra:\n  {CALLBACK}"))
     assert command("--config-path", str(folder), "--config-name", "run").run is not None
     assert command("resume=theirs", "runs=runs").run is not None
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    (folder / "run.yaml").write_text(record.replace("modules: []", f"modules: [{evil}]"))
+    refused = command("resume=theirs", "runs=runs")
+    assert refused.status == 2 and f"modules=[{evil}]" in refused.err and str(evil) not in sys.path
     (folder / "run.yaml").write_text(f"defaults: [run_schema, _self_]\nhydra:\n  {CALLBACK}")
     refused = command("--config-path", str(folder), "--config-name", "run")
     assert refused.status == 2 and "not the record" in refused.err
@@ -532,3 +537,22 @@ def test_a_resolver_of_the_users_process_stays(monkeypatch: pytest.MonkeyPatch):
         assert OmegaConf.create({"x": "${divide:1,2}"}).x == "mine"
     finally:
         OmegaConf.clear_resolver("divide")
+
+
+@pytest.mark.parametrize("group", ["mode", "data", "optimizer"])
+def test_every_key_of_another_choice_is_refused_with_the_choices_that_have_it(group: str):
+    families = FAMILIES[group]
+    keys = {name: {field.name for field in fields(families.config_class(name))} for name in families.names()}
+    for name, own in keys.items():
+        text = {"mode": f"mode={name}", "data": f"data.source={name}", "optimizer": f"optimizer.family={name}"}[group]
+        for key in set().union(*keys.values()) - own:
+            having = [other for other in families.names() if key in keys[other]]
+            parent = OmegaConf.structured(families.config_class(name))
+            parent[families.key.partition(".")[2]] = name
+            message = str(unknown_key(f"{group}.{key}", parent))
+            assert text in message and all(f"{group}={other}" in message for other in having)
+
+
+def test_a_search_is_not_a_trial(command: Any):
+    refused = command("-m", "mode=search", "target=v4-8,v5e-8")
+    assert refused.status == 2 and "target=[v4-8,v5e-8]" in refused.err

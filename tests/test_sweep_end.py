@@ -88,7 +88,15 @@ def test_where_no_trial_is_legal_every_sweeper_ends_alike(
     assert tracker.logged == ["dp", "fsdp"]
 
 
-def test_a_mistake_before_any_trial_prints_only_the_error(command: Any, tracker: Tracker):
-    ended = command(*ASKED, "partition=dp", "hydra.launcher.jobs=0")
+@pytest.mark.parametrize(
+    ("argument", "phrase"),
+    [
+        ("hydra.launcher.jobs=0", "jobs=0: "),
+        ("hydra.launcher.jobs=abc", "jobs=abc: "),
+        ("partition=glob(fsdpp*)", "partition=fsdp?"),
+    ],
+)
+def test_a_mistake_before_any_trial_prints_only_the_error(command: Any, tracker: Tracker, argument: str, phrase: str):
+    ended = command(*ASKED, *([] if argument.startswith("partition") else ["partition=dp"]), argument)
     assert (ended.status, ended.out) == (2, "")
-    assert "hydra.launcher.jobs=0: " in ended.err
+    assert phrase in ended.err
