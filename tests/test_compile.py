@@ -383,7 +383,7 @@ def test_a_compiler_that_dies_takes_nobody_along(
     interpreter = tmp_path / "python"
     interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
     interpreter.chmod(0o755)
-    monkeypatch.setattr(compiling.sys, "executable", str(interpreter))
+    monkeypatch.setattr(sys, "executable", str(interpreter))
     died = compile_layout(tiny, 60)
     assert (died.status, died.cached) == (CompileStatus.failed, False)
     assert [file for file in (tmp_path / "cache" / "compile").rglob("*") if file.is_file()] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,7 +177,7 @@ def test_the_command_refuses_before_it_makes_a_folder(
 
 
 def test_more_simulated_devices_than_cores_can_play_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     run = compose_run("mesh=10x10x10", "partition=dp", "batch=1000")
     (problem,) = missing_devices(run)
     assert (problem.code, problem.size) == (ProblemCode.device_count, 1000) and "2 CPU cores" in str(problem)
