@@ -120,7 +120,7 @@ ONE_LINE = {
     "an empty choice": (["seed=choice()"], "seed=choice() has nothing to choose from. Write seed=1,2,3."),
     "another search path": (
         ["hydra.searchpath=[file://own]"],
-        "hydra.searchpath=[file://own] replaces the folders that ship. For config files of yours: --config-dir FOLDER.",
+        "hydra.searchpath=[file://own] replaces the folders that ship. For your own files: --config-dir FOLDER.",
     ),
     "keys that refer to each other": (
         ["steps=${batch}", "batch=${steps}"],

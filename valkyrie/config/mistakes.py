@@ -67,9 +67,7 @@ def _refuse_no_assignment(here: str, following: str) -> None:
 def _refuse_for_hydra(argument: str, key: str, value: str) -> None:
     """Reject arguments that Hydra's parser or its search path would answer in its own terms."""
     if key == "hydra.searchpath" and "valkyrie://groups" not in value:
-        raise ValueError(
-            f"{argument} replaces the folders that ship. For your own config files use --config-dir FOLDER."
-        )
+        raise ValueError(f"{argument} replaces the folders that ship. For your own files: --config-dir FOLDER.")
     if key == "mesh" and re.fullmatch(r"(\d+s)?\d+([^\w.,:+-]\d+)+", value):
         sizes = re.sub(r"[^\w]", "x", value)
         raise ValueError(f"{argument}: sizes are joined by the letter x: mesh={sizes}.")
