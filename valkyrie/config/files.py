@@ -101,5 +101,5 @@ def _count_values(node: yaml.Node | None, counts: dict[int, float]) -> float:
         counts[id(node)] = math.inf  # of an alias inside of the node itself
         children = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []
         pairs = ([child] if isinstance(child, yaml.Node) else child for child in children)
-        counts[id(node)] = 1 + sum(_count_values(value, counts) for values in pairs for value in values)
+        counts[id(node)] = 1.0 + sum(_count_values(value, counts) for values in pairs for value in values)
     return counts[id(node)]
