@@ -22,6 +22,7 @@ from valkyrie.config.run import Run
 from valkyrie.convert.architectures import config_of, settings_of
 from valkyrie.convert.load import from_folder
 from valkyrie.convert.save import to_folder
+from valkyrie.data.tokenizer_json import train_tokenizer
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.train.program import StepProgram
 from valkyrie.trees import as_written
@@ -185,7 +186,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "config.json: rope_parameters.rope_type=yarn "),
         ({"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor=0.5: "),
         ({"quantization_config": {"bits": 4}}, "config.json: quantization_config: "),
-        ({"hidden_size": None}, "config.json: hidden_size "),
+        ({"hidden_size": None}, "config.json: hidden_size=None: "),
+        ({"num_attention_heads": 0}, "config.json: num_attention_heads=0: "),
+        ({"hidden_act": ["silu"]}, "config.json: expected `str | null`, got `array` at $.hidden_act"),
+        ({"rms_norm_eps": "small"}, "config.json: expected `float`, got `str` at $.rms_norm_eps"),
         ({"vocab_size": 200}, "tokenizer=bytes has 257 ids, "),
         ({"num_attention_heads": 3}, "model.attention.heads=3 is not a multiple "),
     ],
@@ -223,11 +227,37 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path, capsys, monkeypatch):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert ". pytorch_model.bin is read by" in refusal(capsys, *load)
+    for damaged in ([1, 2], {"a": 5}):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": damaged}))
+        assert refusal(capsys, *load).startswith("model/model.safetensors.index.json ")
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert refusal(capsys, *load).startswith("model has no model-00001-of-00002.safetensors")
     (folder / "config.json").unlink()
     assert refusal(capsys, *load).startswith("model has no config.json")
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changed_tensors(published(tmp_path / "model", "llama"), **{"model.norm.weight": np.full(32, np.nan, np.float32)})
+    message = refusal(capsys, "from-hf", "model", "--tokenizer", "bytes")
+    assert message.startswith("model/model.safetensors: 32 of the 32 ") and "model.norm.weight" in message
+    assert not (tmp_path / "runs" / "model").exists()
+
+
+def test_folders_with_blanks_and_brackets_are_converted_and_one_that_cannot_be_written_is_named(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    source = published(tmp_path / "My {Models}, [2024]" / "llama's (3)", "llama")
+    train_tokenizer(["some text"], 257, "cl100k", source / "tokenizer.json")
+    main(["from-hf", str(source), "mesh=1x1x1"])
+    assert "resume=llama-s" in capsys.readouterr().out
+    (trained,) = (tmp_path / "runs").iterdir()
+    assert run_in(trained, []).tokenizer == str(trained / "huggingface" / "tokenizer.json")
+    (tmp_path / "file").touch()
+    message = refusal(capsys, "to-hf", trained.name, "file/out")
+    assert message.startswith("file/out cannot be written") and "another FOLDER" in message
 
 
 def test_what_is_there_already_is_not_written_over(tmp_path, capsys, monkeypatch):
@@ -237,7 +267,7 @@ def test_what_is_there_already_is_not_written_over(tmp_path, capsys, monkeypatch
     assert "next: valkyrie-train resume=model mode=generate" in capsys.readouterr().out
     load = ("from-hf", "model", "--tokenizer", "bytes")
     assert refusal(capsys, *load).startswith("runs/model is there already")
-    assert refusal(capsys, "to-hf", "model", "model").startswith("model is there already")
+    assert refusal(capsys, "to-hf", "model", "model").startswith("model exists already")
     assert refusal(capsys, "to-hf", "model", "b", "--step", "7").startswith("--step 7: ")
     assert refusal(capsys, "to-hf", "other", "b").startswith("resume=other ")
     assert refusal(capsys, "to-hf", "model", "b", "steps=3").startswith("steps=3: ")

@@ -59,11 +59,11 @@ def open_to_append(path: Path) -> IO[bytes]:
         raise
 
 
-def write_whole(path: Path, content: str | bytes) -> Path:
+def write_whole(path: Path, content: str | bytes, elsewhere: str | None = None) -> Path:
     """Write a file atomically, text as UTF-8, and return its path.
 
     Readers see either the old file or the complete new one, even after a kill, a full disk or a crash of the machine.
-    Raises DiskError if it cannot be written.
+    Raises DiskError, with the remedy of `writing`, if it cannot be written.
     """
     body = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
@@ -71,11 +71,11 @@ def write_whole(path: Path, content: str | bytes) -> Path:
         return path
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
-        with writing(path), partial.open("wb") as file:
+        with writing(path, elsewhere), partial.open("wb") as file:
             file.write(body)
             file.flush()
             os.fsync(file.fileno())
-        with writing(path):
+        with writing(path, elsewhere):
             partial.replace(path)
     finally:
         with contextlib.suppress(OSError):

@@ -10,7 +10,47 @@ from valkyrie.models.families import gpt, gpt2
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import Bias, RopeStretch
+from valkyrie.records import decode
 from valkyrie.trees import as_written, at
+
+
+@dataclass(frozen=True)
+class _Rope:
+    """The types of the keys of `rope_scaling` and `rope_parameters`."""
+
+    rope_type: str = "default"
+    type: str = "default"
+    rope_theta: float = 1e4
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position_embeddings: int = 0
+
+
+@dataclass(frozen=True)
+class _KeyTypes:
+    """The types of the optional keys of a config.json. The defaults depend on the architecture."""
+
+    hidden_act: str | None = None
+    activation_function: str | None = None
+    rms_norm_eps: float = 0.0
+    layer_norm_epsilon: float = 0.0
+    tie_word_embeddings: bool | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    n_inner: int | None = None
+    rope_theta: float = 1e4
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    partial_rotary_factor: float = 1.0
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: int = 0
+    layer_types: list[str] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
 
 Setting = str | bool | int | float | list[int | None]
 
@@ -109,7 +149,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture of a config.json. ValueError, with the known ones, if it is not supported."""
     names = config.get("architectures") or []
     known = ", ".join(KNOWN)
-    if not isinstance(names, list) or len(names) != 1:
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ValueError(f"config.json: architectures={names} must name one. Known: {known}.")
     if names[0] not in KNOWN:
         raise ValueError(f"config.json: architectures={names} is not known. Known: {known}.")
@@ -122,8 +162,10 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
     ValueError names every key with an unsupported value.
     """
     kind = architecture_of(config)
-    if lacking := [key for key in kind.sizes.values() if not isinstance(config.get(key), int)]:
-        raise ValueError(f"config.json: {', '.join(lacking)} must be a whole number for {kind.name}.")
+    if wrong := [key for key in kind.sizes.values() if type(config.get(key)) is not int or config[key] < 1]:
+        values = ", ".join(f"{key}={config.get(key)!r}" for key in wrong)
+        raise ValueError(f"config.json: {values}: must be whole numbers of at least 1 for {kind.name}.")
+    decode(_KeyTypes, dict(config), "config.json")
     refusals = _unsupported(kind, config)
     sizes = {setting: config[key] for setting, key in kind.sizes.items()}
     embed, heads = sizes["embed"], sizes["attention.heads"]

@@ -19,6 +19,8 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
 BESIDE += ("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
 """The files that are copied unchanged."""
+ANOTHER = "another FOLDER"
+"""The remedy for an output folder that cannot be written."""
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 """Supported tensor dtypes, by their names in safetensors files."""
 
@@ -31,7 +33,7 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder. Name one with {CONFIG} and {SINGLE}, as Hugging Face has it.")
+            raise ValueError(f"{folder} is not a folder. Name one with {CONFIG} and {SINGLE}.")
         self.folder = folder
         self.config = _json(folder / CONFIG, folder)
         self._file_of: dict[str, str] = {}
@@ -41,13 +43,16 @@ class Weights:
             self._look_into(name)
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor. ValueError if its file is damaged."""
+        """Return a tensor. ValueError if its file is damaged, or if it has a NaN or an infinity."""
         path = self.folder / self._file_of[name]
         try:
             with safe_open(path, "np") as file:  # reopened for each read: the pages of an open file count as memory
-                return file.get_tensor(name)
+                tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged at {name} ({error}). Copy it again.") from error
+        if wrong := tensor.size - np.count_nonzero(np.isfinite(tensor)):
+            raise ValueError(f"{path}: {wrong:,} of the {tensor.size:,} numbers of {name} are NaN or infinite.")
+        return tensor
 
     def dtype(self, names: Iterable[str]) -> np.dtype:
         """Return the dtype that holds all of these tensors exactly."""
@@ -66,8 +71,8 @@ class Weights:
         narrow = [f"{name} is {dtype}" for name, dtype in self.dtypes.items() if dtype not in DTYPES and name in wanted]
         differences = {
             "has no tensor": missing,
-            "has tensors of other shapes than its config.json says:": others,
-            f"has tensors that a {kind} has not:": more,
+            "has tensors with shapes that do not match its config.json:": others,
+            f"has tensors that a {kind} does not have:": more,
             f"has tensors that are not {', '.join(DTYPES)}:": narrow,
         }
         if problems := [f"{what} {_few(names)}" for what, names in differences.items() if names]:
@@ -83,14 +88,17 @@ class Weights:
                     self._file_of[tensor] = name
                     self.shapes[tensor], self.dtypes[tensor] = tuple(part.get_shape()), part.get_dtype()
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is no whole safetensors file ({error}). Copy it again.") from error
+            raise ValueError(f"{path} is not a complete safetensors file ({error}). Copy it again.") from error
 
 
 def _files_of(folder: Path) -> list[str]:
     """Return the names of the files with tensors."""
     if (folder / INDEX).is_file():
         index = _json(folder / INDEX, folder)
-        files = sorted({*index.get("weight_map", {}).values()})
+        by_tensor = index.get("weight_map", {})
+        if not isinstance(by_tensor, dict) or not all(isinstance(file, str) for file in by_tensor.values()):
+            raise ValueError(f"{folder / INDEX} is damaged (weight_map must name files). Copy it again.")
+        files = sorted({*by_tensor.values()})
         if missing := [file for file in files if not (folder / file).is_file()]:
             raise ValueError(f"{folder} has no {_few(missing)}, which {INDEX} names. Copy {_it(missing)} there too.")
         if files:
@@ -98,26 +106,26 @@ def _files_of(folder: Path) -> list[str]:
     if (folder / SINGLE).is_file():
         return [SINGLE]
     other = sorted(file.name for file in folder.glob("*.bin")) + sorted(file.name for file in folder.glob("*.pt*"))
-    remedy = f" {_few(other)} is read by transformers: save it anew with save_pretrained." if other else ""
+    remedy = f" {_few(other)} is read by transformers: save it again with save_pretrained." if other else ""
     raise ValueError(f"{folder} has no {SINGLE} and no {INDEX}.{remedy}")
 
 
 def _json(path: Path, folder: Path) -> Mapping[str, Any]:
     if not path.is_file():
-        raise ValueError(f"{folder} has no {path.name}: it is no model's folder as Hugging Face has it.")
+        raise ValueError(f"{folder} has no {path.name}: it is not the folder of a Hugging Face model.")
     try:
         values = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}). Copy it again.") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} is damaged (no table). Copy it again.")
+        raise ValueError(f"{path} is damaged (not a JSON object). Copy it again.")
     return values
 
 
-def copy_beside(source: Path, to: Path) -> list[str]:
+def copy_beside(source: Path, to: Path, elsewhere: str | None = None) -> list[str]:
     """Copy the tokenizer and other `BESIDE` files from one folder to another and return their names."""
     names = [name for name in BESIDE if (source / name).is_file()]
-    with writing(to):
+    with writing(to, elsewhere):
         for name in names:
             shutil.copyfile(source / name, to / name)
     return names
@@ -139,7 +147,7 @@ def write_folder(
     parts = _parts({name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, file_bytes)
     single = len(parts) == 1
     names = [SINGLE if single else f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    with writing(folder):
+    with writing(folder, ANOTHER):
         for file, part in zip(names, parts, strict=True):
             _write_file(folder / file, {name: np.ascontiguousarray(tensor(name), dtype) for name in part})
         if not single:
@@ -148,8 +156,8 @@ def write_folder(
                 "metadata": {"total_parameters": total, "total_size": total * dtype.itemsize},
                 "weight_map": {name: file for file, part in zip(names, parts, strict=True) for name in part},
             }
-            write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n")
-        write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+            write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n", ANOTHER)
+        write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n", ANOTHER)
     return names
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
 
 from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo
 from valkyrie.checkpoint.contents import PARAMETERS_ALONE
@@ -82,7 +85,7 @@ def _run(
     schema: str,
 ) -> Run:
     """Return the run with these model settings. ValueError if they are invalid or there is no tokenizer."""
-    name = name or dict(map(key_value, overrides)).get("name") or folder.resolve().name
+    name = name or dict(map(key_value, overrides)).get("name") or _name_for(folder.resolve().name)
     context = settings["context"]
     assert isinstance(context, int)
     beside = folder / "tokenizer.json"
@@ -92,11 +95,24 @@ def _run(
             "tokenizer.json."
         )
     settings = {"tokenizer": tokenizer or str(beside), **settings}
-    arguments = [f"model={schema}", f"name={name}", f"seq={min(context, _LONGEST)}"]
-    arguments += [f"model.{key}={as_written(value)}" for key, value in settings.items()]
+    arguments = [f"model={schema}", f"name={_quoted(name)}", f"seq={min(context, _LONGEST)}"]
+    for key, value in settings.items():
+        arguments.append(f"model.{key}={_quoted(value) if isinstance(value, str) else as_written(value)}")
     run = run_of([*arguments, *(o for o in overrides if key_value(o)[0] != "name")])
     refuse(run.model.problems())
     return run
+
+
+def _name_for(folder: str) -> str:
+    """Return the name of a folder, if it can name a run, else without the characters that cannot be in one."""
+    if re.fullmatch(r"[\w .+@-]+", folder):
+        return folder
+    return re.sub(r"[^\w.+@-]+", "-", folder).strip("-") or "model"
+
+
+def _quoted(text: str) -> str:
+    """Return a text in the grammar of the command line, for example a path with blanks or brackets."""
+    return text if re.fullmatch(r"[\w./-]+", text) else QuotedString(text, Quote.single).with_quotes()
 
 
 def _with_tokenizer(run: Run, tokenizer: str) -> Run:

@@ -16,7 +16,7 @@ from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import run_in
 from valkyrie.config.run import Run
 from valkyrie.convert.architectures import architecture_of, config_of
-from valkyrie.convert.folder import CONFIG, DTYPES, copy_beside, described, write_folder
+from valkyrie.convert.folder import ANOTHER, CONFIG, DTYPES, copy_beside, described, write_folder
 from valkyrie.convert.load import PREFIX, THEIRS
 from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer_json import json_path
@@ -46,7 +46,7 @@ def to_folder(
     run = run_in(trained, [])
     step, path = _checkpoint(trained, step)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already. Name a new folder.")
+        raise ValueError(f"{folder} exists already. Name a new folder.")
     assert isinstance(run.model, Stack)
     config = _config(trained, run, dtype)
     kind = NAMES[str(config["dtype"])]
@@ -59,7 +59,7 @@ def to_folder(
     shapes = {name: thirds[0].stored for name, thirds in by_name.items()}
     say(f"{architecture_of(config).name} of step {step}: {described(shapes, kind)}")
     reader = _ParameterReader(path, field)
-    with writing(folder):
+    with writing(folder, ANOTHER):
         folder.mkdir(parents=True, exist_ok=True)
     write_folder(folder, config, shapes, kind, lambda name: reader.read(by_name[name]), file_bytes)
     _copy_tokenizer(trained, run, folder)
@@ -126,7 +126,7 @@ def _config(trained: Path, run: Run, dtype: str | None) -> Mapping[str, object]:
 def _copy_tokenizer(trained: Path, run: Run, folder: Path) -> None:
     """Copy the tokenizer: the original files, or else the tokenizer that the run was trained with."""
     if (trained / THEIRS).is_dir():
-        copy_beside(trained / THEIRS, folder)
+        copy_beside(trained / THEIRS, folder, ANOTHER)
     elif (file := json_path(run.tokenizer)) is not None:
-        with writing(folder):
+        with writing(folder, ANOTHER):
             shutil.copyfile(file, folder / "tokenizer.json")

@@ -23,6 +23,7 @@ from valkyrie.records import decode, encode
 VERSION = 1
 MANIFEST = "manifest.json"
 _VERIFIED = "verified.json"
+_TOKEN_SIZES = {"uint16": 2, "uint32": 4}
 SPLITS = ("train", "validation")
 UNDECODABLE = "undecodable"
 """Key of a source with [characters that are not UTF-8, all characters] of the documents with most of them."""
@@ -118,7 +119,7 @@ class Prepared(Manifest):
     @property
     def token_size(self) -> int:
         """Bytes of a token in a shard."""
-        return {"uint16": 2, "uint32": 4}[self.dtype]
+        return _TOKEN_SIZES[self.dtype]
 
 
 def content_hash(train: Split, validation: Split, dtype: str, bos_id: int) -> str:
@@ -175,7 +176,10 @@ def read_manifest(path: Path) -> Prepared:
         values = json.loads(file.read_bytes())
         version = values.pop("version")
         if version == VERSION:
-            return Prepared(**vars(decode(Manifest, values, str(file))), path=path.resolve())
+            prepared = Prepared(**vars(decode(Manifest, values, str(file))), path=path.resolve())
+            if prepared.dtype not in _TOKEN_SIZES:
+                raise ValueError(f"dtype={prepared.dtype} is not one of {', '.join(_TOKEN_SIZES)}")
+            return prepared
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged ({error}). Remove {path} and prepare again.") from None
     raise ValueError(f"{file} has version {version}; this program reads version {VERSION}. Prepare the data again.")

@@ -31,6 +31,7 @@ _OF_EACH_CATEGORY = "\xa0a\u01c5\u02b0\xaa\u65e5\u0301\u0903\u0488\u0664\u16ee\x
 _OF_EACH_CATEGORY += "\u20ac\xa6\U0001f600\xad\u200b\u2028\u2029\u0378\ue000\x85\xc9\xe9"
 _PROBE_CHARACTERS = [*map(chr, range(128)), *_OF_EACH_CATEGORY]
 """ASCII, and at least one character of each category of Unicode."""
+_MOST_IDS = 2**24
 _PACKAGE = "uv sync --extra tokenizers in the clone, or uv pip install tokenizers"
 
 
@@ -110,9 +111,14 @@ class _TokenizerJson:
     @property
     def vocab_size(self) -> int:
         """Number of ids: one more than the highest id."""
+        return 1 + max(self.ids, default=-1)
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of the vocabulary and of the added tokens."""
         vocabulary = self.model.vocab
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return 1 + max([*ids, *(token.id for token in self.added_tokens)], default=-1)
+        return [*ids, *(token.id for token in self.added_tokens)]
 
 
 def json_vocab_size(path: Path) -> int:
@@ -223,7 +229,10 @@ def _without_possessives(pattern: str) -> str:
 
 def _read(path: Path) -> _TokenizerJson:
     try:
-        return read_record(_TokenizerJson, path)
+        content = read_record(_TokenizerJson, path)
+        if wrong := [i for i in content.ids if not 0 <= i < _MOST_IDS]:
+            raise RecordError(str(path), "", f"the id {wrong[0]} is not in 0 to {_MOST_IDS - 1}")
+        return content
     except RecordError as error:
         reason = f"{error.reason} {error.field}".strip()
         raise ValueError(f"tokenizer={path} is not a tokenizer.json of Hugging Face ({reason}).") from None
@@ -243,6 +252,9 @@ def _as_tiktoken(name: str, content: _TokenizerJson, added: Mapping[str, int]) -
     if not all(character in vocabulary for character in table) or any(set(t) - table.keys() for t in vocabulary):
         return None
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else pair for pair in model.merges]
+    ids = [*vocabulary.values(), *added.values()]
+    if any(len(pair) != 2 for pair in pairs) or len({*ids}) != len(ids):
+        return None
     order = [vocabulary.get(first + second, -1) for first, second in pairs]
     if len(pairs) != len(vocabulary) - len(table) or any(a >= b for a, b in zip(order, order[1:], strict=False)):
         return None

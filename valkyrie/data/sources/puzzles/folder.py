@@ -97,9 +97,9 @@ class PreparedPuzzles:
 
     def describe(self) -> str:
         """One line with the number of puzzles."""
-        drawn = ", their symmetries drawn anew" if self.side else ""
+        symmetries = ", with new random symmetries" if self.side else ""
         return (
-            f"data {self.name}: {self.train.groups:,} training puzzles{drawn}, {len(self.validation.inputs):,} "
+            f"data {self.name}: {self.train.groups:,} training puzzles{symmetries}, {len(self.validation.inputs):,} "
             f"validation puzzles of {self.train.cells} cells"
         )
 
@@ -111,7 +111,7 @@ def open_puzzles(path: Path, name: str, side: int | None = None) -> PreparedPuzz
     for key, attribute in (("seq_len", "cells"), ("vocab_size", "vocab_size")):
         ours, theirs = getattr(train, attribute), getattr(validation, attribute)
         if ours != theirs:
-            raise ValueError(f"{path}: {key} is {ours} of the training puzzles and {theirs} of the others.")
+            raise ValueError(f"{path}: {key} is {ours} in train/{METADATA} and {theirs} in test/{METADATA}.")
     return PreparedPuzzles(path.resolve(), name, _content(path), train, validation, side)
 
 
@@ -123,7 +123,7 @@ def _open_split(path: Path) -> PuzzleSplit:
         known = read_record(_Metadata, file)
     except RecordError:
         raise ValueError(
-            f"{file} is not the description of puzzles: it needs seq_len, vocab_size, num_puzzle_identifiers and sets."
+            f"{file} does not describe puzzles: it needs seq_len, vocab_size, num_puzzle_identifiers and sets."
         ) from None
     if len(known.sets) != 1:
         raise ValueError(f"{file} names the sets {', '.join(known.sets)}: only folders with one are supported.")
@@ -145,7 +145,7 @@ def _load(file: Path) -> np.ndarray:
     try:
         return np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError):
-        raise ValueError(f"{file} is missing or is no array of NumPy: a folder of puzzles has one.") from None
+        raise ValueError(f"{file} is missing or is not a NumPy array, and {METADATA} names its set.") from None
 
 
 def _check_cells(array: np.ndarray, file: Path, known: _Metadata) -> np.ndarray:
@@ -159,7 +159,7 @@ def _check_cells(array: np.ndarray, file: Path, known: _Metadata) -> np.ndarray:
     rows = array[: max(_CHECKED_BYTES // (array.dtype.itemsize * known.seq_len), 1)]
     if rows.size and (rows.max() >= known.vocab_size or rows.min() < 0):
         bad = rows.max() if rows.max() >= known.vocab_size else rows.min()
-        raise ValueError(f"{file} has the value {bad}, and vocab_size={known.vocab_size} allows 0 to one below it.")
+        raise ValueError(f"{file} has the value {bad}, and {METADATA} says vocab_size={known.vocab_size}.")
     return array
 
 
@@ -176,7 +176,9 @@ def _check_indices(split: PuzzleSplit, path: Path) -> None:
         raise ValueError(f"{path} has no puzzles.")
     if puzzles and split.puzzle_identifiers.max() >= split.identifiers:
         largest = split.puzzle_identifiers.max()
-        raise ValueError(f"{path} names puzzle {largest}, and num_puzzle_identifiers={split.identifiers}.")
+        raise ValueError(
+            f"{path} names puzzle {largest}, and its {METADATA} says num_puzzle_identifiers={split.identifiers}."
+        )
 
 
 def _is_index(starts: np.ndarray, count: int, last: int) -> bool:

@@ -1,0 +1,159 @@
+"""Readers of files of other programs, of which one field has another type or is missing, or the end is cut off.
+
+Each reader returns, or raises ValueError or OSError with the name of the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from valkyrie.convert.architectures import settings_of
+from valkyrie.convert.folder import Weights
+from valkyrie.data.files import list_paths, read_files
+from valkyrie.data.manifest import open_prepared
+from valkyrie.data.prepare import prepare
+from valkyrie.data.readers import ReadOptions
+from valkyrie.data.sources.puzzles.folder import open_puzzles
+from valkyrie.data.sources.text import Config
+from valkyrie.data.tokenizer import load_tokenizer, vocab_size_of
+from valkyrie.data.tokenizer_json import train_tokenizer
+
+GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
+VALUES = (None, True, -1, 0, 1.5, 10**30, float("nan"), "x", "", [], [1], ["x"], {}, {"a": 5})
+REMOVED = object()
+
+
+@st.composite
+def damaged(draw: st.DrawFn, valid: Any) -> bytes:
+    """JSON text of `valid` with one field replaced or removed, or cut short."""
+    damage = draw(st.sampled_from([*VALUES, REMOVED, "cut"]))
+    if damage == "cut":
+        text = json.dumps(valid).encode()
+        return text[: draw(st.integers(0, len(text) - 1))]
+    changed = {"": copy.deepcopy(valid)}
+    inside, key = changed, ""
+    while isinstance(inside[key], dict | list) and inside[key] and draw(st.booleans() if key else st.just(True)):
+        inside = inside[key]
+        key = draw(st.sampled_from(sorted(inside) if isinstance(inside, dict) else range(len(inside))))
+    if damage is REMOVED:
+        del inside[key]
+    else:
+        inside[key] = damage
+    return json.dumps(changed.get("")).encode()
+
+
+def check(data: st.DataObject, path: Path, valid: Any, read: Callable[[], object]) -> None:
+    """Read a damaged file."""
+    path.write_bytes(data.draw(damaged(valid)))
+    message = path.name
+    try:
+        read()
+    except (ValueError, OSError) as error:
+        message = str(error)
+    assert path.name in message or str(path.parent.resolve()) in message
+
+
+def fuzz(examples: int = 100) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        suppressed = [HealthCheck.function_scoped_fixture]
+        return settings(max_examples=examples, deadline=None, suppress_health_check=suppressed)(
+            given(data=st.data())(test)
+        )
+
+    return decorate
+
+
+def folder_of_weights(folder: Path, config: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    if not (folder / "a.safetensors").exists():
+        save_file({"a": np.ones(1, np.float32)}, folder / "a.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+
+
+@pytest.mark.parametrize("case", ["llama3", "qwen2_windows", "gpt2"])
+@fuzz()
+def test_config_json(tmp_path: Path, case: str, data: st.DataObject) -> None:
+    valid = json.loads(str(GOLDEN[f"{case}_config"]))
+    folder_of_weights(tmp_path, valid)
+    check(data, tmp_path / "config.json", valid, lambda: settings_of(Weights(tmp_path).config))
+
+
+@fuzz()
+def test_index_of_safetensors(tmp_path: Path, data: st.DataObject) -> None:
+    folder_of_weights(tmp_path, {})
+    valid = {"metadata": {"total_size": 4}, "weight_map": {"a": "a.safetensors"}}
+    check(data, tmp_path / "model.safetensors.index.json", valid, lambda: Weights(tmp_path))
+
+
+@cache
+def trained_tokenizer(folder: Path) -> Any:
+    train_tokenizer(["the text of the tokenizer"], 262, "cl100k", folder / "trained.json")
+    return json.loads((folder / "trained.json").read_text())
+
+
+@fuzz()
+def test_tokenizer_json(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.getbasetemp() / "foreign.json"
+
+    def read() -> None:
+        vocab_size_of(str(path))
+        tokenizer = load_tokenizer(str(path))
+        tokenizer.decode(tokenizer.encode_ordinary("the text"))
+
+    check(data, path, trained_tokenizer(path.parent), read)
+
+
+@fuzz()
+def test_manifest_json(tmp_path: Path, data: st.DataObject) -> None:
+    prepared = tmp_path / "prepared"
+    if not prepared.is_symlink():
+        for name in ("a", "b", "c"):
+            (tmp_path / f"{name}.txt").write_text(f"text {name}")
+        config = Config(paths=[f"{tmp_path}/*.txt"], cache_dir=str(tmp_path / "cache"))
+        prepared.symlink_to(prepare(config, "bytes").path)
+        (tmp_path / "valid.json").write_text((prepared / "manifest.json").read_text())
+    valid = json.loads((tmp_path / "valid.json").read_text())
+    check(data, prepared / "manifest.json", valid, lambda: open_prepared(prepared))
+
+
+@fuzz()
+def test_a_line_of_jsonl(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "a.jsonl"
+    valid = {"text": "a line", "more": {"n": 1}}
+    check(data, path, valid, lambda: [*read_files(list_paths([str(path)], ReadOptions()), ReadOptions())])
+
+
+@fuzz()
+def test_dataset_json_of_puzzles(tmp_path: Path, data: st.DataObject) -> None:
+    valid = {
+        "seq_len": 4,
+        "vocab_size": 5,
+        "num_puzzle_identifiers": 1,
+        "sets": ["all"],
+        "ignore_label_id": 0,
+        "blank_identifier_id": 0,
+    }
+    arrays = {
+        "inputs": np.ones((2, 4), np.int32),
+        "labels": np.ones((2, 4), np.int32),
+        "puzzle_identifiers": np.zeros(2, np.int32),
+        "puzzle_indices": np.arange(3),
+        "group_indices": np.arange(3),
+    }
+    for name in ("train", "test"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "dataset.json").write_text(json.dumps(valid))
+        for key, array in arrays.items():
+            np.save(tmp_path / name / f"all__{key}.npy", array)
+    check(data, tmp_path / "train" / "dataset.json", valid, lambda: open_puzzles(tmp_path, "puzzles"))
