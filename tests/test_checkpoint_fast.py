@@ -118,7 +118,7 @@ def test_when_all_of_one_tier_are_damaged_the_other_is_taken(tmp_path: Path):
 def test_without_a_sound_one_in_either_tier_nothing_begins_anew(tmp_path: Path):
     save(tmp_path, durable=(3,))
     (tmp_path / "run" / "checkpoints" / "3" / "about" / "metadata").write_text("{}")
-    with closing(both(tmp_path)) as kept, pytest.raises(ValueError, match="No other"):
+    with closing(both(tmp_path)) as kept, pytest.raises(ValueError, match="There is no other"):
         kept.restore(abstract(make_state(0)))
 
 

@@ -146,10 +146,10 @@ def test_no_privileges_are_gained() -> None:
 
 
 def test_who_ends_himself_before_the_tests_does_not_pass() -> None:
-    assert judged("import os\nos._exit(0)").reason == "it ended before its tests did"
+    assert judged("import os\nos._exit(0)").reason == "it ended before its tests"
     (problem, *_) = read_problems("cpp")
-    assert judge(problem, "    __builtin_exit(0);\n}\n").reason == "it ended before its tests did"
-    assert judge(problem, "    __builtin_trap();\n}\n").reason.startswith("it was ended by SIG")
+    assert judge(problem, "    __builtin_exit(0);\n}\n").reason == "it ended before its tests"
+    assert judge(problem, "    __builtin_trap();\n}\n").reason.startswith("it was killed by SIG")
 
 
 def test_a_step_that_fails_is_the_last() -> None:

@@ -266,7 +266,7 @@ def test_what_is_there_already_is_not_written_over(tmp_path, capsys, monkeypatch
     main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
     assert "next: valkyrie-train resume=model mode=generate" in capsys.readouterr().out
     load = ("from-hf", "model", "--tokenizer", "bytes")
-    assert refusal(capsys, *load).startswith("runs/model is there already")
+    assert refusal(capsys, *load).startswith("runs/model exists already")
     assert refusal(capsys, "to-hf", "model", "model").startswith("model exists already")
     assert refusal(capsys, "to-hf", "model", "b", "--step", "7").startswith("--step 7: ")
     assert refusal(capsys, "to-hf", "other", "b").startswith("resume=other ")

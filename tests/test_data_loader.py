@@ -211,7 +211,7 @@ def test_another_batch_may_continue_where_it_divides_the_place(counted: Prepared
     [
         ({"seed": 1}, "data.shuffle_seed=1, this run has 0"),
         ({"seq": 8}, "seq=8, this run has 16"),
-        ({"content": "x"}, "the data are not those"),
+        ({"content": "x"}, "the data differs"),
         ({"split": "validation"}, "split=validation, this run has train"),
         ({"version": 2}, "has version 2"),
     ],

@@ -158,7 +158,7 @@ def test_a_prepared_directory_is_a_dataset(config: text_source.Config, tmp_path:
     moved = prepared.path.rename(tmp_path / "moved")
     config.paths = [str(moved)]
     assert prepare(config, "bytes").content == prepared.content
-    with pytest.raises(ValueError, match="tokenizer=bytes, but tokenizer=gpt2"):
+    with pytest.raises(ValueError, match="tokenizer=bytes, not tokenizer=gpt2"):
         prepare(config, "gpt2")
 
 

@@ -202,7 +202,7 @@ def test_a_deeply_nested_line_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        ([], "data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Read are .txt, .md, .py"),
+        ([], "data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Supported: .txt, .md, .py"),
         (["none.txt"], "data.paths: there is no file or directory none.txt (looked from "),
         (["*.rst"], "data.paths: *.rst matches 0 files (looked from "),
         (["a.rst"], "data.paths: a.rst matches 1 files (looked from "),

@@ -224,7 +224,7 @@ def test_several_numbers_that_cannot_be(command: Any):
 def test_a_model_that_sees_the_future_is_only_shown(command: Any):
     refused = command("model.attention.causal=false")
     assert refused.status == 2
-    assert "the task next_token needs a causal model. Only mode=show takes this one." in refused.err
+    assert "the task next_token needs a causal model. Only mode=show accepts this model." in refused.err
     assert command("model.attention.causal=false", "mode=show").status == 0
 
 

@@ -27,7 +27,9 @@ class FastConfig:
         problems = check_range("checkpoint.fast.every", self.every, least=1, otherwise="null for no fast tier")
         problems += check_range("checkpoint.fast.keep", self.keep, least=1)
         if self.folder is not None and scheme_of(self.folder) is not None:
-            text = f"checkpoint.fast.folder={self.folder}: fast checkpoints lie on each host. Use a folder."
+            text = (
+                f"checkpoint.fast.folder={self.folder}: fast checkpoints are stored on each host. Use a local folder."
+            )
             problems.append(Problem(ProblemCode.unsupported, "checkpoint.fast.folder", self.folder, text))
         return problems
 

@@ -132,7 +132,7 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
         differs = f"{name} is only in the {'checkpoint' if name in saved else 'run'} (and {more} more)"
         again = "the optimizer options it was saved with"
     raise ValueError(
-        f"the checkpoint of step {path.name} in {path.parent} is sound, but of another optimizer: {differs}. "
+        f"the checkpoint of step {path.name} in {path.parent} is intact, but of another optimizer: {differs}. "
         f"Use {again} (resume={_run_of(path)} takes its settings), or another name=."
     )
 
@@ -143,13 +143,13 @@ def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, wanted: M
         return
     if saved["name"] == wanted["name"]:
         raise ValueError(
-            f"data.tokenizer={wanted['name']} is not what the checkpoint of step {path.name} in {path.parent} was "
-            f"trained with: its file has changed since (fingerprint {saved['fingerprint']}, now "
-            f"{wanted['fingerprint']}). Put the file of then back, or use another name=."
+            f"data.tokenizer={wanted['name']} is not the one that the checkpoint of step {path.name} in {path.parent} "
+            f"was trained with: its file has changed (fingerprint {saved['fingerprint']}, now "
+            f"{wanted['fingerprint']}). Restore the old file, or use another name=."
         )
     raise ValueError(
         f"the checkpoint of step {path.name} in {path.parent} was trained with tokenizer={saved['name']}, this run has "
-        f"tokenizer={wanted['name']}, whose ids mean other text. Use data.tokenizer={saved['name']}, or another name=."
+        f"tokenizer={wanted['name']}, which has other ids. Use data.tokenizer={saved['name']}, or another name=."
     )
 
 

@@ -77,9 +77,9 @@ class Durable(Tier):
                 break
             damages.append(f"the checkpoint of step {step} in {self.path} is damaged: {damage}")
         else:
-            raise ValueError(f"{'; '.join(damages)}. No other is left: start the run anew, or resume another.")
+            raise ValueError(f"{'; '.join(damages)}. There is no other: start the run again, or resume another.")
         for line, bad in zip(damages, steps, strict=False):
-            print(f"{line}. Going on from step {step}.", file=sys.stderr)
+            print(f"{line}. Continuing from step {step}.", file=sys.stderr)
             self._set_aside(bad)
         if damages and not self._read_only:
             self.reload(step)

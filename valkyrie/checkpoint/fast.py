@@ -20,7 +20,7 @@ from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import digest
 from valkyrie.paths import writing
 
-_FULL_DISK = "checkpoint.fast.folder=DIR, or do without: checkpoint.fast.every=null"
+_FULL_DISK = "checkpoint.fast.folder=DIR, or turn fast checkpoints off: checkpoint.fast.every=null"
 
 
 class Fast(Tier):

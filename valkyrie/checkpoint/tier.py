@@ -115,7 +115,7 @@ class Tier(ABC):
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors for damaged files
             raise ValueError(
                 f"the {self.label}checkpoint of step {step} in {self.path} cannot be read ({type(error).__name__}: "
-                f"{first_line(error)[:200]}). Delete {self.folder_of(step)} to go on from an older one."
+                f"{first_line(error)[:200]}). Delete {self.folder_of(step)} to continue from an older one."
             ) from error
         return restored["state"], dict(restored["data"])
 
@@ -186,7 +186,9 @@ class Tier(ABC):
         what = f"the {self.label}checkpoint of step {step} could not be saved in {self.path} ({why(error)})"
         if self._together:
             self._broken = True
-            raise NotSavedError(f"{what}. All processes end: started again, they go on from the one before.") from error
+            raise NotSavedError(
+                f"{what}. All processes end. Started again, they continue from the one before."
+            ) from error
         _reported_errors().clear()  # they hold the arrays that were not written
         with contextlib.suppress(Exception):  # it raises the same error again
             self._manager.close()

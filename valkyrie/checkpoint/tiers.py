@@ -87,9 +87,7 @@ class Checkpoints:
         """Return what `newest` returns. ValueError if there is no checkpoint."""
         restored = self.newest(abstract_state, changed=changed)
         if restored is None:
-            raise ValueError(
-                f"{self.durable.path} holds no finished checkpoint. Start the run anew, or resume another."
-            )
+            raise ValueError(f"{self.durable.path} has no finished checkpoint. Start the run again, or resume another.")
         return restored
 
     def newest(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored | None:
@@ -111,7 +109,7 @@ class Checkpoints:
         elif durable is not None:
             restored = self._read_durable(durable, abstract_state, changed or {}, reason)
         elif reason and self._team.leads:
-            print(f"beginning at step 0: nothing durable is saved yet{reason}", file=sys.stderr)
+            print(f"starting at step 0: no durable checkpoint is saved yet{reason}", file=sys.stderr)
         if self.fast is not None:
             self.fast.forget_after(0 if restored is None else restored.step)
         return restored
@@ -146,7 +144,7 @@ class Checkpoints:
             if needed:
                 raise
             if self._team.leads:
-                print(f"{error} They are set aside, for a fast one is sound.", file=sys.stderr)
+                print(f"{error} They are ignored, because a fast one is intact.", file=sys.stderr)
             self._team.broadcast_from_leader("damaged ones set aside", self.durable.set_all_aside)
             self.durable.reload(None)
             return None

@@ -22,31 +22,40 @@ def _convert(words: list[str]) -> None:
     parser = _parser()
     arguments, overrides = parser.parse_known_args(words)
     if wrong := [word for word in overrides if "=" not in word or word.startswith("--")]:
-        parser.error(f"{wrong[0]} is neither an option nor KEY=VALUE, a setting of the run.")
+        parser.error(f"{wrong[0]} is neither an option nor a setting KEY=VALUE.")
     arguments.run(arguments, overrides)
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Weights from and to folders of Hugging Face: config.json, safetensors, tokenizer.json."
+    about = "Convert weights from and to Hugging Face folders: config.json, safetensors, tokenizer.json."
     parser = OneLineParser(prog="valkyrie-convert", description=about, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="{from-hf,to-hf}", parser_class=OneLineParser)
 
-    load = commands.add_parser("from-hf", help="make a run folder of such a folder: from-hf FOLDER KEY=VALUE ...")
+    load = commands.add_parser(
+        "from-hf", help="convert a Hugging Face folder to a run folder: from-hf FOLDER KEY=VALUE ..."
+    )
     load.set_defaults(run=_from)
-    load.add_argument("folder", type=Path, help="config.json, model.safetensors or several with their index")
+    load.add_argument(
+        "folder", type=Path, help="folder with config.json and model.safetensors, or several files with their index"
+    )
     load.add_argument("--name", help="name of the run; default: the name of the folder")
-    tokenizers = "bytes, gpt2, an encoding of tiktoken, or a tokenizer.json; default: that of the folder"
+    tokenizers = "bytes, gpt2, an encoding of tiktoken, or a tokenizer.json; default: tokenizer.json of the folder"
     load.add_argument("--tokenizer", help=tokenizers)
 
-    save = commands.add_parser("to-hf", help="write the weights of a trained run as such a folder")
+    save = commands.add_parser("to-hf", help="convert a trained run to a Hugging Face folder")
     save.set_defaults(run=_to)
     save.add_argument("trained", metavar="RUN", help="a run's name, its folder, or latest")
     save.add_argument("folder", type=Path, help="a new folder")
-    save.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are looked for by name")
+    save.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     save.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     dtypes = ("float32", "bfloat16", "float16")
     save.add_argument("--dtype", choices=dtypes, help="default: the original dtype of the weights, or float32")
-    save.add_argument("--file-gb", type=float, default=5.0, help="the most that one file holds, in memory too")
+    save.add_argument(
+        "--file-gb",
+        type=float,
+        default=5.0,
+        help="maximum size of a file in GB, and of the weights in memory; default: 5",
+    )
     return parser
 
 
@@ -70,7 +79,7 @@ def _to(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     began = time.perf_counter()
     if overrides:
-        raise ValueError(f"{overrides[0]}: to-hf takes no settings of a run.")
+        raise ValueError(f"{overrides[0]}: to-hf takes no settings.")
     if not arguments.file_gb > 0:
         raise ValueError(f"--file-gb {arguments.file_gb:g}: must be above 0.")
     folder = to_folder(
@@ -80,7 +89,7 @@ def _to(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         dtype=arguments.dtype,
         file_bytes=int(1e9 * arguments.file_gb),
     )
-    print(f"{folder} in {time.perf_counter() - began:.1f} s: AutoModelForCausalLM.from_pretrained takes it")
+    print(f"{folder} in {time.perf_counter() - began:.1f} s: load it with AutoModelForCausalLM.from_pretrained")
 
 
 if __name__ == "__main__":

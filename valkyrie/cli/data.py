@@ -30,7 +30,7 @@ def _run(words: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Prepare token shards ahead of a run, check them, look inside."
+    about = "Prepare token shards before a run, verify them and show them; train tokenizers."
     parser = OneLineParser(prog="valkyrie-data", description=about)
     commands = parser.add_subparsers(
         required=True, metavar="{prepare,tokenizer,verify,show}", parser_class=OneLineParser
@@ -44,25 +44,25 @@ def _parser() -> argparse.ArgumentParser:
     named = "bytes, gpt2, an encoding of tiktoken, FILE.tiktoken, tokenizer.json, or the name of a trained one"
     prepare.add_argument("--tokenizer", default="bytes", help=named)
     prepare.add_argument("--validation-fraction", type=float, default=defaults.validation_fraction)
-    prepare.add_argument("--max-bytes", type=int, default=None, help="stop after so many bytes of text")
+    prepare.add_argument("--max-bytes", type=int, default=None, help="bytes of text after which reading stops")
     prepare.add_argument("--shard-tokens", type=int, default=defaults.shard_tokens)
-    prepare.add_argument("--workers", type=int, default=None, help="tokenising threads; one a CPU core if not given")
-    prepare.add_argument("--field", default=defaults.field, help="the key of .jsonl that holds the text")
-    prepare.add_argument("--column", default=defaults.column, help="the column of .parquet that holds the text")
-    prepare.add_argument("--cache-dir", default=str(cache_root() / "data"), help="where shards are kept")
+    prepare.add_argument("--workers", type=int, default=None, help="threads that tokenise; default: one per CPU core")
+    prepare.add_argument("--field", default=defaults.field, help="key of .jsonl files with the text")
+    prepare.add_argument("--column", default=defaults.column, help="column of .parquet files with the text")
+    prepare.add_argument("--cache-dir", default=str(cache_root() / "data"), help="folder of the shards")
 
     tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text: one file, tokenizer.json")
     tokenizer.set_defaults(run=_train_tokenizer)
     tokenizer.add_argument("paths", nargs="+", help="files, directories or globs; gs://, s3:// too")
-    tokenizer.add_argument("--vocab", type=int, default=65536, help="how many ids it has, with the one of BOS")
+    tokenizer.add_argument("--vocab", type=int, default=65536, help="number of ids, including BOS")
     where = "a name, by which data.tokenizer=NAME finds it from every folder, or the path of a .json"
     tokenizer.add_argument("--save", default="tokenizer.json", metavar="NAME", help=where)
     tokenizer.add_argument(
-        "--pattern", default="cl100k", help="how text is cut into words: r50k, cl100k, o200k, nanochat"
+        "--pattern", default="cl100k", help="pattern that splits text into words: r50k, cl100k, o200k, nanochat"
     )
-    tokenizer.add_argument("--max-bytes", type=int, default=None, help="stop after so many bytes of text")
-    tokenizer.add_argument("--field", default=defaults.field, help="the key of .jsonl that holds the text")
-    tokenizer.add_argument("--column", default=defaults.column, help="the column of .parquet that holds the text")
+    tokenizer.add_argument("--max-bytes", type=int, default=None, help="bytes of text after which reading stops")
+    tokenizer.add_argument("--field", default=defaults.field, help="key of .jsonl files with the text")
+    tokenizer.add_argument("--column", default=defaults.column, help="column of .parquet files with the text")
 
     verify = commands.add_parser("verify", help="read every shard and compare it with its checksum")
     verify.set_defaults(run=_verify)
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print the manifest as a table, and the beginning of the text")
     show.set_defaults(run=_show)
     show.add_argument("path", help="the directory that prepare printed")
-    show.add_argument("--split", default="train", choices=["train", "validation"], help="where the excerpt is from")
+    show.add_argument("--split", default="train", choices=["train", "validation"], help="split of the excerpt")
     show.add_argument("--tokens", type=int, default=200, help="tokens of the excerpt")
     return parser
 
@@ -85,7 +85,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
     for key, value in list(values.items()):
         if key not in known:
             if value != getattr(defaults, key):
-                raise ValueError(f"--{key.replace('_', '-')}: {arguments.source} does not have it.")
+                raise ValueError(f"--{key.replace('_', '-')}: {arguments.source} does not have this option.")
             del values[key]
     config = source(name=arguments.source, **values)
     assert isinstance(config, DocumentConfig), "one of the choices"
@@ -120,7 +120,7 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
         refuse_tokenizer_name(arguments.save)
     path = Path(arguments.save).expanduser() if own_file else trained_path(arguments.save)
     if path.exists():
-        raise ValueError(f"{path} is there already, and runs may depend on it. Use another --save NAME, or delete it.")
+        raise ValueError(f"{path} exists already, and runs may depend on it. Use another --save NAME, or delete it.")
     config = text.Config(
         paths=arguments.paths,
         field=arguments.field,

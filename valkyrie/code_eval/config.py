@@ -39,7 +39,7 @@ class CodeEvalConfig:
 
     def refusals(self, every: int | None) -> list[Problem]:
         """Return every problem with these settings and with `code_eval_every`."""
-        problems = check_range("code_eval_every", every, least=1, otherwise="null for none on the way")
+        problems = check_range("code_eval_every", every, least=1, otherwise="null for none during training")
         for name in ("samples", "tokens", "batch", "top_k", "workers"):
             otherwise = "null" if name in ("top_k", "workers") else ""
             problems += check_range(f"code_eval.{name}", getattr(self, name), least=1, otherwise=otherwise)
@@ -74,7 +74,7 @@ def missing_judge(config: CodeEvalConfig) -> list[Problem]:
     if config.sandbox and not problems and (why := trouble()):
         text = (
             f"What the model writes would be run, and there is no sandbox for it: {why}. Where its programs may read "
-            "your files and use the network, as in a container of their own: code_eval.sandbox=false."
+            "your files and use the network, as in a separate container: code_eval.sandbox=false."
         )
         problems.append(Problem(ProblemCode.missing, "code_eval.sandbox", True, text))
     return problems

@@ -154,9 +154,9 @@ def _why_not(ended: Sequence[Ended], limits: Limits) -> str:
         lines = [line for line in last.output.splitlines() if "error" in line.lower()] or last.output.splitlines()
         return f"does not compile: {lines[0].strip()[:200] if lines else f'status {last.status}'}"
     if last.status == 0:
-        return "it ended before its tests did"
+        return "it ended before its tests"
     if last.status > 128:
         with_name = {number.value: number.name for number in signal.Signals}
-        return f"it was ended by {with_name.get(last.status - 128, f'signal {last.status - 128}')}"
+        return f"it was killed by {with_name.get(last.status - 128, f'signal {last.status - 128}')}"
     printed = last.output.strip().splitlines()
     return f"its tests failed with status {last.status}{f': {printed[-1][:200]}' if printed else ''}"

@@ -66,7 +66,7 @@ class Cpp(JudgeLanguage):
         """Return an error if the tests do not have exactly one `main`, or the prompt leaves no function open."""
         mains = list(_MAIN.finditer(tests))
         if len(mains) != 1 or closing_brace(tests[mains[0].end() :]) is None:
-            return "tests of C++ must have one `int main() {...}`, which returns 0 where all is right"
+            return "tests of C++ must have one `int main() {...}`, which returns 0 if all tests pass"
         return None if prompt.rstrip().endswith("{") else "the prompt of C++ must end with the { of its function"
 
     def missing(self, isolated: bool) -> str | None:

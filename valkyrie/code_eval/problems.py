@@ -48,7 +48,7 @@ def read_problems(name: str) -> tuple[CodingProblem, ...]:
     problems = tuple(problem for _, problem in read if isinstance(problem, CodingProblem))
     numbers = {problem.name: number for number, problem in read if isinstance(problem, CodingProblem)}
     repeated = [name for name, count in Counter(problem.name for problem in problems).items() if count > 1]
-    troubles += [(numbers[name], f"the name {name} was there before") for name in repeated]
+    troubles += [(numbers[name], f"the name {name} is not unique") for name in repeated]
     if troubles:
         listed = "; ".join(f"line {number}: {why}" for number, why in sorted(troubles)[:5])
         more = f"; and {len(troubles) - 5} more" if len(troubles) > 5 else ""

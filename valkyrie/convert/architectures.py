@@ -199,7 +199,7 @@ def config_of(model: Stack) -> dict[str, object]:
     kind = _kind_of(model)
     if refusals := _unsupported_settings(model, kind):
         raise ValueError(
-            f"no architecture of {', '.join(KNOWN)} has {'; '.join(refusals)}: this model stays in Valkyrie's form."
+            f"no architecture of {', '.join(KNOWN)} has {'; '.join(refusals)}: this model cannot be converted."
         )
     assert isinstance(model, gpt.Config | gpt2.Config)
     name = next(name for name, activation in kind.activations.items() if activation is model.feed_forward)
@@ -233,7 +233,7 @@ def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
     """Return the keys of a config.json with values that no setting supports, other than those of RoPE and windows."""
     refusals = []
     if config.get("quantization_config"):
-        refusals.append("quantization_config: weights are read as float32, bfloat16 or float16 alone")
+        refusals.append("quantization_config: only float32, bfloat16 and float16 weights are supported")
     activation = _activation(kind, config)
     if activation not in kind.activations:
         refusals.append(f"{kind.activation}={activation} is not one of {', '.join(kind.activations)}")
@@ -242,7 +242,7 @@ def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
             refusals.append(f"{key}={as_written(not value)} is not supported")
     epsilon = config.get(*kind.epsilon)
     if kind.qk_norm and epsilon != _QK_NORM_EPSILON:
-        refusals.append(f"rms_norm_eps={epsilon:g}: norms of queries and keys have {_QK_NORM_EPSILON:g} here")
+        refusals.append(f"rms_norm_eps={epsilon:g}: the norms of queries and keys have {_QK_NORM_EPSILON:g}")
     embed, heads = kind.sizes["embed"], kind.sizes["attention.heads"]
     if not config.get("head_dim") and config[embed] % max(config[heads], 1):
         refusals.append(
@@ -294,7 +294,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[str]]:
         refusals.append(f"{key}.rope_type={kind} is not supported. Known: default, llama3")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        refusals.append(f"partial_rotary_factor={partial}: whole heads are rotated here")
+        refusals.append(f"partial_rotary_factor={partial}: only whole heads can be rotated")
     return settings, refusals
 
 
@@ -345,14 +345,14 @@ def _unsupported_settings(model: Stack, kind: Architecture) -> list[str]:
         refusals.append(f"model.feed_forward={model.feed_forward.value}")
     if kind.is_gpt2:
         if attention.kv_heads != attention.heads or attention.heads * attention.head_dim != model.embed:
-            refusals.append("heads that are not as many key heads, together as wide as model.embed")
+            refusals.append("attention heads with fewer key heads, or with another total width than model.embed")
         return refusals
     if attention.rope_theta is None:
         refusals.append("model.attention.rope_theta=null")
     if attention.bias is Bias.qkv and attention.qk_norm:
-        refusals.append("model.attention.bias=qkv beside qk_norm=true")
+        refusals.append("model.attention.bias=qkv with qk_norm=true")
     if attention.bias is Bias.all and kind is MISTRAL:
-        refusals.append("model.attention.bias=all beside windows")
+        refusals.append("model.attention.bias=all with windows")
     if attention.qk_norm and model.norm_epsilon != _QK_NORM_EPSILON:
-        refusals.append(f"model.norm_epsilon={model.norm_epsilon:g} beside queries and keys normed by 1e-06")
+        refusals.append(f"model.norm_epsilon={model.norm_epsilon:g} with norms of queries and keys of 1e-06")
     return refusals

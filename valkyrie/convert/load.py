@@ -58,7 +58,7 @@ def from_folder(
     weights.refuse_other(wanted, (*DERIVED, *tied), kind.name)
     target = run_folder(run)
     if target.exists():
-        raise ValueError(f"{target} is there already. Use another --name NAME, or delete it.")
+        raise ValueError(f"{target} exists already. Use another --name NAME, or delete it.")
     _refuse_other_tokenizer(run)
     say(f"{kind.name}: {described(wanted, weights.dtype(wanted))}")
     with _removed_on_failure(target):
@@ -91,8 +91,7 @@ def _run(
     beside = folder / "tokenizer.json"
     if tokenizer is None and not beside.is_file():
         raise ValueError(
-            f"{folder} has no tokenizer.json. Say which tokenizer its ids are of: --tokenizer gpt2, or the path of a "
-            "tokenizer.json."
+            f"{folder} has no tokenizer.json. Name its tokenizer: --tokenizer gpt2, or the path of a tokenizer.json."
         )
     settings = {"tokenizer": tokenizer or str(beside), **settings}
     arguments = [f"model={schema}", f"name={_quoted(name)}", f"seq={min(context, _LONGEST)}"]
@@ -124,8 +123,8 @@ def _refuse_other_tokenizer(run: Run) -> None:
     ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
     if ids > rows:
         raise ValueError(
-            f"tokenizer={run.tokenizer} has {ids:,} ids, and config.json says vocab_size={rows}: it is of another "
-            "model. Name this one's: --tokenizer NAME."
+            f"tokenizer={run.tokenizer} has {ids:,} ids, and config.json says vocab_size={rows}: it belongs to "
+            "another model. Name the right one: --tokenizer NAME."
         )
     load_tokenizer(run.tokenizer)
 

@@ -99,9 +99,9 @@ def _prefix(trained: Path, run: Run) -> str:
 def _checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
     steps = saved_steps(trained)
     if not steps:
-        raise ValueError(f"{trained} holds no finished checkpoint. Name the folder of a trained run.")
+        raise ValueError(f"{trained} has no finished checkpoint. Name the folder of a trained run.")
     if step is not None and step not in steps:
-        raise ValueError(f"--step {step}: {trained} has checkpoints of the steps {', '.join(map(str, steps))}.")
+        raise ValueError(f"--step {step}: {trained} has checkpoints of steps {', '.join(map(str, steps))}.")
     step = steps[-1] if step is None else step
     return step, checkpoint_root(trained) / str(step)
 

@@ -178,12 +178,12 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
 def _position_refusal(field: str, saved: object, now: object) -> str:
     if field == "content":
         return (
-            "the data are not those that the run was trained on: other files, other text in them, another tokenizer or "
-            "another split. Use the same data, or another name=."
+            "the data differs from what the run was trained on: other files, other text, another tokenizer or another "
+            "split. Use the same data, or another name=."
         )
     key = field if field in ("seq", "split", "batch") else f"data.{'shuffle_seed' if field == 'seed' else field}"
     return (
-        f"the data position was saved with {key}={saved}, this run has {now}: its rows come in another order. "
+        f"the data position was saved with {key}={saved}, this run has {now}: its rows are in another order. "
         f"Use the same {key}, or another name=."
     )
 

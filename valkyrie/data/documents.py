@@ -105,7 +105,7 @@ class DocumentConfig(TextConfig):
         problems = [*super().problems(), *needs_disk("data.cache_dir", self.cache_dir)]
         problems += check_range("data.validation_fraction", self.validation_fraction, above=0, below=1)
         problems += check_range("data.shard_tokens", self.shard_tokens, least=1)
-        return problems + check_range("data.workers", self.workers, least=1, otherwise="null for one a CPU core")
+        return problems + check_range("data.workers", self.workers, least=1, otherwise="null for one per CPU core")
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Prepared:
         """Open the shards, tokenising the documents first if they are not in the cache.
@@ -121,7 +121,7 @@ class DocumentConfig(TextConfig):
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             data = prepare(dataclasses.replace(self, cache_dir=folder), tokenizer)
             if say is not None:
-                say(f"{error} The data is prepared in {folder}, for this run alone.")
+                say(f"{error} The data is prepared in {folder}, only for this run.")
             return data
 
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
@@ -131,14 +131,14 @@ class DocumentConfig(TextConfig):
 
         data = find_prepared(self, tokenizer)
         if data is None:
-            later = "process 0 does so at the start, or valkyrie-data prepare before it"
+            later = "process 0 prepares it at the start, or valkyrie-data prepare does so before"
             return DataCheck(f"data={self.name} is not prepared yet: {later}")
         epochs = steps * batch / check_enough(data, "train", batch, seq)
         shards, content = len(data.train.shards), data.content[:12]
         text = f"{data.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} ({content})"
         repeats = "Use more text or fewer steps: the data repeats more than four times."
         return DataCheck(
-            f"{text}; steps={steps} see them {epochs:.2g} times", repeats if epochs > _EPOCHS else None, content
+            f"{text}; steps={steps} use them {epochs:.2g} times", repeats if epochs > _EPOCHS else None, content
         )
 
     def note(self, data: Dataset) -> str | None:

@@ -49,7 +49,7 @@ def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
     """
     if not paths:
         raise ValueError(
-            f"data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Read are {', '.join(SUFFIXES)}."
+            f"data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Supported: {', '.join(SUFFIXES)}."
         )
     files: dict[Path, SourceFile] = {}
     remote: dict[str, RemoteFile] = {}
@@ -75,7 +75,7 @@ def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
             if file.suffix not in (*LANGUAGE_OF, *NO_CODE):
                 raise ValueError(
                     f"{file.id}: data.chunk=functions needs data.language=c, cpp or python here: "
-                    f"a {file.suffix} file does not tell what its documents are written in."
+                    f"a {file.suffix} file does not determine the language of its documents."
                 )
     return listing
 

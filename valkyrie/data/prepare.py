@@ -73,8 +73,8 @@ def _open_given(config: DocumentConfig, tokenizer: str) -> Prepared | None:
         return None
     if read_manifest(path).tokenizer_fingerprint != fingerprint_of(tokenizer):
         raise ValueError(
-            f"{path} was prepared with tokenizer={read_manifest(path).tokenizer}, but tokenizer={tokenizer} is asked "
-            f"for. Set data.tokenizer, or prepare its source again."
+            f"{path} was prepared with tokenizer={read_manifest(path).tokenizer}, not tokenizer={tokenizer}. "
+            f"Set data.tokenizer, or prepare its source again."
         )
     return open_prepared(path)
 

@@ -175,7 +175,7 @@ def _read_jsonl_zst(file: File, options: ReadOptions, group: int | None) -> Iter
             with arrow.input_stream(opened, compression="zstd") as stream:
                 yield from _documents_of_lines(io.BufferedReader(stream, 1 << 20), file, options)
         except OSError as error:  # Arrow's error for a stream that is damaged or cut short
-            raise ValueError(f"{file.id} is no readable .zst file, or is cut short: {error}") from None
+            raise ValueError(f"{file.id} is not a readable .zst file, or is cut short: {error}") from None
 
 
 def _documents_of_lines(lines: Any, file: File, options: ReadOptions) -> Iterator[Document]:

@@ -28,7 +28,7 @@ def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
         length, length_sum = struct.unpack("<QI", head)
         if _masked(google_crc32c.value(head[:8])) != length_sum:
             raise ValueError(
-                f"{name}:{number} is damaged, or the file is no .tfrecord: the checksum of its length differs."
+                f"{name}:{number} is damaged, or the file is not a .tfrecord: the checksum of its length differs."
             )
         data, tail = file.read(length), file.read(4)
         if len(data) < length or len(tail) < 4:

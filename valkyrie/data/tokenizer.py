@@ -136,7 +136,7 @@ def _parse_ranks(data: bytes, what: str) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise ValueError(
-                f"{what}, line {number}: expected a base64 token and its rank, found {line[:60]!r}."
+                f"{what}, line {number}: expected a base64 token and its rank, not {line[:60]!r}."
             ) from None
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing:
@@ -159,7 +159,7 @@ def _from_tiktoken(name: str) -> TiktokenTokenizer:
         encoding = tiktoken.get_encoding(name)
     except (requests.RequestException, OSError) as error:
         raise ValueError(
-            f"tokenizer={name} has to be fetched once and the network did not answer ({type(error).__name__}). Set "
+            f"tokenizer={name} must be downloaded once, and the network did not answer ({type(error).__name__}). Set "
             f"TIKTOKEN_CACHE_DIR to a folder that has it, give a local FILE.tiktoken:PATTERN, or use gpt2 or bytes."
         ) from None
     if END_OF_TEXT not in encoding.special_tokens_set:

@@ -301,8 +301,8 @@ def _token_values(name: str, content: _TokenizerJson, encoder: Any) -> list[byte
     kinds = {step.type for step in content.decoder.steps} if content.decoder else set()
     if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
         raise ValueError(
-            f"tokenizer={name} is of a kind ({content.model.type}) that does not keep blanks, so its text "
-            "cannot be restored. Use a byte-level BPE or a SentencePiece tokenizer."
+            f"tokenizer={name} is a {content.model.type} tokenizer that does not keep blanks, so its text cannot "
+            "be restored. Use a byte-level BPE or a SentencePiece tokenizer."
         )
     special = {token.id for token in content.added_tokens if token.special}
     ids = range(content.vocab_size)

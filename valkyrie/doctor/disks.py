@@ -138,7 +138,7 @@ def fast_disk_space(examined: Examined) -> Answers:
     least = most // examined.processes
     size = memory(most) if examined.processes == 1 else f"{memory(least)} to {memory(most)}"
     text = f"{memory(free)} free in {folder}; fast checkpoints take {size}"
-    failure = FAILS, text, "Use checkpoint.fast.folder=DIR, or do without: checkpoint.fast.every=null"
+    failure = FAILS, text, "Use checkpoint.fast.folder=DIR, or turn fast checkpoints off: checkpoint.fast.every=null"
     yield failure if least > free else (WARNING if most > free else FINE, text)
 
 

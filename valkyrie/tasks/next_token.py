@@ -49,9 +49,9 @@ class Config(Task):
         longest, problems = getattr(model, "longest", seq), []
         if not model.causal:
             text = (
-                f"model={model.name} lets a position see what it is asked to predict (model.attention.causal=false or "
-                f"model.s5.bidirectional=true): the task {self.name} needs a causal model. Only mode=show takes this "
-                "one."
+                f"model={model.name} lets a position see the token that it predicts (model.attention.causal=false or "
+                f"model.s5.bidirectional=true): the task {self.name} needs a causal model. Only mode=show accepts this "
+                "model."
             )
             problems.append(Problem(ProblemCode.unsupported, "model", model.name, text))
         if seq > longest:

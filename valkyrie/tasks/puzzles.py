@@ -74,7 +74,7 @@ class Config(Task):
     def problems(self, model: Any, seq: int) -> list[Problem]:
         """Return a problem if the model is not recursive, or if its MLP mixer has weights for another `seq`."""
         if not isinstance(model, trm.Config):
-            text = f"task={self.name} trains models of model.family=trm, and model={model.name} is of another."
+            text = f"task={self.name} trains models of model.family=trm, not of the family of model={model.name}."
             return [Problem(ProblemCode.unsupported, "model", model.name, text)]
         if model.has_attention or seq == model.context:
             return []

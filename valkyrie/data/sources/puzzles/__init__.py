@@ -123,6 +123,6 @@ class Config(PuzzleConfig):
         path = Path(self.paths[0]).expanduser()
         if not path.is_dir():
             raise ValueError(
-                f"data.paths={self.paths[0]} is no folder: puzzles are a folder with train and test in it."
+                f"data.paths={self.paths[0]} is not a folder. Name a folder of puzzles, with train and test in it."
             )
         return path

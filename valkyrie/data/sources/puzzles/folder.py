@@ -151,7 +151,7 @@ def _load(file: Path) -> np.ndarray:
 def _check_cells(array: np.ndarray, file: Path, known: _Metadata) -> np.ndarray:
     """Return the array of a file. ValueError if its cells or values do not match the metadata."""
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{file} is {array.dtype}{list(array.shape)}: puzzles are whole numbers, a row each.")
+        raise ValueError(f"{file} is {array.dtype}{list(array.shape)}: puzzles are rows of whole numbers.")
     if array.shape[1] != known.seq_len:
         raise ValueError(
             f"{file} has puzzles of {array.shape[1]} cells, and {file.parent / METADATA} says seq_len={known.seq_len}."

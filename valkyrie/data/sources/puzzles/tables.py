@@ -87,7 +87,7 @@ class PuzzleTable:
         wrong = np.flatnonzero((questions == 0).any(1) | (answers == 0).any(1))
         if wrong.size:
             raise ValueError(
-                f"{self.path}: puzzle {wrong[0] + 1} has a character that is not of {self.alphabet.value!r}."
+                f"{self.path}: puzzle {wrong[0] + 1} has a character that is not in {self.alphabet.value!r}."
             )
         return questions, answers
 
@@ -101,7 +101,7 @@ class PuzzleTable:
             for row in reader:
                 rated = row["rating"] or ""
                 if not rated.strip().lstrip("-").isdigit():
-                    raise ValueError(f"{self.path} line {reader.line_num}: the rating {rated!r} is no whole number.")
+                    raise ValueError(f"{self.path} line {reader.line_num}: the rating {rated!r} is not a whole number.")
                 yield reader.line_num, row["question"] or "", row["answer"] or "", rated
 
 
