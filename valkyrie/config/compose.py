@@ -146,8 +146,9 @@ def register() -> Path:
     use_checked_files()
     for name, resolver in _RESOLVERS.items():
         OmegaConf.register_new_resolver(f"valkyrie.{name}", resolver, replace=True)
-        if not OmegaConf.has_resolver(name):  # YAMLs of earlier versions use the plain name
-            OmegaConf.register_new_resolver(name, resolver)
+        earlier = _EARLIER_NAMES.get(name, name)
+        if not OmegaConf.has_resolver(earlier):  # one of the user's own program stays
+            OmegaConf.register_new_resolver(earlier, resolver)
     folder = conf_dir()
     if not (folder / "train.yaml").is_file():
         raise RuntimeError(f"the configuration that ships with valkyrie is missing: {folder / 'train.yaml'}")
@@ -349,3 +350,5 @@ _RESOLVERS: Mapping[str, Callable[..., object]] = {
     "mode_help": mode_help,
 }
 """The functions that YAMLs call as `${valkyrie.NAME:ARGUMENTS}`."""
+_EARLIER_NAMES = {"tiny_or": "if_tiny", "tiny_model_for": "tiny_of", "vocab_size_for": "ids_of"}
+"""Their names in YAMLs of earlier versions, which have no prefix, if they were renamed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from valkyrie.report.page import read_asset, templates
 from valkyrie.report.tables import ColumnHead, TextTable
 from valkyrie.report.trace import Timeline, timeline
 from valkyrie.report.words import BigNumber
-from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
+from valkyrie.search.compile.prediction import CompileStatus, Hint, Measurement, Prediction
 from valkyrie.search.compile.show import show
 from valkyrie.units import duration, memory, percent
 
@@ -30,7 +31,6 @@ WIDTH, LANE, LABEL = 1000, 26, 190
 """Pixels of the drawing: the time of a step, the height of a track, and the width of its name."""
 TICKS = 5
 """Number of times on the axis of the drawing."""
-_HINT = "hint: "
 _LONG_TEXTS = ("cause", "source", "operation", "code", "what")
 """Columns with texts that may wrap."""
 
@@ -72,20 +72,20 @@ class _Recorder(Console):
 
 def program_page(record: Prediction | Measurement, title: str, spans: Sequence[TimelineSpan]) -> str:
     """Return a self-contained HTML page with the report of a record and a drawing of the spans."""
+    advice: tuple[Hint, ...] = ()
+    if isinstance(record, Prediction):
+        advice, record = record.hints, replace(record, hints=())  # the page has its own place for them
     show(record, console := _Recorder())
-    lines = [line for line in console.printed if isinstance(line, str)]
     step_timeline = timeline([dict(event) for event in trace_events(spans, title)])
     return (
         templates()
         .get_template("program.html")
         .render(
             title=title,
-            subject=lines[0],
+            subject=console.printed[0],
             numbers_of_step=big_numbers(record),
-            hints=[line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)],
-            blocks=[
-                block for block in console.printed[1:] if isinstance(block, TextTable) or not block.startswith(_HINT)
-            ],
+            hints=[hint.text for hint in advice],
+            blocks=console.printed[1:],
             drawing=None if step_timeline is None else _drawing(step_timeline),
             sizes={"width": WIDTH, "lane": LANE, "label": LABEL},
             version=version("valkyrie-jax"),

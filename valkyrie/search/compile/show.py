@@ -239,9 +239,8 @@ def _show_costs(prediction: Prediction, step_s: float, console: Console) -> None
         rows.append((*numbers, what, short_cause(cost.op_name), short_source(cost.source)))
     columns = ("ms", "%", "calls", "what", "operation", "source")
     _print_table(f"the {len(rows)} slowest operations", columns, rows, console)
-    if (
-        prediction.program is not None and prediction.lines
-    ):  # for a training step, the operations above name their lines
+    # For a training step, the operations above name their lines.
+    if prediction.program is not None and prediction.lines:
         lines = [
             (line.seconds, line.seconds / step_s, line.waiting_s, short_source(line.source), escape(line.text or ""))
             for line in prediction.lines
