@@ -23,7 +23,8 @@ FORMS = {
     "2025": ("model=nanochat_2025", "model.norm_epsilon=1e-6", "model.attention.qk_norm_epsilon=1e-6"),
     "2026": ("model=nanochat", "model.context=200"),
 }
-"""transformers' norms have another epsilon than nanochat's own; 200 tokens have short windows of 129."""
+"""Forms of nanochat to compare with public code. transformers' form has another epsilon in its norms than nanochat's
+own; with a context of 200, short windows are 129."""
 
 
 def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:

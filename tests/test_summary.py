@@ -40,7 +40,7 @@ from valkyrie.search.compile.prediction import (
     short_source,
 )
 from valkyrie.search.compile.runner import CompiledRun
-from valkyrie.search.compile.show import how_far, show
+from valkyrie.search.compile.show import describe_range, show
 from valkyrie.search.compile.summary import summarise
 from valkyrie.search.compile.trust import published, unseen_ratio
 from valkyrie.train.options import CHIP, YOU, Option
@@ -113,11 +113,10 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
     assert (interval.rows, interval.chip) == (len(on_v4), "v4")
     assert (interval.low_s, interval.high_s) == pytest.approx((2 * min(on_v4), 2 * max(on_v4)))
     known = StepInterval(low_s=0.42, high_s=0.5, low=0.98, high=1.16, rows=6, models=3, chip="v4")
-    assert all(
-        words in how_far(known) for words in ("420.0 ms", "500.0 ms", "6 published", "3 models", "on v4", "-2% to +16%")
-    )
-    assert "several recipes" in how_far(replace(known, chip=None))
-    assert "no measured run" in how_far(None)
+    text = describe_range(known)
+    assert all(part in text for part in ("420.0 ms", "500.0 ms", "6 published", "3 models", "on v4", "-2% to +16%"))
+    assert "other chips" in describe_range(replace(known, chip=None))
+    assert "no measured run" in describe_range(None)
 
 
 def test_what_is_sent_adds_up_however_it_is_counted(run: Run):

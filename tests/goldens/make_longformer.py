@@ -1,10 +1,10 @@
-"""Writes longformer.npz: what transformers' Longformer self-attention makes of a fixed input, in float64.
+"""Writes longformer.npz: outputs of transformers' Longformer self-attention for a fixed input, in float64.
 
     pip install transformers==5.23.0 torch==2.13.0 && python tests/goldens/make_longformer.py
 
-The projections' outputs are kept rather than the hidden states, so that the golden checks attention alone: a window
-of WINDOW keys to either side (WINDOW + 1 with the token itself, in Valkyrie's words), two global tokens in each
-sequence, and padding at the end of the second.
+Stores the outputs of the projections, not the hidden states, so that the golden checks attention alone: WINDOW keys on
+either side (Valkyrie's `window` also counts the token itself), two global tokens in each sequence, and padding at the end
+of the second.
 """
 
 from __future__ import annotations

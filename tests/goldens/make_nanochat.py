@@ -23,7 +23,7 @@ SEQ = {"2025": 24, "2026": 200}
 
 
 def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
-    """Return weights by name: as large as keeps activations of the order of one."""
+    """Return random weights by name, scaled so that activations are of order one."""
     rng = np.random.default_rng(0)
     return {
         name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)

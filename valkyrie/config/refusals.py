@@ -111,7 +111,7 @@ def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Pr
 
 
 def unknown_key(full_key: str, parent: Any) -> Problem:
-    """Return the problem of a key that is not in the schema, with the keys that are and the most similar one."""
+    """Return the problem of an unknown key. It lists the valid keys and suggests the most similar one."""
     prefix, _, last = full_key.rpartition(".")
     inside = f"{prefix}." if prefix else ""
     known = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []

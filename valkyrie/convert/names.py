@@ -47,7 +47,7 @@ LAYER = {
     "feed_forward.gate": TensorLocation("model.layers.{}.mlp.gate_proj.weight", transposed=True),
     "feed_forward.down": TensorLocation("model.layers.{}.mlp.down_proj.weight"),
 }
-"""Llama's tensor names, shared by the other architectures: of the model, and of each layer."""
+"""Llama's names of the tensors of a layer. The other architectures use them too."""
 
 GPT2_OUTSIDE = {
     "embedding": TensorLocation("wte.weight"),

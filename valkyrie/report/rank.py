@@ -103,9 +103,9 @@ def _layout(row: Row) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sweeps: pairs of rows of layouts that both have, by kind of speed, and the rows that only one has.
+    """Comparison of two sweeps: pairs of rows with the same layout, by kind of speed, and the rows of one sweep only.
 
-    `again` are rows skipped because their own sweep has a faster one of the same layout and work.
+    `again` has the rows that are skipped because the same sweep has a faster row for the same layout and work.
     """
 
     a: str

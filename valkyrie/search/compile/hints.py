@@ -132,7 +132,8 @@ def _exposed(facts: _Facts) -> Iterator[Hint]:
         if roles := [f"{axis} is {facts.roles[axis]}" for axis in part.mesh_axes if axis in facts.roles]:
             text += f" {'; '.join(roles)}."
         if instead := _partitions_without(facts, part.mesh_axes, known):
-            text += f" Instead, {'; '.join(instead.values())}."
+            these = "These partitions split" if len(instead) > 1 else "This partition splits"
+            text += f" {these} the batch over {' and '.join(part.mesh_axes)} instead: {'; '.join(instead.values())}."
         known |= instead.keys()
         changes = tuple(f"partition={name}" for name in instead)
         yield Hint(HintCode.exposed, text, part.seconds / facts.step.step_s, part.mesh_axes, changes)
@@ -141,14 +142,14 @@ def _exposed(facts: _Facts) -> Iterator[Hint]:
 def _waiting(facts: _Facts, part: StepPart) -> str:
     """Describe the share of the step spent waiting over these mesh axes, and the main cause."""
     step_s = facts.step.step_s
-    text = f"Waiting for communication over {axes_text(part.mesh_axes)} is {percent(part.seconds / step_s)} of the step"
+    text = f"{percent(part.seconds / step_s)} of the step waits for communication over {axes_text(part.mesh_axes)}"
     uses = [use for use in facts.collectives if use.mesh_axes == part.mesh_axes and use.exposed_s]
     if not uses:
         return text
     use = max(uses, key=lambda use: use.exposed_s)
     source = f" ({short_source(use.source)})" if use.source else ""
     cause = f"for {short_cause(use.cause)}{source}" if use.cause else "that the compiler does not name"
-    return f"{text}, {percent(use.exposed_s / step_s)} for its largest cause, {use.kind} {cause}"
+    return f"{text}. The largest cause, {use.kind} {cause}, is {percent(use.exposed_s / step_s)} of the step"
 
 
 def _partitions_without(facts: _Facts, axes: Sequence[str], known: Collection[str]) -> dict[str, str]:
@@ -172,11 +173,8 @@ def _partitions_without(facts: _Facts, axes: Sequence[str], known: Collection[st
         less = [entry for entry in fitting if entry.sends is None][:1]
 
     def describe(entry: OtherPartition) -> str:
-        sends = "" if entry.sends is None else f" and sends about {sent(entry.sends)} a step, not {sent(now)}"
-        return (
-            f"partition={entry.partition} splits the batch over {' and '.join(axes)}{sends}; it needs about "
-            f"{gib(entry.needs)} of {gib(usable)}"
-        )
+        sends = "" if entry.sends is None else f"sends about {sent(entry.sends)} a step, not {sent(now)}, and "
+        return f"partition={entry.partition} {sends}needs about {gib(entry.needs)} of {gib(usable)}"
 
     best = sorted(less, key=lambda entry: entry.sends or 0)[:2]
     return {entry.partition: describe(entry) for entry in best if entry.partition not in known}

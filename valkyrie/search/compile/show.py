@@ -164,7 +164,7 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
     text = f"[bold]{kind} step{simulated}: {duration(step.step_s)}[/]{spread}"
     console.print(f"{text}, {', '.join(facts)}")
     if isinstance(step, PredictedStep):
-        console.print(f"how far to trust it: {how_far(step.interval)}", markup=False)
+        console.print(f"error range: {describe_range(step.interval)}", markup=False)
         for price, tokens in step.tokens_per_dollar.items():
             console.print(f"{tokens / 1e6:,.2f} million tokens per dollar ({price.replace('_', ' ')})")
     if isinstance(result, Prediction) and result.parts:
@@ -176,17 +176,16 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
         _print_table("where the time goes", ("what", "ms", "%"), rows, console)
 
 
-def how_far(interval: StepInterval | None) -> str:
+def describe_range(interval: StepInterval | None) -> str:
     """Describe the range of a predicted step, and the measured runs that it is derived from."""
     if interval is None:
-        return "no measured run was predicted that could be held beside it"
-    chip, by = interval.chip, "other recipes"
+        return "unknown, because no measured run is comparable"
     runs = f"{interval.rows} published runs of {interval.models} model{'s' * (interval.models > 1)} "
-    runs += f"on {chip}" if chip else "on chips with several recipes, for want of some on this one"
+    runs += f"on {interval.chip}" if interval.chip else "on other chips, because this one has too few,"
     if interval.yours:
-        runs, by = f"your {interval.rows} measured steps on {chip}", "other models and batches"
-    took = f"took {100 * (interval.low - 1):+.0f}% to {100 * (interval.high - 1):+.0f}% of it"
-    return f"{duration(interval.low_s)} to {duration(interval.high_s)}: {runs}, predicted by {by}, {took}"
+        runs = f"your {interval.rows} measured steps on {interval.chip}"
+    errors = f"{100 * (interval.low - 1):+.0f}% to {100 * (interval.high - 1):+.0f}%"
+    return f"{duration(interval.low_s)} to {duration(interval.high_s)}: {runs} took {errors} of their prediction"
 
 
 def _show_communication(result: Prediction | Measurement, traffic: Communication, console: Console) -> None:

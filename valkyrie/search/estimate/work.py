@@ -21,11 +21,11 @@ class Product:
     Args:
         reads, makes: Logical axes of the operand and of the result, with their lengths.
         count: Number of layers.
-        numbers: Size of the parameter over those lengths; 2 for complex parameters.
+        numbers: Real numbers per element of the parameter: 1, or 2 if complex.
         float32: Whether it is computed in float32.
         operand: Key of the operand. Products of a layer with the same key read the same activations.
         name: Name of the result in remat policies, or None if it has none.
-        remade: Whether a backward pass that finds no activation of the block needs the result.
+        remade: Whether the backward pass needs the result when no activation of the block was saved.
     """
 
     reads: tuple[tuple[str, int], ...]
