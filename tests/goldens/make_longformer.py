@@ -3,8 +3,8 @@
     pip install transformers==5.23.0 torch==2.13.0 && python tests/goldens/make_longformer.py
 
 Stores the outputs of the projections, not the hidden states, so that the golden checks attention alone: WINDOW keys on
-either side (Valkyrie's `window` also counts the token itself), two global tokens in each sequence, and padding at the end
-of the second.
+either side (Valkyrie's `window` also counts the token itself), two global tokens in each sequence, and padding at the
+end of the second.
 """
 
 from __future__ import annotations
