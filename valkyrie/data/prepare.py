@@ -26,7 +26,7 @@ from valkyrie.data.writer import ShardWriter, encode_all
 Progress = Callable[[int, int | None], None]
 """Called with the bytes of text processed so far and the total bytes of all files (None without files)."""
 
-_ALGORITHM = 1
+_ALGORITHM = 2
 """Part of the cache key. Increase it whenever the same text would give different shards."""
 _LISTED = 10
 """Documents with undecodable characters that the manifest lists."""
