@@ -117,7 +117,7 @@ def check_modules(folders: Sequence[str], file: Path) -> None:
     if unknown := [folder for folder in folders if os.path.realpath(folder) not in known]:
         raise ValueError(
             f"{file} imports Python modules from {', '.join(unknown)}, which no command on this machine has named yet. "
-            f"If you trust that code, add modules=[{','.join(unknown)}], or set {_NAMED}={os.pathsep.join(unknown)}."
+            f"If you trust that code, add 'modules=[{','.join(unknown)}]', or set {_NAMED}={os.pathsep.join(unknown)}."
         )
 
 
