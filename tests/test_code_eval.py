@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -59,7 +60,7 @@ def test_every_problem_can_be_solved_and_a_wrong_answer_fails(name: str) -> None
     empty = {"cpp": "    return {};\n}\n", "python": "    return None\n"}[name]
     wrong = judge_all([(problem, empty) for problem in problems], Limits(30.0)) or []
     assert all(result.compiled and not result.passed for result in wrong)
-    assert all(result.reason.startswith("its tests failed with status ") for result in wrong)
+    assert all(re.search(r"status \d", result.reason) for result in wrong)
 
 
 @needs_sandbox
@@ -73,10 +74,10 @@ def test_a_completion_compiles_or_not_and_passes_or_not() -> None:
         *[(False,) * 2] * 2,
     ]
     assert results[1].reason.endswith("status 1")
-    assert results[2].reason.startswith("does not compile: program.cpp:3:") and "error" in results[2].reason
+    assert "program.cpp:3:" in results[2].reason and "error" in results[2].reason
     assert results[3].reason == "it wrote nothing"
     slow = judge(problem, "    for (volatile int i = 0;; i = i + 1) {}\n}", Limits(1.0))
-    assert slow.compiled and "longer than" in slow.reason
+    assert slow.compiled and not slow.passed and " 1 s" in slow.reason
 
 
 @needs_sandbox

@@ -65,7 +65,7 @@ def test_what_does_as_it_is_told_passes() -> None:
 def test_an_endless_loop_ends_with_its_time() -> None:
     began = time.monotonic()
     result = judged("while True: pass", time_s=1.0)
-    assert (result.passed, result.reason) == (False, "it took longer than 1 s")
+    assert not result.passed and " 1 s" in result.reason
     assert time.monotonic() - began < 30
 
 
@@ -81,7 +81,7 @@ def test_children_end_with_the_program_that_left_them() -> None:
 def test_a_fork_bomb_has_few_processes_and_ends() -> None:
     before = len(list(Path("/proc").glob("[0-9]*")))
     bomb = "import os\nmost = 0\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        most += 1"
-    assert judged(bomb, time_s=2.0).reason == "it took longer than 2 s"
+    assert " 2 s" in judged(bomb, time_s=2.0).reason
     assert len(list(Path("/proc").glob("[0-9]*"))) < before + 50  # others live on this machine too
     count = "import os\nn = 0\ntry:\n    while os.fork():\n        n += 1\nexcept OSError:\n    return n\nos._exit(0)"
     assert judged(count, "assert 1 <= f() < 16").passed
@@ -89,8 +89,9 @@ def test_a_fork_bomb_has_few_processes_and_ends() -> None:
 
 def test_endless_output_is_cut_and_ends_the_program() -> None:
     result = judged("while True: print('x' * 1000)")
-    assert (result.passed, result.reason) == (False, "it printed too much")
-    assert len(shell("yes").output) <= 2 * sandbox.OUTPUT_BYTES
+    assert not result.passed and "printed" in result.reason
+    ended = shell("yes")
+    assert ended.limit == "output" and len(ended.output) <= 2 * sandbox.OUTPUT_BYTES
 
 
 def test_much_memory_is_refused() -> None:
@@ -146,10 +147,11 @@ def test_no_privileges_are_gained() -> None:
 
 
 def test_who_ends_himself_before_the_tests_does_not_pass() -> None:
-    assert judged("import os\nos._exit(0)").reason == "it ended before its tests"
     (problem, *_) = read_problems("cpp")
-    assert judge(problem, "    __builtin_exit(0);\n}\n").reason == "it ended before its tests"
-    assert judge(problem, "    __builtin_trap();\n}\n").reason.startswith("it was killed by SIG")
+    for result in (judged("import os\nos._exit(0)"), judge(problem, "    __builtin_exit(0);\n}\n")):
+        assert result.compiled and not result.passed and "before" in result.reason
+    result = judge(problem, "    __builtin_trap();\n}\n")
+    assert result.compiled and not result.passed and " SIG" in result.reason
 
 
 def test_a_step_that_fails_is_the_last() -> None:
@@ -215,11 +217,12 @@ def test_users_of_two_programs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox.shutil, "which", lambda tool: None if tool == "unshare" else f"/bin/{tool}")
-    assert trouble.__wrapped__() == "unshare of util-linux is not installed"
+    reason = trouble.__wrapped__() or ""
+    assert "unshare" in reason and not [tool for tool in sandbox.TOOLS if tool != "unshare" and f"{tool}," in reason]
     monkeypatch.setattr(sandbox.platform, "system", lambda: "Darwin")
-    assert trouble.__wrapped__() == "a sandbox needs Linux, and this is Darwin"
+    assert "Darwin" in (trouble.__wrapped__() or "")
 
 
 def test_what_the_system_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_outside", lambda isolation: ["sh", "-c", "echo no namespaces here; exit 1", "--"])
-    assert trouble.__wrapped__() == "no sandbox was made: no namespaces here"
+    assert "no namespaces here" in (trouble.__wrapped__() or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -207,16 +208,21 @@ def test_what_no_setting_says_is_refused_by_its_key(changed, message, tmp_path, 
 def test_a_folder_that_is_not_whole_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load = ("from-hf", "model", "--tokenizer", "bytes")
-    assert refusal(capsys, *load).startswith("model is not a folder.")
+    assert refusal(capsys, *load).startswith("model ")
     folder = published(tmp_path / "model", "llama")
     name = "model.layers.1.self_attn.q_proj.weight"
-    assert refusal(capsys, "from-hf", "model").startswith("model has no tokenizer.json.")
-    changed_tensors(folder, **{name: None})
-    assert refusal(capsys, *load) == f"model has no tensor {name}."
-    changed_tensors(folder, **{name: np.zeros((32, 16), np.float32)})
-    assert refusal(capsys, *load).endswith(f": {name} is [32, 16], not [32, 32].")
-    changed_tensors(folder, **{name: np.zeros((32, 32), np.int8)})
-    assert refusal(capsys, *load).endswith(f" F32, BF16, F16: {name} is I8.")
+    message = refusal(capsys, "from-hf", "model")
+    assert "--tokenizer" in message and "tokenizer.json" in message
+    other_tensors = [tensor for tensor in tensors_in(folder) if tensor != name]
+    for tensor, details in (
+        (None, []),
+        (np.zeros((32, 16), np.float32), ["[32, 16]", "[32, 32]"]),
+        (np.zeros((32, 32), np.int8), ["F32", "BF16", "F16", "I8"]),
+    ):
+        changed_tensors(folder, **{name: tensor})
+        message = refusal(capsys, *load)
+        assert all(part in message for part in (name, *details))
+        assert not any(other in message for other in other_tensors)
     changed_tensors(
         folder, **{name: np.zeros((32, 32), np.float32), "model.layers.0.self_attn.q_proj.bias": np.zeros(32)}
     )
@@ -226,22 +232,24 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path, capsys, monkeypatch):
     assert refusal(capsys, *load).startswith("model/model.safetensors ")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
-    assert ". pytorch_model.bin is read by" in refusal(capsys, *load)
+    assert "pytorch_model.bin" in refusal(capsys, *load)
     for damaged in ([1, 2], {"a": 5}):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": damaged}))
         assert refusal(capsys, *load).startswith("model/model.safetensors.index.json ")
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert refusal(capsys, *load).startswith("model has no model-00001-of-00002.safetensors")
+    assert "model-00001-of-00002.safetensors" in refusal(capsys, *load)
     (folder / "config.json").unlink()
-    assert refusal(capsys, *load).startswith("model has no config.json")
+    message = refusal(capsys, *load)
+    assert "config.json" in message and ".safetensors" not in message
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changed_tensors(published(tmp_path / "model", "llama"), **{"model.norm.weight": np.full(32, np.nan, np.float32)})
     message = refusal(capsys, "from-hf", "model", "--tokenizer", "bytes")
-    assert message.startswith("model/model.safetensors: 32 of the 32 ") and "model.norm.weight" in message
+    assert message.startswith("model/model.safetensors") and "model.norm.weight" in message
+    assert re.findall(r"\b\d+\b", message) == ["32", "32"]
     assert not (tmp_path / "runs" / "model").exists()
 
 
@@ -257,22 +265,26 @@ def test_folders_with_blanks_and_brackets_are_converted_and_one_that_cannot_be_w
     assert run_in(trained, []).tokenizer == str(trained / "huggingface" / "tokenizer.json")
     (tmp_path / "file").touch()
     message = refusal(capsys, "to-hf", trained.name, "file/out")
-    assert message.startswith("file/out cannot be written") and "another FOLDER" in message
+    assert "file/out" in message and "another FOLDER" in message
 
 
 def test_what_is_there_already_is_not_written_over(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     published(tmp_path / "model", "llama")
     main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
-    assert "next: valkyrie-train resume=model mode=generate" in capsys.readouterr().out
+    next_commands = re.findall("valkyrie-train (.+)", capsys.readouterr().out)
+    assert ["resume=model", "mode=generate"] in [command.split()[:2] for command in next_commands]
     load = ("from-hf", "model", "--tokenizer", "bytes")
-    assert refusal(capsys, *load).startswith("runs/model exists already")
-    assert refusal(capsys, "to-hf", "model", "model").startswith("model exists already")
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert "runs/model " in refusal(capsys, *load)
+    assert refusal(capsys, "to-hf", "model", "model").startswith("model ")
+    assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert refusal(capsys, "to-hf", "model", "b", "--step", "7").startswith("--step 7: ")
     assert refusal(capsys, "to-hf", "other", "b").startswith("resume=other ")
     assert refusal(capsys, "to-hf", "model", "b", "steps=3").startswith("steps=3: ")
     assert "--shards is neither " in refusal(capsys, *load, "--shards", "3")
-    assert "Did you mean steps?" in refusal(capsys, *load, "stps=3", "--name", "b")
+    message = refusal(capsys, *load, "stps=3", "--name", "b")
+    assert "stps" in message and re.search(r"\bsteps\b", message)
 
 
 @pytest.mark.parametrize(

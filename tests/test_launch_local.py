@@ -72,7 +72,7 @@ def test_every_process_knows_the_others_and_the_port_is_another_at_each_start(ca
     code = """
 with open(f"env-{index}", "a") as file:
     print(os.environ["JAX_COORDINATOR_ADDRESS"], os.environ["JAX_PROCESS_COUNT"], file=file)
-print("printed by", index, flush=True)
+print("index", index, flush=True)
 alive(); others_alive()
 sys.exit(0 if starts else 1)
 """
@@ -81,8 +81,8 @@ sys.exit(0 if starts else 1)
     assert lines[0] == lines[1] == lines[2] and len(set(lines[0])) == 2
     assert all(line.startswith("127.0.0.1:") and line.endswith(" 3") for line in lines[0])
     out = capfd.readouterr().out
-    assert out == "printed by 0\nprinted by 0\n"
-    assert Path("logs/process-2.log").read_text() == "printed by 2\nprinted by 2\n"
+    assert out == "index 0\nindex 0\n"
+    assert Path("logs/process-2.log").read_text() == "index 2\nindex 2\n"
 
 
 def test_one_process_is_no_cluster():
@@ -101,11 +101,10 @@ if index == 1:
 time.sleep(60)
 """
     assert run(code) == 0
-    err = capfd.readouterr().err
-    assert "process 1 ended by SIGKILL, first of 3; ending processes 0, 2 at once\n" in err
-    assert "the last lines of logs/process-1.log:\n  the last words of 1\n" in err
-    assert "starting again (1 of 2)\n" in err
-    assert len(pids()) == 6
+    cause, log, last_line, restart = capfd.readouterr().err.splitlines()
+    assert all(part in cause for part in ("process 1 ", "SIGKILL", "processes 0, 2 "))
+    assert "logs/process-1.log" in log and last_line == "  the last words of 1"
+    assert "(1 of 2)" in restart and len(pids()) == 6
 
 
 def test_a_peer_that_fails_with_it_is_not_taken_for_the_first(capfd: Any):
@@ -115,8 +114,8 @@ if index == 2: os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(1)
 """
     assert run(code, restarts=0, grace_s=10.0) in (1, 137)
-    err = capfd.readouterr().err
-    assert err.count("first of 3") == 1 and "not started again: --restarts 0\n" in err
+    causes = [line for line in capfd.readouterr().err.splitlines() if "process 2 " in line]
+    assert len(causes) == 1 and "SIGKILL" in causes[0]
 
 
 def test_of_two_the_one_that_lost_another_is_not_the_first(capfd: Any):
@@ -127,40 +126,39 @@ time.sleep(0.05)
 sys.exit(3 if index == 2 else 69)
 """
     assert run(code, restarts=0, grace_s=10.0) == 3
-    assert "process 2 ended with status 3, first of 3\n" in capfd.readouterr().err
+    (cause,) = [line for line in capfd.readouterr().err.splitlines() if "process " in line]
+    assert "process 2 " in cause and "status 3" in cause
 
 
 def test_it_stops_after_so_many_crashes(capfd: Any):
     assert run("alive(); others_alive(); sys.exit(7)") == 7
     assert len(pids()) == 9
-    assert "not started again: --restarts 2\n" in capfd.readouterr().err
+    assert "--restarts 2" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("status", [2, 130])
 def test_a_mistake_and_ctrl_c_are_not_repeated(status: int, capfd: Any):
     assert run(f'alive(); others_alive(); print("why", file=sys.stderr); sys.exit({status})', grace_s=10.0) == status
-    err = capfd.readouterr().err
     assert len(pids()) == 3
-    assert "starting again" not in err and err.count("why") == 1
+    assert capfd.readouterr().err.count("why") == 1
 
 
 def test_a_mistake_that_only_another_process_sees_is_shown(capfd: Any):
     code = """
 alive(); others_alive()
-if index == 2: print("data.paths: no such file"); sys.exit(2)
+if index == 2: print("data.paths=missing"); sys.exit(2)
 time.sleep(60)
 """
     assert run(code) == 2
-    err = capfd.readouterr().err
-    assert "process 2 ended with status 2, first of 3; ending processes 0, 1 at once" in err
-    assert "  data.paths: no such file\n" in err
+    cause, log, last_line = capfd.readouterr().err.splitlines()
+    assert all(part in cause for part in ("process 2 ", "status 2", "processes 0, 1 "))
+    assert "logs/process-2.log" in log and last_line == "  data.paths=missing"
 
 
 def test_a_preemption_is_not_a_crash(capfd: Any):
     code = "alive(); others_alive(); time.sleep(0.02 * index); sys.exit(0 if starts == 3 else 75)"
     assert run(code, restarts=0) == 0
-    err = capfd.readouterr().err
-    assert err.count("was preempted and has saved") == 3 and err.count("starting again\n") == 3
+    assert capfd.readouterr().err.count("preempted") == 3 and len(pids()) == 4 * 3
     assert run("sys.exit(75)", restarts=1, soon_s=5.0) == 75
 
 
@@ -198,7 +196,7 @@ def test_a_signal_is_handed_on_and_all_save(launched: Any, number: int, status: 
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=10)
     assert process.returncode == status
-    assert "stopping: waiting for processes 0, 1, 2 to save" in err and "starting again" not in err
+    assert "processes 0, 1, 2 " in err and len(pids()) == 3
     assert Path("runs/mine.launch/process-1.log").read_text() == "1 saved\n"
 
 
@@ -206,12 +204,12 @@ def test_a_second_ctrl_c_ends_those_who_do_not_listen(launched: Any):
     process = launched(DEAF)
     os.kill(process.pid, signal.SIGINT)
     for line in process.stderr:
-        if "once more ends them at once" in line:
+        if "processes 0, 1, 2 " in line:
             break
     assert process.poll() is None and not any(is_gone(pid) for pid in pids())
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=10)
-    assert process.returncode == 130 and "ending processes 0, 1, 2 at once, without saving" in err
+    assert process.returncode == 130 and "processes 0, 1, 2 " in err
 
 
 # Kept, because only Linux's kernel can end a process with its parent (PR_SET_PDEATHSIG): macOS has nothing like it, and
