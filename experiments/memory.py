@@ -23,7 +23,7 @@ from valkyrie.config.run import Run
 from valkyrie.foreign_errors import parse_out_of_memory
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.paths import config_names, write_whole
+from valkyrie.paths import config_names, write_atomic
 from valkyrie.train.memory import ERRORS, expected_memory
 from valkyrie.train.program import StepProgram
 
@@ -63,11 +63,11 @@ def main() -> None:
                 result = compare(run, kept.get(name, {}).get("needed"))
                 kept[name] = {"layout": name} | result
                 print(name, result, flush=True)
-                write_whole(asked.json, json.dumps(list(kept.values()), indent=1) + "\n")
+                write_atomic(asked.json, json.dumps(list(kept.values()), indent=1) + "\n")
     told = summary(list(kept.values()))
     print(json.dumps(told, indent=1))
     if asked.ship:
-        write_whole(ERRORS, json.dumps(told, indent=1) + "\n")
+        write_atomic(ERRORS, json.dumps(told, indent=1) + "\n")
 
 
 def compare(run: Run, needed: int | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import valkyrie
 from valkyrie.config.run import Run
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 
 KEPT = Path(__file__).with_suffix(".json")
 
@@ -88,7 +88,7 @@ def main() -> None:
     for promise in [] if asked.kept else PROMISES:
         if not asked.only or any(word in promise.experiment for word in asked.only):
             kept[promise.experiment] = results_of(promise)
-            write_whole(KEPT, json.dumps(kept, indent=1) + "\n")
+            write_atomic(KEPT, json.dumps(kept, indent=1) + "\n")
     print(table(kept))
 
 

@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.axes import Parameter
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.compose import register
 from valkyrie.config.run import Run
 from valkyrie.models.assembly import Assembly
@@ -26,7 +26,7 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import conf_dir, read_config
 from valkyrie.train.program import StepProgram
 from valkyrie.train.state import TrainState, init_state
-from valkyrie.trees import names_of
+from valkyrie.trees import leaf_names
 
 SMALL: dict[str, Any] = {
     "model.vocab_size": 61,
@@ -102,7 +102,7 @@ def _legal_run(overrides: tuple[str, ...], environment: tuple[str | None, ...]) 
 @cache
 def shared_run(*arguments: str) -> Run:
     """Return the unchecked run of a command's arguments, composed once: leave it unchanged."""
-    return run_of(arguments)
+    return parse_run(arguments)
 
 
 @lru_cache
@@ -167,7 +167,7 @@ def run_steps(program: StepProgram, count: int = 2, state: TrainState | None = N
 
 def named(tree: Any) -> dict[str, Any]:
     """Return the leaves of a nested dict by dotted name."""
-    return dict(zip(names_of(tree), jax.tree.leaves(tree), strict=True))
+    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
 
 
 def assembly_of(run: Run) -> Assembly:

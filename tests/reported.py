@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from valkyrie.axes import read_axes
+from valkyrie.axes import parse_axes
 from valkyrie.compiled.communication import AxesBytes, CollectiveTime, CollectiveTrace, Communication
 from valkyrie.parts import StepPart, read_category
 from valkyrie.records import decode
@@ -119,9 +119,9 @@ def trial(
         named = ((read_category(name), share) for name, share in seconds.items())
         results = replace(results, parts=tuple(StepPart(*part, share * step_s) for part, share in named if part))
     if sent is not None:
-        traffic = replace(traffic, bytes_by_mesh_axes=tuple(AxesBytes(read_axes(axes), n) for axes, n in sent.items()))
+        traffic = replace(traffic, bytes_by_mesh_axes=tuple(AxesBytes(parse_axes(axes), n) for axes, n in sent.items()))
     if collectives is not None:
-        times = [CollectiveTime("all-reduce", read_axes(a), share * step_s) for a, share in collectives.items()]
+        times = [CollectiveTime("all-reduce", parse_axes(a), share * step_s) for a, share in collectives.items()]
         results = replace(results, trace=CollectiveTrace(tuple(times), step_s=step_s))
     if gib is not None:
         results = replace(results, memory=replace(results.memory, peak=int(gib * 2**30), usable=16 * 2**30))

@@ -12,7 +12,7 @@ from valkyrie.parallel.mesh import parse_mesh, resized
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_group
 from valkyrie.problems import Identity
-from valkyrie.trees import at, with_value
+from valkyrie.trees import get_value, with_value
 
 RUNS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}") for model in MODELS}
 PARTITIONS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
@@ -66,4 +66,4 @@ def test_values_obey_what_else_the_key_must_be(wrong: tuple[str, ...], advice: t
     changes = {key: int(value) for key, value in settings_.items() if key not in ("mesh", "partition")}
     run = run.changed(mesh=parse_mesh(settings_["mesh"]), partition=PARTITIONS[settings_["partition"]], **changes)
     assert advice in [(problem.key, problem.nearest) for problem in run.problems()]
-    assert at(run.config, "model.s5.state_size") == 64
+    assert get_value(run.config, "model.s5.state_size") == 64

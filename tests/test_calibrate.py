@@ -13,7 +13,7 @@ import pytest
 from helpers import shared_run
 from reported import sweep_folder, trial
 from runs import command
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.report.records import read_rows
@@ -104,7 +104,7 @@ def used(folder: Path) -> TargetConfig:
 
 def with_it(folder: Path, *arguments: str) -> Run:
     """Return the run of a command with the written experiment."""
-    return run_of(["--config-dir", str(folder / "mine"), "+experiment=calibrated_v5e", *arguments])
+    return parse_run(["--config-dir", str(folder / "mine"), "+experiment=calibrated_v5e", *arguments])
 
 
 def test_constants_are_found_and_held_to_families_left_out(

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from helpers import compose_config, compose_run, names, some_quick
 from sweeps import plans_of
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.compose import GROUPS, accelerators, default_mesh, default_partition
 from valkyrie.config.refusals import unknown_key
 from valkyrie.config.run import FAMILIES, Run
@@ -353,7 +353,7 @@ def test_a_launch_environment_that_cannot_be_is_refused(command: Any, monkeypatc
     assert refused.err == "valkyrie-train: TPU_MESH_CONFIG=4x4x2: write sizes joined by commas, such as 4,4,2.\n"
     monkeypatch.setenv("TPU_MESH_CONFIG", "2,2,2")
     monkeypatch.setenv("TPU_AXIS_NAMES", "data,model,expert")
-    assert ("unknown_role", "expert") in [(p.code.value, p.value) for p in run_of([]).problems()]
+    assert ("unknown_role", "expert") in [(p.code.value, p.value) for p in parse_run([]).problems()]
 
 
 def test_a_machine_without_accelerators_gets_eight_simulated_devices(monkeypatch: pytest.MonkeyPatch):
@@ -533,7 +533,7 @@ def test_a_run_folder_of_someone_else_runs_no_code(command: Any, tmp_path: Path,
 def test_a_resolver_of_the_users_process_stays(monkeypatch: pytest.MonkeyPatch):
     OmegaConf.register_new_resolver("divide", lambda a, b: "mine", replace=True)
     try:
-        assert run_of(["seed=77"]).config.optimizer.learning_rate > 0
+        assert parse_run(["seed=77"]).config.optimizer.learning_rate > 0
         assert OmegaConf.create({"x": "${divide:1,2}"}).x == "mine"
     finally:
         OmegaConf.clear_resolver("divide")

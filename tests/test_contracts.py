@@ -32,14 +32,14 @@ from helpers import (
     stirred,
     two_steps,
 )
-from valkyrie.axes import GROUPS
+from valkyrie.axes import PARAMETER_GROUPS
 from valkyrie.config.modes import MODES
 from valkyrie.models.block import weight
 from valkyrie.models.s5 import S5
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train.program import StepProgram
-from valkyrie.trees import names_of
+from valkyrie.trees import leaf_names
 
 STEPPED = [("valkyrie_tiny", "2d_tp_fsdp"), ("gpt_tiny", "fsdp")]
 STEPPED += [(model, "2d_tp") for model in OF_THEIR_OWN if model not in dict(STEPPED)]
@@ -117,7 +117,7 @@ def test_what_is_lowered_without_devices_is_what_training_runs():
 def test_a_model_builds_what_it_declares(model):
     run = compose_run(f"model={model}")
     specs = assembly_of(run).specs  # refuses a module with other parameters, shapes or dtypes
-    assert {spec.group for spec in specs.values()} <= {*GROUPS}
+    assert {spec.group for spec in specs.values()} <= {*PARAMETER_GROUPS}
     assert {axis for spec in specs.values() for axis in spec.axes if axis} <= set(run.arrays.axes)
     listed = {(t.axes, t.shape) for t in run.arrays.parameters}
     assert {(spec.axes, spec.shape) for spec in specs.values() if spec.axes != ("embed",)} <= listed
@@ -137,7 +137,7 @@ def test_a_model_that_builds_otherwise_is_refused_by_name(monkeypatch):
 def test_specs_are_the_initialised_parameters(model):
     run = small_run(model)
     specs, parameters = assembly_of(run).specs, initial_state(small(model)).parameters
-    assert list(specs) == names_of(parameters)
+    assert list(specs) == leaf_names(parameters)
     assert [spec.shape for spec in specs.values()] == [p.shape for p in jax.tree.leaves(parameters)]
     assert run.model.parameter_count() == learned(assembly_of(run))
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from valkyrie.checkpoint import Checkpoints
 from valkyrie.cli.convert import main
-from valkyrie.config.arguments import run_in, run_of
+from valkyrie.config.arguments import load_run, parse_run
 from valkyrie.config.run import Run
 from valkyrie.convert.architectures import config_of, settings_of
 from valkyrie.convert.load import from_folder
@@ -26,7 +26,7 @@ from valkyrie.convert.save import to_folder
 from valkyrie.data.tokenizer_json import train_tokenizer
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.train.program import StepProgram
-from valkyrie.trees import as_written
+from valkyrie.trees import override_text
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
 CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "gpt2"]
@@ -61,7 +61,7 @@ def tensors_in(folder: Path) -> dict[str, np.ndarray]:
 
 def restored(folder: Path, *overrides: str) -> tuple[Run, StepProgram, Any]:
     """Return the run of a run folder on a mesh, its program and its parameters."""
-    run = run_in(folder, [*overrides, "precision=float32"])
+    run = load_run(folder, [*overrides, "precision=float32"])
     assert not run.problems(), run.problems()
     program = StepProgram(run, build_mesh(run.config.mesh, jax.devices()))
     checkpoints = Checkpoints(folder, run.config.checkpoint, read_only=True)
@@ -129,7 +129,7 @@ def test_a_gpt2_that_no_setting_says_is_refused_by_its_key():
     changed = {"activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True, "n_embd": 30}
     with pytest.raises(ValueError) as error:
         settings_of(config | changed)
-    assert all(f" {key}={as_written(value)} is not " in str(error.value) for key, value in changed.items())
+    assert all(f" {key}={override_text(value)} is not " in str(error.value) for key, value in changed.items())
 
 
 @pytest.mark.parametrize("layout", [("mesh=2x2x2", "partition=2d_tp_fsdp"), ("mesh=4x2x1", "partition=fsdp")])
@@ -262,7 +262,7 @@ def test_folders_with_blanks_and_brackets_are_converted_and_one_that_cannot_be_w
     main(["from-hf", str(source), "mesh=1x1x1"])
     assert "resume=llama-s" in capsys.readouterr().out
     (trained,) = (tmp_path / "runs").iterdir()
-    assert run_in(trained, []).tokenizer == str(trained / "huggingface" / "tokenizer.json")
+    assert load_run(trained, []).tokenizer == str(trained / "huggingface" / "tokenizer.json")
     (tmp_path / "file").touch()
     message = refusal(capsys, "to-hf", trained.name, "file/out")
     assert "file/out" in message and "another FOLDER" in message
@@ -300,7 +300,7 @@ def test_what_is_there_already_is_not_written_over(tmp_path, capsys, monkeypatch
 )
 def test_a_model_that_transformers_has_not_stays_here_by_its_key(settings, message):
     with pytest.raises(ValueError) as error:
-        config_of(run_of([*settings, "mesh=1x1x1"]).model)
+        config_of(parse_run([*settings, "mesh=1x1x1"]).model)
     assert f" has {message}" in str(error.value)
 
 
@@ -318,9 +318,9 @@ def test_a_model_that_transformers_has_not_stays_here_by_its_key(settings, messa
     ],
 )
 def test_a_model_of_ours_is_the_same_by_its_config(settings):
-    model = run_of([*settings, "mesh=1x1x1"]).model
+    model = parse_run([*settings, "mesh=1x1x1"]).model
     says = settings_of(config_of(model))
-    again = run_of(
+    again = parse_run(
         ["model=gpt_schema", "mesh=1x1x1", *(f"model.{k}={v}".replace("None", "null") for k, v in says.items())]
     ).model
     ours = ("name", "tokenizer", "vocab_multiple", "loss_chunk")

@@ -16,7 +16,7 @@ from rich.console import Console
 from helpers import compose_run
 from runs import TINY, command, tiny
 from valkyrie.checkpoint import latest_step, tier
-from valkyrie.paths import DiskError, cache_root, cache_trouble, write_whole, writing
+from valkyrie.paths import DiskError, cache_problem, cache_root, disk_errors, write_atomic
 from valkyrie.runs.tracking import Tracker, read_metrics
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode
 from valkyrie.search.compile import runner as compile
@@ -48,11 +48,11 @@ def a_file(tmp_path: Path) -> Path:
 
 def test_what_cannot_be_written_is_named_with_what_to_do(a_file: Path):
     for path, remedy in ((a_file / "run" / "x", "runs=DIR"), (cache_root() / "x", "VALKYRIE_CACHE=DIR")):
-        with pytest.raises(DiskError) as caught, writing(path):
+        with pytest.raises(DiskError) as caught, disk_errors(path):
             raise FULL
         assert str(caught.value).startswith(f"{path} cannot be written") and str(caught.value).endswith(f" {remedy}.")
     with pytest.raises(DiskError, match=r"run.yaml .*directory\).* runs=DIR"):
-        write_whole(a_file / "run.yaml", "text")
+        write_atomic(a_file / "run.yaml", "text")
 
 
 def test_runs_on_what_is_no_folder_are_one_line(a_file: Path, capsys: pytest.CaptureFixture[str]):
@@ -116,9 +116,9 @@ def test_records_wait_while_the_disk_is_full_and_are_written_after(tmp_path: Pat
 
 
 def test_a_cache_is_tried_before_it_is_used(tmp_path: Path, a_file: Path):
-    assert cache_trouble(tmp_path / "cache" / "xla") is None
+    assert cache_problem(tmp_path / "cache" / "xla") is None
     assert list((tmp_path / "cache" / "xla").iterdir()) == []
-    trouble = cache_trouble(a_file / "cache")
+    trouble = cache_problem(a_file / "cache")
     assert trouble is not None and trouble.startswith(f"{a_file / 'cache'} cannot be written (not a directory).")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers import names
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 
 TOP = (
     "Known: batch, batch_tokens, checkpoint, code_eval, code_eval_every, data, debug, device_batch, distributed, "
@@ -200,7 +200,7 @@ def test_every_problem_of_a_layout_is_told_at_once(command: Any):
     assert refused.status == 2
     start, *problems = refused.err.splitlines()
     assert start == f"valkyrie-train: {len(problems)} problems"
-    found = run_of(["model=valkyrie_tiny", "mesh=3x2x1", "partition=2d_tp", "batch=32"]).problems()
+    found = parse_run(["model=valkyrie_tiny", "mesh=3x2x1", "partition=2d_tp", "batch=32"]).problems()
     assert [problem.removeprefix("  - ") for problem in problems[: len(found)]] == list(map(str, found))
     sizes = [(problem.axes, problem.size) for problem in found if problem.axes]
     assert sizes == [(("state",), 32), (("mlp",), 128), (("mlp",), 256), (("heads",), 4)]
@@ -216,7 +216,7 @@ def test_partitions_that_would_be_legal_are_named(command: Any):
 
 def test_several_numbers_that_cannot_be(command: Any):
     wrong = ["steps=0", "seq=0", "optimizer.clip_norm=-1", "model.layers=0"]
-    keys = [problem.key for problem in run_of(wrong).problems()]
+    keys = [problem.key for problem in parse_run(wrong).problems()]
     assert keys == ["model.layers", "optimizer.clip_norm", "steps", "seq"]
     assert len(command(*wrong).err.splitlines()) == 1 + len(keys)
 

@@ -15,7 +15,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from helpers import names, shared_run
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.models.stack import Stack
@@ -60,7 +60,7 @@ def tiny() -> tuple[Run, Ranking]:
 
 @pytest.mark.parametrize("model", [name for name in names("model") if not name.startswith("trm")])
 def test_products_and_mixing_have_the_flops_of_the_model(model: str) -> None:
-    run = run_of([f"model={model}", "data.tokenizer=bytes", "mode=show"])
+    run = parse_run([f"model={model}", "data.tokenizer=bytes", "mode=show"])
     assert isinstance(run.model, Stack)
     work = work_of(run)
     flops = sum(2.0 * p.k * p.n * p.numbers * p.count for p in work.products)
@@ -84,7 +84,7 @@ def test_memory_is_that_of_mode_show(model: str) -> None:
 
 
 def test_zero1_spreads_only_what_a_data_axis_divides() -> None:
-    run = run_of(["model=gpt_tiny", "mesh=3x2x2", "partition=dp", "partition.zero1=true", "batch=96", "mode=show"])
+    run = parse_run(["model=gpt_tiny", "mesh=3x2x2", "partition=dp", "partition.zero1=true", "batch=96", "mode=show"])
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
     estimate = MemoryEstimator(run, layouts_of([run])).under(run.config.remat).optimizer.item()
     assert estimate == pytest.approx(expected_memory(run, program.abstract_state).optimizer, rel=1e-3)
@@ -103,7 +103,7 @@ def test_every_layout_is_legal(tiny: tuple[Run, Ranking]) -> None:
 def test_its_overrides_make_the_same_run(tiny: tuple[Run, Ranking]) -> None:
     run, ranking = tiny
     for one in some(ranking, 6):
-        typed = run_of(["model=gpt_tiny", "batch=32", "precision=bf16_mixed", *one.candidate.overrides])
+        typed = parse_run(["model=gpt_tiny", "batch=32", "precision=bf16_mixed", *one.candidate.overrides])
         layout = one.run(run)
         assert typed.layout == layout.layout
         assert typed.config.target == layout.config.target
@@ -125,7 +125,7 @@ def test_what_does_not_divide_is_refused_with_its_reason() -> None:
 def refused_by(run: Run, one: Estimated) -> list[Problem]:
     """Return the problems of a command with the layout's overrides."""
     flags, overrides = parts_of(parse_request(run).command)
-    return run_of([*flags, *overrides, *one.candidate.overrides, "mode=show"]).problems(advise=False)
+    return parse_run([*flags, *overrides, *one.candidate.overrides, "mode=show"]).problems(advise=False)
 
 
 @pytest.mark.parametrize("target", ["target=v4-16", "target=v5e-8", "target=h100-16"])
@@ -152,8 +152,8 @@ def test_estimates_of_several_slices_are_those_of_the_composed_run() -> None:
 
 def test_runs_of_one_slice_and_of_several_are_estimated_side_by_side() -> None:
     base = ["model=gpt_tiny", "batch=64", "partition=fsdp", "mode=show"]
-    one = run_of([*base, "target=v5e-16", "mesh=16x1x1"])
-    two = run_of([*base, "target=v5e-8", "target.slices=2", "mesh=2s8x1x1"])
+    one = parse_run([*base, "target=v5e-16", "mesh=16x1x1"])
+    two = parse_run([*base, "target=v5e-8", "target.slices=2", "mesh=2s8x1x1"])
     alone = [estimated([run], Efficiency())[0] for run in (one, two)]
     assert estimated([one, two], Efficiency()) == alone == estimated([two, one], Efficiency())[::-1]
 
@@ -166,7 +166,7 @@ def test_a_partition_that_leaves_the_slices_idle_is_refused() -> None:
 
 def test_each_of_several_kinds_of_slices_comes_as_often() -> None:
     several = ("mode.targets=[v5e-8,v6e-8,v5e-8]", "target.slices=2")
-    run = run_of(["mode=search", "target=v5e-8", "model=gpt_tiny", *several])
+    run = parse_run(["mode=search", "target=v5e-8", "model=gpt_tiny", *several])
     assert [(target.name, target.slices) for target in parse_request(run).targets] == [("v5e-8", 2), ("v6e-8", 2)]
 
 
@@ -231,9 +231,9 @@ RATE = """
 import time
 from valkyrie.search.request import parse_request
 from valkyrie.search.estimate.rank import rank
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 
-run = run_of(["mode=search", "target=v4-1024", "model=gpt3_175b", "batch=1024", "precision=bf16_mixed"])
+run = parse_run(["mode=search", "target=v4-1024", "model=gpt3_175b", "batch=1024", "precision=bf16_mixed"])
 space = parse_request(run).space()
 assert len(space) > 20_000
 seconds = []
@@ -267,7 +267,7 @@ def test_a_pipeline_is_idle_by_its_formula() -> None:
 
 
 def test_seconds_of_collectives() -> None:
-    run = run_of(["target=v4-64", "model=gpt_1b", "mesh=1x32x1", "partition=fsdp", "batch=32", "mode=show"])
+    run = parse_run(["target=v4-64", "model=gpt_1b", "mesh=1x32x1", "partition=fsdp", "batch=32", "mode=show"])
     layouts = candidates_of([run])
     network = replace(network_of(known_chips()["v4"], Efficiency()), start_s=0.0, hop_s=0.0, gathers=1.0, sums=1.0)
     links = float(layouts.spans["y"].inner_rate[0])
@@ -278,7 +278,7 @@ def test_seconds_of_collectives() -> None:
 
 
 def test_a_ring_through_hosts_is_as_fast_as_their_network_cards() -> None:
-    run = run_of(["target=h100-16", "model=gpt_1b", "mesh=1x1x16", "partition=fsdp", "batch=32", "mode=show"])
+    run = parse_run(["target=h100-16", "model=gpt_1b", "mesh=1x1x16", "partition=fsdp", "batch=32", "mode=show"])
     layouts = candidates_of([run])
     span = layouts.spans["z"]
     assert (span.inner[0], span.outer[0]) == (8.0, 2.0)
@@ -297,7 +297,7 @@ def test_placements_with_fewer_links_for_every_axis_are_left_out() -> None:
 
 
 def test_constants_are_found_again() -> None:
-    run = run_of(["target=v4-64", "model=gpt_1b", "mesh=4x4x2", "partition=2d_tp", "batch=64", "mode=show"])
+    run = parse_run(["target=v4-64", "model=gpt_1b", "mesh=4x4x2", "partition=2d_tp", "batch=64", "mode=show"])
     others = [run.changed(microbatches=count) for count in (1, 2, 4)]
     layouts, chip = candidates_of(others), known_chips()["v4"]
     true = replace(Efficiency(), products=0.6, gathers=0.5)

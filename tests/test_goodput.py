@@ -16,7 +16,7 @@ from valkyrie.processes.team import Team
 from valkyrie.runs.goodput import FILE, KINDS, Ledger, read_goodput, read_starts
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train import compiled, profile
-from valkyrie.units import span
+from valkyrie.units import long_duration
 from wandb_files import wandb_log
 
 
@@ -140,7 +140,7 @@ def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:
     ("seconds", "text"), [(8.06, "8.1 s"), (312.0, "5 min 12 s"), (7320.0, "2 h 2 min"), (266400.0, "3 d 2 h")]
 )
 def test_long_times_in_two_units(seconds: float, text: str) -> None:
-    assert span(seconds) == text
+    assert long_duration(seconds) == text
 
 
 def test_a_training_says_what_its_time_went_to(capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from valkyrie.parallel.layout import derive_layout
 from valkyrie.parallel.mesh import build_mesh, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.sharding import MeshShard
-from valkyrie.trees import names_of
+from valkyrie.trees import leaf_names
 
 EMBED, SEQ = 16, 29
 
@@ -49,7 +49,7 @@ def definition(module: Any, x: np.ndarray, segment_ids: np.ndarray | None) -> np
     """Row i sees itself, its window and the global tokens. Global tokens see every row, by separate projections."""
     c = module.config
     tree = nnx.to_pure_dict(nnx.state(module))
-    p = {name: np.asarray(x, np.float64) for name, x in zip(names_of(tree), jax.tree.leaves(tree), strict=True)}
+    p = {name: np.asarray(x, np.float64) for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)}
     i, j = np.arange(SEQ)[:, None], np.arange(SEQ)[None, :]
     near = (i - j) % module.dilation == 0
     if module.window is not None:

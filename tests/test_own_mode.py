@@ -9,7 +9,7 @@ import pytest
 from helpers import compose_run
 from own_folder import write_listed
 from runs import SINGLE, command
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.extensions import add_import_path
@@ -42,14 +42,14 @@ def test_it_is_listed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_its_run_folder_loads(folder: Path, tmp_path: Path) -> None:
-    run_of(["--config-dir", str(folder), "mode=count", "mode.unit=7", *SMALL]).save(tmp_path / "run.yaml")
+    parse_run(["--config-dir", str(folder), "mode=count", "mode.unit=7", *SMALL]).save(tmp_path / "run.yaml")
     saved = Run.from_config(saved_config(tmp_path)).config
     assert vars(saved.mode) == {"name": "count", "unit": 7} and saved.modules == [str(folder)]
 
 
 def problem_of(*arguments: str) -> tuple[ProblemCode, str | None]:
     with pytest.raises(ProblemError) as refused:
-        run_of([*arguments, *SMALL])
+        parse_run([*arguments, *SMALL])
     (problem,) = refused.value.problems
     return problem.code, problem.key
 
@@ -58,7 +58,7 @@ def test_keys_of_other_modes_are_refused_with_the_modes_that_have_them(folder: P
     own = ("--config-dir", str(folder), "mode=count")
     assert problem_of(*own, "mode.repeats=3") == (ProblemCode.unknown_name, "mode.repeats")
     with pytest.raises(ProblemError, match="mode=measure, mode=search"):
-        run_of([*own, "mode.repeats=3", *SMALL])
+        parse_run([*own, "mode.repeats=3", *SMALL])
     assert problem_of("mode=measure", "mode.unit=3") == (ProblemCode.unknown_name, "mode.unit")
 
 

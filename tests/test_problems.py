@@ -15,7 +15,7 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from helpers import MODELS, PARTITIONS, compose_config, compose_run
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.models import known_axes
 from valkyrie.parallel.candidates import Candidates
@@ -114,7 +114,7 @@ MADE = [
 def problems_of(arguments: str) -> list[Problem]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TPU_MESH_CONFIG", raising=False)
-        return run_of(_last_of_each_key(arguments)).problems()
+        return parse_run(_last_of_each_key(arguments)).problems()
 
 
 def _last_of_each_key(arguments: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
-from valkyrie.config.arguments import expand_shorthand, run_of
+from valkyrie.config.arguments import expand_shorthand, parse_run
 from valkyrie.config.modes import ANSWER
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
@@ -38,7 +38,7 @@ TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed",
 @cache
 def make_request(*arguments: str) -> SearchRequest:
     """Return the request of a search for the tiny GPT."""
-    return parse_request(run_of([*TINY, *arguments]))
+    return parse_request(parse_run([*TINY, *arguments]))
 
 
 class Finished(NamedTuple):
@@ -59,7 +59,7 @@ def search(
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
 
     def carry_out(*arguments: str) -> Finished:
-        run = run_of([*TINY, "name=found", *arguments])
+        run = parse_run([*TINY, "name=found", *arguments])
         assert run.problems() == []
         capsys.readouterr()
         status, file = run.config.mode.run(run), tmp_path / "runs" / "found" / ANSWER
@@ -220,7 +220,7 @@ def test_with_dollars_the_cheapest_slice_is_compiled_first(compiler: ScaledCompi
 
 def test_each_number_of_chips_has_rows_and_the_cheapest_is_first() -> None:
     request = parse_request(
-        run_of(["mode=search", "model=gpt_125m", "batch=512", "mode.targets=[v4-8,v4-512]", "mode.tokens=1e9"])
+        parse_run(["mode=search", "model=gpt_125m", "batch=512", "mode.targets=[v4-8,v4-512]", "mode.tokens=1e9"])
     )
     listed = make_shortlist(request)
     rows = rank_layouts(request, listed, Compiles(), 10)
@@ -256,7 +256,9 @@ def test_without_a_price_a_layout_is_chosen_by_its_step(price: str) -> None:
 
 
 def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: ScaledCompiler, tmp_path: Path) -> None:
-    request = parse_request(run_of(["mode=search", "target=v4-512", "mode.shapes=true", "model=gpt_125m", "batch=512"]))
+    request = parse_request(
+        parse_run(["mode=search", "target=v4-512", "mode.shapes=true", "model=gpt_125m", "batch=512"])
+    )
     assert len({target.topology for target in request.targets}) > 1
     listed = make_shortlist(request)
     best = listed.best(chips_of(request.targets[0]), 10)
@@ -279,7 +281,7 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
 
 def rivals_of(*arguments: str) -> dict[str, tuple[list[str] | None, str]]:
     """Return the mesh and partition, or the reason for having none, of each rival on the last slice of a search."""
-    request = parse_request(run_of(["mode=search", "model=gpt_tiny", "precision=bf16_mixed", *arguments]))
+    request = parse_request(parse_run(["mode=search", "model=gpt_tiny", "precision=bf16_mixed", *arguments]))
     rivals = rivals_on(request, rank(request.run, request.space()), request.targets[-1])
     return {rival.name: (rival.layout and rival.layout.candidate.overrides[:3], rival.why) for rival in rivals}
 
@@ -363,7 +365,7 @@ def test_a_schedule_of_the_user_is_not_varied() -> None:
 def test_devices_without_a_torus_have_one_shape() -> None:
     for target in ("cpu8", "h100-8"):
         request = parse_request(
-            run_of(["mode=search", f"target={target}", "model=gpt_tiny", "batch=32", "mode.shapes=true"])
+            parse_run(["mode=search", f"target={target}", "model=gpt_tiny", "batch=32", "mode.shapes=true"])
         )
         assert [slice_.name for slice_ in request.targets] == [target]
 
@@ -379,7 +381,7 @@ def test_devices_without_a_torus_have_one_shape() -> None:
     ],
 )
 def test_requests_that_are_refused(arguments: Sequence[str], message: str) -> None:
-    run = run_of([*TINY, *arguments])
+    run = parse_run([*TINY, *arguments])
     assert run.problems() == [], "no mesh is asked for, so none is refused"
     with pytest.raises(ValueError) as refusal:
         parse_request(run)
@@ -390,11 +392,11 @@ def test_requests_that_are_refused(arguments: Sequence[str], message: str) -> No
     "argument", ["mode.budget_usd=-4", "mode.tokens=0", "mode.compiles=-1", "mode.tune=5", "mode.budget=soon"]
 )
 def test_numbers_out_of_range_are_refused(argument: str) -> None:
-    assert argument.partition("=")[0] in {problem.key for problem in run_of([*TINY, argument]).problems()}
+    assert argument.partition("=")[0] in {problem.key for problem in parse_run([*TINY, argument]).problems()}
 
 
 def test_a_recursive_model_is_refused() -> None:
-    request = parse_request(run_of(["mode=search", "target=v5e-8", "model=trm_tiny", "data=sudoku", "batch=32"]))
+    request = parse_request(parse_run(["mode=search", "target=v5e-8", "model=trm_tiny", "data=sudoku", "batch=32"]))
     with pytest.raises(ValueError, match="hydra/sweeper=layouts"):
         rank(request.run, request.space())
 
@@ -489,13 +491,13 @@ def test_an_earlier_answer_that_knows_more_stays(tmp_path: Path) -> None:
 
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    run = run_of(["mode=search", "target=v5e-4", "model=llama_7b", "batch=64", "precision=bf16_mixed"])
+    run = parse_run(["mode=search", "target=v5e-4", "model=llama_7b", "batch=64", "precision=bf16_mixed"])
     assert run.config.mode.run(run) != 0
     printed = capsys.readouterr().out
     assert "nothing fits" in printed and "target=v5e-16." in printed
     both = ["mode=search", "mode.targets=[v5e-4,v4-8]", "model=llama_7b", "batch=64", "precision=bf16_mixed"]
     request = parse_request(
-        run_of([*both, "mode.targets=[v5e-4,v4-8]", "target.slices=1", "partition=fsdp", "remat=full"])
+        parse_run([*both, "mode.targets=[v5e-4,v4-8]", "target.slices=1", "partition=fsdp", "remat=full"])
     )
     text = mode._nothing_fits(make_shortlist(request), request, Compiles(), request.space())
     assert [line.partition(":")[0] for line in text.splitlines()] == ["v5e", "v4"]

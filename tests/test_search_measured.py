@@ -15,7 +15,7 @@ from rich.console import Console
 from helpers import shared_run
 from processes import ended, several
 from runs import TINY
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
@@ -182,7 +182,7 @@ def test_a_compiled_rival_is_compared_with_what_was_compiled(monkeypatch: pytest
 )
 def test_accelerators_are_counted_without_jax(here: int, wanted: str, at_hand_: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(at_hand, "accelerators", lambda: here)
-    request = parse_request(run_of(["mode=search", f"target={wanted}", "model=gpt_tiny", "batch=16"]))
+    request = parse_request(parse_run(["mode=search", f"target={wanted}", "model=gpt_tiny", "batch=16"]))
     assert (not_at_hand(request) is None) is at_hand_
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import compose_run, names, some_quick
-from valkyrie.config.choices import target_named
+from valkyrie.config.choices import get_target
 from valkyrie.config.compose import default_mesh, default_precision
 from valkyrie.hardware import chips
 from valkyrie.hardware.chips import known_chips
@@ -147,7 +147,7 @@ def test_a_name_reads_the_file_of_its_chip_alone_and_no_file_twice(monkeypatch: 
 @pytest.mark.parametrize("name", ["v5litepod-8", "h100-16", "cpu6"])
 def test_hydra_composes_what_the_name_is_parsed_to(name: str):
     run = compose_run(f"target={name}", "partition=dp", "model=s5_tiny", "batch=96")
-    assert asdict(run.config.target) == asdict(parse_target(name)) == asdict(target_named(name))
+    assert asdict(run.config.target) == asdict(parse_target(name)) == asdict(get_target(name))
     assert run.problems() == []
 
 
@@ -236,7 +236,7 @@ def test_tab_completion_offers_a_target_of_each_chip(command: Any, monkeypatch: 
     offered = command("-sc", "query=bash").out.split()
     assert offered == sorted(f"target={name}" for name in ["auto", "cpu", "cpu8", *(f"{c}-8" for c in known_chips())])
     for word in offered:
-        target_named(word.partition("=")[2])
+        get_target(word.partition("=")[2])
 
 
 def test_a_chip_without_a_known_rule_takes_any_shape_of_whole_hosts():

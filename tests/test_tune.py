@@ -30,7 +30,7 @@ from valkyrie.search.tune.mode import bought, fragment, row, training_command
 from valkyrie.search.tune.tune import tune
 from valkyrie.search.tune.tuned import Tuned, Verdict
 from valkyrie.train.options import KEY, TO_FIT, Option, options_of
-from valkyrie.units import seconds_of
+from valkyrie.units import parse_seconds
 
 LAYOUT = ("model=s5_tiny", "mesh=2x2x1", "target=v4-8", "batch=8", "seq=64")
 GATHERS = "xla_enable_async_all_gather"
@@ -340,7 +340,7 @@ def test_a_layout_that_does_not_compile_is_refused(compiles: Callable[..., Optio
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10min", 600), ("1.5h", 5400), ("2h", 7200)])
 def test_a_budget_is_a_time_with_its_unit(text: str, seconds: float):
-    assert seconds_of(text) == seconds
+    assert parse_seconds(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["90", "ten", "0s", "-3s", "5 min", "1d"])

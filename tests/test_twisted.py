@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from machines import compile_devices, needs_libtpu
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, topology_of
@@ -122,7 +122,7 @@ def test_a_twisted_slice_is_named_as_google_cloud_names_it() -> None:
 
 
 def test_a_search_over_shapes_has_the_twisted_ones() -> None:
-    run = run_of(["mode=search", "target.chip=v4", "target.chips=256", "model=gpt3_175b", "batch=1024"])
+    run = parse_run(["mode=search", "target.chip=v4", "target.chips=256", "model=gpt3_175b", "batch=1024"])
     names = [target.name for target in parse_request(run).targets]
     assert names == ["v4-512", "v4-4x4x16", "v4-4x8x8_twisted"]
 

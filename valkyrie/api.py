@@ -22,7 +22,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.problems import refuse
 from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
 from valkyrie.sweep.rows import Row
@@ -129,7 +129,7 @@ class Result:
         from valkyrie.report.program import program_page
 
         spans = self.replay.spans if self.replay else []
-        return write_whole(Path(path), program_page(self.record, self._title, spans))
+        return write_atomic(Path(path), program_page(self.record, self._title, spans))
 
     def _repr_html_(self) -> str:
         """The page of `html` in a frame, for notebooks."""
@@ -180,14 +180,14 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
     `config_dir` is a folder with your configs and modules, like `--config-dir`. Raises ValueError with everything that
     is wrong with the run: unknown names with the valid ones, and all problems of the layout.
     """
-    from valkyrie.config.arguments import run_of
+    from valkyrie.config.arguments import parse_run
 
     folder = []
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             raise ValueError(f"config_dir={config_dir} is not a folder.")
         folder = ["--config-dir", str(Path(config_dir).resolve())]
-    return _checked(run_of([*folder, *overrides]))
+    return _checked(parse_run([*folder, *overrides]))
 
 
 def load(folder: str | Path, *overrides: str) -> Run:
@@ -197,9 +197,9 @@ def load(folder: str | Path, *overrides: str) -> Run:
     arguments that the run was trained with, like with `resume=`. Raises ValueError if the file is missing or damaged,
     and for the same reasons as `compose`.
     """
-    from valkyrie.config.arguments import run_in
+    from valkyrie.config.arguments import load_run
 
-    return _checked(run_in(Path(folder), overrides))
+    return _checked(load_run(Path(folder), overrides))
 
 
 def named_slice(name: str, *, slices: int = 1) -> Slice:
@@ -208,9 +208,9 @@ def named_slice(name: str, *, slices: int = 1) -> Slice:
     `slice.mesh((4, 16), ("data", "model"))` is a mesh of its devices, to compile for. `slices` is the number of slices,
     connected by the data-centre network. The ValueError for an unknown name lists the nearest legal slices.
     """
-    from valkyrie.config.choices import target_named
+    from valkyrie.config.choices import get_target
 
-    target = dataclasses.replace(target_named(name), slices=slices)
+    target = dataclasses.replace(get_target(name), slices=slices)
     refuse(target.problems())
     return Slice.of(target)
 
@@ -368,11 +368,11 @@ def trials(*paths: str | Path) -> list[Row]:
 
 def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
     """Write the report of sweeps and return its path: `output`, or `report.html` in the first folder."""
-    from valkyrie.paths import write_whole
+    from valkyrie.paths import write_atomic
     from valkyrie.report.page import page, page_file
 
     text = page(trials(*paths))
-    return write_whole(page_file([Path(path) for path in paths], None if output is None else Path(output)), text)
+    return write_atomic(page_file([Path(path) for path in paths], None if output is None else Path(output)), text)
 
 
 def _checked(run: Run) -> Run:

@@ -28,7 +28,7 @@ Axis = str | tuple[str, ...] | None
 Axes = tuple[str | None, ...]
 """One logical axis per array dimension, or None for a dimension that is never sharded."""
 
-Repeated = Callable[[Any, Any, Any, "Shard"], Any]
+LayerFunction = Callable[[Any, Any, Any, "Shard"], Any]
 """One step of a stack: (stream, one layer, per-row arrays such as document boundaries, Shard) -> stream."""
 
 
@@ -43,7 +43,7 @@ class LossHead(NamedTuple):
     rows: Any
 
 
-Placed = tuple[Axis, ...]
+SplitAxes = tuple[Axis, ...]
 """Like `Axes`, but a dimension may be split over several logical axes."""
 
 
@@ -56,7 +56,7 @@ def axes_text(mesh_axes: Sequence[str]) -> str:
     return ",".join(mesh_axes) or UNATTRIBUTED
 
 
-def read_axes(text: str) -> tuple[str, ...]:
+def parse_axes(text: str) -> tuple[str, ...]:
     """Parse the text of `axes_text`. Versions before 6670094 wrote `?` for unknown axes."""
     return () if text in ("", "?", UNATTRIBUTED) else tuple(text.split(","))
 
@@ -85,7 +85,7 @@ class Tensor:
         return math.prod(self.shape)
 
 
-GROUPS: dict[str, str] = {
+PARAMETER_GROUPS: dict[str, str] = {
     "matrix": "weights of products; decayed",
     "embedding": "the token embedding; decayed",
     "unembedding": "the matrix of the logits, where it is one of its own; decayed",
@@ -106,7 +106,7 @@ class Parameter(Tensor):
     """Description of a parameter.
 
     Args:
-        group: the optimizer's parameter group, one of `GROUPS`.
+        group: the optimizer's parameter group, one of `PARAMETER_GROUPS`.
         float32: whether it stays float32 under every precision policy.
         output_first: for a matrix, whether the first dimension (after `layers`) is the output and the others together
             are the input. If false, the first is the input.
@@ -186,7 +186,7 @@ class Shard(Protocol):
         """Return the number of shards of a logical axis of activations."""
         ...
 
-    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
+    def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
         """Apply `f` to the stream `x` once per layer, then `head`, if any.
 
         `layers` is stacked on a leading axis. `x`, `rows` and the stream are trees of arrays with a leading batch
@@ -198,7 +198,7 @@ class Shard(Protocol):
     def map(
         self,
         f: Callable[..., Any],
-        in_axes: Sequence[Placed | None],
+        in_axes: Sequence[SplitAxes | None],
         out_axes: Any,
         *,
         checked: bool | None = None,
@@ -255,14 +255,14 @@ class Unsharded:
         """Return 1, as nothing is sharded."""
         return 1
 
-    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
+    def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
         """Apply `f` once per layer in one scan, then `head`, if any."""
         return apply_head(head, scan_layers(f, layers, x, rows, self), self)
 
     def map(
         self,
         f: Callable[..., Any],
-        in_axes: Sequence[Placed | None],
+        in_axes: Sequence[SplitAxes | None],
         out_axes: Any,
         *,
         checked: bool | None = None,
@@ -274,7 +274,7 @@ class Unsharded:
 UNSHARDED = Unsharded()
 
 
-def scan_layers(f: Repeated, layers: Any, x: Any, rows: Any, shard: Shard) -> Any:
+def scan_layers(f: LayerFunction, layers: Any, x: Any, rows: Any, shard: Shard) -> Any:
     """Apply `f` to the stream once per layer, in one scan over the leading axis of `layers`."""
     import jax
 

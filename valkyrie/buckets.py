@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from valkyrie.problems import Problem, ProblemCode
 
 
-def scheme_of(path: str) -> str | None:
+def url_scheme(path: str) -> str | None:
     """Return the scheme of a bucket path, such as `gs` for `gs://bucket/x`, or None for a path on disk."""
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+)://", path)
     return found[1] if found else None
@@ -22,9 +22,9 @@ def package_problems(key: str, path: str, scheme: str, package: str) -> list[Pro
     return [Problem(ProblemCode.not_installed, key, path, text)]
 
 
-def needs_disk(key: str, path: str) -> list[Problem]:
+def bucket_problems(key: str, path: str) -> list[Problem]:
     """Return a problem if a path is in a bucket but must be on disk."""
-    scheme = scheme_of(path)
+    scheme = url_scheme(path)
     if scheme is None:
         return []
     text = (

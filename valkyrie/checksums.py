@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem, ProblemCode
 
 CHECKSUMS = "checksums.json"
@@ -34,7 +34,7 @@ def write_checksums(folder: Path, without: Container[str] = ()) -> None:
     files = [name for name in _files(folder) if name not in without]
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = dict(zip(files, threads.map(lambda name: _checksum(folder / name), files), strict=True))
-    write_whole(folder / CHECKSUMS, json.dumps(sums, indent=1) + "\n")
+    write_atomic(folder / CHECKSUMS, json.dumps(sums, indent=1) + "\n")
 
 
 def folder_damage(folder: Path) -> Problem | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
 
-from valkyrie.paths import cache_root, defaults_of
+from valkyrie.paths import cache_root, read_defaults
 
 _NAMED = "VALKYRIE_MODULES"
 """Environment variable with the folders named in this command. Child processes inherit it."""
@@ -148,6 +148,6 @@ def has_key(config: object, key: str) -> bool:
 def _user_families(families: Families, path: tuple[str, ...]) -> tuple[str, ...]:
     group, shipped = families.key.partition(".")[0], families.names()
     files = [file for folder in path if folder for file in sorted((Path(folder) / group).glob("*.yaml"))]
-    schemas = {entry for file in files for entry in defaults_of(file) if isinstance(entry, str)}
+    schemas = {entry for file in files for entry in read_defaults(file) if isinstance(entry, str)}
     names = {entry.removesuffix("_schema") for entry in schemas if entry.endswith("_schema")}
     return tuple(sorted(name for name in names if name not in shipped and name in families))

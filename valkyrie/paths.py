@@ -59,11 +59,11 @@ def open_to_append(path: Path) -> IO[bytes]:
         raise
 
 
-def write_whole(path: Path, content: str | bytes, elsewhere: str | None = None) -> Path:
+def write_atomic(path: Path, content: str | bytes, elsewhere: str | None = None) -> Path:
     """Write a file atomically, text as UTF-8, and return its path.
 
     Readers see either the old file or the complete new one, even after a kill, a full disk or a crash of the machine.
-    Raises DiskError, with the remedy of `writing`, if it cannot be written.
+    Raises DiskError, with the remedy of `disk_errors`, if it cannot be written.
     """
     body = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
@@ -71,11 +71,11 @@ def write_whole(path: Path, content: str | bytes, elsewhere: str | None = None) 
         return path
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
-        with writing(path, elsewhere), partial.open("wb") as file:
+        with disk_errors(path, elsewhere), partial.open("wb") as file:
             file.write(body)
             file.flush()
             os.fsync(file.fileno())
-        with writing(path, elsewhere):
+        with disk_errors(path, elsewhere):
             partial.replace(path)
     finally:
         with contextlib.suppress(OSError):
@@ -84,7 +84,7 @@ def write_whole(path: Path, content: str | bytes, elsewhere: str | None = None) 
 
 
 @contextlib.contextmanager
-def writing(path: Path, elsewhere: str | None = None) -> Iterator[None]:
+def disk_errors(path: Path, elsewhere: str | None = None) -> Iterator[None]:
     """Convert OSErrors while writing a file or folder to DiskErrors with the path and a remedy.
 
     `elsewhere` is the setting for another location, by default that of caches for a path in them, else `runs`.
@@ -96,7 +96,7 @@ def writing(path: Path, elsewhere: str | None = None) -> Iterator[None]:
     except OSError as error:
         elsewhere = elsewhere or ("VALKYRIE_CACHE=DIR" if path.is_relative_to(cache_root()) else "runs=DIR")
         remedy = f"{'Free some room there, or write' if is_full(error) else 'Write'} elsewhere with {elsewhere}."
-        raise DiskError(f"{path} cannot be written ({why(error)}). {remedy}") from error
+        raise DiskError(f"{path} cannot be written ({error_reason(error)}). {remedy}") from error
 
 
 def publish_folder(partial: Path, final: Path) -> None:
@@ -114,7 +114,7 @@ def is_full(error: BaseException) -> bool:
     return number in _FULL or os.strerror(errno.ENOSPC) in str(error)
 
 
-def why(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """Return the reason for a file error in one short line, such as `no space left on device`."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
@@ -124,10 +124,10 @@ def why(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def cache_trouble(folder: Path, elsewhere: str = "VALKYRIE_CACHE=DIR") -> str | None:
+def cache_problem(folder: Path, elsewhere: str = "VALKYRIE_CACHE=DIR") -> str | None:
     """Return the reason why a folder cannot be used as a cache, such as too little space, or None if it can."""
     try:
-        with writing(folder, elsewhere):
+        with disk_errors(folder, elsewhere):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(bytes(_PROBE))
@@ -186,7 +186,7 @@ def config_files(group: str) -> dict[str, Path]:
     return {path.stem: path for folder in (*folders, conf_dir()) for path in sorted((folder / group).glob("*.yaml"))}
 
 
-def defaults_of(path: Path) -> list[Any]:
+def read_defaults(path: Path) -> list[Any]:
     """Return the defaults list of a YAML: names, and one-key mappings of groups. ValueError for invalid YAML."""
     import yaml
 
@@ -226,7 +226,7 @@ def read_group(group: str, schema: type[Schema]) -> list[Schema]:
     return [read_config(group, name, schema) for name in config_names(group)]
 
 
-def unused(folder: Path) -> Path:
+def unused_path(folder: Path) -> Path:
     """Return the first folder of FOLDER, FOLDER-2, FOLDER-3, ... that does not exist yet."""
     candidate, number = folder, 2
     while candidate.exists():

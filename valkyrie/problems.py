@@ -238,7 +238,7 @@ def first_line(error: object) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
-def either(key: str | None, values: Iterable[object]) -> str:
+def alternatives(key: str | None, values: Iterable[object]) -> str:
     """Format alternatives: `x=1, x=2 or x=4`, or `1, 2 or 4` without a key."""
     *first, last = (f"{key}={value}" if key else str(value) for value in values)
     return f"{', '.join(first)} or {last}" if first else last
@@ -382,15 +382,17 @@ def _advice(problem: Problem) -> str:
     if problem.code is not ProblemCode.not_divisible and problem.code is not ProblemCode.rounds_not_divisible:
         if not values and problem.code is ProblemCode.device_batch_not_divisible:
             return f" Use a batch that {problem.parts} divides."
-        return f" Use {either(problem.key, values)}." if values else ""
+        return f" Use {alternatives(problem.key, values)}." if values else ""
     advice = []
     if len(problem.mesh_axes) == 1 and problem.legal_sizes is not None:
-        advice += [f"a mesh with {either(problem.mesh_axes[0], problem.legal_sizes)}"] if problem.legal_sizes else []
+        advice += (
+            [f"a mesh with {alternatives(problem.mesh_axes[0], problem.legal_sizes)}"] if problem.legal_sizes else []
+        )
     else:
         divisors = [n for n in range(1, 65) if problem.size % n == 0]
         advice.append(f"a mesh whose {'·'.join(problem.mesh_axes)} divides it ({', '.join(map(str, divisors[:8]))})")
     if values:
-        advice.append(either(problem.key, values) + ("" if problem.key else f" for {', '.join(problem.axes)}"))
+        advice.append(alternatives(problem.key, values) + ("" if problem.key else f" for {', '.join(problem.axes)}"))
     return f" Use {', or '.join(advice)}." if advice else ""
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 
 R = TypeVar("R")
 UNKNOWN = "unknown"
@@ -68,7 +68,7 @@ def load(record_type: type[R], text: str | bytes, source: str) -> R:
 
 def write_record(path: Path, record: Any) -> Path:
     """Write a record to a JSON file atomically and return its path. Raises DiskError if it cannot be written."""
-    return write_whole(path, dump(record))
+    return write_atomic(path, dump(record))
 
 
 def read_record(record_type: type[R], path: Path) -> R:

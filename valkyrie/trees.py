@@ -8,15 +8,15 @@ from enum import Enum
 from typing import Any
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested dicts to leaves by dotted name, in the order of the dicts. Empty dicts disappear."""
     leaves = {}
     for key, value in values.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        leaves |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return leaves
 
 
-def at(config: Any, key: str) -> Any:
+def get_value(config: Any, key: str) -> Any:
     """Return the value of a dotted key of nested dataclasses."""
     for name in key.split("."):
         config = getattr(config, name)
@@ -29,23 +29,23 @@ def with_value(config: Any, key: str, value: Any) -> Any:
     return replace(config, **{name: with_value(getattr(config, name), rest, value) if rest else value})
 
 
-def as_written(value: Any) -> str:
+def override_text(value: Any) -> str:
     """Format a value for the command line."""
     if isinstance(value, list):
-        return f"[{','.join(map(as_written, value))}]"
+        return f"[{','.join(map(override_text, value))}]"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value.value if isinstance(value, Enum) else value)
 
 
-def names_of(tree: Any) -> list[str]:
+def leaf_names(tree: Any) -> list[str]:
     """Return the dotted name of every leaf of a JAX tree, in the order of its leaves."""
     import jax
 
-    return [name_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-def name_of(path: Any) -> str:
+def leaf_name(path: Any) -> str:
     """Return the dotted name of a leaf from its `jax.tree_util` path."""
     import jax
 

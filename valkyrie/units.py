@@ -13,14 +13,14 @@ def gib(size: int | float | None) -> str:
     return "?" if size is None else f"{size / GIB:.1f} GiB"
 
 
-def memory(size: int | float | None) -> str:
+def memory_text(size: int | float | None) -> str:
     """Format bytes in GiB, MiB or KiB, or `?` if unknown. Uses the smaller unit below a tenth of the larger."""
     if size is None or size >= GIB / 10:
         return gib(size)
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"
 
 
-def sent(size: int | float) -> str:
+def traffic_text(size: int | float) -> str:
     """Format bytes sent over a link, with decimal units."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
@@ -35,7 +35,7 @@ def duration(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.3g} ms"
 
 
-def span(seconds: float) -> str:
+def long_duration(seconds: float) -> str:
     """Format a long time in its two largest units: `3 d 2 h`, `5 min 12 s`, `8.1 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -45,7 +45,7 @@ def span(seconds: float) -> str:
     return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {part}"
 
 
-def amount(number: float) -> str:
+def number_text(number: float) -> str:
     """Format a number with three significant digits, or without decimals from 100 on."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
@@ -60,7 +60,7 @@ def share_text(share: float) -> str:
     return percent(share) if share >= 0.0995 or not share else f"{100 * share:.1f}%"
 
 
-def seconds_of(text: str) -> float | None:
+def parse_seconds(text: str) -> float | None:
     """Parse a time such as `90s`, `10min` or `1.5h` to seconds, or None if it is malformed or not above 0."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
     return None if match is None else float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]] or None

@@ -36,10 +36,10 @@ from typing import Any
 
 from rich.console import Console
 
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.parts import write_category
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.problems import refuse
 from valkyrie.search.compile.cache import request_key
 from valkyrie.search.compile.trust import FILE, Published, as_json, published
@@ -76,7 +76,7 @@ def main() -> None:
         if name in runs and not asked.kept:
             results[name] = kept_or_predicted(name, made_by[name], runs[name], kept, console)
             kept[name] = {"row": name} | results[name]
-            write_whole(asked.json, json.dumps(list(kept.values()), indent=1) + "\n")
+            write_atomic(asked.json, json.dumps(list(kept.values()), indent=1) + "\n")
             console.print(describe(results[name], rows[name].measured_s, name), soft_wrap=True)
         elif name in runs:
             results[name] = kept.get(name, {"status": "not done", "reason": f"{asked.json} has no result of it"})
@@ -94,7 +94,7 @@ def main() -> None:
     if asked.markdown:
         asked.markdown.write_text(table + "\n")
     if asked.ship:
-        write_whole(FILE, as_json(runs_known))
+        write_atomic(FILE, as_json(runs_known))
 
 
 def arguments() -> argparse.Namespace:
@@ -156,7 +156,7 @@ def comparable(line: dict[str, str]) -> bool:
 def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
     """Return the run of a row. ValueError with its problems if it is illegal."""
     folder = [] if config_dir is None else ["--config-dir", str(config_dir.resolve())]
-    run = run_of([*folder, f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile"])
+    run = parse_run([*folder, f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile"])
     refuse(run.problems())
     return run
 

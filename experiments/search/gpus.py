@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.chips import known_chips
 from valkyrie.parallel.candidates import Candidates
@@ -203,7 +203,7 @@ def model_of(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab
         "tokenizer": "bytes",
     }
     overrides = [f"model.{key}={value}" for key, value in shape.items()]
-    return run_of(["model=gpt_1b", "precision=bf16", f"seq={seq}", "mode=show", *overrides])
+    return parse_run(["model=gpt_1b", "precision=bf16", f"seq={seq}", "mode=show", *overrides])
 
 
 def known_of(rows: Sequence[Row]) -> Known:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.search.estimate.rank import rank
 from valkyrie.search.request import parse_request
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 def estimate(model: Sequence[str], layout: Layout) -> float:
     """Return the shortest estimate of a layout, in seconds per step."""
-    run = run_of(["mode=search", f"target=v4-{layout.shape}", "precision=bf16_mixed", "remat=full", *model])
+    run = parse_run(["mode=search", f"target=v4-{layout.shape}", "precision=bf16_mixed", "remat=full", *model])
     space = parse_request(run).space()
     for one in rank(run, space).under(layout.partition):
         sizes = one.group.candidates.sizes

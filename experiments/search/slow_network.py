@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import FIGURES, MEASURED
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.partition import PartitionConfig
@@ -99,7 +99,7 @@ def kept(batch: int) -> list[tuple[str, float, float]]:
 
 def layouts(figures: ChipConfig, batch: int) -> list[Estimated]:
     """Return all layouts of four such devices without a pipeline, with the shortest estimate first."""
-    run = run_of(["mode=show", *WORK, f"batch={batch}"])
+    run = parse_run(["mode=show", *WORK, f"batch={batch}"])
     target = TargetConfig(f"cpu{HOSTS}", "cpu", figures, chips=HOSTS, hosts=HOSTS)
     partitions = [p for p in read_group("partition", PartitionConfig) if not p.name.startswith("pp")]
     return list(rank(run, enumerate_layouts(run, [target], partitions, (), microbatches=1)))

@@ -22,12 +22,12 @@ from typing import Any
 from rich.console import Console
 
 from valkyrie.axes import axes_text
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import remat_named
 from valkyrie.parts import write_category
-from valkyrie.paths import read_group, write_whole
+from valkyrie.paths import read_group, write_atomic
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.modes import compile_and_summarise
 from valkyrie.sweep.cells import Cell, enumerate_space
@@ -50,7 +50,7 @@ class Judged:
 
     def cells(self) -> list[Cell]:
         """Return its legal layouts, evenly sampled to `count`."""
-        shape = ModelVariant(self.shared, run_of(list(self.shared)))
+        shape = ModelVariant(self.shared, parse_run(list(self.shared)))
         config = SpaceConfig(same=Same.roles, remat=list(self.remats), microbatches=list(self.microbatches))
         partitions = {p.name: p for p in read_group("partition", PartitionConfig)}
         remats = {name: remat_named(name) for name in self.remats}
@@ -96,7 +96,7 @@ def main() -> None:
                 continue
             row = compile_row(space.name, cell.run, cell.overrides)
             rows.append(row)
-            write_whole(FILE, json.dumps(rows, indent=0) + "\n")
+            write_atomic(FILE, json.dumps(rows, indent=0) + "\n")
             what = f"{1e3 * row['step_s']:.1f} ms" if row["step_s"] else row["reason"]
             console.print(
                 f"{space.name} {number}/{len(cells)} {row['layout']}: {row['status']}, {what}", soft_wrap=True

@@ -20,9 +20,9 @@ from rich.table import Table
 from scipy.stats import spearmanr
 from spaces import kept_rows
 
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.fit import FITTED, Known, fitted, known_of, without_family
 from valkyrie.search.estimate.runs import candidates_of
@@ -38,7 +38,7 @@ def main() -> None:
     asked, console = parser.parse_args(), Console(width=140, highlight=False)
     alike: dict[str, list[tuple[dict[str, Any], Run]]] = defaultdict(list)
     for row in kept_rows():
-        run = run_of(row["overrides"])
+        run = parse_run(row["overrides"])
         alike[repr((row["space"], run.config.partition, run.config.remat))].append((row, run))
     known = {key: compiled_of(pairs) for key, pairs in alike.items() if any(row["step_s"] for row, _ in pairs)}
     names = FITTED if asked.fit else ()
@@ -122,7 +122,7 @@ def ship(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> None:
         told |= {f"{prefix}low": low, f"{prefix}high": high}
         told[f"{prefix}median"] = float(np.median(np.abs(np.array(values) - 1)))
     rounded = {key: round(value, 3) for key, value in told.items()}
-    write_whole(Path(FILE), json.dumps(rounded, indent=1) + "\n")
+    write_atomic(Path(FILE), json.dumps(rounded, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from valkyrie.buckets import scheme_of
+from valkyrie.buckets import url_scheme
 from valkyrie.checkpoint.location import folder_problems
 from valkyrie.problems import Problem, ProblemCode, check_range
 
@@ -26,7 +26,7 @@ class FastConfig:
         """Return every problem with these settings."""
         problems = check_range("checkpoint.fast.every", self.every, least=1, otherwise="null for no fast tier")
         problems += check_range("checkpoint.fast.keep", self.keep, least=1)
-        if self.folder is not None and scheme_of(self.folder) is not None:
+        if self.folder is not None and url_scheme(self.folder) is not None:
             text = (
                 f"checkpoint.fast.folder={self.folder}: fast checkpoints are stored on each host. Use a local folder."
             )

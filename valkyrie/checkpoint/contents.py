@@ -11,7 +11,7 @@ from valkyrie.checkpoint.location import FOLDER, in_bucket
 from valkyrie.checksums import folder_damage
 from valkyrie.problems import Problem, ProblemCode, first_line
 from valkyrie.records import encode, load
-from valkyrie.trees import flat, names_of
+from valkyrie.trees import flatten, leaf_names
 
 PARAMETERS_ALONE = "parameters"
 """Value of `CheckpointInfo.holds` in checkpoints without optimizer state."""
@@ -90,7 +90,7 @@ def state_arrays(state: Any) -> Mapping[str, Any]:
 
 def shapes_of(parameters: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of every parameter by dotted path."""
-    return {name: tuple(array.shape) for name, array in flat(parameters).items()}
+    return {name: tuple(array.shape) for name, array in flatten(parameters).items()}
 
 
 def refuse_other_model(path: Any, saved: Mapping[str, tuple[int, ...]], built: Mapping[str, tuple[int, ...]]) -> None:
@@ -115,7 +115,7 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
     If the saved array names cannot be read, this returns silently; restoring then raises the error. `changed` maps the
     key of each setting that differs from the saved run to (requested, saved).
     """
-    saved, wanted_names = _saved_arrays(path), set(names_of(wanted))
+    saved, wanted_names = _saved_arrays(path), set(leaf_names(wanted))
     if saved is None or saved == wanted_names:
         return
     # a changed number keeps the arrays; adding or removing an optimizer, average or clipping does not
@@ -182,7 +182,7 @@ def local_shards(tree: Any) -> Mapping[str, list[str]]:
         indices = array.sharding.addressable_devices_indices_map(tuple(array.shape)).values()
         return [str(array.dtype), *sorted({_bounds(index, array.shape) for index in indices})]
 
-    return dict(zip(names_of(tree), map(describe, jax.tree.leaves(tree)), strict=True))
+    return dict(zip(leaf_names(tree), map(describe, jax.tree.leaves(tree)), strict=True))
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> str:

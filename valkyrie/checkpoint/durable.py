@@ -13,7 +13,7 @@ from valkyrie.checkpoint.contents import CheckpointInfo, damage_of
 from valkyrie.checkpoint.location import METADATA, checkpoint_root, configured_root, in_bucket, record_root
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import CHECKSUMS
-from valkyrie.paths import unused
+from valkyrie.paths import unused_path
 from valkyrie.processes.team import Team
 
 _CONTENTS = {METADATA, CHECKSUMS, "state", "data", "about"}
@@ -92,7 +92,7 @@ class Durable(Tier):
 
     def _set_aside(self, step: int) -> None:
         if not self._read_only:
-            self.folder_of(step).rename(unused(self.path.parent / f"damaged-{self.path.name}-{step}"))
+            self.folder_of(step).rename(unused_path(self.path.parent / f"damaged-{self.path.name}-{step}"))
 
 
 def _check_folder(path: Path, folder: Path) -> None:

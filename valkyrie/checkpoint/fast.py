@@ -18,7 +18,7 @@ from valkyrie.checkpoint.contents import CheckpointInfo, inspect, local_shards
 from valkyrie.checkpoint.location import steps_in
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import digest
-from valkyrie.paths import writing
+from valkyrie.paths import disk_errors
 
 _FULL_DISK = "checkpoint.fast.folder=DIR, or turn fast checkpoints off: checkpoint.fast.every=null"
 
@@ -34,7 +34,7 @@ class Fast(Tier):
     def __init__(self, path: Path, config: FastConfig, index: int, *, info: CheckpointInfo) -> None:
         """`path` belongs to this process alone; `index` is the index of the process."""
         self._keep, self._index = config.keep, index
-        with writing(path, elsewhere=_FULL_DISK):
+        with disk_errors(path, elsewhere=_FULL_DISK):
             path.mkdir(parents=True, exist_ok=True)
         super().__init__(path.resolve(), cleans=True, info=replace(info, tier="fast", process=index))
 

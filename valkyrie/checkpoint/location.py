@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from valkyrie.buckets import package_problems, scheme_of
-from valkyrie.paths import write_whole
+from valkyrie.buckets import package_problems, url_scheme
+from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem, ProblemCode
 
 FOLDER = "checkpoints"
@@ -30,7 +30,7 @@ _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 
 def folder_problems(folder: str | None) -> list[Problem]:
     """Return why `checkpoint.folder` cannot be used here, with the package to install."""
-    scheme = None if folder is None else scheme_of(folder)
+    scheme = None if folder is None else url_scheme(folder)
     if scheme is None:
         return []
     if scheme not in _PACKAGES:
@@ -42,12 +42,12 @@ def folder_problems(folder: str | None) -> list[Problem]:
 
 def in_bucket(path: Any) -> bool:
     """Return whether a path is in a bucket."""
-    return scheme_of(str(path)) is not None
+    return url_scheme(str(path)) is not None
 
 
 def parse_path(text: str) -> Any:
     """Return a `pathlib` path on a disk or, for a URL, an `etils.epath` path in a bucket."""
-    if scheme_of(text) is None:
+    if url_scheme(text) is None:
         return Path(text).expanduser().absolute()
     from etils import epath
 
@@ -93,7 +93,7 @@ def record_root(run_folder: Path, folder: str | None) -> None:
         pointer.unlink()
     else:
         run_folder.mkdir(parents=True, exist_ok=True)
-        write_whole(pointer, f"{wanted}\n")
+        write_atomic(pointer, f"{wanted}\n")
 
 
 def has_saved(run_folder: Path) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from valkyrie.checkpoint.contents import CheckpointInfo, shapes_of, state_arrays
 from valkyrie.checkpoint.location import METADATA, in_bucket, steps_in
 from valkyrie.checksums import write_checksums
-from valkyrie.paths import is_full, why
+from valkyrie.paths import error_reason, is_full
 from valkyrie.problems import first_line
 
 _LOOK_S = 0.02
@@ -183,7 +183,7 @@ class Tier(ABC):
         With `together`, raises NotSavedError instead.
         """
         step = self.last_saved
-        what = f"the {self.label}checkpoint of step {step} could not be saved in {self.path} ({why(error)})"
+        what = f"the {self.label}checkpoint of step {step} could not be saved in {self.path} ({error_reason(error)})"
         if self._together:
             self._broken = True
             raise NotSavedError(

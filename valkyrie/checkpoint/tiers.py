@@ -24,7 +24,7 @@ from valkyrie.checkpoint.durable import Durable
 from valkyrie.checkpoint.fast import Fast, fast_folder
 from valkyrie.checkpoint.location import IDENTITY, checkpoint_root, in_bucket, saved_steps, steps_in
 from valkyrie.checksums import CHECKSUMS
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
 from valkyrie.processes.team import ALONE, Team
 
@@ -229,5 +229,5 @@ def _identity(folder: Path) -> str:
     file = folder / IDENTITY
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, f"{uuid.uuid4().hex[:12]}\n")
+        write_atomic(file, f"{uuid.uuid4().hex[:12]}\n")
     return file.read_text().strip()

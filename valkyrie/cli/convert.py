@@ -60,12 +60,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _from(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from valkyrie.config.mistakes import refuse_slips
+    from valkyrie.config.mistakes import refuse_typos
     from valkyrie.convert.load import from_folder
     from valkyrie.runs.folder import command_name
 
     began = time.perf_counter()
-    refuse_slips(overrides, multirun=False)
+    refuse_typos(overrides, multirun=False)
     folder = from_folder(arguments.folder.expanduser(), arguments.name, arguments.tokenizer, overrides)
     print(f"{folder} in {time.perf_counter() - began:.1f} s")
     again = f"{command_name()} resume={shlex.quote(folder.name if folder.parent == Path('runs') else str(folder))}"

@@ -17,13 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.cli.parser import fail, leave_unread, without_comment
-from valkyrie.config.arguments import expand_shorthand, explains_composition, read_arguments
+from valkyrie.config.arguments import composition_errors, expand_shorthand, read_arguments
 from valkyrie.config.compose import register
 from valkyrie.config.explain import explain
 from valkyrie.config.files import check_folder
-from valkyrie.config.mistakes import refuse_slips, version_text
+from valkyrie.config.mistakes import refuse_typos, version_text
 from valkyrie.config.run import Run
-from valkyrie.config.saved import Primary, config_dirs, primary_of
+from valkyrie.config.saved import Primary, config_dirs, find_primary
 from valkyrie.extensions import add_import_path
 from valkyrie.problems import Problem
 from valkyrie.processes.ending import INTERRUPTED
@@ -56,9 +56,9 @@ def dispatch() -> None:
             check_folder(folder)
         arguments = expand_shorthand(arguments)
         multirun = multirun_arguments(arguments)
-        refuse_slips(arguments, multirun is not None)
+        refuse_typos(arguments, multirun is not None)
         typed = read_arguments(multirun or arguments, multirun=multirun is not None)
-        primary = primary_of(typed, read=multirun is None or reads_one_run(typed))
+        primary = find_primary(typed, read=multirun is None or reads_one_run(typed))
         sys.argv[1:] = primary.arguments
         if multirun is not None:
             with over_processes(typed) as leads, signals_as_exceptions():
@@ -101,7 +101,7 @@ def _compose(primary: Primary) -> DictConfig | None:
     os.environ[FULL_ERROR] = "1"  # Hydra raises, and `explain` writes the message
     try:
         folder = register()
-        with multirun_ends(), explains_composition(sys.argv[1:]):
+        with multirun_ends(), composition_errors(sys.argv[1:]):
             hydra.main(config_path=str(folder), config_name=primary.name, version_base="1.3")(task)()
     except RuntimeError as error:
         deepest = traceback.extract_tb(error.__traceback__)[-1].filename

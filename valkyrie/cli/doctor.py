@@ -38,14 +38,14 @@ def _steps(text: str) -> int:
 
 def _doctor(words: list[str]) -> int:
     options, overrides = _parser().parse_known_args(words)
-    from valkyrie.config.arguments import run_of
-    from valkyrie.config.mistakes import refuse_slips
+    from valkyrie.config.arguments import parse_run
+    from valkyrie.config.mistakes import refuse_typos
     from valkyrie.doctor.examine import examine
     from valkyrie.problems import refuse
     from valkyrie.train.screen import make_console
 
-    refuse_slips(overrides, multirun=False)
-    run = run_of(overrides)
+    refuse_typos(overrides, multirun=False)
+    run = parse_run(overrides)
     refuse(run.problems())
     return examine(run, make_console(), options.dry_run)
 

@@ -107,9 +107,9 @@ def _refuse_wrong(config: EngineConfig, overrides: Sequence[str]) -> None:
     """Raise ValueError for a training that could not start where it is sent, before anything is rented for it."""
     if not trains(overrides) or "resume" in key_values(overrides):
         return  # the settings of a run to resume may be stored elsewhere
-    from valkyrie.config.arguments import run_of
+    from valkyrie.config.arguments import parse_run
 
-    training = run_of(overrides)
+    training = parse_run(overrides)
     mesh = training.config.mesh
     if problems := training.problems() or config.mesh_problems(mesh.name, mesh.size):
         raise ValueError(" ".join(map(str, problems)))

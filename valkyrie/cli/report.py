@@ -57,7 +57,7 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from valkyrie.paths import write_whole
+    from valkyrie.paths import write_atomic
     from valkyrie.report.page import page, page_file
     from valkyrie.report.rank import compare
     from valkyrie.report.records import read_rows
@@ -79,7 +79,7 @@ def _report(arguments: argparse.Namespace) -> None:
     if to_screen:
         sys.stdout.write(text)
         return
-    print(f"{len(rows)} trials: {write_whole(page_file(paths, arguments.output), text)}")
+    print(f"{len(rows)} trials: {write_atomic(page_file(paths, arguments.output), text)}")
 
 
 if __name__ == "__main__":

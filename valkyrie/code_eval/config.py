@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from valkyrie.buckets import needs_disk
+from valkyrie.buckets import bucket_problems
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 
@@ -49,7 +49,7 @@ class CodeEvalConfig:
             problems.append(Problem(ProblemCode.conflict, "code_eval.temperature", 0.0, text))
         problems += check_range("code_eval.time_s", self.time_s, above=0)
         problems += check_range("code_eval.memory_mib", self.memory_mib, least=16)
-        return problems + needs_disk("code_eval.problems", self.problems)
+        return problems + bucket_problems("code_eval.problems", self.problems)
 
     def anywhere(self) -> CodeEvalConfig:
         """Return this configuration with an absolute path, which means the same in every directory."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.axes import axes_text, read_axes
+from valkyrie.axes import axes_text, parse_axes
 from valkyrie.parts import PartKind, StepPart
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
     sent = results.get("communication")
     if not isinstance(sent, dict) or not isinstance(sizes := sent.get("bytes_by_mesh_axes", {}), dict):
         return dict(results)
-    by_axes = [{"mesh_axes": read_axes(axes), "bytes": size} for axes, size in sizes.items()]
+    by_axes = [{"mesh_axes": parse_axes(axes), "bytes": size} for axes, size in sizes.items()]
     new = {**results, "communication": sent | {"bytes_by_mesh_axes": by_axes, "collectives": sent.get("causes", [])}}
     if "collective_note" in sent or "collective_s" in sent:
         by_kind = sent.get("collective_s")
@@ -131,7 +131,7 @@ def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
             None
             if by_kind is None
             else [
-                {"kind": kind, "mesh_axes": read_axes(axes), "seconds": seconds}
+                {"kind": kind, "mesh_axes": parse_axes(axes), "seconds": seconds}
                 for axes, kinds in by_kind.items()
                 for kind, seconds in kinds.items()
             ]

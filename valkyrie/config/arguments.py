@@ -20,9 +20,9 @@ from valkyrie.config.choices import Chips
 from valkyrie.config.compose import composing
 from valkyrie.config.explain import explain
 from valkyrie.config.files import find_inclusion_cycle
-from valkyrie.config.modes import mode_named
+from valkyrie.config.modes import get_mode
 from valkyrie.config.run import Run
-from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, primary_of
+from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, find_primary
 from valkyrie.extensions import add_import_path
 from valkyrie.foreign_errors import is_key_of_null
 from valkyrie.hardware.chips import known_chips
@@ -80,7 +80,7 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
       `second=` under `mode=explain`.
     """
     values = key_values(arguments)
-    mode = mode_named(values.get("mode"))
+    mode = get_mode(values.get("mode"))
     short_keys = () if mode is None else mode.short_keys
     searching = values.get("mode") == "search"
     chip = _chip(values["target.chip"], config_dirs(arguments)) if "target.chip" in values else None
@@ -105,7 +105,7 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def explains_composition(arguments: Sequence[str]) -> Iterator[None]:
+def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
     """Raise ValueError for two mistakes that Hydra and OmegaConf answer without naming the argument.
 
     - A key of a group that is null, such as `target.chip.hbm_gib=9` where the target has no chip: AssertionError.
@@ -128,7 +128,7 @@ def explains_composition(arguments: Sequence[str]) -> Iterator[None]:
         raise ValueError(f"{argument}: there is no {parent} to set it in.{chip}") from error
 
 
-def run_of(arguments: Sequence[str]) -> Run:
+def parse_run(arguments: Sequence[str]) -> Run:
     """Return the unchecked run for these arguments; ValueError with the same message as the command."""
     try:
         return _composed(read_arguments(arguments))
@@ -136,7 +136,7 @@ def run_of(arguments: Sequence[str]) -> Run:
         raise explain(error, config_dirs(arguments)) from error
 
 
-def run_in(folder: Path, overrides: Sequence[str]) -> Run:
+def load_run(folder: Path, overrides: Sequence[str]) -> Run:
     """Return the unchecked run that resumes in a run folder, with some keys overridden.
 
     Raises ValueError with the same message as the command.
@@ -165,9 +165,9 @@ def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
         raise ValueError(f"{unknown[0]} is a flag of valkyrie-train: here only KEY=VALUE is read.")
     folders = config_dirs(flags)
     add_import_path(folders)
-    primary = primary_of(arguments, folder=folder)
+    primary = find_primary(arguments, folder=folder)
     with composing(folders, primary.folder):
-        with explains_composition(arguments):
+        with composition_errors(arguments):
             config = compose(primary.name, parts_of(primary.arguments)[1])
         return replace(Run.from_config(config), arguments=tuple(arguments))
 

@@ -34,20 +34,20 @@ class Chips(Mapping[str, ChipConfig]):
         return own or known_chips()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(files(CHIPS))
+        return iter(choice_names(CHIPS))
 
     def __len__(self) -> int:
-        return len(files(CHIPS))
+        return len(choice_names(CHIPS))
 
 
-def target_named(name: str) -> TargetConfig:
+def get_target(name: str) -> TargetConfig:
     """Return the target of a YAML or slice name, composed by Hydra; ValueError if the name is neither."""
     if name in config_names("target"):
         return read_config("target", name, TargetConfig)
-    return _of_a_folder(f"target/{name}", TargetConfig) or parse_target(name, Chips(), files("target"))
+    return _of_a_folder(f"target/{name}", TargetConfig) or parse_target(name, Chips(), choice_names("target"))
 
 
-def files(group: str) -> list[str]:
+def choice_names(group: str) -> list[str]:
     """Return the names of a group's YAML files, in the package and in the folders that Hydra searches."""
     folders = [source for source in _sources() if source.is_group(group)]
     return sorted({*config_names(group), *(n for source in folders for n in source.list(group, ObjectType.CONFIG))})

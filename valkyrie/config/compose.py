@@ -20,7 +20,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.checkpoint import CheckpointConfig
-from valkyrie.config.choices import Chips, files, target_named
+from valkyrie.config.choices import Chips, choice_names, get_target
 from valkyrie.config.files import check_folder, use_checked_files
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import FAMILIES, RunConfig
@@ -32,7 +32,7 @@ from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, remat_named
-from valkyrie.paths import conf_dir, config_files, defaults_of
+from valkyrie.paths import conf_dir, config_files, read_defaults
 from valkyrie.precision import PolicyConfig
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.wandb_writer import TrackingConfig
@@ -131,7 +131,7 @@ class ValkyrieSource(ConfigSource):
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """List the groups and one target per chip. There are too many meshes to list; schemas are only for YAMLs."""
         if config_path == "target" and results_filter is not ObjectType.GROUP:
-            return ["cpu8", *(f"{chip}-8" for chip in files(CHIPS))]
+            return ["cpu8", *(f"{chip}-8" for chip in choice_names(CHIPS))]
         return ["mesh", *FAMILIES] if config_path == "" and results_filter is not ObjectType.CONFIG else []
 
 
@@ -211,7 +211,7 @@ def default_mesh(target: str = "auto") -> str:
     mesh = mesh_from_environment()
     if mesh is not None:
         return ENVIRONMENT_MESH
-    chosen = target_named(target)
+    chosen = get_target(target)
     if chosen.chips is not None:
         sizes = parse_shape(chosen.topology) or (chosen.chips,)
         if platform_of(chosen.platform).runs_on_host:
@@ -246,7 +246,7 @@ def default_save(embed: int) -> list[str]:
 
 def default_precision(target: str = "auto") -> str:
     """Return the default precision policy: bfloat16 products on accelerators, float32 on a CPU."""
-    simulated = platform_of(target_named(target).platform).is_simulated(accelerators())
+    simulated = platform_of(get_target(target).platform).is_simulated(accelerators())
     return "float32" if simulated else "bf16_mixed"
 
 
@@ -284,7 +284,7 @@ def tiny_model_for(experiment: str | None) -> str:
 def _chosen(group: str, name: str, key: str) -> str:
     """Return a YAML's choice for `key` in its defaults list, or its first plain entry if `key` is empty; "" if none."""
     path = config_files(group).get(name)
-    for entry in [] if path is None else defaults_of(path):
+    for entry in [] if path is None else read_defaults(path):
         if isinstance(entry, str) and not key:
             return entry
         if not isinstance(entry, str) and key in entry:
@@ -325,7 +325,7 @@ def _mesh(name: str) -> MeshConfig:
 
 def _target_config(name: str) -> DictConfig:
     """Build the config that a YAML of this target would contain."""
-    target = parse_target(name, Chips(), files("target"))
+    target = parse_target(name, Chips(), choice_names("target"))
     chip = [] if target.chip is None else [f"chip/{target.chip.name}@chip"]
     values = {key: getattr(target, key) for key in ("name", "chips", "topology", "hosts")}
     bases = ["target_schema", *chip, "_self_"]

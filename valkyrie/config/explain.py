@@ -16,7 +16,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from valkyrie.config.compose import GROUPS
-from valkyrie.config.refusals import refusal_of
+from valkyrie.config.refusals import problem_from_error
 from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.foreign_errors import (
     ambiguous_argument,
@@ -66,9 +66,9 @@ def _refusal(error: Exception, folders: Sequence[str]) -> Problem | str:
         return str(refused)
     cause = error.__cause__ or error.__context__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _no_package(cause.full_key) if cause.full_key in _OVERLAYS else refusal_of(cause)
+        return _no_package(cause.full_key) if cause.full_key in _OVERLAYS else problem_from_error(cause)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        return refusal_of(cause)
+        return problem_from_error(cause)
     if isinstance(error, HydraException) and (message := _wrong_file(str(error))):
         return message
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]

@@ -12,7 +12,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource  # 
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.plugins.config_source import ConfigResult
 
-from valkyrie.paths import conf_dir, defaults_of
+from valkyrie.paths import conf_dir, read_defaults
 from valkyrie.problems import first_line
 
 MOST_VALUES = 100_000
@@ -92,7 +92,7 @@ def find_inclusion_cycle(folders: Sequence[str], group: str, name: str) -> str |
 
 
 def _included(path: Path | None) -> Iterator[str]:
-    yield from (entry for entry in ([] if path is None else defaults_of(path)) if isinstance(entry, str))
+    yield from (entry for entry in ([] if path is None else read_defaults(path)) if isinstance(entry, str))
 
 
 def _count_values(node: yaml.Node | None, counts: dict[int, float]) -> float:

@@ -24,7 +24,7 @@ def version_text() -> str:
     return f"valkyrie {version('valkyrie-jax')}, jax {version('jax')}"
 
 
-def refuse_slips(arguments: Sequence[str], multirun: bool) -> None:
+def refuse_typos(arguments: Sequence[str], multirun: bool) -> None:
     """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b`, ..., with the correct form."""
     for here, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         if _OWN_FLAGS.match(here):

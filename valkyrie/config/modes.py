@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from valkyrie.extensions import Families
 from valkyrie.problems import Problem, ProblemCode, check_range
-from valkyrie.units import seconds_of
+from valkyrie.units import parse_seconds
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -178,20 +178,20 @@ MODES = Families("mode.name", "valkyrie.modes", ModeConfig)
 Schema = TypeVar("Schema", bound=ModeConfig)
 
 
-def mode_named(name: str | None) -> type[ModeConfig] | None:
+def get_mode(name: str | None) -> type[ModeConfig] | None:
     """Return the config of a mode, or None if there is no such mode."""
     return MODES.config_class(name) if name is not None and name in MODES else None
 
 
 def reads_run(name: str | None) -> bool:
     """Return whether `name` and `resume` name a trained run that this mode reads; False for an unknown mode."""
-    mode = mode_named(name)
+    mode = get_mode(name)
     return mode is not None and mode.reads_run
 
 
 def has_results(name: str) -> bool:
     """Return whether a mode writes a results file. Trials of modes without one run each time they are requested."""
-    mode = mode_named(name)
+    mode = get_mode(name)
     return mode is not None and mode.results is not None
 
 
@@ -208,7 +208,7 @@ def settings_for(schema: type[Schema], mode: ModeConfig) -> Schema:
 
 def check_time(key: str, value: str | None) -> list[Problem]:
     """Return a problem unless the value is a time with a unit, or null."""
-    if value is None or seconds_of(value) is not None:
+    if value is None or parse_seconds(value) is not None:
         return []
     text = f"{key}={value}: write a time with its unit, such as 90s, 10min or 2h, or null."
     return [Problem(ProblemCode.malformed, key, value, text)]
@@ -219,6 +219,6 @@ def without_foreign_keys(mode: Mapping[Any, object]) -> dict[str, object]:
 
     Keeps keys with a value other than the default, which are rejected later.
     """
-    config = mode_named(str(mode.get("name")))
+    config = get_mode(str(mode.get("name")))
     own = set() if config is None else {field.name for field in fields(config)}
     return {key: value for key, value in mode.items() if key in own or _FLAT_KEYS.get(key, mode) != value}

@@ -21,7 +21,7 @@ from valkyrie.foreign_errors import WrongValue, is_recursive, missing_key, wrong
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shortened
 from valkyrie.problems import Problem, ProblemCode, first_line, suggest
-from valkyrie.trees import flat
+from valkyrie.trees import flatten
 
 _ELSEWHERE = {
     "lr": "optimizer.learning_rate",
@@ -72,7 +72,7 @@ _LONG = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
 _FOR_THE_COMPILER = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
 
-def refusal_of(error: OmegaConfBaseException) -> Problem:
+def problem_from_error(error: OmegaConfBaseException) -> Problem:
     """Convert an OmegaConf error to a problem, with the key and the values that are allowed."""
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return unknown_key(str(error.full_key), error.parent_node)
@@ -90,7 +90,7 @@ def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Pr
     """
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
-    values = flat({str(key): value for key, value in plain.items()})
+    values = flatten({str(key): value for key, value in plain.items()})
     texts = {key: value for key, value in values.items() if isinstance(value, str) and "${" in value}
     if missing := missing_key(str(error)):
         for key, text in texts.items():
@@ -185,7 +185,7 @@ def _wrong_value(key: str | None, message: str) -> str:
 def too_large(values: Mapping[str, object]) -> list[Problem]:
     """Return a problem for each integer that does not fit its type, so that nothing is computed with it."""
     problems = []
-    for key, value in flat(values).items():
+    for key, value in flatten(values).items():
         largest = 2**63 - 1 if key in _LONG or key.startswith(_FOR_THE_COMPILER) else LARGEST
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > largest:

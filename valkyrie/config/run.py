@@ -16,12 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from valkyrie import models, optim
 from valkyrie.axes import BATCH, Arrays
-from valkyrie.buckets import needs_disk
+from valkyrie.buckets import bucket_problems
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
 from valkyrie.config import modes
 from valkyrie.config.modes import MODES, ModeConfig, Needs
-from valkyrie.config.refusals import refusal_of, too_large, wrong_interpolation
+from valkyrie.config.refusals import problem_from_error, too_large, wrong_interpolation
 from valkyrie.data import config as data
 from valkyrie.data.config import SEEDS, SOURCES, DataConfig, full_path
 from valkyrie.extensions import Families, add_import_path, remember_modules
@@ -35,7 +35,7 @@ from valkyrie.parallel.on_target import target_problems
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.problems import nearest_legal, removes
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.paths import read_group, write_whole
+from valkyrie.paths import read_group, write_atomic
 from valkyrie.precision import PolicyConfig
 from valkyrie.problems import Identity, Problem, ProblemCode, ProblemError, check_range
 from valkyrie.processes.distributed import DistributedConfig
@@ -43,7 +43,7 @@ from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.tracking import profile_problems
 from valkyrie.runs.wandb_writer import TrackingConfig
 from valkyrie.tasks import TASKS, Task
-from valkyrie.trees import as_written, at, flat, with_value
+from valkyrie.trees import flatten, get_value, override_text, with_value
 
 HEADER = "# valkyrie-train --config-path "
 """First characters of every `run.yaml`."""
@@ -233,8 +233,8 @@ class Run:
     def values(self) -> dict[str, str]:
         """Return the settings that change what a step computes, by key: `{"model.layers": "4"}`."""
         groups = {"model": self.config.model, "precision": self.config.precision, "optimizer": self.config.optimizer}
-        values = flat({name: asdict(group) for name, group in groups.items()})
-        return {key: as_written(value) for key, value in values.items()}
+        values = flatten({name: asdict(group) for name, group in groups.items()})
+        return {key: override_text(value) for key, value in values.items()}
 
     @staticmethod
     def from_config(config: DictConfig) -> Run:
@@ -261,7 +261,7 @@ class Run:
             OmegaConf.resolve(merged)
             typed = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
-            raise ProblemError([wrong_interpolation(composed, error) or refusal_of(error)]) from error
+            raise ProblemError([wrong_interpolation(composed, error) or problem_from_error(error)]) from error
         assert isinstance(typed, RunConfig)
         if typed.task is None:
             folders.append(TASKS.user_folder(typed.model.task))
@@ -303,8 +303,8 @@ class Run:
         searches = c.mode.any_layout and c.mode.needs is Needs.nothing
         of_target = c.target.problems() if searches else target_problems(c.target, c.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_COUNTS_OF_A_LAYOUT):
-            problems += check_range(key, at(c, key), least=1)
-        problems += [*needs_disk("runs", c.runs), *profile_problems(c.profile, c.steps)]
+            problems += check_range(key, get_value(c, key), least=1)
+        problems += [*bucket_problems("runs", c.runs), *profile_problems(c.profile, c.steps)]
         problems += c.mode.problems()
         problems += check_range("trial.limit_s", c.trial.limit_s, above=0, otherwise="null")
         problems += check_range("temperature", c.temperature, least=0)
@@ -316,7 +316,7 @@ class Run:
         if not c.mode.any_model:
             problems += self._task_problems()
         keys = {problem.key for problem in (*problems, *of_target)}
-        for key, value in flat(asdict(c)).items():
+        for key, value in flatten(asdict(c)).items():
             if key not in keys and isinstance(value, float) and not math.isfinite(value):
                 problems.append(Problem(ProblemCode.not_finite, key, value))
         if not problems:
@@ -367,7 +367,7 @@ class Run:
         head = f"{HEADER}{shlex.quote(str(path.resolve().parent))} --config-name {shlex.quote(path.stem)}\n"
         if self.arguments:
             head += f"# made by: valkyrie-train {' '.join(shlex.join(self.arguments).splitlines())}\n"
-        write_whole(path, head + OmegaConf.to_yaml(body))
+        write_atomic(path, head + OmegaConf.to_yaml(body))
 
     def _layout(self, advise: bool = True) -> tuple[Layout | None, list[Problem]]:
         c = self.config
@@ -404,7 +404,7 @@ class Run:
                 and (other.layout_problems() <= known)
             )
 
-        value = at(self.config, key)
+        value = get_value(self.config, key)
         least = value if key == "model.vocab_size" else 1  # it must cover the ids of the tokenizer
         return nearest_legal(value, problem.parts, legal, least)
 

@@ -24,7 +24,7 @@ from valkyrie.config.files import check_file
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, Run, RunConfig, drop_foreign_keys
 from valkyrie.extensions import add_import_path
-from valkyrie.paths import conf_dir, unused
+from valkyrie.paths import conf_dir, unused_path
 from valkyrie.runs.folder import RUN, find_run, key_value, key_values, parts_of, read_settings, saved_config
 
 CONFIG_PATH = ("--config-path", "-cp")
@@ -47,7 +47,7 @@ class Primary:
     arguments: list[str]
 
 
-def primary_of(arguments: Sequence[str], *, folder: Path | None = None, read: bool = True) -> Primary:
+def find_primary(arguments: Sequence[str], *, folder: Path | None = None, read: bool = True) -> Primary:
     """Return the primary config for these arguments. Registers the settings of a file or run folder with Hydra.
 
     The run folder is `folder`, or else that of a trained run that the arguments name, or none with `read=False`.
@@ -163,7 +163,7 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
         if reads_run(overrides.get("mode", str(values.mode.name))) and latest_step(file.parent) is not None:
             values.resume = str(file.parent)
         elif values.name is not None and "name" not in overrides:
-            values.name = unused(Path(overrides.get("runs") or values.runs) / values.name).name
+            values.name = unused_path(Path(overrides.get("runs") or values.runs) / values.name).name
     return values
 
 

@@ -11,7 +11,7 @@ from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import Bias, RopeStretch
 from valkyrie.records import decode
-from valkyrie.trees import as_written, at
+from valkyrie.trees import get_value, override_text
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def config_of(model: Stack) -> dict[str, object]:
     assert isinstance(model, gpt.Config | gpt2.Config)
     name = next(name for name, activation in kind.activations.items() if activation is model.feed_forward)
     config: dict[str, object] = {"architectures": [kind.name], "model_type": kind.model_type}
-    config |= {key: at(model, setting) for setting, key in kind.sizes.items()}
+    config |= {key: get_value(model, setting) for setting, key in kind.sizes.items()}
     config |= {kind.activation: name, kind.epsilon[0]: model.norm_epsilon}
     config["tie_word_embeddings"] = model.tie_embeddings
     if kind.is_gpt2:
@@ -239,7 +239,7 @@ def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
         refusals.append(f"{kind.activation}={activation} is not one of {', '.join(kind.activations)}")
     for key, value in kind.only.items():
         if bool(config.get(key, value)) != value:
-            refusals.append(f"{key}={as_written(not value)} is not supported")
+            refusals.append(f"{key}={override_text(not value)} is not supported")
     epsilon = config.get(*kind.epsilon)
     if kind.qk_norm and epsilon != _QK_NORM_EPSILON:
         refusals.append(f"rms_norm_eps={epsilon:g}: the norms of queries and keys have {_QK_NORM_EPSILON:g}")
@@ -339,7 +339,9 @@ def _unsupported_settings(model: Stack, kind: Architecture) -> list[str]:
     assert isinstance(model, gpt.Config | gpt2.Config)
     attention, defaults = model.attention, type(model)()
     refusals = [
-        f"model.{key}={as_written(at(model, key))}" for key in kind.plain if at(model, key) != at(defaults, key)
+        f"model.{key}={override_text(get_value(model, key))}"
+        for key in kind.plain
+        if get_value(model, key) != get_value(defaults, key)
     ]
     if model.feed_forward not in kind.activations.values():
         refusals.append(f"model.feed_forward={model.feed_forward.value}")

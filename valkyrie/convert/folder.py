@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
-from valkyrie.paths import write_whole, writing
-from valkyrie.units import sent
+from valkyrie.paths import disk_errors, write_atomic
+from valkyrie.units import traffic_text
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
@@ -125,7 +125,7 @@ def _json(path: Path, folder: Path) -> Mapping[str, Any]:
 def copy_beside(source: Path, to: Path, elsewhere: str | None = None) -> list[str]:
     """Copy the tokenizer and other `BESIDE` files from one folder to another and return their names."""
     names = [name for name in BESIDE if (source / name).is_file()]
-    with writing(to, elsewhere):
+    with disk_errors(to, elsewhere):
         for name in names:
             shutil.copyfile(source / name, to / name)
     return names
@@ -147,7 +147,7 @@ def write_folder(
     parts = _parts({name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, file_bytes)
     single = len(parts) == 1
     names = [SINGLE if single else f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    with writing(folder, ANOTHER):
+    with disk_errors(folder, ANOTHER):
         for file, part in zip(names, parts, strict=True):
             _write_file(folder / file, {name: np.ascontiguousarray(tensor(name), dtype) for name in part})
         if not single:
@@ -156,8 +156,8 @@ def write_folder(
                 "metadata": {"total_parameters": total, "total_size": total * dtype.itemsize},
                 "weight_map": {name: file for file, part in zip(names, parts, strict=True) for name in part},
             }
-            write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n", ANOTHER)
-        write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n", ANOTHER)
+            write_atomic(folder / INDEX, json.dumps(index, indent=2) + "\n", ANOTHER)
+        write_atomic(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n", ANOTHER)
     return names
 
 
@@ -189,7 +189,7 @@ def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 def described(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> str:
     """Describe the number of tensors, parameters and bytes."""
     count = sum(int(np.prod(shape)) for shape in shapes.values())
-    return f"{len(shapes)} tensors, {count:,} numbers in {dtype.name}, {sent(count * dtype.itemsize)}"
+    return f"{len(shapes)} tensors, {count:,} numbers in {dtype.name}, {traffic_text(count * dtype.itemsize)}"
 
 
 def _few(names: list[str]) -> str:

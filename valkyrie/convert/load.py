@@ -14,17 +14,17 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo
 from valkyrie.checkpoint.contents import PARAMETERS_ALONE
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.convert.architectures import Setting, architecture_of, settings_of
 from valkyrie.convert.folder import CONFIG, Weights, copy_beside, described
 from valkyrie.convert.names import DERIVED, GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer import identity_of, load_tokenizer, vocab_size_of
 from valkyrie.models.stack import Stack
-from valkyrie.paths import write_whole, writing
+from valkyrie.paths import disk_errors, write_atomic
 from valkyrie.problems import refuse
 from valkyrie.runs.folder import key_value, run_folder, versions, write_about
-from valkyrie.trees import as_written
+from valkyrie.trees import override_text
 
 THEIRS = "huggingface"
 """The sub-folder of a run folder with the original files other than the weights, for converting back."""
@@ -63,12 +63,12 @@ def from_folder(
     say(f"{kind.name}: {described(wanted, weights.dtype(wanted))}")
     with _removed_on_failure(target):
         theirs = target / THEIRS
-        with writing(target):
+        with disk_errors(target):
             theirs.mkdir(parents=True)
         copied = copy_beside(folder, theirs)
-        write_whole(theirs / CONFIG, (folder / CONFIG).read_bytes())
+        write_atomic(theirs / CONFIG, (folder / CONFIG).read_bytes())
         if kind.is_gpt2:
-            write_whole(theirs / PREFIX, prefix)
+            write_atomic(theirs / PREFIX, prefix)
         if tokenizer is None and "tokenizer.json" in copied:
             run = _with_tokenizer(run, str((theirs / "tokenizer.json").absolute()))
         _save(run, target, weights, by_parameter, folder)
@@ -96,8 +96,8 @@ def _run(
     settings = {"tokenizer": tokenizer or str(beside), **settings}
     arguments = [f"model={schema}", f"name={_quoted(name)}", f"seq={min(context, _LONGEST)}"]
     for key, value in settings.items():
-        arguments.append(f"model.{key}={_quoted(value) if isinstance(value, str) else as_written(value)}")
-    run = run_of([*arguments, *(o for o in overrides if key_value(o)[0] != "name")])
+        arguments.append(f"model.{key}={_quoted(value) if isinstance(value, str) else override_text(value)}")
+    run = parse_run([*arguments, *(o for o in overrides if key_value(o)[0] != "name")])
     refuse(run.model.problems())
     return run
 

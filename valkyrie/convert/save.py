@@ -13,7 +13,7 @@ import numpy as np
 from valkyrie.checkpoint import checkpoint_root, saved_steps
 from valkyrie.checkpoint.contents import PARAMETERS_ALONE, damage_of, read_info
 from valkyrie.checkpoint.weights import read_array
-from valkyrie.config.arguments import run_in
+from valkyrie.config.arguments import load_run
 from valkyrie.config.run import Run
 from valkyrie.convert.architectures import architecture_of, config_of
 from valkyrie.convert.folder import ANOTHER, CONFIG, DTYPES, copy_beside, described, write_folder
@@ -21,8 +21,8 @@ from valkyrie.convert.load import PREFIX, THEIRS
 from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer_json import json_path
 from valkyrie.models.stack import Stack
-from valkyrie.paths import writing
-from valkyrie.trees import at
+from valkyrie.paths import disk_errors
+from valkyrie.trees import get_value
 
 NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
 """Supported dtypes of the written weights, by name."""
@@ -43,7 +43,7 @@ def to_folder(
     `dtype` is given, weights keep the dtype they were converted from. ValueError if there is no such checkpoint,
     transformers has no such model, or the folder is not empty.
     """
-    run = run_in(trained, [])
+    run = load_run(trained, [])
     step, path = _checkpoint(trained, step)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already. Name a new folder.")
@@ -59,7 +59,7 @@ def to_folder(
     shapes = {name: thirds[0].stored for name, thirds in by_name.items()}
     say(f"{architecture_of(config).name} of step {step}: {described(shapes, kind)}")
     reader = _ParameterReader(path, field)
-    with writing(folder, ANOTHER):
+    with disk_errors(folder, ANOTHER):
         folder.mkdir(parents=True, exist_ok=True)
     write_folder(folder, config, shapes, kind, lambda name: reader.read(by_name[name]), file_bytes)
     _copy_tokenizer(trained, run, folder)
@@ -118,7 +118,7 @@ def _config(trained: Path, run: Run, dtype: str | None) -> Mapping[str, object]:
     assert isinstance(run.model, Stack)
     now = config_of(run.model)
     if before.get("architectures") == now["architectures"]:
-        default = run.model.embed // at(run.model, "attention.heads")
+        default = run.model.embed // get_value(run.model, "attention.heads")
         now = {key: value for key, value in now.items() if key in before or (key == "head_dim" and value != default)}
     return before | now | {"dtype": dtype or (known if known in NAMES else "float32")}
 
@@ -128,5 +128,5 @@ def _copy_tokenizer(trained: Path, run: Run, folder: Path) -> None:
     if (trained / THEIRS).is_dir():
         copy_beside(trained / THEIRS, folder, ANOTHER)
     elif (file := json_path(run.tokenizer)) is not None:
-        with writing(folder, ANOTHER):
+        with disk_errors(folder, ANOTHER):
             shutil.copyfile(file, folder / "tokenizer.json")

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from valkyrie.paths import DiskError, cache_root, cache_trouble, is_full, open_to_append, publish_folder, writing
+from valkyrie.paths import DiskError, cache_problem, cache_root, disk_errors, is_full, open_to_append, publish_folder
 from valkyrie.processes.locks import LockState, lock
 
 
@@ -21,7 +21,7 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path
     if final.is_dir():
         return final
     elsewhere = "VALKYRIE_CACHE=DIR" if cache.is_relative_to(cache_root()) else "data.cache_dir=DIR"
-    if trouble := cache_trouble(cache, elsewhere):
+    if trouble := cache_problem(cache, elsewhere):
         raise DiskError(trouble)
     with open_to_append(cache / f".{name}.lock") as file:
         locked = lock(file) is LockState.ours  # False if the file system has no locks
@@ -38,7 +38,7 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path
         except OSError as error:
             if not is_full(error):
                 raise
-            with writing(cache, elsewhere):
+            with disk_errors(cache, elsewhere):
                 raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)

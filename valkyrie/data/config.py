@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from valkyrie.buckets import scheme_of
+from valkyrie.buckets import url_scheme
 from valkyrie.extensions import Families, has_key
 from valkyrie.problems import Problem, check_range, refuse
 from valkyrie.processes.team import ALONE, Team
@@ -121,7 +121,7 @@ SOURCES = Families("data.source", "valkyrie.data.sources", DataConfig)
 
 def full_path(path: str) -> str:
     """Absolute path of a file, with `~` expanded. An empty path or a URL is returned unchanged."""
-    return path if not path or scheme_of(path) else os.path.abspath(os.path.expanduser(path))
+    return path if not path or url_scheme(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def names_file(tokenizer: str) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valkyrie.buckets import needs_disk
+from valkyrie.buckets import bucket_problems
 from valkyrie.data.chunks import Chunk, chunk_problems
 from valkyrie.data.config import DataCheck, DataConfig, full_path, names_file
 from valkyrie.data.files import Listing, read_files
@@ -102,7 +102,7 @@ class DocumentConfig(TextConfig):
         return False
 
     def problems(self) -> list[Problem]:
-        problems = [*super().problems(), *needs_disk("data.cache_dir", self.cache_dir)]
+        problems = [*super().problems(), *bucket_problems("data.cache_dir", self.cache_dir)]
         problems += check_range("data.validation_fraction", self.validation_fraction, above=0, below=1)
         problems += check_range("data.shard_tokens", self.shard_tokens, least=1)
         return problems + check_range("data.workers", self.workers, least=1, otherwise="null for one per CPU core")

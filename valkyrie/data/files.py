@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from valkyrie.buckets import scheme_of
+from valkyrie.buckets import url_scheme
 from valkyrie.checksums import digest
 from valkyrie.data.chunks import LANGUAGE_OF, NO_CODE, Chunk
 from valkyrie.data.readers import SUFFIXES, Document, File, ReadOptions, SourceFile, read
@@ -55,7 +55,7 @@ def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
     remote: dict[str, RemoteFile] = {}
     skipped = 0
     for pattern in paths:
-        is_remote = scheme_of(pattern) is not None
+        is_remote = url_scheme(pattern) is not None
         matched = list_remote(pattern) if is_remote else _match(pattern)
         readable = [path for path in matched if path.suffix.lower() in SUFFIXES]
         if not readable:

@@ -16,7 +16,7 @@ from typing import Any
 
 from valkyrie.checksums import digest, file_damages
 from valkyrie.data.batches import BatchPlan, Loader
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
 from valkyrie.records import decode, encode
 
@@ -130,7 +130,7 @@ def content_hash(train: Split, validation: Split, dtype: str, bos_id: int) -> st
 def write_manifest(prepared: Prepared) -> None:
     """Write `manifest.json`, the last file of a preparation."""
     values = {key: value for key, value in encode(prepared).items() if key != "path"}
-    write_whole(prepared.path / MANIFEST, json.dumps({"version": VERSION, **values}, indent=1))
+    write_atomic(prepared.path / MANIFEST, json.dumps({"version": VERSION, **values}, indent=1))
 
 
 class CorruptShardsError(ValueError):
@@ -156,7 +156,7 @@ def open_prepared(path: Path | str) -> Prepared:
     _check_shards(prepared, trusted)
     if len(trusted) < len(prepared.shards) and os.access(prepared.path, os.W_OK):
         stamps = {shard.file: _stamp(prepared, shard) for shard in prepared.shards}
-        write_whole(prepared.path / _VERIFIED, json.dumps(stamps))
+        write_atomic(prepared.path / _VERIFIED, json.dumps(stamps))
     return prepared
 
 

@@ -16,7 +16,7 @@ from valkyrie.data.chunks import LANGUAGE_OF, NO_CODE, Chunk, Language, chunks
 from valkyrie.data.records import array_records, text_of_record, tfrecords
 from valkyrie.data.remote import RemoteFile, suffix_of
 from valkyrie.host_memory import free_memory
-from valkyrie.units import memory
+from valkyrie.units import memory_text
 
 MAX_REPLACED_SHARE = 0.1
 """Largest share of characters of a text that are NUL or cannot be decoded."""
@@ -153,9 +153,9 @@ def _read_whole(file: File, options: ReadOptions, group: int | None) -> Iterator
     free = free_memory() if file.size > _LARGE else None
     if free is not None and _COPIES * file.size > free:
         raise ValueError(
-            f"{file.id} has {memory(file.size)}. A {file.suffix} file is read whole, which needs "
-            f"{memory(_COPIES * file.size)}, and {memory(free)} of memory are free. Split it, or write its documents "
-            "to a .jsonl file, which is read line by line."
+            f"{file.id} has {memory_text(file.size)}. A {file.suffix} file is read whole, which needs "
+            f"{memory_text(_COPIES * file.size)}, and {memory_text(free)} of memory are free. Split it, or write its "
+            "documents to a .jsonl file, which is read line by line."
         )
     yield _decode(file.read(), file.id)
 

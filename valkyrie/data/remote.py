@@ -15,9 +15,9 @@ from glob import has_magic
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
-from valkyrie.buckets import scheme_of
+from valkyrie.buckets import url_scheme
 from valkyrie.data.threads import map_ahead
-from valkyrie.paths import why
+from valkyrie.paths import error_reason
 from valkyrie.problems import Problem, ProblemCode
 
 _VERSIONS = ("md5Hash", "ETag", "etag", "generation", "blob_id", "LastModified", "last_modified", "mtime", "created")
@@ -94,7 +94,7 @@ def list_remote(pattern: str) -> list[RemoteFile]:
 
 def path_problems(paths: Iterable[str]) -> list[Problem]:
     """Return why some of `data.paths` cannot be read here, with the package to install."""
-    schemes = [(path, scheme_of(path)) for path in paths]
+    schemes = [(path, url_scheme(path)) for path in paths]
     return [problem for path, scheme in schemes if scheme is not None for problem in _scheme_problems(path, scheme)]
 
 
@@ -149,7 +149,7 @@ def _scheme_problems(path: str, scheme: str) -> list[Problem]:
 @contextmanager
 def _explain_errors(url: str) -> Iterator[None]:
     """Turn service errors inside this context into ValueError with the URL and a remedy. Silences service logs."""
-    scheme = scheme_of(url) or ""
+    scheme = url_scheme(url) or ""
     for name in ("gcsfs", "s3fs", "fsspec"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -161,6 +161,6 @@ def _explain_errors(url: str) -> Iterator[None]:
     except Exception as error:  # each service's package raises its own errors
         login = f" ({_LOGINS[scheme]})" if scheme in _LOGINS else ""
         raise ValueError(
-            f"data.paths={url} cannot be read: {why(error)}. Check the name, the network, and this host's "
+            f"data.paths={url} cannot be read: {error_reason(error)}. Check the name, the network, and this host's "
             f"credentials{login}."
         ) from error

@@ -20,7 +20,7 @@ from jaxtyping import Int32
 
 from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
-from valkyrie.paths import cache_root, write_whole
+from valkyrie.paths import cache_root, write_atomic
 from valkyrie.records import RecordError, read_record
 
 BOS = "<|bos|>"
@@ -210,7 +210,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str, path: Path) 
     tokenizer.train_from_iterator(iter(texts), trainer)
     tokenizer.add_special_tokens([BOS])
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, tokenizer.to_str(pretty=True))
+    write_atomic(path, tokenizer.to_str(pretty=True))
     return tokenizer.get_vocab_size(with_added_tokens=True)
 
 

@@ -19,10 +19,10 @@ from valkyrie.checkpoint.location import in_bucket, parse_path
 from valkyrie.config.run import Run
 from valkyrie.data.config import DataCheck
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Examined
-from valkyrie.paths import cache_root, cache_trouble, why, writing
+from valkyrie.paths import cache_problem, cache_root, disk_errors, error_reason
 from valkyrie.runs.wandb_writer import WandbMode, resolve
 from valkyrie.train.prepare import refuse_other_data
-from valkyrie.units import memory
+from valkyrie.units import memory_text
 
 CLOCK_S = 2.0
 """Clock difference in seconds, of a disk or another host, above which there is a warning."""
@@ -71,7 +71,7 @@ def checkpoint_folder(examined: Examined) -> Answers:
         remedy = "Check its name and the credentials: gcloud auth application-default login."
         if not in_bucket(folder):
             remedy = "Write elsewhere with checkpoint.folder=DIR."
-        yield FAILS, f"checkpoint.folder={folder} cannot be used ({why(error)})", remedy
+        yield FAILS, f"checkpoint.folder={folder} cannot be used ({error_reason(error)})", remedy
         return
     spent = time.perf_counter() - began
     if content == _TEXT:
@@ -111,14 +111,14 @@ def disk_space(examined: Examined) -> Answers:
     """Check that the disk has room for the checkpoints."""
     config, (key, folder) = examined.run.config.checkpoint, _checkpoints(examined.run)
     keep, size = config.keep + config.keep_best, state_bytes(examined.run)
-    each = f"a checkpoint is {memory(size)}, {keep} are kept while one is written"
+    each = f"a checkpoint is {memory_text(size)}, {keep} are kept while one is written"
     if in_bucket(folder):
         yield FINE, f"{key}={folder} is a bucket; {each}"
         return
     free, needed = _free_bytes(Path(folder)), (keep + 1) * size
-    text = f"{memory(free)} free in {key}={folder}; {each}"
+    text = f"{memory_text(free)} free in {key}={folder}; {each}"
     if needed > free:
-        yield FAILS, text, f"Free {memory(needed - free)}, or write elsewhere with {key}=DIR."
+        yield FAILS, text, f"Free {memory_text(needed - free)}, or write elsewhere with {key}=DIR."
     elif needed > free / 2:
         yield WARNING, text, "That is more than half of what is free."
     else:
@@ -136,8 +136,8 @@ def fast_disk_space(examined: Examined) -> Answers:
     folder = Path(fast.folder or tempfile.gettempdir())
     free, most = _free_bytes(folder), (fast.keep + 1) * state_bytes(examined.run)
     least = most // examined.processes
-    size = memory(most) if examined.processes == 1 else f"{memory(least)} to {memory(most)}"
-    text = f"{memory(free)} free in {folder}; fast checkpoints take {size}"
+    size = memory_text(most) if examined.processes == 1 else f"{memory_text(least)} to {memory_text(most)}"
+    text = f"{memory_text(free)} free in {folder}; fast checkpoints take {size}"
     failure = FAILS, text, "Use checkpoint.fast.folder=DIR, or turn fast checkpoints off: checkpoint.fast.every=null"
     yield failure if least > free else (WARNING if most > free else FINE, text)
 
@@ -153,7 +153,7 @@ def compile_cache(_: Examined) -> Answers:
     key = "JAX_COMPILATION_CACHE_DIR=DIR" if "JAX_COMPILATION_CACHE_DIR" in os.environ else "VALKYRIE_CACHE=DIR"
     if "://" in str(folder):
         yield FINE, f"{folder}, which is not looked at"
-    elif trouble := cache_trouble(folder, key):
+    elif trouble := cache_problem(folder, key):
         yield WARNING, f"every start compiles anew: {trouble}"
     else:
         yield FINE, str(folder)
@@ -225,7 +225,7 @@ def _probe(folder: str) -> Iterator[Any]:
     missing = [place for place in (path, *path.parents) if not place.exists()] if local else []
     probe = path / f".doctor-{socket.gethostname()}-{os.getpid()}"
     try:
-        with writing(Path(folder)) if local else contextlib.nullcontext():
+        with disk_errors(Path(folder)) if local else contextlib.nullcontext():
             path.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(_TEXT.encode())
         yield probe

@@ -23,7 +23,7 @@ from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, explain_oom
 from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog
-from valkyrie.trees import names_of
+from valkyrie.trees import leaf_names
 from valkyrie.units import duration
 
 _REMEDY = "distributed.step_timeout_s is the limit; look for the process whose stacks differ from the others'."
@@ -58,7 +58,7 @@ def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list
             metrics, seconds, state = _steps(program, compiled, steps, watchdog)
         with watchdog.resting():
             yield [_steps_finding(program, metrics, seconds, devices)]
-            names, leaves = names_of(state.parameters), jax.tree.leaves(state.parameters)
+            names, leaves = leaf_names(state.parameters), jax.tree.leaves(state.parameters)
             yield [equal_replicas(dict(zip(names, leaves, strict=True)), team)]
 
 

@@ -19,7 +19,7 @@ from valkyrie.host_memory import free_memory
 from valkyrie.processes.locks import LockState, lock
 from valkyrie.runs.folder import installed_version
 from valkyrie.train.devices import missing_devices
-from valkyrie.units import memory
+from valkyrie.units import memory_text
 
 PROC, LOCKFILE = Path("/proc"), Path("/tmp/libtpu_lockfile")
 _CHIP_FILES = re.compile(r"/dev/(accel\d+|vfio/\d+|nvidia\d+)")
@@ -153,7 +153,7 @@ def host_memory(examined: Examined) -> Answers:
     simulated = not accelerators() and platform_of(examined.run.config.target.platform).is_simulated(0)
     needed = (3 if simulated else 1) * state_bytes(examined.run) // examined.processes
     what = "the state, gradients and a copy to save" if simulated else "the copy of the state that is saved"
-    text = f"{memory(free)} free; {what} take {memory(needed)}"
+    text = f"{memory_text(free)} free; {what} take {memory_text(needed)}"
     remedy = "Use more hosts, a smaller model=, or a machine with more memory."
     yield (FAILS, text, remedy) if needed > free else (FINE, text)
 

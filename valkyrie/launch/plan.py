@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 
 WIDTH = 120
 """Maximum length of a printed line. Longer commands are broken before their flags."""
@@ -76,7 +76,7 @@ class Written:
 
     def run(self) -> int:
         """Write the file and return 0."""
-        write_whole(Path(self.path), self.content)
+        write_atomic(Path(self.path), self.content)
         return 0
 
 

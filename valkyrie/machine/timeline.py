@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 
 if TYPE_CHECKING:
     from valkyrie.machine.replay import TimelineSpan
@@ -38,7 +38,7 @@ class TraceEvent(TypedDict, total=False):
 
 def write_timeline(path: Path, spans: Sequence[TimelineSpan], title: str) -> None:
     """Write the spans of a replayed step as `timeline.json`; `title` names the process in the viewer."""
-    write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(spans, title)}) + "\n")
+    write_atomic(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(spans, title)}) + "\n")
 
 
 def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[TraceEvent]:

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from valkyrie.axes import Parameter
 from valkyrie.models import Model
 from valkyrie.ops.linear import Numerics
-from valkyrie.trees import names_of
+from valkyrie.trees import leaf_names
 
 
 class Assembly:
@@ -40,7 +40,7 @@ class Assembly:
 def _refuse_undeclared(family: str, specs: dict[str, Parameter], built: Any, numerics: Numerics) -> None:
     """Raise ValueError if the parameters of the module differ from those its configuration declares."""
     declared = {name: (spec.shape, "float32" if spec.float32 else numerics.parameter) for name, spec in specs.items()}
-    leaves = zip(names_of(built), jax.tree.leaves(built), strict=True)
+    leaves = zip(leaf_names(built), jax.tree.leaves(built), strict=True)
     made = {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves}
     if list(declared.items()) == list(made.items()):
         return

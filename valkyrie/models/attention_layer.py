@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import UNSHARDED, Axis, Parameter, Placed, Shard
+from valkyrie.axes import UNSHARDED, Axis, Parameter, Shard, SplitAxes
 from valkyrie.models.attention import Attention
 from valkyrie.models.block import BlockContext
 from valkyrie.models.layers import Boundaries, RMSNorm, biased, normal, parameter, project
@@ -110,7 +110,7 @@ class AttentionLayer(nnx.Module):
         k, v = (shard(y, *of_kv_heads) for y in (k, v))
         q, k, v = (checkpoint_name(y, name) for y, name in ((q, "query"), (k, "key"), (v, "value")))
         inputs: list[Array] = [q, k, v]
-        axes: list[Placed] = [of_heads, of_kv_heads, of_kv_heads]
+        axes: list[SplitAxes] = [of_heads, of_kv_heads, of_kv_heads]
         if segment_ids is not None:
             inputs, axes = [*inputs, segment_ids], [*axes, (rows, "seq")]
         if self.config.global_tokens:

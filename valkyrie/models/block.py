@@ -96,7 +96,7 @@ def weight(*dims: str | int, group: str = "matrix", float32: bool = False, outpu
 
     Args:
         *dims: A logical axis per dimension, or a length for one that is never split.
-        group: Optimizer group, one of `valkyrie.axes.GROUPS`.
+        group: Optimizer group, one of `valkyrie.axes.PARAMETER_GROUPS`.
         float32: Keep it in float32 under every precision policy.
         output_first: The first dimension is the product's output, not its input.
     """

@@ -84,8 +84,8 @@ class OptimizerConfig:
     def rules(self, rate: optax.Schedule) -> dict[str, optax.GradientTransformation]:
         """Build the transformations of the groups `matrix` (decayed), `vector` and `ssm` (not decayed).
 
-        `matrix` includes embeddings; `vector` includes all other groups of `valkyrie.axes.GROUPS`. A family that
-        distinguishes more groups overrides `transformation` instead.
+        `matrix` includes embeddings; `vector` includes all other groups of `valkyrie.axes.PARAMETER_GROUPS`. A family
+        that distinguishes more groups overrides `transformation` instead.
 
         Args:
             rate: learning rate by step.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from valkyrie.axes import BATCH, LossHead, Repeated, Shard
+from valkyrie.axes import BATCH, LayerFunction, LossHead, Shard
 from valkyrie.parallel.pipeline import (
     SENT_ON,
     InStage,
@@ -34,7 +34,7 @@ def alternating(
     mesh: Any,
     in_stage: InStage,
     shard: Shard,
-    f: Repeated,
+    f: LayerFunction,
     layers: Any,
     x: Any,
     rows: Any,
@@ -110,7 +110,9 @@ class _Stage:
     last stages - 1 turns have no forward pass.
     """
 
-    def __init__(self, pipeline: Pipeline, in_stage: InStage, f: Repeated, head: LossHead, moves: list[bool]) -> None:
+    def __init__(
+        self, pipeline: Pipeline, in_stage: InStage, f: LayerFunction, head: LossHead, moves: list[bool]
+    ) -> None:
         """`moves`: whether each leaf of the rows has a gradient."""
         self._pipeline, self._in_stage, self._f, self._head, self._moves = pipeline, in_stage, f, head, moves
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.axes import BATCH, Repeated, Shard, scan_layers
+from valkyrie.axes import BATCH, LayerFunction, Shard, scan_layers
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.precision import ACCUMULATED
 
@@ -28,7 +28,9 @@ InStage = Callable[[], Shard]
 """Returns the `Shard` within a stage. Called where the pipeline's axis is manual."""
 
 
-def pipelined(pipeline: Pipeline, mesh: Any, in_stage: InStage, f: Repeated, layers: Any, x: Any, rows: Any) -> Any:
+def pipelined(
+    pipeline: Pipeline, mesh: Any, in_stage: InStage, f: LayerFunction, layers: Any, x: Any, rows: Any
+) -> Any:
     """Apply `f` with each of `layers`, as `Shard.repeat` does, in stages along the pipeline's axis.
 
     In turn t, stage s computes its layers for microbatch t - s and sends the result to the next stage (`ppermute`).
@@ -70,7 +72,7 @@ def pipelined(pipeline: Pipeline, mesh: Any, in_stage: InStage, f: Repeated, lay
     return run(jax.tree.map(_wide, layers), x, rows)
 
 
-def without_copies(f: Repeated) -> Repeated:
+def without_copies(f: LayerFunction) -> LayerFunction:
     """Wrap a layer so that its backward pass saves all activations, but no copies of parameters.
 
     Otherwise JAX would save cast or resharded parameters like activations, once per turn.

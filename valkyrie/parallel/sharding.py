@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.axes import BATCH, SEQ, Axis, LossHead, Placed, Repeated, apply_head, scan_layers
+from valkyrie.axes import BATCH, SEQ, Axis, LayerFunction, LossHead, SplitAxes, apply_head, scan_layers
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.parallel.alternating import alternating
 from valkyrie.parallel.layout import Layout
@@ -112,7 +112,7 @@ class MeshShard:
         """Return the number of shards of a logical axis of activations."""
         return self.layout.shards(axis)
 
-    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
+    def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
         """Apply `f` with each of `layers`, in one scan, or in a pipeline if a mesh axis splits them."""
         pipeline = self.layout.pipeline
         if pipeline is None:
@@ -131,7 +131,7 @@ class MeshShard:
     def map(
         self,
         f: Callable[..., Any],
-        in_axes: Sequence[Placed | None],
+        in_axes: Sequence[SplitAxes | None],
         out_axes: Any,
         *,
         checked: bool | None = None,

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from valkyrie.paths import cache_root, write_whole
+from valkyrie.paths import cache_root, write_atomic
 from valkyrie.records import encode
 from valkyrie.report import tables, words
 from valkyrie.report.colours import axes_colour, part_colour
@@ -53,7 +53,7 @@ def page_file(paths: Sequence[Path], output: Path | None) -> Path:
 
 def write_report(folder: Path) -> Path:
     """Write the page of a sweep's folder, or of a folder of sweeps, into that folder and return its path."""
-    return write_whole(folder / PAGE, page(read_rows([folder])))
+    return write_atomic(folder / PAGE, page(read_rows([folder])))
 
 
 def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
@@ -225,5 +225,5 @@ def _vega() -> str:
     bundle = cache_root() / "report" / f"vega-{version('vl-convert-python')}.js"
     if not bundle.is_file():
         bundle.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(bundle, vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+        write_atomic(bundle, vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
     return bundle.read_text(encoding="utf-8")

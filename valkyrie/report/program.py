@@ -22,7 +22,7 @@ from valkyrie.report.trace import Timeline, timeline
 from valkyrie.report.words import BigNumber
 from valkyrie.search.compile.prediction import CompileStatus, Hint, Measurement, Prediction
 from valkyrie.search.compile.show import show
-from valkyrie.units import duration, memory, percent
+from valkyrie.units import duration, memory_text, percent
 
 if TYPE_CHECKING:
     from valkyrie.machine.replay import TimelineSpan
@@ -109,8 +109,8 @@ def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
             numbers.append(BigNumber("waiting for communication", percent(share), "of the step"))
     if memory_report is not None and memory_report.required is not None:
         verdict = "does not fit" if record.status is CompileStatus.does_not_fit else "fits"
-        usable = "" if memory_report.usable is None else f"{verdict}: {memory(memory_report.usable)} usable"
-        numbers.append(BigNumber("peak memory per device", memory(memory_report.required), usable))
+        usable = "" if memory_report.usable is None else f"{verdict}: {memory_text(memory_report.usable)} usable"
+        numbers.append(BigNumber("peak memory per device", memory_text(memory_report.required), usable))
     return numbers
 
 

@@ -14,7 +14,7 @@ from valkyrie.sweep.columns import BEST, COLUMNS, MARKDOWN, PAGE
 from valkyrie.sweep.names import without_place
 from valkyrie.sweep.rows import Row, SpeedKind, with_ranks
 from valkyrie.sweep.trial import Status
-from valkyrie.units import duration, memory, sent, share_text, span
+from valkyrie.units import duration, long_duration, memory_text, share_text, traffic_text
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
@@ -83,10 +83,10 @@ def training_table(rows: Sequence[Row]) -> TextTable:
     ]
     shown = sorted(((row, row.goodput) for row in rows if row.goodput), key=lambda pair: -pair[1].wall_s)
     body = [
-        [row.trial.name, f"{row.trial.results.steps or 0:,}", span(spent.wall_s)]
+        [row.trial.name, f"{row.trial.results.steps or 0:,}", long_duration(spent.wall_s)]
         + ["" if spent.share is None else share_text(spent.share), str(spent.restarts)]
         + ["" if row.data_wait is None else share_text(row.data_wait)]
-        + [sent(sum(row.sent.values())) if row.sent else "nothing", spent.rest()]
+        + [traffic_text(sum(row.sent.values())) if row.sent else "nothing", spent.rest()]
         for row, spent in shown
     ]
     return TextTable("What the time of trainings went to", heads, body)
@@ -153,16 +153,16 @@ def details(row: Row) -> Facts:
         "parameters": f"{results.parameters:,}" if results.parameters else None,
         "command": _arguments(row),
         "folder": row.trial.folder,
-        "memory": ", ".join(f"{name} {memory(size)}" for name, size in results.memory.split.items()),
+        "memory": ", ".join(f"{name} {memory_text(size)}" for name, size in results.memory.split.items()),
         "parts": [
             f"{part_name(part.kind, part.mesh_axes)} {duration(part.seconds)} ({share_text(part.seconds / row.step_s)})"
             for part in sorted(row.parts, key=lambda part: -part.seconds)
             if row.step_s and part.seconds >= _LEAST * row.step_s
         ],
-        "sent": ", ".join(f"{axes} {sent(size)}" for axes, size in row.sent.items() if size),
+        "sent": ", ".join(f"{axes} {traffic_text(size)}" for axes, size in row.sent.items() if size),
         "goodput": row.goodput.describe() if row.goodput else None,
         "steps": None if results.finished is None else f"{results.steps or 0:,}{unfinished}",
-        "reported": memory(reported) if reported else None,
+        "reported": memory_text(reported) if reported else None,
         "compiled": duration(compile_s) if compile_s else None,
         "placement": results.placement,
         "hints": results.hints[:3],

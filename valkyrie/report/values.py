@@ -12,8 +12,7 @@ from valkyrie.report.rank import chip_price, pareto_ids, peak_memory
 from valkyrie.runs.goodput import KINDS
 from valkyrie.sweep.rows import Row, predicted_and_measured
 from valkyrie.sweep.trial import Status
-from valkyrie.units import duration, percent
-from valkyrie.units import memory as memory_text
+from valkyrie.units import duration, memory_text, percent
 
 Values = list[dict[str, Any]]
 

@@ -18,7 +18,7 @@ from valkyrie.search.explain.difference import difference, sides
 from valkyrie.sweep.noise import has_spread, within_noise
 from valkyrie.sweep.rows import Row, SpeedKind, Workload, groups, predicted_and_measured
 from valkyrie.sweep.trial import Status
-from valkyrie.units import amount, duration, memory, percent, sent, share_text
+from valkyrie.units import duration, memory_text, number_text, percent, share_text, traffic_text
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
@@ -113,16 +113,18 @@ def search_answer(search: SearchAnswer) -> Answer:
         BigNumber(f"step, {_BY[best.stage.value]}", duration(best.step_s), f"{low} to {high}" if best.interval else ""),
         BigNumber(
             "peak memory per device",
-            memory(best.memory or 0),
-            f"of {memory(best.usable)} usable" if best.usable else "",
+            memory_text(best.memory or 0),
+            f"of {memory_text(best.usable)} usable" if best.usable else "",
         ),
     ]
     if best.tokens_for_budget is not None:
-        budget = f"tokens for ${amount(search.budget_usd or 0)}"
-        numbers.append(BigNumber(budget, f"{amount(best.tokens_for_budget / 1e9)} billion", is_unit=True))
+        budget = f"tokens for ${number_text(search.budget_usd or 0)}"
+        numbers.append(BigNumber(budget, f"{number_text(best.tokens_for_budget / 1e9)} billion", is_unit=True))
     if best.dollars is not None and best.hours is not None:
-        tokens = f"{amount((search.tokens or 0) / 1e9)} billion tokens"
-        numbers.append(BigNumber("price", f"${amount(best.dollars)}", f"{amount(best.hours)} hours for {tokens}"))
+        tokens = f"{number_text((search.tokens or 0) / 1e9)} billion tokens"
+        numbers.append(
+            BigNumber("price", f"${number_text(best.dollars)}", f"{number_text(best.hours)} hours for {tokens}")
+        )
     layouts = f"The best of {search.layouts:,} layouts: {search.compiled} compiled, the others estimated"
     return Answer(layouts, tuple(numbers), tuple(filter(None, [search.why and f"Stopped: {search.why}."])))
 
@@ -136,10 +138,12 @@ def _without_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
     several = len({row.work for row in done}) > 1
     least_memory = min((row for row in done if row.peak), key=lambda row: row.peak or 0, default=None)
     if least_memory is not None:
-        text += f" Least memory: {_named(least_memory, several)}, {memory(least_memory.peak)} a device."
+        text += f" Least memory: {_named(least_memory, several)}, {memory_text(least_memory.peak)} a device."
     least = min((row for row in done if row.sent), key=lambda row: sum(row.sent.values()), default=None)
     if least is not None:
-        text += f" Least sent: {_named(least, several)}, {sent(sum(least.sent.values()))} by a device in a step."
+        text += (
+            f" Least sent: {_named(least, several)}, {traffic_text(sum(least.sent.values()))} by a device in a step."
+        )
     return text
 
 
@@ -294,8 +298,8 @@ def _winner(row: Row, several: bool) -> tuple[BigNumber, ...]:
         BigNumber("step", duration(row.step_s), "" if row.step.mfu is None else f"MFU {share_text(row.step.mfu)}"),
     ]
     if row.peak is not None:
-        of_usable = "" if usable is None else f"of {memory(usable)} usable"
-        numbers.append(BigNumber("peak memory per device", memory(row.peak), of_usable))
+        of_usable = "" if usable is None else f"of {memory_text(usable)} usable"
+        numbers.append(BigNumber("peak memory per device", memory_text(row.peak), of_usable))
     if row.group.stage == "train" and row.trial.results.loss is not None:
         numbers.append(
             BigNumber("loss", f"{row.trial.results.loss:.4f}", f"after {row.trial.results.steps or 0:,} steps")

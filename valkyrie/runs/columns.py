@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from valkyrie.units import amount, duration, memory, percent, sent
+from valkyrie.units import duration, memory_text, number_text, percent, traffic_text
 
 if TYPE_CHECKING:
     from rich.console import OverflowMethod
@@ -24,10 +24,10 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "share": lambda share: f"{100 * share:.1f}%",
     "percent": percent,
     "range": lambda ends: "{:+.0f} to {:+.0f}%".format(*(100 * end for end in ends)),
-    "bytes": memory,
-    "sent": sent,
+    "bytes": memory_text,
+    "sent": traffic_text,
     "dollars": "{:.3g}".format,
-    "amount": amount,
+    "amount": number_text,
     "loss": "{:.4f}".format,
 }
 """Format of a value of each unit. `sent` are bytes on a link, in powers of ten. A `layout` opens its details."""

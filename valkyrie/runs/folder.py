@@ -24,10 +24,10 @@ from valkyrie.config.run import Run
 from valkyrie.extensions import check_modules
 from valkyrie.hardware.chips import with_shipped_figures
 from valkyrie.optim import OptimizerConfig, learning_rate, with_family
-from valkyrie.paths import unused, write_whole, writing
+from valkyrie.paths import disk_errors, unused_path, write_atomic
 from valkyrie.problems import first_line, suggest
 from valkyrie.processes.locks import WRITER
-from valkyrie.trees import as_written
+from valkyrie.trees import override_text
 
 RUN = "run.yaml"
 """File of a run folder with all settings of its last training. `resume` starts with them."""
@@ -106,7 +106,7 @@ def run_folder(run: Run) -> Path:
         if _has_other_files(folder):
             raise ValueError(f"name={name}: {folder} has files and no {RUN}: it is not a run folder. Use another name.")
         return folder
-    return unused(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return unused_path(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def _has_other_files(folder: Path) -> bool:
@@ -125,10 +125,10 @@ def kept_text(folder: Path, name: str) -> Path:
 
 def write_about(run: Run, folder: Path) -> None:
     """Write `run.yaml` and `versions.json` into the run folder."""
-    with writing(folder):
+    with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     run.save(folder / RUN)
-    write_whole(folder / "versions.json", json.dumps(versions(), indent=2) + "\n")
+    write_atomic(folder / "versions.json", json.dumps(versions(), indent=2) + "\n")
 
 
 def command_name(command: str = "valkyrie-train") -> str:
@@ -217,14 +217,14 @@ def schedule_change(run: Run, folder: Path, step: int) -> str | None:
 
 def _changed(requested: Any, saved: dict[Any, Any], prefix: str = "") -> dict[str, tuple[str, str]]:
     if requested.get("name") != saved.get("name") and prefix:
-        return {f"{prefix}name": (as_written(requested.get("name")), as_written(saved.get("name")))}
+        return {f"{prefix}name": (override_text(requested.get("name")), override_text(saved.get("name")))}
     changes: dict[str, tuple[str, str]] = {}
     for key in [key for key in requested if key in saved and f"{prefix}{key}" not in _NOT_OF_THE_TRAINING]:
         now, was = requested[key], saved[key]
         if isinstance(now, dict) and isinstance(was, dict):
             changes |= _changed(now, was, f"{prefix}{key}.")
         elif now != was:
-            changes[f"{prefix}{key}"] = (as_written(now), as_written(was))
+            changes[f"{prefix}{key}"] = (override_text(now), override_text(was))
     return changes
 
 

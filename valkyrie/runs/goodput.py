@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from valkyrie.paths import open_to_append
 from valkyrie.runs.tracking import cut_torn_line, read_metrics
-from valkyrie.units import share_text, span
+from valkyrie.units import long_duration, share_text
 
 FILE = "goodput.jsonl"
 """File name, in the run folder."""
@@ -108,7 +108,7 @@ class Goodput(NamedTuple):
             return "goodput is not known yet"
         restarts = [f"{self.restarts} restart{'s' * (self.restarts > 1)}"] if self.restarts else []
         rest = [f"the rest: {rest}"] if (rest := self.rest()) else []
-        return "; ".join([f"goodput {share_text(self.share)} of {span(self.wall_s)}", *restarts, *rest])
+        return "; ".join([f"goodput {share_text(self.share)} of {long_duration(self.wall_s)}", *restarts, *rest])
 
     def rest(self) -> str:
         """Return the other kinds of time as shares of the wall time, the largest first."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from valkyrie.paths import is_full, open_to_append, why, write_whole
+from valkyrie.paths import error_reason, is_full, open_to_append, write_atomic
 from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, wandb_summary
 
@@ -128,7 +128,7 @@ class Tracker:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             remedy = "; free some room there" if is_full(error) else ""
-            return None if waited else f"{self.file} cannot be written ({why(error)}): its lines wait{remedy}"
+            return None if waited else f"{self.file} cannot be written ({error_reason(error)}): its lines wait{remedy}"
         return f"{self.file} is written again, with the lines that waited" if waited else None
 
 
@@ -148,7 +148,7 @@ def drop_after(path: Path, step: int) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     earlier = [line for line in lines if _step_of(line, step) <= step]
     if len(earlier) < len(lines):
-        write_whole(path, b"".join(earlier))
+        write_atomic(path, b"".join(earlier))
 
 
 def _step_of(line: bytes, otherwise: int) -> int:

@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from valkyrie.paths import cache_trouble
+from valkyrie.paths import cache_problem
 
 TRAFFIC = "communication"
 """Key of a training's traffic in its summary."""
@@ -156,5 +156,5 @@ def _keep_logs_off_the_screen(folder: Path) -> None:
     """Move W&B's cache into `folder` if the default cannot be written, because W&B would log that to our stderr."""
     if "WANDB_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "wandb"
-        if cache_trouble(cache):
+        if cache_problem(cache):
             os.environ["WANDB_CACHE_DIR"] = str(folder.resolve() / "wandb" / "cache")

@@ -8,7 +8,7 @@ from typing import Any
 
 from valkyrie.runs.columns import Column
 from valkyrie.search.estimate.space import Candidate
-from valkyrie.units import amount
+from valkyrie.units import number_text
 
 
 class Stage(Enum):
@@ -164,7 +164,7 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
         column("hours", "hours", "amount", lambda r: r.hours, unknown="?"),
         column("dollars", "dollars", "amount", lambda r: r.dollars, unknown="?"),
     ]
-    head = f"billion\ntokens for\n${amount(answer.budget_usd or 0.0)}"
+    head = f"billion\ntokens for\n${number_text(answer.budget_usd or 0.0)}"
     budget = column("tokens", head, "amount", lambda r: r.tokens_for_budget and r.tokens_for_budget / 1e9, unknown="?")
     return [
         column("place", "#", "count", lambda r: rows.index(r) + 1, least=0),

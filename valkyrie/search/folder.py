@@ -8,7 +8,7 @@ from pathlib import Path
 
 from valkyrie.checksums import digest
 from valkyrie.config.modes import ANSWER
-from valkyrie.paths import writing
+from valkyrie.paths import disk_errors
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN
 from valkyrie.search.answer_record import MeasureReport, SearchAnswer
@@ -45,7 +45,7 @@ def create_folder(folder: Path, request: SearchRequest) -> None:
     if name is not None and earlier is not None and earlier.question != digest_of(request):
         command = " ".join(earlier.command)
         raise ValueError(f"name={name}: {folder / ANSWER} answers another search, {command}. Use another name=.")
-    with writing(folder):
+    with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 

@@ -38,7 +38,7 @@ from valkyrie.search.shortlist import Shortlist, chip_of, shortlist
 from valkyrie.search.tuning import tune_best
 from valkyrie.sweep.members import over_processes
 from valkyrie.train.screen import make_console
-from valkyrie.units import duration, memory, seconds_of
+from valkyrie.units import duration, memory_text, parse_seconds
 
 SHOWN = 10
 """Number of layouts in the answer."""
@@ -86,7 +86,7 @@ def _search(run: Run) -> int:
             status = INTERRUPTED
     best, options = compiles.best(request), []
     tune = request.mode.tune
-    tune_s = None if tune is None else seconds_of(tune)
+    tune_s = None if tune is None else parse_seconds(tune)
     if status == 0 and best is not None and tune_s is not None:
         status, options = tune_best(request, best, tune_s, console)
     if status == 0 and at_hand:
@@ -230,8 +230,8 @@ def _nothing_fits(listed: Shortlist, request: SearchRequest, compiles: Compiles,
     for one in listed.smallest:
         fits = "none that was compiled fits; the smallest layout by estimate needs"
         needs = fits if one.fits else "nothing fits: the smallest layout needs"
-        usable, chip = memory(usable_hbm(one.group.target.chip)), chip_of(one)
-        text = f"{needs} {memory(one.bytes)} a device of {usable}, {' '.join(one.candidate.overrides)}"
+        usable, chip = memory_text(usable_hbm(one.group.target.chip)), chip_of(one)
+        text = f"{needs} {memory_text(one.bytes)} a device of {usable}, {' '.join(one.candidate.overrides)}"
         text += _untried(listed.on([t.name for t in request.targets if t.chip and t.chip.name == chip]), compiles)
         lines.append(f"{f'{chip}: ' if several else ''}{text}. {_enough_chips(request, chip)}")
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from valkyrie.paths import config_names, read_group
 from valkyrie.problems import refuse
 from valkyrie.runs.folder import key_value, parts_of
 from valkyrie.search.estimate.space import Space, enumerate_layouts, partition_variants
-from valkyrie.units import seconds_of
+from valkyrie.units import parse_seconds
 
 ITS_OWN = ("mode", "target", "partition", "remat", "microbatches", "device_batch", "name")
 """Keys that the answer sets for each layout, or that only a search has."""
@@ -97,7 +97,7 @@ def parse_request(run: Run) -> SearchRequest:
         partitions=tuple(_partitions(config.partition, keys)),
         remats=() if names_remat else tuple(read_group("remat", RematConfig)),
         microbatches=config.microbatches if "microbatches" in keys else None,
-        budget_s=None if mode.budget is None else seconds_of(mode.budget),
+        budget_s=None if mode.budget is None else parse_seconds(mode.budget),
         tokens=mode.tokens,
         budget_usd=mode.budget_usd,
     )

@@ -11,8 +11,8 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
-from valkyrie.config.arguments import run_of
-from valkyrie.config.modes import mode_named, reads_run
+from valkyrie.config.arguments import parse_run
+from valkyrie.config.modes import get_mode, reads_run
 from valkyrie.config.run import Run
 from valkyrie.problems import suggest
 from valkyrie.processes.interrupt import signals_as_exceptions
@@ -128,7 +128,7 @@ def _plan(composer: Composer, overrides: Sequence[str], number: int, run: Run | 
         run = run or _trained_run(overrides, sweep) or composer.run(overrides)
     except ValueError as error:
         mode = key_values(overrides).get("mode")
-        mode = mode if mode is not None and mode_named(mode) else str(config.mode.name)
+        mode = mode if mode is not None and get_mode(mode) else str(config.mode.name)
         return plan_wrong(error, mode, sweep, overrides)
     return plan_run(run, sweep, overrides)
 
@@ -138,7 +138,7 @@ def _trained_run(overrides: Sequence[str], sweep: SweepContext) -> Run | None:
     given = key_values(overrides)
     if not reads_run(given.get("mode")) or not {"resume", "name"} & given.keys():
         return None
-    return run_of([*sweep.flags, *overrides])
+    return parse_run([*sweep.flags, *overrides])
 
 
 def _returned(overrides: Sequence[str], value: float) -> JobReturn:

@@ -14,7 +14,7 @@ from hydra_plugins.valkyrie_launcher import TrialLauncher
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.config.compose import accelerators
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.problems import Identity, Problem
 from valkyrie.runs.folder import key_value
 from valkyrie.sweep.cells import Cell, Cells, enumerate_space
@@ -51,7 +51,7 @@ def sweep_layouts(
     make_console().print(count_line(cells, chosen))
     sweep = SweepContext.from_hydra(config.hydra)
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(sweep.folder / "multirun.yaml", OmegaConf.to_yaml(config))
+    write_atomic(sweep.folder / "multirun.yaml", OmegaConf.to_yaml(config))
     refused = [plan_run(c.run, sweep, [*described.fixed, *c.overrides], c.problems) for c in cells.refused]
     trials, _ = settle(refused)
     if (end := end_of(context)) is not None:

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from valkyrie.config.compose import accelerators
 from valkyrie.config.modes import Needs
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.problems import refuse
 from valkyrie.processes.child import ChildProcess, python_module
 from valkyrie.processes.distributed import DistributedConfig, join
@@ -174,7 +174,7 @@ def _follow(team: Connected) -> None:
         if task is None:
             return team.finish()
         with tempfile.TemporaryDirectory(prefix="valkyrie-trial-") as folder:
-            write_whole(Path(folder) / RUN, task["run"])
+            write_atomic(Path(folder) / RUN, task["run"])
             place = Place(task["address"], team.count, team.index)
             command = python_module("valkyrie.sweep.child", folder, BESIDE)
             process = ChildProcess(command, task["environment"] | place.environment)

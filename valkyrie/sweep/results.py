@@ -12,7 +12,7 @@ from typing import Any
 
 from valkyrie.compiled.communication import Communication, upgrade_communication
 from valkyrie.config.modes import MEASURED, ModeConfig
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, PREEMPTED, REFUSED, describe_status
 from valkyrie.records import RecordError, decode, load, read_record
 from valkyrie.runs.goodput import read_goodput
@@ -42,7 +42,7 @@ class Outcome:
     def write(self, folder: Path) -> None:
         """Write `outcome.json` into a trial's folder."""
         plain = {"status": self.status.value, "reason": self.reason, "results": self.results.plain()}
-        write_whole(folder / OUTCOME, json.dumps(plain) + "\n")
+        write_atomic(folder / OUTCOME, json.dumps(plain) + "\n")
 
 
 def outcome(folder: Path, returncode: int) -> Outcome:

@@ -18,7 +18,7 @@ from valkyrie.sweep.results import OUTPUT
 from valkyrie.sweep.table import verdict
 from valkyrie.sweep.trial import Status, Trial, title
 from valkyrie.train.screen import make_console
-from valkyrie.units import span
+from valkyrie.units import long_duration
 
 if TYPE_CHECKING:
     from valkyrie.sweep.plan import TrialPlan
@@ -128,8 +128,8 @@ class LiveScreen(Lines):
         left = self.seconds_left()
         parts = [f"{done}/{self.total} done", f"{len(self._processes)} running"]
         parts += [f"{n} {s.value.replace('_', ' ')}" for s, n in self._counts.items() if s is not Status.ok]
-        parts.append("ETA ?" if left is None else f"ETA {span(left)}")
-        parts.append(f"{span(time.monotonic() - self._began)} so far")
+        parts.append("ETA ?" if left is None else f"ETA {long_duration(left)}")
+        parts.append(f"{long_duration(time.monotonic() - self._began)} so far")
         head = Text(f"sweep {self._name}: {' · '.join(parts)}", style="bold")
         rows = Table(box=SIMPLE, show_header=False, pad_edge=False)
         if self._best is not None:

@@ -13,11 +13,11 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from valkyrie.config.refusals import refusal_of, unknown_key
+from valkyrie.config.refusals import problem_from_error, unknown_key
 from valkyrie.config.run import Run
 from valkyrie.problems import Problem, ProblemCode, ProblemError, check_range, first_line
 from valkyrie.sweep.composer import Composer
-from valkyrie.trees import as_written
+from valkyrie.trees import override_text
 
 ALL, DEFAULT = "all", "default"
 """Words of a space: all partitions or placements, and the placement of a mesh that names none."""
@@ -113,7 +113,7 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
     except (ConfigKeyError, ConfigAttributeError) as error:
         raise ProblemError([unknown_key(f"{SPACE}.{error.full_key}", error.parent_node)]) from error
     except OmegaConfBaseException as error:
-        raise ValueError(f"{SPACE}.{refusal_of(error)}") from error
+        raise ValueError(f"{SPACE}.{problem_from_error(error)}") from error
     vary: dict[str, object] = {
         str(k): OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in typed.vary.items()
     }
@@ -204,7 +204,7 @@ def _text(value: Any) -> str:
         return f"{{{','.join(f'{k}:{_text(v)}' for k, v in value.items())}}}"
     if isinstance(value, str) and not isinstance(value, _Written) and not _PLAIN.fullmatch(value):
         return QuotedString(value, Quote.single).with_quotes()
-    return as_written(value)
+    return override_text(value)
 
 
 _PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[A-Za-z_][\w./-]*", re.IGNORECASE)

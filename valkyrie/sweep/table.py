@@ -14,7 +14,7 @@ from valkyrie.runs.folder import command_name
 from valkyrie.sweep.columns import TERMINAL
 from valkyrie.sweep.rows import Row, ranked, rows_of, with_ranks
 from valkyrie.sweep.trial import PAGE, Status, Trial
-from valkyrie.units import memory
+from valkyrie.units import memory_text
 
 NO_RESULT = (Status.failed, Status.killed, Status.timeout)
 """Statuses that say nothing about the layout."""
@@ -32,7 +32,7 @@ def verdict(trial: Trial) -> str:
     if step.mfu:
         parts.append(f"MFU {FORMATS['share'](step.mfu)}")
     if results.memory.peak is not None:
-        parts.append(memory(results.memory.peak))
+        parts.append(memory_text(results.memory.peak))
     if not step.tokens_per_second and results.loss is not None:
         parts.append(f"loss {FORMATS['loss'](results.loss)}")
     return "ok" + (f": {', '.join(parts)}" if parts else "")

@@ -20,8 +20,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from valkyrie.checksums import digest
-from valkyrie.config.modes import mode_named
-from valkyrie.paths import open_to_append, write_whole
+from valkyrie.config.modes import get_mode
+from valkyrie.paths import open_to_append, write_atomic
 from valkyrie.processes.locks import lock
 from valkyrie.records import encode
 from valkyrie.runs.folder import RUN
@@ -154,7 +154,7 @@ class SweepTracker:
             fill(run)
         finally:
             run.finish(exit_code=exit_code)
-        write_whole(Path(run.dir).parent / REPORTED, content)
+        write_atomic(Path(run.dir).parent / REPORTED, content)
 
     def _runs(self, run_id: str) -> list[Path]:
         """Return W&B's folders of a run in this mode, the newest last."""
@@ -213,7 +213,7 @@ def _settings(trial: Trial, folder: Path) -> dict[str, object]:
 
 def _trained(trial: Trial, folder: Path) -> bool:
     """Return whether a trial reported itself to W&B, and so has a W&B folder."""
-    mode = mode_named(trial.stage)
+    mode = get_mode(trial.stage)
     if mode is None or not mode.tracked or trial.status is not Status.ok or trial.folder is None:
         return False
     return any((folder / trial.folder).glob("wandb/*run-*"))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.compiled.communication import CollectiveTrace, Communication
-from valkyrie.config.modes import mode_named
+from valkyrie.config.modes import get_mode
 from valkyrie.parts import StepPart
 from valkyrie.paths import open_to_append
 from valkyrie.problems import ProblemRecord
@@ -174,7 +174,7 @@ class Trial:
         """Mark of its speed: `simulated`, `predicted`, or empty if it was measured on real devices."""
         if self.results.simulated:
             return "simulated"
-        mode = mode_named(self.stage)
+        mode = get_mode(self.stage)
         return "predicted" if mode is not None and mode.predicts else ""
 
     def to_json(self) -> str:

@@ -18,7 +18,7 @@ from valkyrie.code_eval.problems import DIFFICULTIES, CodingProblem, languages_o
 from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.config.modes import CODE_EVAL
 from valkyrie.data.tokenizer import Tokenizer
-from valkyrie.paths import DiskError, write_whole
+from valkyrie.paths import DiskError, write_atomic
 from valkyrie.records import encode
 from valkyrie.train.generate import Completer
 from valkyrie.train.program import StepProgram
@@ -99,7 +99,7 @@ class CodeEvaluation:
         settings = {key: getattr(self.config, key) for key in ("problems", "samples", "tokens", "temperature", "top_k")}
         values = {"step": step, **settings, **seconds, "rates": rates, "completions": encode(self.results)}
         try:
-            write_whole(folder / CODE_EVAL, json.dumps(values, indent=1) + "\n")
+            write_atomic(folder / CODE_EVAL, json.dumps(values, indent=1) + "\n")
         except DiskError as error:
             return f" ({error})"
         return ""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from valkyrie.data.tokenizer import Tokenizer
-from valkyrie.paths import write_whole, writing
+from valkyrie.paths import disk_errors, write_atomic
 
 _ABOUT, _ABOUT_IT = "about", ("ids", "prompt", "read", "step", "ended")
 
@@ -77,9 +77,9 @@ def save(text: Text, path: Path, *, writes: bool = True) -> None:
         return
     arrays, content = {str(i): _plain(leaf) for i, leaf in enumerate(leaves)}, io.BytesIO()
     np.savez(content, allow_pickle=False, **{_ABOUT: np.array(json.dumps(about)), **arrays})
-    with writing(path):
+    with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
-    write_whole(path, content.getvalue())
+    write_atomic(path, content.getvalue())
 
 
 def load(path: Path, like: Any) -> Text:

@@ -17,7 +17,7 @@ from valkyrie.foreign_errors import no_device_reason
 from valkyrie.hardware.chips import chip_of
 from valkyrie.hardware.platforms import platform_of, platforms
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.paths import cache_root, cache_trouble
+from valkyrie.paths import cache_problem, cache_root
 from valkyrie.problems import Problem, ProblemCode, refuse
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.train.host import too_many_simulated, unknown_flags
@@ -146,7 +146,7 @@ def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")  # the disk may fill up
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         pass  # the user's own
-    elif trouble := cache_trouble(cache):
+    elif trouble := cache_problem(cache):
         if say is not None:
             say(f"{trouble} Compiled programs are not kept.")
     else:

@@ -24,7 +24,7 @@ from valkyrie.train.prepare import prepare_run, refuse_without_judge, restore, t
 from valkyrie.train.processes import Team, together
 from valkyrie.train.room import explain_oom
 from valkyrie.train.screen import make_console
-from valkyrie.units import sent
+from valkyrie.units import traffic_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -147,7 +147,9 @@ def list_checkpoints(run: Run) -> int:
     folder, console = trained_folder(run), make_console()
     checkpoints = stored_checkpoints(folder, run.config.checkpoint)
     for c in checkpoints:
-        console.print(f"{folder.name} step {c.step}: {c.tier}, {sent(c.size)}, {c.saved}, {c.state}", markup=False)
+        console.print(
+            f"{folder.name} step {c.step}: {c.tier}, {traffic_text(c.size)}, {c.saved}, {c.state}", markup=False
+        )
     return int(any(c.damage for c in checkpoints))
 
 
@@ -221,8 +223,8 @@ def _report(console: Console, fitted: Fitted, devices: Devices) -> None:
     console.print(", ".join(parts))
     traffic = summary.get(TRAFFIC) or {}
     if total := traffic.get("bytes"):
-        listed = ", ".join(f"{axes} {sent(size)}" for axes, size in traffic["bytes_by_mesh_axes"].items())
-        console.print(f"a device sends {sent(total)} in a step, by mesh axes: {listed}")
+        listed = ", ".join(f"{axes} {traffic_text(size)}" for axes, size in traffic["bytes_by_mesh_axes"].items())
+        console.print(f"a device sends {traffic_text(total)} in a step, by mesh axes: {listed}")
 
 
 def _where(error: FloatingPointError) -> str:

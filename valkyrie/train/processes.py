@@ -20,7 +20,7 @@ from valkyrie.processes.distributed import join, start_jax
 from valkyrie.processes.ending import DOES_NOT_FIT, REFUSED, end_process
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import versions
-from valkyrie.trees import flat
+from valkyrie.trees import flatten
 
 LOGS = "logs"
 """Subfolder of a run folder for the output of all processes except the first."""
@@ -60,7 +60,7 @@ def agree_on_versions(team: Team) -> None:
 def agree_on_configuration(team: Team, run: Run) -> None:
     """Check that all processes have the same settings. Raises ValueError with the key that differs."""
     settings = {key: value for key, value in run.record().items() if key != "distributed"}
-    team.agree("configuration", {key: repr(value) for key, value in flat(settings).items()})
+    team.agree("configuration", {key: repr(value) for key, value in flatten(settings).items()})
 
 
 def only_first_prints(team: Team) -> None:

@@ -12,9 +12,9 @@ from valkyrie.host_memory import free_memory
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import remat_named
-from valkyrie.paths import config_files, defaults_of, read_config
+from valkyrie.paths import config_files, read_config, read_defaults
 from valkyrie.train.memory import ExpectedMemory, expected_memory
-from valkyrie.units import gib, memory
+from valkyrie.units import gib, memory_text
 
 if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
@@ -50,14 +50,14 @@ def check_room(
     if sure > available and not run.config.force:
         arrays = "parameters, optimizer state and gradients" if training else "parameters and optimizer state"
         refusal = f"{run.model.name}, mesh={run.config.mesh.name} partition={run.config.partition.name}: {arrays} "
-        refusal += f"alone take {memory(sure)}, and {where}. {_smaller(run, available, count, training)} "
+        refusal += f"alone take {memory_text(sure)}, and {where}. {_smaller(run, available, count, training)} "
         raise (ValueError if devices.simulated else DoesNotFit)(f"{refusal}force=true goes on regardless.")
     if not training or say is None or likely * (_CPU_ERROR if devices.simulated else 1.0) <= available:
         return
     say(
-        f"memory: {'likely does not' if likely > available else 'may not'} fit: about {memory(likely)} expected "
-        f"({memory(count * expected.activations)} of them activations, an estimate that may err by a factor of two), "
-        f"and {where}. {_lighter(program, available, count)}"
+        f"memory: {'likely does not' if likely > available else 'may not'} fit: about {memory_text(likely)} expected "
+        f"({memory_text(count * expected.activations)} of them activations, an estimate that may err by a factor of "
+        f"two), and {where}. {_lighter(program, available, count)}"
     )
 
 
@@ -74,7 +74,7 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
         from valkyrie.train.program import StepProgram
 
         size = allocated_bytes(str(error))
-        wanted = "" if size is None else f" when {memory(size)} more were asked for"
+        wanted = "" if size is None else f" when {memory_text(size)} more were asked for"
         program = StepProgram(run, abstract_mesh(run.config.mesh), backend=devices.platform)
         available, count = _available(devices), len(devices.devices) if devices.simulated else 1
         where = "" if available is None else f"; {_where(devices, available)}"
@@ -134,7 +134,7 @@ def _smaller(run: Run, available: int, count: int, training: bool) -> str:
 def _family(run: Run) -> dict[str, int]:
     """Return the parameter counts of the models of the run's family, by name."""
     schema = f"{run.model.family}_schema"
-    names = [name for name, path in sorted(config_files("model").items()) if schema in defaults_of(path)]
+    names = [name for name, path in sorted(config_files("model").items()) if schema in read_defaults(path)]
     return {name: read_config("model", name, type(run.model)).parameter_count() for name in names}
 
 
@@ -152,7 +152,7 @@ def _lighter(program: StepProgram, available: int, count: int) -> str:
             if other.config.batch < 1 or other.problems():
                 continue
             if (size := count * expected_memory(other, program.abstract_state).total) <= available:
-                tries.append(f"{change} (about {memory(size)})")
+                tries.append(f"{change} (about {memory_text(size)})")
                 break
     fits = f"By the same estimate these fit: {', '.join(tries)}" if tries else "Use a smaller batch= or seq="
     return f"{fits}; or a smaller model. {_ON_A_SLICE}."

@@ -15,7 +15,7 @@ from valkyrie.parallel.partition import Memory
 from valkyrie.parallel.sharding import MeshShard
 from valkyrie.precision import ACCUMULATED
 from valkyrie.tasks import Array
-from valkyrie.trees import name_of
+from valkyrie.trees import leaf_name
 
 
 class TrainState(NamedTuple):
@@ -86,10 +86,10 @@ def state_shardings(
     replicated = NamedSharding(shard.mesh, PartitionSpec())  # pyright: ignore[reportArgumentType] - both kinds of mesh serve
 
     def of_parameter(path: Any, leaf: Any) -> NamedSharding:
-        return shard.sharding(layout.stored(specs[name_of(path)].axes), on_parameters)
+        return shard.sharding(layout.stored(specs[leaf_name(path)].axes), on_parameters)
 
     def of_optimizer(path: Any, leaf: Any) -> NamedSharding:
-        name = _parameter_behind(name_of(path), specs)
+        name = _parameter_behind(leaf_name(path), specs)
         if name is None or leaf.shape != specs[name].shape:
             return replicated
         return shard.sharding(layout.optimizer(specs[name].axes, specs[name].shape), on_optimizer)

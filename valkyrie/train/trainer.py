@@ -19,7 +19,7 @@ from valkyrie.config.run import Run
 from valkyrie.data.batches import Dataset, Loader
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.paths import writing
+from valkyrie.paths import disk_errors
 from valkyrie.processes.interrupt import Interrupt
 from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, Team
@@ -108,7 +108,7 @@ def fit(
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_oom(run, devices))
         loader = stack.enter_context(program.loader(prepared, "train"))  # before the folder: it refuses too little text
-        with writing(folder):
+        with disk_errors(folder):
             if team.leads:
                 stack.enter_context(write_lock(folder))
             if (shared := shared_folder(folder, config.checkpoint)) is not None:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from valkyrie.buckets import scheme_of
+from valkyrie.buckets import url_scheme
 from valkyrie.data.chunks import Chunk, Language
 from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.files import Listing, list_paths
@@ -58,7 +58,7 @@ class Config(CorpusConfig):
     def prepared_folder(self) -> Path | None:
         from valkyrie.data.manifest import MANIFEST
 
-        if len(self.paths) != 1 or scheme_of(self.paths[0]):
+        if len(self.paths) != 1 or url_scheme(self.paths[0]):
             return None
         path = Path(self.paths[0]).expanduser()
         return path if (path / MANIFEST).is_file() else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from valkyrie.axes import GROUPS, LAYERS, Parameter
+from valkyrie.axes import LAYERS, PARAMETER_GROUPS, Parameter
 from valkyrie.optim import NOT_AVERAGED, OptimizerConfig, Training, is_parameter, learning_rate, scaled
 from valkyrie.problems import Problem, ProblemCode, check_range
 
@@ -31,7 +31,7 @@ class AdamGroup:
     weight_decay: float = 0.0
 
 
-_BY_ADAMW = [name for name in GROUPS if name not in ("matrix", *NOT_AVERAGED)]
+_BY_ADAMW = [name for name in PARAMETER_GROUPS if name not in ("matrix", *NOT_AVERAGED)]
 """The groups that AdamW updates."""
 
 

@@ -22,7 +22,7 @@ from valkyrie.config.modes import CALIBRATED, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.modes.calibrate import Config as CalibrateMode
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.report.records import find_sweeps, read_rows
 from valkyrie.runs.folder import RUN, run_folder, saved_config, write_about
 from valkyrie.search.calibrate.replay_fit import ReplayFit, off, replay_fit, rounded
@@ -102,9 +102,9 @@ def calibrate_mode(run: Run) -> int:
     write_about(run, folder)
     for one in made:
         file = folder / CALIBRATED.format(chip=one.chip.name)
-        write_whole(file, fragment(one))
+        write_atomic(file, fragment(one))
         show(one, file, console)
-    write_whole(folder / "calibrate.json", json.dumps([as_json(one) for one in made], indent=1) + "\n")
+    write_atomic(folder / "calibrate.json", json.dumps([as_json(one) for one in made], indent=1) + "\n")
     return 0
 
 

@@ -31,7 +31,7 @@ from valkyrie.foreign_errors import (
 from valkyrie.hardware.platforms import Platform, platform_of
 from valkyrie.hardware.target import topology_of, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.processes.ending import LOST, end_process
 from valkyrie.records import write_record
 from valkyrie.runs.folder import saved_config
@@ -150,9 +150,9 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
     seconds = time.perf_counter() - began
     peak = peak_beside_host(compiled, lowered.compile, options, platform)
     module = serialised_module(compiled)
-    write_whole(folder / MODULE, module)
+    write_atomic(folder / MODULE, module)
     if settings_for(CompileMode, run.config.mode).hlo:
-        write_whole(folder / TEXT, compiled.as_text() or "")
+        write_atomic(folder / TEXT, compiled.as_text() or "")
     memory = program_memory(compiled, program.backend, peak)
     return ProgramRecord(seconds, tuple(options), memory, digest(module))
 

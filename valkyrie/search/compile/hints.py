@@ -20,7 +20,7 @@ from valkyrie.search.compile.prediction import (
     short_cause,
     short_source,
 )
-from valkyrie.units import GIB, duration, gib, memory, percent, sent
+from valkyrie.units import GIB, duration, gib, memory_text, percent, traffic_text
 
 WORTH_A_HINT = 0.15
 """Smallest share of a step for which a cost gets a hint."""
@@ -173,7 +173,11 @@ def _partitions_without(facts: _Facts, axes: Sequence[str], known: Collection[st
         less = [entry for entry in fitting if entry.sends is None][:1]
 
     def describe(entry: OtherPartition) -> str:
-        sends = "" if entry.sends is None else f"sends about {sent(entry.sends)} a step, not {sent(now)}, and "
+        sends = (
+            ""
+            if entry.sends is None
+            else f"sends about {traffic_text(entry.sends)} a step, not {traffic_text(now)}, and "
+        )
         return f"partition={entry.partition} {sends}needs about {gib(entry.needs)} of {gib(usable)}"
 
     best = sorted(less, key=lambda entry: entry.sends or 0)[:2]
@@ -238,13 +242,13 @@ def _save_activation(facts: _Facts) -> Iterator[Hint]:
     spares = f"spares {duration(best.seconds)} ({percent(share)} of the step) of computing it again"
     if fitting:
         text = (
-            f"Keep {best.name} next: {change} takes about {memory(best.bytes)} more of the {memory(headroom)} that are "
-            f"free and {spares}"
+            f"Keep {best.name} next: {change} takes about {memory_text(best.bytes)} more of the "
+            f"{memory_text(headroom)} that are free and {spares}"
         )
     else:
         text = (
-            f"No dear activation has room on the device ({memory(headroom)} free). Offload {best.name} next: {change} "
-            f"sends about {memory(best.bytes)} to the host and back, and {spares}"
+            f"No dear activation has room on the device ({memory_text(headroom)} free). Offload {best.name} next: "
+            f"{change} sends about {memory_text(best.bytes)} to the host and back, and {spares}"
         )
     text += ", by the replay of the operations that bear its name."
     yield Hint(HintCode.save_activation, text, share, changes=(change,))

@@ -15,7 +15,7 @@ from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig, topology_of
 from valkyrie.machine.network import Machine
 from valkyrie.machine.replay import Replay, replay
-from valkyrie.paths import source_digest, write_whole
+from valkyrie.paths import source_digest, write_atomic
 from valkyrie.records import RecordError, encode, read_record
 from valkyrie.search.compile.cache import target_settings
 from valkyrie.search.compile.runner import CompiledRun
@@ -38,7 +38,7 @@ def replayed(run: Run, compiled: CompiledRun) -> tuple[Replay | None, list[Colle
         result = read_record(Replay, file)
     except (OSError, RecordError):  # missing or damaged
         result = replay_module(target, parse(compiled.module.read_bytes()), step.axes, step.positions)
-        write_whole(file, json.dumps(encode(result)))  # compact: a timeline has thousands of spans
+        write_atomic(file, json.dumps(encode(result)))  # compact: a timeline has thousands of spans
     result = corrected(result, target)
     return result, list(result.collectives)
 

@@ -18,7 +18,7 @@ from valkyrie.config.modes import MODULE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.modes.compile import Config as CompileMode
-from valkyrie.paths import cache_trouble
+from valkyrie.paths import cache_problem
 from valkyrie.processes.child import ChildProcess, python_module
 from valkyrie.processes.ending import describe_status
 from valkyrie.records import read_record, write_record
@@ -94,7 +94,7 @@ def compile_layout(
     outcome = read_outcome(folder, settings_for(CompileMode, run.config.mode).hlo) if use_cache else None
     if outcome is not None:
         return CompiledRun(outcome, folder, programs, True, time.perf_counter() - began)
-    if trouble := cache_trouble(programs):
+    if trouble := cache_problem(programs):
         scratch = Path(tempfile.mkdtemp(prefix="valkyrie-compile-"))
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
         outcome = _in_child(run, scratch, limit_s, use_cache, progress)

@@ -25,9 +25,8 @@ from valkyrie.search.compile.prediction import (
     short_source,
 )
 from valkyrie.train.options import KEY, TO_FIT, Option
-from valkyrie.units import GIB, duration, gib
-from valkyrie.units import memory as memory_text
-from valkyrie.units import sent as sent_text
+from valkyrie.units import GIB, duration, gib, memory_text
+from valkyrie.units import traffic_text as sent_text
 
 _FORMATS: dict[str, Callable[[float], str]] = {
     "GiB": lambda size: f"{size / GIB:.2f}",

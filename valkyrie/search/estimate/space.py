@@ -25,7 +25,7 @@ from valkyrie.parallel.mesh import MeshConfig, parse_mesh, resized
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, RoleKind, Rules, resolve_rules, roles
 from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.problems import INDIVISIBLE, Problem, ProblemCode, ProblemError, either
+from valkyrie.problems import INDIVISIBLE, Problem, ProblemCode, ProblemError, alternatives
 from valkyrie.search.estimate.spans import between_slices, spans_of
 from valkyrie.train.memory import location_of
 
@@ -196,7 +196,7 @@ def _indivisible(batch: int, microbatches: int, targets: Sequence[TargetConfig])
     parts = microbatches * max(target.devices or 1 for target in targets)
     batches = [n for n in (batch // parts * parts, (batch // parts + 1) * parts) if n]
     use = [*(f"microbatches={n}" for n in nearest), *(f"batch={n}" for n in batches)]
-    text = f"batch={batch} is not divisible by microbatches={microbatches}. Use {either(None, use)}."
+    text = f"batch={batch} is not divisible by microbatches={microbatches}. Use {alternatives(None, use)}."
     return Problem(ProblemCode.batch_not_divisible, "batch", batch, text, size=batch, parts=microbatches)
 
 

@@ -14,7 +14,7 @@ from valkyrie.axes import UNATTRIBUTED
 from valkyrie.parts import PartKind, describe_part, seconds_in
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.prediction import CompileStatus, PredictedStep, Prediction, short_cause, short_source
-from valkyrie.units import duration, memory, percent, sent
+from valkyrie.units import duration, memory_text, percent, traffic_text
 
 LETTERS = ("A", "B")
 """Names of the first and the second layout in sentences."""
@@ -282,7 +282,7 @@ def _share(fast: _Side, slow: _Side, *kinds: PartKind) -> float:
 
 def _communication(fast: _Side, slow: _Side) -> list[str]:
     """Compare seconds and bytes of communication, or only the bytes if neither step is split into parts."""
-    fast_bytes, slow_bytes = (sent(side.scale * sum(side.parts.sent.values())) for side in (fast, slow))
+    fast_bytes, slow_bytes = (traffic_text(side.scale * sum(side.parts.sent.values())) for side in (fast, slow))
     if not (fast.parts.seconds or slow.parts.seconds):
         known = fast.parts.sent or slow.parts.sent
         return [f"A device sends {fast_bytes} under {fast.label} and {slow_bytes} under {slow.label}."] if known else []
@@ -342,10 +342,13 @@ def _memory(fast: _Side, slow: _Side) -> list[str]:
     peaks = [report.peak for report in reports if report is not None and report.peak is not None]
     if len(peaks) < 2:
         return []
-    text = f"Each device needs {memory(peaks[0])} at its peak under {fast.label} and {memory(peaks[1])} under "
+    text = (
+        f"Each device needs {memory_text(peaks[0])} at its peak under {fast.label} and {memory_text(peaks[1])} under "
+    )
     text += slow.label
     apart = peaks[1] - peaks[0]
     main = next(iter(_pairs(fast.parts.memory, slow.parts.memory, 1.0)), Pair("", 0.0, 0.0))
     if apart and main.more / apart >= _MAIN_SHARE:
-        text += f"; most of that difference is {main.name}: {memory(int(main.first))} and {memory(int(main.second))}"
+        sizes = f"{memory_text(int(main.first))} and {memory_text(int(main.second))}"
+        text += f"; most of that difference is {main.name}: {sizes}"
     return [f"{text}."]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import EXPLAINED, SUMMARY, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.modes.explain import Config as ExplainMode
-from valkyrie.paths import unused
+from valkyrie.paths import unused_path
 from valkyrie.records import write_record
 from valkyrie.runs.folder import key_value, parts_of, run_folder, write_about
 from valkyrie.search.compile.prediction import CompileStatus, Prediction, read_prediction
@@ -30,7 +30,7 @@ from valkyrie.search.explain.difference import (
 )
 from valkyrie.search.modes import compile_and_summarise
 from valkyrie.train.screen import make_console
-from valkyrie.units import duration, memory, sent
+from valkyrie.units import duration, memory_text, traffic_text
 
 _LEAST_PART = 0.001
 """Smallest share of the longer step for which a part is listed."""
@@ -65,7 +65,7 @@ def _folder(run: Run, predictions: Sequence[Prediction]) -> Path:
     if run.config.name is not None or run.config.resume is not None:
         return run_folder(run)
     a, b = (prediction.layout for prediction in predictions)
-    return unused(Path(run.config.runs) / f"explain-{a.model}-{a.name}-{b.name}")
+    return unused_path(Path(run.config.runs) / f"explain-{a.model}-{a.name}-{b.name}")
 
 
 def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple[Prediction, Prediction]:
@@ -112,7 +112,7 @@ def _layout(run: Run, request: str) -> Run | Prediction:
     keys = [(override, key_value(override)[0]) for override in overrides]
     kept = [override for override, key in keys if key not in _OF_THE_MODE and not key.startswith("mode.")]
     mode = [override for override, key in keys if key in ("mode.time_limit_s", "mode.cache")]
-    other = run_of([*flags, *kept, "mode=compile", *mode, *changes])
+    other = parse_run([*flags, *kept, "mode=compile", *mode, *changes])
     target, problems = other.config.target, [str(problem) for problem in other.problems()]
     platform = platform_of(target.platform)
     if platform.replay is None:
@@ -149,15 +149,15 @@ def show(comparison: Difference, console: Console) -> None:
         console.print(f"{letter}: {name}", style="bold", markup=False)
     seconds = _at_least(comparison.seconds, _LEAST_PART * max(comparison.step_s))
     _print_pairs("where a step goes", [*seconds, Pair("step", *comparison.step_s)], duration, console)
-    _print_pairs("what a device sends in a step, over", comparison.bytes_sent, sent, console)
+    _print_pairs("what a device sends in a step, over", comparison.bytes_sent, traffic_text, console)
     largest = max((max(kind.first, kind.second) for kind in comparison.bytes_at_peak), default=0.0)
     kinds = _at_least(comparison.bytes_at_peak, _LEAST_MEMORY * largest)
-    _print_pairs("memory of one device at the peak", kinds, lambda size: memory(int(size)), console)
+    _print_pairs("memory of one device at the peak", kinds, lambda size: memory_text(int(size)), console)
     columns = ("", "kind", "over", "waited", "sent", "calls", "cause", "source")
     table = make_table("collectives waited for longest", columns, right=("waited", "sent", "calls"))
     for letter, uses in zip(LETTERS, comparison.collectives, strict=True):
         for use in uses:
-            numbers = duration(use.waited_s), sent(use.bytes), f"{use.calls:,.0f}"
+            numbers = duration(use.waited_s), traffic_text(use.bytes), f"{use.calls:,.0f}"
             table.add_row(letter, use.kind, use.over, *numbers, use.cause, use.source)
     if table.row_count:
         console.print(table)

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.precision import DType
 from valkyrie.processes.team import Team
 from valkyrie.records import write_record
@@ -73,7 +73,7 @@ def figures_mode(run: Run) -> int:
         if team.leads:
             write_about(run, folder)
             write_record(folder / FIGURES, chip)
-            write_whole(folder / MACHINES, json.dumps(machines) + "\n")
+            write_atomic(folder / MACHINES, json.dumps(machines) + "\n")
             console.print(in_words(chip), highlight=False, soft_wrap=True)
             console.print(f"figures: {folder / FIGURES}", soft_wrap=True)
     return 0

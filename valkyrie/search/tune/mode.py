@@ -11,7 +11,7 @@ from rich.status import Status
 from valkyrie.config.modes import ATTEMPTS, TUNED, settings_for
 from valkyrie.config.run import Run
 from valkyrie.modes.tune import Config as TuneMode
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.records import write_record
@@ -22,7 +22,7 @@ from valkyrie.search.tune.tune import tune
 from valkyrie.search.tune.tuned import Attempt, Tuned, TuneRecord, Verdict, assignments
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
-from valkyrie.units import duration, seconds_of
+from valkyrie.units import duration, parse_seconds
 
 _COLUMNS: tuple[Column[Attempt], ...] = (
     Column("step_s", "step", "seconds", lambda a: a.step_s, least=10),
@@ -53,7 +53,7 @@ def tune_mode(run: Run) -> int:
 
         try:
             with signals_as_exceptions():
-                known.append(tune(run, None, None if budget is None else seconds_of(budget), show, screen.progress))
+                known.append(tune(run, None, None if budget is None else parse_seconds(budget), show, screen.progress))
         except KeyboardInterrupt:
             if not known:
                 raise
@@ -61,7 +61,7 @@ def tune_mode(run: Run) -> int:
     tuned = known[-1]
     write_about(run, folder)
     write_record(folder / ATTEMPTS, TuneRecord.of(tuned, versions()))
-    write_whole(folder / TUNED, fragment(tuned))
+    write_atomic(folder / TUNED, fragment(tuned))
     _show_end(tuned, folder, interrupted, console)
     return INTERRUPTED if interrupted else 0
 

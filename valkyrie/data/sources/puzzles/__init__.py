@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from valkyrie.buckets import needs_disk
+from valkyrie.buckets import bucket_problems
 from valkyrie.data.config import PUZZLES, DataCheck, DataConfig
 from valkyrie.data.remote import path_problems
 from valkyrie.problems import Problem, ProblemCode, check_range
@@ -71,7 +71,7 @@ class PuzzleConfig(DataConfig):
         """The shape of the puzzles, from the settings or the beginning of the files. ValueError if either is wrong."""
 
     def problems(self) -> list[Problem]:
-        return [*super().problems(), *needs_disk("data.cache_dir", self.cache_dir)]
+        return [*super().problems(), *bucket_problems("data.cache_dir", self.cache_dir)]
 
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
         """Check that the beginning of the puzzles can be read."""

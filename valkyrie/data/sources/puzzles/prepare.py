@@ -16,7 +16,7 @@ from valkyrie.data.sources.puzzles import Config, PuzzleConfig, SampleConfig
 from valkyrie.data.sources.puzzles.folder import FOLDERS, METADATA, PreparedPuzzles, open_puzzles
 from valkyrie.data.sources.puzzles.generate import classes, generate
 from valkyrie.data.sources.puzzles.tables import PuzzleTable, find_tables
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_atomic
 
 _ALGORITHM = 1
 """Part of the cache key. Increase it whenever the same settings would give different puzzles."""
@@ -66,7 +66,7 @@ def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size:
     metadata = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "vocab_size": vocab_size}
     metadata |= {"seq_len": inputs.shape[1], "num_puzzle_identifiers": 1, "total_groups": len(inputs)}
     metadata |= {"mean_puzzle_examples": 1, "total_puzzles": len(inputs), "sets": ["all"]}
-    write_whole(path / METADATA, json.dumps(metadata))
+    write_atomic(path / METADATA, json.dumps(metadata))
 
 
 def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, path: Path) -> None:
