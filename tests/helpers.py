@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Iterable
+import re
+import shlex
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +71,22 @@ OF_THEIR_OWN = [model for model in MODELS if model not in ("s5_tiny", "longforme
 PARTITIONS = names("partition")
 PIPELINES = [name for name in PARTITIONS if "layers" in read_config("partition", name, PartitionConfig).parameters]
 """The partitions with layers on a mesh axis. They refuse models without stacked layers."""
+
+
+def assert_golden_message(file: str, arguments: Sequence[str], message: str) -> None:
+    """Compare the message for a command's arguments with its entry in `goldens/messages/FILE.txt`.
+
+    `UPDATE_GOLDENS=1 pytest -n 0` writes the entry.
+    """
+    path = Path(__file__).parent / "goldens" / "messages" / f"{file}.txt"
+    text = path.read_text() if path.exists() else ""
+    entries = dict(entry.split("\n", 1) for entry in re.split(r"(?:^|\n)\$ ", text)[1:])
+    line = shlex.join(arguments).replace("\n", "\\n")
+    message = message.rstrip("\n") + "\n"
+    if os.environ.get("UPDATE_GOLDENS"):
+        entries[line] = message
+        path.write_text("\n".join(f"$ {line}\n{text}" for line, text in entries.items()))
+    assert entries.get(line) == message
 
 
 def goes_with(model: str, partition: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import valkyrie
+from helpers import assert_golden_message
 from runs import TINY, copied
 from valkyrie.runs.folder import run_folder
 
@@ -67,17 +69,11 @@ def test_a_prompt_is_taken_as_it_is_typed(folder: Path, prompt: str):
     assert valkyrie.load(folder, f"prompt={prompt}").config.prompt == prompt
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("mesh=8", "mesh=8 has 1 axis; a mesh has three (x, y, z) or four (w, x, y, z). Write mesh=8x1x1."),
-        ("--cfg", "--cfg is a flag of valkyrie-train: here only KEY=VALUE is read."),
-    ],
-)
-def test_what_compose_cannot_read_is_refused_in_words(override: str, message: str):
+@pytest.mark.parametrize("override", ["mesh=8", "--cfg"])
+def test_an_override_that_compose_cannot_read_is_refused(override: str):
     with pytest.raises(ValueError) as refused:
         valkyrie.compose("model=gpt_tiny", override)
-    assert str(refused.value) == message
+    assert_golden_message("arguments", ["compose", override], str(refused.value))
 
 
 def test_groups_are_chosen_anew_as_resume_does(folder: Path):
@@ -98,23 +94,13 @@ def test_values_are_read_by_the_grammar_of_the_command(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("name=foo", "name= is not for load: it goes on with the run in "),
-        ("resume=latest", "resume= is not for load: it goes on with the run in "),
-        ("mesh=8", "Write mesh=8x1x1."),
-        ("mesh=nix", "mesh=nix is not a choice."),
-        ("stps=8", "stps is not a key. Did you mean steps?"),
-        ("steps=8,9", "steps=8,9 names several values, and a run has one. Write steps=VALUE."),
-        ("~steps", "~steps removes a key, which a run cannot do without. Write steps=null, or leave it out."),
-        ("steps", "steps cannot be read as KEY=VALUE."),
-        ("steps=abc", "steps=abc: a whole number is needed."),
-    ],
+    "override",
+    ["name=foo", "resume=latest", "mesh=8", "mesh=nix", "stps=8", "steps=8,9", "~steps", "steps", "steps=abc"],
 )
-def test_what_load_cannot_do_is_refused_in_words(folder: Path, override: str, message: str):
+def test_an_override_that_load_cannot_apply_is_refused(folder: Path, override: str):
     with pytest.raises(ValueError) as refused:
         valkyrie.load(folder, override)
-    assert message in str(refused.value)
+    assert_golden_message("arguments", ["load", override], str(refused.value).replace(str(folder), "FOLDER"))
 
 
 def test_a_loaded_run_needs_no_folder_of_ones_own(own: Path, tmp_path: Path):
@@ -140,7 +126,7 @@ def test_a_chip_of_ones_own_is_had_by_number(own: Path, chip: str):
     assert target.name == ("dual-16" if chip == "dual" else f"{chip}-8")
     if chip == "timed":
         assert target.chip.estimate["launch_s"] == 2.1e-06
-    with pytest.raises(ValueError, match="target.chip=tuned does not say how many: add target.chips=N"):
+    with pytest.raises(ValueError, match="^target.chip=tuned .*target.chips=N$"):
         valkyrie.compose("--config-dir", str(own), "target.chip=tuned")
 
 
@@ -166,18 +152,15 @@ def test_a_run_is_resumed_from_its_run_yaml_alone(folder: Path, tmp_path: Path, 
 def test_an_empty_resume_is_refused(folder: Path, asked: str):
     with pytest.raises(ValueError) as refused:
         valkyrie.compose(asked, f"runs={folder.parent}")
-    told = "resume= is empty: a variable that is not set? Write resume=latest, resume=NAME or its folder."
-    assert str(refused.value) == told
+    assert str(refused.value).startswith("resume= ") and "resume=latest" in str(refused.value)
 
 
 def test_a_run_that_is_continued_takes_no_other_name(folder: Path):
     given = [f"resume={folder}", f"runs={folder.parent}"]
     with pytest.raises(ValueError) as refused:
         valkyrie.compose(*given, "name=fresh")
-    assert str(refused.value) == (
-        f"resume={folder} goes on with the run one, and name=fresh is another. Leave out name= to go on with one, or "
-        "resume= to train fresh."
-    )
+    message = str(refused.value)
+    assert message.startswith(f"resume={folder} ") and "name=fresh" in message and " one" in message
     for name in ("one", "null"):
         assert run_folder(valkyrie.compose(*given, f"name={name}")) == folder
     trial = valkyrie.compose(*given, "mode=eval", "name=trial")
@@ -222,40 +205,33 @@ def test_half_of_the_settings_is_no_whole_configuration(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("model: gpt_tiny\nsteps: 5\n")
     with pytest.raises(ValueError) as refused:
         valkyrie.compose("--config-path", str(tmp_path), "--config-name", "mine")
-    told = (
-        f"{tmp_path}/mine.yaml has no defaults list, so it must hold every setting, and mode, target, mesh, partition, "
-    )
-    assert str(refused.value).startswith(told)
-    assert str(refused.value).endswith(
-        "trial, model are not in it. To set a few, move it to FOLDER/experiment/mine.yaml with the first line "
-        "'# @package _global_', and use --config-dir FOLDER experiment=mine."
-    )
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path}/mine.yaml ")
+    assert all(re.search(rf"\b{key}\b", message) for key in ("mode", "target", "mesh", "partition", "trial", "model"))
+    assert not re.search(r"\bsteps\b", message), "it is set in the file"
+    assert all(part in message for part in ("FOLDER/experiment/mine.yaml", "@package _global_", "experiment=mine"))
 
 
 def test_a_key_of_what_is_null_is_refused():
     with pytest.raises(ValueError) as refused:
         valkyrie.compose("model=s5_tiny", "target.chip.hbm_gib=9")
-    told = (
-        "target.chip.hbm_gib=9: there is no target.chip to set it in. Name a target with a chip, such as target=v5e-8."
-    )
-    assert str(refused.value) == told
+    assert str(refused.value).startswith("target.chip.hbm_gib=9: ") and "target=v5e-8" in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("line", "typo", "key"),
     [
-        ("learning_rate: 0.024", "optimizer.learning_rate=fast: a number is needed."),
-        ("  embed: 16", "model.embd is not a key. Did you mean model.embed? Known in model: "),
+        ("learning_rate: 0.024", "learning_rate: fast", "optimizer.learning_rate=fast: "),
+        ("  embed: 16", "  embd: 16", "model.embd "),
     ],
 )
-def test_a_run_yaml_that_was_edited_wrongly_is_named(folder: Path, wrong: str, told: str):
+def test_a_typo_in_run_yaml_is_refused_by_file_and_key(folder: Path, line: str, typo: str, key: str):
     text = (folder / "run.yaml").read_text()
-    assert wrong in text
-    typo = wrong.replace("0.024", "fast").replace("embed:", "embd:")
-    (folder / "run.yaml").write_text(text.replace(wrong, typo))
+    assert line in text
+    (folder / "run.yaml").write_text(text.replace(line, typo))
     with pytest.raises(ValueError) as refused:
         valkyrie.compose(f"resume={folder}")
-    assert str(refused.value).startswith(f"{folder}/run.yaml: {told}")
+    assert str(refused.value).startswith(f"{folder}/run.yaml: {key}")
 
 
 def test_a_setting_that_run_yaml_has_not_is_the_default(folder: Path):

@@ -334,7 +334,7 @@ def test_streaming_equals_parallel_token_by_token(dilation, count, window):
 
 def test_a_cache_with_global_tokens_wants_their_projections():
     cache = init_cache(1, 1, 4, window=2, max_len=8, global_tokens=2)
-    with pytest.raises(ValueError, match="the cache has 2 global tokens"):
+    with pytest.raises(ValueError, match=r"\b2 global\b"):
         attention_step(jnp.zeros((1, 1, 4)), jnp.zeros((1, 1, 4)), jnp.zeros((1, 1, 4)), cache)
 
 
@@ -364,24 +364,24 @@ def test_auto_chooses_by_backend_and_length(backend, seq, asked, chosen):
 @pytest.mark.parametrize(
     ("backend", "asked", "reason"),
     [
-        ("cpu", request(), "no attention kernel for cpu"),
-        ("gpu", request(dtype=jnp.float32), "bfloat16 or float16, not float32"),
+        ("cpu", request(), r"\bcpu\b"),
+        ("gpu", request(dtype=jnp.float32), r"\bfloat32\b"),
         ("gpu", request(causal=False), "bidirectional"),
         ("gpu", request(segments=True), "segment ids"),
         ("gpu", request(global_tokens=True), "global tokens"),
-        ("gpu", request(head_dim=136), "up to 128, not 136"),
+        ("gpu", request(head_dim=136), r"\b128\b.*\b136\b"),
     ],
 )
 def test_a_kernel_that_cannot_serve_says_why_and_what_to_use(backend, asked, reason):
-    with pytest.raises(ValueError, match=f"{reason}.*Use model.attention.impl=chunked"):
+    with pytest.raises(ValueError, match=f"{reason}.*model.attention.impl=chunked"):
         choose(AttentionImpl.kernel, backend, 4096, asked)
 
 
 @pytest.mark.parametrize(
     ("kv_heads", "options", "message"),
     [
-        (3, {"window": 4}, "heads=4 is not divisible by kv_heads=3. Use kv_heads=[24]"),
-        (2, {"window": 0}, "window=0: a window counts the token itself"),
+        (3, {"window": 4}, r"\bheads=4\b.* kv_heads=3\b.* kv_heads=[24]\b"),
+        (2, {"window": 0}, "window=0"),
         (2, {"window": 4, "dilation": 0}, "dilation=0"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax
@@ -76,8 +77,9 @@ def test_the_objective_has_the_weighted_sum_over_layers(folder):
 def test_undeclared_values_are_refused(folder, monkeypatch):
     run = run_of(folder, "mesh=1x1x1", "partition=dp")
     monkeypatch.setattr(type(run.model.unit), "auxiliary", {"size": 1.0})
-    with pytest.raises(ValueError, match=r"'unit/largest', 'unit/size'\] and declare \['unit/size'\]"):
+    with pytest.raises(ValueError) as error:
         make_program(run).lower_step()
+    assert re.findall(r"\[.*?\]", str(error.value)) == ["['unit/largest', 'unit/size']", "['unit/size']"]
 
 
 @pytest.mark.parametrize(
@@ -91,4 +93,4 @@ def test_equal_layers_share_a_scan(folder, pattern, repeats):
 
 def test_axes_of_the_users_families_are_known(folder):
     assert "gated_unit" in FAMILIES.user_names()
-    assert known_axes()["units"] == "the hidden side of a gated unit"
+    assert "gated unit" in known_axes()["units"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from helpers import compose_config, compose_run
@@ -21,7 +23,7 @@ def test_tokens_make_sequences_and_microbatches():
 def test_a_run_has_them_and_says_so():
     run = compose_run(*SMALL, "batch_tokens=4096", "device_batch=2")
     assert (run.config.batch, run.config.microbatches, run.layout.microbatches) == (64, 4, 4)
-    assert run.batch_note == "4,096 tokens: batch=64 of seq=64, microbatches=4 of 2 sequences a device"
+    assert re.findall(r"\w*=?[\d,]*\d", run.batch_note or "") == ["4,096", "batch=64", "seq=64", "microbatches=4", "2"]
     assert compose_run(*SMALL).batch_note is None
     assert compose_run(*SMALL, *(f"{key}={getattr(run.config, key)}" for key in ("batch", "microbatches"))) == run
     tensor = compose_run("mesh=2x2x2", "partition=2d_tp", "seq=64", "batch_tokens=4096", "device_batch=2")

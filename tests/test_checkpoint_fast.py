@@ -118,7 +118,7 @@ def test_when_all_of_one_tier_are_damaged_the_other_is_taken(tmp_path: Path):
 def test_without_a_sound_one_in_either_tier_nothing_begins_anew(tmp_path: Path):
     save(tmp_path, durable=(3,))
     (tmp_path / "run" / "checkpoints" / "3" / "about" / "metadata").write_text("{}")
-    with closing(both(tmp_path)) as kept, pytest.raises(ValueError, match="There is no other"):
+    with closing(both(tmp_path)) as kept, pytest.raises(ValueError, match=r"\b3\b.* damaged"):
         kept.restore(abstract(make_state(0)))
 
 
@@ -183,7 +183,7 @@ def test_one_of_another_layout_is_not_used_and_the_durable_one_is(tmp_path: Path
     with closing(both(tmp_path)) as kept:
         restored = kept.restore(split)
     assert restored.step == 3
-    assert "of step 4 is" in restored.source
+    assert "step 4" in restored.source
     assert_equal(restored.state, make_state(3))
     assert not (process_folder(tmp_path) / "4").exists(), "the run goes another way from here"
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from helpers import compose_config, compose_run, names, some_quick
+from helpers import assert_golden_message, compose_config, compose_run, names, some_quick
 from sweeps import plans_of
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.compose import GROUPS, accelerators, default_mesh, default_partition
 from valkyrie.config.refusals import unknown_key
 from valkyrie.config.run import FAMILIES, Run
 from valkyrie.parallel.mesh import abstract_mesh
-from valkyrie.parallel.partition import RoleKind
+from valkyrie.parallel.partition import Role, RoleKind
 from valkyrie.paths import conf_dir
 from valkyrie.problems import ProblemCode
 from valkyrie.processes.distributed import DistributedConfig
@@ -249,13 +249,14 @@ def test_a_run_yaml_that_ends_too_early_is_not_completed_from_defaults(command: 
     folder = tmp_path / "runs" / "a"
     write_about(command("mesh=1x1x1", "partition=dp", "model=s5_tiny", "steps=9").run, folder)
     text = (folder / "run.yaml").read_text()
-    for name, remedy in (("run", "go on with valkyrie-train name=a and"), ("copied", "Copy it again.")):
+    for name in ("run", "copied"):
         for cut in (text[: text.index("steps:")], text[:-2], text[:-30] + "\0", text.splitlines()[0]):
             (folder / f"{name}.yaml").write_text(cut)
             refused = command("--config-path", "runs/a", "--config-name", name)
             assert (refused.status, refused.run) == (2, None)
-            assert refused.err.startswith(f"valkyrie-train: {folder}/{name}.yaml is damaged (")
-            assert remedy in refused.err and len(refused.err.splitlines()) == 1
+            assert refused.err.startswith(f"valkyrie-train: {folder}/{name}.yaml ")
+            assert ("name=a" in refused.err) is (name == "run"), "a copy is no run that a name could continue"
+            assert len(refused.err.splitlines()) == 1
     (folder / "run.yaml").write_text("\n".join(line for line in text[: text.index("hydra:")].splitlines()[1:]))
     assert command("--config-path", "runs/a", "--config-name", "run").run.config.steps == 9, "as of --cfg job"
 
@@ -281,7 +282,9 @@ def own_folder(tmp_path: Path) -> Path:
 def test_a_users_own_files_are_choices_like_any_other(command: Any, own_folder: Path):
     run = command("--config-dir", str(own_folder), "partition=mine", "mesh=mine", "target=mine", "model=mine").run
     assert run.layout.name == "mine-mine-order_zxy-zero1"
-    assert (run.config.target.describe(), run.model.layers) == ("mine (8 v4 chips, 2 hosts)", 6)
+    target = run.config.target
+    assert (target.name, target.chip.name, target.chips, target.hosts) == ("mine", "v4", 8, 2)
+    assert run.model.layers == 6
     for spelling in ("experiment=mine", "+experiment=mine"):
         run = command("--config-dir", str(own_folder), spelling).run
         assert (run.config.steps, run.config.partition.name, run.config.mesh.name) == (11, "mine", "mine")
@@ -289,7 +292,7 @@ def test_a_users_own_files_are_choices_like_any_other(command: Any, own_folder: 
 
 def test_a_users_own_choices_are_named_when_another_is_asked_for(command: Any, own_folder: Path):
     refused = command("--config-dir", str(own_folder), "partition=mien")
-    assert "Did you mean partition=mine?" in refused.err
+    assert "partition=mine" in refused.err
     assert all(name in refused.err for name in [*CHOICES["partition"], "mine"])
 
 
@@ -299,7 +302,7 @@ def test_help_has_every_choice_with_a_file_and_no_schema(command: Any):
     for name in chain(*CHOICES.values(), EXPERIMENTS, SWEEPS):
         assert name in shown
     assert "\ntarget: auto, cpu\n" in shown
-    assert "any target=CHIP-N as its cloud names it (v4-64, v5litepod-16, tpu7x-128, h100-16)" in shown
+    assert all(target in shown for target in ("v4-64", "v5litepod-16", "tpu7x-128", "h100-16"))
 
 
 def test_the_launch_environment_gives_mesh_and_partition(command: Any, monkeypatch: pytest.MonkeyPatch):
@@ -308,11 +311,16 @@ def test_the_launch_environment_gives_mesh_and_partition(command: Any, monkeypat
     monkeypatch.setenv("TPU_AXIS_NAMES", "model,data,fsdp")
     run = command().run
     assert run.layout.name == "2x1x2-data_model_fsdp"
-    assert run.layout.describe_roles() == "x=2 MP1(mlp,heads,kv_heads,vocab,state) · y=1 unused · z=2 FSDP(batch,embed)"
+    assert run.layout.roles == {
+        "x": Role(RoleKind.MP1, ("mlp", "heads", "kv_heads", "vocab", "state")),
+        "y": Role(RoleKind.unused),
+        "z": Role(RoleKind.FSDP, ("batch", "embed")),
+    }
     assert command("mesh=environment", "partition=2d_tp").run.layout.name == "2x1x2-2d_tp"
     explicit = command("mesh=4x1x1", "partition=dp").run
     assert explicit.config.mesh.names is None
-    assert explicit.layout.describe_roles() == "x=4 DP(batch) · y=1 unused · z=1 unused"
+    unused = Role(RoleKind.unused)
+    assert explicit.layout.roles == {"x": Role(RoleKind.DP, ("batch",)), "y": unused, "z": unused}
 
 
 @pytest.mark.parametrize(
@@ -350,7 +358,8 @@ def test_a_launch_environment_that_cannot_be_is_refused(command: Any, monkeypatc
     monkeypatch.setenv("TPU_MESH_CONFIG", "4x4x2")
     refused = command()
     assert refused.status == 2
-    assert refused.err == "valkyrie-train: TPU_MESH_CONFIG=4x4x2: write sizes joined by commas, such as 4,4,2.\n"
+    assert refused.err.startswith("valkyrie-train: TPU_MESH_CONFIG=4x4x2: ") and "4,4,2" in refused.err
+    assert refused.err.count("\n") == 1
     monkeypatch.setenv("TPU_MESH_CONFIG", "2,2,2")
     monkeypatch.setenv("TPU_AXIS_NAMES", "data,model,expert")
     assert ("unknown_role", "expert") in [(p.code.value, p.value) for p in parse_run([]).problems()]
@@ -368,59 +377,26 @@ def test_a_machine_with_accelerators_takes_them_as_data(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "asked", "told"),
+    ("file", "text", "override"),
     [
-        (
-            "experiment/m.yaml",
-            "steps: 5\n",
-            "experiment=m",
-            "the file of experiment= must begin with the line '# @package _global_'. Without it, its settings are read "
-            "as those of a group experiment, and there is no such group.",
-        ),
-        (
-            "sweep/m.yaml",
-            "defaults: [override /mode: show]\n",
-            "sweep=m",
-            "sweep/m.yaml must begin with the line '# @package _global_'. Without it, its settings are read as those "
-            "of a group sweep, and there is no such group.",
-        ),
-        (
-            "partition/m.yml",
-            "name: m\n",
-            "partition=m",
-            "partition=m: own/partition/m.yml is not read, because its name ends in .yml. Rename it to m.yaml.",
-        ),
-        (
-            "experiment/m.yaml",
-            "steps: 5\n",
-            "experiment=own/experiment/m.yaml",
-            "experiment=own/experiment/m.yaml is a path, and a choice is a name. For FOLDER/experiment/m.yaml write "
-            "--config-dir FOLDER experiment=m, here --config-dir own.",
-        ),
-        (
-            "experiment/m.yaml",
-            "# @package _global_\ndefaults: [override /partiton: dp]\n",
-            "experiment=m",
-            "experiment/m.yaml: its defaults list overrides partiton, which is not a group. Did you mean partition? "
-            f"Groups: {', '.join(('experiment', 'sweep', *GROUPS))}.",
-        ),
-        (
-            "experiment/m.yaml",
-            "# @package _global_\nmodel: gpt_tiny\n",
-            "experiment=m",
-            "experiment/m.yaml: gpt_tiny is in the place of the settings of a group. A choice is made in the defaults "
-            "list: defaults: ['override /GROUP: gpt_tiny'].",
-        ),
+        ("experiment/m.yaml", "steps: 5\n", "experiment=m"),
+        ("sweep/m.yaml", "defaults: [override /mode: show]\n", "sweep=m"),
+        ("partition/m.yml", "name: m\n", "partition=m"),
+        ("experiment/m.yaml", "steps: 5\n", "experiment=own/experiment/m.yaml"),
+        ("experiment/m.yaml", "# @package _global_\ndefaults: [override /partiton: dp]\n", "experiment=m"),
+        ("experiment/m.yaml", "# @package _global_\nmodel: gpt_tiny\n", "experiment=m"),
     ],
 )
-def test_a_slip_in_a_file_of_ones_own_is_told_with_its_cure(
-    command: Any, tmp_path: Path, file: str, text: str, asked: str, told: str
+def test_a_mistake_in_a_users_file_is_refused_with_its_remedy(
+    command: Any, tmp_path: Path, file: str, text: str, override: str
 ):
     path = tmp_path / "own" / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    refused = command("--config-dir", "own", asked)
-    assert (refused.status, refused.err.replace(f"{tmp_path}/", "")) == (2, f"valkyrie-train: {told}\n")
+    refused = command("--config-dir", "own", override)
+    assert refused.status == 2 and refused.err.startswith("valkyrie-train: ") and refused.err.count("\n") == 1
+    message = refused.err.replace(f"{tmp_path}/", "")
+    assert_golden_message("config", [file, text.replace("\n", " "), override], message)
 
 
 @pytest.mark.parametrize(
@@ -433,9 +409,8 @@ def test_a_model_has_the_vocabulary_of_its_tokenizer(command: Any, asked: str, i
 
 def test_an_unknown_tokenizer_is_refused_where_the_model_is_composed(command: Any):
     refused = command("model=gpt_tiny", "data.tokenizer=nope")
-    assert refused.status == 2 and refused.err.startswith(
-        "valkyrie-train: tokenizer=nope is not known. Use one of bytes,"
-    )
+    assert refused.status == 2 and refused.err.startswith("valkyrie-train: tokenizer=nope ")
+    assert all(name in refused.err for name in ("bytes", "gpt2"))
 
 
 @pytest.mark.parametrize("asked", ["runs=gs://bucket/x", "data.cache_dir=s3://bucket/x"])

@@ -165,14 +165,14 @@ def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "pattern"),
     [
-        ({"vocab_size": 25}, "vocab_size=25, but the unembedding has 24 rows"),
-        ({"shards": 5}, "a sequence of 12 cannot be split into 5 shards"),
-        ({"batch_shards": 3}, "a batch of 4 cannot be split into 3 shards"),
+        ({"vocab_size": 25}, r"\bvocab_size=25\b.* 24\b"),
+        ({"shards": 5}, r"\bsequence\b.* 12\b.* 5\b"),
+        ({"batch_shards": 3}, r"\bbatch\b.* 4\b.* 3\b"),
         ({"chunk": 0}, "chunk=0"),
     ],
 )
-def test_refusals(inputs, options, message):
-    with pytest.raises(ValueError, match=message):
+def test_refusals(inputs, options, pattern):
+    with pytest.raises(ValueError, match=pattern):
         cross_entropy(*inputs, **({"vocab_size": VOCAB, "chunk": 4} | options))

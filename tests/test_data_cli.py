@@ -53,28 +53,28 @@ def test_synthetic_needs_no_files(corpus: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "values"),
     [
-        ([], "the following arguments are required: {prepare,tokenizer,verify,show}"),
-        (["prepare", "wiki"], "valkyrie-data prepare: argument source: invalid choice: 'wiki'"),
-        (["prepare", "text"], "valkyrie-data: data=text needs files: data.paths=["),
-        (["prepare", "text", "none.txt"], "valkyrie-data: data.paths: there is no file or directory none.txt"),
-        (["prepare", "stdlib", "a.txt"], "valkyrie-data: stdlib takes no paths: use valkyrie-data prepare text a.txt"),
-        (["prepare", "--tokenizer", "gtp2"], "valkyrie-data: tokenizer=gtp2 is not known. Use one of bytes, "),
-        (["prepare", "--workers", "many"], "argument --workers: invalid int value: 'many'"),
-        (["verify", "nowhere"], "valkyrie-data: nowhere has no manifest.json"),
-        (["show", "nowhere"], "valkyrie-data: nowhere has no manifest.json"),
-        (["show", "nowhere", "--tokens", "0"], "valkyrie-data: --tokens 0: use 1 or more."),
+        ([], ["{prepare,tokenizer,verify,show}"]),
+        (["prepare", "wiki"], ["valkyrie-data prepare: ", "'wiki'"]),
+        (["prepare", "text"], ["data=text", "data.paths=["]),
+        (["prepare", "text", "none.txt"], ["data.paths", " none.txt "]),
+        (["prepare", "stdlib", "a.txt"], ["stdlib ", "prepare text a.txt"]),
+        (["prepare", "--tokenizer", "gtp2"], ["tokenizer=gtp2 ", " bytes, "]),
+        (["prepare", "--workers", "many"], ["--workers", "'many'"]),
+        (["verify", "nowhere"], ["nowhere", "manifest.json"]),
+        (["show", "nowhere"], ["nowhere", "manifest.json"]),
+        (["show", "nowhere", "--tokens", "0"], ["--tokens 0: "]),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    corpus: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    corpus: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], values: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     out, errors = capsys.readouterr()
     assert (stopped.value.code, out, errors.count("\n")) == (2, "", 1)
-    assert message in errors
+    assert errors.startswith("valkyrie-data") and all(value in errors for value in values)
 
 
 @pytest.mark.parametrize("name", ["", "gpt2", "p50k_edit", "../../escaped", "mine/t", "a.tiktoken"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -201,24 +200,24 @@ def test_another_batch_may_continue_where_it_divides_the_place(counted: Prepared
         assert starts(take(loader, 6)) == expected
     with (
         make_loader(counted, "train", batch=5, seq=16, repeat=True) as loader,
-        pytest.raises(ValueError, match="row 12, .* such as 4"),
+        pytest.raises(ValueError, match=r"\brow 12\b.* 4\b"),
     ):
         loader.restore(state)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "pattern"),
     [
-        ({"seed": 1}, "data.shuffle_seed=1, this run has 0"),
-        ({"seq": 8}, "seq=8, this run has 16"),
-        ({"content": "x"}, "the data differs"),
-        ({"split": "validation"}, "split=validation, this run has train"),
-        ({"version": 2}, "has version 2"),
+        ({"seed": 1}, r"data\.shuffle_seed=1\b.* 0\b"),
+        ({"seq": 8}, r"\bseq=8\b.* 16\b"),
+        ({"content": "x"}, r"\bdata\b"),
+        ({"split": "validation"}, r"\bsplit=validation\b.* train\b"),
+        ({"version": 2}, r"\bversion 2\b"),
     ],
 )
-def test_the_place_of_another_order_is_refused(counted: Prepared, change: dict[str, Any], message: str) -> None:
+def test_the_position_of_another_order_is_refused(counted: Prepared, change: dict[str, Any], pattern: str) -> None:
     loader = make_loader(counted, "train", batch=8, seq=16, repeat=True)
-    with loader, pytest.raises(ValueError, match=re.escape(message)):
+    with loader, pytest.raises(ValueError, match=pattern):
         loader.restore({**loader.state(), **change})
 
 
@@ -241,27 +240,22 @@ def test_evaluation_counts_every_target_once(tmp_path: Path, tokens: int, proces
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "values"),
     [
-        (
-            {"seq": 597},
-            "data=mine has 597 tokens in its train split: too few for one row of seq=597. Use seq<=596, or more",
-        ),
-        (
-            {"batch": 38},
-            "597 tokens in its train split: 37 rows of seq=16, fewer than batch=38. Use batch<=37 or seq<=15,",
-        ),
-        ({"batch": 600, "seq": 1}, "596 rows of seq=1, fewer than batch=600. Use batch<=596, or more text."),
-        ({"batch": 0}, "batch=0: use 1 or more."),
-        ({"seq": 0}, "seq=0: use 1 or more."),
-        ({"places": [0, 8]}, "places=[0, 8] are not all places of batch=8, which are 0 to 7."),
+        ({"seq": 597}, ["data=mine ", " 597 ", "seq=597", "seq<=596"]),
+        ({"batch": 38}, [" 597 ", " 37 ", "seq=16", "batch=38", "batch<=37", "seq<=15"]),
+        ({"batch": 600, "seq": 1}, [" 596 ", "seq=1", "batch=600", "batch<=596"]),
+        ({"batch": 0}, ["batch=0: "]),
+        ({"seq": 0}, ["seq=0: "]),
+        ({"places": [0, 8]}, ["places=[0, 8] ", "batch=8"]),
     ],
 )
-def test_what_cannot_be_dealt_is_refused_with_numbers(
-    counted: Prepared, arguments: dict[str, Any], message: str
+def test_batches_that_cannot_be_filled_are_refused_with_numbers(
+    counted: Prepared, arguments: dict[str, Any], values: list[str]
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError) as error:
         make_loader(counted, "train", **{"batch": 8, "seq": 16, "repeat": True, **arguments})
+    assert all(value in str(error.value) for value in values)
 
 
 def test_the_advice_of_a_refusal_works(counted: Prepared) -> None:

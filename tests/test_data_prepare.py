@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -277,18 +276,18 @@ def test_short_and_missing_shards_are_named_together(config: text_source.Config)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "pattern"),
     [
-        ("{", "manifest.json is damaged"),
-        ("[]", "manifest.json is damaged"),
-        ('{"version": 99}', "manifest.json has version 99"),
-        ('{"version": 1}', "manifest.json is damaged"),
+        ("{", r"manifest\.json .*damaged"),
+        ("[]", r"manifest\.json .*damaged"),
+        ('{"version": 99}', r"manifest\.json .*\bversion 99\b"),
+        ('{"version": 1}', r"manifest\.json .*damaged"),
     ],
 )
-def test_a_damaged_manifest_is_refused(config: text_source.Config, content: str, message: str) -> None:
+def test_a_damaged_manifest_is_refused(config: text_source.Config, content: str, pattern: str) -> None:
     path = prepare(config, "bytes").path
     (path / MANIFEST).write_text(content)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=pattern):
         open_prepared(path)
 
 
@@ -298,11 +297,11 @@ def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "wrong", "message"),
+    ("files", "wrong", "pattern"),
     [
-        ({"a.txt": ""}, {}, "data=text has no text"),
-        ({"a.jsonl": '{"text": "x"}'}, {}, "data=text has 1 document with 1 bytes"),
-        ({"a.txt": "x", "b.txt": "x"}, {}, "data=text has 2 documents"),
+        ({"a.txt": ""}, {}, r"data=text .*\bno text\b"),
+        ({"a.jsonl": '{"text": "x"}'}, {}, r"data=text .*\b1 document .*\b1 byte"),
+        ({"a.txt": "x", "b.txt": "x"}, {}, r"data=text .*\b2 documents"),
         ({"a.txt": "xy"}, {"validation_fraction": 1.0}, "data.validation_fraction=1: "),
         ({"a.txt": "xy"}, {"validation_fraction": 0.0}, "data.validation_fraction=0: "),
         ({"a.txt": "xy"}, {"workers": 0}, "data.workers=0: "),
@@ -311,7 +310,7 @@ def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_refused_and_leave_nothing(
-    tmp_path: Path, files: dict[str, str], wrong: dict[str, Any], message: str
+    tmp_path: Path, files: dict[str, str], wrong: dict[str, Any], pattern: str
 ) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
@@ -319,6 +318,6 @@ def test_mistakes_are_refused_and_leave_nothing(
         (corpus / name).write_text(text)
     cache = tmp_path / "cache"
     config = text_source.Config(paths=[str(corpus)], cache_dir=str(cache), **wrong)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=pattern):
         prepare(config, "bytes")
     assert not cache.exists() or not [entry for entry in cache.iterdir() if entry.is_dir()]

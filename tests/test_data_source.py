@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -132,9 +131,9 @@ def test_rows_of_jsonl_and_parquet(tmp_path: Path) -> None:
         ("b.parquet:1", "three"),
         ("b.parquet:3", "four"),
     ]
-    with pytest.raises(ValueError, match=r"b\.parquet .*data\.column=n; .* story, of"):
+    with pytest.raises(ValueError, match=r"b\.parquet .*data\.column=n; .*story"):
         read(text_config(tmp_path / "b.parquet", column="n"))
-    with pytest.raises(ValueError, match=r"a\.jsonl:1 .*data\.field=text; .* body"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1 .*data\.field=text; .*body"):
         read(text_config(tmp_path / "a.jsonl"))
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\n{"text": \n')
     with pytest.raises(ValueError, match=r"c\.jsonl:2 "):
@@ -143,7 +142,7 @@ def test_rows_of_jsonl_and_parquet(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"d\.parquet "):
         read(text_config(tmp_path / "d.parquet"))
     (tmp_path / "e.jsonl").write_text("[1]")
-    with pytest.raises(ValueError, match=r"e\.jsonl:1 .* a list"):
+    with pytest.raises(ValueError, match=r"e\.jsonl:1 .*\blist\b"):
         read(text_config(tmp_path / "e.jsonl"))
 
 
@@ -155,11 +154,11 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
 
 
 def test_bytes_that_are_not_utf8_are_counted_or_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9 and twenty more characters")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9" + b"!" * 30)
     (document,) = read(text_config(tmp_path / "a.txt"))
-    assert document.text == "caf\ufffd and twenty more characters" and document.replaced == 1
+    assert document.text == "caf\ufffd" + "!" * 30 and document.replaced == 1
     (tmp_path / "b.txt").write_bytes(bytes(range(256)))
-    with pytest.raises(ValueError, match=r"b\.txt .* 128 of"):
+    with pytest.raises(ValueError, match=r"b\.txt .*\b128\b"):
         read(text_config(tmp_path / "b.txt"))
 
 
@@ -189,7 +188,7 @@ def test_a_pipe_and_a_file_larger_than_memory_are_refused(tmp_path: Path, monkey
     with (tmp_path / "a.txt").open("wb") as file:
         file.truncate(2**29)
     monkeypatch.setattr(readers, "free_memory", lambda: 2**30)
-    with pytest.raises(ValueError, match=r"a\.txt .* 1\.5 GiB"):
+    with pytest.raises(ValueError, match=r"a\.txt .*\b1\.5 GiB"):
         read(text_config(tmp_path / "a.txt"))
 
 
@@ -200,22 +199,23 @@ def test_a_deeply_nested_line_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("paths", "message"),
+    ("paths", "values"),
     [
-        ([], "data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Supported: .txt, .md, .py"),
-        (["none.txt"], "data.paths: there is no file or directory none.txt (looked from "),
-        (["*.rst"], "data.paths: *.rst matches 0 files (looked from "),
-        (["a.rst"], "data.paths: a.rst matches 1 files (looked from "),
+        ([], ("data=text", "data.paths=[", ".txt", ".md", ".py")),
+        (["none.txt"], ("data.paths", " none.txt ")),
+        (["*.rst"], ("data.paths", " *.rst ", " 0 ")),
+        (["a.rst"], ("data.paths", " a.rst ", " 1 ")),
     ],
 )
 def test_paths_without_text_are_refused(
-    paths: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    paths: list[str], values: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if paths == ["a.rst"]:
         (tmp_path / "a.rst").write_text("text")
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError) as error:
         text_config(*paths).list_files()
+    assert all(value in str(error.value) for value in (*values, str(tmp_path) if paths else ""))
 
 
 def test_the_synthetic_chain_is_seeded_and_has_the_entropy_it_claims() -> None:
@@ -290,7 +290,7 @@ def test_a_single_file_is_split_inside_at_a_line(tmp_path: Path) -> None:
     assert train + validation == "".join(lines) and train.endswith("\n") and validation.startswith("line 9")
     assert census.documents == 1
     (tmp_path / "b.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"b\.txt has 1 characters"):
+    with pytest.raises(ValueError, match=r"b\.txt .*\b1\b"):
         splits_of(text_config(tmp_path / "b.txt", validation_fraction=0.1))
 
 

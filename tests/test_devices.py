@@ -28,7 +28,7 @@ def some_run(*overrides: str):
 
 def test_simulated_devices_are_said_aloud() -> None:
     devices = Devices(tuple(jax.devices()[:2]), "cpu", None, simulated=True)
-    assert devices.note.startswith("SIMULATED: 2 CPU devices on ")
+    assert devices.note.startswith("SIMULATED: 2 CPU ")
 
 
 def test_a_mesh_takes_as_many_devices_as_it_has() -> None:
@@ -79,7 +79,7 @@ def test_a_target_that_is_not_here_is_refused_without_jax(tmp_path: Path, monkey
     assert time.perf_counter() - began < 10
     assert done.returncode == 2
     assert done.stdout == "False False\n"
-    assert done.stderr.startswith("valkyrie-train: target=v5e-8 (8 v5e chips")
+    assert done.stderr.startswith("valkyrie-train: target=v5e-8 ")
     assert "no accelerator" in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -88,7 +88,7 @@ def test_host_memory_is_refused_where_there_is_no_other(tmp_path: Path, capfd: p
     status = command(*TINY, *SINGLE, f"runs={tmp_path}", "partition.optimizer_memory=host")
     assert status == 2
     said = capfd.readouterr().err
-    assert "partition.optimizer_memory=host needs" in said and "Use partition.optimizer_memory=device" in said
+    assert "partition.optimizer_memory=host" in said and "partition.optimizer_memory=device" in said
 
 
 @pytest.mark.slow
@@ -145,8 +145,8 @@ def test_a_platform_of_the_environment_that_is_not_here_is_named(
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(ValueError) as caught:
         acquire(some_run("mesh=1x1x1"))
-    assert str(caught.value).startswith("JAX_PLATFORMS=cuda is set in the environment, and JAX finds no device here")
-    assert "JAX_PLATFORMS=cpu to simulate" in str(caught.value) and "(set" not in str(caught.value)
+    message = str(caught.value)
+    assert message.startswith("JAX_PLATFORMS=cuda ") and "JAX_PLATFORMS=cpu" in message and "(set" not in message
 
 
 def test_a_tpu_that_the_environment_asks_for_is_looked_for_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from helpers import compose_run
+from helpers import assert_golden_message, compose_run
 from processes import free_address, meet
 from runs import TINY
 from valkyrie.cli.doctor import main
@@ -336,14 +336,12 @@ def test_the_table_has_equal_answers_once_and_the_others_beside_them():
     findings.add([[fine], [fine], [fine]])
     findings.add([[fine], [wrong], [fine]])
     assert findings.conclude() == 1
-    lines = [line.rstrip() for line in console.export_text().splitlines()]
-    assert [re.split("  +", line) for line in lines] == [
-        ["ok", "disk", "4 GiB free"],
-        ["ok", "disk", "processes 0, 2: 4 GiB free"],
-        ["FAILS", "disk", "process 1 (b): none"],
-        ["", "Free some."],
-        ["1 of these would fail"],
-    ]
+    rows = [re.split("  +", line.rstrip()) for line in console.export_text().splitlines()]
+    assert rows[0] == ["ok", "disk", fine.text] and rows[3] == ["", wrong.remedy] and len(rows) == 5
+    equal, different = rows[1:3]
+    assert equal[:2] == ["ok", "disk"] and " 0, 2: " in equal[2] and equal[2].endswith(fine.text)
+    assert different[:2] == ["FAILS", "disk"] and " 1 (b): " in different[2] and different[2].endswith(wrong.text)
+    assert rows[4][0].startswith("1 ")
 
 
 def test_many_answers_are_cut_and_what_is_amiss_is_not():
@@ -351,7 +349,7 @@ def test_many_answers_are_cut_and_what_is_amiss_is_not():
     findings = FindingsTable(console)
     findings.add([[Finding("memory", FINE if i < 60 else FAILS, f"{i} GiB")] for i in range(64)])
     lines = console.export_text().splitlines()
-    assert len(lines) == 8 + 4 and lines[7].rstrip().endswith("process 7: 7 GiB (and 52 more answers that are fine)")
+    assert len(lines) == 8 + 4 and re.search(r"\b7: 7 GiB .*\b52\b", lines[7])
     assert findings.failed
 
 
@@ -376,22 +374,23 @@ def test_what_would_fail_is_status_1_and_spares_the_rest(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (["--dry-run"], "argument --dry-run: expected one argument"),
-        (["--dry-run", "mesh=2x2x2"], "argument --dry-run: mesh=2x2x2 is no number of steps: write --dry-run 5"),
-        (["--dry-run=0"], "argument --dry-run: 0 is no number of steps: write --dry-run 5"),
-        (["--steps=5"], "--steps=5: settings are written without dashes: steps=5."),
-        (["--dry=5"], "--dry=5 is a flag of valkyrie-train: here only KEY=VALUE is read."),
-        (["modle=gpt_tiny"], "modle is not a key. Did you mean model? "),
-        (["batch=0", "mesh=2x2x2"], "batch=0: at least 1 is needed."),
-        (["mesh=2x2x2", "batch=7"], "batch=7 is not divisible by 8: "),
-        (["runs=gs://bucket/x"], "runs=gs://bucket/x: gs:// is not read or written directly."),
+        ["--dry-run"],
+        ["--dry-run", "mesh=2x2x2"],
+        ["--dry-run=0"],
+        ["--steps=5"],
+        ["--dry=5"],
+        ["modle=gpt_tiny"],
+        ["batch=0", "mesh=2x2x2"],
+        ["mesh=2x2x2", "batch=7"],
+        ["runs=gs://bucket/x"],
     ],
 )
-def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str]):
     status, out, err = doctor(capsys, *arguments)
-    assert (status, out) == (2, "") and err.startswith(f"valkyrie-doctor: {message}") and err.count("\n") == 1
+    assert (status, out) == (2, "") and err.startswith("valkyrie-doctor: ") and err.count("\n") == 1
+    assert_golden_message("doctor", arguments, err)
 
 
 def test_all_problems_of_a_layout_are_told_at_once(capsys: pytest.CaptureFixture[str]):

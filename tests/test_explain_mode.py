@@ -80,9 +80,9 @@ def test_parts_sum_up_to_the_steps_and_their_differences() -> None:
     assert sum(part.first for part in made.seconds) == pytest.approx(made.step_s[0])
     assert sum(part.more for part in made.seconds) == pytest.approx(made.step_s[1] - made.step_s[0])
     assert [abs(part.more) for part in made.seconds] == sorted((abs(part.more) for part in made.seconds), reverse=True)
-    named = {part.name: (part.first, part.second) for part in made.seconds}
-    assert named["waiting for communication over x (FSDP)"] == (0.05, 0.0)
-    assert named["waiting for communication over x (MP1)"] == (0.0, 0.5), "one mesh axis with two roles is two parts"
+    by_axis = {part.name.rpartition(" over ")[2]: (part.first, part.second) for part in made.seconds}
+    assert by_axis["x (FSDP)"] == (0.05, 0.0)
+    assert by_axis["x (MP1)"] == (0.0, 0.5), "one mesh axis with two roles is two parts"
     (use,) = made.collectives[0]
     assert (use.calls, use.bytes, use.waited_s) == (24.0, 2e9, pytest.approx(0.05)), "both passes are one"
 
@@ -91,10 +91,7 @@ def test_sentences_follow_from_the_numbers() -> None:
     slow = prediction("2d_tp", exposed_y=1.2)
     made = difference(prediction(), slow)
     assert made.sentences[0].startswith("A is 4.00")
-    assert made.sentences[1].startswith(
-        "100% of the difference is waiting for communication: B waits 1.200 s of a step, A "
-    )
-    assert "over y (MP2)" in made.sentences[1]
+    assert all(part in made.sentences[1] for part in ("100%", "B waits 1.200 s", "over y (MP2)"))
     turned = difference(slow, prediction())
     assert turned.sentences[0].startswith("B is 4.00")
 
@@ -102,12 +99,13 @@ def test_sentences_follow_from_the_numbers() -> None:
 def test_what_is_computed_again_and_kept() -> None:
     full = prediction()
     keeping = changed(prediction(matmul=0.2), {"layout": "8x1-fsdp-remat_dots"}, executed_flops=3e12)
-    split = {"parameters": 2**30, "activations and temporaries": 6 * 2**30}
+    temporaries = "activations and temporaries"
+    split = {"parameters": 2**30, temporaries: 6 * 2**30}
     keeping = replace(keeping, remat=RematReport(), memory=MemoryReport(peak=7 * 2**30, split=split))
     text = " ".join(difference(full, keeping).sentences)
     assert "executes 1.00 times" in text and "1.33 under A" in text
     assert "B keeps: up." in text
-    assert "activations and temporaries: 6.0 GiB" in text and "and 2.0 GiB." in text
+    assert f"{temporaries}: 6.0 GiB" in text and "2.0 GiB." in text
 
 
 def test_steps_within_what_predictions_have_been_off() -> None:
@@ -124,28 +122,23 @@ def test_other_batches_are_compared_for_as_many_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "values"),
     [
-        ({}, "A and B are the same layout, 8x1-fsdp: name another one in second=."),
-        (
-            {"about": LayoutRecord("other", "8x1", "fsdp", "v5e-8", layout="x")},
-            "A is of gpt_tiny and B of other: only layouts of one model",
-        ),
-        (
-            {"status": CompileStatus.does_not_fit, "reason": "needs 3 GiB"},
-            "B, 8x1-fsdp, has no step: does not fit: needs 3 GiB",
-        ),
-        ({"program": FOREIGN}, "B is no layout of a model but another program: mine."),
+        ({}, ("8x1-fsdp", "second=")),
+        ({"about": LayoutRecord("other", "8x1", "fsdp", "v5e-8", layout="x")}, (" gpt_tiny ", " other")),
+        ({"status": CompileStatus.does_not_fit, "reason": "needs 3 GiB"}, ("B, 8x1-fsdp", "does not fit", "3 GiB")),
+        ({"program": FOREIGN}, ("B ", " mine")),
         (
             {"model": {"model.layers": "8", "model.embed": "64"}},
-            "A is of gpt_tiny model.layers=4 and B of gpt_tiny model.layers=8: only layouts of one model are compared.",
+            ("gpt_tiny model.layers=4 ", "gpt_tiny model.layers=8"),
         ),
-        ({"step": None}, "B, 8x1-fsdp, has no predicted step: compile for a TPU slice, such as target=v4-64."),
+        ({"step": None}, ("B, 8x1-fsdp", "target=v4-64")),
     ],
 )
-def test_what_cannot_be_compared(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_what_cannot_be_compared(changes: dict[str, Any], values: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
         difference(prediction(), replace(prediction(), **changes))
+    assert all(value in str(error.value) for value in values)
 
 
 def test_what_has_one_name_is_told_apart_by_how_it_was_asked_for() -> None:
@@ -160,35 +153,37 @@ def test_what_has_one_name_is_told_apart_by_how_it_was_asked_for() -> None:
 
 def test_everything_that_cannot_be_compared_is_said_at_once() -> None:
     failed = replace(prediction(), status=CompileStatus.failed, reason="why")
-    with pytest.raises(ValueError, match="^A, 8x1-fsdp, has no step: failed: why\nB, 8x1-fsdp, has no step: "):
+    with pytest.raises(ValueError, match="^A, 8x1-fsdp,.* failed: why\nB, 8x1-fsdp,.* failed: why$"):
         difference(failed, failed)
 
 
 @pytest.mark.parametrize(
-    ("peaks", "parameters", "told"),
+    ("peaks", "parameters", "names_parameters"),
     [
-        ((3.0, 3.0), (1.0, 0.0), " B."),
-        ((3.0, 4.0), (2.0, 1.0), " B."),
-        ((3.0, 5.0), (1.0, 1.5), " B."),
-        ((3.0, 5.0), (1.0, 2.5), " B; most of that difference is parameters: 1.0 GiB and 2.5 GiB."),
+        ((3.0, 3.0), (1.0, 0.0), False),
+        ((3.0, 4.0), (2.0, 1.0), False),
+        ((3.0, 5.0), (1.0, 1.5), False),
+        ((3.0, 5.0), (1.0, 2.5), True),
     ],
 )
-def test_most_of_a_difference_is_what_makes_it(
-    peaks: tuple[float, float], parameters: tuple[float, float], told: str
+def test_a_kind_of_memory_is_named_if_it_is_most_of_the_difference(
+    peaks: tuple[float, float], parameters: tuple[float, float], names_parameters: bool
 ) -> None:
     memories = [
         MemoryReport(peak=int(peak * 2**30), split={"parameters": int(size * 2**30)})
         for peak, size in zip(peaks, parameters, strict=True)
     ]
     both = replace(prediction(), memory=memories[0]), replace(prediction(kernel=0.1), memory=memories[1])
-    (sentence,) = [s for s in difference(*both, ("a", "b")).sentences if "at its peak" in s]
-    assert sentence == f"Each device needs 3.0 GiB at its peak under A and {peaks[1]:.1f} GiB under{told}"
+    (sentence,) = [s for s in difference(*both, ("a", "b")).sentences if "GiB" in s]
+    sizes = [*peaks, *(parameters if names_parameters else ())]
+    assert re.findall(r"[\d.]+ GiB", sentence) == [f"{size:.1f} GiB" for size in sizes]
+    assert ("parameters" in sentence) is names_parameters
 
 
 def test_little_memory_has_its_unit() -> None:
     memories = [MemoryReport(peak=size * 2**20, split={"parameters": size * 2**20}) for size in (3, 5)]
     both = replace(prediction(), memory=memories[0]), replace(prediction(kernel=0.1), memory=memories[1])
-    (sentence,) = [s for s in difference(*both, ("a", "b")).sentences if "at its peak" in s]
+    (sentence,) = [s for s in difference(*both, ("a", "b")).sentences if "MiB" in s]
     assert sentence.count("3.0 MiB") == sentence.count("5.0 MiB") == 2
 
 
@@ -211,36 +206,30 @@ def test_two_run_folders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "messages"),
+    ("arguments", "values"),
     [
-        (("first=partition=fsdp",), ["mode=explain compares two layouts: say both"]),
-        (("first=", "second=partition=fsdp"), ["mode=explain compares two layouts: say both"]),
-        (
-            ('first="partition=\'fsdp"', "second=partition=fsdp"),
-            ["partition='fsdp: a quotation mark in it has no partner."],
-        ),
-        (("first=partition=fsdp", "second=partition=fsdp"), ["first= and second= are the same: 'partition=fsdp'."]),
-        (("first=no/such/folder", "second=partition=fsdp"), ["no/such/folder is neither a folder nor an override"]),
+        (("first=partition=fsdp",), ["mode=explain"]),
+        (("first=", "second=partition=fsdp"), ["mode=explain"]),
+        (('first="partition=\'fsdp"', "second=partition=fsdp"), ["partition='fsdp: "]),
+        (("first=partition=fsdp", "second=partition=fsdp"), ["first=", "second=", "'partition=fsdp'"]),
+        (("first=no/such/folder", "second=partition=fsdp"), ["no/such/folder "]),
         (("first=partition=nothing", "second=partition=fsdp"), ["nothing"]),
         (
             ("first=mesh=3x1x1 partition=fsdp", "second=mesh=5x1x1 steps=0", "target=cpu8"),
-            ["mesh=3x1x1 partition=fsdp: ", "mesh=5x1x1 steps=0: steps=0: at least 1", "target=cpu8 has no predicted"],
+            ["mesh=3x1x1 partition=fsdp: ", "mesh=5x1x1 steps=0: steps=0: ", "target=cpu8 "],
         ),
-        (
-            ("first=model.layers=2", "second=model.layers=3"),
-            ["A is of gpt_tiny model.layers=2 and B of gpt_tiny model.layers=3: only layouts of one model"],
-        ),
-        (("first=partition=fsdp", "second=seed=0"), ["and second='seed=0' are the same run. Name two layouts."]),
+        (("first=model.layers=2", "second=model.layers=3"), ["gpt_tiny model.layers=2 ", "gpt_tiny model.layers=3"]),
+        (("first=partition=fsdp", "second=seed=0"), ["second='seed=0'"]),
     ],
 )
-def test_what_is_no_pair_is_said_before_a_compile(
-    arguments: tuple[str, ...], messages: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_an_invalid_pair_is_refused_before_a_compile(
+    arguments: tuple[str, ...], values: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     assert command("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", *arguments) == 2
     printed = capfd.readouterr().err
-    assert all(message in printed for message in messages), printed
+    assert all(value in printed for value in values), printed
 
 
 def test_a_folder_without_a_step_is_refused_before_a_compile(
@@ -251,7 +240,8 @@ def test_a_folder_without_a_step_is_refused_before_a_compile(
     foreign = folder_of(Prediction(None, CompileStatus.ok, program=FOREIGN), tmp_path / "foreign")
     asked = ("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", "second=partition=fsdp")
     assert command(*asked, f"first={foreign}") == 2
-    assert "another program: mine." in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert f"{tmp_path / 'foreign'}" in error and " mine" in error
 
 
 def test_other_implementations_are_of_one_model(

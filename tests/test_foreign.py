@@ -46,13 +46,19 @@ def test_both_programs_of_a_case_do_the_same_work(case: dict[str, Any]):
     assert all(re.fullmatch(r"xla_\w+=\w+", option) for option in case["options"])
 
 
+def table_row(table: str) -> list[str]:
+    """Return the cells of the last row of a Markdown table."""
+    *_, row = (line for line in table.splitlines() if line.startswith("|"))
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
 def test_the_table_says_how_many_times_as_fast_ours_is(monkeypatch: pytest.MonkeyPatch):
     table = example("compare", monkeypatch).markdown
     program = {"status": "ok", "step_s": 0.5, "hidden": 0.25}
     result = {"work": "dense 1B", "slice": "v4-64", "ours": program, "maxtext": program | {"step_s": 0.6}}
-    assert "| dense 1B | v4-64 | 0.500 s | 25% | 0.600 s | 25% | 1.20x |" in table([result])
+    assert table_row(table([result])) == ["dense 1B", "v4-64", "0.500 s", "25%", "0.600 s", "25%", "1.20x"]
     refused = table([result | {"maxtext": {"status": "does not fit"}}])
-    assert "| 0.500 s | 25% | does not fit |  |  |" in refused
+    assert table_row(refused) == ["dense 1B", "v4-64", "0.500 s", "25%", "does not fit", "", ""]
 
 
 @needs_libtpu

@@ -17,6 +17,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import assert_golden_message
 from test_launch_local import is_gone, wait_until
 from valkyrie.cli import launch
 from valkyrie.hardware.names import parse_target
@@ -197,62 +198,58 @@ def test_a_long_command_is_broken_before_its_flags():
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line",
     [
-        ("", "target= is missing. Write target=local processes=4 for processes of this machine, target=gke, "),
-        ("target=loacl -- a", "target=loacl is no place to run. Did you mean target=local? Write target=local "),
-        ("target=v4-63 -- a", "target=v4-63 is not a slice of v4: "),
-        ("target=h100-8 -- a", "target=h100-8: only slices of TPUs are rented by name. Write "),
-        ("target=tpu7x-16 -- a", "target=tpu7x-16: tpu7x is rented by GKE alone. Write target=gke slice=tpu7x-16."),
-        ("target=local processes=0 -- a", "processes=0: write a whole number, at least 1."),
-        ("target=local processes=two -- a", "processes=two: write a whole number, at least 1."),
-        ("target=local processes=2", "the training's settings are missing. Write them behind --: valkyrie-launch "),
-        (
-            "target=local model=gpt_tiny -- a",
-            "model= is not for target=local. It takes name, processes, force. Settings of ",
-        ),
-        ("target=local zone=z -- a", "zone= is not for target=local. It takes name, processes, force."),
-        ("target=local target=host -- a", "target= is given twice: target=local and target=host."),
-        ("target=local gpt_tiny -- a", "gpt_tiny: write KEY=VALUE, such as target=local; the training's settings go "),
-        ("target=ssh -- a", "target=ssh needs the hosts: write hosts=a,b, the first of which is the coordinator."),
-        ("target=ssh hosts=[a,a] -- a", "hosts=a,a names a host twice; each runs one process."),
-        ("target=ssh hosts=[-oProxyCommand=x] -- a", "hosts=: -oProxyCommand=x is no name of a host. Write "),
-        ("target=ssh hosts=[a] port=70000 -- a", "port=70000: the largest is 65535."),
-        ("target=ssh hosts=a folder=~/x -- a", "folder=~/x: it lies in the home folder anyway; write folder=NAME, or "),
-        ("target=v5e-8 --run -- modle=gpt_tiny", "modle is not a key. Did you mean model? Known: "),
-        ("target=v5e-8 --run -- model=gpt_tiny mesh=2x2x1", "mesh=2x2x1 has 4 devices, target=v5e-8 has 8. Write "),
-        ("target=v5p-8 slices=2 --run -- mesh=2x2x1", "mesh=2x2x1 has 4 devices, target=v5p-8 slices=2 has 8. Write "),
-        ("target=slurm slice=h100-8 --run -- mesh=2x2x1", "mesh=2x2x1 has 4 devices, slice=h100-8 has 8. Write "),
-        ("target=gke slice=v5e-8 image=i -- a", "target=gke needs the cluster: write cluster=NAME."),
-        ("target=gke slice=v5e-8 cluster=c -- a", "target=gke needs the image: image=REGISTRY/NAME, built from "),
-        ("target=gke slice=h100-8 cluster=c image=i -- a", "target=gke slice=h100-8: only slices of TPUs are known "),
-        (
-            "target=gke slice=v5e-8 slices=2 cluster=c image=i -- a",
-            "slices=2: GKE joins slices of several hosts, v5e-8 ",
-        ),
-        ("target=gke slice=v3-8 cluster=c image=i -- a", "slice=v3-8: GKE has tpu7x, v4, v5e, v5p, v6e."),
-        ("target=skypilot slice=tpu7x-16 -- a", "slice=tpu7x-16: SkyPilot has v3, v4, v5e, v5p, v6e in their usual "),
-        ("target=skypilot -- a", "target=skypilot needs the slice: write slice=v5e-8."),
-        ("target=skypilot slice=cpu8 -- a", "slice=cpu8 names no chip: write slice=v5e-8 or slice=h100-8."),
-        ("target=slurm -- a", "target=slurm needs the nodes: write nodes=2 gpus_per_node=8, or slice=h100-16."),
-        ("target=v4-64 spot=yes -- a", "spot=yes: write true or false."),
-        ("target=v4-64 hours=0 -- a", "hours=0: write a number above 0."),
-        ("target=v4-64 slices=2 queued=false -- a", "slices=2 needs the queue, which gives all at once. Leave "),
-        ("target=v4-64 zone=--x -- a", "zone='--x': a name starts with no dash and is one line."),
-        ("--config-dir nowhere target=local -- a", "--config-dir nowhere is not a folder."),
-        ("target=local --restarts -1 -- a", "--restarts -1: write 0 or more."),
-        ("target=local --restarts=-1 -- a", "--restarts -1: write 0 or more."),
-        ("logs target=v4-64", "logs needs the name of the run: write name=NAME."),
-        ("target=local processes=100000 -- a", "processes=100000 is more than"),
-        ("delete target=local name=a", "delete: target=local rents nothing"),
-        ("list target=ssh hosts=[a]", "list: target=ssh has nothing of the kind."),
-        ("logs target=v4-64 name=x -- a", "logs takes no settings of a training: leave out what is behind --."),
-        ("dockerfile extra=x", "dockerfile extra=x: write one of extra=tpu, extra=cuda, extra=none, or nothing for "),
+        "",
+        "target=loacl -- a",
+        "target=v4-63 -- a",
+        "target=h100-8 -- a",
+        "target=tpu7x-16 -- a",
+        "target=local processes=0 -- a",
+        "target=local processes=two -- a",
+        "target=local processes=2",
+        "target=local model=gpt_tiny -- a",
+        "target=local zone=z -- a",
+        "target=local target=host -- a",
+        "target=local gpt_tiny -- a",
+        "target=ssh -- a",
+        "target=ssh hosts=[a,a] -- a",
+        "target=ssh hosts=[-oProxyCommand=x] -- a",
+        "target=ssh hosts=[a] port=70000 -- a",
+        "target=ssh hosts=a folder=~/x -- a",
+        "target=v5e-8 --run -- modle=gpt_tiny",
+        "target=v5e-8 --run -- model=gpt_tiny mesh=2x2x1",
+        "target=v5p-8 slices=2 --run -- mesh=2x2x1",
+        "target=slurm slice=h100-8 --run -- mesh=2x2x1",
+        "target=gke slice=v5e-8 image=i -- a",
+        "target=gke slice=v5e-8 cluster=c -- a",
+        "target=gke slice=h100-8 cluster=c image=i -- a",
+        "target=gke slice=v5e-8 slices=2 cluster=c image=i -- a",
+        "target=gke slice=v3-8 cluster=c image=i -- a",
+        "target=skypilot slice=tpu7x-16 -- a",
+        "target=skypilot -- a",
+        "target=skypilot slice=cpu8 -- a",
+        "target=slurm -- a",
+        "target=v4-64 spot=yes -- a",
+        "target=v4-64 hours=0 -- a",
+        "target=v4-64 slices=2 queued=false -- a",
+        "target=v4-64 zone=--x -- a",
+        "--config-dir nowhere target=local -- a",
+        "target=local --restarts -1 -- a",
+        "target=local --restarts=-1 -- a",
+        "logs target=v4-64",
+        "target=local processes=100000 -- a",
+        "delete target=local name=a",
+        "list target=ssh hosts=[a]",
+        "logs target=v4-64 name=x -- a",
+        "dockerfile extra=x",
     ],
 )
-def test_mistakes_are_one_line_with_the_remedy(capsys: pytest.CaptureFixture[str], line: str, message: str):
+def test_mistakes_are_one_line_with_the_remedy(capsys: pytest.CaptureFixture[str], line: str):
+    """`goldens/messages/launch.txt` has the messages."""
     status, out, err = call(capsys, *line.split())
-    assert (status, out) == (2, "") and err.startswith(f"valkyrie-launch: {message}") and err.count("\n") == 1
+    assert (status, out) == (2, "") and err.startswith("valkyrie-launch: ") and err.count("\n") == 1
+    assert_golden_message("launch", line.split(), err)
 
 
 def test_an_engine_in_a_folder_of_the_user_prints_its_plan(
@@ -382,7 +379,7 @@ def test_a_slice_is_asked_for_trained_on_and_asked_for_again(programs: Path, mon
     assert verbs(programs) == [*new, end, "delete", *new, end, "ssh train"]
     err = capfd.readouterr().err
     assert "mine is SUSPENDED:" in err
-    assert err.count("starting again\n") == 1 and "(1 of 1)\n" in err
+    assert err.count("(1 of 1)") == 1, "the preemption does not count as a crash"
     calls = (programs / "calls").read_text()
     assert "VALKYRIE_LAUNCH_RESTARTS=2 .venv/bin/valkyrie-train name=mine" in calls
 
@@ -403,7 +400,7 @@ def test_a_slice_that_cannot_be_reached_is_tried_thrice(programs: Path, monkeypa
     monkeypatch.setattr("test_launch.GCLOUD", GCLOUD + '\nif verb == "scp": sys.exit(255)\n')
     with pytest.raises(ValueError) as error:
         rented(programs, monkeypatch, "0")
-    assert str(error.value).startswith("it failed with status 255: gcloud compute tpus queued-resources scp /tmp/mine")
+    assert "status 255" in str(error.value) and "queued-resources scp /tmp/mine" in str(error.value)
     assert verbs(programs).count("scp") == 4, "the first beside the slice being new"
 
 
@@ -417,7 +414,7 @@ def test_the_command_rents_and_says_how_to_give_back(programs: Path, monkeypatch
     for actions in (["create"], ["create", "ssh pkill -TERM", "ssh pkill -KILL"]):
         status, _, err = call(capfd, *command)
         assert status == 0
-        assert err.endswith("gcloud compute tpus queued-resources delete mine --force --quiet\n")
+        assert err.split()[-4:] == ["delete", "mine", "--force", "--quiet"] and "gcloud" in err.splitlines()[-1]
         assert [verb for verb in verbs(programs) if verb == "create" or "pkill" in verb] == actions
     assert verbs(programs)[-3:] == ["scp", "ssh tar", "ssh train"]
 
@@ -481,4 +478,4 @@ def test_run_writes_the_file_and_submits_it(programs: Path, capsys: pytest.Captu
 
 def test_code_is_copied_from_a_clone_alone(programs: Path, capsys: pytest.CaptureFixture[str]):
     status, _, err = call(capsys, "target=v4-64", "--run", "--", "name=mine", "mesh=4x4x2")
-    assert status == 2 and err.splitlines()[-1].endswith("which has no pyproject.toml: cd to the clone.")
+    assert status == 2 and "pyproject.toml" in err.splitlines()[-1]

