@@ -25,6 +25,7 @@ from valkyrie.launch.choose import ENGINES, TPU_ENGINE, read_config
 from valkyrie.launch.dockerfile import dockerfile
 from valkyrie.launch.engine import named
 from valkyrie.launch.engines import gke, skypilot, slurm, ssh, tpu_vm
+from valkyrie.launch.engines.local import PROCESSES_PER_CORE
 from valkyrie.launch.gcloud import accelerator, resource_name
 from valkyrie.launch.plan import Call, Plan, Written, command_text
 
@@ -238,7 +239,6 @@ def test_a_long_command_is_broken_before_its_flags():
         "target=local --restarts -1 -- a",
         "target=local --restarts=-1 -- a",
         "logs target=v4-64",
-        "target=local processes=100000 -- a",
         "delete target=local name=a",
         "list target=ssh hosts=[a]",
         "logs target=v4-64 name=x -- a",
@@ -250,6 +250,12 @@ def test_mistakes_are_one_line_with_the_remedy(capsys: pytest.CaptureFixture[str
     status, out, err = call(capsys, *line.split())
     assert (status, out) == (2, "") and err.startswith("valkyrie-launch: ") and err.count("\n") == 1
     assert_golden_message("launch", line.split(), err)
+
+
+def test_more_processes_than_the_cores_can_serve_are_refused(capsys: pytest.CaptureFixture[str]):
+    status, out, err = call(capsys, "target=local", "processes=100000", "--", "a")
+    assert (status, out) == (2, "") and err.startswith("valkyrie-launch: processes=100000 ")
+    assert f"processes={PROCESSES_PER_CORE * (os.cpu_count() or 1)}," in err and "force=true" in err
 
 
 def test_an_engine_in_a_folder_of_the_user_prints_its_plan(
