@@ -7,7 +7,7 @@ import pytest
 
 from helpers import some_quick
 from runs import command, copied, start, tiny, trained
-from valkyrie.config.arguments import run_of
+from valkyrie.config.arguments import parse_run
 from valkyrie.problems import ProblemCode
 from valkyrie.runs.tracking import read_metrics
 
@@ -81,7 +81,7 @@ def test_reading_without_a_run_is_refused(tmp_path: Path, capfd: pytest.CaptureF
 def test_an_invalid_setting_is_refused_in_one_line(
     capfd: pytest.CaptureFixture[str], change: str, code: ProblemCode
 ) -> None:
-    (problem,) = run_of([change]).problems()
+    (problem,) = parse_run([change]).problems()
     assert (problem.code, problem.key) == (code, change.partition("=")[0])
     assert command(change) == 2
     assert capfd.readouterr().err == f"valkyrie-train: {problem}\n"
