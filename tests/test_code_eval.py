@@ -327,7 +327,7 @@ def test_a_sandbox_that_fails_on_the_way_ends_no_training(
 
 def test_the_mode_needs_a_run_and_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command("mode=code_eval", f"runs={tmp_path}") == 2
-    assert "resume=latest found no" in capfd.readouterr().err
+    assert "resume=latest: there is no" in capfd.readouterr().err
     folder = copied(trained(), tmp_path)
     capfd.readouterr()
     assert command("mode=code_eval", f"resume={folder}", "code_eval.problems=none.jsonl") == 2

@@ -106,9 +106,9 @@ def test_records_wait_while_the_disk_is_full_and_are_written_after(tmp_path: Pat
 
     tracker._file = FullFile()
     note = tracker.log({"loss": 2.0}, 2)
-    assert note is not None and "lines wait" in note
+    assert note is not None and "kept in memory" in note
     assert tracker.log({"loss": 3.0}, 3) is None
-    assert tracker.lost is not None and "last 2 lines" in tracker.lost
+    assert tracker.lost is not None and "last 2 records" in tracker.lost
     tracker._file = disk
     assert "written again" in str(tracker.log({"loss": 4.0}, 4))
     tracker.close()

@@ -97,7 +97,7 @@ def test_without_a_record_no_setting_has_changed(tmp_path: Path) -> None:
 
 def again(folder: Path) -> str:
     command = f"valkyrie-train name={folder.name}"
-    return f"Copy it back, or go on with {command} and the settings that the run was trained with."
+    return f"Restore the file, or continue the run with {command} and the settings it was trained with."
 
 
 def test_a_missing_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_missing_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
     (folder / RUN).unlink()
     with pytest.raises(ValueError) as caught:
         saved_config(folder)
-    lost = f"{folder} has checkpoints, and no run.yaml with the settings of its run. "
+    lost = f"{folder} has checkpoints, but run.yaml with the settings of the run is missing. "
     assert str(caught.value) == lost + again(folder)
 
 
@@ -113,7 +113,7 @@ def test_a_damaged_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp")
     run.save(tmp_path / RUN)
     text = (tmp_path / RUN).read_text()
-    remedy = f"Delete it first. {again(tmp_path)}"
+    remedy = f"Delete it. {again(tmp_path)}"
     ends = [text.index("hydra:") + n for n in (0, len("hydra:"), len("hydra:\n  run"))]
     for length in (0, 30, 200, 211, 300, *ends, len(text) - len("    root: null\n"), len(text) - 2):
         (tmp_path / RUN).write_text(text[:length])
@@ -129,7 +129,7 @@ def test_the_processes_of_a_trial_and_of_a_compile_take_no_half_of_a_run(tmp_pat
     compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp").save(tmp_path / RUN)
     text = (tmp_path / RUN).read_text()
     (tmp_path / RUN).write_text(text[: text.index("optimizer:")])
-    for carry_out in (trial_child._carry_out, lambda folder: compile_child._outcome(folder, anew=False)):
+    for carry_out in (trial_child._run_mode, lambda folder: compile_child._outcome(folder, anew=False)):
         with pytest.raises(ValueError, match="run.yaml is damaged"):
             carry_out(tmp_path)
 

@@ -58,6 +58,6 @@ def test_the_task_function_alone_records_a_trial(
     for times in (1, 2):
         assert command(*stage.arguments("partition=dp", "hydra/launcher=basic")) == 0
         said = capfd.readouterr().out
-        assert said.count("tokens/s simulated") == 1 and ("(done before)" in said) is (times == 2)
+        assert said.count("tokens/s simulated") == 1 and ("(recorded earlier)" in said) is (times == 2)
         assert "1 ok" in said
     assert len(stage.started()) == stage.lines() == 1

@@ -104,7 +104,7 @@ CASES: dict[str, tuple[str, str | None, Any]] = {
 MADE = [
     Problem(ProblemCode.not_finite, "model.attention.soft_cap", math.inf),
     Problem(ProblemCode.not_installed, "data.paths", text="data.paths=s3://x: s3:// needs the package s3fs."),
-    Problem(ProblemCode.same_sharding, "mesh", "4x2x1", "mesh=4x2x1 shards every array as another mesh does."),
+    Problem(ProblemCode.same_sharding, "mesh", "4x2x1", "mesh=4x2x1 shards every array exactly like another mesh."),
     Problem(ProblemCode.damaged, names=("train-00000.array_record",), text="train-00000.array_record is damaged."),
 ]
 """Problems that no arguments of a single run cause on every machine."""

@@ -236,7 +236,7 @@ def test_real_devices_at_hand_are_named(tmp_path: Path):
     assert [row.group.target for row in rows[:2]] == [real.results.devices] * 2
     assert len(predicted_and_measured(rows)) == 1
     trained = replace(real, stage="train", results=TrialResult(simulated=False, step=real.results.step))
-    assert rows_of(tmp_path / "old", trained)[0].group.devices.endswith("at hand")
+    assert rows_of(tmp_path / "old", trained)[0].group.devices.endswith("this machine")
 
 
 def test_the_command_of_a_layout_runs_as_one_run(tmp_path: Path):

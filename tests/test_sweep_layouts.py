@@ -280,12 +280,12 @@ WRONG = {
         ["hydra.sweeper.space.parameters=[2e9,1e9]"],
         "hydra.sweeper.space.parameters=[2e+09,1e+09] is no",
     ),
-    "an empty list": (["hydra.sweeper.space.meshes=[]"], "hydra.sweeper.space.meshes=[] leaves no"),
+    "an empty list": (["hydra.sweeper.space.meshes=[]"], "hydra.sweeper.space.meshes=[]: the space"),
     "a layout's key among the others": (
         ["+hydra.sweeper.space.vary.remat=[none]"],
-        "Write hydra.sweeper.space.remat.",
+        "Use hydra.sweeper.space.remat.",
     ),
-    "an interval": (["seq=interval(1,9)"], "seq=interval(1,9): a space"),
+    "an interval": (["seq=interval(1,9)"], "seq=interval(1,9): this sweeper"),
     "no microbatches": (["microbatches=two,1"], "microbatches=two,1: Value 'two'"),
     "no such partition": (["partition=2dtp,dp"], "mean partition=2d_tp?"),
     "no such value": (["seq=64,abc"], "seq=abc: a whole"),
@@ -293,7 +293,7 @@ WRONG = {
         ["sweep=partition_by_length", "seq=64"],
         "varies seq,batch together.",
     ),
-    "no limit": (["hydra.sweeper.limit=0"], "hydra.sweeper.limit=0: at least"),
+    "no limit": (["hydra.sweeper.limit=0"], "hydra.sweeper.limit=0: must be"),
 }
 
 

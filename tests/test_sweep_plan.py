@@ -25,7 +25,7 @@ def test_a_multirun_never_works_in_the_folder_of_one_run(command: Any, tmp_path:
     base = make_run(tmp_path / "runs", "base", "model=s5_tiny")
     refused = command("-m", "resume=base", "mesh=1x1x1", "partition=dp", "seed=0,1")
     assert refused.status == 2
-    assert "valkyrie-train resume=base" in refused.err and "Leave resume out" in refused.err
+    assert "valkyrie-train resume=base" in refused.err and "Omit resume" in refused.err
     assert sorted(path.name for path in base.iterdir()) == ["checkpoints", "run.yaml"]
     assert not list((tmp_path / "runs").rglob("trials.jsonl"))
 
@@ -138,7 +138,7 @@ def test_trials_that_disturb_each_other_are_warned_of(
 ):
     play(monkeypatch, dp=Status.ok, fsdp=Status.ok)
     ended = command("-m", "model=s5_tiny", "batch=8", "mesh=1x1x1", "partition=dp,fsdp", "tracking=off", *asked)
-    assert (ended.status, "SIDE BY SIDE" in ended.out) == (0, warned)
+    assert (ended.status, "CONCURRENT MEASUREMENTS" in ended.out) == (0, warned)
 
 
 @pytest.mark.slow

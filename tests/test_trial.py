@@ -15,7 +15,7 @@ from valkyrie.parts import PartKind, StepPart
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.sweep.trial import SCHEMA, Status, Trial, TrialLog, TrialResult
 
-REMEDY = "Delete that line; the same sweep command does its trial again."
+REMEDY = "Delete that line and run the sweep command again to repeat its trial."
 
 
 def trial(key: str, status: Status = Status.ok, reason: str | None = None) -> Trial:

@@ -1,4 +1,4 @@
-"""Columns of tables, with the formats of their units for terminals, pages and W&B."""
+"""Columns of tables, and how to format their values for terminals, pages and W&B."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "amount": number_text,
     "loss": "{:.4f}".format,
 }
-"""Format of a value of each unit. `sent` are bytes on a link, in powers of ten. A `layout` opens its details."""
+"""Formatter of each unit. `sent` is bytes over a link, in powers of ten. On the page, a `layout` opens its details."""
 WORDS = ("text", "layout")
-"""Units of text."""
+"""Units of columns that contain text."""
 TIMED = ("speed", "seconds")
-"""Units of time and speed, which are marked if the devices are simulated."""
+"""Units of time and speed. Such values are marked if the devices are simulated."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,12 @@ class Column(Generic[R]):
         name: Key in CSV files and on the page.
         label: Heading.
         unit: A key of `FORMATS`.
-        value: Returns the value of a row; None or an empty text if unknown.
-        help: Tooltip.
-        wandb: Key at W&B, or None for `name`. Values at W&B are multiplied by `scale`.
+        value: Returns the value for a row, or None or an empty text if it is unknown.
+        help: Tooltip on the page.
+        wandb: Key at W&B, or None to use `name`.
+        scale: Factor for values at W&B.
         unknown: Text on a terminal for an unknown value.
-        least: Minimum width on a terminal of cells that wrap, or None if they never wrap.
+        least: Minimum width on a terminal, with wrapped cells. None if cells must not wrap.
     """
 
     name: str
@@ -64,21 +65,21 @@ class Column(Generic[R]):
 
     @property
     def is_number(self) -> bool:
-        """Whether cells are aligned to the right."""
+        """Whether values are numbers, which are aligned to the right."""
         return self.unit not in WORDS
 
     @property
     def key(self) -> str:
-        """Its key at W&B."""
+        """The key at W&B."""
         return self.wandb or self.name
 
     def text(self, row: R) -> str:
-        """Return the cell for people."""
+        """Return the formatted value for a row."""
         value = self.value(row)
         return self.unknown if value in (None, "") else FORMATS[self.unit](value)
 
     def scaled(self, row: R) -> Any:
-        """Return the value at W&B."""
+        """Return the value for a row in the unit used at W&B."""
         value = self.value(row)
         return value if value is None or self.scale == 1.0 else self.scale * value
 
@@ -90,7 +91,7 @@ def terminal_table(
     overflow: OverflowMethod = "ellipsis",
     **options: Any,
 ) -> Table:
-    """Return a table for a terminal; `style` is that of a row, and `options` go to `rich.table.Table`."""
+    """Return a table for a terminal. `style` returns the style of a row. `options` are passed to `rich.table.Table`."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
@@ -110,9 +111,9 @@ def terminal_table(
 
 
 def terminal_line(columns: Sequence[Column[R]], row: R | None = None) -> str:
-    """Return a row of a table that is printed line by line, or its head without a row.
+    """Return a row as a line, or the line of headings if `row` is None. For tables printed line by line.
 
-    Cells are padded to `least`, except in the last column.
+    Pads cells to the column's `least`, except in the last column.
     """
     cells = [(column, column.label if row is None else column.text(row)) for column in columns]
     padded = [text.rjust(c.least or 0) if c.is_number else text.ljust(c.least or 0) for c, text in cells[:-1]]

@@ -1,4 +1,4 @@
-"""The record of a layout and its request in run folders and `trials.jsonl`. Imports no JAX."""
+"""How run folders and `trials.jsonl` record a layout and the run that requested it. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -14,21 +14,33 @@ from valkyrie.parallel.schedule import PipelineRecord
 
 @dataclass(frozen=True)
 class LayoutRecord:
-    """A layout and its run's request: `about` in `compile.json`, `measure.json`, `tune.json` and `trials.jsonl`.
+    """A layout and its run: `about` in `compile.json`, `measure.json`, `tune.json` and `trials.jsonl`.
+
+    The fields from `layout` on are None if the layout is illegal.
 
     Args:
-        axes: Devices along each mesh axis.
-        target: Name of the target. `described`, `chip` and `chips` (of all slices) are stored for older readers.
-        batch: Sequences of the global batch.
-        seq: Tokens of a sequence.
-        hardware: The target. None in records of version 1.0 and earlier, unless `with_hardware` has added it.
-        layout: Name of the layout. None if the layout is illegal, as are the fields after it.
-        roles: Role of each mesh axis, for display.
+        model: Name of the model.
+        mesh: Name of the mesh.
+        partition: Name of the partition.
+        target: Name of the target.
+        axes: Number of devices along each mesh axis.
+        mesh_placement: Order in which mesh axes map to the topology, or None for the default.
+        microbatches: Number of microbatches.
+        remat: Name of the remat policy.
+        described: The target as text. Stored for older versions of Valkyrie, as are `chip` and `chips`.
+        chip: Name of the chip, or None if the devices are simulated or unknown.
+        chips: Number of chips in all slices.
+        batch: Sequences in the global batch.
+        seq: Tokens per sequence.
+        precision: Name of the precision.
+        hardware: The target. None in records of version 1.0 and earlier, unless added by `with_hardware`.
+        layout: Name of the layout.
+        roles: Role of each mesh axis, as text.
         axis_roles: Role of each mesh axis. None in older records.
-        degrees: Number of parts into which each kind of role splits its work.
-        sharding: Name shared by layouts of a model that shard every array alike.
+        degrees: Number of devices over which each kind of role splits the work.
+        sharding: Name shared by layouts of a model that shard every array in the same way.
         pipeline: `Pipeline.record()`, or None without a pipeline.
-        predicted_by: Digest of the code and compiler of a prediction, or None for other stages.
+        predicted_by: Digest of the code and compiler of a prediction. None for other stages.
     """
 
     model: str
@@ -56,7 +68,7 @@ class LayoutRecord:
 
     @property
     def name(self) -> str:
-        """Name of the layout, composed of its settings if it is illegal."""
+        """Name of the layout, or a name made from its settings if it is illegal."""
         if self.layout is not None:
             return self.layout
         microbatches = [f"mb{self.microbatches}"] if self.microbatches != 1 else []
@@ -65,9 +77,9 @@ class LayoutRecord:
 
 
 def with_hardware(record: LayoutRecord, overrides: Mapping[str, str]) -> LayoutRecord:
-    """Return the record of an older Valkyrie with `hardware`, derived from the target's name and a trial's overrides.
+    """Add `hardware` to the record of an older Valkyrie, derived from the target's name and the trial's overrides.
 
-    It stays None if the name belongs to a user's own chip.
+    It remains None if the target is not built in.
     """
     if record.hardware is not None:
         return record

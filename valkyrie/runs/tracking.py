@@ -1,4 +1,4 @@
-"""Metrics: one JSON line per record in the run folder, and W&B if enabled."""
+"""Writes the metrics of a run: a JSON line per record in the run folder, and W&B if enabled."""
 
 from __future__ import annotations
 
@@ -14,30 +14,38 @@ from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, wandb_summar
 
 
 def profile_window(window: str) -> tuple[int, int]:
-    """Return the first and the last step of `profile=100-105`. Raises ProblemError for any other form."""
+    """Parse the first and the last step of `profile=100-105`. Raises ProblemError if the form is wrong."""
     first, dash, last = window.partition("-")
     if not (dash and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        text = f"profile={window}: write the first and the last step to trace, such as profile=100-105."
+        text = f"profile={window}: must be the first and the last step to trace, such as profile=100-105."
         raise ProblemError([Problem(ProblemCode.malformed, "profile", window, text)])
     return int(first), int(last)
 
 
 def profile_problems(window: str | None, steps: int) -> list[Problem]:
-    """Return the problems of a window of steps to trace in a training of `steps` steps."""
+    """Return the problems of `profile=window` in a training of `steps` steps. None traces no steps."""
     try:
         last = 0 if window is None else profile_window(window)[1]
     except ProblemError as error:
         return [*error.problems]
-    text = f"profile={window}: the training ends with step {steps} (steps={steps})."
+    text = f"profile={window}: the last step to trace must be at most steps={steps}."
     return [Problem(ProblemCode.conflict, "profile", window, text)] if last > steps else []
 
 
 class Tracker:
-    """Writes records to `metrics.jsonl` and to W&B, offline if its server does not answer.
+    """Writes records to `metrics.jsonl` and to W&B. If W&B's server does not answer, W&B runs offline.
 
-    `note` is a line about a W&B that did not start, or None. `start` is the step from which a run continues: records of
-    later steps are removed, because those steps are repeated. With `write=False`, for processes other than the leader,
-    nothing is written.
+    `note` is a line about W&B if it did not start or is offline, else None.
+
+    Args:
+        config: Settings of W&B.
+        folder: The run folder.
+        run_name: Name of the W&B run.
+        fields: Config of the W&B run, see `WandbWriter.start`.
+        group: Group of the W&B run if `config` sets none.
+        start: The step from which a run continues, or None for a new run. Removes the records of later steps, because
+            those steps are repeated.
+        write: Whether to write anything. False on processes other than the leader.
     """
 
     def __init__(
@@ -57,7 +65,7 @@ class Tracker:
         self._open_step: int | None = None
         if not write:
             return
-        open_to_append(self.file).close()  # refuses a link, before a line is removed
+        open_to_append(self.file).close()  # raises an error for a link before any line is removed
         cut_torn_line(self.file)
         if start is not None:
             drop_after(self.file, start)
@@ -68,23 +76,23 @@ class Tracker:
         self._wandb = writer.start(
             name=run_name, run_id=run_id, group=group, job_type="train", fields=fields, resume="allow"
         )
-        failed = self._wandb is None and writer.note is not None
-        self.note = f"{writer.note}; metrics.jsonl is written all the same." if failed else writer.note
+        is_off = self._wandb is None and writer.note is not None
+        self.note = f"{writer.note}; metrics.jsonl is still written." if is_off else writer.note
 
     @property
     def writes(self) -> bool:
-        """Whether records are written at all."""
+        """Whether this process writes records."""
         return self._file is not None
 
     @property
     def gone(self) -> bool:
-        """Whether the file was deleted, with its folder or its disk."""
+        """Whether the file no longer exists, for example because its folder was deleted."""
         return self.writes and not self.file.is_file()
 
     def log(self, record: Mapping[str, object], step: int) -> str | None:
-        """Append a record of scalars with its step.
+        """Append a record of scalars for a step.
 
-        Returns a line to print when records can no longer be written, and when the waiting ones have been written.
+        Returns a line to print when writing starts to fail, and when delayed records have been written. Else None.
         """
         line = self._write({"step": step, **record})
         if self._wandb is not None:
@@ -93,9 +101,9 @@ class Tracker:
         return line
 
     def summary(self, values: Mapping[str, object]) -> None:
-        """Set values of the whole run: in W&B's summary, and as a last JSON line without a step.
+        """Record values of the whole run, in W&B's summary and as a JSON line without a step.
 
-        The last step at W&B is closed first. Otherwise closing it later would overwrite equal keys of the summary.
+        Closes the last step at W&B first, because closing it later would overwrite equal keys of the summary.
         """
         self._write({"summary": values})
         if self._wandb is not None:
@@ -106,61 +114,65 @@ class Tracker:
 
     @property
     def lost(self) -> str | None:
-        """A line about records that could not be written, or None."""
+        """A line to print about records that were never written, or None if all were."""
         lines = self._unwritten.count(b"\n")
-        return f"{self.file} lacks its last {lines} lines: the disk did not take them" if lines else None
+        return f"{self.file} lacks the last {lines} records, which could not be written to disk" if lines else None
 
     def close(self, exit_code: int = 0) -> None:
-        """Flush and close both sinks."""
+        """Close the file and the W&B run, with the exit code that W&B shows."""
         if self._file is not None:
             self._file.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=exit_code)
 
     def _write(self, values: Mapping[str, object]) -> str | None:
-        """Append a line after those that a full disk has delayed, the first of which may be half written."""
+        """Append a line after earlier ones that could not be written. The first of these may be partly written."""
         if self._file is None:
             return None
-        waited = bool(self._unwritten)
+        was_delayed = bool(self._unwritten)
         self._unwritten += json.dumps(values).encode() + b"\n"
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            remedy = "; free some room there" if is_full(error) else ""
-            return None if waited else f"{self.file} cannot be written ({error_reason(error)}): its lines wait{remedy}"
-        return f"{self.file} is written again, with the lines that waited" if waited else None
+            remedy = " Free disk space there." if is_full(error) else ""
+            return (
+                None
+                if was_delayed
+                else f"cannot write {self.file} ({error_reason(error)}). Records are kept in memory.{remedy}"
+            )
+        return f"{self.file} is written again, including the delayed records" if was_delayed else None
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove an incomplete last line, so that the next record begins a line."""
+    """Remove an incomplete last line, so that the next record starts on a new line."""
     if not path.is_file():
         return
-    whole = path.read_bytes().rfind(b"\n") + 1
-    if whole < path.stat().st_size:
-        os.truncate(path, whole)
+    complete_bytes = path.read_bytes().rfind(b"\n") + 1
+    if complete_bytes < path.stat().st_size:
+        os.truncate(path, complete_bytes)
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Remove the records of steps after `step`, the checkpoint from which a run continues."""
+    """Remove the records of steps after `step`, from which a run continues."""
     if not path.is_file():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    earlier = [line for line in lines if _step_of(line, step) <= step]
+    earlier = [line for line in lines if _record_step(line, step) <= step]
     if len(earlier) < len(lines):
         write_atomic(path, b"".join(earlier))
 
 
-def _step_of(line: bytes, otherwise: int) -> int:
-    """Return the step of a record, or `otherwise` if it is missing or damaged."""
+def _record_step(line: bytes, default: int) -> int:
+    """Return the step of a record, or `default` if the line has no step or is damaged."""
     try:
-        return int(json.loads(line).get("step", otherwise))
+        return int(json.loads(line).get("step", default))
     except (ValueError, AttributeError, TypeError):
-        return otherwise
+        return default
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a `metrics.jsonl`, oldest first. Skips damaged and incomplete lines."""
+    """Return the records in a `metrics.jsonl`, oldest first. Skips damaged and incomplete lines."""
     records = []
     for line in path.read_text(errors="replace").splitlines():
         try:

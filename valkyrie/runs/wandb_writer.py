@@ -1,4 +1,4 @@
-"""Runs at W&B: how they start, and the names of their settings and numbers."""
+"""Starts runs at W&B, and defines the keys of their settings and numbers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 from valkyrie.paths import cache_problem
 
 TRAFFIC = "communication"
-"""Key of a training's traffic in its summary."""
+"""Key in a training's summary for the bytes that a device sends."""
 FLUSH_S = 1.0
-"""Seconds until a record is in W&B's file. A killed run loses records of at most that time, and the last one."""
+"""Seconds until W&B writes a record to its file. A killed run loses the records of that time, and the last one."""
 AGAIN = "-offline"
-"""Suffix of the id of a run that did not start online, because W&B reserves the id of a failed start."""
+"""Suffix of the id of a run that failed to start online and is offline: W&B reserves the id of the failed start."""
 TAGGED = ("mesh", "partition", "model", "target")
-"""Groups whose names are tags of a run."""
+"""Config groups whose choices become tags of a run."""
 _GROUPS = ("model", "mesh", "partition", "target", "precision")
-"""Groups with names that describe a run."""
+"""Config groups whose choices are recorded as `GROUP.name` in a run's config."""
 
 
 class WandbMode(Enum):
-    """How W&B is used: `auto` obeys `WANDB_MODE`, else is online with an API key in the environment."""
+    """How W&B is used. `auto` follows `WANDB_MODE`; if that is unset, it is online if `WANDB_API_KEY` is set."""
 
     auto = "auto"
     online = "online"
@@ -35,10 +35,16 @@ class WandbMode(Enum):
 
 @dataclass
 class TrackingConfig:
-    """Where metrics go in addition to `metrics.jsonl`. `wandb=auto` does not wait for a network unless a key is set.
+    """Settings of W&B, which records metrics in addition to `metrics.jsonl`.
 
-    `group` is W&B's group of the run, or None to group by model and target. `id` is W&B's id of the run, or None to
-    derive it from its name and folder.
+    Args:
+        name: Name of this choice of the config group.
+        wandb: How W&B is used.
+        project: W&B project.
+        entity: W&B user or team, or None for the default.
+        group: W&B group of the run, or None to group by model and target.
+        id: W&B id of the run, or None to derive it from the run's name and folder.
+        init_timeout: Seconds to wait for W&B's server.
     """
 
     name: str = "wandb"
@@ -51,10 +57,10 @@ class TrackingConfig:
 
 
 class WandbWriter:
-    """Starts W&B runs in `folder/wandb`: online, else offline, else not at all.
+    """Starts W&B runs in `folder/wandb`. A run that cannot start online starts offline, if possible.
 
-    After a run that does not start online, all runs are offline. `mode` is the mode of the next run, and `note` reports
-    the failure of the last one, or is None.
+    After a run has failed to start online, all later runs are offline. `mode` is the mode of the next run. `note`
+    describes the failure of the last start, or is None.
     """
 
     def __init__(self, config: TrackingConfig, folder: Path) -> None:
@@ -64,31 +70,37 @@ class WandbWriter:
     def start(
         self, *, name: str, run_id: str, group: str, job_type: str, fields: Mapping[str, object], **more: Any
     ) -> Any:
-        """Start a run and return it. Returns None on failure, because a tracker must never end a training.
+        """Start a run and return it. Returns None on failure, because W&B must never end a training.
 
-        `fields` are the run's config, nested as W&B filters it: `optimizer.learning_rate`, `model.name`. `more` is
-        passed to `wandb.init`, its `settings` to `wandb.Settings`. `resume` is passed only if the run is online.
+        Args:
+            name: Name of the run.
+            run_id: Id of the run. A run that falls back to offline mode gets the suffix `AGAIN`.
+            group: Group of the run.
+            job_type: Job type of the run.
+            fields: The run's config, as nested dicts, so that W&B can filter by `optimizer.learning_rate`.
+            more: Further arguments of `wandb.init`. `settings` are passed to `wandb.Settings`. `resume` applies only
+                online.
         """
         self.note, notes, mode = None, [], self.mode
         if mode is WandbMode.off:
             return None
         for self.mode in dict.fromkeys((mode, WandbMode.offline)):
-            own_id = f"{run_id}{AGAIN}" if notes else run_id
+            attempt_id = f"{run_id}{AGAIN}" if notes else run_id
             try:
-                run = self._init(name, own_id, group, job_type, dict(fields), **more)
+                run = self._init(name, attempt_id, group, job_type, dict(fields), **more)
             except Exception as error:
                 online = " online" if self.mode is WandbMode.online else ""
                 reason = " ".join(str(error).split())
                 notes.append(f"W&B did not start{online} ({type(error).__name__}: {reason})")
             else:
-                later = f"; it is offline. Upload it later: wandb sync {self.folder}/wandb/offline-run-*"
-                self.note = notes[0] + later if notes else None
+                advice = f"; the run is offline. To upload it later: wandb sync {self.folder}/wandb/offline-run-*"
+                self.note = notes[0] + advice if notes else None
                 return run
         self.mode, self.note = WandbMode.off, "; ".join(notes)
         return None
 
     def _init(self, name: str, run_id: str, group: str, job_type: str, fields: dict[str, Any], **more: Any) -> Any:
-        _keep_logs_off_the_screen(self.folder)
+        _ensure_writable_cache(self.folder)
         import wandb
 
         settings = {"silent": True, "init_timeout": self.config.init_timeout, "console": "off"}
@@ -102,7 +114,7 @@ class WandbWriter:
             entity=self.config.entity,
             dir=self.folder.resolve(),
             name=name,
-            id=re.sub(r"[/\\#?%:]", "-", run_id),  # W&B refuses these
+            id=re.sub(r"[/\\#?%:]", "-", run_id),  # W&B rejects these characters
             group=group,
             job_type=job_type,
             tags=tags,
@@ -113,25 +125,26 @@ class WandbWriter:
 
 
 def tag(key: str, name: object) -> str:
-    """Return the tag of a group's name: `mesh=4x4x2`. W&B refuses more than 64 characters."""
+    """Return the tag for the choice of a group, such as `mesh=4x4x2`. W&B rejects more than 64 characters."""
     return f"{key}={name}"[:64]
 
 
 def config_of(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, object]:
-    """Return W&B's config of a run: its settings, nested, and the facts of `about` (layout, roles, chips, ...).
+    """Return the config of a W&B run: nested settings, and the fields of `about` (layout, roles, chips, ...).
 
-    Names of groups in `about` (`mesh`: `4x4x2`) are moved into the groups (`mesh.name`), so that a key has one meaning.
+    Names of groups in `about` (`mesh`: `4x4x2`) become `name` in the group (`mesh.name`), because the settings already
+    use the group's key.
     """
     names = {key: {"name": about[key]} for key in _GROUPS if key in about}
-    derived = {key: value for key, value in about.items() if key not in _GROUPS and value is not None}
+    other_fields = {key: value for key, value in about.items() if key not in _GROUPS and value is not None}
     groups: dict[str, object] = {key: {**group, **(settings.get(key) or {})} for key, group in names.items()}
-    return {**derived, **settings, **groups}
+    return {**other_fields, **settings, **groups}
 
 
 def wandb_summary(values: Mapping[str, Any]) -> dict[str, object]:
-    """Return the known values of a run's summary under W&B's names.
+    """Return the known values of a run's summary by their keys at W&B.
 
-    Adds the step in milliseconds, and the traffic as `comm_bytes/x,y` by mesh axes and `comm_bytes/total`.
+    Adds the step time in milliseconds, and the bytes sent: `comm_bytes/x,y` by mesh axes, and `comm_bytes/total`.
     """
     summary = {key: value for key, value in values.items() if key != TRAFFIC}
     traffic, step_s = values.get(TRAFFIC), values.get("step_s")
@@ -144,16 +157,16 @@ def wandb_summary(values: Mapping[str, Any]) -> dict[str, object]:
 
 
 def resolve(mode: WandbMode) -> WandbMode:
-    """Resolve `auto` to another mode, by `WANDB_MODE`, else by whether there is an API key."""
+    """Resolve `auto` to another mode, from the environment variables `WANDB_MODE` and `WANDB_API_KEY`."""
     if mode is not WandbMode.auto:
         return mode
-    known = {"online": WandbMode.online, "offline": WandbMode.offline, "disabled": WandbMode.off}
-    chosen = known.get(os.environ.get("WANDB_MODE", ""))
-    return chosen or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
+    modes = {"online": WandbMode.online, "offline": WandbMode.offline, "disabled": WandbMode.off}
+    requested = modes.get(os.environ.get("WANDB_MODE", ""))
+    return requested or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
 
 
-def _keep_logs_off_the_screen(folder: Path) -> None:
-    """Move W&B's cache into `folder` if the default cannot be written, because W&B would log that to our stderr."""
+def _ensure_writable_cache(folder: Path) -> None:
+    """Move W&B's cache into `folder` if the default location is not writable, which W&B would report on stderr."""
     if "WANDB_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "wandb"
         if cache_problem(cache):

@@ -1,1 +1,1 @@
-"""Carries out multiruns: enumerates layouts, runs each trial in a process of its own, and records what it came to."""
+"""Carries out multiruns: enumerates layouts, runs each trial in a separate process, and records its result."""

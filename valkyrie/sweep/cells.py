@@ -1,7 +1,7 @@
-"""The cells of a sweep's space: every combination, legal or refused with its problems. No JAX.
+"""Enumerates the cells of a sweep's space: every combination of its values, legal or refused. Imports no JAX.
 
-Combinations that nobody named are skipped and counted, not refused: enumerated meshes that a partition cannot use,
-meshes with the same sharding as another, and models outside the requested range.
+Some combinations are skipped and counted instead of refused, because the user did not list them one by one: enumerated
+meshes that a partition cannot use, meshes with the same sharding as another, and models outside the requested range.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PATTERN = re.compile(r"(?:([0-9]+)s)?((?:[A-Z]|[0-9]+)(?:x(?:[A-Z]|[0-9]+)){2,3
 
 @dataclass(frozen=True)
 class Cell:
-    """A combination of a space."""
+    """One combination of the values in a space. It is legal if it has no problems."""
 
     overrides: tuple[str, ...]
     run: Run
@@ -40,7 +40,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells of a space in order, and the reason for each skipped combination."""
+    """The cells of a space, in order, and a problem for each skipped combination."""
 
     cells: list[Cell]
     skipped: list[Problem]
@@ -62,46 +62,55 @@ def enumerate_space(
     partitions: Mapping[str, PartitionConfig],
     remats: Mapping[str, RematConfig] | None = None,
     *,
-    mesh_named: Callable[[str], MeshConfig] = parse_mesh,
-    accelerated: bool = False,
+    resolve_mesh: Callable[[str], MeshConfig] = parse_mesh,
+    has_accelerators: bool = False,
 ) -> Cells:
-    """Return every cell of a space. Raises ValueError for a space that cannot be enumerated.
+    """Return every cell of a space.
 
     Args:
         space: The ranges and lists to combine.
-        variants: Runs that differ in everything except the layout.
-        partitions: Partitions by the name in an override.
-        remats: Remat policies by name, or None to use the policy of the run.
-        mesh_named: Returns the mesh of a name.
-        accelerated: Whether `target=auto` means accelerators of this machine.
+        variants: Runs for each combination of the settings outside the layout.
+        partitions: Partitions to try, by name.
+        remats: Remat policies to try, by name, or None to use the policy of the run.
+        resolve_mesh: Returns the mesh with a given name.
+        has_accelerators: Whether this machine has accelerators, which `target=auto` then uses.
+
+    Raises:
+        ValueError: The space has an invalid value, or a pattern that matches no mesh.
     """
     refuse(space.problems())
     cells: list[Cell] = []
     skipped: list[Problem] = []
     for variant in variants:
-        if unsound := variant.run.model.problems():
-            cells.append(Cell(variant.overrides, variant.run, tuple(unsound)))
-        elif outside := _out_of_range(space, variant.run):
-            skipped.append(outside)
+        if model_problems := variant.run.model.problems():
+            cells.append(Cell(variant.overrides, variant.run, tuple(model_problems)))
+        elif range_problem := _range_problem(space, variant.run):
+            skipped.append(range_problem)
         else:
-            meshes = _meshes(space, variant.run, mesh_named)
+            meshes = _meshes(space, variant.run, resolve_mesh)
             for name, partition in partitions.items():
-                for mesh_name, mesh in _distinct_meshes(space, variant.run, partition, meshes, accelerated, skipped):
+                for mesh_name, mesh in _distinct_meshes(
+                    space, variant.run, partition, meshes, has_accelerators, skipped
+                ):
                     overrides = [f"mesh={mesh_name}", f"partition={name}"]
-                    changed = variant.run.changed(mesh=mesh, partition=partition)
-                    cells += _variants(space, ModelVariant((*variant.overrides, *overrides), changed), remats or {})
+                    run = variant.run.changed(mesh=mesh, partition=partition)
+                    cells += _vary_microbatches_and_remat(
+                        space, ModelVariant((*variant.overrides, *overrides), run), remats or {}
+                    )
     return Cells(cells, skipped)
 
 
-def _variants(space: SpaceConfig, variant: ModelVariant, remats: Mapping[str, RematConfig]) -> Iterator[Cell]:
-    """Yield a cell for each microbatch count and remat policy of a mesh and a partition."""
+def _vary_microbatches_and_remat(
+    space: SpaceConfig, variant: ModelVariant, remats: Mapping[str, RematConfig]
+) -> Iterator[Cell]:
+    """Yield a cell for each microbatch count and remat policy, given a run with its mesh and partition."""
     config = variant.run.config
     placement = [] if config.mesh.placement is None else [f"mesh.placement=[{','.join(config.mesh.placement)}]"]
     counts = {f"microbatches={n}": n for n in space.microbatches or []} or {"": config.microbatches}
     policies = {f"remat={name}": remat for name, remat in remats.items()} or {"": config.remat}
-    for (counted, microbatches), (named, remat) in itertools.product(counts.items(), policies.items()):
+    for (count_override, microbatches), (remat_override, remat) in itertools.product(counts.items(), policies.items()):
         run = variant.run.changed(microbatches=microbatches, remat=remat)
-        overrides = (*variant.overrides, *placement, *filter(None, (counted, named)))
+        overrides = (*variant.overrides, *placement, *filter(None, (count_override, remat_override)))
         yield Cell(overrides, run, tuple(run.problems(advise=False)))
 
 
@@ -110,21 +119,22 @@ def _distinct_meshes(
     run: Run,
     partition: PartitionConfig,
     meshes: Mapping[str, tuple[MeshConfig, bool]],
-    accelerated: bool,
+    has_accelerators: bool,
     skipped: list[Problem],
 ) -> Iterator[tuple[str, MeshConfig]]:
-    """Yield the name and the placed mesh of each different sharding under a partition.
+    """Yield the name and the mesh, with its placement, for each distinct sharding under a partition.
 
-    If the partition can use none of the enumerated meshes, yields the first one, so that its refusal is recorded.
+    Appends a problem to `skipped` for each duplicate or unusable mesh. If the partition can use no mesh at all, yields
+    the first one, so that its refusal is recorded.
     """
     platform = platform_of(run.config.target.platform)
-    torus = platform.has_torus or (accelerated and platform.jax_name is None)
+    has_torus = platform.has_torus or (has_accelerators and platform.jax_name is None)
 
     def layout_on(mesh: MeshConfig) -> tuple[Layout, list[Problem]]:
         return derive_layout(mesh, partition, run.arrays, known_axes=known_axes())
 
-    misfits = {name: _misfit(*layout_on(mesh)) for name, (mesh, enumerated) in meshes.items() if enumerated}
-    usable = [name for name in meshes if misfits.get(name) is None]
+    mesh_problems = {name: _mesh_problem(*layout_on(mesh)) for name, (mesh, enumerated) in meshes.items() if enumerated}
+    usable = [name for name in meshes if mesh_problems.get(name) is None]
     if not usable:
         name = next(iter(meshes))
         yield name, meshes[name][0]
@@ -132,32 +142,32 @@ def _distinct_meshes(
     seen: set[object] = set()
     for name in usable:
         mesh, enumerated = meshes[name]
-        degrees = _degrees(layout_on(mesh)[0]) if space.same is Same.roles and enumerated else None
+        degrees = _role_degrees(layout_on(mesh)[0]) if space.same is Same.roles and enumerated else None
         distinct: list[MeshConfig] = []
-        for placed in [] if degrees in seen else _placed(space, run, mesh):
-            key = _sharding(layout_on(placed)[0], torus)
+        for placed in [] if degrees in seen else _with_placements(space, run, mesh):
+            key = _sharding_key(layout_on(placed)[0], has_torus)
             if key not in seen or space.same is Same.none:
                 distinct.append(placed)
                 seen.add(key)
         if degrees is not None:
             seen.add(degrees)
         if not distinct:
-            text = f"mesh={name} shards every array as another mesh does."
+            text = f"mesh={name} shards every array exactly like another mesh."
             skipped.append(Problem(ProblemCode.same_sharding, "mesh", name, text))
         yield from ((name, placed) for placed in distinct)
-    skipped += filter(None, misfits.values())
+    skipped += filter(None, mesh_problems.values())
 
 
-def _misfit(layout: Layout, problems: Sequence[Problem]) -> Problem | None:
-    """Return why a partition cannot use a mesh: an axis that it does not use, or one that it needs. Else None."""
+def _mesh_problem(layout: Layout, problems: Sequence[Problem]) -> Problem | None:
+    """Return why a partition cannot use a mesh (an unused or a missing axis), or None if it can."""
     idle = tuple(axis for axis, role in layout.roles.items() if role.kind is RoleKind.idle)
     if idle:
         return Problem(ProblemCode.idle_mesh_axis, partition=layout.partition.name, mesh_axes=idle)
     return next((problem for problem in problems if problem.code is ProblemCode.missing_mesh_axis), None)
 
 
-def _degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
-    """Return how many devices each role has; roles between slices count separately from those within."""
+def _role_degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
+    """Return the number of devices of each role. Roles between slices are separate from those within a slice."""
     sizes: dict[tuple[bool, Role], int] = {}
     for axis, role in layout.roles.items():
         if layout.mesh.axes[axis] > 1:
@@ -166,14 +176,14 @@ def _degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
     return frozenset(sizes.items())
 
 
-def _sharding(layout: Layout, torus: bool) -> tuple[object, ...]:
-    """Return a key that is equal for two layouts of a partition if every device holds the same part of every array.
+def _sharding_key(layout: Layout, has_torus: bool) -> tuple[object, ...]:
+    """Return a key that two layouts of a partition share if every device holds the same part of every array in both.
 
-    Device positions are known if there is a placement or no torus. On a torus without a placement, JAX places axes by
-    their sizes, so a mesh equals only itself. The same holds under ZeRO-1, which shards over data axes one by one.
+    On a torus without a placement, JAX chooses the device positions from the axis sizes, so each mesh gets a separate
+    key. So does each mesh under ZeRO-1, which shards optimizer state over the data axes one by one.
     """
     mesh = layout.mesh
-    if mesh.problems() or layout.partition.zero1 or (torus and mesh.placement is None):
+    if mesh.problems() or layout.partition.zero1 or (has_torus and mesh.placement is None):
         return (*mesh.axes.items(), *(mesh.placement or ()))
     axes, splits = layout.fused_rules
     devices = arrange(np.arange(mesh.size), mesh.placement or [*mesh.axes], mesh.axes)
@@ -182,75 +192,76 @@ def _sharding(layout: Layout, torus: bool) -> tuple[object, ...]:
 
 
 def _meshes(
-    space: SpaceConfig, run: Run, mesh_named: Callable[[str], MeshConfig]
+    space: SpaceConfig, run: Run, resolve_mesh: Callable[[str], MeshConfig]
 ) -> dict[str, tuple[MeshConfig, bool]]:
-    """Return the meshes of a space by name, and whether each was enumerated from a pattern."""
+    """Return, by name, each mesh of a space and whether it was enumerated from a pattern."""
     meshes: dict[str, tuple[MeshConfig, bool]] = {}
     for entry in space.meshes:
         enumerated = is_pattern(entry)
-        for name in expand_pattern(entry, _devices(space, run)) if enumerated else [entry]:
+        for name in expand_pattern(entry, _device_count(space, run)) if enumerated else [entry]:
             if name not in meshes:
-                meshes[name] = mesh_named(name), enumerated
+                meshes[name] = resolve_mesh(name), enumerated
     return meshes
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a mesh leaves sizes free, as `AxBxC` and `2sAx4xB` do."""
+    """Return whether a mesh name has letters in place of sizes, such as `AxBxC` or `2sAx4xB`."""
     match = _PATTERN.fullmatch(name)
     return match is not None and any(letter.isupper() for letter in match[2])
 
 
 def expand_pattern(pattern: str, devices: int) -> list[str]:
-    """Return the meshes that match a pattern, in ascending order. Equal letters mean equal sizes.
+    """Return the names of the meshes that match a pattern, in ascending order. Equal letters mean equal sizes.
 
-    Raises ValueError if no mesh matches, such as `Ax3xB` for 8 devices.
+    Raises ValueError if no mesh matches, for example `Ax3xB` with 8 devices.
     """
     match = _PATTERN.fullmatch(pattern)
     assert match is not None, pattern
-    slices, words = int(match[1] or 1), match[2].split("x")
+    slices, factors = int(match[1] or 1), match[2].split("x")
     prefix = f"{match[1]}s" if match[1] else ""
-    shapes = [] if slices < 1 or devices % slices else divisions(devices // slices, len(words))
-    meshes = [prefix + "x".join(map(str, shape)) for shape in shapes if _matches(shape, words)]
+    shapes = [] if slices < 1 or devices % slices else divisions(devices // slices, len(factors))
+    meshes = [prefix + "x".join(map(str, shape)) for shape in shapes if _matches_pattern(shape, factors)]
     if not meshes:
         raise ValueError(
-            f"meshes={pattern} stands for no mesh of {devices} devices. Write sizes that divide {devices} and letters "
-            "for those to be found, such as AxBxC."
+            f"meshes={pattern} matches no mesh of {devices} devices. Use sizes that divide {devices}, and letters for "
+            "the sizes to enumerate, such as AxBxC."
         )
     return meshes
 
 
-def _matches(shape: Sequence[int], words: Sequence[str]) -> bool:
+def _matches_pattern(shape: Sequence[int], factors: Sequence[str]) -> bool:
     sizes: dict[str, int] = {}
     return all(
-        n == (int(word) if word.isdigit() else sizes.setdefault(word, n)) for n, word in zip(shape, words, strict=True)
+        n == (int(factor) if factor.isdigit() else sizes.setdefault(factor, n))
+        for n, factor in zip(shape, factors, strict=True)
     )
 
 
-def _devices(space: SpaceConfig, run: Run) -> int:
+def _device_count(space: SpaceConfig, run: Run) -> int:
     target = run.config.target
     if target.devices is None:
         return space.devices or run.config.mesh.size
     if space.devices not in (None, target.devices):
         raise ValueError(
             f"{SPACE}.devices={space.devices}, but target={target.describe()} has {target.devices} devices. "
-            f"Leave {SPACE}.devices out, or choose a target of {space.devices}."
+            f"Omit {SPACE}.devices, or choose a target with {space.devices} devices."
         )
     return target.devices
 
 
-def _placed(space: SpaceConfig, run: Run, mesh: MeshConfig) -> Iterator[MeshConfig]:
+def _with_placements(space: SpaceConfig, run: Run, mesh: MeshConfig) -> Iterator[MeshConfig]:
     target = run.config.target
     for entry in space.placements:
         if entry == ALL and target.devices in (None, mesh.size):
             yield from (replace(mesh, placement=p) for p in placements(mesh.axes, topology_of(target)))
         elif entry in (ALL, DEFAULT):
-            yield mesh  # with ALL, its cell is refused for its number of devices
+            yield mesh  # with ALL, a mesh of another size than the target: its cell is refused
         else:
             yield replace(mesh, placement=[part.strip() for part in entry.strip("[]").split(",")])
 
 
-def _out_of_range(space: SpaceConfig, run: Run) -> Problem | None:
-    """Return the problem of a model that is outside a range of the space, or None."""
+def _range_problem(space: SpaceConfig, run: Run) -> Problem | None:
+    """Return a problem if the model is outside a range of the space, or None."""
     values = {
         "parameters": run.model.parameter_count,
         "flops_per_token": lambda: run.model.flops_per_token(run.config.seq),
@@ -260,6 +271,6 @@ def _out_of_range(space: SpaceConfig, run: Run) -> Problem | None:
         if bounds is not None:
             least, most = bounds
             if not (-math.inf if least is None else least) <= value() <= (math.inf if most is None else most):
-                low, high = ("any" if bound is None else f"{bound:.4g}" for bound in bounds)
-                return Problem(ProblemCode.out_of_range, key, text=f"{key} outside {low} to {high}")
+                low, high = ("null" if bound is None else f"{bound:.4g}" for bound in bounds)
+                return Problem(ProblemCode.out_of_range, key, text=f"{key} outside the range [{low},{high}]")
     return None

@@ -1,8 +1,10 @@
 """The process of a trial: `python -m valkyrie.sweep.child FOLDER` runs FOLDER/run.yaml and writes outcome.json.
 
-With a second argument, `beside`, it is not process 0 of its trial and writes no outcome. Errors are logged with their
-traceback and summarised in `outcome.json`. The file also has the reason if the process ends itself: at a signal, by the
-watchdog, or because another process is lost. If the system or the compiler ends the process, there is no file.
+Errors are logged with their traceback and summarised in `outcome.json`. The file also states the reason if the process
+exits on a signal, because of the watchdog, or because another process is lost. It is missing if the operating system or
+the compiler kills the process.
+
+The second argument `beside` marks a process that is not process 0 of its trial. Such a process writes no outcome.
 """
 
 from __future__ import annotations
@@ -27,18 +29,18 @@ from valkyrie.train.room import DoesNotFit
 
 
 def main() -> None:
-    """Run the trial in the folder given as the first argument. Exits with status 1 unless the trial is ok."""
+    """Run the trial in the folder named by the first argument. Exits with status 1 unless the trial is ok."""
     folder = Path(sys.argv[1])
-    with records_ending(lambda status, reason: _write(ending(status, reason), folder)), exit_on_ctrl_c("trial"):
-        outcome = outcome_of(lambda: _carry_out(folder))
-    _write(outcome, folder)
+    with records_ending(lambda status, reason: _write_outcome(ending(status, reason), folder)), exit_on_ctrl_c("trial"):
+        outcome = outcome_of(lambda: _run_mode(folder))
+    _write_outcome(outcome, folder)
     sys.exit(int(outcome.status is not Status.ok))
 
 
 def outcome_of(work: Callable[[], Outcome], log: TextIO | None = None) -> Outcome:
-    """Return what `work` returns, or the outcome of what it raises.
+    """Call `work` and return its outcome, or convert its exception to an outcome.
 
-    The traceback is printed to `log`, or to stderr if that is None.
+    Prints the traceback to `log`, or to stderr if `log` is None.
     """
     try:
         return work()
@@ -46,21 +48,21 @@ def outcome_of(work: Callable[[], Outcome], log: TextIO | None = None) -> Outcom
         traceback.print_exc(file=log)
         if isinstance(error, DoesNotFit):
             return Outcome(Status.does_not_fit, str(error))
-        if isinstance(error, ValueError | OSError):  # mistakes of the user, as for the command
+        if isinstance(error, ValueError | OSError):  # the user's mistakes, as in a single run
             return Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()))
-        failed = failure(f"{type(error).__name__}: {error}")
-        return replace(failed, status=Status.does_not_fit) if is_out_of_memory(str(error)) else failed
+        failed_outcome = failure(f"{type(error).__name__}: {error}")
+        return replace(failed_outcome, status=Status.does_not_fit) if is_out_of_memory(str(error)) else failed_outcome
 
 
-def _carry_out(folder: Path) -> Outcome:
+def _run_mode(folder: Path) -> Outcome:
     run = Run.from_config(saved_config(folder))
     status = run.config.mode.run(run)
     if status not in (0, NOT_COMPILED):
-        return ending(status, f"its process ended with status {status}")
+        return ending(status, f"the process exited with status {status}")
     return Outcome(Status.ok) if sys.argv[2:] == [BESIDE] else results_of(folder, run.config.mode)
 
 
-def _write(outcome: Outcome, folder: Path) -> None:
+def _write_outcome(outcome: Outcome, folder: Path) -> None:
     if sys.argv[2:] != [BESIDE]:
         outcome.write(folder)
 

@@ -1,4 +1,4 @@
-"""All columns of tables of trials, and the columns of each table. Imports no JAX."""
+"""All columns for tables of trials, and the columns of each table. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -6,135 +6,153 @@ from valkyrie.runs.columns import Column
 from valkyrie.sweep.rows import Row
 from valkyrie.units import GIB
 
-_C = Column[Row]
+_Column = Column[Row]
 _ALL = (
-    _C("rank", "#", "count", lambda r: r.rank, "rank among speeds of the same kind; equal within the noise"),
-    _C("label", "layout", "layout", lambda r: r.label, "mesh, partition, microbatches and remat; opens its details"),
-    _C("sweep", "sweep", "text", lambda r: r.trial.sweep),
-    _C("name", "trial", "text", lambda r: r.trial.name),
-    _C("title", "trial", "text", lambda r: r.trial.title),
-    _C("key", "key", "text", lambda r: r.trial.key),
-    _C("stage", "stage", "text", lambda r: r.trial.stage),
-    _C("status", "status", "text", lambda r: r.trial.status.value),
-    _C("outcome", "status", "text", lambda r: r.status, "status of the trial"),
-    _C("result", "result", "text", lambda r: r.verdict, least=0),
-    _C("simulated", "simulated", "text", lambda r: r.group.simulated),
-    _C("seen", "speed is", "text", lambda r: r.group.label, "predicted, measured or trained, and on which target"),
-    _C("target", "target", "text", lambda r: r.group.target),
-    _C("chips", "chips", "count", lambda r: r.about.chips),
-    _C("model", "model", "text", lambda r: r.work.model),
-    _C("batch", "batch", "count", lambda r: r.work.batch),
-    _C("seq", "seq", "count", lambda r: r.work.seq),
-    _C("precision", "precision", "text", lambda r: r.work.precision),
-    _C("varied", "varied", "text", lambda r: " ".join(r.work.varied)),
-    _C("work", "work", "text", lambda r: r.work.label),
-    _C("parameters", "parameters", "count", lambda r: r.trial.results.parameters),
-    _C("layout", "layout", "text", lambda r: r.layout),
-    _C("mesh", "mesh", "text", lambda r: r.about.mesh, "devices along each axis of the mesh"),
-    _C("partition", "partition", "text", lambda r: r.about.partition, "which model dimension is split over which axis"),
-    _C("microbatches", "microbatches", "count", lambda r: r.about.microbatches),
-    _C("remat", "remat", "text", lambda r: r.about.remat),
-    _C("alike", "same as", "text", lambda r: r.alike, "a simpler partition that splits every array the same way"),
-    _C("step_s", "step", "seconds", lambda r: r.step_s, "one step; the median if measured", "step_ms", 1e3),
-    _C(
+    _Column(
+        "rank", "#", "count", lambda r: r.rank, "rank among speeds of the same kind; ties are within measurement noise"
+    ),
+    _Column(
+        "label", "layout", "layout", lambda r: r.label, "mesh, partition, microbatches and remat; click for details"
+    ),
+    _Column("sweep", "sweep", "text", lambda r: r.trial.sweep),
+    _Column("name", "trial", "text", lambda r: r.trial.name),
+    _Column("title", "trial", "text", lambda r: r.trial.title),
+    _Column("key", "key", "text", lambda r: r.trial.key),
+    _Column("stage", "stage", "text", lambda r: r.trial.stage),
+    _Column("status", "status", "text", lambda r: r.trial.status.value),
+    _Column("outcome", "status", "text", lambda r: r.status, "status of the trial"),
+    _Column("result", "result", "text", lambda r: r.verdict, least=0),
+    _Column("simulated", "simulated", "text", lambda r: r.group.simulated),
+    _Column(
+        "seen",
+        "speed is",
+        "text",
+        lambda r: r.group.label,
+        "how the speed was obtained (predicted, measured or trained), and its target",
+    ),
+    _Column("target", "target", "text", lambda r: r.group.target),
+    _Column("chips", "chips", "count", lambda r: r.about.chips),
+    _Column("model", "model", "text", lambda r: r.work.model),
+    _Column("batch", "batch", "count", lambda r: r.work.batch),
+    _Column("seq", "seq", "count", lambda r: r.work.seq),
+    _Column("precision", "precision", "text", lambda r: r.work.precision),
+    _Column("varied", "varied", "text", lambda r: " ".join(r.work.varied)),
+    _Column("work", "work", "text", lambda r: r.work.label),
+    _Column("parameters", "parameters", "count", lambda r: r.trial.results.parameters),
+    _Column("layout", "layout", "text", lambda r: r.layout),
+    _Column("mesh", "mesh", "text", lambda r: r.about.mesh, "number of devices along each mesh axis"),
+    _Column(
+        "partition",
+        "partition",
+        "text",
+        lambda r: r.about.partition,
+        "which logical axes are sharded over which mesh axes",
+    ),
+    _Column("microbatches", "microbatches", "count", lambda r: r.about.microbatches),
+    _Column("remat", "remat", "text", lambda r: r.about.remat),
+    _Column("alike", "same as", "text", lambda r: r.alike, "a simpler partition that shards every array the same way"),
+    _Column("step_s", "step", "seconds", lambda r: r.step_s, "step time; the median if measured", "step_ms", 1e3),
+    _Column(
         "predicted_step_s",
         "predicted step",
         "seconds",
         lambda r: r.prediction and r.prediction.step_s,
-        "one step of the same layout, as predicted",
+        "predicted step time of the same layout",
         "predicted_step_ms",
         1e3,
     ),
-    _C("predicted_mfu", "predicted MFU", "share", lambda r: r.prediction and r.prediction.step.mfu),
-    _C("p90_s", "p90", "seconds", lambda r: r.step.p90_s, "nine of ten steps are faster than this"),
-    _C("min_s", "fastest step", "seconds", lambda r: r.step.min_s),
-    _C("tokens_per_second", "tokens/s", "speed", lambda r: r.rate, "tokens a second of the whole slice"),
-    _C(
+    _Column("predicted_mfu", "predicted MFU", "share", lambda r: r.prediction and r.prediction.step.mfu),
+    _Column("p90_s", "p90", "seconds", lambda r: r.step.p90_s, "90th percentile of the step time"),
+    _Column("min_s", "fastest step", "seconds", lambda r: r.step.min_s),
+    _Column("tokens_per_second", "tokens/s", "speed", lambda r: r.rate, "tokens per second on all chips"),
+    _Column(
         "tokens_per_second_per_chip",
         "tokens/s/chip",
         "speed",
         lambda r: r.rate_per_chip,
-        "tokens a second, divided by the chips",
+        "tokens per second, divided by the number of chips",
     ),
-    _C("mfu", "MFU", "share", lambda r: r.step.mfu, "FLOPs of the model over what the chips could do at most"),
-    _C(
+    _Column(
+        "mfu", "MFU", "share", lambda r: r.step.mfu, "model FLOPs per second, divided by the peak FLOP/s of the chips"
+    ),
+    _Column(
         "peak_bytes",
         "peak memory",
         "bytes",
         lambda r: r.peak,
-        "peak memory of one device in a step, or what it would need",
+        "peak memory per device, or the memory needed if it does not fit",
         "hbm_gib",
         1 / GIB,
     ),
-    _C("usable_bytes", "usable memory", "bytes", lambda r: r.trial.results.memory.usable),
-    _C(
+    _Column("usable_bytes", "usable memory", "bytes", lambda r: r.trial.results.memory.usable),
+    _Column(
         "full",
         "of usable",
         "share",
         lambda r: _ratio(r.peak, r.trial.results.memory.usable),
-        "peak over usable memory of a device",
+        "peak memory as a share of the usable memory of a device",
     ),
-    _C(
+    _Column(
         "sent_bytes",
         "sent",
         "sent",
         lambda r: r.sent_bytes,
-        "bytes that one device sends in a step",
+        "bytes sent by each device per step",
         "comm_bytes/total",
     ),
-    _C("exposed_s", "waiting", "seconds", lambda r: r.exposed_s),
-    _C(
+    _Column("exposed_s", "waiting", "seconds", lambda r: r.exposed_s),
+    _Column(
         "waiting",
         "waiting",
         "share",
         lambda r: _ratio(r.exposed_s, r.step_s),
-        "share of the step in which a device waits for communication",
+        "share of the step spent waiting for communication",
     ),
-    _C(
+    _Column(
         "goodput",
         "goodput",
         "share",
         lambda r: r.goodput and r.goodput.share,
-        "share of a training's wall time, restarts included, in steps that count",
+        "share of the training's wall time, including restarts, spent on steps that were not repeated",
     ),
-    _C(
+    _Column(
         "restarts",
         "restarts",
         "count",
         lambda r: r.goodput and r.goodput.restarts,
-        "how often a training was started again before it had ended",
+        "number of times that the training was restarted before it finished",
     ),
-    _C(
+    _Column(
         "data_wait",
         "data wait",
         "share",
         lambda r: r.data_wait,
-        "share of a training's steps in which devices waited for data",
+        "share of the training's step time spent waiting for data",
     ),
-    _C("loss", "loss", "loss", lambda r: r.trial.results.loss),
-    _C("trained_loss", "loss", "loss", lambda r: r.trial.results.loss if r.trial.stage == "train" else None),
-    _C(
+    _Column("loss", "loss", "loss", lambda r: r.trial.results.loss),
+    _Column("trained_loss", "loss", "loss", lambda r: r.trial.results.loss if r.trial.stage == "train" else None),
+    _Column(
         "dollars_per_million_tokens",
         "$/Mtok",
         "dollars",
         lambda r: r.per_million,
-        "dollars for a million tokens, on demand",
+        "dollars per million tokens, at the on-demand price",
     ),
-    _C(
+    _Column(
         "front",
         "Pareto front",
         "text",
         lambda r: "memory" if r.front else "",
-        "no other layout of the same work is as fast with less memory",
+        "no other layout of the same model and batch is as fast with less memory",
     ),
-    _C("wall_s", "wall time", "seconds", lambda r: r.trial.wall_s),
-    _C("reason", "reason", "text", lambda r: r.reason, "why there is no speed"),
+    _Column("wall_s", "wall time", "seconds", lambda r: r.trial.wall_s),
+    _Column("reason", "reason", "text", lambda r: r.reason, "why the trial has no speed"),
 )
 COLUMNS = {column.name: column for column in _ALL}
 
 
 def columns(*names: str) -> list[Column[Row]]:
-    """Return columns by their names."""
+    """Return the columns with the given names."""
     return [COLUMNS[name] for name in names]
 
 
@@ -166,13 +184,13 @@ WANDB_RUN = columns(
     *("status", "reason", "stage", "wall_s", "simulated", *_RATES, "step_s", "peak_bytes", "loss", "sent_bytes"),
     *("goodput", "restarts", "data_wait", "dollars_per_million_tokens", "predicted_step_s", "predicted_mfu"),
 )
-"""Summary of a trial's run at W&B."""
+"""Columns in the summary of a trial's W&B run."""
 WANDB_TABLE = columns(
     *("label", "layout", "stage", "status", *_RATES, "step_s", "peak_bytes", "sent_bytes", "simulated", "mesh"),
     *("partition", "microbatches", "remat", "model", "target", "chips", "wall_s", "reason", "name"),
     *("dollars_per_million_tokens", "predicted_step_s", "predicted_mfu"),
 )
-"""Table of a sweep's run at W&B."""
+"""Columns of the table in a sweep's W&B run."""
 
 
 def _ratio(part: int | float | None, whole: int | float | None) -> float | None:

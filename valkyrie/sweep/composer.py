@@ -1,4 +1,7 @@
-"""Composes the runs of a multirun: one job of each kind through Hydra, the others by setting values on its result."""
+"""Composes the runs of a multirun quickly: Hydra composes one job of each kind, and the others reuse its result.
+
+Composing every job through Hydra would take too long for a sweep with thousands of jobs.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,11 @@ _LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
 
 
 @dataclass
-class _Kind:
-    """Configuration of all jobs of a kind, and their runs by values. The layout of those runs is arbitrary."""
+class _JobKind:
+    """The composed configuration of a kind of jobs, and their runs by overridden values.
+
+    The runs have an arbitrary layout, which `Composer.run` replaces.
+    """
 
     config: DictConfig
     runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
@@ -33,56 +39,56 @@ class _Kind:
 
 @dataclass
 class Composer:
-    """Composes runs with the configuration of a multirun and Hydra's loader.
+    """Composes the runs of a multirun, given its configuration and Hydra's config loader.
 
-    Jobs that choose the same groups and set the same keys are of one kind. Meshes given by their sizes and shipped
-    partitions are set without composing, unless the configuration refers to them or changes them.
+    Jobs are of one kind if they choose the same config groups and override the same keys. Meshes given by their sizes
+    and partitions shipped with Valkyrie are set without composing, unless the configuration refers to or modifies them.
     """
 
     config: DictConfig
     loader: ConfigLoader
-    _kinds: dict[tuple[str, ...], _Kind | None] = field(default_factory=dict)
+    _job_kinds: dict[tuple[str, ...], _JobKind | None] = field(default_factory=dict)
     _options: dict[str, list[str]] = field(default_factory=dict)
     _shipped: dict[str, PartitionConfig | None] = field(default_factory=dict)
 
     def run(self, overrides: Sequence[str]) -> Run:
-        """Return the run of a job. Raises ValueError for a wrong value, and Hydra's exceptions."""
+        """Return the run of a job. Raises ValueError for an invalid value, and any exception of Hydra."""
         parsed = self.parse(overrides)
         layout = self._layout(parsed)
-        others = [override for override in parsed if override.key_or_group not in layout]
-        values = [o for o in others if not o.is_delete() and not self.options(o.key_or_group)]
-        chosen = [str(o.input_line) for o in others if o not in values]
-        key = (*chosen, "", *(o.key_or_group for o in values), "", *layout)
-        if key not in self._kinds:
+        other_overrides = [override for override in parsed if override.key_or_group not in layout]
+        value_overrides = [o for o in other_overrides if not o.is_delete() and not self.options(o.key_or_group)]
+        group_choices = [str(o.input_line) for o in other_overrides if o not in value_overrides]
+        key = (*group_choices, "", *(o.key_or_group for o in value_overrides), "", *layout)
+        if key not in self._job_kinds:
             config = self.compose(overrides)
             run = Run.from_config(config)
-            free = all(getattr(run.config, name) == value for name, value in layout.items())
-            free = free and not (layout and _LAYOUT_REFERENCE.search(OmegaConf.to_yaml(config)))
-            self._kinds[key] = _Kind(config) if free else None
+            is_replaceable = all(getattr(run.config, name) == value for name, value in layout.items())
+            is_replaceable = is_replaceable and not (layout and _LAYOUT_REFERENCE.search(OmegaConf.to_yaml(config)))
+            self._job_kinds[key] = _JobKind(config) if is_replaceable else None
             return run
-        kind = self._kinds[key]
-        if kind is None:
+        job_kind = self._job_kinds[key]
+        if job_kind is None:
             return Run.from_config(self.compose(overrides))
-        lines = tuple(str(o.input_line) for o in values)
-        if lines not in kind.runs:
+        value_lines = tuple(str(o.input_line) for o in value_overrides)
+        if value_lines not in job_kind.runs:
             try:
-                kind.runs[lines] = Run.from_config(_with_values(kind.config, values))
-            except OmegaConfBaseException:  # Hydra has the better message for a wrong value
+                job_kind.runs[value_lines] = Run.from_config(_with_values(job_kind.config, value_overrides))
+            except OmegaConfBaseException:  # let Hydra report the value: its message is better
                 return Run.from_config(self.compose(overrides))
-        run = kind.runs[lines]
+        run = job_kind.runs[value_lines]
         return run.changed(**layout) if layout else run
 
     def choice(self, group: str, name: str, fixed: Sequence[str]) -> Any:
-        """Return the mesh, partition or remat policy of a name, composed with the fixed overrides."""
+        """Return the mesh, partition or remat policy named `name`, composed together with the `fixed` overrides."""
         mesh = self._mesh(name) if group == "mesh" else None
         return mesh or getattr(self.run([*fixed, f"{group}={name}"]).config, group)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
-        """Return overrides as parsed by Hydra."""
+        """Parse overrides with Hydra's grammar."""
         return OverridesParser.create(config_loader=self.loader).parse_overrides(list(overrides))
 
     def options(self, group: str) -> list[str]:
-        """Return the choices of a group, including those of a user's folder. Empty if there is no such group."""
+        """Return the choices of a config group, including the user's. Empty if there is no such group."""
         if group not in self._options:
             self._options[group] = self.loader.get_group_options(
                 group, config_name=self.config.hydra.job.config_name, overrides=search_path(self.config.hydra)
@@ -95,34 +101,34 @@ class Composer:
         return OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
 
     def _layout(self, overrides: Sequence[Override]) -> dict[str, MeshConfig | PartitionConfig]:
-        """Return the mesh and the partition among overrides that need no composing."""
-        known: dict[str, MeshConfig | PartitionConfig | None] = {}
+        """Return the mesh and the partition among the overrides, if they can be set without composing."""
+        layout_values: dict[str, MeshConfig | PartitionConfig | None] = {}
         for override in overrides:
             key, name = override.key_or_group, override.value()
             if override.is_delete() or override.is_add() or override.package is not None:
                 continue
             if key == "mesh" and isinstance(name, str):
-                known[key] = self._mesh(name)
+                layout_values[key] = self._mesh(name)
             elif key == "partition" and isinstance(name, str):
-                known[key] = self._partition(name)
-        return {key: value for key, value in known.items() if value is not None}
+                layout_values[key] = self._partition(name)
+        return {key: value for key, value in layout_values.items() if value is not None}
 
     def _mesh(self, name: str) -> MeshConfig | None:
         return parse_mesh(name) if name[:1].isdigit() and name not in self.options("mesh") else None
 
     def _partition(self, name: str) -> PartitionConfig | None:
-        """Return a shipped partition, or None if a user's folder has one with that name."""
+        """Return the shipped partition with a name, or None if the user's folder has one with the same name."""
         if name not in self._shipped:
             path = f"partition/{name}.yaml"
             sources = (source for source in self.loader.get_sources() if source.is_config(path))
-            first = next(sources, None)
-            shipped = first is not None and first.path == str(conf_dir())
-            self._shipped[name] = read_config("partition", name, PartitionConfig) if shipped else None
+            source_in_use = next(sources, None)
+            is_shipped = source_in_use is not None and source_in_use.path == str(conf_dir())
+            self._shipped[name] = read_config("partition", name, PartitionConfig) if is_shipped else None
         return self._shipped[name]
 
 
 def search_path(hydra: Any) -> list[str]:
-    """Return the overrides that set Hydra's search path, from the `hydra` node."""
+    """Return the `hydra.searchpath` overrides in the `hydra` node of a configuration."""
     overrides = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
     assert isinstance(overrides, list)
     return [line for line in map(str, overrides) if key_value(line)[0] == "hydra.searchpath"]

@@ -1,7 +1,7 @@
 """The end of a multirun: prints the table, the folder and the next steps, and returns the exit status.
 
-Runs in the process that the user started, with any launcher. It runs after Hydra has returned, because Hydra turns
-errors of a callback into warnings.
+This code runs in the process that the user started, whatever the launcher, and after Hydra has returned, because Hydra
+turns errors in a callback into warnings.
 """
 
 from __future__ import annotations
@@ -25,61 +25,61 @@ from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.screen import make_console
 
 NO_RESULT_STATUS = 1
-"""Exit status if a trial has no result."""
+"""Exit status if any trial failed, was killed or timed out."""
 ALL_REFUSED = 2
 """Exit status if no trial was legal."""
-STOPPED = "stopped: what is done is kept; the same command does the rest"
-_FAILED = "it went wrong: what is done is kept; the same command does the rest"
+STOPPED = "sweep interrupted: finished trials are recorded. Run the same command again to do the remaining ones."
+_FAILED = "sweep failed: finished trials are recorded. Run the same command again to do the remaining ones."
 
-_begun: ContextVar[list[SweepEnd]] = ContextVar("_begun")
-"""Multiruns started inside `multirun_ends`. Hydra creates the callbacks, and drops them when it is interrupted."""
+_started_sweeps: ContextVar[list[SweepEnd]] = ContextVar("_started_sweeps")
+"""Callbacks of the multiruns started inside `multirun_ends`. Hydra creates them, but drops them when interrupted."""
 
 
 def end_of(context: HydraContext) -> SweepEnd | None:
-    """Return the callback of the current multirun, or None if its configuration has none."""
+    """Return the `SweepEnd` callback of a multirun, or None if its configuration has none."""
     return next((c for c in context.callbacks.callbacks if isinstance(c, SweepEnd)), None)
 
 
 class SweepEndError(Exception):
-    """The table of a sweep could not be printed. Its trials are recorded."""
+    """The table of a sweep could not be printed. The trials are recorded nevertheless."""
 
 
 @contextmanager
 def multirun_ends() -> Iterator[None]:
-    """Print the table of the multirun that Hydra runs inside this context when it finishes, is stopped or fails.
+    """Print the results of the multirun that Hydra runs in this context when it finishes, fails or is interrupted.
 
-    Raises SystemExit with the status of the sweep if that is not 0, and SweepEndError if printing fails. Exceptions
-    from inside propagate.
+    Raises SystemExit if the exit status of the sweep is not 0, and SweepEndError if printing fails. Exceptions raised
+    inside the context propagate.
     """
-    _begun.set([])
+    _started_sweeps.set([])
     try:
         yield
     except BaseException as error:
-        _finish(STOPPED if isinstance(error, KeyboardInterrupt) else _FAILED)
+        _finish_sweeps(STOPPED if isinstance(error, KeyboardInterrupt) else _FAILED)
         raise
-    if status := _finish():
+    if status := _finish_sweeps():
         sys.exit(status)
 
 
-def _finish(note: str | None = None) -> int:
+def _finish_sweeps(note: str | None = None) -> int:
     status = 0
-    for end in _begun.get():
+    for sweep_end in _started_sweeps.get():
         try:
-            status = max(status, end.finish(note))
+            status = max(status, sweep_end.finish(note))
         except BrokenPipeError:
             raise
         except Exception as error:
             raise SweepEndError(
-                f"the end of the sweep cannot be shown ({type(error).__name__}: {error}); its trials are recorded in "
-                f"{end.folder}. HYDRA_FULL_ERROR=1 shows where."
+                f"the results of the sweep could not be printed ({type(error).__name__}: {error}). The trials are "
+                f"recorded in {sweep_end.folder}. For a traceback, set HYDRA_FULL_ERROR=1."
             ) from error
     return status
 
 
 class SweepEnd(Callback):
-    """Collects the trials of a multirun for its table, and reports them to W&B.
+    """Hydra callback that collects the trials of a multirun for its table, and reports them to W&B.
 
-    Our launcher adds trials as they end. With another launcher they are read from the sweep's folder.
+    Valkyrie's launcher adds trials as they end. With other launchers, trials are read from the sweep's folder.
     """
 
     def __init__(self) -> None:
@@ -89,24 +89,24 @@ class SweepEnd(Callback):
         self._complete = False
 
     def __getstate__(self) -> dict[str, object]:
-        """Drop the tracker for workers of another launcher: only the process that the user started reports to W&B."""
+        """Drop the tracker when a launcher pickles this: only the process that the user started reports to W&B."""
         return {**self.__dict__, "_tracker": None}
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Begin a sweep in its folder."""
-        if (begun := _begun.get(None)) is not None:
-            begun.append(self)
+        """Start collecting the trials of the sweep in its folder."""
+        if (started_sweeps := _started_sweeps.get(None)) is not None:
+            started_sweeps.append(self)
         self.folder = Path(config.hydra.sweep.dir)
         tracking = OmegaConf.to_object(config.tracking)
         assert isinstance(tracking, TrackingConfig)
         self._tracker = SweepTracker(tracking, self.folder, self.folder.resolve().name)
 
-    def has_all(self) -> None:
-        """Declare that every trial will be added, so that the folder is not read."""
+    def expect_all_trials(self) -> None:
+        """Declare that every trial will be passed to `add`, so that `finish` does not read the folder."""
         self._complete = True
 
     def add(self, trial: Trial) -> None:
-        """Add a recorded trial, from our launcher or refused by a sweeper."""
+        """Add a recorded trial."""
         self._trials[trial.key] = trial
         if self._tracker is not None and has_results(trial.stage):
             self._tracker.log(trial)
@@ -114,7 +114,8 @@ class SweepEnd(Callback):
     def finish(self, note: str | None = None) -> int:
         """Print the table of the trials and the next steps, and return the exit status.
 
-        `note` is the reason if the sweep was interrupted. In that case nothing is printed for a sweep without trials.
+        `note` is a line about a sweep that was interrupted or failed, or None if it finished. Such a sweep prints
+        nothing if it has no trials.
         """
         try:
             if not self._complete:

@@ -1,4 +1,4 @@
-"""`hydra/launcher=trials`, and the task function that other launchers call for a job of a multirun."""
+"""The launcher `hydra/launcher=trials`, and the task function that other launchers call for each job."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from valkyrie.sweep.trial import Trial
 from valkyrie.train.screen import make_console
 
 SIDE_BY_SIDE = (
-    "MEASURED SIDE BY SIDE: hydra.launcher.jobs={jobs} trials at a time share this machine and disturb each other's "
-    "times. For times to compare, leave hydra.launcher.jobs out."
+    "CONCURRENT MEASUREMENTS: hydra.launcher.jobs={jobs} runs {jobs} trials at a time on this machine, so they slow "
+    "each other down. For comparable times, omit hydra.launcher.jobs."
 )
-"""Warning for timed trials that run at the same time."""
+"""Warning if several timed trials run at the same time."""
 
 
 def run_trial(config: DictConfig) -> float:
     """Run and record the job that Hydra has composed. Returns tokens/s/chip, or 0.0 if unknown.
 
-    This is the task function of a multirun, in any process that a launcher calls it in. Raises as `carry_out`.
+    This is the task function of a multirun. Launchers may call it in any process. Raises the errors of `carry_out`.
     """
     hydra = HydraConfig.get()
     sweep = replace(SweepContext.from_hydra(hydra), environment=job_environment(hydra))
@@ -56,30 +56,41 @@ def launch(
     context: HydraContext,
     config: DictConfig,
     job_overrides: Sequence[Sequence[str]],
-    first: int,
+    first_number: int,
     jobs: int,
     runs: Sequence[Run] | None = None,
 ) -> list[JobReturn]:
     """Run jobs and return their results, with tokens/s/chip as the return value.
 
-    `runs` are the composed runs of the jobs, or None. Raises ValueError if `jobs` is below 1, and KeyboardInterrupt
-    after Ctrl-C; finished trials are then recorded.
+    Args:
+        context: Hydra's context, with its callbacks and config loader.
+        config: The configuration of the multirun.
+        job_overrides: The overrides of each job.
+        first_number: Hydra's number of the first job.
+        jobs: Number of trials to run at the same time.
+        runs: The composed run of each job, or None to compose them here.
+
+    Raises:
+        ValueError: There is no job, or `jobs` is below 1 or not allowed.
+        KeyboardInterrupt: The user pressed Ctrl-C. Finished trials are recorded.
     """
-    end = end_of(context)
-    if end is not None:
-        end.has_all()
+    sweep_end = end_of(context)
+    if sweep_end is not None:
+        sweep_end.expect_all_trials()
     if not job_overrides:
-        raise ValueError(_nothing_to_run(config, context))
+        raise ValueError(_no_trials_message(config, context))
     if jobs < 1:
-        raise ValueError(f"hydra.launcher.jobs={jobs}: at least 1 trial at a time is needed.")
+        raise ValueError(f"hydra.launcher.jobs={jobs}: must be at least 1.")
     if jobs > 1 and members() is not None:
-        raise ValueError(f"hydra.launcher.jobs={jobs}: on several hosts trials take turns. Leave it out.")
+        raise ValueError(
+            f"hydra.launcher.jobs={jobs}: a sweep on several hosts runs one trial at a time. Omit hydra.launcher.jobs."
+        )
     setup_globals()
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     console, composer = make_console(), Composer(config, context.config_loader)
     with console.status(f"planning {len(job_overrides)} trials"):
         plans = [
-            _plan(composer, overrides, first + i, runs[i] if runs else None)
+            _plan_job(composer, overrides, first_number + i, runs[i] if runs else None)
             for i, overrides in enumerate(job_overrides)
         ]
     name = plans[0].folder.resolve().name if plans else ""
@@ -88,38 +99,38 @@ def launch(
         console.print(SIDE_BY_SIDE.format(jobs=jobs), style="bold yellow", highlight=False)
     screen = LiveScreen(console, total, jobs, name) if console.is_terminal else Lines(console, total)
     with signals_as_exceptions(), screen:
-        trials = carry_out(plans, jobs, _Both(screen, end))
+        trials = carry_out(plans, jobs, _ScreenAndSweepEnd(screen, sweep_end))
     values = [trials[plan.key].results.objective for plan in plans]
-    return [_returned(overrides, value) for overrides, value in zip(job_overrides, values, strict=True)]
+    return [_job_return(overrides, value) for overrides, value in zip(job_overrides, values, strict=True)]
 
 
-class _Both:
-    """Passes events to the screen and to the end of the sweep."""
+class _ScreenAndSweepEnd:
+    """Passes progress to the screen, and ended trials also to the `SweepEnd` callback."""
 
-    def __init__(self, screen: Lines, end: SweepEnd | None) -> None:
-        self._screen, self._end = screen, end
+    def __init__(self, screen: Lines, sweep_end: SweepEnd | None) -> None:
+        self._screen, self._sweep_end = screen, sweep_end
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
         self._screen.running(processes, waiting)
 
     def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
         self._screen.ended(plan, trial, earlier=earlier)
-        if self._end is not None:
-            self._end.add(trial)
+        if self._sweep_end is not None:
+            self._sweep_end.add(trial)
 
 
-def _nothing_to_run(config: DictConfig, context: HydraContext) -> str:
-    """Return the message for a sweep without trials, with the choice nearest to a glob that matches none."""
+def _no_trials_message(config: DictConfig, context: HydraContext) -> str:
+    """Return the error message for a sweep without trials. Suggests a choice if a glob matches none."""
     for override in config.hydra.overrides.task:
         if match := re.fullmatch(r"([\w/]+)=glob\((.*)\)", override):
             choices = context.config_loader.get_group_options(match[1])
-            near = suggest(match[2].strip("*'\""), choices, 0.3)
-            hint = f" Did you mean {match[1]}={near}?" if near else ""
+            nearest = suggest(match[2].strip("*'\""), choices, 0.3)
+            hint = f" Did you mean {match[1]}={nearest}?" if nearest else ""
             return f"{override} matches no choice.{hint} Choices: {', '.join(choices)}."
-    return "nothing to run: the sweep has no trial."
+    return "nothing to run: the sweep has no trials."
 
 
-def _plan(composer: Composer, overrides: Sequence[str], number: int, run: Run | None) -> TrialPlan:
+def _plan_job(composer: Composer, overrides: Sequence[str], number: int, run: Run | None) -> TrialPlan:
     config = composer.config
     with open_dict(config):
         config.hydra.job.id = config.hydra.job.num = number
@@ -134,14 +145,14 @@ def _plan(composer: Composer, overrides: Sequence[str], number: int, run: Run | 
 
 
 def _trained_run(overrides: Sequence[str], sweep: SweepContext) -> Run | None:
-    """Return the run of a job that names a trained run to read, or None for other jobs."""
-    given = key_values(overrides)
-    if not reads_run(given.get("mode")) or not {"resume", "name"} & given.keys():
+    """Return the run of a job that reads a trained run, or None for other jobs."""
+    values_by_key = key_values(overrides)
+    if not reads_run(values_by_key.get("mode")) or not {"resume", "name"} & values_by_key.keys():
         return None
     return parse_run([*sweep.flags, *overrides])
 
 
-def _returned(overrides: Sequence[str], value: float) -> JobReturn:
+def _job_return(overrides: Sequence[str], value: float) -> JobReturn:
     returned = JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED)
     returned.return_value = value
     return returned

@@ -1,4 +1,4 @@
-"""`hydra/sweeper=layouts`: enumerates the cells of a space, records refused ones and runs legal ones. No JAX."""
+"""The sweeper `hydra/sweeper=layouts`: enumerates a space, records refused cells, runs legal ones. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from valkyrie.sweep.space import ALL, ModelVariant, SweepSpace, compose_variants
 from valkyrie.train.screen import make_console
 
 REASONS_SHOWN = 6
-"""Number of kinds of refusals listed before a sweep starts. `trials.jsonl` has all refusals."""
+"""Number of different reasons for refusals that are printed before a sweep starts. `trials.jsonl` has them all."""
 
 
 def sweep_layouts(
@@ -40,60 +40,70 @@ def sweep_layouts(
 ) -> list[Sequence[JobReturn]]:
     """Record the refused cells of a space, launch the legal ones, and return the results of the jobs.
 
-    Raises ValueError if there is no cell, and the exception of a failed job, as Hydra's own sweeper does.
+    Args:
+        context: Hydra's context, with its callbacks and config loader.
+        config: The configuration of the multirun.
+        arguments: The overrides on the command line.
+        space: The node `hydra.sweeper.space`.
+        limit: Maximum number of cells to run, or None for all.
+        launcher: Runs the jobs.
+
+    Raises:
+        ValueError: The space is invalid or has no cells.
+        Exception: Any exception of a failed job, as with Hydra's own sweeper.
     """
     if limit is not None and limit < 1:
-        raise ValueError(f"hydra.sweeper.limit={limit}: at least 1 is needed, or null for no limit.")
+        raise ValueError(f"hydra.sweeper.limit={limit}: must be at least 1, or null for no limit.")
     composer = Composer(config, context.config_loader)
-    described = read_space(space, arguments, composer)
-    cells = enumerate_cells(described, composer)
-    chosen = sample_evenly(cells.legal, limit)
-    make_console().print(count_line(cells, chosen))
+    sweep_space = read_space(space, arguments, composer)
+    cells = enumerate_cells(sweep_space, composer)
+    selected = sample_evenly(cells.legal, limit)
+    make_console().print(count_line(cells, selected))
     sweep = SweepContext.from_hydra(config.hydra)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_atomic(sweep.folder / "multirun.yaml", OmegaConf.to_yaml(config))
-    refused = [plan_run(c.run, sweep, [*described.fixed, *c.overrides], c.problems) for c in cells.refused]
-    trials, _ = settle(refused)
-    if (end := end_of(context)) is not None:
+    refused_plans = [plan_run(c.run, sweep, [*sweep_space.fixed, *c.overrides], c.problems) for c in cells.refused]
+    trials, _ = settle(refused_plans)
+    if (sweep_end := end_of(context)) is not None:
         for trial in trials.values():
-            end.add(trial)
-        if cells.cells and not chosen:
-            end.has_all()
+            sweep_end.add(trial)
+        if cells.cells and not selected:
+            sweep_end.expect_all_trials()
     if not cells.cells:
-        raise ValueError("nothing to run: the space is empty.")
-    if not chosen:
+        raise ValueError("nothing to run: the space has no cells.")
+    if not selected:
         return []
-    jobs = [[*described.fixed, *cell.overrides] for cell in chosen]
+    jobs = [[*sweep_space.fixed, *cell.overrides] for cell in selected]
     if isinstance(launcher, TrialLauncher):
-        return [launch(context, config, jobs, 0, launcher.jobs, [cell.run for cell in chosen])]
+        return [launch(context, config, jobs, 0, launcher.jobs, [cell.run for cell in selected])]
     returns = launcher.launch(jobs, initial_job_idx=0)
     for job in returns:
-        _ = job.return_value  # raises what the job raised
+        _ = job.return_value  # raises the exception of a failed job
     return [returns]
 
 
 def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
     """Return every cell of a space.
 
-    Meshes, partitions and remat policies are composed once for all variants with the same changes of their keys, such
-    as `partition.zero1=true`.
+    Meshes, partitions and remat policies are composed once for all variants that override their keys in the same way,
+    for example with `partition.zero1=true`.
     """
-    alike: dict[tuple[str, ...], list[ModelVariant]] = defaultdict(list)
+    variants_by_changes: dict[tuple[str, ...], list[ModelVariant]] = defaultdict(list)
     for variant in compose_variants(space, composer):
-        alike[tuple(o for o in variant.overrides if _changes_layouts(key_value(o)[0]))].append(variant)
+        variants_by_changes[tuple(o for o in variant.overrides if _changes_layouts(key_value(o)[0]))].append(variant)
     names = (composer.options("partition") if n == ALL else [n] for n in space.config.partitions)
     partitions = list(dict.fromkeys(itertools.chain.from_iterable(names)))
     cells: list[Cell] = []
     skipped: list[Problem] = []
-    for changes, variants in alike.items():
-        fixed = [*space.fixed, *changes]
+    for layout_changes, variants in variants_by_changes.items():
+        fixed = [*space.fixed, *layout_changes]
         enumerated = enumerate_space(
             space.config,
             variants,
             {name: composer.choice("partition", name, fixed) for name in partitions},
             {name: composer.choice("remat", name, fixed) for name in space.config.remat or []},
-            mesh_named=partial(composer.choice, "mesh", fixed=fixed),
-            accelerated=accelerators() > 0,
+            resolve_mesh=partial(composer.choice, "mesh", fixed=fixed),
+            has_accelerators=accelerators() > 0,
         )
         cells += enumerated.cells
         skipped += enumerated.skipped
@@ -101,36 +111,38 @@ def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
 
 
 def _changes_layouts(key: str) -> bool:
-    """Return whether a key may change the contents of a mesh, a partition or a remat policy."""
+    """Return whether a key may modify a mesh, a partition or a remat policy."""
     return key.startswith(("mesh.", "partition.", "remat.")) or key == "experiment"
 
 
 def sample_evenly(cells: Sequence[Cell], limit: int | None) -> list[Cell]:
-    """Return at most `limit` cells, evenly spread over the space."""
+    """Return at most `limit` cells, spaced evenly over the list. None means no limit."""
     if limit is None or len(cells) <= limit:
         return list(cells)
     return [cells[i * len(cells) // limit] for i in range(limit)]
 
 
-def count_line(cells: Cells, chosen: Sequence[Cell]) -> str:
-    """Return the lines printed before a sweep starts: the numbers of cells, and the reasons of refusals and skips."""
+def count_line(cells: Cells, selected: Sequence[Cell]) -> str:
+    """Return the text printed before a sweep starts: the numbers of cells, and the reasons for refusals and skips."""
     legal, refused = len(cells.legal), len(cells.refused)
     lines = [f"{len(cells.cells)} cells: {legal} legal, {refused} refused"]
-    if len(chosen) < legal:
-        lines[0] += f"; hydra.sweeper.limit takes {len(chosen)} of the legal ones"
-    kinds = count_kinds(cell.problems[0] for cell in cells.refused)
-    lines += [f"  {count:>4} refused: {why}" for why, count in kinds[:REASONS_SHOWN]]
-    if len(kinds) > REASONS_SHOWN:
-        rest = sum(count for _, count in kinds[REASONS_SHOWN:])
-        lines.append(f"  {rest:>4} refused for {len(kinds) - REASONS_SHOWN} other reasons; trials.jsonl has them all")
+    if len(selected) < legal:
+        lines[0] += f"; running {len(selected)} of the legal cells, as set by hydra.sweeper.limit"
+    reasons = count_kinds(cell.problems[0] for cell in cells.refused)
+    lines += [f"  {count:>4} refused: {why}" for why, count in reasons[:REASONS_SHOWN]]
+    if len(reasons) > REASONS_SHOWN:
+        remaining = sum(count for _, count in reasons[REASONS_SHOWN:])
+        lines.append(
+            f"  {remaining:>4} refused for {len(reasons) - REASONS_SHOWN} other reasons, listed in trials.jsonl"
+        )
     lines += [f"  {count:>4} skipped: {why}" for why, count in count_kinds(cells.skipped)]
     return "\n".join(lines)
 
 
 def count_kinds(problems: Iterable[Problem]) -> list[tuple[str, int]]:
-    """Count problems with the same code, key and axes. Returns labels and counts, most frequent first."""
-    kinds: dict[Identity, list[Problem]] = defaultdict(list)
+    """Count problems by code, key and axes. Returns (label, count) pairs, most frequent first."""
+    reasons: dict[Identity, list[Problem]] = defaultdict(list)
     for problem in problems:
-        kinds[problem.identity].append(problem)
-    ordered = sorted(kinds.values(), key=len, reverse=True)
+        reasons[problem.identity].append(problem)
+    ordered = sorted(reasons.values(), key=len, reverse=True)
     return [(members[0].label, len(members)) for members in ordered]

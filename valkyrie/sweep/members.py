@@ -1,7 +1,7 @@
-"""A multirun over several processes: process 0 plans and records, and every trial runs in a process on each host.
+"""Multiruns on several hosts: process 0 plans and records trials, and each trial runs in one process per host.
 
-The processes of the multirun start those of the trials and wait for them, one trial at a time. Each trial uses a new
-port, so that nothing remains of the trial before.
+On every host, the process of the multirun starts the process of a trial and waits for it, one trial at a time. Each
+trial uses a new port, so that processes of an earlier trial cannot connect to it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from valkyrie.sweep.plan import TrialPlan
 from valkyrie.train.processes import abort_all_on_error, agree_on_versions
 
 BESIDE = "beside"
-"""Argument of a trial's process that is not process 0 and therefore writes no outcome."""
+"""Command-line argument for the processes of a trial other than process 0, which write no outcome."""
 _GRACE_S = 60.0
-"""Seconds that a trial has to save and end after process 0 of the multirun is lost."""
-_OTHER_LAUNCHER = "hydra/launcher={name} cannot start trials on {count} hosts. Leave it out, or distributed=off."
+"""Seconds for a trial to save and exit after process 0 of the multirun is lost."""
+_UNSUPPORTED_LAUNCHER = "hydra/launcher={name} cannot start trials on {count} hosts. Omit it, or add distributed=off."
 
 
 class Members:
-    """Process 0's view of the processes of a multirun. Starts and ends every trial that needs devices."""
+    """The processes of a multirun, as process 0 controls them: starts and ends each trial that needs devices."""
 
     def __init__(self, team: Connected) -> None:
         self._team, self._trials = team, 0
@@ -46,15 +46,15 @@ class Members:
 
     @property
     def count(self) -> int:
-        """Number of processes of a trial."""
+        """Number of processes per trial."""
         return self._team.count
 
     def takes(self, plan: TrialPlan) -> bool:
-        """Return whether all processes run a trial. Process 0 alone runs a trial that needs no devices."""
+        """Return whether all processes run a trial. A trial that needs no devices runs on process 0 alone."""
         return plan.mode.needs is Needs.devices
 
-    def begin(self, plan: TrialPlan) -> dict[str, str]:
-        """Start a trial on the other processes. Returns additional environment variables of its process 0."""
+    def start_trial(self, plan: TrialPlan) -> dict[str, str]:
+        """Start a trial on the other processes. Returns the environment variables to add for its process 0."""
         self._trials += 1
         host, _ = parse_address(self._team.place.coordinator)
         address = f"{f'[{host}]' if ':' in host else host}:{free_port()}"
@@ -63,12 +63,12 @@ class Members:
         self._team.exchange(f"trial {self._trials}", task)
         return Place(address, self._team.count, 0).environment
 
-    def started(self, kill: Callable[[], None]) -> None:
-        """Set the function that ends process 0 of the running trial if another host is lost."""
+    def set_kill(self, kill: Callable[[], None]) -> None:
+        """Register `kill`, which ends process 0 of the running trial if another host is lost."""
         self._kill = kill
 
-    def ended(self) -> None:
-        """Wait until the other processes of the trial have ended too."""
+    def wait_for_end(self) -> None:
+        """Wait until the other processes of the trial have ended."""
         self._kill = lambda: None
         self._team.exchange(f"ended {self._trials}")
 
@@ -77,96 +77,101 @@ class Members:
         self._team.exchange(f"trial {self._trials + 1}")
         self._team.finish()
 
-    def lost(self, line: str, status: int) -> None:
-        """End the running trial and this process, because another process is lost."""
-        print(f"valkyrie-train: {line}. What is done is kept; the same command does the rest.", file=sys.stderr)
+    def abort(self, line: str, status: int) -> None:
+        """End the running trial and this process after another process is lost. `line` describes the loss."""
+        advice = "Finished trials are recorded. Run the same command again to do the remaining ones."
+        print(f"valkyrie-train: {line}. {advice}", file=sys.stderr)
         self._kill()
         end_process(status, line)
 
 
-_leading: ContextVar[Members | None] = ContextVar("_leading", default=None)
+_led_members: ContextVar[Members | None] = ContextVar("_led_members", default=None)
 
 
 def members() -> Members | None:
-    """Return the processes of the multirun that this process leads, or None if it is the only one."""
-    return _leading.get()
+    """Return the processes of the multirun that this process leads, or None if it runs alone."""
+    return _led_members.get()
 
 
 @contextmanager
 def over_processes(arguments: Sequence[str]) -> Iterator[bool]:
-    """Join the processes of a multirun. Yields True for the process that carries it out: process 0, or the only one.
+    """Join the processes of a multirun. Yields True on process 0, or if there is only one process.
 
-    The others start the trials that process 0 requests, and yield False at the end. Raises ValueError on all processes
-    if they were started differently.
+    The other processes first start every trial that process 0 requests, and then yield False. Raises ValueError on all
+    processes if their versions or arguments differ, or if the launcher does not support several hosts.
     """
-    team = _meet(arguments)
+    team = _join_team(arguments)
     if team is None:
         yield True
         return
     with abort_all_on_error(team):
         agree_on_versions(team)
-        team.agree("arguments", _compared(arguments))
+        team.agree("arguments", _comparable_arguments(arguments))
         launcher = key_values(arguments).get("hydra/launcher", "trials")
         if launcher != "trials":
-            raise ValueError(_OTHER_LAUNCHER.format(name=launcher, count=team.count))
+            raise ValueError(_UNSUPPORTED_LAUNCHER.format(name=launcher, count=team.count))
         if not team.leads:
-            _follow(team)
+            _run_requested_trials(team)
     if not team.leads:
         yield False
         return
-    leading = Members(team)
-    team.on_loss = leading.lost
-    token = _leading.set(leading)
+    led_members = Members(team)
+    team.on_loss = led_members.abort
+    token = _led_members.set(led_members)
     try:
         yield True
-    except SystemExit:  # trials without a result: the sweep is done all the same
-        leading.finish()
+    except SystemExit:  # some trials have no result, but the sweep is complete
+        led_members.finish()
         raise
     except BaseException as error:
         team.fail(LOST, f"the sweep ended ({type(error).__name__})")
         raise
     else:
-        leading.finish()
+        led_members.finish()
     finally:
-        _leading.reset(token)
+        _led_members.reset(token)
 
 
-def _compared(arguments: Sequence[str]) -> dict[str, str]:
-    """Return arguments by key, or by position if they have none, without the index of the process."""
-    given = {key: value for key, value in key_values(arguments).items() if key != "distributed.process"}
-    plain = {f"argument {i}": text for i, text in enumerate(arguments) if "=" not in text}
-    return plain | given
+def _comparable_arguments(arguments: Sequence[str]) -> dict[str, str]:
+    """Return arguments by key, or by position if they have no key. Omits the process index, which differs."""
+    values_by_key = {key: value for key, value in key_values(arguments).items() if key != "distributed.process"}
+    keyless = {f"argument {i}": text for i, text in enumerate(arguments) if "=" not in text}
+    return keyless | values_by_key
 
 
-def _meet(arguments: Sequence[str]) -> Connected | None:
-    given = key_values(arguments)
-    own = [f"{key.removeprefix('distributed.')}={value}" for key, value in given.items() if key[:12] == "distributed."]
-    name = [f"name={given['distributed']}"] if "distributed" in given else []
+def _join_team(arguments: Sequence[str]) -> Connected | None:
+    values_by_key = key_values(arguments)
+    settings = [
+        f"{key.removeprefix('distributed.')}={value}"
+        for key, value in values_by_key.items()
+        if key[:12] == "distributed."
+    ]
+    name = [f"name={values_by_key['distributed']}"] if "distributed" in values_by_key else []
     config: Any = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(DistributedConfig), OmegaConf.from_dotlist([*name, *own]))
+        OmegaConf.merge(OmegaConf.structured(DistributedConfig), OmegaConf.from_dotlist([*name, *settings]))
     )
     refuse(config.problems())
     return join(config, accelerators=accelerators())
 
 
-def _follow(team: Connected) -> None:
-    """Start a process for every trial that process 0 requests, until there are no more."""
+def _run_requested_trials(team: Connected) -> None:
+    """Start a process for each trial that process 0 requests, until it requests no more."""
     running: list[ChildProcess] = []
 
-    def end(*_: Any) -> None:
+    def terminate_trial(*_: Any) -> None:
         for process in running:
             process.send(signal.SIGTERM)
 
-    def lost(line: str, status: int) -> None:
+    def abort(line: str, status: int) -> None:
         print(f"valkyrie-train: process {team.index} stops: {line}", file=sys.stderr, flush=True)
-        for process in running:  # it ends by itself once the first of the trial has, which may save before
+        for process in running:  # it exits after process 0 of the trial, which may first save a checkpoint
             if not process.wait(_GRACE_S):
                 process.kill()
         end_process(status, line)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 0 hears it too, and ends what runs
-    signal.signal(signal.SIGTERM, end)
-    team.on_loss = lost
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 0 also receives the signal, and ends the trial
+    signal.signal(signal.SIGTERM, terminate_trial)
+    team.on_loss = abort
     number = 0
     while True:
         number += 1
@@ -175,9 +180,9 @@ def _follow(team: Connected) -> None:
             return team.finish()
         with tempfile.TemporaryDirectory(prefix="valkyrie-trial-") as folder:
             write_atomic(Path(folder) / RUN, task["run"])
-            place = Place(task["address"], team.count, team.index)
+            process_id = Place(task["address"], team.count, team.index)
             command = python_module("valkyrie.sweep.child", folder, BESIDE)
-            process = ChildProcess(command, task["environment"] | place.environment)
+            process = ChildProcess(command, task["environment"] | process_id.environment)
             running.append(process)
             process.wait()
             running.clear()

@@ -1,6 +1,6 @@
-"""Names of sweeps and trials, and keys that identify equal trials. Imports no JAX.
+"""Names of sweeps and trials, and the keys by which equal trials are recognised. Imports no JAX.
 
-A sweep is a multirun; its folder is `<runs>/<sweep name>`, with one run folder per trial inside.
+A sweep is a multirun. Its folder is `<runs>/<sweep name>`, and contains one run folder per trial.
 """
 
 from __future__ import annotations
@@ -14,89 +14,89 @@ from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run
 from valkyrie.runs.folder import key_value, key_values, parts_of
 
-_NOT_OF_THE_SWEEP = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
-"""Keys that may differ between commands of one sweep: compiled and measured layouts share a page."""
-_OF_THE_SPACE = ("hydra/sweeper", "hydra.sweeper.")
-_NOT_OF_THE_SPACE = ("hydra.sweeper.limit", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs")
-"""Keys of the sweeper that only limit the number or speed of trials, so that it stays the same sweep."""
+_GROUPS_NOT_IN_NAME = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
+"""Keys that may differ between commands of one sweep, so that compiled and measured layouts share a page."""
+_SWEEPER_PREFIXES = ("hydra/sweeper", "hydra.sweeper.")
+_SWEEPER_KEYS_NOT_IN_NAME = ("hydra.sweeper.limit", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs")
+"""Keys of the sweeper that may differ too, because they only limit how many trials run, or how many at a time."""
 
-_LONGEST = 120
+_MAX_LENGTH = 120
 
 
 def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
-    """Return the arguments of a multirun with the sweep's folder added, or None for a single run.
+    """Return the arguments of a multirun with `hydra.sweep.dir` added, or None for a single run.
 
-    `resume=true` is dropped: a sweep runs only the missing trials anyway.
+    Drops `resume=true`, because a sweep always skips the trials that it has recorded.
     """
     overrides_by_key = key_values(arguments)
     mode = overrides_by_key.get("hydra.mode")
-    flagged = any(argument in ("-m", "--multirun") for argument in arguments)
-    overlay = overrides_by_key.get("sweep") not in (None, "null")
-    if mode == "RUN" or not (mode == "MULTIRUN" or flagged or overlay):
+    has_flag = any(argument in ("-m", "--multirun") for argument in arguments)
+    sweep_choice = overrides_by_key.get("sweep") not in (None, "null")
+    if mode == "RUN" or not (mode == "MULTIRUN" or has_flag or sweep_choice):
         return None
-    arguments_left = [a for a in arguments if key_value(a) not in (("resume", "true"), ("resume", "null"))]
+    remaining = [a for a in arguments if key_value(a) not in (("resume", "true"), ("resume", "null"))]
     if "hydra.sweep.dir" in overrides_by_key:
-        return arguments_left
+        return remaining
     folder = f"hydra.sweep.dir=${{runs}}/{sweep_name(arguments)}"
-    flags, overrides = parts_of(arguments_left)
+    flags, overrides = parts_of(remaining)
     return [*flags, folder, *overrides]
 
 
 def sweep_name(arguments: Sequence[str]) -> str:
-    """Return the sweep's name: `name=`, else that of its `sweep=` overlay, else a digest of the arguments."""
-    given = key_values(arguments)
-    name, overlay = given.get("name"), given.get("sweep")
-    if name not in (None, "null") and not reads_run(given.get("mode")):
+    """Return the sweep's name: the value of `name=`, else of `sweep=`, else a digest of the arguments."""
+    values_by_key = key_values(arguments)
+    name, sweep_choice = values_by_key.get("name"), values_by_key.get("sweep")
+    if name not in (None, "null") and not reads_run(values_by_key.get("mode")):
         return folder_name(name)
-    if overlay not in (None, "null"):
-        return folder_name(overlay)
-    arguments_by_key = {key: value for key, value in given.items() if _is_of_the_sweep(key)}
-    return f"sweep-{digest(arguments_by_key)[:8]}"
+    if sweep_choice not in (None, "null"):
+        return folder_name(sweep_choice)
+    identifying_values = {key: value for key, value in values_by_key.items() if _identifies_sweep(key)}
+    return f"sweep-{digest(identifying_values)[:8]}"
 
 
 def trial_key(run: Run) -> str:
-    """Return a digest of the mode and of every key that affects the result."""
+    """Return a digest of the mode and of every setting that affects the result."""
     config, values = run.config, asdict(run.config)
     mode, keys = config.mode, config.mode.decided_by()
     if keys is None:
         keys = [key for key in values if key not in mode.not_decided_by]
-    if config.task is None:  # older trials, from before `task=`, keep their keys
+    if config.task is None:  # keeps the keys of trials recorded before `task=` existed
         keys = [key for key in keys if key != "task"]
     values |= {f"mode.{key}": value for key, value in values["mode"].items()}
-    read = {"resume": config.resume or config.name} if mode.reads_run else {}
-    return digest({key: values[key] for key in keys} | {"mode": mode.name} | read)[:16]
+    trained_run = {"resume": config.resume or config.name} if mode.reads_run else {}
+    return digest({key: values[key] for key in keys} | {"mode": mode.name} | trained_run)[:16]
 
 
 def trial_name(run: Run, key: str, layout: str | None = None) -> str:
-    """Return a short, stable folder name: `gpt_tiny-2x2x2-fsdp-measure-1a2b3c`.
+    """Return a short, stable folder name, such as `gpt_tiny-2x2x2-fsdp-measure-1a2b3c`.
 
-    `layout` is the name of the run's layout, or None if it is illegal.
+    `layout` is the name of the run's layout, or None if the layout is illegal.
     """
     config = run.config
     layout = layout or f"{config.mesh.name}-{config.partition.name}"
     target = [] if config.target.name == "auto" else [config.target.name]
-    words = folder_name("-".join([run.model.name, layout, config.mode.name, *target]))
-    return f"{words[:_LONGEST]}-{key[:6]}"
+    description = folder_name("-".join([run.model.name, layout, config.mode.name, *target]))
+    return f"{description[:_MAX_LENGTH]}-{key[:6]}"
 
 
 def folder_name(text: str) -> str:
-    """Replace characters that are special in paths or in Hydra's grammar."""
+    """Return a text in which characters that are special in paths or in Hydra's grammar are replaced by `-`."""
     return re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII).strip("-.") or "sweep"
 
 
 def reads_one_run(arguments: Sequence[str]) -> bool:
     """Return whether all trials of a multirun read the same trained run."""
-    given = key_values(arguments)
-    several = given.get("resume") or given.get("name") or ""
-    return reads_run(given.get("mode")) and not ("," in several or "(" in several)
+    values_by_key = key_values(arguments)
+    trained_run = values_by_key.get("resume") or values_by_key.get("name") or ""
+    return reads_run(values_by_key.get("mode")) and not ("," in trained_run or "(" in trained_run)
 
 
 def without_place(overrides: Sequence[str]) -> list[str]:
-    """Return overrides without those of the run folder."""
+    """Return overrides without those that select the run folder: `name`, `runs` and `resume`."""
     return [o for o in overrides if key_value(o)[0] not in ("name", "runs", "resume")]
 
 
-def _is_of_the_sweep(key: str) -> bool:
-    if key.startswith(_OF_THE_SPACE):
-        return key not in _NOT_OF_THE_SPACE
-    return re.split(r"[./@]", key)[0] not in _NOT_OF_THE_SWEEP
+def _identifies_sweep(key: str) -> bool:
+    if key.startswith(_SWEEPER_PREFIXES):
+        return key not in _SWEEPER_KEYS_NOT_IN_NAME
+    return re.split(r"[./@]", key)[0] not in _GROUPS_NOT_IN_NAME

@@ -1,4 +1,4 @@
-"""Spread of the timed steps of a layout, and which speeds are equal within it. Imports no JAX."""
+"""Measurement noise: decides which speeds are equal, from the spread of the step times. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Sequence
 
 from valkyrie.sweep.trial import Trial
 
-EQUAL = 1e-3
-"""Relative difference below which two predictions are equal. They have no noise."""
+EQUAL_WITHIN = 1e-3
+"""Relative difference up to which two speeds are equal even without noise, such as those of predictions."""
 
 
 def has_spread(trial: Trial) -> bool:
-    """Return whether a trial's steps were timed one by one, unlike those of a prediction."""
-    return _range(trial) is not None
+    """Return whether a trial has the spread of its step times. Predictions have none."""
+    return _speed_range(trial) is not None
 
 
-def within_noise(one: Trial, other: Trial) -> bool:
-    """Return whether two speeds are equal: the ranges of their timed steps overlap.
+def within_noise(trial: Trial, other: Trial) -> bool:
+    """Return whether the speeds of two trials are equal, because the ranges of their step times overlap.
 
-    A range is from the fastest step, or the median if that is unknown, to the 90th percentile.
+    A range extends from the fastest step, or the median if that is unknown, to the 90th percentile.
     """
-    slow, fast = sorted((one, other), key=lambda trial: trial.results.objective)
+    slow, fast = sorted((trial, other), key=lambda trial: trial.results.objective)
     low, high = slow.results.objective, fast.results.objective
     if not low:
         return False
-    best_of_slow = low * (_range(slow) or (1.0, 1.0))[1]
-    worst_of_fast = high * (_range(fast) or (1.0, 1.0))[0]
-    return best_of_slow >= worst_of_fast or high / low - 1 <= EQUAL
+    best_of_slow = low * (_speed_range(slow) or (1.0, 1.0))[1]
+    worst_of_fast = high * (_speed_range(fast) or (1.0, 1.0))[0]
+    return best_of_slow >= worst_of_fast or high / low - 1 <= EQUAL_WITHIN
 
 
-def _range(trial: Trial) -> tuple[float, float] | None:
-    """Return the speeds of the 90th percentile and of the fastest step, relative to the median."""
+def _speed_range(trial: Trial) -> tuple[float, float] | None:
+    """Return the speeds at the 90th percentile and at the fastest step, relative to the median, or None if unknown."""
     step = trial.results.step
     if not step.p90_s or not step.step_s:
         return None
@@ -38,7 +38,7 @@ def _range(trial: Trial) -> tuple[float, float] | None:
 
 
 def places(trials: Sequence[Trial]) -> list[int]:
-    """Return the ranks of trials that are sorted by speed. Trials within noise of the first of a rank share it."""
+    """Return the ranks of trials sorted by speed. A trial within noise of the first one of a rank shares that rank."""
     ranks: list[int] = []
     first = 0
     for i, trial in enumerate(trials):

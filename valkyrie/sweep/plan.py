@@ -1,4 +1,4 @@
-"""Plans of trials before any process starts: key, name, run and time limit, or the refusal. No JAX."""
+"""Plans trials before any process starts: key, name, run and time limit, or the refusal. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class SweepContext:
 
     Args:
         folder: Folder of the sweep.
-        flags: Flags and overrides with which another process finds the same configuration files.
-        environment: Environment variables of the trials' processes.
+        flags: Command-line flags and overrides that let another process find the same configuration files.
+        environment: Environment variables to set in the processes of the trials.
     """
 
     folder: Path
@@ -42,31 +42,38 @@ class SweepContext:
 
     @staticmethod
     def from_hydra(hydra: Any) -> SweepContext:
-        """Return the context of a multirun, given the `hydra` part of its configuration.
+        """Return the context of a multirun, given the `hydra` node of its configuration.
 
-        The environment may name `hydra.job.num`: it is read for a job, by `job_environment`.
+        Its `environment` is empty. It may refer to `hydra.job.num`, so `job_environment` reads it for each job.
         """
         return SweepContext(Path(hydra.sweep.dir), _config_flags(hydra))
 
 
 def job_environment(hydra: Any) -> dict[str, str]:
-    """Return the environment variables that a job sets, given the `hydra` part of its configuration."""
+    """Return the environment variables that a job sets, given the `hydra` node of its configuration."""
     return {str(key): str(value) for key, value in hydra.job.env_set.items()}
 
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """A trial before it runs, in a sweep's `folder`.
+    """A trial before it runs.
 
     Args:
-        refusal: Message why it cannot run, or None.
+        key: Digest that identifies the trial, see `trial_key`.
+        name: Name of the trial's folder.
+        stage: Name of its mode.
+        folder: Folder of the sweep.
+        overrides: Overrides of the command line, for its record.
+        about: The layout, for its record, or None if the configuration does not compose.
+        refusal: The reason why it cannot run, or None if it can.
         problems: Problems of its run.
         run: The run of its process, or None if it is refused.
-        limit_s: Time limit of its process, or None.
-        retry: Whether to repeat it if its process failed, was killed or took too long.
+        environment: Environment variables to set in its process.
+        limit_s: Time limit of its process in seconds, or None for no limit.
+        retry: Whether to repeat the trial if an earlier attempt failed, was killed or timed out.
         files: Files that the run writes in addition to its results.
         values: Settings that determine what a step computes, for its record.
-        flags: Flags and overrides that locate the configuration, for its record.
+        flags: Command-line flags and overrides that locate the configuration, for its record.
     """
 
     key: str
@@ -87,7 +94,7 @@ class TrialPlan:
 
     @property
     def mode(self) -> type[ModeConfig]:
-        """The mode of the run."""
+        """The mode's class."""
         return MODES.config_class(self.stage)
 
     @property
@@ -97,7 +104,7 @@ class TrialPlan:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Command of the trial's process, which reads `run.yaml` in the trial's folder."""
+        """The command that starts the trial's process, which reads `run.yaml` in the trial's folder."""
         return python_module("valkyrie.sweep.child", str(self.trial_folder))
 
     def write(self) -> None:
@@ -108,7 +115,7 @@ class TrialPlan:
                 (folder / name).unlink(missing_ok=True)
         assert self.run is not None, "a refused trial has no process"
         run = self.run
-        if self.mode.tracked:  # the training continues the W&B run of the trial
+        if self.mode.tracked:  # the training and the sweep report to the same W&B run
             tracking = replace(run.config.tracking, id=trial_id(run.config.tracking, self.folder, self.key))
             run = run.changed(tracking=tracking)
         run.save(folder / RUN)
@@ -116,7 +123,15 @@ class TrialPlan:
     def ended(
         self, status: Status, reason: str | None, started: str, wall_s: float, results: TrialResult | None = None
     ) -> Trial:
-        """Return the record of this trial after it ended."""
+        """Return the record of this trial after it has ended.
+
+        Args:
+            status: Status of the trial.
+            reason: The reason for the status, or None if the trial is ok.
+            started: UTC time in ISO 8601.
+            wall_s: Seconds that its process ran.
+            results: Its results, or None if it has none.
+        """
         return Trial(
             key=self.key,
             name=self.name,
@@ -136,15 +151,16 @@ class TrialPlan:
         )
 
     def settled_by(self, trial: Trial | None) -> bool:
-        """Return whether an earlier record makes this trial unnecessary.
+        """Return whether an earlier record of this trial, or None, makes it unnecessary to run it.
 
-        Refused trials are checked again, because the machine may have changed. Trials that did not fit are repeated
-        with `force=true`, and predictions by another version of the code or compiler always.
+        Refused trials are always checked again, because the machine may have changed. Predictions are repeated if the
+        code or the compiler has changed. Trials that did not fit are repeated with `force=true`, and other trials
+        without a result with `trial.retry=true`.
         """
         if trial is None or trial.status is Status.refused or self.mode.results is None:
             return False
-        predictors = [about and about.predicted_by for about in (trial.about, self.about)]
-        if predictors[0] != predictors[1]:
+        predictor_digests = [about and about.predicted_by for about in (trial.about, self.about)]
+        if predictor_digests[0] != predictor_digests[1]:
             return False
         if trial.status is Status.ok and not all((self.trial_folder / name).exists() for name in self.files):
             return False
@@ -156,22 +172,22 @@ class TrialPlan:
 def plan_run(
     run: Run, sweep: SweepContext, overrides: Sequence[str], problems: Sequence[Problem] | None = None
 ) -> TrialPlan:
-    """Plan the trial of a run. An illegal run has a refused plan.
+    """Return the plan for the trial of a run. The plan is refused if the run is illegal or cannot run here.
 
     Args:
         run: The run of the trial.
         sweep: The sweep it belongs to.
-        overrides: The overrides that its record states.
-        problems: Problems of the run, or None if they have not been looked for.
+        overrides: The overrides to store in its record.
+        problems: Problems of the run, or None to search for them here.
 
     Raises:
-        ValueError: The multirun requests what only a single run can do.
+        ValueError: The run sets `resume`, and its mode would continue that run instead of reading it.
     """
     config = run.config
     problems = run.problems() if problems is None else problems
     mode, key = config.mode, trial_key(run)
     if config.resume is not None and not mode.reads_run:
-        raise ValueError(_not_in_a_multirun(config.resume, mode.name))
+        raise ValueError(_resume_refusal(config.resume, mode.name))
     about = run.request_record() if problems else run.about()
     plan = TrialPlan(
         key=key,
@@ -187,18 +203,18 @@ def plan_run(
     )
     if problems:
         return plan
-    refusals, resume, group = _missing(run), config.resume, config.tracking.group
+    refusals, resume, group = _missing_requirements(run), config.resume, config.tracking.group
     if mode.reads_run:
         try:
             resume = str(find_run(Path(config.runs), resume or config.name or "latest").resolve())
-        except ValueError as error:  # the trained run does not exist
+        except ValueError as error:  # there is no such trained run
             return replace(plan, refusal=" ".join([*refusals, str(error)]))
-    if mode.tracked and group is None:  # a training reports to W&B itself, in the group of the sweep
+    if mode.tracked and group is None:  # a training reports to W&B itself: put it in the group of the sweep
         group = folder_name(sweep.folder.resolve().name)
     tracking = replace(config.tracking, group=group)
     return replace(
         plan,
-        about=replace(about, predicted_by=_predictor(run) if mode.predicts else None),
+        about=replace(about, predicted_by=_predictor_digest(run) if mode.predicts else None),
         refusal=" ".join(refusals) or None,
         run=run.changed(runs=str(sweep.folder), name=plan.name, resume=resume, tracking=tracking),
         environment=sweep.environment,
@@ -209,7 +225,7 @@ def plan_run(
 
 
 def plan_wrong(error: ValueError, mode: str, sweep: SweepContext, overrides: Sequence[str]) -> TrialPlan:
-    """Return the refused plan of a job whose configuration does not compose to a run."""
+    """Return a refused plan for a job whose configuration does not compose, with the error as the reason."""
     key = digest(sorted(overrides))[:16]
     name = f"{folder_name(mode)}-{key[:6]}"
     return TrialPlan(key, name, mode, sweep.folder, tuple(overrides), None, str(error), flags=sweep.flags)
@@ -231,8 +247,8 @@ def _config_flags(hydra: Any) -> tuple[str, ...]:
     return (*flags, *search_path(hydra))
 
 
-def _missing(run: Run) -> list[str]:
-    """Return the requirements of a legal run that this machine lacks, without starting JAX."""
+def _missing_requirements(run: Run) -> list[str]:
+    """Return messages about a compiler or devices that a legal run needs and this machine lacks. Starts no JAX."""
     needs = run.config.mode.needs
     if needs is Needs.compiler:
         missing = platform_of(run.config.target.platform).missing_compiler(run.config.target)
@@ -240,16 +256,15 @@ def _missing(run: Run) -> list[str]:
     return [str(problem) for problem in missing_devices(run)] if needs is Needs.devices else []
 
 
-def _predictor(run: Run) -> str:
-    """Return a digest of the versions, program and replay on which a prediction depends."""
+def _predictor_digest(run: Run) -> str:
+    """Return a digest of the package versions and of the code on which a prediction depends."""
     return digest([versions(), package_digest(run)])[:12]
 
 
-def _not_in_a_multirun(resume: str, mode: str) -> str:
-    """Return the refusal of trials that would all write to the folder of the run that they continue."""
+def _resume_refusal(resume: str, mode: str) -> str:
+    """Return the error message for `resume` in a multirun, where all trials would write to the folder of that run."""
     return (
-        f"resume={resume}: a multirun with mode={mode} would carry out every trial in the folder of that run, and "
-        "damage it. Leave resume out: each trial has a folder of its own, and what is done already is not done again. "
-        f"To continue the run, leave out -m: valkyrie-train resume={resume}. Only mode=eval and mode=generate read one "
-        "run in many trials."
+        f"resume={resume}: a multirun with mode={mode} would write every trial into the folder of that run and damage "
+        "it. Omit resume: each trial has a separate folder, and a rerun skips finished trials. To continue the run, "
+        f"omit -m: valkyrie-train resume={resume}. Only mode=eval and mode=generate can read one run in many trials."
     )

@@ -1,6 +1,6 @@
-"""Runs the process of a trial, with its log and time limit.
+"""Runs a trial in a separate process, with a log file and a time limit.
 
-In a multirun over several processes it is process 0 of the trial. The others start and end with it.
+In a multirun on several hosts this is process 0 of the trial. The other processes start and end together with it.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ _POLL_S = 0.05
 
 
 class TrialProcess:
-    """A trial in a separate process, which the constructor starts."""
+    """A trial that runs in a separate process. The constructor starts the process."""
 
     def __init__(self, plan: TrialPlan, lock: TrialLock) -> None:
         self.plan = plan
-        leading = members()
-        self._members = leading if leading is not None and leading.takes(plan) else None
+        led_members = members()
+        self._members = led_members if led_members is not None and led_members.takes(plan) else None
         folder = plan.trial_folder
         plan.write()
-        place = self._members.begin(plan) if self._members else {}
-        self.started, self._began = datetime.now(UTC).isoformat(), time.monotonic()
+        process_environment = self._members.start_trial(plan) if self._members else {}
+        self.started, self._start_time = datetime.now(UTC).isoformat(), time.monotonic()
         self._stopped_at: float | None = None
         (folder / OUTPUT).unlink(missing_ok=True)
-        environment, inherited = {**plan.environment, **place}, (lock.process_file.fileno(),)
+        environment, inherited = {**plan.environment, **process_environment}, (lock.process_file.fileno(),)
         self._process = ChildProcess(plan.command, environment, folder / OUTPUT, pass_fds=inherited)
         if self._members:
-            self._members.started(self.kill)
+            self._members.set_kill(self.kill)
         try:
             lock.started(self._process.pid)
         except BaseException:
-            self.kill()  # nobody would watch it, and no later sweep could know its owner
+            self.kill()  # it would run unsupervised, and a later sweep could not find its owner
             raise
 
     @property
     def seconds(self) -> float:
-        """Seconds since it started."""
-        return time.monotonic() - self._began
+        """Seconds since the process started."""
+        return time.monotonic() - self._start_time
 
     @property
     def grace_s(self) -> float:
-        """Seconds until it is killed after an interrupt, because a training saves its state first."""
+        """Seconds between an interrupt and the kill. A training saves its state in that time."""
         return self.plan.mode.grace_s
 
     def poll(self) -> Trial | None:
-        """Return the trial once it has ended, or None while it runs. Interrupts, then kills it past its time limit."""
+        """Return the trial if it has ended, else None. Interrupts it at its time limit and kills it `grace_s` later."""
         status = self._process.status
         plan, limit = self.plan, self.plan.limit_s
         if status is None and limit is not None and self.seconds > limit:
@@ -66,34 +66,34 @@ class TrialProcess:
         if status is None:
             return None
         if self._members:
-            self._members.ended()
+            self._members.wait_for_end()
         seconds = self.seconds
         if status != 0:
-            self.kill()  # also ends its children
-        ended = outcome(plan.trial_folder, status) if self._stopped_at is None else over_limit(plan)
-        return plan.ended(ended.status, ended.reason, self.started, seconds, ended.results)
+            self.kill()  # also kills its children
+        final_outcome = outcome(plan.trial_folder, status) if self._stopped_at is None else over_limit(plan)
+        return plan.ended(final_outcome.status, final_outcome.reason, self.started, seconds, final_outcome.results)
 
     def interrupt(self) -> None:
-        """Send SIGINT to the process and everything it started."""
+        """Send SIGINT to the process and its children."""
         self._stopped_at = self._stopped_at or time.monotonic()
         self._process.send(signal.SIGINT)
 
     def kill(self) -> None:
-        """Kill the process and everything it started."""
+        """Kill the process and its children."""
         self._process.kill()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the process to end, and return whether it did."""
+        """Wait up to `seconds` for the process to end. Returns whether it has ended."""
         return self._process.wait(max(seconds, _POLL_S))
 
 
 def over_limit(plan: TrialPlan) -> Outcome:
     """Return the outcome of a trial that was stopped at its time limit."""
-    return Outcome(Status.timeout, f"it took longer than trial.limit_s={plan.limit_s:g} seconds and was ended")
+    return Outcome(Status.timeout, f"stopped at its time limit, trial.limit_s={plan.limit_s:g} seconds")
 
 
 def stop(running: Iterable[TrialProcess]) -> None:
-    """Interrupt trials and wait until they have ended. A second Ctrl-C kills them."""
+    """Interrupt trials and wait for them to end. Kills those that do not end in time, and all after another Ctrl-C."""
     running = list(running)
     try:
         for process in running:

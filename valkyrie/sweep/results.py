@@ -1,4 +1,4 @@
-"""Outcome of a trial's process: its status, the reason, and the results in the files of its mode."""
+"""Reads the outcome of a trial's process: its status, the reason, and the results in the files of its mode."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from valkyrie.sweep.trial import GoodputResult, Status, StepResult, TrialResult,
 from valkyrie.units import GIB
 
 OUTPUT, OUTCOME = "output.log", "outcome.json"
-"""Files of a trial's folder: the output of its process, and its `Outcome`."""
+"""File names in a trial's folder, for the output of its process and for its `Outcome`."""
 
 _ERROR_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|[FE]\d{4} .*)$")
-_LONGEST = 600
-_OLD_NAMES, _OLD_TOTAL = "comm_bytes/", "comm_bytes/total"
-"""Keys of the traffic in the summary of a training by version 1.0 and earlier."""
+_MAX_REASON_LENGTH = 600
+_OLD_TRAFFIC_PREFIX, _OLD_TRAFFIC_TOTAL = "comm_bytes/", "comm_bytes/total"
+"""Keys for bytes sent in the summary of a training, as written by version 1.0 and earlier."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Status of a trial, the reason if it is not ok, and its results."""
+    """Status of a trial, the reason if it is not ok (else None), and its results."""
 
     status: Status
     reason: str | None = None
@@ -41,14 +41,14 @@ class Outcome:
 
     def write(self, folder: Path) -> None:
         """Write `outcome.json` into a trial's folder."""
-        plain = {"status": self.status.value, "reason": self.reason, "results": self.results.plain()}
-        write_atomic(folder / OUTCOME, json.dumps(plain) + "\n")
+        json_values = {"status": self.status.value, "reason": self.reason, "results": self.results.plain()}
+        write_atomic(folder / OUTCOME, json.dumps(json_values) + "\n")
 
 
 def outcome(folder: Path, returncode: int) -> Outcome:
-    """Return the outcome in `outcome.json`, or one derived from the exit status if there is no such file.
+    """Read the outcome from `outcome.json`. If the file is missing, derive the outcome from the exit status.
 
-    In that case the reason quotes the last error in the log. The log never decides the status.
+    In that case the reason quotes the last error in the log, but the log does not affect the status.
     """
     try:
         file = folder / OUTCOME
@@ -56,49 +56,54 @@ def outcome(folder: Path, returncode: int) -> Outcome:
     except FileNotFoundError:
         return _without_outcome(returncode, last_error(folder / OUTPUT))
     except RecordError as error:
-        return failure(f"its {OUTCOME} is damaged ({error.reason}). Do it again with trial.retry=true")
+        return failure(f"{OUTCOME} is damaged ({error.reason}). To repeat the trial, add trial.retry=true")
 
 
 def ending(status: int, reason: str) -> Outcome:
-    """Return the outcome of a process that ends itself with an exit status, for a reason."""
+    """Return the outcome of a process that ended deliberately, from its exit status and the reason it gave."""
     if status in (INTERRUPTED, PREEMPTED):
-        return Outcome(Status.killed, "its process was interrupted by somebody else")
-    known = {REFUSED: Status.refused, DOES_NOT_FIT: Status.does_not_fit}
-    return Outcome(known[status], reason) if status in known else failure(reason)
+        return Outcome(Status.killed, "another program interrupted the process")
+    statuses = {REFUSED: Status.refused, DOES_NOT_FIT: Status.does_not_fit}
+    return Outcome(statuses[status], reason) if status in statuses else failure(reason)
 
 
 def failure(reason: str) -> Outcome:
-    """Return the outcome of a process that failed, with the reason on one line."""
-    return Outcome(Status.failed, " ".join(reason.split())[:_LONGEST])
+    """Return the outcome of a process that failed, with the reason shortened to one line."""
+    return Outcome(Status.failed, " ".join(reason.split())[:_MAX_REASON_LENGTH])
 
 
 def results_of(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:
-    """Return the outcome of a mode that has ended, from the results in its run folder."""
+    """Return the outcome of a mode that ended without an error, from the results in its run folder."""
     if mode.results is None:
         return Outcome(Status.ok)
     file = folder / mode.results
     if file.suffix == ".jsonl":
         return Outcome(Status.ok, None, training_results(file))
     if not file.is_file():
-        return failure(f"it left no {file.name}")
+        return failure(f"the process wrote no {file.name}")
     result = read_record(Measurement if file.name == MEASURED else Prediction, file)
     return Outcome(Status(result.status.value), result.reason, trial_result(result))
 
 
 def trial_result(result: Prediction | Measurement) -> TrialResult:
-    """Return the results of a prediction or measurement that a line of `trials.jsonl` stores."""
-    sent = result.communication
-    common = TrialResult(
+    """Return the results that a line of `trials.jsonl` stores for a prediction or a measurement."""
+    communication = result.communication
+    shared_results = TrialResult(
         memory=result.memory or MemoryReport(),
         step=StepResult() if result.step is None else StepResult(**vars(result.step)),
-        communication=sent and replace(sent, collectives=()),
+        communication=communication and replace(communication, collectives=()),
         compile=result.compile,
     )
     if isinstance(result, Measurement):
-        timed = {"simulated": result.simulated, "devices": result.devices, "trace": result.trace, "loss": result.loss}
-        return replace(common, **timed)
+        measured_fields = {
+            "simulated": result.simulated,
+            "devices": result.devices,
+            "trace": result.trace,
+            "loss": result.loss,
+        }
+        return replace(shared_results, **measured_fields)
     return replace(
-        common,
+        shared_results,
         parameters=result.parameters,
         parts=result.parts,
         placement=result.placement,
@@ -107,9 +112,9 @@ def trial_result(result: Prediction | Measurement) -> TrialResult:
 
 
 def training_results(metrics: Path) -> TrialResult:
-    """Return the rates, memory and losses of a training, from its last part that has any.
+    """Return the speeds, memory and losses of a training from its `metrics.jsonl`.
 
-    The rates of an unfinished training are those of its last record.
+    Speeds come from the summary of a finished training, or from the last record of an unfinished one.
     """
     records = read_metrics(metrics) if metrics.is_file() else []
     summary: dict[str, Any] = {}
@@ -118,50 +123,60 @@ def training_results(metrics: Path) -> TrialResult:
     steps = [record for record in records if "loss" in record]
     last = steps[-1] if steps else {}
     finished = bool(summary.get("finished")) and summary.get("steps") == last.get("step", summary.get("steps"))
-    known = {k: v for k, v in last.items() if v is not None} | (summary if finished or not last else {})
-    traffic, spent, peak = training_traffic(summary), read_goodput(metrics.parent), summary.get("hbm_gib")
+    known_values = {k: v for k, v in last.items() if v is not None} | (summary if finished or not last else {})
+    traffic, goodput_record, peak = training_traffic(summary), read_goodput(metrics.parent), summary.get("hbm_gib")
     goodput = None
-    if spent is not None and spent.share is not None:
-        goodput = GoodputResult(spent.wall_s, spent.seconds, spent.restarts, spent.share, known.get("data_wait"))
+    if goodput_record is not None and goodput_record.share is not None:
+        goodput = GoodputResult(
+            goodput_record.wall_s,
+            goodput_record.seconds,
+            goodput_record.restarts,
+            goodput_record.share,
+            known_values.get("data_wait"),
+        )
     return TrialResult(
-        step=decode(StepResult, known | {"p90_s": known.get("step_p90_s")}, str(metrics)),
+        step=decode(StepResult, known_values | {"p90_s": known_values.get("step_p90_s")}, str(metrics)),
         memory=MemoryReport(peak=None if peak is None else round(peak * GIB)),
         communication=None if traffic is None else decode(Communication, traffic, str(metrics)),
         compile=CompileTimes(compile_s=summary.get("compile_s")),
         simulated=summary.get("simulated"),
         loss=last.get("loss"),
         eval_loss=summary.get("eval_loss"),
-        steps=known.get("steps", last.get("step", 0)),
+        steps=known_values.get("steps", last.get("step", 0)),
         finished=finished,
         goodput=goodput,
     )
 
 
 def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the traffic in a training's summary as JSON values, or None if its program could not be read."""
+    """Return the bytes sent per step from a training's summary, as JSON values, or None if they are unknown."""
     if TRAFFIC in summary:
         return upgrade_communication(summary)[TRAFFIC]
-    if _OLD_TOTAL not in summary:
+    if _OLD_TRAFFIC_TOTAL not in summary:
         return None
-    by_axes = {key.removeprefix(_OLD_NAMES): size for key, size in summary.items() if key.startswith(_OLD_NAMES)}
+    by_axes = {
+        key.removeprefix(_OLD_TRAFFIC_PREFIX): size
+        for key, size in summary.items()
+        if key.startswith(_OLD_TRAFFIC_PREFIX)
+    }
     traffic = {"bytes": by_axes.pop("total"), "bytes_by_mesh_axes": by_axes}
     return upgrade_communication({TRAFFIC: traffic})[TRAFFIC]
 
 
 def last_error(output: Path) -> str:
-    """Return the last line of the output that is an error, or else the last line."""
+    """Return the last line of the output that looks like an error, or else the last line."""
     text = output.read_text(errors="replace") if output.is_file() else ""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines[-60:] if _ERROR_LINE.match(line)]
-    return ((errors or lines or ["it printed nothing"])[-1])[:_LONGEST]
+    return ((errors or lines or ["no output"])[-1])[:_MAX_REASON_LENGTH]
 
 
-def _without_outcome(returncode: int, shown: str) -> Outcome:
+def _without_outcome(returncode: int, last_line: str) -> Outcome:
     if returncode in (INTERRUPTED, PREEMPTED):
-        return ending(returncode, shown)
+        return ending(returncode, last_line)
     if returncode == -signal.SIGKILL:
-        return Outcome(Status.killed, "its process was ended by SIGKILL: this host probably ran out of memory")
-    how = f"{describe_status(returncode)}: {shown}"
+        return Outcome(Status.killed, "SIGKILL ended the process: this host probably ran out of memory")
+    description = f"{describe_status(returncode)}: {last_line}"
     if returncode < 0:
-        return Outcome(Status.killed, f"its process was ended {how}")
-    return Outcome(Status.failed, f"its process ended {how}")
+        return Outcome(Status.killed, f"the process was killed {description}")
+    return Outcome(Status.failed, f"the process exited {description}")

@@ -1,4 +1,4 @@
-"""Trials as flat rows for tables, figures and W&B. Imports no JAX."""
+"""Converts trials to rows for tables, figures and W&B. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from valkyrie.sweep.trial import Status, StepResult, Trial
 from valkyrie.sweep.varied import target_of, varied_settings
 
 STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
-"""Adjective for the speeds of each stage."""
-AT_HAND = "auto"
-"""Name of the target that means the devices of this machine."""
-_SIMULATED = (AT_HAND, "cpu")
-_UNKNOWN = LayoutRecord("?", "?", "?", "unknown target")
+"""Adjective that describes the speeds of each stage."""
+LOCAL_TARGET = "auto"
+"""Name of the target that stands for the devices of this machine."""
+_SIMULATED = (LOCAL_TARGET, "cpu")
+_UNKNOWN_LAYOUT = LayoutRecord("?", "?", "?", "unknown target")
 
 
 class SpeedKind(NamedTuple):
-    """Trials whose speeds are of one kind: from one stage, on one target, simulated or not.
+    """How a speed was obtained: by which stage, on which target, and whether devices were simulated.
 
-    `target` includes topology and slices if they were given. For a measurement on this machine it names the devices.
+    `target` includes the topology and slices if the user set them. For a measurement on this machine, it names the
+    devices instead. Only speeds of the same kind are ranked together.
     """
 
     stage: str
@@ -39,22 +40,22 @@ class SpeedKind(NamedTuple):
 
     @property
     def devices(self) -> str:
-        """The devices of a measurement, such as `simulated devices`."""
+        """The devices of a measurement or training, such as `simulated devices`."""
         if not self.simulated:
-            return "the devices at hand" if self.target == AT_HAND else self.target
+            return "this machine" if self.target == LOCAL_TARGET else self.target
         return "simulated devices" + ("" if self.target in _SIMULATED else f" ({self.target})")
 
     @property
     def label(self) -> str:
-        """The kind of speed: `predicted for v5e-8`, `measured on simulated devices`."""
+        """The kind as text, such as `predicted for v5e-8` or `measured on simulated devices`."""
         verb = STAGES.get(self.stage, self.stage)
         return f"{verb} for {self.target}" if self.stage == "compile" else f"{verb} on {self.devices}"
 
 
 class Workload(NamedTuple):
-    """The computation of a step, independent of the layout. Sentences compare only speeds of the same work.
+    """What a step computes, independent of the layout. Explanations only compare speeds of the same workload.
 
-    `varied` are further settings that the sweep varies: `("layers=12", "state_size=1024")`.
+    `varied` lists other settings that the sweep varies, such as `("layers=12", "state_size=1024")`.
     """
 
     model: str
@@ -65,37 +66,42 @@ class Workload(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Model, batch, length and varied settings, without the precision."""
+        """Model, batch, sequence length and varied settings as text. Omits the precision."""
         return ", ".join(
             [self.model, f"{self.batch} x {self.seq} tokens", *([" ".join(self.varied)] * bool(self.varied))]
         )
 
     @property
     def step(self) -> tuple[object, ...]:
-        """The computation in any precision, as the key that pairs predictions with measurements."""
+        """Key that pairs predictions with measurements of the same step, in any precision."""
         return self.model, self.batch, self.seq, self.varied
 
 
 @dataclass(frozen=True)
 class Row:
-    """A trial as a row. Units are seconds, bytes of one device and tokens per second. None means unknown.
+    """A trial as a row. Units are seconds, bytes per device and tokens per second. None means unknown.
 
     Args:
-        source: Folder of its sweep.
-        about: Its layout, with question marks if its configuration makes no run.
-        peak: Peak memory of one device, or the memory needed if it does not fit.
-        parts: Time of a step by part. A measured step is split into collectives and the rest.
-        sent: Bytes that one device sends in a step, by mesh axes.
-        exposed_s: Seconds that a predicted step waits for communication.
-        price: Dollars per hour of a chip, on demand.
+        trial: The trial.
+        source: Folder of the sweep.
+        group: How its speed was obtained.
+        work: What its step computes.
+        about: The layout, with question marks if the configuration does not compose.
+        layout: Name of the layout, or of the trial if the configuration does not compose.
+        step_s: Step time.
+        peak: Peak memory per device, or the memory needed if it does not fit.
+        parts: Step time by part. A measured step has two parts: collectives, and everything else.
+        exposed_s: Seconds of a predicted step spent waiting for communication.
+        price: On-demand price of a chip in dollars per hour.
         per_million: Dollars per million tokens.
         goodput: Wall time of a training by kind.
-        folder: Its run folder, if there is one.
-        rank: Its rank in a table, equal within the noise.
-        label: Name that distinguishes it from the other rows of a table.
-        alike: A simpler partition that shards every array in the same way.
-        front: Whether it is on the Pareto front of speed and memory among rows of its work.
-        prediction: A prediction of the same layout and work, for a measured row.
+        reason: Why the trial has no speed.
+        folder: The run folder, or None if it does not exist.
+        rank: Rank in a table. Rows within noise of each other share a rank.
+        label: Name that distinguishes the row from others in a table.
+        alike: A simpler partition that shards every array in the same way, or empty.
+        front: Whether the row is on the Pareto front of speed and memory among rows of the same workload.
+        prediction: For a measured row, a prediction of the same layout and workload.
     """
 
     trial: Trial
@@ -121,122 +127,124 @@ class Row:
 
     @property
     def id(self) -> str:
-        """A name that no other row has."""
+        """Unique name of the row."""
         return f"{self.source}:{self.trial.key}"
 
     @property
     def status(self) -> str:
-        """Its status, for display."""
+        """The status as text."""
         return self.trial.status.value.replace("_", " ")
 
     @property
     def is_training(self) -> bool:
-        """Whether it is a training that belongs to no sweep."""
+        """Whether this is a training that does not belong to a sweep."""
         return self.trial.stage == "train" and not self.trial.overrides
 
     @property
     def ok(self) -> bool:
-        """Whether it has a speed to be ranked by."""
+        """Whether the trial is ok and has a speed, so that it can be ranked."""
         return self.trial.status is Status.ok and None not in (self.rate_per_chip, self.rate, self.step_s)
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Number of parts into which each kind of role splits its work."""
+        """Number of devices over which each kind of role splits the work, by role."""
         return self.about.degrees or {}
 
     @property
     def step(self) -> StepResult:
-        """The speed of its step as the stage recorded it."""
+        """The recorded step time and speed."""
         return self.trial.results.step
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second of the whole slice."""
+        """Tokens per second on all chips."""
         return self.step.tokens_per_second
 
     @property
     def rate_per_chip(self) -> float | None:
-        """Tokens a second and chip."""
+        """Tokens per second per chip."""
         return self.step.tokens_per_second_per_chip
 
     @property
     def sent(self) -> dict[str, float]:
-        """Bytes that one device sends in a step, by mesh axes."""
+        """Bytes sent by each device per step, by mesh axes."""
         return self.trial.results.sent
 
     @property
     def sent_bytes(self) -> float | None:
-        """Bytes that one device sends in a step over all axes, or None if unknown."""
+        """Bytes sent by each device per step over all axes, or None if unknown."""
         traffic = self.trial.results.communication
         return None if traffic is None else sum(self.sent.values()) if self.sent else traffic.bytes
 
     @property
     def verdict(self) -> str:
-        """Kind of its speed, or the reason why it has none: `predicted`, `refused: batch=7 is odd`."""
+        """`predicted`, `simulated` or empty for a trial with a speed. Else the status and the reason."""
         if self.trial.status is not Status.ok:
             return f"{self.status}: {self.trial.short_reason}"
         return self.trial.kind if self.ok else ""
 
     @property
     def data_wait(self) -> float | None:
-        """Share of a training's steps in which devices wait for data."""
-        spent = self.trial.results.goodput
-        return None if spent is None else spent.data_wait
+        """Share of a training's step time spent waiting for data."""
+        goodput = self.trial.results.goodput
+        return None if goodput is None else goodput.data_wait
 
 
 @dataclass(frozen=True)
 class RowPair:
-    """Two rows of one layout. `ratio` is the speed of `b` over that of `a`, or None if either is unknown."""
+    """Two rows to compare, such as a prediction `a` and a measurement `b` of the same layout."""
 
     a: Row
     b: Row
 
     @property
     def ratio(self) -> float | None:
-        """Speed of `b` relative to `a`, or None if unknown."""
+        """Speed of `b` divided by that of `a`, or None if either is unknown."""
         return self.b.rate_per_chip / self.a.rate_per_chip if self.a.rate_per_chip and self.b.rate_per_chip else None
 
 
 def rows_of(
     sweeps: Mapping[Path, Sequence[Trial]], trainings: Mapping[Path, Sequence[Trial]] = MappingProxyType({})
 ) -> list[Row]:
-    """Return trainings by run folder, then the trials of sweeps by folder, as rows.
+    """Convert trainings, by run folder, and trials, by the folder of their sweep, to rows. Trainings come first.
 
-    The devices of a trial without a result are those of others of its sweep, stage and target.
+    A trial without a result gets the devices of other trials with the same sweep, stage and target.
     """
     varied, rows = varied_settings({**sweeps, **trainings}), []
     for folder, trials in itertools.chain(trainings.items(), sweeps.items()):
-        simulated = {_kind(t): t.results.simulated for t in trials if t.results.simulated is not None}
-        devices = {_kind(t): t.results.devices for t in trials if t.results.devices is not None}
+        simulated = {_stage_and_target(t): t.results.simulated for t in trials if t.results.simulated is not None}
+        devices = {_stage_and_target(t): t.results.devices for t in trials if t.results.devices is not None}
         for trial in trials:
-            kind = _kind(trial)
+            kind = _stage_and_target(trial)
             is_simulated = _is_simulated(trial, simulated.get(kind))
-            taken = trial.results.devices or devices.get(kind)
+            trial_devices = trial.results.devices or devices.get(kind)
             source = folder.parent if folder in trainings else folder
-            rows.append(row_of(trial, source, is_simulated, taken, varied[folder, trial.key]))
+            rows.append(row_of(trial, source, is_simulated, trial_devices, varied[folder, trial.key]))
     return rows
 
 
 def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, varied: tuple[str, ...]) -> Row:
-    """Return a trial of a sweep's folder as a row.
+    """Convert a trial to a row.
 
     Args:
         trial: The trial.
-        folder: Folder of its sweep.
-        simulated: Whether its devices are simulated.
-        devices: Devices of a measurement on this machine, such as `8 x NVIDIA H100`, or None.
-        varied: Settings that its sweep varies in addition to the layout.
+        folder: Folder of the sweep.
+        simulated: Whether the devices are simulated.
+        devices: Devices of a measurement on this machine, such as `8 x NVIDIA H100`, or None if unknown.
+        varied: Settings that the sweep varies in addition to the layout.
     """
-    about, results, target = trial.about or _UNKNOWN, trial.results, target_of(trial)
-    step, memory, spent = results.step, results.memory, results.goodput
+    about, results, target = trial.about or _UNKNOWN_LAYOUT, trial.results, target_of(trial)
+    step, memory, goodput = results.step, results.memory, results.goodput
     rate, price = step.tokens_per_second, _price(trial, simulated)
     tokens = about.batch * about.seq if about.batch and about.seq else None
-    step_s = step.step_s or (tokens / rate if tokens and rate else None)  # a training may record its rate alone
+    step_s = step.step_s or (
+        tokens / rate if tokens and rate else None
+    )  # a training may record only its tokens per second
     run_folder = None if trial.folder is None else folder / trial.folder
     return Row(
         trial=trial,
         source=folder,
-        group=SpeedKind(trial.stage, target if simulated or target != AT_HAND else devices or target, simulated),
+        group=SpeedKind(trial.stage, target if simulated or target != LOCAL_TARGET else devices or target, simulated),
         work=Workload(about.model, about.batch, about.seq, about.precision or "", varied),
         about=about,
         layout=trial.name if trial.about is None else about.name,
@@ -246,20 +254,20 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
         exposed_s=results.communication.exposed_s if results.parts and results.communication else None,
         price=price,
         per_million=1e6 * price * about.chips / (3600 * rate) if price and about.chips and rate else None,
-        goodput=None if spent is None else Goodput(spent.wall_s, spent.seconds, spent.restarts),
+        goodput=None if goodput is None else Goodput(goodput.wall_s, goodput.seconds, goodput.restarts),
         reason=_reason(trial),
         folder=run_folder if run_folder is not None and run_folder.is_dir() else None,
     )
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
-    """Sort rows by tokens/s/chip, the fastest first; rows without a speed last, by status and name."""
+    """Sort rows by tokens/s/chip, fastest first. Rows without a speed come last, sorted by status and name."""
     order = list(Status)
     return sorted(rows, key=lambda r: (not r.ok, -(r.rate_per_chip or 0.0), order.index(r.trial.status), r.layout))
 
 
 def groups(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
-    """Return rows by kind of speed: real measurements first, then predictions, then simulated ones; best rows first."""
+    """Group rows by kind of speed: real measurements, then predictions, then simulations. Sorts rows by speed."""
     by_group: dict[SpeedKind, list[Row]] = defaultdict(list)
     for row in rows:
         by_group[row.group].append(row)
@@ -268,36 +276,36 @@ def groups(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
 
 
 def with_ranks(rows: Sequence[Row]) -> list[Row]:
-    """Return ranked rows of one kind of speed with their ranks, equal within the noise; None without a speed."""
+    """Return sorted rows of one kind of speed with their ranks. Ranks tie within noise; None without a speed."""
     ranks = places([row.trial for row in rows])
     return [replace(row, rank=rank if row.ok else None) for rank, row in zip(ranks, rows, strict=True)]
 
 
 def predicted_and_measured(rows: Iterable[Row]) -> list[RowPair]:
-    """Return pairs of a prediction and a run of one layout and work, in any precision.
+    """Return pairs of a prediction and a run with the same layout and workload, in any precision.
 
-    A run on a named target is paired with predictions for that target; a run on simulated devices or on those at hand
-    with all of them.
+    A run on a named target is paired with predictions for that target. A run on simulated devices or on this machine is
+    paired with predictions for any target.
     """
     predictions: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     rows = [row for row in rows if row.ok]
     for row in rows:
         if row.group.stage == "compile":
             predictions[(row.layout, row.work.step)].append(row)
-    ran = (row for row in rows if row.group.stage != "compile")
-    pairs = [RowPair(prediction, row) for row in ran for prediction in predictions[(row.layout, row.work.step)]]
-    return [p for p in pairs if _may_meet(p)]
+    runs = (row for row in rows if row.group.stage != "compile")
+    pairs = [RowPair(prediction, row) for row in runs for prediction in predictions[(row.layout, row.work.step)]]
+    return [p for p in pairs if _is_comparable(p)]
 
 
 def with_predictions(rows: Iterable[Row]) -> list[Row]:
-    """Return rows, each measured one with the first prediction of its layout and work, if there is one."""
+    """Return rows with `prediction` set on each measured row for which there is a prediction."""
     rows = list(rows)
     predictions = {pair.b.id: pair.a for pair in reversed(predicted_and_measured(rows))}
     return [replace(row, prediction=predictions.get(row.id)) for row in rows]
 
 
 def _price(trial: Trial, simulated: bool) -> float | None:
-    """Return the price of a chip in dollars per hour, as recorded or else from the chip's file. None if unknown."""
+    """Return a chip's price in dollars per hour: the recorded one, else that in the chip's file, or None if unknown."""
     step, about = trial.results.step, trial.about
     per_dollar = step.tokens_per_dollar.get("on_demand")
     if about is None:
@@ -308,16 +316,20 @@ def _price(trial: Trial, simulated: bool) -> float | None:
     return None if chip is None or simulated or step == StepResult() else chip.usd_per_hour
 
 
-def _kind(trial: Trial) -> tuple[str, str]:
-    return trial.stage, (trial.about or _UNKNOWN).target
+def _stage_and_target(trial: Trial) -> tuple[str, str]:
+    return trial.stage, (trial.about or _UNKNOWN_LAYOUT).target
 
 
-def _is_simulated(trial: Trial, others: bool | None) -> bool:
-    """Return whether a trial's devices are simulated, judged by `others` of its target if it has no result."""
+def _is_simulated(trial: Trial, others_simulated: bool | None) -> bool:
+    """Return whether a trial's devices are simulated.
+
+    `others_simulated` is the answer for other trials of its stage and target, or None if unknown. It is used if the
+    trial has no result.
+    """
     if trial.stage == "compile":
         return False
-    recorded = others if trial.results.simulated is None else trial.results.simulated
-    return (trial.about or _UNKNOWN).chip is None if recorded is None else recorded
+    recorded = others_simulated if trial.results.simulated is None else trial.results.simulated
+    return (trial.about or _UNKNOWN_LAYOUT).chip is None if recorded is None else recorded
 
 
 def _reason(trial: Trial) -> str | None:
@@ -325,11 +337,11 @@ def _reason(trial: Trial) -> str | None:
     if trial.status is Status.does_not_fit and memory.needed and memory.usable:
         return f"needs {memory.needed / 2**30:.1f} GiB of {memory.usable / 2**30:.1f} GiB usable"
     if trial.status is Status.ok and trial.stage == "compile" and trial.results.step == StepResult():
-        return "CPU target: memory and bytes per axis only; choose a TPU slice for step time"
+        return "CPU targets have memory and bytes per axis only. For a predicted step time, choose a TPU slice"
     return trial.reason
 
 
-def _may_meet(pair: RowPair) -> bool:
-    """Return whether a run may be compared with a prediction: of the same target, or of no named one."""
-    at_hand = pair.b.about.target == AT_HAND
-    return pair.b.group.simulated or at_hand or pair.b.group.target == pair.a.group.target
+def _is_comparable(pair: RowPair) -> bool:
+    """Return whether a run is comparable with a prediction: it has the same target, or no named target."""
+    is_local = pair.b.about.target == LOCAL_TARGET
+    return pair.b.group.simulated or is_local or pair.b.group.target == pair.a.group.target

@@ -15,7 +15,7 @@ from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 _POLL_S = 0.1
-_ELSEWHERE_POLL_S = 0.5
+_LOCKED_POLL_S = 0.5
 
 
 @runtime_checkable
@@ -25,30 +25,30 @@ class Watcher(Protocol):
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
         """Called several times a second with the running trials and the number of waiting ones.
 
-        If trials wait and none runs, another sweep is running them.
+        If trials are waiting but none is running, another sweep is running them.
         """
         ...
 
     def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
-        """Called when a trial has a record; `earlier` if it existed before this sweep."""
+        """Called when a trial has been recorded. `earlier` is True if the record existed before this sweep."""
         ...
 
 
 class TrialTimeout(BaseException):
-    """A trial in this process exceeded its time limit. Not an `Exception`, which would count as its failure."""
+    """A trial in this process exceeded its time limit. Not an `Exception`, which would be recorded as a failure."""
 
 
 def carry_out_here(
     plan: TrialPlan, work: Callable[[Callable[[], None]], Outcome], watch: Callable[[], None] = lambda: None
 ) -> Trial:
-    """Carry out a trial that needs no devices in this process, and return its record.
+    """Run a trial that needs no devices in this process, and return its record.
 
-    Waits while another sweep runs the trial. Raises OSError if the record cannot be written.
+    Waits if another sweep is running the trial. Raises OSError if the record cannot be written.
 
     Args:
-        plan: The trial. If an earlier record settles it, that is returned.
-        work: Does the trial. It calls its argument several times a second, which ends it at the trial's time limit.
-        watch: Called several times a second. What it raises ends the trial without a record.
+        plan: The trial. If an earlier record makes it unnecessary, that record is returned.
+        work: Runs the trial. It must call its argument several times a second to enforce the trial's time limit.
+        watch: Called several times a second. An exception from it ends the trial without a record.
     """
     while True:
         trials, _ = settle([plan])
@@ -57,18 +57,18 @@ def carry_out_here(
         if (lock := TrialLock.take(plan.trial_folder)) is not None:
             break
         watch()
-        time.sleep(_ELSEWHERE_POLL_S)
+        time.sleep(_LOCKED_POLL_S)
     with ExitStack() as releasing:
         releasing.callback(lock.release)
-        trials, _ = settle([plan])  # another sweep may have recorded it before the lock was free
+        trials, _ = settle([plan])  # another sweep may have recorded it before releasing the lock
         if plan.key in trials:
             return trials[plan.key]
         plan.write()
-        started, began = datetime.now(UTC).isoformat(), time.monotonic()
+        started, start_time = datetime.now(UTC).isoformat(), time.monotonic()
 
         def check_limits() -> None:
             watch()
-            if plan.limit_s is not None and time.monotonic() - began > plan.limit_s:
+            if plan.limit_s is not None and time.monotonic() - start_time > plan.limit_s:
                 raise TrialTimeout
 
         try:
@@ -76,35 +76,35 @@ def carry_out_here(
         except TrialTimeout:
             outcome = over_limit(plan)
         outcome.write(plan.trial_folder)
-        trial = plan.ended(outcome.status, outcome.reason, started, time.monotonic() - began, outcome.results)
+        trial = plan.ended(outcome.status, outcome.reason, started, time.monotonic() - start_time, outcome.results)
         TrialLog(plan.folder).append([trial])
         return trial
 
 
 def carry_out(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = None) -> dict[str, Trial]:
-    """Carry out the trials of one sweep folder, `jobs` processes at a time, and return their records by key.
+    """Run the trials of one sweep folder, `jobs` at a time in separate processes, and return their records by key.
 
-    Waits for trials that another sweep is running. Raises OSError if a record cannot be written and KeyboardInterrupt
-    after Ctrl-C; trials that are then running are not recorded.
+    Waits for trials that another sweep is running. Raises OSError if a record cannot be written, and KeyboardInterrupt
+    after Ctrl-C. In both cases running trials are stopped and not recorded.
     """
     trials, waiting = settle(plans, watcher)
     running: dict[str, tuple[TrialProcess, TrialLock]] = {}
-    looked = 0.0
+    last_attempt = 0.0
     try:
         while waiting or running:
-            if len(running) < jobs and time.monotonic() - looked > _ELSEWHERE_POLL_S:
-                looked = time.monotonic() if not _start_next(waiting, running, trials, watcher) else 0.0
+            if len(running) < jobs and time.monotonic() - last_attempt > _LOCKED_POLL_S:
+                last_attempt = time.monotonic() if not _start_next(waiting, running, trials, watcher) else 0.0
                 continue
-            before = len(running)
+            running_before = len(running)
             for key, (process, lock) in list(running.items()):
                 trial = process.poll()
                 if trial is not None:
                     TrialLog(process.plan.folder).append([trial])
-                    _add(process.plan, trial, trials, watcher)
+                    _add_trial(process.plan, trial, trials, watcher)
                     del running[key]
                     lock.release()
-            if len(running) < before:
-                looked = 0.0
+            if len(running) < running_before:
+                last_attempt = 0.0
             else:
                 if watcher is not None:
                     watcher.running([process for process, _ in running.values()], len(waiting))
@@ -117,9 +117,9 @@ def carry_out(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = N
 
 
 def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[dict[str, Trial], list[TrialPlan]]:
-    """Return the trials by key that need no process, and the other plans.
+    """Split plans into trials that need no process, by key, and plans that do.
 
-    These trials were recorded earlier, or are refused and recorded now.
+    The former were recorded earlier, or are refused. Records new refusals.
     """
     trials: dict[str, Trial] = {}
     waiting: list[TrialPlan] = []
@@ -129,18 +129,18 @@ def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[
     recorded = {trial.key: trial for trial in log.read()}
     refused: list[tuple[TrialPlan, Trial]] = []
     for plan in plans:
-        before = recorded.get(plan.key)
-        if before is not None and plan.settled_by(before):
-            _add(plan, before, trials, watcher, earlier=True)
+        earlier_trial = recorded.get(plan.key)
+        if earlier_trial is not None and plan.settled_by(earlier_trial):
+            _add_trial(plan, earlier_trial, trials, watcher, earlier=True)
         elif plan.refusal is None:
             waiting.append(plan)
-        elif before is not None and before.reason == plan.refusal:
-            refused.append((plan, before))
+        elif earlier_trial is not None and earlier_trial.reason == plan.refusal:
+            refused.append((plan, earlier_trial))
         else:
             refused.append((plan, plan.ended(Status.refused, plan.refusal, datetime.now(UTC).isoformat(), 0.0)))
     log.append({t.key: t for _, t in refused if recorded.get(t.key) is not t}.values())
     for plan, trial in refused:
-        _add(plan, trial, trials, watcher)
+        _add_trial(plan, trial, trials, watcher)
     return trials, waiting
 
 
@@ -150,11 +150,11 @@ def _start_next(
     trials: dict[str, Trial],
     watcher: Watcher | None,
 ) -> bool:
-    """Start or settle the first waiting trial that no other sweep is running, and return whether there was one."""
+    """Start the first waiting trial that no other sweep is running, or use its record. Return False if none is left."""
     for plan in waiting:
-        if plan.key in trials:  # two jobs of one key
+        if plan.key in trials:  # another job has the same key
             waiting.remove(plan)
-            _add(plan, trials[plan.key], trials, watcher, earlier=True)
+            _add_trial(plan, trials[plan.key], trials, watcher, earlier=True)
             return True
         lock = None if plan.key in running else TrialLock.take(plan.trial_folder)
         if lock is None:
@@ -162,9 +162,9 @@ def _start_next(
         waiting.remove(plan)
         with ExitStack() as releasing:
             releasing.callback(lock.release)
-            before = next((trial for trial in TrialLog(plan.folder).read() if trial.key == plan.key), None)
-            if before is not None and plan.settled_by(before):
-                _add(plan, before, trials, watcher, earlier=True)
+            earlier_trial = next((trial for trial in TrialLog(plan.folder).read() if trial.key == plan.key), None)
+            if earlier_trial is not None and plan.settled_by(earlier_trial):
+                _add_trial(plan, earlier_trial, trials, watcher, earlier=True)
             else:
                 running[plan.key] = TrialProcess(plan, lock), lock
                 releasing.pop_all()
@@ -172,7 +172,7 @@ def _start_next(
     return False
 
 
-def _add(
+def _add_trial(
     plan: TrialPlan, trial: Trial, trials: dict[str, Trial], watcher: Watcher | None, *, earlier: bool = False
 ) -> None:
     trials[plan.key] = trial

@@ -1,4 +1,4 @@
-"""Progress of a sweep: a live table in a terminal, or else one line per trial."""
+"""Shows the progress of a sweep: a live table in a terminal, or one line per trial elsewhere."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _STYLES = {Status.ok: "green", Status.refused: "dim", Status.does_not_fit: "yell
 
 
 REFUSED_LINES = 10
-"""Number of refused trials that get a line each. The others are counted."""
+"""Maximum number of refused trials that are printed one by one. Further ones are only counted."""
 
 
 class Lines:
-    """Prints a numbered line for every trial that ends, and the number of trials done before."""
+    """Prints a numbered line for each trial that ends, and the number of trials recorded earlier."""
 
     def __init__(self, console: Console | None = None, total: int = 1) -> None:
         self.console, self.total, self.done = console or make_console(), total, 0
         self._counted: Counter[str] = Counter()
         self._refused = 0
-        self._others = False
+        self._is_waiting_for_sweep = False
 
     def __enter__(self) -> Lines:
         return self
@@ -47,45 +47,47 @@ class Lines:
         self._print_counts()
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """Print the number of trials without a process, and a line if another sweep runs the remaining ones."""
+        """Print pending counts, and a line if all remaining trials are running in another sweep."""
         self._print_counts()
-        if waiting and not processes and not self._others:
-            line = f"{waiting} trial{'s' * (waiting > 1)} left, which another sweep is running: waiting for it"
+        if waiting and not processes and not self._is_waiting_for_sweep:
+            line = f"waiting for another sweep, which is running the last {waiting} trial{'s' * (waiting > 1)}"
             self.console.print(line, style="dim", markup=False, highlight=False)
-        self._others = bool(waiting and not processes)
+        self._is_waiting_for_sweep = bool(waiting and not processes)
 
     def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
-        """Print the trial's line. The output of a mode without numbers comes before it."""
+        """Print a line for the trial. If its mode has no results, print the output of its process first."""
         self.done += 1
         self._refused += trial.status is Status.refused
         if self.total > 1 and earlier:
-            self._counted["done before"] += 1
+            self._counted["recorded earlier"] += 1
         elif self._refused > REFUSED_LINES and trial.status is Status.refused:
             self._counted["more refused"] += 1
         else:
             self._print(plan, trial, earlier)
 
     def _print_counts(self) -> None:
-        for what, count in self._counted.items():
-            self.console.print(f"[{self.done}/{self.total}] {count} {what}", style="dim", markup=False, highlight=False)
+        for description, count in self._counted.items():
+            self.console.print(
+                f"[{self.done}/{self.total}] {count} {description}", style="dim", markup=False, highlight=False
+            )
         self._counted.clear()
 
     def _print(self, plan: TrialPlan, trial: Trial, earlier: bool) -> None:
-        place = f"[{self.done}/{self.total}] " if self.total > 1 else ""
-        when = " (done before)" if earlier else f" ({trial.wall_s:.1f} s)" if trial.wall_s else ""
+        number = f"[{self.done}/{self.total}] " if self.total > 1 else ""
+        duration = " (recorded earlier)" if earlier else f" ({trial.wall_s:.1f} s)" if trial.wall_s else ""
         output = plan.trial_folder / OUTPUT
         if not has_results(plan.stage) and trial.status is Status.ok and output.is_file():
             self.console.print(output.read_text(errors="replace").rstrip(), markup=False, highlight=False)
-        line = f"{place}{trial.title}: {verdict(trial)}{when}"
+        line = f"{number}{trial.title}: {verdict(trial)}{duration}"
         self.console.print(line, style=_STYLES.get(trial.status, "red"), markup=False, highlight=False)
 
 
 class LiveScreen(Lines):
-    """Prints the lines, and below them the running trials, the best trial so far, and the time left."""
+    """Also shows, below the lines, the best trial so far, the running trials and the estimated time left."""
 
     def __init__(self, console: Console, total: int, jobs: int, name: str) -> None:
         super().__init__(console, total)
-        self._jobs, self._name, self._began = jobs, name, time.monotonic()
+        self._jobs, self._name, self._start_time = jobs, name, time.monotonic()
         self._counts: Counter[Status] = Counter()
         self._seconds: list[float] = []
         self._best: Trial | None = None
@@ -102,12 +104,12 @@ class LiveScreen(Lines):
         self._live.stop()
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """Update the values of the next refresh."""
+        """Store the running and waiting trials for the next refresh."""
         super().running(processes, waiting)
         self._processes, self._waiting = list(processes), waiting
 
     def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
-        """Print the trial's line above the table, and count it."""
+        """Print a line for the trial above the table, and count it."""
         super().ended(plan, trial, earlier=earlier)
         self._counts[trial.status] += 1
         if not earlier and trial.wall_s:
@@ -116,21 +118,21 @@ class LiveScreen(Lines):
             self._best = trial
 
     def seconds_left(self) -> float | None:
-        """Estimate the seconds left from the mean of the finished trials, or None before the first."""
+        """Estimate the seconds left from the mean duration of the trials so far. None before the first has finished."""
         if not self._seconds:
             return None
         mean = sum(self._seconds) / len(self._seconds)
-        left = sum(max(mean - process.seconds, 0.0) for process in self._processes)
-        return (left + mean * self._waiting) / self._jobs
+        running_s = sum(max(mean - process.seconds, 0.0) for process in self._processes)
+        return (running_s + mean * self._waiting) / self._jobs
 
     def _render(self) -> Group:
         done = sum(self._counts.values())
-        left = self.seconds_left()
+        seconds_left = self.seconds_left()
         parts = [f"{done}/{self.total} done", f"{len(self._processes)} running"]
         parts += [f"{n} {s.value.replace('_', ' ')}" for s, n in self._counts.items() if s is not Status.ok]
-        parts.append("ETA ?" if left is None else f"ETA {long_duration(left)}")
-        parts.append(f"{long_duration(time.monotonic() - self._began)} so far")
-        head = Text(f"sweep {self._name}: {' · '.join(parts)}", style="bold")
+        parts.append("ETA ?" if seconds_left is None else f"ETA {long_duration(seconds_left)}")
+        parts.append(f"{long_duration(time.monotonic() - self._start_time)} so far")
+        heading = Text(f"sweep {self._name}: {' · '.join(parts)}", style="bold")
         rows = Table(box=SIMPLE, show_header=False, pad_edge=False)
         if self._best is not None:
             speed = f"{self._best.results.objective:,.0f} tokens/s/chip {self._best.kind}".rstrip()
@@ -142,4 +144,4 @@ class LiveScreen(Lines):
                 title(process.plan.about, process.plan.overrides, process.plan.stage),
                 f"{process.seconds:.0f} s" + (f" of at most {limit:g} s" if limit else ""),
             )
-        return Group(head, rows)
+        return Group(heading, rows)

@@ -1,4 +1,4 @@
-"""Spaces of layouts and models, read from the configuration and arguments of a multirun. No JAX."""
+"""Reads the space of layouts and models to try, from the configuration and arguments of a multirun. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from valkyrie.sweep.composer import Composer
 from valkyrie.trees import override_text
 
 ALL, DEFAULT = "all", "default"
-"""Words of a space: all partitions or placements, and the placement of a mesh that names none."""
+"""Special values in a space: every partition or placement, and the placement that the mesh itself specifies."""
 SPACE = "hydra.sweeper.space"
-"""The key of the space on the command line."""
+"""Config key of the space."""
 LAYOUT_KEYS = {
     "mesh": "meshes",
     "partition": "partitions",
@@ -30,14 +30,14 @@ LAYOUT_KEYS = {
     "remat": "remat",
     "mesh.placement": "placements",
 }
-"""Keys of the command line that replace a key of the space."""
+"""Keys of a run, with the key of the space that each one replaces when given on the command line."""
 
 
 class Same(Enum):
     """How duplicate meshes of a partition are removed.
 
-    `none`: each mesh is a cell. `sharding`: meshes are equal if every device holds the same part of every array, so
-    that the same step is compiled. `roles`: meshes are equal if every role has the same number of devices.
+    `none`: keep all meshes. `sharding`: two meshes are equal if every device holds the same part of every array, so
+    that they compile to the same step. `roles`: two meshes are equal if every role has the same number of devices.
     """
 
     none = "none"
@@ -47,13 +47,20 @@ class Same(Enum):
 
 @dataclass
 class SpaceConfig:
-    """The space of `hydra/sweeper=layouts`. `conf/hydra/sweeper/layouts.yaml` explains each key with an example.
+    """The space of `hydra/sweeper=layouts`. `conf/hydra/sweeper/layouts.yaml` has an example of each key.
 
-    `meshes`: sizes joined by x, with letters for every factorisation of the devices (`AxBxC`, `2sAxBxC`).
-    `devices`: for those; null takes the target's, or the mesh's if the target is `auto`. `partitions`: names, or
-    `all`. `microbatches`, `remat`: null leaves them as they are. `placements`: `default`, `all`, or lists such as
-    `z,x,y`. `vary`: further keys or groups, with a list of values or a text as on the command line (`512,1024`); keys
-    joined by commas vary together. `parameters`, `flops_per_token` (forward): the range of a model, null for no bound.
+    Args:
+        meshes: Sizes joined by x. With letters, every factorisation of the devices (`AxBxC`, `2sAxBxC`).
+        devices: Number of devices to factorise. None uses the target's, or those of the mesh with `target=auto`.
+        partitions: Names, or `all`.
+        microbatches: Numbers of microbatches, or None to use the run's.
+        remat: Names of remat policies, or None to use the run's.
+        placements: `default`, `all`, or lists of mesh axes such as `z,x,y`.
+        vary: Other keys or groups to vary. The values are a list, or a text in command-line syntax (`512,1024`). Keys
+            joined by commas vary together.
+        parameters: Smallest and largest parameter count of a model. None within the list means no bound.
+        flops_per_token: Smallest and largest forward FLOPs per token.
+        same: Which meshes count as duplicates.
     """
 
     meshes: list[str] = field(default_factory=lambda: ["AxBxC"])
@@ -68,11 +75,11 @@ class SpaceConfig:
     same: Same = Same.sharding
 
     def problems(self) -> list[Problem]:
-        """Return all problems of these settings."""
+        """Return the problems of these settings."""
         problems = []
         for name in LAYOUT_KEYS.values():
             if getattr(self, name) == []:
-                text = f"{SPACE}.{name}=[] leaves no cell: name at least one."
+                text = f"{SPACE}.{name}=[]: the space has no cells. Add at least one value."
                 problems.append(Problem(ProblemCode.missing, f"{SPACE}.{name}", [], text))
         problems += check_range(f"{SPACE}.devices", self.devices, least=1)
         for key in ("parameters", "flops_per_token"):
@@ -80,14 +87,14 @@ class SpaceConfig:
             numbers = [bound for bound in bounds if bound is not None]
             if len(bounds) != 2 or numbers != sorted(numbers):
                 text = ",".join("null" if bound is None else f"{bound:g}" for bound in bounds)
-                text = f"{SPACE}.{key}=[{text}] is no range: write [least, most], with null for no bound."
+                text = f"{SPACE}.{key}=[{text}]: must be a range [least,most], with null for no bound."
                 problems.append(Problem(ProblemCode.malformed, f"{SPACE}.{key}", bounds, text))
         return problems
 
 
 @dataclass(frozen=True)
 class SweepSpace:
-    """The space of a multirun, and the overrides that all of its trials share."""
+    """The space of a multirun, and the overrides that all its trials share."""
 
     config: SpaceConfig
     fixed: list[str]
@@ -95,58 +102,62 @@ class SweepSpace:
 
 @dataclass(frozen=True)
 class ModelVariant:
-    """One combination of the settings outside the layout, with its overrides and composed run."""
+    """A combination of the settings outside the layout: its overrides and the composed run."""
 
     overrides: tuple[str, ...]
     run: Run
 
 
 def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str], composer: Composer) -> SweepSpace:
-    """Read the space from a configuration and the arguments of a multirun. Raises ValueError with a remedy.
+    """Read the space from a configuration and the arguments of a multirun.
 
-    An argument with a key of the layout replaces that key of the space. A list for another key multiplies the space,
-    and replaces an equal key in `vary`. A single value is the same for all trials.
+    An argument for the layout, such as `mesh=`, replaces the corresponding key of the space. For any other key, a list
+    of values is added to `vary` and a single value applies to all trials. Both replace the key in `vary`.
+
+    Raises ValueError if a key or value is invalid.
     """
-    typed = OmegaConf.structured(SpaceConfig)
+    config_node = OmegaConf.structured(SpaceConfig)
     try:
-        typed = OmegaConf.merge(typed, config)
+        config_node = OmegaConf.merge(config_node, config)
     except (ConfigKeyError, ConfigAttributeError) as error:
         raise ProblemError([unknown_key(f"{SPACE}.{error.full_key}", error.parent_node)]) from error
     except OmegaConfBaseException as error:
         raise ValueError(f"{SPACE}.{problem_from_error(error)}") from error
     vary: dict[str, object] = {
-        str(k): OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in typed.vary.items()
+        str(k): OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in config_node.vary.items()
     }
     fixed: list[str] = []
     for override in composer.parse(arguments):
         key, line = override.key_or_group, override.input_line or ""
         values = _values(override)
         if key in LAYOUT_KEYS:
-            _set(typed, key, values)
+            _set_layout_key(config_node, key, values)
             continue
-        if together := [joined for joined in vary if key in joined.split(",") and joined != key]:
+        if joined_keys := [joined for joined in vary if key in joined.split(",") and joined != key]:
             raise ValueError(
-                f"{line}: this sweep varies {together[0]} together. Give '{SPACE}.vary' of your own, or leave it out."
+                f"{line}: this sweep varies {joined_keys[0]} together. Omit {key}, or replace '{SPACE}.vary'."
             )
         vary.pop(key, None)
         if override.is_sweep_override():
-            vary[override.get_key_element()] = [_Written(value) for value in values]
+            vary[override.get_key_element()] = [_OverrideText(value) for value in values]
         else:
             fixed.append(line)
-    if wrong := [k for joined in vary for k in joined.split(",") if k in LAYOUT_KEYS]:
-        raise ValueError(f"{SPACE}.vary.{wrong[0]}: a layout's own key. Write {SPACE}.{LAYOUT_KEYS[wrong[0]]}.")
-    typed.vary = {}
-    space = OmegaConf.to_object(typed)
+    if layout_keys := [k for joined in vary for k in joined.split(",") if k in LAYOUT_KEYS]:
+        raise ValueError(
+            f"{SPACE}.vary.{layout_keys[0]}: a layout key cannot be in vary. Use {SPACE}.{LAYOUT_KEYS[layout_keys[0]]}."
+        )
+    config_node.vary = {}
+    space = OmegaConf.to_object(config_node)
     assert isinstance(space, SpaceConfig)
     space.vary = vary
     return SweepSpace(space, fixed)
 
 
 def compose_variants(space: SweepSpace, composer: Composer) -> list[ModelVariant]:
-    """Compose every combination of the settings that a space varies in addition to the layout."""
-    choices = [_choices(key, values, composer) for key, values in space.config.vary.items()]
+    """Compose a run for every combination of the settings that a space varies in addition to the layout."""
+    override_choices = [_overrides_per_value(key, values, composer) for key, values in space.config.vary.items()]
     variants = []
-    for combination in itertools.product(*choices):
+    for combination in itertools.product(*override_choices):
         overrides = tuple(itertools.chain.from_iterable(combination))
         try:
             variants.append(ModelVariant(overrides, composer.run([*space.fixed, *overrides])))
@@ -157,8 +168,8 @@ def compose_variants(space: SweepSpace, composer: Composer) -> list[ModelVariant
     return variants
 
 
-class _Written(str):
-    """A value in the grammar of the command line, quoted if necessary."""
+class _OverrideText(str):
+    """A value that is already in command-line syntax, with quotes if it needs them."""
 
 
 def _values(override: Override) -> list[str]:
@@ -166,46 +177,48 @@ def _values(override: Override) -> list[str]:
         return [override.get_value_element_as_str()]
     if not override.is_discrete_sweep():
         raise ValueError(
-            f"{override.input_line}: a space is made of single values. Write a list (a,b) or range(a,b), or take "
+            f"{override.input_line}: this sweeper needs discrete values. Write a list (a,b) or range(a,b), or use "
             "hydra/sweeper=optuna for an interval."
         )
     return list(override.sweep_string_iterator())
 
 
-def _set(space: Any, key: str, values: Sequence[str]) -> None:
+def _set_layout_key(space: Any, key: str, values: Sequence[str]) -> None:
     name = LAYOUT_KEYS[key]
-    plain = [re.sub(r"\\(.)", r"\1", value) for value in values]  # Hydra writes x:2 as x\:2
-    plain = [DEFAULT if name == "placements" and v == "null" else v.strip("[]") for v in plain]
+    unquoted = [re.sub(r"\\(.)", r"\1", value) for value in values]  # Hydra writes x:2 as x\:2
+    unquoted = [DEFAULT if name == "placements" and v == "null" else v.strip("[]") for v in unquoted]
     try:
-        OmegaConf.update(space, name, plain, merge=False)
+        OmegaConf.update(space, name, unquoted, merge=False)
     except OmegaConfBaseException as error:
         raise ValueError(f"{key}={','.join(values)}: {first_line(error).rstrip('.')}.") from error
 
 
-def _choices(key: str, values: Any, composer: Composer) -> list[tuple[str, ...]]:
-    """Return the overrides for each value of a key of `vary`; keys joined by commas vary together."""
+def _overrides_per_value(key: str, values: Any, composer: Composer) -> list[tuple[str, ...]]:
+    """Return the overrides for each value of a key in `vary`. Keys joined by commas have one override each."""
     keys = key.split(",")
     if len(keys) == 1 and isinstance(values, str | int | float):
         (override,) = composer.parse([f"{key}={values}"])
         return [(f"{key}={value}",) for value in _values(override)]
     if not isinstance(values, list) or not values:
-        raise ValueError(f"{SPACE}.vary.{key}={values}: name at least one value, as [512,1024].")
+        raise ValueError(f"{SPACE}.vary.{key}={values}: must be a list with at least one value, such as [512,1024].")
     rows = [[value] for value in values] if len(keys) == 1 else values
-    if uneven := [row for row in rows if not isinstance(row, list) or len(row) != len(keys)]:
-        raise ValueError(f"{SPACE}.vary.{key}: {uneven[0]} is no value for each of {', '.join(keys)}.")
-    return [tuple(f"{k}={_text(value)}" for k, value in zip(keys, row, strict=True)) for row in rows]
+    if wrong_rows := [row for row in rows if not isinstance(row, list) or len(row) != len(keys)]:
+        raise ValueError(
+            f"{SPACE}.vary.{key}: {wrong_rows[0]} must be a list with one value for each of {', '.join(keys)}."
+        )
+    return [tuple(f"{k}={_override_text(value)}" for k, value in zip(keys, row, strict=True)) for row in rows]
 
 
-def _text(value: Any) -> str:
-    """Return a value in the grammar of the command line."""
+def _override_text(value: Any) -> str:
+    """Return a value in command-line syntax."""
     if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
+        return f"[{','.join(map(_override_text, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{k}:{_text(v)}' for k, v in value.items())}}}"
-    if isinstance(value, str) and not isinstance(value, _Written) and not _PLAIN.fullmatch(value):
+        return f"{{{','.join(f'{k}:{_override_text(v)}' for k, v in value.items())}}}"
+    if isinstance(value, str) and not isinstance(value, _OverrideText) and not _UNQUOTED.fullmatch(value):
         return QuotedString(value, Quote.single).with_quotes()
     return override_text(value)
 
 
-_PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
-"""A text that Hydra reads as itself without quotes."""
+_UNQUOTED = re.compile(r"(?!(null|true|false|nan|inf)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
+"""Texts that Hydra reads unchanged without quotes."""

@@ -1,4 +1,4 @@
-"""Trials on the terminal: one line for each, and the ranked table of a sweep with the lines under it."""
+"""Prints trials on a terminal: one line per trial, the ranked table of a sweep, and the lines below the table."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from valkyrie.sweep.trial import PAGE, Status, Trial
 from valkyrie.units import memory_text
 
 NO_RESULT = (Status.failed, Status.killed, Status.timeout)
-"""Statuses that say nothing about the layout."""
+"""Statuses of trials that have no result for a reason other than the layout."""
 
 
 def verdict(trial: Trial) -> str:
-    """Return the numbers of a trial, or the reason why it has none. Marks speeds of simulated devices."""
+    """Summarise a trial in one line: its speed, MFU and memory, or the status and the reason."""
     if trial.status is not Status.ok:
         return f"{trial.status.value}: {trial.short_reason}"
     parts, step, results = [], trial.results.step, trial.results
     if step.tokens_per_second:
         parts.append(f"{step.tokens_per_second:,.0f} tokens/s {trial.kind}".rstrip())
     if step.tokens_per_second and step.step_s:
-        parts.append(f"{1e3 * step.step_s:,.1f} ms a step")
+        parts.append(f"{1e3 * step.step_s:,.1f} ms/step")
     if step.mfu:
         parts.append(f"MFU {FORMATS['share'](step.mfu)}")
     if results.memory.peak is not None:
@@ -39,38 +39,39 @@ def verdict(trial: Trial) -> str:
 
 
 def table(trials: Sequence[Trial], folder: Path, rows: int = 40) -> Table:
-    """Return the ranked table of the trials that were started, at most `rows` of them, without empty columns."""
-    shown = ranked(row for row in rows_of({folder: trials}) if row.trial.status is not Status.refused)
-    listed = with_ranks(shown)[:rows]
-    filled = [column for column in TERMINAL if any(column.text(row) for row in listed)]
-    cut = None if len(shown) <= rows else f"{len(shown) - rows} more; the page shows all"
+    """Return the ranked table of at most `rows` trials. Omits refused trials and empty columns."""
+    sorted_rows = ranked(row for row in rows_of({folder: trials}) if row.trial.status is not Status.refused)
+    top_rows = with_ranks(sorted_rows)[:rows]
+    nonempty_columns = [column for column in TERMINAL if any(column.text(row) for row in top_rows)]
+    caption = None if len(sorted_rows) <= rows else f"{len(sorted_rows) - rows} more on the page"
 
     def style(row: Row) -> str | None:
         return None if row.trial.status is Status.ok else "dim"
 
-    return terminal_table(filled, listed, style, "fold", caption=cut, caption_justify="left")
+    return terminal_table(nonempty_columns, top_rows, style, "fold", caption=caption, caption_justify="left")
 
 
 def tally(trials: Sequence[Trial]) -> str:
-    """Count trials by status: `12 trials: 9 ok, 2 refused, 1 killed`."""
+    """Count trials by status, as in `12 trials: 9 ok, 2 refused, 1 killed`."""
     counts = Counter(trial.status for trial in trials)
     parts = ", ".join(f"{counts[s]} {s.value.replace('_', ' ')}" for s in Status if counts[s])
     return f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {parts or 'none'}"
 
 
 def ending(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> list[str]:
-    """Return the lines below the table: the tally, reasons of refusals, the folder and the page.
+    """Return the lines below the table: counts by status, reasons of refusals, the folder and the page.
 
-    `complete` is True if the sweep has finished, so that its page exists.
+    `complete` states whether the sweep has finished. If it has not, its page is missing or outdated, so the last line
+    has the command that writes the page.
     """
     lines = [tally(trials)]
     refused = [trial for trial in trials if trial.status is Status.refused]
     for trial in refused[:3]:
         lines.append(f"refused: {trial.title}: {trial.short_reason}")
     if len(refused) > 3:
-        lines.append(f"refused: {len(refused) - 3} more; the page says why")
+        lines.append(f"refused: {len(refused) - 3} more, explained on the page")
     if any(trial.status in NO_RESULT for trial in trials):
-        lines.append("trials without a result are not tried again, unless you add trial.retry=true")
-    written = complete and (folder / PAGE).is_file()
-    page = folder / PAGE if written else f"{command_name('valkyrie-report')} {shlex.quote(str(folder))}"
+        lines.append("to repeat trials without a result, add trial.retry=true")
+    page_exists = complete and (folder / PAGE).is_file()
+    page = folder / PAGE if page_exists else f"{command_name('valkyrie-report')} {shlex.quote(str(folder))}"
     return [*lines, f"folder: {folder}", f"page: {page}"]

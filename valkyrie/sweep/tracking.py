@@ -1,7 +1,7 @@
-"""Reports sweeps to W&B: a group with a run for every trial, and a parent run with the table and plots.
+"""Reports sweeps to W&B: a group with a run for each trial, and a parent run with the table and plots.
 
-The id of a run is derived from the sweep's folder and the trial's key, so that a repeated trial updates its run. The
-reported content is stored in W&B's folder of the run and is not reported again. Imports no JAX.
+The id of a run is derived from the sweep's folder and the trial's key, so that a repeated trial updates its run. What
+was reported is stored in the run's W&B folder, so that unchanged trials are not reported again. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ from valkyrie.sweep.rows import Row, row_of, with_predictions
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 REPORTED = "reported.json"
-"""File in W&B's folder of a run with the content that was reported."""
+"""File in the W&B folder of a run that stores what was reported."""
 
-_ENDED_BADLY = {Status.failed, Status.killed, Status.timeout}
-_QUICK = {
-    "x_save_requirements": False,  # listing the packages takes most of the 0.2 s that a run begins with
+_FAILED_STATUSES = {Status.failed, Status.killed, Status.timeout}
+_MINIMAL_SETTINGS = {
+    "x_save_requirements": False,  # listing the packages takes most of the 0.2 s that a run needs to start
     "x_disable_stats": True,
     "x_disable_meta": True,
     "x_disable_machine_info": True,
     "disable_git": True,
     "disable_code": True,
 }
-"""Settings that record nothing about this process or machine, because the trial ran in another process."""
+"""Settings of W&B that record nothing about this process or machine, because the trial ran in another process."""
 
-_MOST_TAGS = 20
-_PLOTTED = ("label", "tokens_per_second")
+_MAX_TAGS = 20
+_PLOT_KEYS = ("label", "tokens_per_second")
 
 
 class SweepTracker:
     """Reports trials to W&B as they end, in a separate thread.
 
-    A failure of W&B is printed once with `say` (stderr by default), and then W&B is off. It never ends a sweep.
+    If W&B fails, the failure is printed once with `say` (by default to stderr), and W&B is off for the rest of the
+    sweep.
     """
 
     def __init__(
@@ -63,32 +64,34 @@ class SweepTracker:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")
 
     def log(self, trial: Trial) -> None:
-        """Queue the run of a trial, unless W&B has it or its training made one.
+        """Queue a trial to be reported, unless its training reported itself or the same content was reported before.
 
-        If the training made one, the offline run of an earlier failed attempt is removed, unless it is uploaded.
+        If its training reported itself, removes offline runs of earlier failed attempts that were not uploaded.
         """
         if self._writer.mode is not WandbMode.off:
-            self._worker.submit(self._guarded, self._log_trial, trial)
+            self._worker.submit(self._report_safely, self._log_trial, trial)
 
     def close(self) -> None:
-        """Write the parent run of all trials in `trials.jsonl` unless it exists, and wait until W&B has everything."""
+        """Write the parent run with all trials in `trials.jsonl` unless it is up to date, and wait for W&B."""
         if self._writer.mode is not WandbMode.off:
-            self._worker.submit(self._guarded, self._log_sweep)
+            self._worker.submit(self._report_safely, self._log_sweep)
         self._worker.shutdown()
 
-    def _guarded(self, report: Callable[..., None], *arguments: Any) -> None:
+    def _report_safely(self, report: Callable[..., None], *arguments: Any) -> None:
         if self._writer.mode is WandbMode.off:
             return
         try:
-            with self._alone():
+            with self._folder_locked():
                 report(*arguments)
-        except Exception as error:  # a tracker must never end a sweep
+        except Exception as error:  # an error in W&B must not end the sweep
             self._writer.mode = WandbMode.off
-            self._say(f"W&B refused the sweep ({type(error).__name__}: {error}); trials.jsonl is written in any case.")
+            self._say(
+                f"W&B failed ({type(error).__name__}: {error}) and is off for the sweep. trials.jsonl is still written."
+            )
 
     def _log_trial(self, trial: Trial) -> None:
         run_id = trial_id(self._writer.config, self._folder, trial.key)
-        if _trained(trial, self._folder):
+        if _reported_itself(trial, self._folder):
             _remove_offline(self._runs(run_id))
             return
         about = {
@@ -106,14 +109,14 @@ class SweepTracker:
             job_type=trial.stage,
             fields=config_of(about, _settings(trial, self._folder)),
             notes=trial.reason,
-            exit_code=int(trial.status in _ENDED_BADLY),
+            exit_code=int(trial.status in _FAILED_STATUSES),
         )
 
     def _with_prediction(self, trial: Trial) -> Row:
-        """Return a trial as a row, with the prediction of its layout if its sweep has one and the trial is measured."""
-        predicted = (other for other in TrialLog(self._folder).read() if other.stage == "compile")
-        others = predicted if trial.stage != "compile" else ()
-        return with_predictions(_row(one, self._folder) for one in (trial, *others))[0]
+        """Convert a trial to a row. A measured trial gets the prediction of its layout, if its sweep has one."""
+        recorded = [] if trial.stage == "compile" else TrialLog(self._folder).read()
+        predictions = [t for t in recorded if t.stage == "compile"]
+        return with_predictions(_row(t, self._folder) for t in (trial, *predictions))[0]
 
     def _log_sweep(self) -> None:
         trials = TrialLog(self._folder).read()
@@ -122,14 +125,14 @@ class SweepTracker:
         rows = with_predictions(_row(trial, self._folder) for trial in trials)
         cells = [table_cells(row) for row in rows]
 
-        def fill(run: Any) -> None:
+        def fill_run(run: Any) -> None:
             run.log(_table_and_plots(cells))
             run.summary.update(_totals(rows))
 
         self._log_run(
             trial_id(self._writer.config, self._folder, "sweep"),
             json.dumps(cells),
-            fill,
+            fill_run,
             name=self._sweep,
             job_type="sweep",
             fields={"sweep": self._sweep, "folder": str(self._folder), "trials": len(trials)},
@@ -137,33 +140,37 @@ class SweepTracker:
         )
 
     def _log_run(
-        self, run_id: str, content: str, fill: Callable[[Any], None], *, exit_code: int = 0, **about: Any
+        self, run_id: str, content: str, fill_run: Callable[[Any], None], *, exit_code: int = 0, **about: Any
     ) -> None:
-        """Create a run, unless the newest of this id has the same content."""
-        before = self._runs(run_id)
-        if before and (before[-1] / REPORTED).is_file() and (before[-1] / REPORTED).read_text() == content:
+        """Create a W&B run and write to it with `fill_run`, unless the newest run with this id has the same content."""
+        earlier_folders = self._runs(run_id)
+        if (
+            earlier_folders
+            and (earlier_folders[-1] / REPORTED).is_file()
+            and (earlier_folders[-1] / REPORTED).read_text() == content
+        ):
             return
-        _remove_offline(before)
-        settings = {**_QUICK, "finish_timeout": 6.0 * self._writer.config.init_timeout}
+        _remove_offline(earlier_folders)
+        settings = {**_MINIMAL_SETTINGS, "finish_timeout": 6.0 * self._writer.config.init_timeout}
         run = self._writer.start(run_id=run_id, group=self._sweep, reinit="create_new", settings=settings, **about)
         if (note := self._writer.note) is not None:
-            self._say(note if run is not None else f"{note}; trials.jsonl is written in any case.")
+            self._say(note if run is not None else f"{note}; trials.jsonl is still written.")
         if run is None:
             return
         try:
-            fill(run)
+            fill_run(run)
         finally:
             run.finish(exit_code=exit_code)
         write_atomic(Path(run.dir).parent / REPORTED, content)
 
     def _runs(self, run_id: str) -> list[Path]:
-        """Return W&B's folders of a run in this mode, the newest last."""
+        """Return the W&B folders of a run in the current mode, newest last."""
         offline = "offline-" if self._writer.mode is WandbMode.offline else ""
         return sorted(file for end in ("", AGAIN) for file in self._folder.glob(f"wandb/{offline}run-*-{run_id}{end}"))
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Lock out other sweeps in the folder, so that no trial is reported twice."""
+    def _folder_locked(self) -> Iterator[None]:
+        """Lock W&B's folder, so that another sweep in it cannot report the same trial."""
         (self._folder / "wandb").mkdir(parents=True, exist_ok=True)
         with open_to_append(self._folder / "wandb" / ".lock") as file:
             lock(file)
@@ -171,22 +178,22 @@ class SweepTracker:
 
 
 def trial_id(config: TrackingConfig, folder: Path, key: str) -> str:
-    """Return W&B's id of a trial in a sweep's folder, the same each time."""
-    where = (config.entity, config.project, folder.resolve().name, folder.stat().st_ino, key)
-    return digest(repr(where))[:16]
+    """Return the W&B id of a trial in a sweep's folder. It is the same each time."""
+    identity = (config.entity, config.project, folder.resolve().name, folder.stat().st_ino, key)
+    return digest(repr(identity))[:16]
 
 
 def summary_of(row: Row) -> dict[str, object]:
-    """Return the known numbers of a trial under W&B's names, including the bytes sent by mesh axes."""
+    """Return the known numbers of a trial by their keys at W&B, including the bytes sent by mesh axes."""
     summary = {column.key: column.scaled(row) for column in WANDB_RUN}
     summary |= {f"comm_bytes/{axes}": size for axes, size in row.sent.items()}
     return {key: value for key, value in summary.items() if value is not None}
 
 
 def table_cells(row: Row) -> list[Any]:
-    """Return a trial's row of the sweep's table at W&B."""
-    word = "simulated " * bool(row.trial.results.simulated)
-    labelled = replace(row, label=f"{row.layout} ({word}{row.trial.stage})")
+    """Return the cells of a trial in the sweep's table at W&B."""
+    prefix = "simulated " * bool(row.trial.results.simulated)
+    labelled = replace(row, label=f"{row.layout} ({prefix}{row.trial.stage})")
     return [column.scaled(labelled) for column in WANDB_TABLE]
 
 
@@ -195,7 +202,7 @@ def _row(trial: Trial, folder: Path) -> Row:
 
 
 def _settings(trial: Trial, folder: Path) -> dict[str, object]:
-    """Return all settings of a trial's run, nested, or those in its record if it never ran."""
+    """Return all settings of a trial's run as nested dicts, or those in its record if the trial never ran."""
     file = None if trial.folder is None else folder / trial.folder / RUN
     if file is not None and file.is_file():
         values = OmegaConf.to_container(OmegaConf.load(file))
@@ -204,15 +211,15 @@ def _settings(trial: Trial, folder: Path) -> dict[str, object]:
     nested: dict[str, Any] = {}
     for key, text in trial.values.items():
         *groups, last = key.split(".")
-        place = nested
+        node = nested
         for name in groups:
-            place = place.setdefault(name, {})
-        place[last] = yaml.safe_load(text)
+            node = node.setdefault(name, {})
+        node[last] = yaml.safe_load(text)
     return nested
 
 
-def _trained(trial: Trial, folder: Path) -> bool:
-    """Return whether a trial reported itself to W&B, and so has a W&B folder."""
+def _reported_itself(trial: Trial, folder: Path) -> bool:
+    """Return whether a trial is a training that reported itself to W&B."""
     mode = get_mode(trial.stage)
     if mode is None or not mode.tracked or trial.status is not Status.ok or trial.folder is None:
         return False
@@ -220,49 +227,49 @@ def _trained(trial: Trial, folder: Path) -> bool:
 
 
 def _table_and_plots(rows: list[list[Any]]) -> dict[str, object]:
-    """Return the parent run's record: the table of all trials, and plots of speeds and memory."""
+    """Return what the parent run logs: the table of all trials, and plots of speeds and memory."""
     import wandb
 
     keys = [column.key for column in WANDB_TABLE]
     record: dict[str, object] = {"trials": wandb.Table(columns=[*keys], data=rows, allow_mixed_types=True)}
-    rated = [dict(zip(keys, row, strict=True)) for row in rows]
-    rated = [row for row in rated if row["tokens_per_second"] is not None]
-    word = " (simulated)" if any(row["simulated"] for row in rated) else ""
-    if rated:
-        table = wandb.Table(columns=[*_PLOTTED], data=[[row[key] for key in _PLOTTED] for row in rated])
+    rated_rows = [dict(zip(keys, row, strict=True)) for row in rows]
+    rated_rows = [row for row in rated_rows if row["tokens_per_second"] is not None]
+    prefix = " (simulated)" if any(row["simulated"] for row in rated_rows) else ""
+    if rated_rows:
+        table = wandb.Table(columns=[*_PLOT_KEYS], data=[[row[key] for key in _PLOT_KEYS] for row in rated_rows])
         record["tokens_per_second_per_layout"] = wandb.plot.bar(
-            table, "label", "tokens_per_second", title=f"tokens/s per layout{word}"
+            table, "label", "tokens_per_second", title=f"tokens/s per layout{prefix}"
         )
-    sized = [row for row in rated if row["hbm_gib"] is not None]
-    if sized:
-        columns = [*_PLOTTED, "hbm_gib"]
-        table = wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in sized])
+    sized_rows = [row for row in rated_rows if row["hbm_gib"] is not None]
+    if sized_rows:
+        columns = [*_PLOT_KEYS, "hbm_gib"]
+        table = wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in sized_rows])
         record["memory_against_throughput"] = wandb.plot.scatter(
-            table, "hbm_gib", "tokens_per_second", title=f"memory against tokens/s{word}"
+            table, "hbm_gib", "tokens_per_second", title=f"memory against tokens/s{prefix}"
         )
     return record
 
 
 def _tags(rows: Sequence[Row]) -> list[str]:
-    """Return the tags of the parent run: the values that its trials have, by key as for a trial."""
-    abouts = [encode(row.about) for row in rows if row.trial.about is not None]
-    return list(dict.fromkeys(tag(key, about[key]) for key in TAGGED for about in abouts))[:_MOST_TAGS]
+    """Return the tags of the parent run, which are those of its trials."""
+    layouts = [encode(row.about) for row in rows if row.trial.about is not None]
+    return list(dict.fromkeys(tag(key, about[key]) for key in TAGGED for about in layouts))[:_MAX_TAGS]
 
 
 def _totals(rows: Sequence[Row]) -> dict[str, object]:
-    """Return the number of trials by status, and the fastest layout of each stage."""
+    """Return the number of trials by status, and the fastest trial of each stage."""
     totals: dict[str, object] = {f"trials/{s.value}": sum(row.trial.status is s for row in rows) for s in Status}
     for stage in sorted({row.trial.stage for row in rows}):
-        timed = [row for row in rows if row.trial.stage == stage and row.rate_per_chip is not None]
-        if timed:
-            best = max(timed, key=lambda row: row.trial.results.objective)
+        rated_rows = [row for row in rows if row.trial.stage == stage and row.rate_per_chip is not None]
+        if rated_rows:
+            best = max(rated_rows, key=lambda row: row.trial.results.objective)
             totals |= {f"best/{stage}": best.trial.name}
             totals |= {f"best/{stage}/tokens_per_second_per_chip": best.rate_per_chip}
     return totals
 
 
 def _remove_offline(folders: list[Path]) -> None:
-    """Remove offline runs that a newer one replaces, unless they are uploaded."""
+    """Remove offline runs that a newer run replaces. Keeps uploaded ones."""
     for folder in folders:
         if folder.name.startswith("offline-run-") and not list(folder.glob("*.synced")):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,9 +1,10 @@
-"""Trials: one layout each, with its status and results. A trial is a line of `trials.jsonl`. Imports no JAX.
+"""Trials and their records in `trials.jsonl`. A trial is one layout with its status and results. Imports no JAX.
 
-The file is append-only. Writers lock it, so that two sweeps may share it. If a crash or a full disk leaves an
-incomplete last line, readers skip it and the next writer removes it. A later line replaces an earlier one of its key.
+The file has one line per trial and is append-only: a later line replaces an earlier one with the same key. Writers lock
+the file, so that two sweeps can share it. If a crash or a full disk leaves an incomplete last line, readers skip it and
+the next writer removes it.
 
-Units are seconds of a step and bytes of a device. None means unknown.
+Units are seconds per step and bytes per device. None means unknown.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from valkyrie.search.compile.prediction import CompileTimes, MeasuredStep, Memor
 from valkyrie.search.compile.upgrade import upgrade_results
 
 SCHEMA = 1
-"""Version of a line. It increases if a key changes its meaning, but not if keys are added."""
+"""Version of the format of a line. It increases when a key changes its meaning, but not when keys are added."""
 
 TRIALS = "trials.jsonl"
-"""File name, in the sweep's folder."""
+"""File name of the records in a sweep's folder."""
 PAGE = "report.html"
 """File name of the page that `valkyrie-report` writes into a sweep's folder."""
-_REASON = 160
-"""Characters of a reason that tables show."""
+_REASON_LENGTH = 160
+"""Maximum number of characters of a reason in tables."""
 
 
 class Status(Enum):
@@ -47,21 +48,29 @@ class Status(Enum):
     ok = "ok"
     refused = "refused"  # an illegal layout: no process was started
     does_not_fit = "does_not_fit"
-    failed = "failed"  # its process ended with another status than 0
+    failed = "failed"  # its process exited with a status other than 0
     killed = "killed"  # a signal ended its process
     timeout = "timeout"
 
 
 @dataclass(frozen=True)
 class StepResult(PredictedStep, MeasuredStep):
-    """Time of a predicted, measured or trained step. A training may record its rate alone."""
+    """Speed of a predicted, measured or trained step. A training may record its tokens/s without a step time."""
 
     step_s: float | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 @dataclass(frozen=True)
 class GoodputResult:
-    """Wall time of a training by kind, its share in steps that count, and the share of steps that wait for data."""
+    """How a training spent its wall time.
+
+    Args:
+        wall_s: Wall time, including restarts.
+        seconds: Wall time by kind.
+        restarts: Number of restarts.
+        share: Share of the wall time spent on steps that were not repeated.
+        data_wait: Share of the step time spent waiting for data.
+    """
 
     wall_s: float
     seconds: dict[str, float]
@@ -75,15 +84,22 @@ class TrialResult:
     """Results of a prediction, a measurement or a training.
 
     Args:
+        parameters: Number of parameters of the model.
+        memory: Peak, needed and usable memory.
+        step: Step time and speed.
         parts: Time of a predicted step by part.
-        communication: Bytes that a device sends, without the single collectives.
-        trace: Time in collectives of a measured step.
-        placement: Location of each mesh axis on the torus, for display.
-        simulated: Whether the devices are simulated, so that no time is real.
-        devices: The devices of a measurement, such as `8 x NVIDIA H100`.
+        communication: Bytes that a device sends per step. Omits the list of collectives.
+        trace: Time of a measured step in collectives.
+        placement: Description of each mesh axis on the torus, for display.
+        compile: Compile times.
+        simulated: Whether the devices are simulated, so that times are not real.
+        loss: Last training loss.
         hints: Advice, for display.
+        devices: The devices of a measurement, such as `8 x NVIDIA H100`.
+        eval_loss: Last evaluation loss.
         steps: Last step of a training.
         finished: Whether that is the last step requested.
+        goodput: How a training spent its wall time.
     """
 
     parameters: int | None = None
@@ -105,18 +121,18 @@ class TrialResult:
 
     @property
     def sent(self) -> dict[str, float]:
-        """Bytes that a device sends in a step by mesh axes."""
+        """Bytes that a device sends per step, by mesh axes."""
         return {} if self.communication is None else self.communication.by_label
 
     @property
     def objective(self) -> float:
-        """Tokens/s/chip, which a sweeper may maximise, or 0.0 if unknown."""
+        """Tokens/s/chip, or 0.0 if unknown. Sweepers maximise it."""
         return self.step.tokens_per_second_per_chip or 0.0
 
     def plain(self) -> dict[str, Any]:
-        """Return JSON values without unknown numbers and empty lists."""
+        """Return JSON values. Omits unknown numbers and empty lists."""
         plain = encode(self)
-        for group in (plain.get("memory", {}), plain.get("step", {}), plain):  # a decoded record omits its defaults
+        for group in (plain.get("memory", {}), plain.get("step", {}), plain):  # records omit empty lists
             for key in [key for key, value in group.items() if value in ((), [])]:
                 del group[key]
         return known_values(plain)
@@ -127,18 +143,21 @@ class Trial:
     """One line of `trials.jsonl`.
 
     Args:
-        key: Digest of everything that determines the result. Trials with equal keys are the same.
+        key: Digest of everything that determines the result. Trials with equal keys are the same trial.
         name: Name of the trial's folder.
         sweep: Name of the sweep.
-        stage: Mode that ran: `compile`, `measure`, `train`.
+        stage: Name of the mode, such as `compile`, `measure` or `train`.
+        status: Status of the trial.
+        reason: The reason for the status, or None if the trial is ok.
         overrides: Overrides of the command line.
-        about: The layout, or what is known of it if the trial was refused. None if the configuration makes no run.
+        about: The layout. Some fields are unknown if the trial was refused. None if the configuration does not compose.
         started: UTC time in ISO 8601.
-        wall_s: Seconds of its process.
-        folder: Run folder, relative to the file.
-        values: Settings that determine what a step computes, by key (`model.layers`: `4`), whether the command line
-            names them or not. Empty in older records.
-        flags: Flags of the command line that locate a user's configuration (`--config-dir` and an absolute path).
+        wall_s: Seconds that its process ran.
+        folder: Run folder, relative to the sweep's folder, or None if no process was started.
+        results: The results.
+        values: Settings that determine what a step computes, by key (`model.layers`: `4`), including those that the
+            command line does not set. Empty in older records.
+        flags: Command-line flags that locate the user's configuration (`--config-dir` and an absolute path).
         problems: Problems of a refused run. Empty in older records.
     """
 
@@ -160,53 +179,53 @@ class Trial:
 
     @property
     def title(self) -> str:
-        """The model, layout, target and stage, for display."""
+        """The model, layout, target and stage as text."""
         return title(self.about, self.overrides, self.stage)
 
     @property
     def short_reason(self) -> str:
-        """The first `_REASON` characters of the reason, on one line."""
-        reason = " ".join((self.reason or "no reason known").split())
-        return reason if len(reason) <= _REASON else reason[: _REASON - 3] + "..."
+        """The reason on one line, shortened for tables."""
+        reason = " ".join((self.reason or "unknown reason").split())
+        return reason if len(reason) <= _REASON_LENGTH else reason[: _REASON_LENGTH - 3] + "..."
 
     @property
     def kind(self) -> str:
-        """Mark of its speed: `simulated`, `predicted`, or empty if it was measured on real devices."""
+        """`simulated` or `predicted`, or empty for a speed measured on real devices."""
         if self.results.simulated:
             return "simulated"
         mode = get_mode(self.stage)
         return "predicted" if mode is not None and mode.predicts else ""
 
     def to_json(self) -> str:
-        """Return the line without a newline. Omits numbers that are not finite, such as a diverged loss."""
+        """Return the line of the trial without a newline. Omits numbers that are not finite, as in a diverged loss."""
         values = {"schema": SCHEMA} | encode(self)
         values |= {"about": known_values(values["about"] or {}), "results": self.results.plain()}
         return json.dumps(values, allow_nan=False)
 
     @staticmethod
     def from_json(line: str | bytes) -> Trial:
-        """Parse a line. Raises ValueError, with the remedy, for a newer schema or a malformed line."""
+        """Parse a line. Raises ValueError for a newer schema or a malformed line, with advice in the message."""
         try:
             values = json.loads(line)
         except ValueError as error:
-            raise _damaged(f"it is not JSON ({error})") from error
+            raise _malformed_line(f"it is not JSON ({error})") from error
         if not isinstance(values, dict) or "schema" not in values:
-            raise _damaged("it is no trial")
+            raise _malformed_line("it is not a trial")
         if type(values["schema"]) is not int:
-            raise _damaged(f"schema cannot be {json.dumps(values['schema'])}")
+            raise _malformed_line(f"schema must be a whole number, not {json.dumps(values['schema'])}")
         if values["schema"] > SCHEMA:
-            newer = f"schema {values['schema']} is newer than this version of valkyrie, which reads {SCHEMA}"
-            raise ValueError(f"{newer}. Update valkyrie.")
+            too_new = f"schema {values['schema']} is too new: this version of valkyrie reads up to schema {SCHEMA}"
+            raise ValueError(f"{too_new}. Update valkyrie.")
         try:
             trial = decode(Trial, upgrade_line(values) | {"about": values.get("about") or None}, TRIALS)
         except RecordError as error:
-            raise _damaged(f"{error.field.removeprefix('$.') or 'the line'}: {error.reason}") from error
+            raise _malformed_line(f"{error.field.removeprefix('$.') or 'the line'}: {error.reason}") from error
         about = trial.about
         return trial if about is None else replace(trial, about=with_hardware(about, key_values(trial.overrides)))
 
 
 def title(about: LayoutRecord | None, overrides: Sequence[str], stage: str) -> str:
-    """Return the model, layout, target and stage of a trial, or its overrides if they make no run."""
+    """Return the model, layout, target and stage of a trial as text, or its overrides if they do not compose."""
     if about is None:
         return " ".join(overrides)
     target = "" if about.target == "auto" else f" {about.target}"
@@ -214,13 +233,13 @@ def title(about: LayoutRecord | None, overrides: Sequence[str], stage: str) -> s
 
 
 class TrialLog:
-    """The `trials.jsonl` of a folder."""
+    """Reads and writes the `trials.jsonl` of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / TRIALS
 
     def append(self, trials: Iterable[Trial]) -> None:
-        """Write lines and wait until they are on disk. Raises OSError with the file name if that fails."""
+        """Append trials and wait until they are on disk. Raises OSError with the file name on failure."""
         body = "".join(trial.to_json() + "\n" for trial in trials).encode()
         if not body:
             return
@@ -237,9 +256,9 @@ class TrialLog:
                 raise OSError(error.errno, message, str(self.path)) from error
 
     def read(self) -> list[Trial]:
-        """Return the newest line of every key, in the order in which keys first appear.
+        """Return the newest trial of each key, in the order in which keys first appear.
 
-        Raises ValueError, with the line number and the remedy, for a malformed line or a newer schema.
+        Raises ValueError for a malformed line or a newer schema, with the line number and advice in the message.
         """
         trials: dict[str, Trial] = {}
         lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.is_file() else []
@@ -257,7 +276,8 @@ def upgrade_line(line: Mapping[str, Any]) -> dict[str, Any]:
     results = line.get("results")
     if not isinstance(results, dict):
         return dict(line)
-    hints = {"hints": results["hints"]} if "hints" in results else {}  # texts, unlike those of a prediction
+    # The hints of a trial are texts. `upgrade_results` expects those of a prediction.
+    hints = {"hints": results["hints"]} if "hints" in results else {}
     try:
         new = upgrade_results({key: value for key, value in results.items() if key != "hints"})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -266,15 +286,15 @@ def upgrade_line(line: Mapping[str, Any]) -> dict[str, Any]:
     return {**line, "results": known_values(new | hints)}
 
 
-def _damaged(why: str) -> ValueError:
-    return ValueError(f"{why}. Delete that line; the same sweep command does its trial again.")
+def _malformed_line(why: str) -> ValueError:
+    return ValueError(f"{why}. Delete that line and run the sweep command again to repeat its trial.")
 
 
 def known_values(value: Any) -> Any:
-    """Return JSON values without unknown ones: None, empty objects, and numbers that are not finite."""
+    """Return JSON values without the unknown ones: None, empty objects, and numbers that are not finite."""
     if isinstance(value, dict):
-        known = {key: known_values(inner) for key, inner in value.items()}
-        return {key: inner for key, inner in known.items() if inner is not None and inner != {}}
+        known_items = {key: known_values(item) for key, item in value.items()}
+        return {key: item for key, item in known_items.items() if item is not None and item != {}}
     if isinstance(value, list | tuple):
-        return [known_values(inner) for inner in value]
+        return [known_values(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

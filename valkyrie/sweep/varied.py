@@ -1,4 +1,4 @@
-"""Settings other than the layout that a sweep varies, and its target: they distinguish rows of one layout."""
+"""Finds what distinguishes trials of one layout: the other settings that a sweep varies, and the target."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from valkyrie.hardware.names import parse_target
 from valkyrie.runs.folder import key_values
 from valkyrie.sweep.trial import Trial
 
-_ABOUT_A_TRIAL = {"name", "runs", "resume", "trial", "tracking", "hydra"}
-_NO_WORK = {"mesh", "partition", "microbatches", "remat", "placement", "mode", "target"} | _ABOUT_A_TRIAL
-"""Keys, up to their first dot, that do not change what a step computes."""
-_DESCRIBED = ("model", "batch", "seq")
-"""Fields of `about` that already describe a step; for keys of the precision, so does `precision`."""
-_OF_THE_MODEL = {"model"}
-"""Keys, up to their first dot, that make it another workload, also between a prediction and a measurement."""
-_OF_A_STEP = _OF_THE_MODEL | {"precision", "optimizer"}
-"""Keys, up to their first dot, that do so between sweeps for one stage and target."""
+_TRIAL_GROUPS = {"name", "runs", "resume", "trial", "tracking", "hydra"}
+_GROUPS_WITHOUT_EFFECT = {"mesh", "partition", "microbatches", "remat", "placement", "mode", "target"} | _TRIAL_GROUPS
+"""Groups that do not change what a step computes. The group of a key is the part before its first dot."""
+_DESCRIBED_FIELDS = ("model", "batch", "seq")
+"""Fields of `about` that are already shown. For keys of the precision, `precision` is another."""
+_MODEL_GROUPS = {"model"}
+"""Groups that distinguish any two trials."""
+_STEP_GROUPS = _MODEL_GROUPS | {"precision", "optimizer"}
+"""Groups that distinguish trials of one stage and target, also in different sweeps."""
 
 
 def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], tuple[str, ...]]:
-    """Return the varied settings of every trial (`state_size=1024`), by its sweep's folder and its key.
+    """Return the varied settings of each trial, such as `state_size=1024`, by sweep folder and trial key.
 
-    A key is varied if trials of one sweep, stage and target differ in it. For keys of the model any two trials count,
-    and for keys of the precision or optimizer any two of one stage and target. A key that follows from the model, batch
-    and length, or from earlier keys, is omitted, so that keys that vary together are named once. Keys are shortened to
-    the part after their last dot if that is unique.
+    A key is varied if its value differs between trials of one sweep, stage and target. Keys of the precision or
+    optimizer are compared across sweeps too, and keys of the model also across stages and targets.
 
-    Records have the values of all keys, and older records only those of keys that the trial named.
+    Omits keys whose value follows from the model, batch and sequence length, or from another varied key. Shortens keys
+    to the part after their last dot if that is unique.
+
+    Records contain the values of all keys, but older records only those that the command line set.
     """
     settings = {(folder, t.key): (t, _settings(t)) for folder, trials in sweeps.items() for t in trials}
-    keys = _distinguishing(list(settings.values()), _differing(sweeps))
-    last = {key: key.rpartition(".")[2] for key in keys}
-    counts = Counter(last.values())
-    short = {key: word if counts[word] == 1 else key for key, word in last.items()}
+    keys = _distinguishing_keys(list(settings.values()), _differing_keys(sweeps))
+    last_parts = {key: key.rpartition(".")[2] for key in keys}
+    counts = Counter(last_parts.values())
+    short = {key: word if counts[word] == 1 else key for key, word in last_parts.items()}
     return {
         trial: tuple(f"{short[key]}={values[key]}" for key in keys if key in values)
         for trial, (_, values) in settings.items()
@@ -44,7 +45,7 @@ def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, 
 
 
 def target_of(trial: Trial) -> str:
-    """Return the target of a trial, with its topology and slices unless its name implies them."""
+    """Return the name of a trial's target, followed by its topology and slices unless the name implies them."""
     about = trial.about
     if about is None:
         return "unknown target"
@@ -53,60 +54,64 @@ def target_of(trial: Trial) -> str:
         return about.target
     try:
         default = parse_target(about.target).record().shape
-    except ValueError:  # `auto`, or a target or chip with a file of the user's
+    except ValueError:  # `auto`, or a target or chip defined in a file of the user
         default = None
     topology = f" with topology {hardware.shape}" if hardware.shape not in (None, default) else ""
     return f"{about.target}{topology}" + (f" in {hardware.slices} slices" if hardware.slices > 1 else "")
 
 
 def _settings(trial: Trial) -> dict[str, str]:
-    """Return the keys that may make a trial another workload, with the values in its record if it has them."""
-    in_force = {_root(key) for key in trial.values}
-    return {key: value for key, value in _named(trial).items() if _root(key) not in in_force} | trial.values
+    """Return the settings that may affect the workload: those on the command line, and those in the record."""
+    recorded_groups = {_group(key) for key in trial.values}
+    return {
+        key: value for key, value in _command_line_settings(trial).items() if _group(key) not in recorded_groups
+    } | trial.values
 
 
-def _named(trial: Trial) -> dict[str, str]:
-    return {key: value for key, value in key_values(trial.overrides).items() if _root(key) not in _NO_WORK}
+def _command_line_settings(trial: Trial) -> dict[str, str]:
+    return {
+        key: value for key, value in key_values(trial.overrides).items() if _group(key) not in _GROUPS_WITHOUT_EFFECT
+    }
 
 
-def _differing(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
-    """Return the keys in which otherwise comparable trials differ: those that a command line names, then the others.
+def _differing_keys(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
+    """Return the keys in which comparable trials differ. Keys that appear on a command line come first.
 
-    Keys that no command line names are compared only among trials whose records have them.
+    A key that no command line sets is compared only among trials whose records contain it.
     """
-    alike: dict[tuple[object, ...], list[dict[str, str]]] = defaultdict(list)
-    named: dict[str, None] = {}
+    comparable: dict[tuple[object, ...], list[dict[str, str]]] = defaultdict(list)
+    command_line_keys: dict[str, None] = {}
     for folder, trials in sweeps.items():
         for trial in trials:
-            named |= dict.fromkeys(_named(trial))
+            command_line_keys |= dict.fromkeys(_command_line_settings(trial))
             settings, kind = _settings(trial), (trial.stage, target_of(trial))
-            alike[(folder, *kind)].append(settings)
-            alike[kind].append({key: value for key, value in settings.items() if _root(key) in _OF_A_STEP})
-            alike[()].append({key: value for key, value in settings.items() if _root(key) in _OF_THE_MODEL})
+            comparable[(folder, *kind)].append(settings)
+            comparable[kind].append({key: value for key, value in settings.items() if _group(key) in _STEP_GROUPS})
+            comparable[()].append({key: value for key, value in settings.items() if _group(key) in _MODEL_GROUPS})
     keys: dict[str, None] = {}
-    for members in alike.values():
-        for key in dict.fromkeys(key for values in members for key in values):
-            different = {values.get(key) for values in members}
-            if len(different if key in named else different - {None}) > 1:
+    for settings_list in comparable.values():
+        for key in dict.fromkeys(key for values in settings_list for key in values):
+            distinct_values = {values.get(key) for values in settings_list}
+            if len(distinct_values if key in command_line_keys else distinct_values - {None}) > 1:
                 keys[key] = None
-    return [*(key for key in named if key in keys), *(key for key in keys if key not in named)]
+    return [*(key for key in command_line_keys if key in keys), *(key for key in keys if key not in command_line_keys)]
 
 
-def _distinguishing(trials: Sequence[tuple[Trial, dict[str, str]]], keys: Sequence[str]) -> list[str]:
-    """Return the keys whose values do not follow from the description of a step and from earlier keys."""
+def _distinguishing_keys(trials: Sequence[tuple[Trial, dict[str, str]]], keys: Sequence[str]) -> list[str]:
+    """Return the keys whose values do not follow from the fields in `_DESCRIBED_FIELDS` and from earlier keys."""
     described: list[tuple[str, ...]] = [
-        tuple(str(getattr(trial.about, key, None)) for key in _DESCRIBED) for trial, _ in trials
+        tuple(str(getattr(trial.about, key, None)) for key in _DESCRIBED_FIELDS) for trial, _ in trials
     ]
     precisions = [getattr(trial.about, "precision", None) for trial, _ in trials]
-    distinguishing = []
+    distinguishing_keys = []
     for key in keys:
         values = [settings.get(key) for _, settings in trials]
-        known = list(zip(described, precisions, strict=True)) if _root(key) == "precision" else described
-        if len(set(zip(known, values, strict=True))) > len(set(known)):
-            distinguishing.append(key)
-            described = [(*before, str(value)) for before, value in zip(described, values, strict=True)]
-    return distinguishing
+        known_fields = list(zip(described, precisions, strict=True)) if _group(key) == "precision" else described
+        if len(set(zip(known_fields, values, strict=True))) > len(set(known_fields)):
+            distinguishing_keys.append(key)
+            described = [(*fields, str(value)) for fields, value in zip(described, values, strict=True)]
+    return distinguishing_keys
 
 
-def _root(key: str) -> str:
+def _group(key: str) -> str:
     return re.split(r"[./@]", key)[0]
