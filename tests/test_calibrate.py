@@ -21,10 +21,10 @@ from valkyrie.runs.folder import RUN
 from valkyrie.search.calibrate import mode as calibrate
 from valkyrie.search.calibrate.mode import FITTED, calibration
 from valkyrie.search.calibrate.replay_fit import replay_fit
+from valkyrie.search.compile.correction import MIN_RUNS, step_interval, target_correction
 from valkyrie.search.compile.show import describe_range
-from valkyrie.search.compile.trust import ENOUGH, correction_of, trust
-from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
-from valkyrie.search.estimate.runs import estimated
+from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
+from valkyrie.search.estimate.runs import estimate_runs
 from valkyrie.search.folder import ANSWER
 from valkyrie.search.request import parse_request
 from valkyrie.sweep.rows import Row
@@ -52,7 +52,7 @@ def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 
                 f"batch={batch}",
             ]
             asked += [f"seq={SEQ}", "precision=bf16_mixed", "remat=full", *also]
-            step_s = estimated([shared_run(*asked)], truth)[0]["step"]
+            step_s = estimate_runs([shared_run(*asked)], truth)[0]["step"]
             one = trial(layout, batch * SEQ / step_s / 8, batch=batch, target="v5e-8")
             results = replace(one.results, step=replace(one.results.step, step_s=step_s, replayed_s=step_s / SLOWER))
             about = replace(one.about, seq=SEQ)
@@ -65,7 +65,7 @@ def truth() -> Efficiency:
     """Constants that no chip has."""
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
-    return replace(efficiency_of(chip), products=0.6, gathers=0.5)
+    return replace(chip_efficiency(chip), products=0.6, gathers=0.5)
 
 
 def measured(compiled: Sequence[Trial], ratios: Sequence[float]) -> list[Trial]:
@@ -130,8 +130,8 @@ def test_constants_are_found_and_held_to_families_left_out(
     assert fitted.factor == pytest.approx((of_32 * SLOWER * 0.98) ** 0.5, rel=1e-3)
     assert fitted.low == pytest.approx(SLOWER * 0.98 / of_32, rel=1e-3)
     assert fitted.high == pytest.approx(1.02 / 0.98, rel=1e-3)
-    assert correction_of(target).of_chip == fitted.factor
-    span = trust(2.0, target.chip)
+    assert target_correction(target).chip_factor == fitted.factor
+    span = step_interval(2.0, target.chip)
     assert span is not None and span.low_s == pytest.approx(2.0 * (fitted.low or 0))
     assert all(part in describe_range(span) for part in (" 4 measured ", "-3% to +4%"))
 
@@ -145,7 +145,7 @@ def rows_of(made: Sequence[Trial], folder: Path) -> list[tuple[Row, Run]]:
 @pytest.fixture
 def unfitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the fit: the constants of the estimate stay unchanged."""
-    monkeypatch.setattr(calibrate, "fitted", lambda known, start, names: start)
+    monkeypatch.setattr(calibrate, "fit_constants", lambda known, start, names: start)
 
 
 @pytest.mark.usefixtures("unfitted")
@@ -161,7 +161,7 @@ def test_a_model_and_batch_that_was_compiled_and_measured_is_one_family(truth: E
 def test_each_step_is_estimated_as_it_was_run(also: str, tmp_path: Path) -> None:
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
-    now = efficiency_of(chip)
+    now = chip_efficiency(chip)
     one = calibration(rows_of([*trials((32,), now), *trials((32,), now, also)], tmp_path))
     assert one.errors.tolist() == pytest.approx([1.0] * len(one.errors), rel=1e-6)
 
@@ -170,9 +170,9 @@ def test_what_several_slices_lose_counts_once(truth: Efficiency, tmp_path: Path)
     compiled = trials((32,), truth, "target.slices=2", slices=2)[:1]
     one, _ = replay_fit(rows_of([*compiled, *measured(compiled, [1.0])], tmp_path))
     target = shared_run(*compiled[0].overrides).config.target
-    assert one is not None and target.chip is not None and correction_of(target).of_slices > 1
+    assert one is not None and target.chip is not None and target_correction(target).slices_factor > 1
     fitted = replace(target, chip=replace(target.chip, replay=one.fitted))
-    assert correction_of(fitted).factor == pytest.approx(SLOWER, rel=1e-3)
+    assert target_correction(fitted).factor == pytest.approx(SLOWER, rel=1e-3)
 
 
 def test_fewer_than_four_steps_make_no_interval(truth: Efficiency, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_fewer_than_four_steps_make_no_interval(truth: Efficiency, tmp_path: Pat
     one, _ = replay_fit(rows_of([*compiled, *pairs], tmp_path))
     assert one is not None and one.left_out is not None and len(one.left_out) == 3
     assert (one.fitted.low, one.fitted.high) == (None, None)
-    assert f" {ENOUGH} " in one.sentences[-1]
+    assert f" {MIN_RUNS} " in one.sentences[-1]
 
 
 def test_a_compile_with_other_compiler_options_is_of_another_program(truth: Efficiency, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_compile_with_other_compiler_options_is_of_another_program(truth: Effi
 def test_what_is_written_is_an_experiment(truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     calibrated(tmp_path, [*trials((32,), truth), *trials((32,), truth, "microbatches=2")], capfd)
     chip, written = used(tmp_path).chip, (tmp_path / "found" / "calibrated_v5e.yaml").read_text()
-    assert chip is not None and efficiency_of(chip).products == pytest.approx(0.6, abs=0.1)
+    assert chip is not None and chip_efficiency(chip).products == pytest.approx(0.6, abs=0.1)
     assert chip.replay.factor is None and "replay" not in written
     (problem,) = with_it(tmp_path, "target=v4-64", "mesh=32x1x1", "batch=32").problems()
     assert (problem.key, problem.value) == ("target.chip.calibrated", "v5e")

@@ -36,21 +36,21 @@ from valkyrie.search.compile.cache import (
     OUTCOME,
     PROGRAM,
     ProgramRecord,
-    keep_program,
     read_program,
     request_key,
+    store_program,
 )
 from valkyrie.search.compile.child import (
-    _about_scratch_memory,
-    _too_large,
+    _explain_scratch_memory,
+    _too_large_outcome,
+    compile_within_memory,
     parse_shortage,
-    peak_beside_host,
-    within_memory,
+    peak_without_host,
 )
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport, Prediction
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
-from valkyrie.search.modes import KEPT, _others, work_key
+from valkyrie.search.modes import PREDICTION_FILE, _earlier_predictions, work_key
 from valkyrie.train.options import CHIP, TO_FIT, YOU, Option
 from valkyrie.units import GIB
 
@@ -119,15 +119,15 @@ def test_a_kernel_without_enough_scratch_memory_is_no_layout_that_does_not_fit()
     ],
 )
 def test_a_kernel_without_enough_scratch_memory_is_named(text):
-    message = _about_scratch_memory(text)
+    message = _explain_scratch_memory(text)
     assert message is not None and all(part in message for part in ("mha.1", " 19.55 MiB ", " 16 MiB "))
-    assert _about_scratch_memory(OUT_OF_MEMORY) is None
+    assert _explain_scratch_memory(OUT_OF_MEMORY) is None
 
 
 def test_what_the_tpu_compiler_needs_for_temporaries_has_the_arguments_in_it():
     text = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.25G) "
     run = compose_run("model=gpt_tiny", "mesh=2x2x1", "partition=fsdp", "target=v5e-4", "batch=8", "seq=16")
-    short = _too_large(run, parse_shortage(f"{text}exceeds available HBM (15.75G)."), "why").shortage
+    short = _too_large_outcome(run, parse_shortage(f"{text}exceeds available HBM (15.75G)."), "why").shortage
     assert short is not None and (short.needed, short.usable) == (int(16.25 * GIB), 15.75 * GIB)
     assert sum(part.bytes for part in short.largest) == short.needed
 
@@ -168,7 +168,7 @@ def test_activations_in_host_memory_are_not_in_the_peak_of_a_tpu(layers: int, ke
     lowered = jax.jit(jax.grad(loss)).lower(w, x)
     with without_cache():
         compiled = lowered.compile()
-        alone = peak_beside_host(compiled, lowered.compile, [], platform_of("tpu"))
+        alone = peak_without_host(compiled, lowered.compile, [], platform_of("tpu"))
     sizes = compiled.memory_analysis()
     activation, weights = 2 * rows * width, 2 * 2 * layers * width**2
     assert sizes is not None and sizes.host_temp_size_in_bytes == (0 if keeps else layers * activation)
@@ -205,13 +205,13 @@ def test_what_is_refused_by_a_few_per_cent_is_compiled_once_more_with_options_th
         return "compiled"
 
     if calls == 2 and helps:
-        compiled, used = within_memory(options, compiling_it, platform_of(platform))
+        compiled, used = compile_within_memory(options, compiling_it, platform_of(platform))
         saved = [*options, Option("xla_tpu_order_dot_after_layout", "false", TO_FIT)]
         assert (compiled, used) == ("compiled", saved), "what the user set stays"
         assert attempts[1] == {option.name: option.value for option in saved}
     else:
         with pytest.raises(RuntimeError, match=needs):
-            within_memory(options, compiling_it, platform_of(platform))
+            compile_within_memory(options, compiling_it, platform_of(platform))
     assert len(attempts) == calls
 
 
@@ -280,7 +280,7 @@ def test_a_damaged_program_of_the_cache_is_none(tmp_path: Path, file: str, damag
     if damage is not None:
         (folder / file).write_bytes(damage)
     assert read_program(folder) is None
-    keep_program(entry(tmp_path / "scratch", compile_s=2.0), folder, replace=False)
+    store_program(entry(tmp_path / "scratch", compile_s=2.0), folder, replace=False)
     kept = read_program(folder)
     assert kept is not None and kept.compile_s == 2.0
     assert list(tmp_path.iterdir()) == [folder]
@@ -290,19 +290,19 @@ def test_a_damaged_program_of_the_cache_is_none(tmp_path: Path, file: str, damag
 def test_of_two_compiles_that_finish_at_once_the_first_stays_unless_another_was_asked_for(tmp_path: Path, anew: bool):
     folder = tmp_path / "entry"
     for compile_s in (1.0, 2.0):
-        keep_program(entry(tmp_path / "scratch", compile_s), folder, replace=anew)
+        store_program(entry(tmp_path / "scratch", compile_s), folder, replace=anew)
     kept = read_program(folder)
     assert kept is not None and kept.compile_s == (2.0 if anew else 1.0)
     with_text = entry(tmp_path / "other")
     (with_text / TEXT).touch()
-    keep_program(with_text, folder, replace=False)
+    store_program(with_text, folder, replace=False)
     assert read_program(folder, hlo=True) is not None, "the first had no text"
 
 
 def test_a_folder_that_a_kill_left_in_the_cache_is_repaired(tmp_path: Path):
     folder = entry(tmp_path / "entry")
     (folder / PROGRAM).unlink()  # its deletion was cut short
-    keep_program(entry(tmp_path / "scratch"), folder, replace=False)
+    store_program(entry(tmp_path / "scratch"), folder, replace=False)
     assert read_program(folder) is not None
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -331,9 +331,9 @@ def test_damaged_predictions_of_other_layouts_are_left_out(tiny: Run, tmp_path: 
     text = json.dumps(encode(whole))
     for number, damaged in enumerate([text, f'["{whole.work}"]', f'{{"work": "{whole.work}"']):
         (cache.requests_folder() / str(number)).mkdir(parents=True)
-        (cache.requests_folder() / str(number) / KEPT).write_text(damaged)
-    (cache.requests_folder() / "5" / KEPT).mkdir(parents=True)
-    assert _others(tiny, CompiledRun(fitting_outcome(), tmp_path, tmp_path, False, 0.0)) == [whole]
+        (cache.requests_folder() / str(number) / PREDICTION_FILE).write_text(damaged)
+    (cache.requests_folder() / "5" / PREDICTION_FILE).mkdir(parents=True)
+    assert _earlier_predictions(tiny, CompiledRun(fitting_outcome(), tmp_path, tmp_path, False, 0.0)) == [whole]
 
 
 def test_what_is_compiled_decides_the_name_of_the_result(tiny: Run, monkeypatch: pytest.MonkeyPatch):
@@ -407,7 +407,7 @@ def test_a_killed_command_takes_its_compiler_along(tmp_path: Path, lived_s: int)
     program = (
         "import os, subprocess, sys, time\n"
         "child = 'import time; from valkyrie.search.compile import child; '\n"
-        "child += 'child._outcome = lambda f, anew: time.sleep(60); child.main()'\n"
+        "child += 'child._compile_run = lambda f, ignore_cache: time.sleep(60); child.main()'\n"
         "command = [sys.executable, '-c', child, 'scratch', str(os.getpid())]\n"
         "print(subprocess.Popen(command, start_new_session=True).pid, flush=True)\n"
         f"time.sleep({lived_s})\n"

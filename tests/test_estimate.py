@@ -26,13 +26,13 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_config
 from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.folder import key_value, parts_of
-from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
-from valkyrie.search.estimate.fit import Known, fitted
-from valkyrie.search.estimate.network import network_of
-from valkyrie.search.estimate.rank import Estimated, Ranking, rank
-from valkyrie.search.estimate.runs import candidates_of, estimated
-from valkyrie.search.estimate.times import Step
-from valkyrie.search.estimate.work import work_of
+from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
+from valkyrie.search.estimate.fit import TimedLayouts, fit_constants
+from valkyrie.search.estimate.network import collective_model
+from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
+from valkyrie.search.estimate.runs import estimate_runs, stack_runs
+from valkyrie.search.estimate.times import StepEstimator
+from valkyrie.search.estimate.work import step_work
 from valkyrie.search.request import parse_request
 from valkyrie.train.memory import MemoryEstimator, expected_memory, layouts_of
 from valkyrie.train.program import StepProgram
@@ -46,7 +46,7 @@ def searched(*arguments: str) -> tuple[Run, Ranking]:
     return run, rank(run, parse_request(run).space())
 
 
-def some(ranking: Ranking, count: int) -> list[Estimated]:
+def some(ranking: Ranking, count: int) -> list[EstimatedLayout]:
     """Return about `count` layouts of a ranking, from the fastest to the slowest."""
     every = list(ranking)
     return every[:: max(len(every) // count, 1)]
@@ -62,7 +62,7 @@ def tiny() -> tuple[Run, Ranking]:
 def test_products_and_mixing_have_the_flops_of_the_model(model: str) -> None:
     run = parse_run([f"model={model}", "data.tokenizer=bytes", "mode=show"])
     assert isinstance(run.model, Stack)
-    work = work_of(run)
+    work = step_work(run)
     flops = sum(2.0 * p.k * p.n * p.numbers * p.count for p in work.products)
     flops += sum(mixing.flops * mixing.count for mixing in work.mixing)
     head = 2.0 * run.model.embed * run.model.vocab_rows
@@ -111,7 +111,7 @@ def test_its_overrides_make_the_same_run(tiny: tuple[Run, Ranking]) -> None:
 
 def test_meshes_that_shard_alike_are_counted_once(tiny: tuple[Run, Ranking]) -> None:
     _, ranking = tiny
-    fsdp = [e.group for e in ranking.under("fsdp").estimates]
+    fsdp = [e.group for e in ranking.for_partition("fsdp").estimates]
     assert {mesh.name for group in fsdp for mesh in group.meshes} == {"8x1x1"}
     assert ranking.space.duplicates > 20
 
@@ -122,7 +122,7 @@ def test_what_does_not_divide_is_refused_with_its_reason() -> None:
     assert not any(one.group.candidates.partition.name == "fsdp" for one in ranking)
 
 
-def refused_by(run: Run, one: Estimated) -> list[Problem]:
+def refused_by(run: Run, one: EstimatedLayout) -> list[Problem]:
     """Return the problems of a command with the layout's overrides."""
     flags, overrides = parts_of(parse_request(run).command)
     return parse_run([*flags, *overrides, *one.candidate.overrides, "mode=show"]).problems(advise=False)
@@ -145,7 +145,7 @@ def test_several_slices_are_searched_with_an_axis_between_them(target: str) -> N
 def test_estimates_of_several_slices_are_those_of_the_composed_run() -> None:
     run, ranking = searched("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition=fsdp")
     one = next(iter(ranking))
-    assert estimated([one.run(run)], efficiency_of(known_chips()["v5e"]))[0]["step"] == pytest.approx(one.step_s)
+    assert estimate_runs([one.run(run)], chip_efficiency(known_chips()["v5e"]))[0]["step"] == pytest.approx(one.step_s)
     slow = searched("target=v5e-16", "model=gpt_tiny", "batch=64", "partition=fsdp")[1]
     assert one.step_s > next(iter(slow)).step_s, "the network between slices is slower than the torus"
 
@@ -154,8 +154,8 @@ def test_runs_of_one_slice_and_of_several_are_estimated_side_by_side() -> None:
     base = ["model=gpt_tiny", "batch=64", "partition=fsdp", "mode=show"]
     one = parse_run([*base, "target=v5e-16", "mesh=16x1x1"])
     two = parse_run([*base, "target=v5e-8", "target.slices=2", "mesh=2s8x1x1"])
-    alone = [estimated([run], Efficiency())[0] for run in (one, two)]
-    assert estimated([one, two], Efficiency()) == alone == estimated([two, one], Efficiency())[::-1]
+    alone = [estimate_runs([run], Efficiency())[0] for run in (one, two)]
+    assert estimate_runs([one, two], Efficiency()) == alone == estimate_runs([two, one], Efficiency())[::-1]
 
 
 def test_a_partition_that_leaves_the_slices_idle_is_refused() -> None:
@@ -268,8 +268,10 @@ def test_a_pipeline_is_idle_by_its_formula() -> None:
 
 def test_seconds_of_collectives() -> None:
     run = parse_run(["target=v4-64", "model=gpt_1b", "mesh=1x32x1", "partition=fsdp", "batch=32", "mode=show"])
-    layouts = candidates_of([run])
-    network = replace(network_of(known_chips()["v4"], Efficiency()), start_s=0.0, hop_s=0.0, gathers=1.0, sums=1.0)
+    layouts = stack_runs([run])
+    network = replace(
+        collective_model(known_chips()["v4"], Efficiency()), start_s=0.0, hop_s=0.0, gathers=1.0, sums=1.0
+    )
     links = float(layouts.spans["y"].inner_rate[0])
     full = np.array([3.2e9])
     assert network.gather(layouts, ("y",), full)[0] == pytest.approx(3.2e9 * 31 / 32 / links)
@@ -279,10 +281,12 @@ def test_seconds_of_collectives() -> None:
 
 def test_a_ring_through_hosts_is_as_fast_as_their_network_cards() -> None:
     run = parse_run(["target=h100-16", "model=gpt_1b", "mesh=1x1x16", "partition=fsdp", "batch=32", "mode=show"])
-    layouts = candidates_of([run])
+    layouts = stack_runs([run])
     span = layouts.spans["z"]
     assert (span.inner[0], span.outer[0]) == (8.0, 2.0)
-    network = replace(network_of(known_chips()["h100"], Efficiency()), start_s=0.0, outer_start_s=0.0, outside=1.0)
+    network = replace(
+        collective_model(known_chips()["h100"], Efficiency()), start_s=0.0, outer_start_s=0.0, outside=1.0
+    )
     assert network.gather(layouts, ("z",), np.array([16e9]))[0] == pytest.approx(15e9 / 400e9)
 
 
@@ -299,24 +303,24 @@ def test_placements_with_fewer_links_for_every_axis_are_left_out() -> None:
 def test_constants_are_found_again() -> None:
     run = parse_run(["target=v4-64", "model=gpt_1b", "mesh=4x4x2", "partition=2d_tp", "batch=64", "mode=show"])
     others = [run.changed(microbatches=count) for count in (1, 2, 4)]
-    layouts, chip = candidates_of(others), known_chips()["v4"]
+    layouts, chip = stack_runs(others), known_chips()["v4"]
     true = replace(Efficiency(), products=0.6, gathers=0.5)
-    work, remat = work_of(run), run.config.remat
-    step_s = Step(work, layouts, chip, true, network_of(chip, true)).under(remat).step_s
-    known = [Known(work, layouts, remat, chip, step_s, "made up")]
-    found = fitted(known, Efficiency(), ("products",))
+    work, remat = step_work(run), run.config.remat
+    step_s = StepEstimator(work, layouts, chip, true, collective_model(chip, true)).estimate(remat).step_s
+    known = [TimedLayouts(work, layouts, remat, chip, step_s, "made up")]
+    found = fit_constants(known, Efficiency(), ("products",))
     assert (
         np.abs(known[0].estimate(found) / step_s - 1).max() < np.abs(known[0].estimate(Efficiency()) / step_s - 1).max()
     )
     with pytest.raises(ValueError, match="no step time"):
-        fitted([], Efficiency(), ("products",))
+        fit_constants([], Efficiency(), ("products",))
 
 
 def test_a_chips_own_constants() -> None:
     chip = replace(known_chips()["v4"], estimate={"products": 0.5})
-    assert efficiency_of(chip).products == 0.5
+    assert chip_efficiency(chip).products == 0.5
     with pytest.raises(ValueError, match=r"target\.chip\.estimate\.speed"):
-        efficiency_of(replace(chip, estimate={"speed": 1.0}))
+        chip_efficiency(replace(chip, estimate={"speed": 1.0}))
 
 
 def run_of_row(overrides: Sequence[str]) -> Run:
@@ -331,7 +335,7 @@ def run_of_row(overrides: Sequence[str]) -> Run:
 def test_compiled_layouts_stand_in_the_order_of_their_estimates() -> None:
     rows = [row for row in json.loads(COMPILED.read_text()) if row["space"] == "gpt" and row["step_s"]]
     runs = [run_of_row(row["overrides"]) for row in rows]
-    estimates = [one["step"] for one in estimated(runs, Efficiency())]
+    estimates = [one["step"] for one in estimate_runs(runs, Efficiency())]
     compiled = [row["step_s"] for row in rows]
     assert len(rows) > 50
     assert spearmanr(compiled, estimates).statistic > 0.95
@@ -346,18 +350,18 @@ def test_the_pairs_of_the_tpu_v4_paper_stand_in_its_order(pair: str, monkeypatch
     assert paper.estimate(model, fast) < paper.estimate(model, slow)
 
 
-def seconds_of(*overrides: str, **constants: float) -> dict[str, float]:
+def parse_seconds(*overrides: str, **constants: float) -> dict[str, float]:
     """Return the seconds of a step's parts, with these constants in place of the chip's."""
     run = shared_run("mode=compile", "model=gpt_1b", "precision=bf16_mixed", *overrides)
     assert run.config.target.chip is not None
-    (parts,) = estimated([run], replace(efficiency_of(run.config.target.chip), **constants))
+    (parts,) = estimate_runs([run], replace(chip_efficiency(run.config.target.chip), **constants))
     return parts
 
 
 def test_activations_are_gathered_by_one_ring_over_several_axes_of_a_torus() -> None:
     layout = ("target=v5p-64", "batch=64", "mesh=2x16x1", "partition=fsdp_tp")
     on_two, on_one = (
-        seconds_of(*layout, f"mesh.placement=[{places}]", hidden_activations=0.0)["activations"]
+        parse_seconds(*layout, f"mesh.placement=[{places}]", hidden_activations=0.0)["activations"]
         for places in ("x,y", "y:2,x,y:8")
     )
     assert on_one > 0.9 * on_two  # two lines of four have twice the links of one, and no ring goes over both at once
@@ -365,7 +369,7 @@ def test_activations_are_gathered_by_one_ring_over_several_axes_of_a_torus() -> 
 
 def test_windowed_products_gather_for_themselves() -> None:
     layout = ("target=v5p-64", "batch=64", "mesh=8x4x1", "partition=fsdp_tp", "remat=none")
-    shared, own = (seconds_of(*layout, windowed=n, hidden_activations=0.0)["activations"] for n in (0.0, 1.0))
+    shared, own = (parse_seconds(*layout, windowed=n, hidden_activations=0.0)["activations"] for n in (0.0, 1.0))
     # Of attention and the feed-forward each two gathers and two scatters forward, and as many backward; own: two
     # gathers for the gradients of parameters, and two for those of what was kept in parts.
     assert own / shared == pytest.approx(12 / 8, rel=0.05)
@@ -373,9 +377,9 @@ def test_windowed_products_gather_for_themselves() -> None:
 
 def test_zero1_saves_no_sums_where_they_are_whole() -> None:
     layout = ("target=v4-64", "batch=64", "mesh=32x1x1", "partition=dp")
-    plain, zero1 = (seconds_of(*layout, f"partition.zero1={on}")["gradients"] for on in ("false", "true"))
+    plain, zero1 = (parse_seconds(*layout, f"partition.zero1={on}")["gradients"] for on in ("false", "true"))
     assert zero1 > plain
-    cut = seconds_of(*layout, "partition.zero1=true", whole_sums=0.0, hidden_updates=0.7)["gradients"]
+    cut = parse_seconds(*layout, "partition.zero1=true", whole_sums=0.0, hidden_updates=0.7)["gradients"]
     assert cut < 0.8 * plain
 
 
@@ -383,6 +387,6 @@ def test_parameters_on_two_kinds_of_axes_gather_whole_batches() -> None:
     layout = ("target=v5p-64", "batch=64", "partition=2d_tp_fsdp")
     more = {}
     for mesh in ("4x4x2", "4x8x1", "16x1x2"):
-        seconds = [seconds_of(*layout, f"mesh={mesh}", whole_batches=n)["activations"] for n in (0.0, 1.0)]
+        seconds = [parse_seconds(*layout, f"mesh={mesh}", whole_batches=n)["activations"] for n in (0.0, 1.0)]
         more[mesh] = seconds[1] - seconds[0]
     assert more["4x4x2"] > 0 and more["4x8x1"] == more["16x1x2"] == 0

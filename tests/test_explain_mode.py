@@ -31,7 +31,7 @@ from valkyrie.search.compile.prediction import (
 )
 from valkyrie.search.compile.summary import model_settings
 from valkyrie.search.explain import mode as explain_mode
-from valkyrie.search.explain.difference import difference
+from valkyrie.search.explain.difference import compare_layouts
 
 ROLES = {
     "fsdp": {"x": Role(RoleKind.FSDP, ("batch", "embed")), "y": Role(RoleKind.unused)},
@@ -76,10 +76,12 @@ def changed(one: Prediction, about: dict[str, Any] | None = None, **step: Any) -
 
 
 def test_parts_sum_up_to_the_steps_and_their_differences() -> None:
-    made = difference(prediction(exposed_x=0.05), prediction("2d_tp", exposed_x=0.5, exposed_y=0.7, kernel=0.1))
+    made = compare_layouts(prediction(exposed_x=0.05), prediction("2d_tp", exposed_x=0.5, exposed_y=0.7, kernel=0.1))
     assert sum(part.first for part in made.seconds) == pytest.approx(made.step_s[0])
-    assert sum(part.more for part in made.seconds) == pytest.approx(made.step_s[1] - made.step_s[0])
-    assert [abs(part.more) for part in made.seconds] == sorted((abs(part.more) for part in made.seconds), reverse=True)
+    assert sum(part.excess for part in made.seconds) == pytest.approx(made.step_s[1] - made.step_s[0])
+    assert [abs(part.excess) for part in made.seconds] == sorted(
+        (abs(part.excess) for part in made.seconds), reverse=True
+    )
     by_axis = {part.name.rpartition(" over ")[2]: (part.first, part.second) for part in made.seconds}
     assert by_axis["x (FSDP)"] == (0.05, 0.0)
     assert by_axis["x (MP1)"] == (0.0, 0.5), "one mesh axis with two roles is two parts"
@@ -89,10 +91,10 @@ def test_parts_sum_up_to_the_steps_and_their_differences() -> None:
 
 def test_sentences_follow_from_the_numbers() -> None:
     slow = prediction("2d_tp", exposed_y=1.2)
-    made = difference(prediction(), slow)
+    made = compare_layouts(prediction(), slow)
     assert made.sentences[0].startswith("A is 4.00")
     assert all(part in made.sentences[1] for part in ("100%", "B waits 1.200 s", "over y (MP2)"))
-    turned = difference(slow, prediction())
+    turned = compare_layouts(slow, prediction())
     assert turned.sentences[0].startswith("B is 4.00")
 
 
@@ -102,9 +104,9 @@ def test_what_is_computed_again_and_kept() -> None:
     temporaries = "activations and temporaries"
     split = {"parameters": 2**30, temporaries: 6 * 2**30}
     keeping = replace(keeping, remat=RematReport(), memory=MemoryReport(peak=7 * 2**30, split=split))
-    text = " ".join(difference(full, keeping).sentences)
+    text = " ".join(compare_layouts(full, keeping).sentences)
     assert "executes 1.00 times" in text and "1.33 under A" in text
-    assert "B keeps: up." in text
+    assert "B saves: up." in text
     assert f"{temporaries}: 6.0 GiB" in text and "2.0 GiB." in text
 
 
@@ -112,11 +114,11 @@ def test_steps_within_what_predictions_have_been_off() -> None:
     interval = StepInterval(0.0, 0.0, low=0.9, high=1.1)
     one = changed(prediction(), interval=interval)
     other = changed(prediction(kernel=0.01), {"layout": "another"}, interval=interval)
-    assert "other way round" in difference(one, other).sentences[1]
+    assert "other way round" in compare_layouts(one, other).sentences[1]
 
 
 def test_other_batches_are_compared_for_as_many_tokens() -> None:
-    made = difference(prediction(), changed(prediction(kernel=0.4), {"batch": 16}))
+    made = compare_layouts(prediction(), changed(prediction(kernel=0.4), {"batch": 16}))
     assert made.step_s[1] == pytest.approx(0.4) and made.names == ("8x1-fsdp batch=8", "8x1-fsdp batch=16")
     assert "512 tokens" in made.sentences[0]
 
@@ -137,24 +139,24 @@ def test_other_batches_are_compared_for_as_many_tokens() -> None:
 )
 def test_what_cannot_be_compared(changes: dict[str, Any], values: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as error:
-        difference(prediction(), replace(prediction(), **changes))
+        compare_layouts(prediction(), replace(prediction(), **changes))
     assert all(value in str(error.value) for value in values)
 
 
 def test_what_has_one_name_is_told_apart_by_how_it_was_asked_for() -> None:
     asked = ("model.s5.scan=kernel partition=fsdp", "model.s5.scan=blocked partition=fsdp")
-    made = difference(prediction(), prediction(kernel=0.1), asked)
+    made = compare_layouts(prediction(), prediction(kernel=0.1), asked)
     assert made.names == ("8x1-fsdp model.s5.scan=kernel", "8x1-fsdp model.s5.scan=blocked")
     one, other = (replace(prediction(), module_sha256=digest) for digest in "ab")
-    assert len({*difference(one, other, asked).step_s}) == 1
+    assert len({*compare_layouts(one, other, asked).step_s}) == 1
     with pytest.raises(ValueError, match="same program, 8x1-fsdp"):
-        difference(one, one, asked)
+        compare_layouts(one, one, asked)
 
 
 def test_everything_that_cannot_be_compared_is_said_at_once() -> None:
     failed = replace(prediction(), status=CompileStatus.failed, reason="why")
     with pytest.raises(ValueError, match="^A, 8x1-fsdp,.* failed: why\nB, 8x1-fsdp,.* failed: why$"):
-        difference(failed, failed)
+        compare_layouts(failed, failed)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_a_kind_of_memory_is_named_if_it_is_most_of_the_difference(
         for peak, size in zip(peaks, parameters, strict=True)
     ]
     both = replace(prediction(), memory=memories[0]), replace(prediction(kernel=0.1), memory=memories[1])
-    (sentence,) = [s for s in difference(*both, ("a", "b")).sentences if "GiB" in s]
+    (sentence,) = [s for s in compare_layouts(*both, ("a", "b")).sentences if "GiB" in s]
     sizes = [*peaks, *(parameters if names_parameters else ())]
     assert re.findall(r"[\d.]+ GiB", sentence) == [f"{size:.1f} GiB" for size in sizes]
     assert ("parameters" in sentence) is names_parameters
@@ -183,7 +185,7 @@ def test_a_kind_of_memory_is_named_if_it_is_most_of_the_difference(
 def test_little_memory_has_its_unit() -> None:
     memories = [MemoryReport(peak=size * 2**20, split={"parameters": size * 2**20}) for size in (3, 5)]
     both = replace(prediction(), memory=memories[0]), replace(prediction(kernel=0.1), memory=memories[1])
-    (sentence,) = [s for s in difference(*both, ("a", "b")).sentences if "MiB" in s]
+    (sentence,) = [s for s in compare_layouts(*both, ("a", "b")).sentences if "MiB" in s]
     assert sentence.count("3.0 MiB") == sentence.count("5.0 MiB") == 2
 
 

@@ -33,7 +33,9 @@ class Counting(figures._Timer):
         return cost(function, 1, shape, dtype, "flops") / 1e12
 
 
-@pytest.mark.parametrize(("devices", "bytes_"), [(1, figures.MEMORY), (4, 2**26), (1024, figures.LEAST_MEMORY)])
+@pytest.mark.parametrize(
+    ("devices", "bytes_"), [(1, figures.PROCESS_BYTES), (4, 2**26), (1024, figures.MIN_DEVICE_BYTES)]
+)
 def test_the_rate_of_memory_counts_what_is_moved(devices: int, bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = list[Sequence[int]]()
 
@@ -41,11 +43,11 @@ def test_the_rate_of_memory_counts_what_is_moved(devices: int, bytes_: int, monk
         shapes.append(shape)
         return cost(one, 2, shape, dtype, "bytes accessed") / 5e9
 
-    monkeypatch.setattr(figures, "_again", moves)
-    assert figures._memory(Counting(), devices) == pytest.approx(5e9, rel=1e-3)
+    monkeypatch.setattr(figures, "_repeated_seconds", moves)
+    assert figures._memory_bandwidth(Counting(), devices) == pytest.approx(5e9, rel=1e-3)
     assert shapes == [(bytes_ // 4,)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_rate_of_attention_counts_the_products_that_run(dtype: Any) -> None:
-    assert 0.94 < figures._attention(Counting(), dtype) / 1e12 < 1, "the softmax beside them is little"
+    assert 0.94 < figures._attention_speed(Counting(), dtype) / 1e12 < 1, "the softmax beside them is little"

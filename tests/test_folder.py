@@ -129,7 +129,7 @@ def test_the_processes_of_a_trial_and_of_a_compile_take_no_half_of_a_run(tmp_pat
     compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp").save(tmp_path / RUN)
     text = (tmp_path / RUN).read_text()
     (tmp_path / RUN).write_text(text[: text.index("optimizer:")])
-    for carry_out in (trial_child._run_mode, lambda folder: compile_child._outcome(folder, anew=False)):
+    for carry_out in (trial_child._run_mode, lambda folder: compile_child._compile_run(folder, ignore_cache=False)):
         with pytest.raises(ValueError, match="run.yaml is damaged"):
             carry_out(tmp_path)
 

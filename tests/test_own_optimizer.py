@@ -17,7 +17,7 @@ from valkyrie.extensions import add_import_path
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.runs.folder import saved_config
 from valkyrie.search.estimate.efficiency import Efficiency
-from valkyrie.search.estimate.runs import candidates_of, estimated
+from valkyrie.search.estimate.runs import estimate_runs, stack_runs
 from valkyrie.train.memory import MemoryEstimator, expected_memory
 from valkyrie.train.program import StepProgram
 
@@ -57,10 +57,10 @@ def test_show_and_the_estimate_count_one_moment(folder: Path) -> None:
     run = composed(folder, "target=v5e-8")
     program = StepProgram(run, abstract_mesh(run.config.mesh))
     shown = expected_memory(run, program.abstract_state).optimizer
-    layouts = candidates_of([run])
+    layouts = stack_runs([run])
     (bytes_,) = MemoryEstimator(run, layouts).under(run.config.remat).optimizer
     assert shown == pytest.approx(bytes_, rel=1e-3)
-    lion, adamw = (estimated([run], Efficiency())[0] for run in (run, compose_run(*SMALL, "target=v5e-8")))
+    lion, adamw = (estimate_runs([run], Efficiency())[0] for run in (run, compose_run(*SMALL, "target=v5e-8")))
     assert lion["optimizer"] / adamw["optimizer"] == pytest.approx(20 / 28)
     assert lion | {"optimizer": 0, "step": 0} == adamw | {"optimizer": 0, "step": 0}
 

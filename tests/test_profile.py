@@ -19,9 +19,9 @@ from valkyrie.search.measure.profile import (
     STEPS,
     Event,
     collective_times,
-    known_collectives,
+    collectives_by_operation,
     read_events,
-    seconds_by_use,
+    seconds_by_axes,
 )
 from valkyrie.train.program import serialised_module
 
@@ -87,7 +87,7 @@ def test_a_real_trace_has_every_collective_as_often_as_the_module_says():
         times = collective_times(step, module, AXES, Path(folder))
         (file,) = Path(folder).rglob("*.xplane.pb")
         events = list(read_events(file, module))
-    known = known_collectives(module, AXES)
+    known = collectives_by_operation(module, AXES)
     seen: Counter[tuple[str, str]] = Counter()
     for event in events:
         if event.op in known:
@@ -110,30 +110,32 @@ def times_of(**seconds: float) -> list[CollectiveTime]:
 
 
 def test_it_is_the_median_of_runs_and_the_mean_of_devices():
-    known = known_collectives(parse(TWO_GROUPS), AXES)
+    known = collectives_by_operation(parse(TWO_GROUPS), AXES)
     reduce, gather = "all-reduce-start.1", "all-gather.2"
     times = {"0": (1.0, 2.0, 30.0), "1": (3.0, 4.0, 50.0)}
     events = [Event(reduce, device, run, 0.0, s) for device, runs in times.items() for run, s in enumerate(runs)]
     events += [Event("p", "0", 0, 0.0, 100.0), *(Event("all-reduce-done.1", "1", run, 60.0, 1.0) for run in range(3))]
     events += [Event(gather, "1", run, 70.0, 0.5) for run in range(3)]
-    assert seconds_by_use(events, known) == times_of(x=3.5, z=0.25)
+    assert seconds_by_axes(events, known) == times_of(x=3.5, z=0.25)
 
 
 def test_collectives_that_overlap_count_once():
-    known = known_collectives(parse(TWO_GROUPS), AXES)
+    known = collectives_by_operation(parse(TWO_GROUPS), AXES)
     reduce, gather = "all-reduce-start.1", "all-gather.2"
     times = [(reduce, 0.0, 4.0), (reduce, 1.0, 2.0), (gather, 2.0, 4.0)]
     events = [Event(op, "0", 0, start, seconds) for op, start, seconds in times]
-    assert seconds_by_use(events, known) == times_of(x=3.0, z=3.0)
+    assert seconds_by_axes(events, known) == times_of(x=3.0, z=3.0)
     untold = [event._replace(run=None) for event in events]
-    assert seconds_by_use(untold, known) == times_of(x=1.0, z=1.0)
+    assert seconds_by_axes(untold, known) == times_of(x=1.0, z=1.0)
 
 
 def test_kernels_of_a_gpu_name_their_operation_and_runs_are_not_told(tmp_path: Path):
     module = parse(TWO_GROUPS)
     kernels = [("ncclDevKernel_AllReduce", "all-reduce-start.1", 30), ("gemm", "p", 99), ("memset", None, 7)]
     stream = {"Stream #14(Compute)": kernels * STEPS}
-    times = seconds_by_use(list(read_events(trace(tmp_path, stream, stream), module)), known_collectives(module, AXES))
+    times = seconds_by_axes(
+        list(read_events(trace(tmp_path, stream, stream), module)), collectives_by_operation(module, AXES)
+    )
     (time,) = times
     assert time.mesh_axes == ("x",) and time.seconds == pytest.approx(30e-6)
 
@@ -142,7 +144,7 @@ def test_of_several_lines_the_one_of_operations_counts(tmp_path: Path):
     module = parse(TWO_GROUPS)
     operations = [("%all-gather.2 = f32[128] all-gather(f32[64] %x)", None, 12)] * STEPS
     lines = {"XLA Ops": operations, "Async XLA Ops": operations}
-    times = seconds_by_use(list(read_events(trace(tmp_path, lines), module)), known_collectives(module, AXES))
+    times = seconds_by_axes(list(read_events(trace(tmp_path, lines), module)), collectives_by_operation(module, AXES))
     (time,) = times
     assert time.mesh_axes == ("z",) and time.seconds == pytest.approx(12e-6)
 

@@ -14,8 +14,8 @@ import pytest
 
 from helpers import compose_run, names
 from valkyrie.parts import PartKind, StepPart
+from valkyrie.search.compile.correction import PublishedRun, published, published_correction, published_interval
 from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, PredictedStep, Prediction
-from valkyrie.search.compile.trust import Published, correction, interval, published
 
 TABLE = Path(__file__).parents[1] / "experiments" / "published" / "rows.csv"
 ROWS = list(csv.DictReader(TABLE.read_text().splitlines()))
@@ -164,8 +164,8 @@ def cells(text: str, name: str) -> list[str]:
     return [cell.strip() for cell in line.strip("| ").split("|")][1:]
 
 
-def run_of(row: str, chip: str, ratio: float, slices: int = 1, family: str = "") -> Published:
-    return Published(row, f"m{family}", family or row, chip, slices, ratio, "0.0.1")
+def run_of(row: str, chip: str, ratio: float, slices: int = 1, family: str = "") -> PublishedRun:
+    return PublishedRun(row, f"m{family}", family or row, chip, slices, ratio, "0.0.1")
 
 
 SLOW = [run_of(f"a{n}", "v4", 1.2 * 1.05**n, slices=2**n, family="a") for n in range(3)]
@@ -173,23 +173,25 @@ SLOW += [run_of("b", "v4", 1.1, family="b"), run_of("c", "v6e", 0.9, family="c")
 
 
 def test_a_replay_is_corrected_by_the_recipes_on_its_chip_and_by_the_slices_that_runs_waited_for():
-    fit = correction(SLOW, "v4", slices=1)
-    assert fit.of_chip == pytest.approx((1.2 * 1.1) ** 0.5), "recipes count alike, however many rows they have"
-    assert (fit.of_slices, fit.rows, fit.families) == (1.0, 4, 2)
-    assert correction(SLOW, "v4", slices=8).of_slices == pytest.approx(1.05**3)
-    alone = correction(SLOW, "v4", slices=2, without="a")
-    assert (alone.of_chip, alone.of_slices) == (pytest.approx(1.1), 1.0), "no other recipe says what slices lose"
-    assert correction(SLOW, "v6e", slices=1).factor == pytest.approx(0.9)
-    assert correction(SLOW, "v5e", slices=1).factor == 1.0
+    fit = published_correction(SLOW, "v4", slices=1)
+    assert fit.chip_factor == pytest.approx((1.2 * 1.1) ** 0.5), "recipes count alike, however many rows they have"
+    assert (fit.slices_factor, fit.rows, fit.families) == (1.0, 4, 2)
+    assert published_correction(SLOW, "v4", slices=8).slices_factor == pytest.approx(1.05**3)
+    alone = published_correction(SLOW, "v4", slices=2, without="a")
+    assert (alone.chip_factor, alone.slices_factor) == (pytest.approx(1.1), 1.0), (
+        "no other recipe says what slices lose"
+    )
+    assert published_correction(SLOW, "v6e", slices=1).factor == pytest.approx(0.9)
+    assert published_correction(SLOW, "v5e", slices=1).factor == 1.0
 
 
 def test_an_interval_comes_from_runs_that_other_recipes_on_their_chip_predict():
-    bounds = interval(SLOW, "v4", 1.0)
+    bounds = published_interval(SLOW, "v4", 1.0)
     assert bounds is not None and (bounds.rows, bounds.models, bounds.chip) == (4, 2, "v4")
     assert (bounds.low, bounds.high) == (pytest.approx(1.1 / 1.2), pytest.approx(1.2 * 1.05**2 / 1.1))
-    elsewhere = interval(SLOW, "v6e", 1.0)
+    elsewhere = published_interval(SLOW, "v6e", 1.0)
     assert elsewhere is not None and (elsewhere.rows, elsewhere.chip) == (4, None), "v6e's have no other recipe"
-    assert interval(SLOW[1:], "v4", 1.0) is None
+    assert published_interval(SLOW[1:], "v4", 1.0) is None
 
 
 def test_the_intervals_of_reports_are_what_the_script_makes_of_its_results(predict: ModuleType):

@@ -13,8 +13,8 @@ import pytest
 from scipy.stats import spearmanr
 
 from valkyrie.search.estimate.efficiency import Efficiency
-from valkyrie.search.estimate.network import network_of
-from valkyrie.search.estimate.times import Step
+from valkyrie.search.estimate.network import collective_model
+from valkyrie.search.estimate.times import StepEstimator
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments" / "search"))
 gpus = import_module("gpus")  # a script, found by the line above
@@ -49,9 +49,11 @@ def test_a_group_is_estimated_from_the_others(group: str, order: float, error: f
 def handed_on(**changes: bool) -> float:
     """Return the seconds that pipeline stages of vTrain's 175B runs with 8-way tensor parallelism spend sending."""
     rows = [row for row in gpus.rows_of(gpus.FILE) if "175B_512" in row.line["group"] and row.line["tp"] == "8"]
-    known, efficiency = gpus.known_of(rows[:1]), Efficiency()
+    known, efficiency = gpus.timed_layouts(rows[:1]), Efficiency()
     layouts = replace(known.layouts, **changes)
-    times = Step(known.work, layouts, known.chip, efficiency, network_of(known.chip, efficiency)).under(known.remat)
+    times = StepEstimator(
+        known.work, layouts, known.chip, efficiency, collective_model(known.chip, efficiency)
+    ).estimate(known.remat)
     return float(times.parts["stages"][0])
 
 
@@ -61,7 +63,7 @@ def test_devices_with_the_same_activations_send_a_part_each() -> None:
 
 def test_scores_go_through_memory_where_no_kernel_keeps_them() -> None:
     rows = [row for row in gpus.rows_of(gpus.FILE) if "3.6B_64" in row.line["group"]][:1]
-    known = gpus.known_of(rows)
+    known = gpus.timed_layouts(rows)
     seconds = [float(known.estimate(replace(Efficiency(), scores_passes=n))[0]) for n in (0.0, 1.0)]
     layers, heads, seq, tokens = 30, 32, 2048, 512 * 2048 / 64
     moved = 2 * 4 * layers * heads * seq * tokens  # float16; forward, again, and twice backward
@@ -70,7 +72,7 @@ def test_scores_go_through_memory_where_no_kernel_keeps_them() -> None:
 
 def test_what_a_source_states_of_its_hosts_is_used() -> None:
     (row,) = [r for r in gpus.rows_of(gpus.FILE) if r.line["group"] == "tt_8b_8"]
-    assert gpus.known_of([row]).chip.hbm_gbs == 2400
+    assert gpus.timed_layouts([row]).chip.hbm_gbs == 2400
     assert {
-        gpus.known_of([r]).chip.dcn_gbs_per_host for r in gpus.rows_of(gpus.FILE) if "3.6B_64" in r.line["group"]
+        gpus.timed_layouts([r]).chip.dcn_gbs_per_host for r in gpus.rows_of(gpus.FILE) if "3.6B_64" in r.line["group"]
     } == {100}

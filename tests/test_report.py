@@ -129,7 +129,7 @@ def test_words_name_recomputation_and_what_speaks_against(tmp_path: Path):
     fast = trial("8x1x1-fsdp", 1000, seconds=parts, executed_flops=1e9, product_rate=0.5)
     slow = trial("8x1x1-dp", 500, seconds={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5)
     text = words.because(*rows_of(tmp_path, fast, slow))
-    assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs") < text.index("Against it")
+    assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs") < text.index("In the other direction")
 
 
 def test_only_the_same_work_is_compared(tmp_path: Path):

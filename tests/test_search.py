@@ -19,15 +19,15 @@ from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.paths import DiskError
 from valkyrie.records import decode, encode, read_record
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
-from valkyrie.search.answer import command_of, describe_work, rank_layout, rank_layouts, show
+from valkyrie.search.answer import describe_work, rank_layout, rank_layouts, show, train_command
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
 from valkyrie.search.compile.prediction import MemoryReport
-from valkyrie.search.compiling import CompiledLayout, Compiles, compile_best
-from valkyrie.search.estimate.rank import Estimated, rank
+from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
+from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.folder import save_answer
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.rivals import PLAIN_FSDP, RULE, Rival, format_comparison, rivals_on
-from valkyrie.search.shortlist import Shortlist, chips_of, mesh_partition, on_any_torus, shortlist
+from valkyrie.search.rivals import PAPER_RULE, PLAIN_FSDP, Rival, format_comparison, rivals_on
+from valkyrie.search.shortlist import Shortlist, describe_chips, mesh_partition, shortlist, without_torus
 from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
@@ -106,11 +106,11 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> ScaledCompiler:
 
 def compiled_by(
     compiler: ScaledCompiler, request: SearchRequest, listed: Shortlist, folder: Path, most: int = 50
-) -> Compiles:
+) -> CompiledLayouts:
     """Compile the best layouts with the fake compiler."""
     every = [*listed.fitting, *listed.doubtful]
     compiler.steps = {tuple(entry.candidate.overrides): entry.step_s for entry in every}
-    compiles = Compiles()
+    compiles = CompiledLayouts()
     compile_best(request, listed, [], folder, most, compiles, lambda entry, so_far: None)
     return compiles
 
@@ -123,8 +123,8 @@ def test_it_stops_when_no_other_layout_can_be_faster(compiler: ScaledCompiler, t
     assert best is not None and best.step_s == pytest.approx(listed.fitting[0].step_s)
     assert "no other layout" in compiles.why
     assert len(compiles.done) < len(listed.fitting)
-    first = {(p.about.mesh, p.about.partition) for p in compiler.plans[: compiling.FIRST]}
-    assert len(first) == compiling.FIRST
+    first = {(p.about.mesh, p.about.partition) for p in compiler.plans[: compiling.DISTINCT_FIRST]}
+    assert len(first) == compiling.DISTINCT_FIRST
 
 
 def test_a_layout_that_does_not_fit_is_no_answer(compiler: ScaledCompiler, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_rivals_are_compiled_even_where_nothing_can_be_faster(compiler: ScaledCo
     ranked = rank(request.run, request.space())
     listed, every = shortlist(ranked), list(ranked)
     slow = [entry for entry in every if entry.fits and entry.step_s > 3 * every[0].step_s][:2]
-    compiler.steps, compiles = {tuple(entry.candidate.overrides): entry.step_s for entry in every}, Compiles()
+    compiler.steps, compiles = {tuple(entry.candidate.overrides): entry.step_s for entry in every}, CompiledLayouts()
     compile_best(request, listed, slow, tmp_path, 500, compiles, lambda entry, so_far: None)
     done = [entry.estimate.candidate.overrides for entry in compiles.done]
     assert done[0] == listed.fitting[0].candidate.overrides and done[1:3] == [
@@ -199,7 +199,7 @@ def test_where_little_was_compiled_a_better_estimate_comes_first(compiler: Scale
         for entry in rank(request.run, request.space())
         if entry.fits and entry.step_s > 4 * listed.fitting[0].step_s
     ][0]
-    compiles, fast = Compiles(), listed.fitting[0]
+    compiles, fast = CompiledLayouts(), listed.fitting[0]
     compiler.steps = {tuple(slow.candidate.overrides): slow.step_s, tuple(fast.candidate.overrides): fast.step_s}
     plan = compiling.plan_compile(request, slow, tmp_path)
     compiles.done.append(CompiledLayout(slow, compiler(plan, lambda: None)))
@@ -223,11 +223,11 @@ def test_each_number_of_chips_has_rows_and_the_cheapest_is_first() -> None:
         parse_run(["mode=search", "model=gpt_125m", "batch=512", "mode.targets=[v4-8,v4-512]", "mode.tokens=1e9"])
     )
     listed = make_shortlist(request)
-    rows = rank_layouts(request, listed, Compiles(), 10)
+    rows = rank_layouts(request, listed, CompiledLayouts(), 10)
     slices = [row.overrides[0] for row in rows]
     assert slices[0] == "target=v4-8" and slices.count("target=v4-512") == slices.count("target=v4-8") == 5
     assert [row.dollars for row in rows] == sorted(row.dollars or 0.0 for row in rows)
-    assert len({row.overrides[0] for row in rank_layouts(request, listed, Compiles(), 1)}) == 2, (
+    assert len({row.overrides[0] for row in rank_layouts(request, listed, CompiledLayouts(), 1)}) == 2, (
         "the best of each is listed"
     )
 
@@ -242,7 +242,7 @@ def test_an_estimate_stands_first_where_its_whole_interval_is_better_than_what_w
     cheapest = min(listed.fitting, key=lambda entry: request.cost(entry.group.target, entry.step_s))
     compiler.steps, compiler.factor = {tuple(cheapest.candidate.overrides): cheapest.step_s}, factor
     trial = compiler(compiling.plan_compile(request, cheapest, tmp_path), lambda: None)
-    rows = rank_layouts(request, listed, Compiles([CompiledLayout(cheapest, trial)]), 10)
+    rows = rank_layouts(request, listed, CompiledLayouts([CompiledLayout(cheapest, trial)]), 10)
     assert rows[0].stage.value == first
 
 
@@ -250,7 +250,7 @@ def test_an_estimate_stands_first_where_its_whole_interval_is_better_than_what_w
 def test_without_a_price_a_layout_is_chosen_by_its_step(price: str) -> None:
     request = make_request("mode.tokens=1e9", "mode.budget_usd=5", f"target.chip.usd_per_hour={price}")
     assert not request.by_price and request.cost(request.targets[0], 2.0) == 2.0
-    rows = rank_layouts(request, make_shortlist(request), Compiles(), 10)
+    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
     assert [row.step_s for row in rows] == sorted(row.step_s for row in rows)
     assert json.loads(json.dumps(encode(rows), allow_nan=False)), "a number of tokens is finite or none"
 
@@ -261,16 +261,16 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
     )
     assert len({target.topology for target in request.targets}) > 1
     listed = make_shortlist(request)
-    best = listed.best(chips_of(request.targets[0]), 10)
-    assert len({on_any_torus(entry) for entry in best}) == len(best) == 10
-    several = next(entry for entry in best if listed.as_fast_on(entry))
-    others = [e for e in listed.fitting if on_any_torus(e) == on_any_torus(several) and e is not several]
-    assert set(listed.as_fast_on(several)) <= {e.group.target.name for e in others}
+    best = listed.best(describe_chips(request.targets[0]), 10)
+    assert len({without_torus(entry) for entry in best}) == len(best) == 10
+    several = next(entry for entry in best if listed.equally_fast_slices(entry))
+    others = [e for e in listed.fitting if without_torus(e) == without_torus(several) and e is not several]
+    assert set(listed.equally_fast_slices(several)) <= {e.group.target.name for e in others}
     compiles = compiled_by(compiler, request, listed, tmp_path, most=4)
     assert len({mesh_partition(entry.estimate) for entry in compiles.done}) == 4, "another torus is no other layout"
     rows = rank_layouts(request, listed, compiles, 10)
     as_fast_on = {
-        tuple(entry.estimate.candidate.overrides): listed.as_fast_on(entry.estimate) for entry in compiles.done
+        tuple(entry.estimate.candidate.overrides): listed.equally_fast_slices(entry.estimate) for entry in compiles.done
     }
     of_compiled = [row for row in rows if row.stage.value == "compile"]
     assert any(row.as_fast_on for row in of_compiled)
@@ -288,7 +288,7 @@ def rivals_of(*arguments: str) -> dict[str, tuple[list[str] | None, str]]:
 
 def test_rivals_are_of_one_slice() -> None:
     rivals = rivals_of("target=v4-64", "model=gpt_1b", "batch=64", "partition.zero1=false", "mode.targets=[v4-8,v4-64]")
-    assert rivals[RULE][0] == ["target=v4-64", "mesh=4x4x2", "partition=2d_tp"]
+    assert rivals[PAPER_RULE][0] == ["target=v4-64", "mesh=4x4x2", "partition=2d_tp"]
     assert rivals[PLAIN_FSDP][0] == ["target=v4-64", "mesh=32x1x1", "partition=fsdp"]
 
 
@@ -296,10 +296,10 @@ def test_rivals_are_of_one_slice() -> None:
     ("arguments", "expected"),
     [
         (("target=v4-8", "batch=32", "partition=pp"), {}),
-        (("target=v4-8", "batch=7", "partition=fsdp"), {PLAIN_FSDP: "no layout of it is legal"}),
+        (("target=v4-8", "batch=7", "partition=fsdp"), {PLAIN_FSDP: "no legal layout"}),
         (
             ("target=v4-8", "batch=32", "target.chip.usable_hbm_gib=0.0001"),
-            {RULE: "no layout of it fits", PLAIN_FSDP: "no layout of it fits"},
+            {PAPER_RULE: "no layout fits", PLAIN_FSDP: "no layout fits"},
         ),
         (("target=v5e-8", "batch=32"), {PLAIN_FSDP: ""}),
         (("target=h100-8", "batch=32"), {PLAIN_FSDP: ""}),
@@ -321,7 +321,7 @@ def test_slices_that_cannot_be_compiled_for_leave_the_others_compiled(
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     status, answer, _, printed = search(*arguments)
     assert status == 0 and answer["compiled"] == 1 and compiler.plans[0].about.target == "v5e-8"
-    assert "alone of h100-8:" in printed
+    assert "only for h100-8:" in printed
 
 
 def test_settings_of_the_user_are_not_varied() -> None:
@@ -433,13 +433,13 @@ def test_estimates_alone(search: Callable[..., Finished]) -> None:
     best = answer["best"][0]
     assert best["low_s"] < best["step_s"] == min(steps) < best["high_s"]
     assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
-    assert f"train it: {command_of(parse_request(run), decode(RankedLayout, best, ANSWER))}" in printed
+    assert f"train it: {train_command(parse_request(run), decode(RankedLayout, best, ANSWER))}" in printed
     assert "plain FSDP: " in printed and "v4 paper's rule" not in printed, "v5e has a torus of two axes"
 
 
 def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
     request = make_request("mode.targets=[v5e-8,v6e-8]", "mode.tokens=1e6", "mode.budget_usd=0.0001", "partition=fsdp")
-    rows = rank_layouts(request, make_shortlist(request), Compiles(), 10)
+    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
     plan: dict[str, Any] = {"tokens": request.tokens, "budget_usd": request.budget_usd}
     plan |= {"title": describe_work(request), "targets": [target.name for target in request.targets]}
     answer = SearchAnswer([], "", 0, {}, 0, 0, "", MeasureReport(), rows, [], **plan)
@@ -499,7 +499,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     request = parse_request(
         parse_run([*both, "mode.targets=[v5e-4,v4-8]", "target.slices=1", "partition=fsdp", "remat=full"])
     )
-    text = mode._nothing_fits(make_shortlist(request), request, Compiles(), request.space())
+    text = mode._describe_no_fit(make_shortlist(request), request, CompiledLayouts(), request.space())
     assert [line.partition(":")[0] for line in text.splitlines()] == ["v5e", "v4"]
     assert text.splitlines()[0].endswith("target=v5e-16.") and "target=v4-" in text.splitlines()[1]
 
@@ -523,14 +523,14 @@ def test_a_note_says_that_int8_is_estimated_as_bfloat16(search: Callable[..., Fi
 def test_no_layout_is_legal(search: Callable[..., Finished]) -> None:
     circular = ("partition=pp", "partition.schedule=circular", "partition.rounds=2", "microbatches=1")
     for arguments, words in (
-        (("batch=1", "partition=fsdp"), ("legal: batch=1",)),
-        (("partition=fsdp", "microbatches=32"), ("legal: batch=32 with",)),
+        (("batch=1", "partition=fsdp"), ("batch=1 and",)),
+        (("partition=fsdp", "microbatches=32"), ("batch=32 with",)),
         ((*circular, "model.layers=16"), ("too few microbatches", "reasons are above")),
     ):
         status, answer, _, printed = search(*arguments)
         assert status != 0 and not answer
         assert all(word in printed for word in words)
-    assert "divided by none" not in printed, "the microbatches are wrong, not the batch"
+    assert "no mesh divides" not in printed, "the microbatches are wrong, not the batch"
 
 
 def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished]) -> None:
@@ -564,7 +564,7 @@ def test_the_ratio_of_a_compiled_layout_to_its_estimate(compiler: ScaledCompiler
     compiler.factor = 2.0
     compiles = compiled_by(compiler, request, listed, tmp_path, most=3)
     done: CompiledLayout = compiles.done[0]
-    entry: Estimated = done.estimate
+    entry: EstimatedLayout = done.estimate
     assert compiles.ratio(mesh_partition(entry)) == pytest.approx(2.0)
 
 
@@ -587,4 +587,4 @@ def test_compiler_options_of_the_best_stand_in_the_command(
     assert (status, options) == (0, ["target.chip.xla_options.xla_flag=true"])
     assert calls == [(best.estimate.run(request.run).layout, 300.0)]
     row = rank_layout(request, best.estimate)
-    assert command_of(request, row, options).endswith("target.chip.xla_options.xla_flag=true")
+    assert train_command(request, row, options).endswith("target.chip.xla_options.xla_flag=true")

@@ -19,16 +19,23 @@ from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.search import at_hand, measuring
+from valkyrie.search import local_devices, measuring
 from valkyrie.search.answer import rank_layouts
 from valkyrie.search.answer_record import Stage
-from valkyrie.search.at_hand import not_at_hand, with_figures
 from valkyrie.search.compile.prediction import MemoryReport
-from valkyrie.search.compiling import CompiledLayout, Compiles, plan_compile
-from valkyrie.search.estimate.efficiency import efficiency_of
-from valkyrie.search.estimate.rank import Estimated, rank
-from valkyrie.search.measure.figures_of import in_words, read_figures
-from valkyrie.search.measuring import Measured, Measures, measure_best, measurement_summary, rank_measured, report_of
+from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, plan_compile
+from valkyrie.search.estimate.efficiency import chip_efficiency
+from valkyrie.search.estimate.rank import EstimatedLayout, rank
+from valkyrie.search.local_devices import add_measured_figures, cannot_measure_reason
+from valkyrie.search.measure.figures_file import describe_figures, read_figures
+from valkyrie.search.measuring import (
+    MeasuredTrial,
+    MeasuredTrials,
+    measure_best,
+    measure_report,
+    measurement_summary,
+    rank_measured,
+)
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import PLAIN_FSDP, Rival, format_comparison
 from valkyrie.search.shortlist import Shortlist, mesh_partition, shortlist
@@ -68,11 +75,13 @@ class Devices:
         return {plan.key: ended}
 
 
-def measured_by(devices: Devices, request: SearchRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Measures:
+def measured_by(
+    devices: Devices, request: SearchRequest, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> MeasuredTrials:
     """Measure the best layouts on the fake devices."""
     monkeypatch.setattr(measuring, "carry_out", devices)
-    measures = Measures()
-    measure_best(request, make_shortlist(request), Compiles(), folder, measures, lambda entry: None)
+    measures = MeasuredTrials()
+    measure_best(request, make_shortlist(request), CompiledLayouts(), folder, measures, lambda entry: None)
     return measures
 
 
@@ -121,7 +130,7 @@ def test_the_budget_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request, listed = make_request("mode.measure=3"), make_shortlist(make_request())
     measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
-    plain = [replace(row, stage=stage) for row in rank_layouts(request, listed, Compiles(), 10)]
+    plain = [replace(row, stage=stage) for row in rank_layouts(request, listed, CompiledLayouts(), 10)]
     rows = rank_measured(request, plain, measures)
     assert [row.stage for row in rows[:4]] == [Stage.measure] * 3 + [stage]
     first = next(row for row in plain if row.overrides == rows[0].overrides)
@@ -129,20 +138,22 @@ def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypat
     assert rows[0].tokens_per_second_per_chip == pytest.approx(first.tokens_per_second_per_chip / 2)
     other = next(row for row in plain if row.overrides == rows[-1].overrides)
     assert rows[-1].step_s == pytest.approx(2 * other.step_s)
-    assert report_of(measures).regret == 0
+    assert measure_report(measures).regret == 0
 
 
 def test_a_rival_that_was_measured_is_compared_by_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=3")
     measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
-    rows = rank_measured(request, rank_layouts(request, make_shortlist(request), Compiles(), 10), measures)
+    rows = rank_measured(request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures)
     rival = measures.timed[1].estimate
     assert measures.step_s(rival) == pytest.approx(2 * rival.step_s)
-    line = format_comparison(Rival(PLAIN_FSDP, rival), Compiles(), rows[0], measures.step_s(rival))
+    line = format_comparison(Rival(PLAIN_FSDP, rival), CompiledLayouts(), rows[0], measures.step_s(rival))
     assert f"(measured), {rival.step_s / measures.timed[0].estimate.step_s:.2f} times the best;" in line
     other = make_shortlist(request).fitting[-1]
     assert measures.step_s(other) is None
-    assert "(by estimate)" in format_comparison(Rival(PLAIN_FSDP, other), Compiles(), rows[0], measures.step_s(other))
+    assert "(by estimate)" in format_comparison(
+        Rival(PLAIN_FSDP, other), CompiledLayouts(), rows[0], measures.step_s(other)
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,11 +164,11 @@ def test_agreement_is_of_ranks_and_equals_share_theirs(expected: list[float], ag
     (request,) = make_shortlist(make_request()).fitting[:1]
     steps = [TrialResult(step=StepResult(step_s=seconds)) for seconds in (1.0, 2.0, 3.0)]
     trials = [Trial("", "", "", "measure", Status.ok, None, [], None, "", 1.0, results=result) for result in steps]
-    measures = Measures([Measured(request, s, trial) for s, trial in zip(expected, trials, strict=True)])
+    measures = MeasuredTrials([MeasuredTrial(request, s, trial) for s, trial in zip(expected, trials, strict=True)])
     assert measures.agreement == (None if agreement is None else pytest.approx(agreement, abs=1e-3))
 
 
-def compiled(request: SearchRequest, entry: Estimated, factor: float, folder: Path) -> CompiledLayout:
+def compiled(request: SearchRequest, entry: EstimatedLayout, factor: float, folder: Path) -> CompiledLayout:
     """Return a compiled layout with a step of `factor` times its estimate."""
     results = TrialResult(step=StepResult(step_s=factor * entry.step_s), memory=MemoryReport(peak=2**30))
     return CompiledLayout(entry, plan_compile(request, entry, folder).ended(Status.ok, None, "", 1.0, results))
@@ -167,8 +178,8 @@ def test_a_compiled_rival_is_compared_with_what_was_compiled(monkeypatch: pytest
     request = make_request("mode.measure=1")
     measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
     best, rival = measures.timed[0].estimate, make_shortlist(request).fitting[-1]
-    compiles = Compiles([compiled(request, rival, 5.0, tmp_path)])
-    (row, *_) = rank_measured(request, rank_layouts(request, make_shortlist(request), Compiles(), 10), measures)
+    compiles = CompiledLayouts([compiled(request, rival, 5.0, tmp_path)])
+    (row, *_) = rank_measured(request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures)
     line = format_comparison(Rival(PLAIN_FSDP, rival), compiles, row)
     times = rival.step_s / sum(row.parts_s.values())
     assert f"(by estimate), {times:.2f} times" in line
@@ -181,9 +192,9 @@ def test_a_compiled_rival_is_compared_with_what_was_compiled(monkeypatch: pytest
     ("here", "wanted", "at_hand_"), [(0, "h100-8", False), (8, "h100-8", True), (4, "h100-8", False)]
 )
 def test_accelerators_are_counted_without_jax(here: int, wanted: str, at_hand_: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(at_hand, "accelerators", lambda: here)
+    monkeypatch.setattr(local_devices, "accelerators", lambda: here)
     request = parse_request(parse_run(["mode=search", f"target={wanted}", "model=gpt_tiny", "batch=16"]))
-    assert (not_at_hand(request) is None) is at_hand_
+    assert (cannot_measure_reason(request) is None) is at_hand_
 
 
 def test_figures_are_a_chip(tmp_path: Path) -> None:
@@ -192,9 +203,9 @@ def test_figures_are_a_chip(tmp_path: Path) -> None:
     values |= {"switch_gbs": 0.5, "dcn_gbs_per_host": 0.025, "estimate": {"start_s": 1e-4, "outer_start_s": 2e-3}}
     file.write_text(json.dumps(values))
     chip = read_figures(file)
-    assert chip.problems() == [] and efficiency_of(chip).outer_start_s == 2e-3
+    assert chip.problems() == [] and chip_efficiency(chip).outer_start_s == 2e-3
     figures = ("50 GFLOP/s", "8 GB/s", "0.5 GB/s", "0.1 ms", "0.025 GB/s", "process of 2", "2 ms")
-    assert all(figure in in_words(chip) for figure in figures)
+    assert all(figure in describe_figures(chip) for figure in figures)
 
 
 @pytest.mark.parametrize(
@@ -225,10 +236,10 @@ def test_figures_are_of_this_machine_and_precision(
         request = parse_request(
             shared_run("mode=search", "target=cpu8", "model=gpt_tiny", "batch=16", "precision=float32", *arguments)
         )
-        return with_figures(request, tmp_path, Console(quiet=True))
+        return add_measured_figures(request, tmp_path, Console(quiet=True))
 
-    monkeypatch.setattr(at_hand, "_carried_out", time_them)
-    monkeypatch.setattr(at_hand.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(local_devices, "_run_trial", time_them)
+    monkeypatch.setattr(local_devices.socket, "gethostname", lambda: "here")
     with_them()
     timed.clear()
     (target,) = with_them(*arguments).targets
@@ -240,7 +251,7 @@ def test_an_own_scatter_costs_as_often_as_the_chip_says() -> None:
     request = make_request()
     halved = replace(CHIP, estimate={"scatters": 2.0})
     more = replace(request, targets=tuple(replace(target, chip=halved) for target in request.targets))
-    entry, other = (next(iter(rank(q.run, q.space()).under("fsdp"))) for q in (request, more))
+    entry, other = (next(iter(rank(q.run, q.space()).for_partition("fsdp"))) for q in (request, more))
     assert other.parts["gradients"] > entry.parts["gradients"] and other.parts["weights"] == entry.parts["weights"]
 
 
@@ -274,6 +285,6 @@ def test_a_search_over_several_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_figures_are_timed_once(tmp_path: Path) -> None:
     request = parse_request(shared_run("mode=search", "target=cpu2", "model=gpt_tiny", "precision=float32", "batch=16"))
-    (first,) = with_figures(request, tmp_path, Console(quiet=True)).targets
-    (again,) = with_figures(request, tmp_path, Console(quiet=True)).targets
+    (first,) = add_measured_figures(request, tmp_path, Console(quiet=True)).targets
+    (again,) = add_measured_figures(request, tmp_path, Console(quiet=True)).targets
     assert first == again and first.chip is not None and first.chip.peak_tflops["float32"] > 0

@@ -20,6 +20,7 @@ from valkyrie.machine.replay import Cost, Replay
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import decode, encode
 from valkyrie.search.compile.alternatives import cheaper_layouts, other_partitions
+from valkyrie.search.compile.correction import held_out_ratio, published
 from valkyrie.search.compile.hints import hints
 from valkyrie.search.compile.prediction import (
     Alternatives,
@@ -42,7 +43,6 @@ from valkyrie.search.compile.prediction import (
 from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.compile.show import describe_range, show
 from valkyrie.search.compile.summary import summarise
-from valkyrie.search.compile.trust import published, unseen_ratio
 from valkyrie.train.options import CHIP, YOU, Option
 
 GOLDENS = Path(__file__).parent / "goldens" / "report"
@@ -109,14 +109,14 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
     step = predict(run, replay([], step=2.0)).step
     assert step is not None and step.interval is not None
     interval = step.interval
-    on_v4 = [unseen_ratio(published(), row) or 0.0 for row in published() if row.chip == "v4"]
+    on_v4 = [held_out_ratio(published(), row) or 0.0 for row in published() if row.chip == "v4"]
     assert (interval.rows, interval.chip) == (len(on_v4), "v4")
     assert (interval.low_s, interval.high_s) == pytest.approx((2 * min(on_v4), 2 * max(on_v4)))
     known = StepInterval(low_s=0.42, high_s=0.5, low=0.98, high=1.16, rows=6, models=3, chip="v4")
     text = describe_range(known)
     assert all(part in text for part in ("420.0 ms", "500.0 ms", "6 published", "3 models", "on v4", "-2% to +16%"))
     assert "other chips" in describe_range(replace(known, chip=None))
-    assert "no measured run" in describe_range(None)
+    assert "measured runs" in describe_range(None)
 
 
 def test_what_is_sent_adds_up_however_it_is_counted(run: Run):

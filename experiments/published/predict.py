@@ -14,8 +14,9 @@ Results are stored in `--json`. A rerun computes missing results, and those made
 If sources have changed, each row is lowered (seconds) to check whether its program has changed.
 
 The prediction is the replay of the compiled step, as printed by `valkyrie-train mode=compile`, corrected by published
-runs with a factor for the chip and one for every doubling of slices (valkyrie/search/trust.py). The correction of a row
-leaves out its whole family, so that no row is fitted to itself. If a source gives FLOP/s or MFU instead of seconds,
+runs with a factor for the chip and one for every doubling of slices (valkyrie/search/compile/correction.py). The
+correction of a row leaves out its whole family, so that no row is fitted to itself.
+If a source gives FLOP/s or MFU instead of seconds,
 they were converted with the FLOP count of the source: 6 x parameters x tokens, plus attention as if every token saw the
 whole sequence (MaxText's count until its issue 1988; PaLM, appendix B).
 
@@ -42,7 +43,7 @@ from valkyrie.parts import write_category
 from valkyrie.paths import write_atomic
 from valkyrie.problems import refuse
 from valkyrie.search.compile.cache import request_key
-from valkyrie.search.compile.trust import FILE, Published, as_json, published
+from valkyrie.search.compile.correction import FILE, PublishedRun, as_json, published
 from valkyrie.search.modes import compile_and_summarise
 
 HERE = Path(__file__).resolve().parent
@@ -113,7 +114,7 @@ def arguments() -> argparse.Namespace:
     return asked
 
 
-def known_runs(asked: argparse.Namespace, anew: Sequence[Published]) -> list[Published]:
+def known_runs(asked: argparse.Namespace, anew: Sequence[PublishedRun]) -> list[PublishedRun]:
     """Return the published runs that correct replays: the shipped ones, with families in `anew` replaced.
 
     `anew` is used only for our rows.csv.

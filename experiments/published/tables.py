@@ -9,7 +9,7 @@ from typing import Any
 
 from guesses import Row, constant_mfu, pairs, roofline
 
-from valkyrie.search.compile.trust import Published, correction, interval, unseen_ratio
+from valkyrie.search.compile.correction import PublishedRun, held_out_ratio, published_correction, published_interval
 
 Result = dict[str, Any]
 KINDS = ("predicted", "replayed", "mfu", "roofline")
@@ -18,13 +18,13 @@ _APART = 0.02
 TITLES = {"predicted": "prediction", "replayed": "replay alone", "mfu": "constant MFU", "roofline": "roofline"}
 
 
-def with_guesses(result: Result, row: Row, rows: Sequence[Row], published: Sequence[Published]) -> Result:
+def with_guesses(result: Result, row: Row, rows: Sequence[Row], published: Sequence[PublishedRun]) -> Result:
     """Return a result with measured, predicted and guessed times. Errors are seconds over measured seconds, minus 1.
 
     The prediction is the replay, corrected by the published runs of other families.
     """
     replayed = result.get("replayed_s")
-    by = correction(published, row.chip, row.slices, without=row.family).factor
+    by = published_correction(published, row.chip, row.slices, without=row.family).factor
     seconds = {"predicted": by * replayed if replayed else None, "replayed": replayed}
     seconds |= {"mfu": constant_mfu(row, rows), "roofline": roofline(row)}
     errors = {kind: None if s is None else s / row.measured_s - 1 for kind, s in seconds.items()}
@@ -32,7 +32,7 @@ def with_guesses(result: Result, row: Row, rows: Sequence[Row], published: Seque
     return result | known | {"measured_s": row.measured_s, "seconds_by": seconds, "errors": errors}
 
 
-def markdown(results: Sequence[Result], published: Sequence[Published]) -> str:
+def markdown(results: Sequence[Result], published: Sequence[PublishedRun]) -> str:
     """Return the table of rows, followed by a summary of errors by chip, by family, and overall."""
     lines = [
         "| published run | layout | measured s | predicted s | error | replay alone s | error | constant MFU s | error "
@@ -78,21 +78,23 @@ def _spread(results: Iterable[Result], kind: str) -> str:
     return f"{statistics.median(errors):.1f}%, {errors[math.ceil(0.9 * len(errors)) - 1]:.1f}%, {errors[-1]:.1f}%"
 
 
-def shipped_errors(results: Iterable[Result], rows: dict[str, Row]) -> list[Published]:
+def shipped_errors(results: Iterable[Result], rows: dict[str, Row]) -> list[PublishedRun]:
     """Return the corrections that reports apply to replays: measured over replayed seconds of every row."""
     return [
-        Published(r["row"], row.model, row.family, row.chip, row.slices, row.measured_s / r["replayed_s"], r["libtpu"])
+        PublishedRun(
+            r["row"], row.model, row.family, row.chip, row.slices, row.measured_s / r["replayed_s"], r["libtpu"]
+        )
         for r in results
         if r.get("replayed_s") and (row := rows.get(r["row"])) is not None
     ]
 
 
-def coverage(published: Sequence[Published]) -> str:
+def coverage(published: Sequence[PublishedRun]) -> str:
     """Return the number of measured steps within the report's interval, computed without the row's family."""
     inside, total = 0, 0
     for row in published:
         others = [other for other in published if other.family != row.family]
-        found, ratio = interval(others, row.chip, 1.0), unseen_ratio(published, row)
+        found, ratio = published_interval(others, row.chip, 1.0), held_out_ratio(published, row)
         if found is not None and ratio is not None:
             total, inside = total + 1, inside + (found.low <= ratio <= found.high)
     return f"Measured within the interval earned on the other families: {inside} of {total}."

@@ -33,9 +33,9 @@ from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, resolve_rules
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.search.estimate.efficiency import Efficiency
-from valkyrie.search.estimate.fit import Known, fitted
-from valkyrie.search.estimate.spans import host_spans
-from valkyrie.search.estimate.work import work_of
+from valkyrie.search.estimate.fit import TimedLayouts, fit_constants
+from valkyrie.search.estimate.links import host_axis_links
+from valkyrie.search.estimate.work import step_work
 
 FILE = Path(__file__).with_name("measured_gpus.csv")
 START = Efficiency(
@@ -98,7 +98,7 @@ def main() -> None:
                 console.print(
                     f"{told}: {row.step_s:.3f} s, estimated {estimate:.3f} ({estimate / row.step_s - 1:+.1%})"
                 )
-    for chip, constants in constants_of([known_of(alike) for alike in alike_of(published)]).items():
+    for chip, constants in constants_of([timed_layouts(alike) for alike in alike_of(published)]).items():
         console.print(chip, constants)
 
 
@@ -110,7 +110,7 @@ def rows_of(file: Path) -> list[Row]:
 
 def estimated(rows: Sequence[Row], published: Sequence[Row]) -> dict[str, list[tuple[Row, float]]]:
     """Return rows with their estimates, by group. Constants are fitted to the published rows of other groups."""
-    known = [known_of(alike) for alike in alike_of(published)]
+    known = [timed_layouts(alike) for alike in alike_of(published)]
     own = {one.family for one in known}
 
     @cache
@@ -119,18 +119,18 @@ def estimated(rows: Sequence[Row], published: Sequence[Row]) -> dict[str, list[t
 
     by_group: dict[str, list[tuple[Row, float]]] = defaultdict(list)
     for alike in alike_of(rows):
-        one = known_of(alike)
+        one = timed_layouts(alike)
         constants = without(one.family if one.family in own else None)
         by_group[one.family] += zip(alike, map(float, one.estimate(constants[one.chip.name])), strict=True)
     return by_group
 
 
-def constants_of(known: Sequence[Known]) -> dict[str, Efficiency]:
+def constants_of(known: Sequence[TimedLayouts]) -> dict[str, Efficiency]:
     """Return the constants of each chip, fitted to known step times."""
-    first = fitted([one for one in known if one.chip.name == FIRST], START, FITTED)
+    first = fit_constants([one for one in known if one.chip.name == FIRST], START, FITTED)
     constants, begin = {FIRST: first}, replace(first, scores_passes=0.0)
     for chip in dict.fromkeys(one.chip.name for one in known if one.chip.name != FIRST):
-        constants[chip] = fitted([one for one in known if one.chip.name == chip], begin, WITH_KERNEL)
+        constants[chip] = fit_constants([one for one in known if one.chip.name == chip], begin, WITH_KERNEL)
     return constants
 
 
@@ -206,7 +206,7 @@ def model_of(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab
     return parse_run(["model=gpt_1b", "precision=bf16", f"seq={seq}", "mode=show", *overrides])
 
 
-def known_of(rows: Sequence[Row]) -> Known:
+def timed_layouts(rows: Sequence[Row]) -> TimedLayouts:
     """Return the rows of one model as layouts of pipeline x data x tensor parallelism, the latter within a host."""
     line, chip = rows[0].line, known_chips()[rows[0].line["chip_kind"].lower()]
     for column, figure in (("host_gbs", "dcn_gbs_per_host"), ("hbm_gbs", "hbm_gbs")):
@@ -230,7 +230,7 @@ def known_of(rows: Sequence[Row]) -> Known:
         activations,
         rows[0].run.arrays,
         sizes,
-        host_spans(sizes, chip),
+        host_axis_links(sizes, chip),
         count,
         rounds,
         sums_once=True,
@@ -239,8 +239,8 @@ def known_of(rows: Sequence[Row]) -> Known:
     )
     remat = FULL if line["remat"] == "full" else SELECTIVE[chip.name]
     run = rows[0].run.changed(target=replace(rows[0].run.config.target, chip=chip))
-    return Known(
-        work_of(run, whole_blocks=True), layouts, remat, chip, np.array([row.step_s for row in rows]), line["group"]
+    return TimedLayouts(
+        step_work(run, whole_blocks=True), layouts, remat, chip, np.array([row.step_s for row in rows]), line["group"]
     )
 
 

@@ -63,7 +63,7 @@ def estimate(model: Sequence[str], layout: Layout) -> float:
     """Return the shortest estimate of a layout, in seconds per step."""
     run = parse_run(["mode=search", f"target=v4-{layout.shape}", "precision=bf16_mixed", "remat=full", *model])
     space = parse_request(run).space()
-    for one in rank(run, space).under(layout.partition):
+    for one in rank(run, space).for_partition(layout.partition):
         sizes = one.group.candidates.sizes
         if all(int(sizes[axis][one.number]) == n for axis, n in layout.sizes.items()):
             return one.step_s

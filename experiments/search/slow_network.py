@@ -35,9 +35,9 @@ from valkyrie.config.modes import FIGURES, MEASURED
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_group
-from valkyrie.search.estimate.rank import Estimated, rank
+from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.estimate.space import enumerate_layouts
-from valkyrie.search.measure.figures_of import in_words, read_figures
+from valkyrie.search.measure.figures_file import describe_figures, read_figures
 
 FILE = Path(__file__).with_name("measured_slow_network.csv")
 KEPT = Path(__file__).with_name("slow_network_figures.json")
@@ -75,7 +75,7 @@ def main() -> None:
     if asked.measure:
         with slow_network(asked.rate) as networks:
             figures = timed(networks, KEPT)
-            console.print(in_words(figures), soft_wrap=True)
+            console.print(describe_figures(figures), soft_wrap=True)
             rows = [
                 row
                 for batch in BATCHES
@@ -97,7 +97,7 @@ def kept(batch: int) -> list[tuple[str, float, float]]:
     return [(row["layout"], estimates[row["layout"]], float(row["measured_s"])) for row in rows]
 
 
-def layouts(figures: ChipConfig, batch: int) -> list[Estimated]:
+def layouts(figures: ChipConfig, batch: int) -> list[EstimatedLayout]:
     """Return all layouts of four such devices without a pipeline, with the shortest estimate first."""
     run = parse_run(["mode=show", *WORK, f"batch={batch}"])
     target = TargetConfig(f"cpu{HOSTS}", "cpu", figures, chips=HOSTS, hosts=HOSTS)
@@ -162,7 +162,7 @@ def timed(networks: Sequence[Network], file: Path) -> ChipConfig:
 
 
 def measured(
-    networks: Sequence[Network], estimates: Sequence[Estimated], batch: int, most: int, console: Console
+    networks: Sequence[Network], estimates: Sequence[EstimatedLayout], batch: int, most: int, console: Console
 ) -> list[dict[str, str]]:
     """Return each layout with its measured median, in seconds.
 
@@ -190,12 +190,12 @@ def measured(
     ]
 
 
-def name(one: Estimated) -> str:
+def name(one: EstimatedLayout) -> str:
     """Return the overrides of a layout, except target, remat and placement."""
     return " ".join(o for o in one.candidate.overrides[1:] if not o.startswith(("remat=", "mesh.placement=")))
 
 
-def step_s(networks: Sequence[Network], one: Estimated, batch: int) -> float:
+def step_s(networks: Sequence[Network], one: EstimatedLayout, batch: int) -> float:
     """Return the median seconds per step of a layout, run by a process in each network."""
     with tempfile.TemporaryDirectory() as folder:
         asked = ["mode=measure", "mode.repeats=5", *WORK, f"batch={batch}", *name(one).split(), f"runs={folder}"]

@@ -24,9 +24,9 @@ from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.paths import write_atomic
 from valkyrie.search.estimate.efficiency import Efficiency
-from valkyrie.search.estimate.fit import FITTED, Known, fitted, known_of, without_family
-from valkyrie.search.estimate.runs import candidates_of
-from valkyrie.search.shortlist import FILE, errors
+from valkyrie.search.estimate.fit import FITTED, TimedLayouts, cross_validate, fit_constants, timed_layouts
+from valkyrie.search.estimate.runs import stack_runs
+from valkyrie.search.shortlist import FILE, estimate_errors
 from valkyrie.train.memory import MemoryEstimator
 
 
@@ -42,12 +42,12 @@ def main() -> None:
         alike[repr((row["space"], run.config.partition, run.config.remat))].append((row, run))
     known = {key: compiled_of(pairs) for key, pairs in alike.items() if any(row["step_s"] for row, _ in pairs)}
     names = FITTED if asked.fit else ()
-    estimates = {id(one): e for one, e in without_family(list(known.values()), Efficiency(), names)}
+    estimates = {id(one): e for one, e in cross_validate(list(known.values()), Efficiency(), names)}
     steps: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
     needs: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
     for key, pairs in alike.items():
         rows = [row for row, _ in pairs]
-        layouts = candidates_of([run for _, run in pairs])
+        layouts = stack_runs([run for _, run in pairs])
         need = MemoryEstimator(pairs[0][1], layouts).under(pairs[0][1].config.remat).total
         needs[rows[0]["space"]] += zip(rows, map(float, need), strict=True)
         if key in known:
@@ -62,15 +62,15 @@ def main() -> None:
                     f"{row['space']} {row['layout']}: {1e3 * row['step_s']:.1f} ms, estimated {ratio:.2f} of it"
                 )
     if asked.fit:
-        console.print(fitted(list(known.values()), Efficiency(), names))
+        console.print(fit_constants(list(known.values()), Efficiency(), names))
     if asked.ship:
         ship(steps, needs)
 
 
-def compiled_of(pairs: list[tuple[dict[str, Any], Run]]) -> Known:
+def compiled_of(pairs: list[tuple[dict[str, Any], Run]]) -> TimedLayouts:
     """Return the compiled layouts of a partition and remat. The space is the family."""
     compiled = [(row, run) for row, run in pairs if row["step_s"]]
-    return known_of([run for _, run in compiled], [row["step_s"] for row, _ in compiled], compiled[0][0]["space"])
+    return timed_layouts([run for _, run in compiled], [row["step_s"] for row, _ in compiled], compiled[0][0]["space"])
 
 
 def table_of(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> Table:
@@ -101,7 +101,7 @@ def funnel_of(pairs: list[tuple[dict[str, Any], float]], every: list[dict[str, A
     """
     best, spent, count = float("inf"), 0.0, 0
     for row, estimate in sorted(pairs, key=lambda pair: pair[1]):
-        if estimate * errors().low > best:
+        if estimate * estimate_errors().low > best:
             break
         best, spent, count = min(best, row["step_s"]), spent + row["compile_s"], count + 1
     regret = best / min(row["step_s"] for row, _ in pairs) - 1

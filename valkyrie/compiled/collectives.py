@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: kind, groups, bytes, mesh axes, and the operation that caused each one."""
+"""Parses the collectives of a compiled program: kind, groups, bytes, mesh axes, and the operation that caused each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = (
 FUSED = "async_collective_fusion_config"
 """Key in the configuration of a collective that is fused into matrix products."""
 ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
-"""Custom calls in the fusions that start and end a collective. The fusions in between execute parts of it."""
+"""Custom calls that mark the fusions in which a collective starts and ends. Fusions in between execute parts of it."""
 
 _RUNTIME_KINDS = {
     "ALL_REDUCE": "all-reduce",
@@ -41,7 +41,7 @@ _RUNTIME_KINDS = {
 
 @dataclass
 class CollectiveUse:
-    """All runs of collectives with the same kind, axes and cause, in one step of one device.
+    """All calls of collectives with the same kind, axes and cause, in one step of one device.
 
     Args:
         kind: HLO opcode, such as `all-reduce`.
@@ -49,7 +49,7 @@ class CollectiveUse:
         torus_axes: torus axes that it uses.
         op_name: name of the JAX operation that caused it.
         source: file and line of that operation.
-        calls: runs per step.
+        calls: calls per step.
         bytes_sent: bytes that the device sends.
         bytes_by_torus_axis: those bytes by torus axis, empty without a machine.
         busy_s: seconds during which it is in progress.
@@ -73,11 +73,11 @@ class CollectiveUse:
         return (self.kind, self.mesh_axes, self.torus_axes, self.op_name, self.source)
 
     def blank(self) -> CollectiveUse:
-        """Return a copy with zero runs."""
+        """Return a copy with zero calls."""
         return replace(self, calls=0.0, bytes_sent=0.0, bytes_by_torus_axis={}, busy_s=0.0, exposed_s=0.0)
 
     def add(self, other: CollectiveUse, times: float | int) -> None:
-        """Add `times` times the runs, bytes and seconds of another use."""
+        """Add the calls, bytes and seconds of another use, multiplied by `times`."""
         self.calls += times * other.calls
         self.bytes_sent += times * other.bytes_sent
         self.busy_s += times * other.busy_s
@@ -88,7 +88,7 @@ class CollectiveUse:
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """One collective instruction: the bytes that a device sends in one run, and the devices that take part.
+    """One collective instruction: the bytes that a device sends in one call, and the devices that take part.
 
     Args:
         kind: HLO opcode, such as `all-reduce`.
@@ -121,7 +121,7 @@ class Collective:
         return ",".join(self.mesh_axes)
 
     def use(self, torus_axes: tuple[str, ...] = ()) -> CollectiveUse:
-        """Return a use of this collective with zero runs."""
+        """Return a use of this collective with zero calls."""
         return CollectiveUse(self.kind, self.mesh_axes, torus_axes, self.op_name, self.source)
 
 
@@ -137,29 +137,30 @@ def payload(kind: str, full_bytes: float, members: int) -> float:
     ) * full_bytes
 
 
-def own_slice(slices: Sequence[int], partitions: int) -> np.ndarray | None:
+def slice_mask(slices: Sequence[int], partitions: int) -> np.ndarray | None:
     """Return a mask of the devices that a module's groups refer to, or None for all devices.
 
-    For several slices, libtpu compiles the program of one slice, and `partitions` is the size of that slice. Raises
-    ValueError if `partitions` matches neither one slice nor all.
+    For several slices, libtpu compiles the program of one slice, so `partitions` is the size of a slice. Raises
+    ValueError if `partitions` is neither the size of a slice nor of all slices.
 
     Args:
         slices: the slice of each device.
         partitions: number of devices that the module was compiled for.
     """
-    own = np.asarray(slices) == slices[0]
-    if partitions not in (len(own), np.count_nonzero(own)):
+    mask = np.asarray(slices) == slices[0]
+    if partitions not in (len(mask), np.count_nonzero(mask)):
         raise ValueError(
-            f"A module compiled for {partitions} devices was to be read as one of {len(own)}: compile it for that mesh."
+            f"The module was compiled for {partitions} devices, not for the {len(mask)} of this mesh. "
+            "Compile it for this mesh."
         )
-    return own if partitions < len(own) else None
+    return mask if partitions < len(mask) else None
 
 
 class Collectives:
     """Parses the collectives of a module.
 
-    Groups refer to the devices of one slice. Collectives between slices go through the host's runtime. `slices` is the
-    slice of each device, by default contiguous blocks of equal size.
+    Groups refer to the devices of one slice, because collectives between slices go through the host's runtime. `slices`
+    is the slice of each device, by default contiguous blocks of equal size.
     """
 
     def __init__(self, module: Module, mesh_axes: dict[str, int], slices: Sequence[int] | None = None) -> None:
@@ -167,77 +168,79 @@ class Collectives:
         devices = math.prod(shape)
         if slices is None:
             slices = [device // module.partitions for device in range(devices)]
-        own = own_slice(slices, module.partitions)
-        slice_of = np.asarray(slices).reshape(shape)
+        mask = slice_mask(slices, module.partitions)
+        slice_by_position = np.asarray(slices).reshape(shape)
         places = np.stack(np.unravel_index(np.arange(devices), shape), axis=-1)
         self._module = module
         self._axes = mesh_axes
-        self._slices = len(np.unique(slice_of))
-        self._slice_axes = tuple(name for d, name in enumerate(mesh_axes) if np.diff(slice_of, axis=d).any())
-        self._places = places if own is None else places[own]
-        self._known: dict[str, Collective] = {}
+        self._slices = len(np.unique(slice_by_position))
+        self._slice_axes = tuple(name for d, name in enumerate(mesh_axes) if np.diff(slice_by_position, axis=d).any())
+        self._places = places if mask is None else places[mask]
+        self._cache: dict[str, Collective] = {}
         self._algorithms: dict[tuple[str, bytes], Mapping[str, Any]] | None = None
 
     def read(self, instruction: Instruction, kind: str | None = None, within: Instruction | None = None) -> Collective:
         """Parse a collective instruction.
 
-        `kind` overrides the kind of the opcode if the surrounding fusion changes it. `within` is the surrounding
-        operation. It provides the cause if the instruction has none.
+        `kind` overrides the kind of the opcode, if the surrounding fusion changes it. `within` is the surrounding
+        operation, which provides the cause if the instruction has none.
         """
         key = f"{instruction.name}/{kind}"
-        if key not in self._known:
-            self._known[key] = self._read(instruction, kind or kind_of(instruction.opcode), within)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self._read(instruction, kind or collective_kind(instruction.opcode), within)
+        return self._cache[key]
 
     def _read(self, instruction: Instruction, kind: str, within: Instruction | None) -> Collective:
-        taken = float(sum(o.shape.bytes for o in instruction.operands if o.shape.elements != 1 or len(o.shape.dims)))
-        taken = taken or float(sum(o.shape.bytes for o in instruction.operands))
+        operand_bytes = float(
+            sum(o.shape.bytes for o in instruction.operands if o.shape.elements != 1 or len(o.shape.dims))
+        )
+        operand_bytes = operand_bytes or float(sum(o.shape.bytes for o in instruction.operands))
         op_name, source = cause(instruction)
         if within is not None and not op_name:
             op_name, source = cause(within)
         if kind == "collective-permute":
             pairs = permute_pairs(instruction)
-            sent = taken if len(pairs) else 0.0
-            return Collective(kind, self._varying(pairs), op_name, source, sent, taken, pairs=pairs)
+            sent = operand_bytes if len(pairs) else 0.0
+            return Collective(kind, self._varying_axes(pairs), op_name, source, sent, operand_bytes, pairs=pairs)
         arrays = [g for g in replica_groups(instruction, self._module.partitions) if g.shape[1] > 1]
         if not arrays:
             return Collective(kind, (), op_name, source, 0.0)
         groups = max(arrays, key=lambda g: g.shape[1])
-        full = taken * groups.shape[1] if kind == "all-gather" else taken
-        sent = payload(kind, full, groups.shape[1])
-        axes = self._varying(groups)
+        full_bytes = operand_bytes * groups.shape[1] if kind == "all-gather" else operand_bytes
+        sent = payload(kind, full_bytes, groups.shape[1])
+        axes = self._varying_axes(groups)
         config = instruction.config
         if FUSED in config:
-            config = self._stated().get((kind, groups.tobytes()), config)
-        return Collective(kind, axes, op_name, source, sent, full, groups=groups, config=config)
+            config = self._stated_algorithms().get((kind, groups.tobytes()), config)
+        return Collective(kind, axes, op_name, source, sent, full_bytes, groups=groups, config=config)
 
-    def _stated(self) -> dict[tuple[str, bytes], Mapping[str, Any]]:
+    def _stated_algorithms(self) -> dict[tuple[str, bytes], Mapping[str, Any]]:
         """Return the configurations that name an algorithm, by kind and groups.
 
-        Collectives that are fused into products name no algorithm. They are assumed to use the algorithm of standalone
-        ones over the same groups. If there are several, the first by name is used: rings (`1DAllGather`) before routers
-        (`AllGatherWithNetRouter`).
+        Collectives that are fused into products do not name their algorithm. They are assumed to use that of standalone
+        collectives over the same groups. If there are several, the first by name is used, so rings (`1DAllGather`) come
+        before routers (`AllGatherWithNetRouter`).
         """
         if self._algorithms is None:
             self._algorithms = {}
-            instructions = (i for c in self._module.computations for i in c.instructions if kind_of(i.opcode))
+            instructions = (i for c in self._module.computations for i in c.instructions if collective_kind(i.opcode))
             naming = [i for i in instructions if "collective_algorithm_config" in i.config]
             for i in sorted(naming, key=lambda i: i.config["collective_algorithm_config"].get("emitter", "")):
                 for groups in replica_groups(i, self._module.partitions):
-                    self._algorithms.setdefault((kind_of(i.opcode), groups.tobytes()), i.config)
+                    self._algorithms.setdefault((collective_kind(i.opcode), groups.tobytes()), i.config)
         return self._algorithms
 
     def between_slices(self, instruction: Instruction) -> Collective:
         """Parse a `send` to the host's runtime, which executes a collective between slices."""
         attributes = instruction.attributes
         kind = _RUNTIME_KINDS.get(attributes.get("_xla_megascale_transfer_type", ""), "collective-permute")
-        taken = float(instruction.operands[0].shape.bytes)
+        operand_bytes = float(instruction.operands[0].shape.bytes)
         op_name, source = cause(instruction)
-        full = taken * self._slices if kind == "all-gather" else taken
-        sent = payload(kind, full, self._slices)
-        return Collective(kind, self._slice_axes, op_name, source, sent, taken, slices=self._slices)
+        full_bytes = operand_bytes * self._slices if kind == "all-gather" else operand_bytes
+        sent = payload(kind, full_bytes, self._slices)
+        return Collective(kind, self._slice_axes, op_name, source, sent, operand_bytes, slices=self._slices)
 
-    def _varying(self, groups: np.ndarray) -> tuple[str, ...]:
+    def _varying_axes(self, groups: np.ndarray) -> tuple[str, ...]:
         """Return the mesh axes along which the members of a group differ."""
         if not len(groups):
             return ()
@@ -246,7 +249,7 @@ class Collectives:
         return tuple(name for name, d in zip(self._axes, differ, strict=True) if d)
 
 
-def kind_of(opcode: str) -> str:
+def collective_kind(opcode: str) -> str:
     """Return the kind of collective of an opcode with or without `-start`, or an empty string for other opcodes."""
     base = opcode.removesuffix("-start")
     return base if base in KINDS else ""
@@ -258,7 +261,7 @@ def is_between_slices(instruction: Instruction) -> bool:
 
 
 def cause(instruction: Instruction) -> tuple[str, str]:
-    """Return (op_name, source) of an instruction, or of its nearest operand with an op_name if it has none."""
+    """Return op_name and source of an instruction or, if it has no op_name, of the nearest operand with one."""
     if instruction.op_name:
         return instruction.op_name, instruction.source
     queue, seen = list(instruction.operands), 0
@@ -272,37 +275,39 @@ def cause(instruction: Instruction) -> tuple[str, str]:
 
 
 def inner_collectives(computation: Computation) -> list[Instruction]:
-    """Return the collectives in a fused or wrapped computation, including nested ones."""
+    """Return the collectives in a computation, including nested computations."""
     if computation.collectives is None:
-        own = [i for i in computation.instructions if kind_of(i.opcode)]
+        direct = [i for i in computation.instructions if collective_kind(i.opcode)]
         callers = (i for i in computation.instructions if i.opcode in ("fusion", "call", "async-start"))
-        computation.collectives = own + [i for caller in callers for c in caller.called for i in inner_collectives(c)]
+        computation.collectives = direct + [
+            i for caller in callers for c in caller.called for i in inner_collectives(c)
+        ]
     return computation.collectives
 
 
-def wrapped_by(target: str, computation: Computation) -> list[Instruction]:
+def wrapped_collectives(target: str, computation: Computation) -> list[Instruction]:
     """Return the collectives that are operands of custom calls with this target, including nested computations."""
     wrapped = [
         operand
         for i in computation.instructions
         if i.opcode == "custom-call" and i.target == target
         for operand in i.operands
-        if kind_of(operand.opcode)
+        if collective_kind(operand.opcode)
     ]
     nested = (c for i in computation.instructions if i.opcode == "fusion" for c in i.called)
-    return wrapped + [i for c in nested for i in wrapped_by(target, c)]
+    return wrapped + [i for c in nested for i in wrapped_collectives(target, c)]
 
 
 def fused_kind(fusion: Instruction, inner: Instruction) -> str:
-    """Return the effective kind of a fused collective: an all-reduce that keeps only a slice is a reduce-scatter."""
-    kind = kind_of(inner.opcode)
+    """Return the kind of a fused collective. An all-reduce of which only a part is returned is a reduce-scatter."""
+    kind = collective_kind(inner.opcode)
     returned = max((leaf.elements for leaf in fusion.shape.leaves), default=0)
     whole = max((o.shape.elements for o in inner.operands), default=0)
     return "reduce-scatter" if kind == "all-reduce" and returned < whole else kind
 
 
 def traffic(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
-    """Sum the collectives of one step of one device, most bytes first, for any backend.
+    """Sum the collectives of a program on one device, for any backend. The use with the most bytes comes first.
 
     `mesh_axes` are names and sizes in the order of the flattened device list. Seconds and torus axes are left empty.
     """
@@ -324,11 +329,11 @@ def _collect(
                 _collect(branch, times / len(instruction.called), reader, uses)
         elif is_between_slices(instruction):
             _add(reader.between_slices(instruction), times, uses)
-        elif kind_of(instruction.opcode):
+        elif collective_kind(instruction.opcode):
             _add(reader.read(instruction), times, uses)
         elif instruction.opcode in ("fusion", "call", "async-start"):
             for called in instruction.called:
-                started = wrapped_by(ASYNC_START, called)
+                started = wrapped_collectives(ASYNC_START, called)
                 for inner in inner_collectives(called):
                     if FUSED in inner.config and inner not in started:
                         continue

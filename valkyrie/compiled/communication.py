@@ -1,4 +1,4 @@
-"""Records of the communication of a step. Imports no NumPy, because reports read these records."""
+"""Records of the communication of a step. Does not import NumPy, because reports read these records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """All runs of collectives with the same kind, axes and cause, in one step of one device.
+    """All calls of collectives with the same kind, axes and cause, in one step of one device.
 
     Args:
         kind: HLO opcode, such as `all-reduce`.
@@ -24,7 +24,7 @@ class CollectiveRecord:
         torus_axes: Torus axes that it uses; empty without a network model.
         cause: Name of the JAX operation that caused it.
         source: File and line of that operation.
-        calls: Runs per step.
+        calls: Calls per step.
         bytes: Bytes that the device sends.
         busy_s: Seconds during which it is in progress.
         exposed_s: Seconds of those during which the device waits for it.
@@ -43,7 +43,7 @@ class CollectiveRecord:
 
 @dataclass(frozen=True)
 class AxesBytes:
-    """Bytes that a device sends over some mesh axes in a step. `mesh_axes` is empty if they are unknown."""
+    """Bytes that a device sends over some mesh axes in a step. `mesh_axes` is empty if unknown."""
 
     mesh_axes: tuple[str, ...]
     bytes: float
@@ -53,8 +53,8 @@ class AxesBytes:
 class Communication:
     """Bytes that a device sends in a step, in total and by mesh axes, torus axis and kind of collective.
 
-    `sending_s` are the seconds during which any collective is in progress, and `exposed_s` those during which the
-    device waits. Both are None or 0 without a replay. `collectives` are ordered by bytes. Records of trials omit them.
+    `sending_s` is the time during which any collective is in progress, and `exposed_s` the time that the device waits.
+    Both are None or 0 without a replay. `collectives` are ordered by bytes, and empty in records of trials.
     """
 
     bytes: float | None = None
@@ -78,7 +78,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Seconds of a traced step in collectives of one kind over some mesh axes."""
+    """Seconds per traced step in collectives of one kind over some mesh axes."""
 
     kind: str
     mesh_axes: tuple[str, ...]
@@ -89,8 +89,8 @@ class CollectiveTime:
 class CollectiveTrace:
     """Time in collectives from a profiler's trace, mean over devices, including waiting for other devices.
 
-    `times` is None if there is no trace. `note` is the reason for that, or describes the measurement. Because tracing
-    slows a step down, shares are relative to `step_s`, the median traced step.
+    `times` is None if there is no trace. `note` then gives the reason, and otherwise describes the measurement.
+    `step_s` is the median traced step, to which shares are relative because tracing slows a step down.
     """
 
     times: tuple[CollectiveTime, ...] | None
@@ -99,7 +99,7 @@ class CollectiveTrace:
 
 
 def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple[StepPart, ...]:
-    """Split a measured step into collectives by mesh axes and the rest. Empty without a trace or collectives.
+    """Split a measured step into collectives by mesh axes, and the rest. Empty without a trace or collectives.
 
     Tracing slows down the traced steps, so their shares are applied to the timed step.
     """
@@ -110,9 +110,9 @@ def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple
         seconds[time.mesh_axes] = seconds.get(time.mesh_axes, 0.0) + time.seconds
     shares = {axes: total / trace.step_s for axes, total in seconds.items()}
     whole = max(1.0, sum(shares.values()))
-    taken = {axes: share / whole * step_s for axes, share in shares.items()}
-    rest = StepPart(PartKind.rest, (), max(0.0, step_s - sum(taken.values())))
-    return (*(StepPart(PartKind.collectives, axes, part) for axes, part in taken.items()), rest)
+    seconds_by_axes = {axes: share / whole * step_s for axes, share in shares.items()}
+    remainder = StepPart(PartKind.rest, (), max(0.0, step_s - sum(seconds_by_axes.values())))
+    return (*(StepPart(PartKind.collectives, axes, part) for axes, part in seconds_by_axes.items()), remainder)
 
 
 def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,13 +136,13 @@ def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
                 for kind, seconds in kinds.items()
             ]
         )
-        # Files without the seconds of the traced steps count overlapping collectives twice.
+        # Files without the time of traced steps count overlapping collectives twice.
         new["trace"] = {"times": times, "note": sent.get("collective_note"), "step_s": sent.get("traced_step_s")}
     return new
 
 
 def sum_communication(uses: Iterable[CollectiveUse], sending_s: float | None = None) -> Communication:
-    """Sum the collectives of a step. `sending_s` are the seconds with any in progress, or None if unknown."""
+    """Sum the collectives of a step. `sending_s` is the time with any collective in progress, or None if unknown."""
     by_mesh: dict[tuple[str, ...], float] = defaultdict(float)
     by_torus: dict[str, float] = defaultdict(float)
     by_kind: dict[str, float] = defaultdict(float)

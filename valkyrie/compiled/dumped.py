@@ -1,7 +1,7 @@
-"""Reads dumped modules of any program, as HLO text or as a proto, and rejects those that cannot be replayed.
+"""Reads dumped modules, as HLO text or as a proto, and rejects those that cannot be replayed.
 
-Reads XLA's files from `--xla_dump_to`: `*.after_optimizations.txt`, and with `--xla_dump_hlo_as_proto`
-`*.after_optimizations.hlo.pb`, which also has the memory. Also reads the text of `compiled.as_text()`.
+XLA writes these files with `--xla_dump_to`: `*.after_optimizations.txt` or, with `--xla_dump_hlo_as_proto`,
+`*.after_optimizations.hlo.pb`, which also has the memory. The text of `compiled.as_text()` works as well.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ HOW_TO_DUMP = (
 """How to dump the scheduled module of any JAX program."""
 _REPLICAS = re.compile(r"replica_count=(\d+)")
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
-_OF_GPUS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
+_GPU_TARGETS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
 _ORDER = {"while", "conditional", "call", "fusion", "dot", "convolution", "all-reduce", "all-gather", "custom-call"}
 _CMEM = 3
-"""libtpu's number for CMEM, a memory space that only v4 chips have."""
+"""libtpu's number of CMEM, a memory that only v4 chips have."""
 _LARGE = 1e9
-"""Smallest matrix product, in FLOPs, used to check which chip a module is for."""
+"""Size in FLOPs of the smallest matrix product that is used to check which chip a module is for."""
 
 
 @dataclass(frozen=True)
-class Dumped:
+class DumpedModule:
     """A dumped module.
 
     Args:
-        module: The module.
+        module: The parsed module.
         devices: Number of devices that it was compiled for, or None if unknown.
-        memory: Its memory, or None if unknown.
-        argument_bytes: Bytes of its arguments.
+        memory: Memory of the program, or None if unknown.
+        argument_bytes: Bytes of the arguments on one device.
     """
 
     module: Module
@@ -53,78 +53,78 @@ class Dumped:
     argument_bytes: int
 
 
-def read_dumped(path: Path) -> Dumped:
-    """Read the scheduled TPU module in a file. Raises ValueError, in one line, for anything else."""
+def read_dumped(path: Path) -> DumpedModule:
+    """Read a scheduled TPU module from a file. Raises ValueError with a one-line message for anything else."""
     if not path.exists():
         raise ValueError(f"{path} does not exist.")
     if path.is_dir():
-        raise ValueError(f"{path} is a folder. Name a module in it: *.after_optimizations.txt or .hlo.pb.")
+        raise ValueError(f"{path} is a folder. Use one of the *.after_optimizations.txt or .hlo.pb files in it.")
     raw = path.read_bytes()
     if not raw.strip():
         raise ValueError(f"{path} is empty. {HOW_TO_DUMP}.")
     if raw.startswith(b"ML\xefR") or raw.lstrip().startswith((b"module @", b"module attributes", b"#loc")):
-        raise ValueError(f"{path} is StableHLO, the program before XLA compiles it. {HOW_TO_DUMP}.")
+        raise ValueError(f"{path} is StableHLO, the program before compilation. {HOW_TO_DUMP}.")
     if raw.lstrip().startswith(b"HloModule"):
-        module, devices, memory = _of_text(path, raw.decode(errors="replace").lstrip())
+        module, devices, memory = _read_text(path, raw.decode(errors="replace").lstrip())
     else:
-        module, devices, memory = _of_proto(path, raw)
-    _refuse_other_than_scheduled(path, module)
+        module, devices, memory = _read_proto(path, raw)
+    _check_replayable(path, module)
     arguments = sum(p.shape.padded_bytes for p in module.entry.parameters.values() if _in_hbm(p))
-    return Dumped(module, devices, memory, arguments)
+    return DumpedModule(module, devices, memory, arguments)
 
 
-def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle: float, where: str) -> None:
+def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle: float, name: str) -> None:
     """Raise ValueError if a module was clearly compiled for another chip.
 
-    A module does not name its chip. The evidence is operations split over two cores, memory that only v4 has, and
-    matrix products faster than the chip's peak.
+    Modules do not name their chip. The check uses operations split over two cores, memory that only v4 has, and matrix
+    products faster than the chip's peak.
 
     Args:
         module: The module.
         chip: Name of the chip.
         megacore: Whether a device of the chip consists of two cores.
         flops_per_cycle: Peak FLOPs of a device per cycle.
-        where: Name of the module in the message.
+        name: Name of the module, for the message.
     """
     instructions = [i for i in module.instructions.values() if i.cycles is not None]
     products = [(product_flops(i) / i.cycles, i) for i in instructions if i.cycles and product_flops(i) >= _LARGE]
     split = any(b'"megacore_config"' in i.message.backend_config for i in instructions)
     cmem = any(leaf.memory == _CMEM for i in module.instructions.values() for leaf in i.shape.leaves)
-    shown = None
+    evidence = None
     if cmem and chip != "v4":
-        shown = "it keeps arrays in CMEM, which v4 chips alone have"
+        evidence = "it uses arrays in CMEM, which only v4 chips have"
     elif split and not megacore:
-        shown = "its operations are split over two cores, as on v4 and v5p"
+        evidence = "its operations are split over two cores, as on v4 and v5p"
     elif products and megacore and not split:
-        shown = f"its products are not split over the two cores of {chip} chips"
+        evidence = f"its products are not split over the two cores of {chip} chips"
     elif fast := [i for rate, i in products if rate > 1.1 * flops_per_cycle]:
         times = max(rate for rate, _ in products) / flops_per_cycle
-        shown = f"{fast[0].name} would run {times:.1f} times as fast as the peak of {chip}"
-    if shown:
-        raise ValueError(f"{where} was compiled for another chip than {chip}: {shown}. Name the slice it was made for.")
+        evidence = f"{fast[0].name} would run {times:.1f} times as fast as the peak of {chip}"
+    if evidence:
+        raise ValueError(f"{name} was not compiled for {chip}: {evidence}. Use the slice that it was compiled for.")
 
 
-def slow_products(module: Module, flops_per_cycle: float) -> float | None:
-    """Return the share of peak of the fastest large matrix product, or None if there is no large product."""
+def fastest_product_rate(module: Module, flops_per_cycle: float) -> float | None:
+    """Return the rate of the fastest large matrix product as a share of peak, or None if there is no large product."""
     costed = [(product_flops(i), i.cycles) for i in module.instructions.values() if i.cycles]
     rates = [flops / cycles for flops, cycles in costed if flops >= _LARGE]
     return max(rates) / flops_per_cycle if rates else None
 
 
-def _of_text(path: Path, text: str) -> tuple[Module, int | None, ProgramMemory | None]:
+def _read_text(path: Path, text: str) -> tuple[Module, int | None, ProgramMemory | None]:
     head = text.partition("\n")[0]
     if (replicas := _REPLICAS.search(head)) and int(replicas[1]) > 1:
-        raise ValueError(_of_replicas(path, int(replicas[1])))
+        raise ValueError(_replicas_message(path, int(replicas[1])))
     try:
         module = parse(text)
     except Exception as error:  # XLA's parser raises several types
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(f"{path} is not HLO text that can be read, or only a part of it: {line[:200]}") from None
-    stated = _PARTITIONS.search(head)
-    return module, int(stated[1]) if stated else 1, None
+        raise ValueError(f"{path} is not valid HLO text, or is incomplete: {line[:200]}") from None
+    partitions = _PARTITIONS.search(head)
+    return module, int(partitions[1]) if partitions else 1, None
 
 
-def _of_proto(path: Path, raw: bytes) -> tuple[Module, int | None, ProgramMemory | None]:
+def _read_proto(path: Path, raw: bytes) -> tuple[Module, int | None, ProgramMemory | None]:
     memory = None
     try:
         message = dump_class().FromString(raw)
@@ -137,23 +137,22 @@ def _of_proto(path: Path, raw: bytes) -> tuple[Module, int | None, ProgramMemory
         module = parse(raw)
     except (DecodeError, KeyError, IndexError, ValueError):
         raise ValueError(
-            f"{path} is neither HLO text nor a serialised HloProto or HloModuleProto, or only a part of one. "
-            f"{HOW_TO_DUMP}."
+            f"{path} is neither HLO text nor a serialised HloProto or HloModuleProto, or is incomplete. {HOW_TO_DUMP}."
         ) from None
     if module.replicas > 1:
-        raise ValueError(_of_replicas(path, module.replicas))
+        raise ValueError(_replicas_message(path, module.replicas))
     if module.assigned is None:
         groups = (group for i in module.instructions.values() for group in _groups(i) if group.size)
         module.partitions = max((int(group.max()) + 1 for group in groups), default=1)
     return module, module.assigned, memory
 
 
-def _of_replicas(path: Path, replicas: int) -> str:
-    return f"{path} was compiled for {replicas} replicas (jax.pmap). Only jit over a mesh of devices is predicted."
+def _replicas_message(path: Path, replicas: int) -> str:
+    return f"{path} was compiled for {replicas} replicas (jax.pmap). Use jax.jit over a mesh of devices instead."
 
 
 def _memory(allocations: Sequence[Any]) -> ProgramMemory | None:
-    """Sum the buffers in HBM like `memory_analysis`. Outputs that reuse arguments count as arguments."""
+    """Sum the buffers in HBM, like `memory_analysis`. Outputs that reuse arguments count as arguments."""
     sizes: dict[str, int] = dict.fromkeys(("arguments", "outputs", "temporary"), 0)
     entries = [a for a in allocations if a.memory_space == HBM and not a.thread_local]
     for entry in entries:
@@ -168,24 +167,26 @@ def _in_hbm(instruction: Instruction) -> bool:
 
 def _groups(instruction: Instruction) -> Iterator[np.ndarray]:
     message = instruction.message
-    spelt = (message.iota_groups.size, message.device_list.iota.size, message.replica_groups)
+    explicit_groups = (message.iota_groups.size, message.device_list.iota.size, message.replica_groups)
     if instruction.opcode.startswith("collective-permute"):
         yield permute_pairs(instruction)
-    elif message.HasField("mesh_groups") or any(spelt) or message.device_list.replica_groups:
+    elif message.HasField("mesh_groups") or any(explicit_groups) or message.device_list.replica_groups:
         yield from replica_groups(instruction, 1)
 
 
-def _refuse_other_than_scheduled(path: Path, module: Module) -> None:
+def _check_replayable(path: Path, module: Module) -> None:
     instructions = list(module.instructions.values())
-    if any(i.opcode == "custom-call" and i.target.startswith(_OF_GPUS) for i in instructions) or any(
+    if any(i.opcode == "custom-call" and i.target.startswith(_GPU_TARGETS) for i in instructions) or any(
         b'"fusion_backend_config"' in i.message.backend_config for i in instructions
     ):
-        raise ValueError(f"{path} was compiled for a GPU. Only what the TPU compiler leaves holds its own costs.")
+        raise ValueError(
+            f"{path} was compiled for a GPU. Only TPU modules have the cost estimates that a prediction needs."
+        )
     if not module.scheduled:
-        raise ValueError(f"{path} is not scheduled: it is the program before XLA optimised it. {HOW_TO_DUMP}.")
+        raise ValueError(f"{path} is not scheduled: it is the program before optimisation. {HOW_TO_DUMP}.")
     tiled = any(leaf.tile for i in instructions for leaf in i.shape.leaves)
     if not tiled and all(i.cycles is None for i in instructions):
         raise ValueError(
-            f"{path} was compiled for a CPU, or not by XLA's TPU compiler: no array is laid out in tiles and no "
-            "operation has the compiler's estimate. Compile it for a TPU slice; that needs libtpu and no TPU."
+            f"{path} was not compiled by XLA's TPU compiler: its arrays have no tiles and its operations no cost "
+            "estimates. Compile it for a TPU slice, which needs libtpu but no TPU."
         )

@@ -1,6 +1,6 @@
-"""FLOPs of an instruction: two per multiply-add of a matrix product.
+"""Counts the FLOPs of instructions: two per multiply-add of a matrix product.
 
-Elementwise operations are not counted, because MFU, its analytic counterpart and the peak of a matrix unit ignore them.
+Elementwise operations are not counted, because the peak of a matrix unit and the definition of MFU ignore them.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ def product_flops(instruction: Instruction) -> float:
 
 def _dot(instruction: Instruction) -> float:
     contracted = instruction.message.dot.lhs_contracting
-    left = instruction.operands[0].shape.dims
-    return 2.0 * instruction.shape.elements * math.prod(left[d] for d in contracted)
+    lhs_dims = instruction.operands[0].shape.dims
+    return 2.0 * instruction.shape.elements * math.prod(lhs_dims[d] for d in contracted)
 
 
 def _convolution(instruction: Instruction) -> float:
-    """Return the FLOPs of a convolution like XLA's HloCostAnalysis, without window positions in the padding."""
+    """Return the FLOPs of a convolution without window positions in the padding, like XLA's HloCostAnalysis."""
     message = instruction.message
     dims = message.convolution
     image, kernel, out = instruction.operands[0].shape.dims, instruction.operands[1].shape.dims, instruction.shape.dims
     positions = 1
     for i, window in enumerate(message.window.dimensions):
-        positions *= _valid(window, image[dims.input_spatial[i]], out[dims.output_spatial[i]])
+        positions *= _valid_positions(window, image[dims.input_spatial[i]], out[dims.output_spatial[i]])
     features = kernel[dims.kernel_input_feature] * out[dims.output_feature]
     batch = image[dims.input_batch] / max(message.batch_group_count, 1)
     return 2.0 * features * batch * positions
 
 
-def _valid(window: Any, size: int, out: int) -> int:
-    """Count the pairs of an output and a window position that read an input element, along one dimension."""
+def _valid_positions(window: Any, size: int, out: int) -> int:
+    """Count the pairs of an output and a window position that do not fall on padding, in one dimension."""
     taps = np.arange(window.size)
     stride, dilation = max(window.stride, 1), max(window.base_dilation, 1)
     first = taps * max(window.window_dilation, 1) - window.padding_low
@@ -57,6 +57,6 @@ def _valid(window: Any, size: int, out: int) -> int:
         low = np.maximum(low, 0) + first
         return int(np.maximum((high + first) // dilation - -(-low // dilation) + 1, 0).sum())
     else:
-        at = first[:, None] + np.arange(out) * stride
-        return int(((at >= 0) & (at <= last) & (at % dilation == 0)).sum())
+        positions = first[:, None] + np.arange(out) * stride
+        return int(((positions >= 0) & (positions <= last) & (positions % dilation == 0)).sum())
     return int(np.maximum(high - low + 1, 0).sum())

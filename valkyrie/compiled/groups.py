@@ -1,4 +1,4 @@
-"""The groups of devices of a collective, parsed from each of the compiler's notations."""
+"""Parses the groups of devices of a collective, in each of the compiler's notations."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 from valkyrie.compiled.hlo import Instruction
 
 Groups = np.ndarray
-"""Integers (group, member): positions in the mesh's flattened device list, in group order."""
+"""Integer array [groups, members] of positions in the mesh's flattened device list."""
 
 
 def replica_groups(instruction: Instruction, partitions: int) -> list[Groups]:
     """Return the groups of a collective, as one array per group size.
 
-    A collective without explicit groups is over all devices. A collective without a channel is between replicas. As
-    there is only one replica, it has no groups.
+    A collective without explicit groups is over all devices. A collective without a channel is between replicas. It has
+    no groups, because there is only one replica.
     """
     message = instruction.message
     if message.channel_id <= 0 and not message.use_global_device_ids and partitions > 1:
         return []
     if message.HasField("mesh_groups"):
-        return [_of_mesh(message.mesh_groups)]
+        return [_mesh_groups(message.mesh_groups)]
     for iota in (message.iota_groups, message.device_list.iota):
         if iota.size:
             ids = np.arange(iota.groups * iota.size).reshape(tuple(iota.dimensions))
@@ -35,17 +35,17 @@ def replica_groups(instruction: Instruction, partitions: int) -> list[Groups]:
 
 
 def permute_pairs(instruction: Instruction) -> np.ndarray:
-    """Return the (source, target) pairs of a collective-permute between different devices, integers (pair, 2)."""
+    """Return the (source, target) pairs of a collective-permute between different devices, as integers [pairs, 2]."""
     pairs = [(p.source, p.target) for p in instruction.message.source_target_pairs]
     return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(-1, 2)
 
 
-def _of_mesh(spelt: Any) -> Groups:
-    """Return groups over some axes of a mesh or parts of axes, such as `mesh['x'=4,'y'=8] {'y'}`.
+def _mesh_groups(message: Any) -> Groups:
+    """Return groups over axes of a mesh or parts of axes, such as `mesh['x'=4,'y'=8] {'y'}`.
 
-    `spelt` is a protobuf message of a class created at run time (`valkyrie.compiled.schema`).
+    `message` is a protobuf message of a class created at run time (`valkyrie.compiled.schema`).
     """
-    mesh, references = spelt.mesh, spelt.axes
+    mesh, references = message.mesh, message.axes
     sizes = [axis.size for axis in mesh.axes]
     ids = np.array(mesh.device_ids) if mesh.device_ids else np.arange(int(np.prod(sizes)))
     cuts: list[set[int]] = [{1, size} for size in sizes]
@@ -62,7 +62,7 @@ def _of_mesh(spelt: Any) -> Groups:
             starts[axis, low] = len(shape)
             shape.append(high // low)
         starts[axis, ordered[-1]] = len(shape)
-    chosen = [d for axis, low, high in spans for d in range(starts[axis, low], starts[axis, high])]
-    others = [d for d in range(len(shape)) if d not in chosen]
-    members = int(np.prod([shape[d] for d in chosen]))
-    return ids.reshape(shape).transpose(others + chosen).reshape(-1, members)
+    group_dims = [d for axis, low, high in spans for d in range(starts[axis, low], starts[axis, high])]
+    other_dims = [d for d in range(len(shape)) if d not in group_dims]
+    members = int(np.prod([shape[d] for d in group_dims]))
+    return ids.reshape(shape).transpose(other_dims + group_dims).reshape(-1, members)

@@ -1,4 +1,4 @@
-"""HBM traffic of an operation, and whether the operation is bound by it."""
+"""Computes the HBM traffic of operations, and whether they are bound by memory bandwidth."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from valkyrie.compiled.hlo import HBM, Computation, Instruction, Shape
 
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Operations that overwrite a part of their first operand, with the index of the operand that is written."""
-_SAME = {"bitcast", "copy", "convert", "reshape"}
+"""Operations that overwrite a part of their first operand, with the index of the operand that they write into it."""
+_VIEWS = {"bitcast", "copy", "convert", "reshape"}
 _LANES = {"copy", "transpose", "reverse", "concatenate", "sort", "gather", "scatter", "iota", "dot", "convolution"}
 """Operations that cost more than their memory traffic: they move data between lanes or multiply matrices."""
 
@@ -15,11 +15,11 @@ _LANES = {"copy", "transpose", "reverse", "concatenate", "sort", "gather", "scat
 def hbm_bytes(instruction: Instruction) -> float:
     """Return the bytes that an operation reads from and writes to HBM, including padding.
 
-    Arrays in on-chip memory cost nothing. For an operand that is only sliced, only the slices count. For an in-place
-    update, only the written part counts.
+    Arrays in on-chip memory do not count. Of an operand that is only sliced, the slices count. Of an in-place update,
+    the written part counts.
     """
     if instruction.opcode == "fusion":
-        return _fused(instruction)
+        return _fusion_bytes(instruction)
     if instruction.opcode in _SLICES:
         return _in_hbm(instruction.operands[0].shape, instruction.shape) + _in_hbm(instruction.shape)
     if instruction.opcode in _UPDATES:
@@ -35,17 +35,17 @@ def is_elementwise(instruction: Instruction) -> bool:
     return instruction.opcode not in _LANES
 
 
-def _in_hbm(where: Shape, what: Shape | None = None) -> float:
-    """Return the padded bytes of an array, or of its part `what` if given, if the array is in HBM, else 0."""
-    if where.parts:
-        return sum(_in_hbm(leaf) for leaf in where.leaves)
-    return float((where if what is None else what).padded_bytes) if where.memory == HBM else 0.0
+def _in_hbm(array: Shape, part: Shape | None = None) -> float:
+    """Return the padded bytes of an array, or of a part of it, if the array is in HBM, else 0."""
+    if array.parts:
+        return sum(_in_hbm(leaf) for leaf in array.leaves)
+    return float((array if part is None else part).padded_bytes) if array.memory == HBM else 0.0
 
 
-def _fused(fusion: Instruction) -> float:
+def _fusion_bytes(fusion: Instruction) -> float:
     inside = fusion.called[0]
-    read = sum(_read(fusion.operands[n].shape, parameter) for n, parameter in inside.parameters.items())
-    return read + _written(fusion, inside)
+    read = sum(_bytes_read(fusion.operands[n].shape, parameter) for n, parameter in inside.parameters.items())
+    return read + _bytes_written(fusion, inside)
 
 
 def _users(computation: Computation) -> dict[Instruction, list[Instruction]]:
@@ -56,8 +56,8 @@ def _users(computation: Computation) -> dict[Instruction, list[Instruction]]:
     return users
 
 
-def _read(outside: Shape, parameter: Instruction) -> float:
-    """Return the bytes read from one operand of a fusion, following its uses in the fusion and nested fusions."""
+def _bytes_read(outside: Shape, parameter: Instruction) -> float:
+    """Return the bytes that a fusion reads from one operand, following its uses in the fusion and in nested fusions."""
     whole = _in_hbm(outside)
     if outside.parts or not whole:
         return whole
@@ -69,8 +69,8 @@ def _read(outside: Shape, parameter: Instruction) -> float:
                 total += _in_hbm(outside, user.shape)
             elif user.opcode == "fusion":
                 inner = user.called[0].parameters
-                total += sum(_read(outside, inner[n]) for n, o in enumerate(user.operands) if o is value)
-            elif not (user.opcode in _UPDATES and user.operands[0] is value) and user.opcode not in _SAME:
+                total += sum(_bytes_read(outside, inner[n]) for n, o in enumerate(user.operands) if o is value)
+            elif not (user.opcode in _UPDATES and user.operands[0] is value) and user.opcode not in _VIEWS:
                 return whole
     return min(total, whole)
 
@@ -78,18 +78,18 @@ def _read(outside: Shape, parameter: Instruction) -> float:
 def _aliases(value: Instruction, users: dict[Instruction, list[Instruction]]) -> list[Instruction]:
     aliases = [value]
     for seen in aliases:
-        aliases += [u for u in users.get(seen, []) if u.opcode in _SAME]
+        aliases += [u for u in users.get(seen, []) if u.opcode in _VIEWS]
     return aliases
 
 
-def _written(fusion: Instruction, inside: Computation) -> float:
+def _bytes_written(fusion: Instruction, inside: Computation) -> float:
     root = inside.root
     if root is None:
         return _in_hbm(fusion.shape)
     roots = root.operands if root.opcode == "tuple" else [root]
     total = 0.0
     for value, shape in zip(roots, fusion.shape.parts or (fusion.shape,), strict=False):
-        while value.opcode in _SAME:
+        while value.opcode in _VIEWS:
             value = value.operands[0]
         part = value.operands[_UPDATES[value.opcode]].shape if value.opcode in _UPDATES else None
         total += _in_hbm(shape, part)

@@ -1,6 +1,6 @@
 """Parses a compiled module: computations, instructions in execution order, shapes and sources.
 
-Parses the serialised `HloModuleProto`. Text is first converted by XLA's parser, which keeps the schedule.
+Reads a serialised `HloModuleProto`. HLO text is first converted by XLA's own parser, which preserves the schedule.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ _DTYPES = {
     32: ("f4e2m1fn", 4),
     33: ("f8e8m0fnu", 8),
 }
-"""Name and bits of XLA's `PrimitiveType` (xla_data.proto) by number. Tuples, tokens and opaque values have no bytes."""
+"""Name and number of bits of XLA's `PrimitiveType` (xla_data.proto), by its number."""
 
 HBM, HOST = 0, 5
-"""libtpu's numbers of memory spaces: 0 is HBM, 5 host memory. Others are on the chip (1 VMEM, 2 flags, 3 CMEM)."""
+"""libtpu's numbers of memory spaces. Others are on the chip (1 VMEM, 2 flags, 3 CMEM)."""
 
 _CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**53
-"""Estimates of at least this many cycles mean unknown: offloaded gathers have the largest integer."""
+"""Estimates of at least this many cycles mean unknown. Offloaded gathers have the largest integer."""
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|orbax|chex|haiku|equinox|numpy|tokamax|qwix|aqt)\b|/lib/python[^/]*/"
     r"(?!site-packages|dist-packages)"
 )
-"""Library files: those of JAX, of libraries built on it, and of Python."""
+"""Matches files of JAX, of libraries built on it, and of Python."""
 _MODELS = "valkyrie/models/"
 
 
@@ -108,8 +108,8 @@ class Shape:
 class Instruction:
     """One operation.
 
-    `cycles` is the compiler's estimate, or None if unknown. `op_name` is the path in the traced program, `source` the
-    model's `file:line`, and `message` the protobuf message.
+    `op_name` is the scope in the traced program, and `source` the `file:line` in the model. `cycles` is the compiler's
+    estimate, or None if unknown. `message` is the protobuf message.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Instruction:
 
 @dataclass(slots=True, eq=False)
 class Computation:
-    """Instructions, in execution order if the module is scheduled, and the root among them.
+    """Instructions, in execution order if the module is scheduled, and the root, which is one of them.
 
     `collectives` caches the collectives inside it (`valkyrie.compiled.collectives`).
     """
@@ -159,8 +159,8 @@ class Computation:
 class Module:
     """The compiled program of one device.
 
-    `partitions` is the number of devices it was compiled for, `assigned` the number in its device assignment, or None
-    if it has none, and `replicas` the number of replicas.
+    `partitions` is the number of devices that it was compiled for. `assigned` is the number in its device assignment,
+    or None if it has none.
     """
 
     name: str
@@ -182,17 +182,17 @@ def parse(source: bytes | str) -> Module:
 
     Get the bytes from `compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()`.
     """
-    stated = None
+    match = None
     if isinstance(source, str):
         hlo_module_from_text = importlib.import_module("jaxlib._hlo").hlo_module_from_text  # XLA's own parser
-        stated = _PARTITIONS.search(source.partition("\n")[0])
+        match = _PARTITIONS.search(source.partition("\n")[0])
         source = hlo_module_from_text(source).as_serialized_hlo_module_proto()
     message = module_class().FromString(source)
     if not message.computations:
-        raise ValueError(f"A compiled module was to be read from {len(source)} bytes; they hold no computation.")
+        raise ValueError(f"Not a compiled module: {len(source)} bytes without any computation.")
     module = _Reader(message).module()
-    if stated:
-        module.partitions = int(stated[1])
+    if match:
+        module.partitions = int(match[1])
     return module
 
 
@@ -250,11 +250,11 @@ class _Reader:
 
     def _shape(self, message: Any) -> Shape:
         key = message.SerializeToString()
-        known = self._shapes.get(key)
-        if known is None:
+        shape = self._shapes.get(key)
+        if shape is None:
             dtype, bits = _DTYPES.get(message.element_type, ("other", 0))
             layout = message.layout
-            known = self._shapes[key] = Shape(
+            shape = self._shapes[key] = Shape(
                 dtype="tuple" if message.tuple_shapes else dtype,
                 dims=tuple(message.dimensions),
                 bits=bits,
@@ -263,25 +263,25 @@ class _Reader:
                 minor_to_major=tuple(layout.minor_to_major),
                 parts=tuple(self._shape(part) for part in message.tuple_shapes),
             )
-        return known
+        return shape
 
     def _source(self, metadata: Any) -> str:
-        """Return the line of the program that caused an operation.
+        """Return the source line that caused an operation, as `file:line`.
 
-        It is the innermost stack frame in our models, else the innermost outside of libraries, else the innermost.
+        This is the innermost stack frame in our models, else the innermost outside libraries, else the innermost.
         """
         if not metadata.stack_frame_id:
             return f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""
         if metadata.stack_frame_id not in self._sources:
             lines = list(self._stack(metadata.stack_frame_id))
             models = (line for line in lines if _MODELS in line)
-            own = (line for line in lines if not _LIBRARY.search(line))
-            self._sources[metadata.stack_frame_id] = next(models, None) or next(own, None) or lines[0]
+            outside_libraries = (line for line in lines if not _LIBRARY.search(line))
+            self._sources[metadata.stack_frame_id] = next(models, None) or next(outside_libraries, None) or lines[0]
         return self._sources[metadata.stack_frame_id]
 
     def _stack(self, frame: int) -> Any:
         while frame:
-            at = self._frames.frames[frame - 1]
-            place = self._frames.locations[at.location - 1]
-            yield f"{self._frames.file_names[place.file - 1]}:{place.line}"
-            frame = at.parent
+            stack_frame = self._frames.frames[frame - 1]
+            location = self._frames.locations[stack_frame.location - 1]
+            yield f"{self._frames.file_names[location.file - 1]}:{location.line}"
+            frame = stack_frame.parent

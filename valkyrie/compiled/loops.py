@@ -1,4 +1,4 @@
-"""Trip counts of loops, from the condition and the start and step of the counter."""
+"""Finds the trip counts of loops, from the condition and the start and step of the counter."""
 
 from __future__ import annotations
 
@@ -9,62 +9,71 @@ from typing import NamedTuple
 from valkyrie.compiled.hlo import Computation, Instruction
 
 _TRIPS = re.compile(rb'"known_trip_count":(\{[^}]*\})')
-_PASSES = {"copy", "bitcast", "reshape", "convert", "optimization-barrier", "copy-start", "copy-done", "broadcast"}
-"""Operations that pass on a scalar unchanged."""
-_TURNED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
+_PASS_THROUGH = {
+    "copy",
+    "bitcast",
+    "reshape",
+    "convert",
+    "optimization-barrier",
+    "copy-start",
+    "copy-done",
+    "broadcast",
+}
+"""Operations that return the value of their operand unchanged."""
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 
 
 class Counter(NamedTuple):
-    """Element `index` of the carry of a loop."""
+    """Element `index` of a loop's carry, as a symbolic value."""
 
     loop: Instruction
     index: int
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """Return the number of iterations of a `while`, or None if it is not static."""
-    stated = _TRIPS.search(loop.message.backend_config)
-    if stated:
-        return int(json.loads(stated[1])["n"])
+    """Return the number of iterations of a `while` instruction, or None if it is not static."""
+    match = _TRIPS.search(loop.message.backend_config)
+    if match:
+        return int(json.loads(match[1])["n"])
     condition, body = condition_and_body(loop)
-    compare = _through(condition.root)
+    compare = _fused_root(condition.root)
     if compare is None or compare.opcode != "compare":
         return None
-    left, right = (_value(operand) for operand in compare.operands)
+    counter, limit = (_resolve(operand) for operand in compare.operands)
     direction = compare.message.comparison_direction
-    if isinstance(right, Counter):
-        left, right, direction = right, left, _TURNED[direction]
-    if not isinstance(left, Counter) or left.loop is not loop or not isinstance(right, int):
+    if isinstance(limit, Counter):
+        counter, limit, direction = limit, counter, _MIRRORED[direction]
+    if not isinstance(counter, Counter) or counter.loop is not loop or not isinstance(limit, int):
         return None
-    start = _carried(loop.operands[0], left.index)
-    step = _step(body, left)
+    start = _initial_value(loop.operands[0], counter.index)
+    step = _step(body, counter)
     if not isinstance(start, int) or not step:
         return None
-    return _count(start, right, step, direction)
+    return _iterations(start, limit, step, direction)
 
 
 def condition_and_body(loop: Instruction) -> tuple[Computation, Computation]:
-    """Return a loop's condition, which is the computation that returns a boolean, and its body."""
+    """Return the condition and the body of a loop. The condition is the computation that returns a boolean."""
     first, second = loop.called
     return (first, second) if first.root is not None and first.root.shape.dtype == "pred" else (second, first)
 
 
 def constant(instruction: Instruction) -> int | None:
-    """Return the constant integer value of an instruction, through tuples, copies and loops, or None."""
-    value = _value(instruction)
+    """Return the integer value of an instruction, looking through tuples, copies and loops, or None if not constant."""
+    value = _resolve(instruction)
     return value if isinstance(value, int) else None
 
 
 def origin(instruction: Instruction) -> Instruction:
-    """Return the instruction that produces this value, through tuples, copies, loops and calls."""
+    """Return the instruction that computes this value, looking through tuples, copies, loops and calls."""
     while True:
-        source = _source(instruction)
+        source = _copied_from(instruction)
         if source is None:
             return instruction
         instruction = source
 
 
-def _count(start: int, limit: int, step: int, direction: str) -> int | None:
+def _iterations(start: int, limit: int, step: int, direction: str) -> int | None:
     if direction == "NE":
         return (limit - start) // step if (limit - start) % step == 0 else None
     if direction in ("LE", "GE"):
@@ -86,18 +95,18 @@ def _literal(instruction: Instruction) -> int | None:
     return 0 if instruction.shape.elements == 1 and instruction.shape.dtype[0] in "su" else None
 
 
-def _value(instruction: Instruction) -> int | Counter | None:
+def _resolve(instruction: Instruction) -> int | Counter | None:
     end = origin(instruction)
     if end.opcode == "constant":
         return _literal(end)
     if end.opcode == "get-tuple-element" and end.operands[0].opcode == "parameter":
-        loop = _loop_of(end.operands[0])
+        loop = _enclosing_loop(end.operands[0])
         return None if loop is None else Counter(loop, end.message.tuple_index)
     return None
 
 
-def _through(instruction: Instruction | None) -> Instruction | None:
-    """Return the root of a fusion or call, or the instruction itself."""
+def _fused_root(instruction: Instruction | None) -> Instruction | None:
+    """Return the root of a fusion or call, including nested ones, or the instruction itself."""
     while instruction is not None and instruction.opcode in ("fusion", "call"):
         instruction = instruction.called[0].root
     return instruction
@@ -107,19 +116,19 @@ def _caller(computation: Computation) -> Instruction | None:
     return computation.callers[0] if len(computation.callers) == 1 else None
 
 
-def _loop_of(parameter: Instruction) -> Instruction | None:
+def _enclosing_loop(parameter: Instruction) -> Instruction | None:
     caller = _caller(parameter.computation)
     return caller if caller is not None and caller.opcode == "while" else None
 
 
-def _source(instruction: Instruction) -> Instruction | None:
-    """Return the instruction that this one passes on, one step back, or None if it computes a new value."""
+def _copied_from(instruction: Instruction) -> Instruction | None:
+    """Return the instruction with the same value one step back, or None if this one computes a new value."""
     opcode = instruction.opcode
-    if opcode in _PASSES:
+    if opcode in _PASS_THROUGH:
         return instruction.operands[0]
     if opcode in ("fusion", "call") and not instruction.shape.parts:
         root = instruction.called[0].root
-        passed = root is not None and root.opcode in ("parameter", "constant", *_PASSES)
+        passed = root is not None and root.opcode in ("parameter", "constant", *_PASS_THROUGH)
         return root if passed else None
     if opcode == "parameter":
         caller = _caller(instruction.computation)
@@ -132,7 +141,7 @@ def _source(instruction: Instruction) -> Instruction | None:
 
 
 def _element(whole: Instruction, index: int) -> Instruction | None:
-    """Return the instruction that produces an element of a tuple, through loops only if they never change it."""
+    """Return the instruction that computes an element of a tuple. Looks through loops that do not change it."""
     if whole.opcode == "tuple":
         return whole.operands[index]
     if whole.opcode == "optimization-barrier":
@@ -140,7 +149,7 @@ def _element(whole: Instruction, index: int) -> Instruction | None:
     if whole.opcode == "while":
         return _element(whole.operands[0], index) if _unchanged(whole, index) else None
     if whole.opcode == "parameter":
-        loop = _loop_of(whole)
+        loop = _enclosing_loop(whole)
         if loop is not None:
             return _element(loop.operands[0], index) if _unchanged(loop, index) else None
         caller = _caller(whole.computation)
@@ -157,39 +166,39 @@ def _unchanged(loop: Instruction, index: int) -> bool:
     if body.root is None or body.root.opcode != "tuple":
         return False
     value = body.root.operands[index]
-    while value.opcode in _PASSES:
+    while value.opcode in _PASS_THROUGH:
         value = value.operands[0]
     parameter = body.parameters[0]
     return value.opcode == "get-tuple-element" and value.operands[0] is parameter and value.message.tuple_index == index
 
 
-def _carried(start: Instruction, index: int) -> int | Counter | None:
+def _initial_value(start: Instruction, index: int) -> int | Counter | None:
     first = _element(start, index)
-    return None if first is None else _value(first)
+    return None if first is None else _resolve(first)
 
 
 def _step(body: Computation, counter: Counter) -> int | None:
-    """Return the amount that the body adds to its counter per iteration, or None if unknown."""
+    """Return the amount by which the body increases its counter per iteration, or None if unknown."""
     if body.root is None or body.root.opcode != "tuple":
         return None
-    return _added(body.root.operands[counter.index], counter, depth=8)
+    return _increment(body.root.operands[counter.index], counter, depth=8)
 
 
-def _added(value: Instruction, counter: Counter, depth: int) -> int | None:
+def _increment(value: Instruction, counter: Counter, depth: int) -> int | None:
     """Return the constant that `value` adds to the counter, or None if it is not counter + constant."""
     end = origin(value)
-    if _value(end) == counter:
+    if _resolve(end) == counter:
         return 0
-    inner = _through(end)
+    inner = _fused_root(end)
     if inner is None or depth == 0:
         return None
     if inner.opcode in ("add", "subtract"):
-        left, right = inner.operands
+        lhs, rhs = inner.operands
         sign = 1 if inner.opcode == "add" else -1
-        amount, base = constant(right), _added(left, counter, depth - 1)
+        amount, base = constant(rhs), _increment(lhs, counter, depth - 1)
         if amount is None and sign == 1:
-            amount, base = constant(left), _added(right, counter, depth - 1)
+            amount, base = constant(lhs), _increment(rhs, counter, depth - 1)
         return None if amount is None or base is None else base + sign * amount
     if inner is not end:
-        return _added(inner, counter, depth - 1)
+        return _increment(inner, counter, depth - 1)
     return None

@@ -13,7 +13,7 @@ class ProgramMemory:
         arguments: Arguments of the program.
         outputs: Results of the program.
         aliased: Outputs that reuse the memory of arguments.
-        temporary: Peak memory in addition to arguments and outputs.
+        temporary: Peak memory other than arguments, outputs and code.
         code: Generated code. Not included in the peak of a TPU.
         peak: Peak memory.
         host: Bytes in host memory, or None if unknown.
@@ -29,5 +29,5 @@ class ProgramMemory:
 
     @property
     def at_rest(self) -> int:
-        """Bytes of arguments and outputs. Counts shared memory once."""
+        """Bytes of arguments and outputs. Memory that both share counts once."""
         return self.arguments + self.outputs - self.aliased

@@ -1,7 +1,7 @@
-"""The fields of XLA's `HloModuleProto` that Valkyrie parses, and their message classes.
+"""Message classes for the fields of XLA's `HloModuleProto` that Valkyrie parses.
 
 Field numbers are from openxla/xla `xla/service/hlo.proto` and `xla/xla_data.proto`. Fields 92 and 93 of an instruction
-are not in the published file; they were inferred from the output of libtpu 0.0.50. All other fields are skipped.
+are not in the published file. They were inferred from the output of libtpu 0.0.50. All other fields are skipped.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _MESSAGES = {
     "Allocations": "3 allocations Allocation*",
     "Dump": "1 module Module, 3 memory Allocations",
 }
-"""Every parsed message as `number name type`, with `*` for repeated fields. `Dump` is XLA's `HloProto`."""
+"""Fields of each message as `number name type`, with `*` for repeated fields. `Dump` is XLA's `HloProto`."""
 
 
 def module_class() -> Any:

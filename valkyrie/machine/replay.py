@@ -16,12 +16,12 @@ from valkyrie.compiled.collectives import (
     Collectives,
     CollectiveUse,
     cause,
+    collective_kind,
     fused_kind,
     inner_collectives,
     is_between_slices,
-    kind_of,
-    own_slice,
-    wrapped_by,
+    slice_mask,
+    wrapped_collectives,
 )
 from valkyrie.compiled.hlo import Computation, Instruction, Module
 from valkyrie.compiled.loops import condition_and_body, trip_count
@@ -150,7 +150,7 @@ class _Player:
         self._module = module
         slices = [position.slice for position in machine.positions]
         self._collectives = Collectives(module, machine.mesh_axes, slices)
-        self._network = LinkModel(machine, own_slice(slices, module.partitions))
+        self._network = LinkModel(machine, slice_mask(slices, module.partitions))
         self._ops = OpCosts(machine.chip)
         self._links = Links()
         self._started: dict[Instruction | int, Transfer] = {}
@@ -194,7 +194,7 @@ class _Player:
             self._await(instruction)
         elif opcode.endswith("-start"):
             self._start(instruction)
-        elif kind_of(opcode):
+        elif collective_kind(opcode):
             self._wait(self._begin(instruction.name, self._collectives.read(instruction)))
         elif opcode == "fusion" and (inner := inner_collectives(instruction.called[0])):
             self._fused(instruction, inner)
@@ -216,7 +216,7 @@ class _Player:
 
     def _fused(self, instruction: Instruction, inner: list[Instruction]) -> None:
         """A fusion that starts, continues or ends an asynchronous collective, or contains a synchronous one."""
-        starts, ends = (wrapped_by(target, instruction.called[0]) for target in (ASYNC_START, ASYNC_DONE))
+        starts, ends = (wrapped_collectives(target, instruction.called[0]) for target in (ASYNC_START, ASYNC_DONE))
         carried = [i for i in inner if FUSED in i.config]
         if not carried and not starts and not ends:
             collective = self._collectives.read(inner[0], fused_kind(instruction, inner[0]), instruction)
@@ -245,8 +245,10 @@ class _Player:
     def _start(self, instruction: Instruction) -> None:
         opcode = instruction.opcode
         inner = [i for c in instruction.called for i in inner_collectives(c)]
-        if kind_of(opcode) or inner:
-            collective = self._collectives.read(instruction if kind_of(opcode) else inner[0], within=instruction)
+        if collective_kind(opcode) or inner:
+            collective = self._collectives.read(
+                instruction if collective_kind(opcode) else inner[0], within=instruction
+            )
             self._started[instruction] = self._begin(instruction.name, collective)
             return
         seconds, link = self._ops.background(instruction)

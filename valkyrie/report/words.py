@@ -14,7 +14,7 @@ from valkyrie.records import encode
 from valkyrie.report.rank import UNKNOWN, agreement, describe_simplest, same_layout, simplest_partitions
 from valkyrie.report.values import PART_NAMES
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
-from valkyrie.search.explain.difference import difference, sides
+from valkyrie.search.explain.difference import compare_layouts, compared_quantities
 from valkyrie.sweep.noise import has_spread, within_noise
 from valkyrie.sweep.rows import Row, SpeedKind, Workload, groups, predicted_and_measured
 from valkyrie.sweep.trial import Status
@@ -190,11 +190,11 @@ def because(fast: Row, slow: Row) -> str:
     if ratio < SAME:
         return f"{a} is as fast as {b}, within {percent(SAME - 1)}."
     head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x as fast as {b}."
-    return " ".join([head, *difference(_prediction(fast), _prediction(slow), labels=(a, b)).reasons])
+    return " ".join([head, *compare_layouts(_prediction(fast), _prediction(slow), labels=(a, b)).reasons])
 
 
 def _prediction(row: Row) -> Prediction:
-    """Convert a row with a step time to the record that `difference` compares."""
+    """Convert a row with a step time to the record that `compare_layouts` compares."""
     results, about = row.trial.results, replace(row.about, layout=row.layout)
     shared = Prediction(about, CompileStatus.ok, memory=results.memory, communication=results.communication)
     return replace(shared, parts=row.parts, step=replace(results.step, step_s=row.step_s))
@@ -204,8 +204,8 @@ def _prediction(row: Row) -> Prediction:
 class PairedRows:
     """Comparisons of predicted rows, by their index.
 
-    `sides` are the fields of `Sides` and the `work` of each row. `why` are sentences by two indices, such as `0,2`; the
-    first row is A in them.
+    `sides` holds the fields of `ComparedQuantities` and the `work` of each row. `why` holds sentences by two indices,
+    such as `0,2`. In them, the first row is A.
     """
 
     sides: dict[int, dict[str, object]] = field(default_factory=dict)
@@ -228,13 +228,13 @@ def compare_rows(rows: Sequence[Row]) -> PairedRows:
     for i, j in itertools.permutations(list(predicted)[:EXPLAINED], 2):
         if works[i] == works[j]:
             with contextlib.suppress(ValueError):  # the same layout twice
-                why[f"{i},{j}"] = list(difference(predicted[i], predicted[j]).sentences)
+                why[f"{i},{j}"] = list(compare_layouts(predicted[i], predicted[j]).sentences)
     return PairedRows({i: _side(prediction) | {"work": works[i]} for i, prediction in predicted.items()}, why)
 
 
 def _side(prediction: Prediction) -> dict[str, object]:
     """Return the quantities of a layout that are compared, with the names of parts that the figures use."""
-    names, side = {kind.value: name for kind, name in PART_NAMES.items()}, encode(sides(prediction))
+    names, side = {kind.value: name for kind, name in PART_NAMES.items()}, encode(compared_quantities(prediction))
     return side | {"seconds": {names.get(part, part): seconds for part, seconds in side["seconds"].items()}}
 
 

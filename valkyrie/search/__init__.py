@@ -1,4 +1,4 @@
-"""Evaluates layouts before anyone trains on them: compiles them for the real chips, replays the schedule, measures."""
+"""Evaluates layouts before training: estimates them, compiles them for the real chips and replays, or measures."""
 
 NOT_COMPILED = 3
-"""Exit status if a layout does not fit or was not compiled: a result, not an error. The report gives the reason."""
+"""Exit status if a layout does not fit or was not compiled. This is a result, not an error."""

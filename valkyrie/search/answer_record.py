@@ -1,4 +1,4 @@
-"""`search.json`: the answer of a search as records, and the columns of its table. Imports no JAX."""
+"""Records of a search's answer (`search.json`), and the columns of its table. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Stage(Enum):
 class Bottleneck:
     """The resource that takes the largest part of a step, and its share of the step from 0 to 1.
 
-    `near_memory_limit` if the peak exceeds `NEAR_LIMIT` of the usable memory.
+    `near_memory_limit` is True if the peak exceeds the share `NEAR_LIMIT` of the usable memory.
     """
 
     resource: str
@@ -36,11 +36,20 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """One layout of a search's answer: seconds per step with their interval, bytes per device, dollars.
+    """One layout of a search's answer. Values are None if unknown or not requested.
 
-    `overrides` select the layout on the command line. `parts_s` are the seconds of the estimated step by part.
-    `as_fast_on` names other slices with as many chips on which the same layout is estimated to be as fast.
-    `expected_s` is the predicted step time of a measured layout. Values are None if unknown or not requested.
+    Args:
+        candidate: The layout.
+        overrides: Command-line overrides that select it.
+        stage: Source of the step time.
+        step_s, low_s, high_s: Seconds per step, and the ends of their interval.
+        memory, usable: Peak and usable memory per device, in bytes.
+        bottleneck: The resource that takes most of the step.
+        parts_s: Seconds of the estimated step by part.
+        hours, dollars: Time and cost of training on the requested tokens.
+        tokens_for_budget: Tokens that the requested dollars buy.
+        expected_s: Predicted step time of a measured layout.
+        as_fast_on: Other slices with as many chips on which the layout is equally fast by estimate.
     """
 
     candidate: Candidate
@@ -64,13 +73,13 @@ class RankedLayout:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Ends of the interval relative to the step time, or None if the step is exact."""
+        """Relative distances of the interval's ends from the step time, or None without an interval."""
         low, high = self.low_s / self.step_s - 1, self.high_s / self.step_s - 1
         return None if low == high else (low, high)
 
     def with_step_time(self, step_s: float) -> RankedLayout:
-        """Return this layout with another step time, and with the interval, rates and costs scaled accordingly."""
-        longer = step_s / self.step_s
+        """Return a copy with another step time. Scales the interval, rates and costs accordingly."""
+        ratio = step_s / self.step_s
 
         def scaled(value: float | None, factor: float) -> float | None:
             return None if value is None else value * factor
@@ -78,20 +87,20 @@ class RankedLayout:
         return replace(
             self,
             step_s=step_s,
-            low_s=self.low_s * longer,
-            high_s=self.high_s * longer,
-            tokens_per_second_per_chip=self.tokens_per_second_per_chip / longer,
-            mfu=scaled(self.mfu, 1 / longer),
-            usd_per_million_tokens=scaled(self.usd_per_million_tokens, longer),
-            hours=scaled(self.hours, longer),
-            dollars=scaled(self.dollars, longer),
-            tokens_for_budget=scaled(self.tokens_for_budget, 1 / longer),
+            low_s=self.low_s * ratio,
+            high_s=self.high_s * ratio,
+            tokens_per_second_per_chip=self.tokens_per_second_per_chip / ratio,
+            mfu=scaled(self.mfu, 1 / ratio),
+            usd_per_million_tokens=scaled(self.usd_per_million_tokens, ratio),
+            hours=scaled(self.hours, ratio),
+            dollars=scaled(self.dollars, ratio),
+            tokens_for_budget=scaled(self.tokens_for_budget, 1 / ratio),
         )
 
 
 @dataclass(frozen=True)
 class MeasuredLayout:
-    """One layout that was run: predicted and measured seconds per step. The measured time is None if the run failed."""
+    """Predicted and measured seconds per step of a layout. `step_s` is None if the measurement failed."""
 
     overrides: list[str]
     expected_s: float
@@ -103,9 +112,8 @@ class MeasuredLayout:
 class MeasureReport:
     """The measured layouts, and how well their step times were predicted.
 
-    `agreement` is Spearman's rank correlation of predicted and measured order. `regret` is how much longer the layout
-    with the best prediction takes than the fastest measured one, as a fraction. `why` is the reason why no more were
-    measured.
+    `agreement` is Spearman's rank correlation of predicted and measured step times. `regret` is the relative slowdown
+    of the predicted best layout over the fastest one. `why` is the reason why no more were measured.
     """
 
     layouts: list[MeasuredLayout] = field(default_factory=list)
@@ -116,7 +124,7 @@ class MeasureReport:
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """`search.json`: the request, counts of layouts, and the best ones with compiler options for the first.
+    """Content of `search.json`.
 
     Args:
         command: Arguments of the search.
@@ -126,14 +134,15 @@ class SearchAnswer:
         duplicates: Number of meshes that shard like another one.
         compiled: Number of compiled layouts.
         why: Reason why no more were compiled.
+        measured: The measured layouts.
         best: The best layouts, in order.
-        options: Compiler options that tuning found for the first one.
+        options: Overrides that tuning found for the first one.
         title: Model, batch and precision, for display.
         targets: Names of the requested slices.
         tokens: Tokens to train on, if requested.
         budget_usd: Dollars to spend, if requested.
         train: Command that trains the first layout on its slice.
-        launch: Command that rents the slice and trains there. None on this machine, or if it cannot be rented so.
+        launch: Command that rents the slice and trains on it, or None if it is local or unavailable.
     """
 
     command: list[str]
@@ -157,7 +166,7 @@ class SearchAnswer:
 
 
 def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
-    """Return the columns of an answer. Slices, costs and budgets are included only if they were requested."""
+    """Return the columns of an answer's table. Slices, costs and budgets appear only if they were requested."""
     column, rows = Column[RankedLayout], answer.best
     slices = column("slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), least=8)
     cost = [

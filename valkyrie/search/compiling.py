@@ -1,4 +1,4 @@
-"""Second stage of a search: compiles the layouts with the shortest estimates until no other can be faster."""
+"""Compile stage of a search: compiles the layouts with the shortest estimates until no other can be faster."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.runs.folder import parts_of
-from valkyrie.search.estimate.rank import Estimated
+from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.modes import compile_into_folder
 from valkyrie.search.request import SearchRequest
-from valkyrie.search.shortlist import MeshPartition, Shortlist, errors, mesh_partition
+from valkyrie.search.shortlist import MeshPartition, Shortlist, estimate_errors, mesh_partition
 from valkyrie.sweep.child import outcome_of
 from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
 from valkyrie.sweep.results import OUTPUT, Outcome, results_of
 from valkyrie.sweep.run import carry_out_here
 from valkyrie.sweep.trial import Status, Trial
 
-FIRST = 4
-"""Number of different meshes and partitions to compile before variants of one."""
-LOWEST_VARIANT = 0.97
-"""Smallest ratio of a variant's step time to its estimate, after rescaling by another compile of its partition."""
+DISTINCT_FIRST = 4
+"""Number of layouts with different meshes or partitions to compile before variants of any."""
+MIN_VARIANT_RATIO = 0.97
+"""Lower bound on compiled over estimated step time of a variant, if another variant was compiled and sets the scale."""
 
 
 @dataclass(frozen=True)
 class CompiledLayout:
     """A layout with its estimate and the record of its compile."""
 
-    estimate: Estimated
+    estimate: EstimatedLayout
     trial: Trial
 
     @property
     def step_s(self) -> float | None:
-        """Step time of the replayed program, in seconds, or None if it does not fit or was not compiled."""
+        """Predicted step time in seconds, or None if the layout does not fit or was not compiled."""
         return self.trial.results.step.step_s if self.trial.status is Status.ok else None
 
     @property
@@ -54,8 +54,8 @@ class CompiledLayout:
 
 
 @dataclass
-class Compiles:
-    """The compiled layouts, and the reason why no more were compiled."""
+class CompiledLayouts:
+    """All compiled layouts of a search. `why` is the reason why no more were compiled."""
 
     done: list[CompiledLayout] = field(default_factory=list)
     why: str = ""
@@ -66,40 +66,40 @@ class Compiles:
         return min(fitting, key=lambda layout: request.cost(layout.target, layout.step_s or 0.0), default=None)
 
     def ratio(self, key: MeshPartition) -> float | None:
-        """Return compiled over estimated step time of a mesh and partition, or None if none was compiled."""
+        """Return compiled over estimated step time for a mesh and partition, or None if none was compiled."""
         same = [c for c in self.done if mesh_partition(c.estimate) == key and c.step_s is not None]
         return (same[-1].step_s or 0.0) / same[-1].estimate.step_s if same else None
 
 
 class BudgetOver(BaseException):
-    """The budget ended during a compile. Not an `Exception`, which would be recorded as the trial's failure."""
+    """Raised when the budget ends during a compile. An `Exception` would be recorded as a failure of the trial."""
 
 
 def compile_best(
     request: SearchRequest,
-    listed: Shortlist,
-    always: Sequence[Estimated],
+    shortlisted: Shortlist,
+    always: Sequence[EstimatedLayout],
     folder: Path,
-    most: int,
-    compiles: Compiles,
-    on_result: Callable[[CompiledLayout, Compiles], None],
+    limit: int,
+    compiles: CompiledLayouts,
+    on_result: Callable[[CompiledLayout, CompiledLayouts], None],
 ) -> None:
-    """Compile layouts until no other can be better, the budget is spent, or `most` are compiled.
+    """Compile layouts until no other can be better, the budget is spent, or `limit` are compiled.
 
     Does not start a compile that would likely exceed the budget, judging by the longest so far. A compile that is
-    running when the budget ends is stopped and not recorded. Ctrl-C raises KeyboardInterrupt and leaves the results so
-    far.
+    running when the budget ends is stopped and not recorded. Ctrl-C raises KeyboardInterrupt, and `compiles` then holds
+    the results so far.
 
     Args:
         request: The search.
-        listed: Layouts that may be the best.
+        shortlisted: Layouts that may be the best.
         always: Layouts to compile in any case, after the one that is expected to be the fastest.
-        folder: Folder of the search. Layouts that an earlier search compiled are read from its records.
-        most: Largest number of compiles.
+        folder: Folder of the search. Layouts in its records are not compiled again.
+        limit: Largest number of compiles.
         compiles: Receives the results.
         on_result: Called after each compile.
     """
-    began, longest, waiting = time.monotonic(), 0.0, [*listed.fitting, *listed.doubtful]
+    began, longest, waiting = time.monotonic(), 0.0, [*shortlisted.fitting, *shortlisted.doubtful]
     required = list(always)
 
     def watch() -> None:
@@ -108,17 +108,19 @@ def compile_best(
 
     while True:
         is_required = bool(required)
-        layout = required.pop(0) if required and compiles.done else _next(request, waiting, compiles)
-        bound = min((request.cost(other.group.target, _bound(other, compiles)) for other in waiting), default=0.0)
+        layout = required.pop(0) if required and compiles.done else _pick_next(request, waiting, compiles)
+        lower_bound = min(
+            (request.cost(other.group.target, _lower_bound_s(other, compiles)) for other in waiting), default=0.0
+        )
         best = compiles.best(request)
         if layout is None:
             compiles.why = "every layout that may fit was compiled"
-        elif not is_required and best is not None and bound > request.cost(best.target, best.step_s or 0.0):
-            compiles.why = "no other layout can be faster, by the errors of estimates so far"
+        elif not is_required and best is not None and lower_bound > request.cost(best.target, best.step_s or 0.0):
+            compiles.why = "no other layout can be faster, judging by the errors of estimates so far"
         elif request.budget_s is not None and time.monotonic() - began + longest > request.budget_s:
-            compiles.why = f"another compile would take longer than mode.budget={request.mode.budget}"
-        elif len(compiles.done) >= most:
-            compiles.why = f"mode.compiles={most} layouts were compiled"
+            compiles.why = f"another compile would exceed mode.budget={request.mode.budget}"
+        elif len(compiles.done) >= limit:
+            compiles.why = f"mode.compiles={limit} is reached"
         if layout is None or compiles.why:
             return
         waiting = [other for other in waiting if other is not layout]
@@ -128,8 +130,8 @@ def compile_best(
         try:
             trial = compile_trial(plan_compile(request, layout, folder), watch)
         except BudgetOver:
-            over = f"mode.budget={request.mode.budget} was over"
-            compiles.why = f"{over} before the compile of {' '.join(layout.candidate.overrides)} ended"
+            overrides = " ".join(layout.candidate.overrides)
+            compiles.why = f"mode.budget={request.mode.budget} ended during the compile of {overrides}"
             return
         longest = max(longest, time.monotonic() - start)
         compiles.done.append(CompiledLayout(layout, trial))
@@ -137,9 +139,9 @@ def compile_best(
 
 
 def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
-    """Compile the layout of a plan in one child process and record it, unless an earlier search did.
+    """Compile the layout of a plan in a child process and record it, unless an earlier search has.
 
-    `watch` is called several times a second. An exception that it raises ends the compile.
+    `watch` is called several times a second, and can stop the compile by raising an exception.
     """
 
     def work(check_limits: Callable[[], None]) -> Outcome:
@@ -158,31 +160,37 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
     return carry_out_here(plan, work, watch)
 
 
-def plan_compile(request: SearchRequest, layout: Estimated, folder: Path) -> TrialPlan:
+def plan_compile(request: SearchRequest, layout: EstimatedLayout, folder: Path) -> TrialPlan:
     """Plan the trial that compiles a layout."""
     run = layout.run(request.run).changed(mode=settings_for(CompileMode, request.mode))
     return plan_layout(folder, request, run, layout)
 
 
-def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: Estimated) -> TrialPlan:
+def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: EstimatedLayout) -> TrialPlan:
     """Plan a trial of a layout in the folder of a search."""
     flags, overrides = parts_of(request.command)
     overrides = [*overrides, f"mode={run.config.mode.name}", *layout.candidate.overrides]
     return plan_run(run, SweepContext(folder, tuple(flags)), overrides)
 
 
-def _next(request: SearchRequest, waiting: Iterable[Estimated], compiles: Compiles) -> Estimated | None:
-    """Return the layout that is expected to be the fastest. The first `FIRST` differ in mesh or partition."""
+def _pick_next(
+    request: SearchRequest, waiting: Iterable[EstimatedLayout], compiles: CompiledLayouts
+) -> EstimatedLayout | None:
+    """Return the layout to compile next: the fastest expected one. The first few differ in mesh or partition."""
     compiled = {mesh_partition(layout.estimate) for layout in compiles.done}
-    others = [layout for layout in waiting if mesh_partition(layout) not in compiled] if len(compiled) < FIRST else []
+    untried = (
+        [layout for layout in waiting if mesh_partition(layout) not in compiled]
+        if len(compiled) < DISTINCT_FIRST
+        else []
+    )
 
-    def expected(layout: Estimated) -> float:
+    def expected(layout: EstimatedLayout) -> float:
         return request.cost(layout.group.target, layout.step_s * (compiles.ratio(mesh_partition(layout)) or 1.0))
 
-    return min(others or waiting, key=expected, default=None)
+    return min(untried or waiting, key=expected, default=None)
 
 
-def _bound(layout: Estimated, compiles: Compiles) -> float:
-    """Return the shortest step time that a layout may have, in seconds."""
+def _lower_bound_s(layout: EstimatedLayout, compiles: CompiledLayouts) -> float:
+    """Return a lower bound on the step time of a layout, in seconds."""
     ratio = compiles.ratio(mesh_partition(layout))
-    return layout.step_s * (errors().low if ratio is None else LOWEST_VARIANT * ratio)
+    return layout.step_s * (estimate_errors().low if ratio is None else MIN_VARIANT_RATIO * ratio)

@@ -1,4 +1,4 @@
-"""The folder of a search: its path, checks that it belongs to this search, and the stored answer."""
+"""Manages the folder of a search: its path, whether it belongs to this search, and the stored answer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from valkyrie.search.answer_record import MeasureReport, SearchAnswer
 from valkyrie.search.request import SearchRequest
 
 
-def folder_of(request: SearchRequest) -> Path:
-    """Return the folder of a search: its name, or a path that depends only on the request."""
+def search_folder(request: SearchRequest) -> Path:
+    """Return the folder of a search, named by `name=` or after the request."""
     config = request.run.config
-    name = config.name or f"search-{request.run.model.name}-{request.targets[0].name}-{digest_of(request)}"
+    name = config.name or f"search-{request.run.model.name}-{request.targets[0].name}-{request_digest(request)}"
     return Path(config.runs) / name
 
 
-def digest_of(request: SearchRequest) -> str:
-    """Return a short digest of the request. Budgets and the numbers of compiles and measurements do not change it."""
+def request_digest(request: SearchRequest) -> str:
+    """Return a short digest of the request, without budgets and limits on compiles and measurements."""
     config = request.run.config
     slices = [(target.name, target.slices) for target in request.targets]
-    asked = [request.command, slices, repr(request.run.model), asdict(config.precision), config.device_batch]
-    asked += [config.batch, config.seq, request.microbatches, request.partitions, request.remats, config.remat]
-    return digest(repr(asked))[:8]
+    request_fields = [request.command, slices, repr(request.run.model), asdict(config.precision), config.device_batch]
+    request_fields += [config.batch, config.seq, request.microbatches, request.partitions, request.remats, config.remat]
+    return digest(repr(request_fields))[:8]
 
 
 def create_folder(folder: Path, request: SearchRequest) -> None:
@@ -41,10 +41,10 @@ def create_folder(folder: Path, request: SearchRequest) -> None:
         raise ValueError(f"name={name}: {folder} is a file. Use another name=.")
     if (folder / RUN).exists():
         raise ValueError(f"name={name}: {folder} is the run folder of another command ({RUN}). Use another name=.")
-    earlier = _earlier(folder)
-    if name is not None and earlier is not None and earlier.question != digest_of(request):
+    earlier = _read_earlier(folder)
+    if name is not None and earlier is not None and earlier.question != request_digest(request):
         command = " ".join(earlier.command)
-        raise ValueError(f"name={name}: {folder / ANSWER} answers another search, {command}. Use another name=.")
+        raise ValueError(f"name={name}: {folder / ANSWER} belongs to another search: {command}. Use another name=.")
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -56,20 +56,20 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def save_answer(folder: Path, answer: SearchAnswer) -> str:
-    """Write `search.json` and return a line with its path.
+    """Write `search.json`, and return a line to print with its path.
 
-    Does not replace an earlier answer with compiled or measured layouts by one without; the line then states this.
+    Keeps an earlier answer with compiled or measured layouts if the new one has none. The line then says so.
     """
-    file, earlier = folder / ANSWER, _earlier(folder)
+    file, earlier = folder / ANSWER, _read_earlier(folder)
     if earlier is not None:
         for stage, before, now in (
-            ("measured", _timed(earlier), _timed(answer)),
+            ("measured", _measured_count(earlier), _measured_count(answer)),
             ("compiled", earlier.compiled, answer.compiled),
         ):
             if before and not now:
                 return (
-                    f"answer: not kept, for {file} is of the same search with {before} {stage}, and this one has "
-                    "none. To keep both, use another name="
+                    f"answer: not saved, because {file} has {before} {stage} layouts of the same search and this "
+                    "answer has none. To save both, use another name="
                 )
     write_record(file, answer)
     return f"answer: {file}"
@@ -77,7 +77,7 @@ def save_answer(folder: Path, answer: SearchAnswer) -> str:
 
 @dataclass(frozen=True)
 class _EarlierAnswer:
-    """The part of an earlier `search.json` that a new search compares itself with. Every version has it."""
+    """Fields of an earlier `search.json` that a new search compares with its own. All versions have them."""
 
     command: list[str] = field(default_factory=list)
     question: str | None = None
@@ -85,11 +85,11 @@ class _EarlierAnswer:
     measured: MeasureReport = field(default_factory=MeasureReport)
 
 
-def _timed(answer: SearchAnswer | _EarlierAnswer) -> int:
-    return len([one for one in answer.measured.layouts if one.step_s is not None])
+def _measured_count(answer: SearchAnswer | _EarlierAnswer) -> int:
+    return len([layout for layout in answer.measured.layouts if layout.step_s is not None])
 
 
-def _earlier(folder: Path) -> _EarlierAnswer | None:
+def _read_earlier(folder: Path) -> _EarlierAnswer | None:
     file = folder / ANSWER
     try:
         return read_record(_EarlierAnswer, file)

@@ -1,4 +1,4 @@
-"""Last stage of a search: runs the best few layouts on the devices at hand and compares them with their predictions."""
+"""Measuring stage of a search: runs the best few layouts on the local devices and compares them with predictions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from valkyrie.config.modes import settings_for
 from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.search.answer import rank_layout
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, Stage
-from valkyrie.search.at_hand import on_cpu
-from valkyrie.search.compiling import Compiles, plan_layout
-from valkyrie.search.estimate.rank import Estimated
+from valkyrie.search.compiling import CompiledLayouts, plan_layout
+from valkyrie.search.estimate.rank import EstimatedLayout
+from valkyrie.search.local_devices import needs_cpu_figures
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import MeshPartition, Shortlist, mesh_partition
 from valkyrie.sweep.run import carry_out
@@ -24,10 +24,10 @@ from valkyrie.units import duration
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A layout, its predicted step time (compiled or estimated), and the trial that measured it."""
+class MeasuredTrial:
+    """A layout, its predicted step time in seconds (compiled or estimated), and the trial that measured it."""
 
-    estimate: Estimated
+    estimate: EstimatedLayout
     expected_s: float
     trial: Trial
 
@@ -38,21 +38,21 @@ class Measured:
 
 
 @dataclass
-class Measures:
-    """The measured layouts."""
+class MeasuredTrials:
+    """All measured layouts of a search."""
 
-    done: list[Measured] = field(default_factory=list)
+    done: list[MeasuredTrial] = field(default_factory=list)
     why: str = ""
     """Reason why no more layouts were measured."""
 
     @property
-    def timed(self) -> list[Measured]:
-        """The layouts that ran, the fastest first."""
-        return sorted((one for one in self.done if one.step_s is not None), key=lambda one: one.step_s or 0.0)
+    def timed(self) -> list[MeasuredTrial]:
+        """Trials with a step time, the fastest first."""
+        return sorted((trial for trial in self.done if trial.step_s is not None), key=lambda trial: trial.step_s or 0.0)
 
     @property
     def agreement(self) -> float | None:
-        """Spearman's correlation of predicted and measured order.
+        """Spearman's rank correlation of predicted and measured step times.
 
         None for fewer than three layouts, or if all predictions or all measurements are equal.
         """
@@ -66,124 +66,128 @@ class Measures:
 
     @property
     def regret(self) -> float | None:
-        """Relative excess of the layout with the best prediction over the fastest one, or None if none was measured."""
+        """Relative slowdown of the predicted best layout over the fastest one, or None if none was measured."""
         timed = self.timed
         if not timed:
             return None
         return (min(timed, key=lambda m: m.expected_s).step_s or 0.0) / (timed[0].step_s or 1.0) - 1
 
     @property
-    def usual(self) -> float:
-        """Median ratio of measured to predicted step time, or 1 if none was measured."""
-        return median([(one.step_s or 0.0) / one.expected_s for one in self.timed] or [1.0])
+    def median_ratio(self) -> float:
+        """Median of measured over predicted step time, or 1 if none was measured."""
+        return median([(trial.step_s or 0.0) / trial.expected_s for trial in self.timed] or [1.0])
 
-    def step_s(self, one: Estimated) -> float | None:
+    def step_s(self, layout: EstimatedLayout) -> float | None:
         """Return the measured step time of a layout in seconds, or None if it was not measured."""
-        return next((m.step_s for m in self.done if m.estimate.candidate == one.candidate), None)
+        return next((trial.step_s for trial in self.done if trial.estimate.candidate == layout.candidate), None)
 
-    def ratio(self, place: MeshPartition) -> float | None:
-        """Return the median ratio of measured to predicted step time for a mesh and partition, or None if unknown."""
-        own = [one for one in self.timed if mesh_partition(one.estimate) == place]
-        return median((one.step_s or 0.0) / one.expected_s for one in own) if own else None
+    def ratio(self, key: MeshPartition) -> float | None:
+        """Return the median of measured over predicted step time for a mesh and partition, or None if unknown."""
+        same = [trial for trial in self.timed if mesh_partition(trial.estimate) == key]
+        return median((trial.step_s or 0.0) / trial.expected_s for trial in same) if same else None
 
 
 def measure_best(
     request: SearchRequest,
-    listed: Shortlist,
-    compiles: Compiles,
+    shortlisted: Shortlist,
+    compiles: CompiledLayouts,
     folder: Path,
-    measures: Measures,
-    tell: Callable[[Measured], None],
+    measured: MeasuredTrials,
+    on_result: Callable[[MeasuredTrial], None],
 ) -> None:
-    """Measure the `mode.measure` most promising layouts. Starts none after the budget is spent.
+    """Measure the `mode.measure` most promising layouts, but start none after the budget is spent.
 
-    The first half differ in mesh or partition. Then come the layouts that are expected to be the fastest, judging by
-    the measurements with the same mesh and partition. Ctrl-C raises KeyboardInterrupt and leaves the results so far in
-    `measures`.
+    The first half differ in mesh or partition. The second half are expected to be the fastest, judging by measurements
+    with the same mesh and partition. Ctrl-C raises KeyboardInterrupt, and `measured` then holds the results so far.
     """
-    most, began, waiting = request.mode.measure, time.monotonic(), expected_step_times(listed, compiles)
-    while len(measures.done) < most and waiting:
+    limit, began, waiting = request.mode.measure, time.monotonic(), expected_step_times(shortlisted, compiles)
+    while len(measured.done) < limit and waiting:
         if request.budget_s is not None and time.monotonic() - began > request.budget_s:
-            measures.why = f"mode.budget={request.mode.budget} is over"
+            measured.why = f"mode.budget={request.mode.budget} is used up"
             return
-        one, expected_s = _next(waiting, measures, most)
-        waiting = [pair for pair in waiting if pair[0] is not one]
-        trial = run_measurement(request, one, folder)
-        measures.done.append(Measured(one, expected_s, trial))
-        tell(measures.done[-1])
+        layout, expected_s = _pick_next(waiting, measured, limit)
+        waiting = [pair for pair in waiting if pair[0] is not layout]
+        trial = run_measurement(request, layout, folder)
+        measured.done.append(MeasuredTrial(layout, expected_s, trial))
+        on_result(measured.done[-1])
         if trial.status is Status.refused:
-            measures.why = trial.reason or "refused"
+            measured.why = trial.reason or "refused"
             return
 
 
-def expected_step_times(listed: Shortlist, compiles: Compiles) -> list[tuple[Estimated, float]]:
-    """Return layouts with their predicted step times, the fastest first; compiled times replace estimates."""
-    compiled = {one.estimate.candidate for one in compiles.done}
-    pairs = [(one.estimate, one.step_s) for one in compiles.done if one.step_s is not None]
-    for one in listed.fitting:
-        if one.candidate not in compiled:
-            pairs.append((one, one.step_s * (compiles.ratio(mesh_partition(one)) or 1.0)))
+def expected_step_times(shortlisted: Shortlist, compiles: CompiledLayouts) -> list[tuple[EstimatedLayout, float]]:
+    """Return layouts with their predicted step times, the fastest first. Compiled times replace estimates."""
+    compiled = {layout.estimate.candidate for layout in compiles.done}
+    pairs = [(layout.estimate, layout.step_s) for layout in compiles.done if layout.step_s is not None]
+    for layout in shortlisted.fitting:
+        if layout.candidate not in compiled:
+            pairs.append((layout, layout.step_s * (compiles.ratio(mesh_partition(layout)) or 1.0)))
     return sorted(pairs, key=lambda pair: pair[1])
 
 
-def run_measurement(request: SearchRequest, one: Estimated, folder: Path) -> Trial:
-    """Measure a layout, unless an earlier search did, and return its record."""
-    run = one.run(request.run).changed(mode=settings_for(MeasureMode, request.mode))
-    if on_cpu(request.run.config.target):
+def run_measurement(request: SearchRequest, layout: EstimatedLayout, folder: Path) -> Trial:
+    """Measure a layout, unless an earlier search has, and return its record."""
+    run = layout.run(request.run).changed(mode=settings_for(MeasureMode, request.mode))
+    if needs_cpu_figures(request.run.config.target):
         run = run.changed(target=request.run.config.target)
-    plan = plan_layout(folder, request, run, one)
+    plan = plan_layout(folder, request, run, layout)
     return carry_out([plan], 1)[plan.key]
 
 
-def rank_measured(request: SearchRequest, rows: Sequence[RankedLayout], measures: Measures) -> list[RankedLayout]:
-    """Return the rows of an answer with the measured ones first, the fastest at the top.
+def rank_measured(request: SearchRequest, rows: Sequence[RankedLayout], measured: MeasuredTrials) -> list[RankedLayout]:
+    """Return the rows of an answer with the measured ones first, in order of speed.
 
-    The step times of the others, compiled or estimated, are scaled by the median ratio of measured to predicted.
+    Other step times, compiled or estimated, are scaled by the median of measured over predicted.
     """
     unmeasured = {row.candidate: row for row in rows}
-    first = []
-    for one in measures.timed:
-        row = unmeasured.pop(one.estimate.candidate, None) or rank_layout(request, one.estimate)
-        step = one.trial.results.step
-        measured = row.with_step_time(one.step_s or row.step_s)
+    measured_rows = []
+    for trial in measured.timed:
+        row = unmeasured.pop(trial.estimate.candidate, None) or rank_layout(request, trial.estimate)
+        step = trial.trial.results.step
+        measured_row = row.with_step_time(trial.step_s or row.step_s)
         bounds = {"low_s": step.min_s, "high_s": step.p90_s}
-        first.append(replace(measured, stage=Stage.measure, expected_s=one.expected_s, **bounds))
-    others = [row.with_step_time(row.step_s * measures.usual) for row in unmeasured.values()]
-    return [*first, *others][: max(len(rows), len(first))]
+        measured_rows.append(replace(measured_row, stage=Stage.measure, expected_s=trial.expected_s, **bounds))
+    unmeasured_rows = [row.with_step_time(row.step_s * measured.median_ratio) for row in unmeasured.values()]
+    return [*measured_rows, *unmeasured_rows][: max(len(rows), len(measured_rows))]
 
 
-def measurement_summary(measures: Measures) -> str:
+def measurement_summary(measured: MeasuredTrials) -> str:
     """Describe how many layouts were measured, and how well they were predicted."""
-    timed = measures.timed
-    text = f"{len(timed)} measured{f' ({measures.why})' if measures.why else ''}"
-    if measures.regret is None or len(timed) < 2:
+    timed = measured.timed
+    text = f"{len(timed)} measured{f' ({measured.why})' if measured.why else ''}"
+    if measured.regret is None or len(timed) < 2:
         return text
-    if measures.agreement is not None:
-        text += f": rank agreement with what was expected {measures.agreement:.2f} (Spearman)"
-    return f"{text}; regret of the expected best {100 * measures.regret:.1f}%"
+    if measured.agreement is not None:
+        text += f": rank correlation with predictions {measured.agreement:.2f} (Spearman)"
+    return f"{text}; regret of the predicted best {100 * measured.regret:.1f}%"
 
 
-def report_of(measures: Measures) -> MeasureReport:
-    """Return the measurements as the record that `search.json` stores."""
+def measure_report(measured: MeasuredTrials) -> MeasureReport:
+    """Return the record of the measurements for `search.json`."""
     layouts = [
-        MeasuredLayout(one.estimate.candidate.overrides, one.expected_s, one.step_s, one.trial.status.value)
-        for one in measures.done
+        MeasuredLayout(trial.estimate.candidate.overrides, trial.expected_s, trial.step_s, trial.trial.status.value)
+        for trial in measured.done
     ]
-    return MeasureReport(layouts, measures.agreement, measures.regret, measures.why)
+    return MeasureReport(layouts, measured.agreement, measured.regret, measured.why)
 
 
-def format_result(one: Measured) -> str:
+def format_result(trial: MeasuredTrial) -> str:
     """Format the result of one measurement as a line."""
-    step = one.step_s
-    result = duration(step) if step is not None else one.trial.status.value.replace("_", " ")
-    because = "" if step is not None else f": {one.trial.reason}"
-    layout = " ".join(one.estimate.candidate.overrides)
-    return f"{layout}: {result} (expected {duration(one.expected_s)}, {one.trial.wall_s:.0f} s){because}"
+    step = trial.step_s
+    result = duration(step) if step is not None else trial.trial.status.value.replace("_", " ")
+    reason = "" if step is not None else f": {trial.trial.reason}"
+    layout = " ".join(trial.estimate.candidate.overrides)
+    return f"{layout}: {result} (expected {duration(trial.expected_s)}, {trial.trial.wall_s:.0f} s){reason}"
 
 
-def _next(waiting: Sequence[tuple[Estimated, float]], measures: Measures, most: int) -> tuple[Estimated, float]:
-    places = {mesh_partition(one.estimate) for one in measures.done}
-    others = [p for p in waiting if mesh_partition(p[0]) not in places] if len(places) < (most + 1) // 2 else []
+def _pick_next(
+    waiting: Sequence[tuple[EstimatedLayout, float]], measured: MeasuredTrials, limit: int
+) -> tuple[EstimatedLayout, float]:
+    tried = {mesh_partition(trial.estimate) for trial in measured.done}
+    untried = (
+        [pair for pair in waiting if mesh_partition(pair[0]) not in tried] if len(tried) < (limit + 1) // 2 else []
+    )
     return min(
-        others or waiting, key=lambda pair: pair[1] * (measures.ratio(mesh_partition(pair[0])) or measures.usual)
+        untried or waiting,
+        key=lambda pair: pair[1] * (measured.ratio(mesh_partition(pair[0])) or measured.median_ratio),
     )

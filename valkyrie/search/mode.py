@@ -1,4 +1,4 @@
-"""`mode=search`: estimates every layout, compiles the best, prints the answer and stores it in the search's folder."""
+"""`mode=search`: estimates all layouts, compiles and measures the best, and prints and stores the answer."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
 from valkyrie.search import NOT_COMPILED
-from valkyrie.search.answer import command_of, describe_work, launch_command_of, rank_layouts, show
+from valkyrie.search.answer import describe_work, launch_command, rank_layouts, show, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
-from valkyrie.search.at_hand import is_here, not_at_hand, with_figures
-from valkyrie.search.compiling import CompiledLayout, Compiles, compile_best
-from valkyrie.search.estimate.rank import Estimated, rank
-from valkyrie.search.estimate.space import Space
-from valkyrie.search.folder import create_folder, digest_of, folder_of, remove_if_empty, save_answer
+from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
+from valkyrie.search.estimate.rank import EstimatedLayout, rank
+from valkyrie.search.estimate.space import LayoutSpace
+from valkyrie.search.folder import create_folder, remove_if_empty, request_digest, save_answer, search_folder
+from valkyrie.search.local_devices import add_measured_figures, cannot_measure_reason, has_devices
 from valkyrie.search.measuring import (
-    Measured,
-    Measures,
+    MeasuredTrial,
+    MeasuredTrials,
     format_result,
     measure_best,
+    measure_report,
     measurement_summary,
     rank_measured,
-    report_of,
 )
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.rivals import format_comparison, layouts_of, rivals_on
-from valkyrie.search.shortlist import Shortlist, chip_of, shortlist
+from valkyrie.search.rivals import format_comparison, rival_layouts, rivals_on
+from valkyrie.search.shortlist import Shortlist, chip_name, shortlist
 from valkyrie.search.tuning import tune_best
 from valkyrie.sweep.members import over_processes
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory_text, parse_seconds
 
 SHOWN = 10
-"""Number of layouts in the answer."""
+"""Maximum number of layouts in the answer."""
 REASONS = 5
-"""Number of kinds of refusals to print."""
+"""Maximum number of reasons for refusals to print."""
 
 
 def search(run: Run) -> int:
     """Search the layouts of a run's model on its target, print the best, and return the exit status.
 
-    With several processes, the first one searches, and the others take part in the measurements.
+    With several processes, the leader searches and the others take part in measurements.
     """
     with over_processes(run.arguments) as leads:
         return _search(run) if leads else 0
@@ -57,27 +57,29 @@ def search(run: Run) -> int:
 
 def _search(run: Run) -> int:
     console, request = make_console(), parse_request(run)
-    folder = folder_of(request)
+    folder = search_folder(request)
     create_folder(folder, request)
-    request = with_figures(request, folder, console)
+    request = add_measured_figures(request, folder, console)
     began = time.perf_counter()
     space = request.space()
     ranked = rank(run, space)
-    _tell_space(space, time.perf_counter() - began, request, console)
-    listed = shortlist(ranked)
-    compiles, measures, status = Compiles(), Measures(), 0
-    if not listed.fitting and not listed.doubtful:
-        console.print(_nothing_fits(listed, request, compiles, space), style="bold red", markup=False)
+    _print_space(space, time.perf_counter() - began, request, console)
+    shortlisted = shortlist(ranked)
+    compiles, measured, status = CompiledLayouts(), MeasuredTrials(), 0
+    if not shortlisted.fitting and not shortlisted.doubtful:
+        console.print(_describe_no_fit(shortlisted, request, compiles, space), style="bold red", markup=False)
         remove_if_empty(folder)
         return NOT_COMPILED
-    at_hand = request.mode.measure > 0 and not_at_hand(request) is None
-    missing = _no_compiler(request)
-    if not at_hand:
-        _tell_missing(missing, request, console)
-    compilable = listed.on([target.name for target in request.targets if target.name not in missing])
+    can_measure = request.mode.measure > 0 and cannot_measure_reason(request) is None
+    missing_compilers = _no_compiler(request)
+    if not can_measure:
+        _print_missing(missing_compilers, request, console)
+    compilable = shortlisted.for_targets(
+        [target.name for target in request.targets if target.name not in missing_compilers]
+    )
     if compilable.fitting or compilable.doubtful:
         expected = _expected_best(request, compilable)
-        rivals = layouts_of(rivals_on(request, ranked, expected.group.target))
+        rivals = rival_layouts(rivals_on(request, ranked, expected.group.target))
         try:
             with signals_as_exceptions():
                 status = _compile(request, compilable, rivals, folder, compiles, console)
@@ -85,206 +87,224 @@ def _search(run: Run) -> int:
             console.print("interrupted; the best so far:", style="yellow")
             status = INTERRUPTED
     best, options = compiles.best(request), []
-    tune = request.mode.tune
-    tune_s = None if tune is None else parse_seconds(tune)
+    tune_budget = request.mode.tune
+    tune_s = None if tune_budget is None else parse_seconds(tune_budget)
     if status == 0 and best is not None and tune_s is not None:
         status, options = tune_best(request, best, tune_s, console)
-    if status == 0 and at_hand:
-        status = _measure(request, listed, compiles, folder, measures, console)
-    rows = rank_measured(request, rank_layouts(request, listed, compiles, SHOWN), measures)
+    if status == 0 and can_measure:
+        status = _measure(request, shortlisted, compiles, folder, measured, console)
+    rows = rank_measured(request, rank_layouts(request, shortlisted, compiles, SHOWN), measured)
     if not rows:
-        console.print(_nothing_fits(listed, request, compiles, space), style="bold red", markup=False)
+        console.print(_describe_no_fit(shortlisted, request, compiles, space), style="bold red", markup=False)
         remove_if_empty(folder)
         return status or NOT_COMPILED
     if options and (best is None or rows[0].candidate != best.estimate.candidate):
-        told_of = f"left out, for another layout is faster: {' '.join(options)}. mode=tune tries options on any layout"
-        console.print(told_of, style="yellow", markup=False, soft_wrap=True)
+        text = " ".join(options)
+        message = f"Tuned options were dropped, because another layout is faster: {text}. To tune it: mode=tune"
+        console.print(message, style="yellow", markup=False, soft_wrap=True)
         options = []
-    on_this_machine = is_here(_slice_of(rows[0], request))
+    on_this_machine = has_devices(_target_slice(rows[0], request))
     answer = SearchAnswer(
         command=list(run.arguments),
-        question=digest_of(request),
+        question=request_digest(request),
         layouts=len(space),
-        refused=_counts(space),
+        refused=_refusal_counts(space),
         duplicates=space.duplicates,
         compiled=len(compiles.done),
         why=compiles.why,
-        measured=report_of(measures),
+        measured=measure_report(measured),
         best=rows,
         options=options,
         title=describe_work(request),
         targets=[target.name for target in request.targets],
         tokens=request.tokens,
         budget_usd=request.budget_usd,
-        train=command_of(request, rows[0], options),
-        launch=None if on_this_machine else launch_command_of(request, rows[0], options),
+        train=train_command(request, rows[0], options),
+        launch=None if on_this_machine else launch_command(request, rows[0], options),
     )
     show(answer, console)
-    for rival in rivals_on(request, ranked, _slice_of(rows[0], request)):
-        measured_s = None if rival.layout is None else measures.step_s(rival.layout)
+    for rival in rivals_on(request, ranked, _target_slice(rows[0], request)):
+        measured_s = None if rival.layout is None else measured.step_s(rival.layout)
         console.print(format_comparison(rival, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
     console.print(f"train it: {answer.train}", markup=False, soft_wrap=True)
     if answer.launch is not None:
         console.print(f"launch it: {answer.launch}", markup=False, soft_wrap=True)
-    kept = save_answer(folder, answer)
-    if compiles.done or measures.done:
+    stored = save_answer(folder, answer)
+    if compiles.done or measured.done:
         console.print(f"page: {write_report(folder)}", soft_wrap=True)
-    console.print(kept, markup=False, soft_wrap=True)
+    console.print(stored, markup=False, soft_wrap=True)
     return status
 
 
-def _expected_best(request: SearchRequest, listed: Shortlist) -> Estimated:
-    """Return the best layout by estimate. It may not fit if no layout is expected to."""
-    return min(listed.fitting or listed.doubtful, key=lambda one: request.cost(one.group.target, one.step_s))
+def _expected_best(request: SearchRequest, shortlisted: Shortlist) -> EstimatedLayout:
+    """Return the best layout by estimate: one that fits, or if there is none, one that may fit."""
+    return min(
+        shortlisted.fitting or shortlisted.doubtful, key=lambda layout: request.cost(layout.group.target, layout.step_s)
+    )
 
 
-def _slice_of(row: RankedLayout, request: SearchRequest) -> TargetConfig:
+def _target_slice(row: RankedLayout, request: SearchRequest) -> TargetConfig:
     return next(target for target in request.targets if target.name == row.candidate.target)
 
 
 def _compile(
     request: SearchRequest,
-    listed: Shortlist,
-    rivals: list[Estimated],
+    shortlisted: Shortlist,
+    rivals: list[EstimatedLayout],
     folder: Path,
-    compiles: Compiles,
+    compiles: CompiledLayouts,
     console: Console,
 ) -> int:
-    most = request.mode.compiles
-    if most == 0:
+    limit = request.mode.compiles
+    if limit == 0:
         return 0
     budget = request.mode.budget
-    ends = "on Ctrl-C" if budget is None else f"after mode.budget={budget}, or on Ctrl-C"
-    console.print(f"compiling the best candidates into {folder}; stops {ends}. Rerun the same command to resume.")
+    stop_condition = "on Ctrl-C" if budget is None else f"after mode.budget={budget}, or on Ctrl-C"
+    console.print(
+        f"Compiling the best candidates into {folder}. Stops {stop_condition}. Rerun the same command to resume."
+    )
 
-    def tell(one: CompiledLayout, so_far: Compiles) -> None:
-        step, best = one.step_s, so_far.best(request)
-        result = duration(step) if step is not None else f"{one.trial.status.value.replace('_', ' ')}"
-        told = f"estimated {duration(one.estimate.step_s)}"
-        now = "" if best is None else f"; best {duration(best.step_s or 0.0)}"
-        layout = " ".join(one.estimate.candidate.overrides)
-        line = f"[{len(so_far.done)}] {layout}: {result} ({told}, {one.trial.wall_s:.0f} s){now}"
+    def print_result(compiled: CompiledLayout, so_far: CompiledLayouts) -> None:
+        step, best = compiled.step_s, so_far.best(request)
+        result = duration(step) if step is not None else f"{compiled.trial.status.value.replace('_', ' ')}"
+        estimate = f"estimated {duration(compiled.estimate.step_s)}"
+        best_so_far = "" if best is None else f"; best {duration(best.step_s or 0.0)}"
+        layout = " ".join(compiled.estimate.candidate.overrides)
+        line = f"[{len(so_far.done)}] {layout}: {result} ({estimate}, {compiled.trial.wall_s:.0f} s){best_so_far}"
         console.print(line, markup=False, soft_wrap=True)
 
     with console.status("compiling"):
-        compile_best(request, listed, rivals, folder, most, compiles, tell)
+        compile_best(request, shortlisted, rivals, folder, limit, compiles, print_result)
     console.print(f"{len(compiles.done)} compiled: {compiles.why}", markup=False, soft_wrap=True)
     if compiles.done:
         return 0 if compiles.best(request) is not None else NOT_COMPILED
-    longer = "What follows are estimates alone. Give it longer, such as mode.budget=30min, and the best are compiled."
-    console.print(longer, style="yellow", markup=False, soft_wrap=True)
+    advice = (
+        "Nothing was compiled, so these are estimates only. To compile the best: a longer budget, mode.budget=30min."
+    )
+    console.print(advice, style="yellow", markup=False, soft_wrap=True)
     return 0
 
 
 def _measure(
-    request: SearchRequest, listed: Shortlist, compiles: Compiles, folder: Path, measures: Measures, console: Console
+    request: SearchRequest,
+    shortlisted: Shortlist,
+    compiles: CompiledLayouts,
+    folder: Path,
+    measured: MeasuredTrials,
+    console: Console,
 ) -> int:
-    console.print(f"measuring the best on the devices at hand, in {folder}; Ctrl-C ends with what is known")
+    console.print(
+        f"Measuring the best layouts on the local devices, in {folder}. Ctrl-C stops and keeps the results so far."
+    )
 
-    def tell(one: Measured) -> None:
-        console.print(f"[{len(measures.done)}] {format_result(one)}", markup=False, soft_wrap=True)
+    def print_result(trial: MeasuredTrial) -> None:
+        console.print(f"[{len(measured.done)}] {format_result(trial)}", markup=False, soft_wrap=True)
 
     status = 0
     try:
         with signals_as_exceptions(), console.status("measuring"):
-            measure_best(request, listed, compiles, folder, measures, tell)
+            measure_best(request, shortlisted, compiles, folder, measured, print_result)
     except KeyboardInterrupt:
         console.print("interrupted; the best so far:", style="yellow")
         status = INTERRUPTED
-    console.print(measurement_summary(measures), highlight=False, soft_wrap=True)
+    console.print(measurement_summary(measured), highlight=False, soft_wrap=True)
     return status
 
 
-def _tell_space(space: Space, seconds: float, request: SearchRequest, console: Console) -> None:
-    """Print the number of layouts, and the most frequent reasons for refusing others."""
+def _print_space(space: LayoutSpace, seconds: float, request: SearchRequest, console: Console) -> None:
+    """Print the number of estimated layouts, and the most frequent reasons for refusals."""
     slices = ", ".join(target.describe() for target in request.targets)
     refused = sum(space.refused.values())
     console.print(
         f"{len(space):,} layouts of {request.run.model.name} on {slices} estimated in {seconds:.1f} s; {refused:,} "
-        f"refused, {space.duplicates:,} meshes that shard like another left out",
+        f"refused, {space.duplicates:,} equivalent meshes skipped",
         soft_wrap=True,
     )
     precision = request.run.config.precision
     if (narrow := precision.products) is not None:
         console.print(
-            f"precision={precision.name}: estimates take products in {narrow.value} as if they were in bfloat16, so "
-            "that steps may be shorter than estimated; compiled steps have them as asked",
+            f"precision={precision.name}: estimates count {narrow.value} products as bfloat16, so real steps may be "
+            f"shorter. Compiled steps use {narrow.value}.",
             style="yellow",
             markup=False,
             soft_wrap=True,
         )
-    for reason, count in list(_counts(space).items())[:REASONS]:
+    for reason, count in list(_refusal_counts(space).items())[:REASONS]:
         console.print(f"  {count:>7,} refused: {reason}", style="dim", markup=False)
 
 
-def _counts(space: Space) -> dict[str, int]:
-    """Return the number of layouts that each problem refuses, the most frequent first."""
+def _refusal_counts(space: LayoutSpace) -> dict[str, int]:
+    """Return the number of refused layouts by reason, the most frequent first."""
     return {f"partition={p.partition}: {p.label}": count for p, count in space.refused.most_common()}
 
 
-def _nothing_fits(listed: Shortlist, request: SearchRequest, compiles: Compiles, space: Space) -> str:
-    """Describe for each chip the memory that the smallest layout needs, and how many chips would be enough."""
-    if not listed.smallest:
-        return _none_is_legal(request, space)
-    several, lines = len(listed.smallest) > 1, []
-    for one in listed.smallest:
-        fits = "none that was compiled fits; the smallest layout by estimate needs"
-        needs = fits if one.fits else "nothing fits: the smallest layout needs"
-        usable, chip = memory_text(usable_hbm(one.group.target.chip)), chip_of(one)
-        text = f"{needs} {memory_text(one.bytes)} a device of {usable}, {' '.join(one.candidate.overrides)}"
-        text += _untried(listed.on([t.name for t in request.targets if t.chip and t.chip.name == chip]), compiles)
-        lines.append(f"{f'{chip}: ' if several else ''}{text}. {_enough_chips(request, chip)}")
+def _describe_no_fit(
+    shortlisted: Shortlist, request: SearchRequest, compiles: CompiledLayouts, space: LayoutSpace
+) -> str:
+    """Describe the memory that the smallest layout needs on each chip, and how many chips would be enough."""
+    if not shortlisted.smallest:
+        return _no_legal_layout(request, space)
+    several, lines = len(shortlisted.smallest) > 1, []
+    for layout in shortlisted.smallest:
+        no_fit = "no compiled layout fits; the smallest layout by estimate needs"
+        prefix = no_fit if layout.fits else "nothing fits: the smallest layout needs"
+        usable, chip = memory_text(usable_hbm(layout.group.target.chip)), chip_name(layout)
+        text = f"{prefix} {memory_text(layout.bytes)} a device of {usable}, {' '.join(layout.candidate.overrides)}"
+        text += _describe_untried(
+            shortlisted.for_targets([t.name for t in request.targets if t.chip and t.chip.name == chip]), compiles
+        )
+        lines.append(f"{f'{chip}: ' if several else ''}{text}. {_suggest_chips(request, chip)}")
     return "\n".join(lines)
 
 
-def _untried(listed: Shortlist, compiles: Compiles) -> str:
-    """Count the layouts that may fit but were not compiled, as the end of a sentence."""
+def _describe_untried(shortlisted: Shortlist, compiles: CompiledLayouts) -> str:
+    """Count the uncompiled layouts that may fit, as the end of a sentence. Empty if there are none."""
     done = {compiled.estimate.candidate for compiled in compiles.done}
-    untried = len([other for other in listed.doubtful if other.candidate not in done])
-    return f"; {untried:,} may fit by the errors of estimates, and were not compiled" if untried else ""
+    untried = len([other for other in shortlisted.doubtful if other.candidate not in done])
+    return f"; {untried:,} uncompiled layouts may fit, given the errors of estimates" if untried else ""
 
 
-def _none_is_legal(request: SearchRequest, space: Space) -> str:
-    """Explain that no layout is legal, and what to change if sizes are not divisible."""
+def _no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:
+    """Explain that no layout is legal, and what to change."""
     config, model = request.run.config, request.run.model.name
     if not INDIVISIBLE.issuperset(problem.code for problem in space.refused):
-        return "no layout is legal. The reasons are above: change what they name, or leave it out and it varies."
+        return "no layout is legal. The reasons are above. Change these settings, or remove them so that they vary."
     parts = {"microbatches": request.microbatches, "device_batch": config.device_batch}
-    given = "".join(f" with {key}={count}" for key, count in parts.items() if count is not None)
+    settings = "".join(f" with {key}={count}" for key, count in parts.items() if count is not None)
     return (
-        f"no layout is legal: batch={config.batch}{given} or an axis of {model} is divided by none of the meshes. The "
-        "reasons are above; a batch that is a multiple of the devices divides best."
+        f"no layout is legal: no mesh divides both batch={config.batch}{settings} and the axes of {model}. The reasons "
+        "are above. Use a batch that is a multiple of the number of devices."
     )
 
 
-def _enough_chips(request: SearchRequest, chip: str) -> str:
-    """Name the smallest slice of a chip that would be enough by estimate, up to 32 times the largest requested one."""
-    of_chip = [target for target in request.targets if target.chip is not None and target.chip.name == chip]
-    target = max(of_chip, key=lambda target: target.devices or 1)
+def _suggest_chips(request: SearchRequest, chip: str) -> str:
+    """Suggest the smallest slice on which a layout fits by estimate, up to 32 times the largest requested one."""
+    slices = [target for target in request.targets if target.chip is not None and target.chip.name == chip]
+    target = max(slices, key=lambda target: target.devices or 1)
     for factor in (2, 4, 8, 16, 32):
         larger = target.resized((target.devices or 1) * factor)
         if larger is not None:
-            other = replace(request, targets=(larger,))
-            if shortlist(rank(request.run, other.space())).fitting:
-                return f"{larger.chips} chips would do: target={larger.name}."
-    return f"No slice up to {32 * (target.chips or 1)} chips would do: make the model or the batch smaller."
+            larger_request = replace(request, targets=(larger,))
+            if shortlist(rank(request.run, larger_request.space())).fitting:
+                return f"{larger.chips} chips are enough: target={larger.name}."
+    return f"No slice up to {32 * (target.chips or 1)} chips is enough. Use a smaller model or batch."
 
 
 def _no_compiler(request: SearchRequest) -> dict[str, str]:
-    """Return the requested slices that nothing can be compiled for here, by name, with the reasons."""
+    """Return the requested slices for which this machine cannot compile, by name, with the reasons."""
     missing = {}
     for target in request.targets:
         platform = platform_of(target.platform)
         if not platform.compiles_without_devices:
-            missing[target.name] = "only TPU slices are compiled for without the devices"
-        elif (why := platform.missing_compiler(target)) is not None:
-            missing[target.name] = why
+            missing[target.name] = "only TPU programs can be compiled without the devices"
+        elif (reason := platform.missing_compiler(target)) is not None:
+            missing[target.name] = reason
     return missing
 
 
-def _tell_missing(missing: dict[str, str], request: SearchRequest, console: Console) -> None:
-    """Print the slices that have estimates only, and the reasons."""
+def _print_missing(missing: dict[str, str], request: SearchRequest, console: Console) -> None:
+    """Print the slices that get only estimates, and the reasons."""
     for why in dict.fromkeys(missing.values()):
         names = [name for name, reason in missing.items() if reason == why]
-        which = "" if len(names) == len(request.targets) else f" of {', '.join(names)}"
-        console.print(f"estimates alone{which}: {why}", style="yellow", markup=False)
+        scope = "" if len(names) == len(request.targets) else f" for {', '.join(names)}"
+        console.print(f"estimates only{scope}: {why}", style="yellow", markup=False)

@@ -1,4 +1,4 @@
-"""`mode=compile` and `mode=measure`: compile or time one layout, print the result, and store it in the run folder."""
+"""`mode=compile` and `mode=measure`: compile or time one layout, print the result and store it in the run folder."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
     from valkyrie.machine.replay import Replay
 
-KEPT = "prediction.json"
-"""File of a request in the compile cache with its prediction, which later hints compare with."""
+PREDICTION_FILE = "prediction.json"
+"""Prediction of a layout, stored in the compile cache so that hints can compare layouts of the same work."""
 
 
 def compile_mode(run: Run) -> int:
-    """Compile the run's step for its target, print its time and the reasons for it, and return the exit status."""
+    """Compile the run's step for its target, print its predicted time and where it goes, and return the exit status."""
     return compile_into_folder(run, make_console())
 
 
 def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | None = None) -> int:
     """Compile the run's step, store its prediction in the run folder, print it, and return the exit status.
 
-    Raises ValueError if the compiler refuses the run. `watch` is called several times a second while the compiler runs.
-    An exception that it raises ends the compile.
+    Raises ValueError if the compiler refuses the run. `watch` is called several times a second while the compiler runs,
+    and can stop it by raising an exception.
     """
     from valkyrie.search.compile.show import show
 
@@ -73,7 +73,7 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
 
 
 def measure_mode(run: Run) -> int:
-    """Time the run's step on the devices at hand, print the result, and return the exit status."""
+    """Time the run's step on the local devices, print the result, and return the exit status."""
     with together(run) as team:
         return _measure(run, team)
 
@@ -106,9 +106,10 @@ def _measure(run: Run, team: Team) -> int:
 def compile_and_summarise(
     run: Run, console: Console, watch: Callable[[], None] | None = None
 ) -> tuple[CompiledRun, Prediction, Replay | None]:
-    """Compile a run and return the result, its prediction with hints, and its replay. Shows progress.
+    """Compile a run, and return the result, its prediction with hints, and its replay. Shows progress.
 
-    `watch` is called several times a second while the compiler runs.
+    The replay is None if the layout was not compiled or its target has no schedule. `watch` is called several times a
+    second while the compiler runs.
     """
     mode = settings_for(CompileMode, run.config.mode)
     if not console.is_terminal:
@@ -125,32 +126,32 @@ def compile_and_summarise(
         if compiled.status is CompileStatus.ok:
             status.update("replaying the schedule")
             from valkyrie.search.compile.replayed import (
-                replayed,  # imports NumPy, which reports that import this module do not need
+                replay_program,  # imports NumPy, which reports do not need
             )
 
-            replay, uses = replayed(run, compiled)
+            replay, uses = replay_program(run, compiled)
     if compiled.note is not None:
         console.print(compiled.note, soft_wrap=True)
     prediction = replace(summarise(run, compiled, replay, uses), work=work_key(run))
-    prediction = replace(prediction, hints=hints(prediction, _others(run, compiled)))
+    prediction = replace(prediction, hints=hints(prediction, _earlier_predictions(run, compiled)))
     if compiled.status in (CompileStatus.ok, CompileStatus.does_not_fit):
-        with contextlib.suppress(DiskError):  # only later hints need it
-            write_record(compiled.folder / KEPT, prediction)
+        with contextlib.suppress(DiskError):  # only hints of later compiles need the file
+            write_record(compiled.folder / PREDICTION_FILE, prediction)
     return compiled, prediction, replay
 
 
 def work_key(run: Run) -> str:
-    """Return a digest of the work: model, batch, length, precision, target and source code, but not the layout."""
+    """Return a digest of everything but the layout: model, batch, length, precision, target and source code."""
     config = run.config
     work = [repr(run.model), config.batch, config.seq, repr(config.precision), repr(config.target), package_digest(run)]
     return digest(work)[:16]
 
 
-def _others(run: Run, compiled: CompiledRun) -> list[Prediction]:
-    """Return the predictions of other layouts of the same work that were compiled before."""
-    others, work = [], work_key(run)
-    for file in requests_folder().glob(f"*/{KEPT}"):
+def _earlier_predictions(run: Run, compiled: CompiledRun) -> list[Prediction]:
+    """Return the cached predictions of other layouts of the same work."""
+    predictions, work = [], work_key(run)
+    for file in requests_folder().glob(f"*/{PREDICTION_FILE}"):
         with contextlib.suppress(OSError, RecordError):  # a cache entry may be damaged, or gone by now
             if file.parent != compiled.folder and work in file.read_text():
-                others.append(read_record(Prediction, file))
-    return [other for other in others if other.work == work]
+                predictions.append(read_record(Prediction, file))
+    return [prediction for prediction in predictions if prediction.work == work]

@@ -1,4 +1,4 @@
-"""The request of a search: the slices, what may vary, the compile budget, and the tokens or dollars to plan for."""
+"""Parses the request of a search: slices, settings that may vary, compile budget, and tokens or dollars to plan for."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
 from valkyrie.problems import refuse
 from valkyrie.runs.folder import key_value, parts_of
-from valkyrie.search.estimate.space import Space, enumerate_layouts, partition_variants
+from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts, partition_variants
 from valkyrie.units import parse_seconds
 
-ITS_OWN = ("mode", "target", "partition", "remat", "microbatches", "device_batch", "name")
-"""Keys that the answer sets for each layout, or that only a search has."""
-_OF_ANY_PARTITION = ("zero1", "gradient_sum", "parameter_memory", "optimizer_memory", "schedule", "rounds")
-"""Keys that every partition can have."""
+SEARCH_KEYS = ("mode", "target", "partition", "remat", "microbatches", "device_batch", "name")
+"""Keys to leave out of the answer's commands: those that a layout sets, and those for the search itself."""
+_PARTITION_KEYS = ("zero1", "gradient_sum", "parameter_memory", "optimizer_memory", "schedule", "rounds")
+"""Settings of a partition that apply to any partition."""
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """A search as requested. Settings of the layout that the command names are fixed; the others vary.
+    """The request of a search. Layout settings that the command names are fixed, and the others vary.
 
     Args:
-        run: Has the model, the batch and the precision.
+        run: Provides model, batch and precision.
         targets: Slices to compare. A setting such as `target.slices=2` applies to each of them.
         partitions: Partitions to try. A setting such as `partition.zero1=true` applies to each of them.
         remats: Remat policies to try in addition to the run's.
         microbatches: The only count to try, or None to try several.
-        budget_s: Seconds for all compiles, and again for all measurements. None for no limit.
-        tokens: Tokens to train on, for hours and dollars.
-        budget_usd: Dollars to spend, for the tokens that they buy.
+        budget_s: Time limit in seconds for all compiles, and separately for all measurements. None for no limit.
+        tokens: Tokens to train on, to compute hours and dollars, or None.
+        budget_usd: Dollars to spend, to compute the tokens that they buy, or None.
     """
 
     run: Run
@@ -50,51 +50,53 @@ class SearchRequest:
     tokens: float | None
     budget_usd: float | None
 
-    def space(self) -> Space:
-        """Return the space of all layouts to search."""
+    def space(self) -> LayoutSpace:
+        """Enumerate all layouts to search."""
         return enumerate_layouts(self.run, self.targets, self.partitions, self.remats, self.microbatches)
 
     @property
     def by_price(self) -> bool:
-        """Whether layouts are ranked by dollars: the request has tokens or dollars, and every slice has a price."""
+        """Whether layouts are ranked by dollars, which needs `tokens` or `budget_usd`, and a price for every slice."""
         planned = self.tokens is not None or self.budget_usd is not None
         return planned and all(dollars(target, 1.0) for target in self.targets)
 
     def cost(self, target: TargetConfig, step_s: float) -> float:
-        """Return the cost that layouts are ranked by: dollars per step with `by_price`, otherwise seconds per step."""
+        """Return the cost to rank layouts by: dollars per step with `by_price`, otherwise seconds per step."""
         usd = dollars(target, step_s) if self.by_price else None
         return step_s if usd is None else usd
 
     @property
     def mode(self) -> SearchMode:
-        """The settings of the search."""
+        """Settings of `mode=search`."""
         return settings_for(SearchMode, self.run.config.mode)
 
     @property
     def command(self) -> list[str]:
-        """The arguments of the command, except those for the layout, the slice and the search."""
+        """The user's arguments, without those for the layout, the slice and the search."""
         flags, overrides = parts_of(self.run.arguments)
-        own = (*ITS_OWN, "target.slices", "partition.schedule", "partition.rounds", "partition.zero1")
+        search_keys = (*SEARCH_KEYS, "target.slices", "partition.schedule", "partition.rounds", "partition.zero1")
         keys = [(override, key_value(override)[0]) for override in overrides]
-        return [*flags, *(override for override, key in keys if key not in own and not key.startswith("mode."))]
+        return [*flags, *(override for override, key in keys if key not in search_keys and not key.startswith("mode."))]
 
 
 def parse_request(run: Run) -> SearchRequest:
-    """Read the request of a run with `mode=search`. Raises ValueError for keys that a search cannot take."""
+    """Parse the request of a run with `mode=search`. Raises ValueError for settings that a search cannot use."""
     config, mode = run.config, settings_for(SearchMode, run.config.mode)
     keys = {key_value(o)[0] for o in parts_of(run.arguments)[1]}
     if wrong := sorted(key for key in keys if key.partition(".")[0] == "mesh"):
         raise ValueError(
-            f"{wrong[0]}=: mode=search looks for the mesh itself. Leave it out; mode=compile predicts one layout."
+            f"{wrong[0]}: mode=search tries all meshes. Remove this setting, or predict one layout with mode=compile."
         )
     # `target.slices` applies to every target; the other settings are those of one slice.
     if mode.targets and (wrong := sorted(k for k in keys - {"target.slices"} if k.startswith("target."))):
-        raise ValueError(f"{wrong[0]}=: which of several slices is meant? Search one at a time: target=SLICE.")
+        raise ValueError(
+            f"{wrong[0]} cannot be set for several slices at once. Search one slice at a time: target=SLICE."
+        )
     names_remat = any(key.partition(".")[0] == "remat" for key in keys)
     return SearchRequest(
         run=run,
-        targets=tuple(_targets(run, mode)),
-        partitions=tuple(_partitions(config.partition, keys)),
+        targets=tuple(_requested_slices(run, mode)),
+        partitions=tuple(_requested_partitions(config.partition, keys)),
         remats=() if names_remat else tuple(read_group("remat", RematConfig)),
         microbatches=config.microbatches if "microbatches" in keys else None,
         budget_s=None if mode.budget is None else parse_seconds(mode.budget),
@@ -103,58 +105,56 @@ def parse_request(run: Run) -> SearchRequest:
     )
 
 
-def _partitions(partition: PartitionConfig, keys: Collection[str]) -> Iterator[PartitionConfig]:
-    """Yield the run's partition if the command names it or one of its rules, else all shipped ones.
+def _requested_partitions(partition: PartitionConfig, keys: Collection[str]) -> Iterator[PartitionConfig]:
+    """Yield the run's partition if the command names it or one of its rules, otherwise all shipped partitions.
 
-    Each comes with its schedules, and with and without ZeRO-1. Settings that the command names apply to all of them.
+    Yields each with its pipeline schedules, and with and without ZeRO-1. Settings in the command apply to all of them.
     """
-    named = {key.partition(".")[2].partition(".")[0] for key in keys if key.startswith("partition.")}
-    if "partition" in keys or named - {*_OF_ANY_PARTITION}:
+    named_keys = {key.partition(".")[2].partition(".")[0] for key in keys if key.startswith("partition.")}
+    if "partition" in keys or named_keys - {*_PARTITION_KEYS}:
         partitions = [partition]
     else:
-        settings = {key: getattr(partition, key) for key in named}
-        partitions = [replace(other, **settings) for other in read_group("partition", PartitionConfig)]
-    for each in partitions:
-        yield from partition_variants(each, named)
+        settings = {key: getattr(partition, key) for key in named_keys}
+        partitions = [replace(shipped, **settings) for shipped in read_group("partition", PartitionConfig)]
+    for variant_base in partitions:
+        yield from partition_variants(variant_base, named_keys)
 
 
-def _targets(run: Run, mode: SearchMode) -> list[TargetConfig]:
-    """Return the slices to compare. With `mode.shapes`, every available torus of each."""
+def _requested_slices(run: Run, mode: SearchMode) -> list[TargetConfig]:
+    """Return the slices to compare. With `mode.shapes`, these include every available torus of each."""
     target, named = run.config.target, mode.targets
     parsed = {t.name: t for t in (parse_target(name, files=config_names("target")) for name in named)}
-    several = [replace(_with_settings_of(target.chip, t), slices=target.slices) for t in parsed.values()]
-    targets = several or [target]
+    named_slices = [replace(_apply_chip_settings(target.chip, t), slices=target.slices) for t in parsed.values()]
+    targets = named_slices or [target]
     refuse([problem for t in targets for problem in t.problems()])
     for t in targets:
         if t.chips is not None and (t.chip is not None or platform_of(t.platform).runs_on_host):
             continue
         if t.chips is not None:
             raise ValueError(
-                f"target.chips={t.chips} says how many chips, and not which. Add target.chip=NAME, one of "
-                f"{', '.join(known_chips())}."
+                f"target.chips={t.chips} needs a kind of chip. Add target.chip=NAME, one of {', '.join(known_chips())}."
             )
         raise ValueError(
-            f"target={t.name} has no chip whose figures are known, so nothing can be estimated. Name a slice, "
-            "such as target=v4-64, or several: target=[v4-64,v5e-64], or so many CPU devices of this machine, such as "
-            "target=cpu8, which are timed. To time layouts of other devices: valkyrie-train -m mode=measure "
-            "hydra/sweeper=layouts."
+            f"target={t.name} is not a chip with known speed, so its layouts cannot be estimated. Use a slice "
+            "(target=v4-64), several slices (target=[v4-64,v5e-64]), or CPU devices of this machine (target=cpu8). To "
+            "time layouts on other devices: valkyrie-train -m mode=measure hydra/sweeper=layouts."
         )
-    return [shape for t in targets for shape in _shapes(t)] if mode.shapes else targets
+    return [shape for t in targets for shape in _available_shapes(t)] if mode.shapes else targets
 
 
-def _with_settings_of(chip: ChipConfig | None, target: TargetConfig) -> TargetConfig:
-    """Return a slice with the figures of its chip that the run sets. Raises ValueError if they are for another chip."""
+def _apply_chip_settings(chip: ChipConfig | None, target: TargetConfig) -> TargetConfig:
+    """Return a slice with the run's settings of its chip. Raises ValueError if these are for another chip."""
     if chip is None or chip == known_chips().get(chip.name):
         return target
     if target.chip is None or target.chip.name != chip.name:
         raise ValueError(
-            f"target={target.name}: the command sets figures of {chip.name} (target.chip), which are not those of this "
-            f"slice. Search slices of {chip.name} alone, or leave the experiment out that sets them."
+            f"target={target.name}: the command sets figures of {chip.name} (target.chip), which do not apply to this "
+            f"slice. Search only slices of {chip.name}, or remove these settings or the experiment that makes them."
         )
     return replace(target, chip=chip)
 
 
-def _shapes(target: TargetConfig) -> list[TargetConfig]:
+def _available_shapes(target: TargetConfig) -> list[TargetConfig]:
     chip, chips = target.chip, target.chips
     if chip is None or chips is None or chip.ici_axes is None:
         return [target]
@@ -164,18 +164,18 @@ def _shapes(target: TargetConfig) -> list[TargetConfig]:
     return [replace(shape, slices=target.slices) for shape in slices] or [target]
 
 
-def tokens_of(run: Run) -> int:
+def step_tokens(run: Run) -> int:
     """Return the tokens per step."""
     return run.config.batch * run.config.seq
 
 
 def dollars(target: TargetConfig, seconds: float) -> float | None:
-    """Return the on-demand price of a slice for some seconds, or None if unknown."""
+    """Return the on-demand price in dollars of using a slice for some seconds, or None if unknown."""
     usd = None if target.chip is None else target.chip.usd_per_hour
     return None if usd is None or target.chips is None else usd * target.chips * target.slices * seconds / 3600
 
 
 def affordable(target: TargetConfig, usd: float) -> float | None:
-    """Return the seconds that a budget in dollars buys on a slice, or None if no price above 0 is known."""
+    """Return the seconds on a slice that a budget in dollars buys, or None if the price is unknown or 0."""
     per_second = dollars(target, 1.0)
     return usd / per_second if per_second else None

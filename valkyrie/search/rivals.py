@@ -1,4 +1,4 @@
-"""Rivals of the best layout on the same slice: plain FSDP, and the TPU v4 paper's rule of thumb."""
+"""Baselines to compare the best layout with, on the same slice: plain FSDP, and the TPU v4 paper's rule of thumb."""
 
 from __future__ import annotations
 
@@ -9,73 +9,79 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.slices import parse_shape
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.search.answer_record import RankedLayout, Stage
-from valkyrie.search.compiling import Compiles
-from valkyrie.search.estimate.rank import Estimated, Ranking
+from valkyrie.search.compiling import CompiledLayouts
+from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
 from valkyrie.search.request import SearchRequest
 from valkyrie.units import duration
 
-RULE = "the TPU v4 paper's rule (MP1 and MP2 on an axis each, data on the third)"
+PAPER_RULE = "the TPU v4 paper's rule (MP1 and MP2 on an axis each, data on the third)"
 PLAIN_FSDP = "plain FSDP"
 
 
 @dataclass(frozen=True)
 class Rival:
-    """The fastest layout of a kind that should fit on a slice, or None and the reason."""
+    """A baseline: the fastest layout of a kind that should fit, or None and the reason in `why`."""
 
     name: str
-    layout: Estimated | None
+    layout: EstimatedLayout | None
     why: str = ""
 
 
 def rivals_on(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> list[Rival]:
-    """Return the rivals on a slice that the search's partitions cover. The rule needs a torus with three axes."""
-    partitions, here = {partition.name for partition in request.partitions}, ranked.on(target.name)
+    """Return the rivals on a slice whose partitions are part of the search. The rule needs a torus with three axes."""
+    partitions, ranked_here = {partition.name for partition in request.partitions}, ranked.for_target(target.name)
     rivals = []
     torus = parse_shape(target.topology) or () if platform_of(target.platform).has_torus else ()
     if "2d_tp" in partitions and len(torus) == 3:
-        rivals.append(_fastest(RULE, (one for one in here.under("2d_tp") if _is_the_torus(one))))
+        rivals.append(
+            _fastest(PAPER_RULE, (layout for layout in ranked_here.for_partition("2d_tp") if _matches_torus(layout)))
+        )
     if "fsdp" in partitions:
-        rivals.append(_fastest(PLAIN_FSDP, here.under("fsdp")))
+        rivals.append(_fastest(PLAIN_FSDP, ranked_here.for_partition("fsdp")))
     return rivals
 
 
-def _fastest(name: str, layouts: Iterator[Estimated] | Ranking) -> Rival:
-    why = "no layout of it is legal"
-    for one in layouts:
-        if one.fits:
-            return Rival(name, one)
-        why = "no layout of it fits"
+def _fastest(name: str, layouts: Iterator[EstimatedLayout] | Ranking) -> Rival:
+    why = "no legal layout"
+    for layout in layouts:
+        if layout.fits:
+            return Rival(name, layout)
+        why = "no layout fits"
     return Rival(name, None, why)
 
 
-def _is_the_torus(one: Estimated) -> bool:
-    """Check whether the mesh has the torus's sizes, the smallest for data (arXiv 2304.01433, section 2.7)."""
-    sizes = [int(one.group.candidates.sizes[axis][one.number]) for axis in ("x", "y", "z")]
-    return sorted(sizes) == sorted(parse_shape(one.group.target.topology) or ()) and sizes[2] == min(sizes)
+def _matches_torus(layout: EstimatedLayout) -> bool:
+    """Check whether the mesh has the sizes of the torus, the smallest for data (arXiv 2304.01433, section 2.7)."""
+    sizes = [int(layout.group.candidates.sizes[axis][layout.number]) for axis in ("x", "y", "z")]
+    return sorted(sizes) == sorted(parse_shape(layout.group.target.topology) or ()) and sizes[2] == min(sizes)
 
 
-def layouts_of(rivals: Sequence[Rival]) -> list[Estimated]:
-    """Return the layouts of the rivals that have one."""
+def rival_layouts(rivals: Sequence[Rival]) -> list[EstimatedLayout]:
+    """Return the layouts of all rivals that have one."""
     return [rival.layout for rival in rivals if rival.layout is not None]
 
 
-def format_comparison(rival: Rival, compiles: Compiles, best: RankedLayout, measured_s: float | None = None) -> str:
-    """Format the speedup of the best layout over a rival. `measured_s` is the rival's measured step time, if any.
+def format_comparison(
+    rival: Rival, compiles: CompiledLayouts, best: RankedLayout, measured_s: float | None = None
+) -> str:
+    """Format the speedup of the best layout over a rival. `measured_s` is the rival's measured step time or None.
 
-    Both times come from the same source: measured if both layouts are, else compiled if both are, else estimated.
+    Compares measured times if both layouts have one, otherwise compiled times if both have one, otherwise estimates.
     """
-    name, one = rival.name, rival.layout
-    if one is None:
+    name, layout = rival.name, rival.layout
+    if layout is None:
         return f"{name}: {rival.why}"
-    layout = " ".join(one.candidate.overrides[1:])
+    description = " ".join(layout.candidate.overrides[1:])
     if measured_s is not None and best.stage is Stage.measure:
-        return f"{name}: {duration(measured_s)} (measured), {measured_s / best.step_s:.2f} times the best; {layout}"
-    compiled = next((c for c in compiles.done if c.estimate.candidate == one.candidate), None)
+        return (
+            f"{name}: {duration(measured_s)} (measured), {measured_s / best.step_s:.2f} times the best; {description}"
+        )
+    compiled = next((c for c in compiles.done if c.estimate.candidate == layout.candidate), None)
     if compiled is not None and compiled.step_s is None:
-        return f"{name}: {layout}: {compiled.trial.status.value.replace('_', ' ')}"
-    of_best = next((c.step_s for c in compiles.done if c.estimate.candidate == best.candidate), None)
-    if compiled is not None and compiled.step_s is not None and of_best is not None:
-        times = compiled.step_s / of_best
-        return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times the best; {layout}"
-    times = one.step_s / sum(best.parts_s.values())
-    return f"{name}: {duration(one.step_s)} (by estimate), {times:.2f} times the best by estimate; {layout}"
+        return f"{name}: {description}: {compiled.trial.status.value.replace('_', ' ')}"
+    best_s = next((c.step_s for c in compiles.done if c.estimate.candidate == best.candidate), None)
+    if compiled is not None and compiled.step_s is not None and best_s is not None:
+        times = compiled.step_s / best_s
+        return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times the best; {description}"
+    times = layout.step_s / sum(best.parts_s.values())
+    return f"{name}: {duration(layout.step_s)} (by estimate), {times:.2f} times the best by estimate; {description}"

@@ -1,4 +1,4 @@
-"""Third stage of a search: tries compiler options and other implementations on the best layout, by compiling only."""
+"""Tuning stage of a search: tries compiler options and implementations on the best layout, by compiling only."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.search.compiling import CompiledLayout
 from valkyrie.search.request import SearchRequest
-from valkyrie.search.tune.mode import row
+from valkyrie.search.tune.mode import attempt_lines
 from valkyrie.search.tune.tune import tune
 from valkyrie.search.tune.tuned import Tuned
 from valkyrie.units import duration
 
 
 def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, console: Console) -> tuple[int, list[str]]:
-    """Return the exit status, and the overrides that make the best layout's step shortest.
+    """Tune the best layout, and return the exit status and the overrides with the shortest step.
 
-    Ctrl-C, or the end of the budget in seconds, keeps the best so far.
+    After `budget_s` seconds or Ctrl-C, these are the best overrides found so far.
     """
     run = best.estimate.run(request.run).changed(mode=settings_for(CompileMode, request.mode))
-    known: list[Tuned] = []
+    results: list[Tuned] = []
 
-    def tell(tuned: Tuned) -> None:
-        known.append(tuned)
-        console.print("  ".join(row(tuned.attempts[-1])), markup=False, soft_wrap=True)
+    def print_attempt(tuned: Tuned) -> None:
+        results.append(tuned)
+        console.print("  ".join(attempt_lines(tuned.attempts[-1])), markup=False, soft_wrap=True)
 
     console.print(
         f"trying compiler options and implementations on {' '.join(best.estimate.candidate.overrides[1:])}",
@@ -36,13 +36,11 @@ def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, con
     status = 0
     try:
         with signals_as_exceptions():
-            known.append(tune(run, None, budget_s, tell))
+            results.append(tune(run, None, budget_s, print_attempt))
     except KeyboardInterrupt:
         status = INTERRUPTED
-    if not known:
+    if not results:
         return status, []
-    tuned = known[-1]
-    console.print(
-        f"tuned: {duration(tuned.start_s)} as it is, {duration(tuned.step_s)} with the best of what was tried"
-    )
+    tuned = results[-1]
+    console.print(f"tuned: {duration(tuned.step_s)} with the best settings, {duration(tuned.start_s)} without")
     return status, tuned.overrides

@@ -1,1 +1,1 @@
-"""Fits the constants of the estimate and of the replay to measured trials."""
+"""Fits the constants of the estimate and of the replay to the user's own trials."""

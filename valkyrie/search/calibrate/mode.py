@@ -1,7 +1,7 @@
 """`mode=calibrate`: fits the constants of the estimate, and the factor of replays, to the user's own trials.
 
-Estimates are fitted to compiled and measured trials, replays to layouts that were both compiled and measured. Prints
-the improvement of each.
+Fits estimates to compiled and measured trials, and replays to layouts that were both compiled and measured. Prints the
+errors before and after.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from valkyrie.modes.calibrate import Config as CalibrateMode
 from valkyrie.paths import write_atomic
 from valkyrie.report.records import find_sweeps, read_rows
 from valkyrie.runs.folder import RUN, run_folder, saved_config, write_about
-from valkyrie.search.calibrate.replay_fit import ReplayFit, off, replay_fit, rounded
-from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
-from valkyrie.search.estimate.fit import FITTED, fitted, known_of, without_family
+from valkyrie.search.calibrate.replay_fit import ReplayFit, percent_errors, replay_fit, round_digits
+from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
+from valkyrie.search.estimate.fit import FITTED, cross_validate, fit_constants, timed_layouts
 from valkyrie.search.folder import ANSWER
 from valkyrie.sweep.rows import Row
 from valkyrie.train.screen import make_console
 
-_WHAT = "Name folders of searches or sweeps that compiled or measured layouts, as paths=[runs/search-a,runs/sweep-b]."
+_PATHS_HINT = "Use folders of searches or sweeps that compiled or measured layouts: paths=[runs/search-a,runs/sweep-b]."
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The constants of a chip before and after the fit, and the errors of estimates with both.
+    """Constants of a chip before and after the fit, with the errors of estimates.
 
     Args:
         chip: The chip.
         families: Number of trials by family.
-        before: The chip's own constants.
-        after: The fitted constants.
-        errors: Known over estimated seconds of each trial, by the chip's own constants.
-        left_out: The same by constants fitted to the other families, or None if there is only one family.
-        replay: Fit of replays to layouts that were measured and compiled, or None if there are none.
+        before: Constants before the fit.
+        after: Fitted constants.
+        errors: Ratio of known to estimated seconds of each trial, with the constants before the fit.
+        left_out: The same ratios with constants fitted to the other families, or None if there is only one family.
+        replay: Fit of replays to layouts that were both measured and compiled, or None if there are none.
         unpaired: Number of measured trials that were not compiled.
     """
 
@@ -61,20 +61,20 @@ class Calibration:
 
     @property
     def gains(self) -> bool:
-        """Whether the fitted constants are better on families that they were not fitted to."""
-        return self.left_out is not None and off(self.left_out)[0] < off(self.errors)[0]
+        """Whether fitted constants improve the estimates of families that were left out of the fit."""
+        return self.left_out is not None and percent_errors(self.left_out)[0] < percent_errors(self.errors)[0]
 
 
 def calibrate_mode(run: Run) -> int:
-    """Fit each chip's constants to the trials in `mode.paths`, print and store them, and return the exit status."""
+    """Fit the constants of each chip to the trials in `mode.paths`, store the results, and return the exit status."""
     console, paths = (
         make_console(),
         [Path(path).expanduser() for path in settings_for(CalibrateMode, run.config.mode).paths],
     )
     if not paths:
-        raise ValueError("mode=calibrate fits to trials: say where they are, as paths=[runs/search-a,runs/sweep-b].")
+        raise ValueError(f"mode=calibrate needs trials to fit to. {_PATHS_HINT}")
     for path in paths:
-        _check(path)
+        _check_path(path)
     rows = [row for row in read_rows(paths) if row.ok and not row.group.simulated and not row.is_training]
     by_chip: dict[str, list[tuple[Row, Run]]] = defaultdict(list)
     without_settings = 0
@@ -85,33 +85,33 @@ def calibrate_mode(run: Run) -> int:
         elif (chip := trial_run.config.target.chip) is not None:
             by_chip[chip.name].append((row, trial_run))
     if without_settings:
-        left_out = f"left out {without_settings} of {len(rows)} trials: their folders no longer have a {RUN}"
+        left_out = f"skipping {without_settings} of {len(rows)} trials: their folders have no {RUN}"
         console.print(left_out, style="yellow", markup=False, soft_wrap=True)
     if not by_chip:
         raise ValueError(
-            f"{', '.join(map(str, paths))}: no trial there was compiled or measured for a chip whose figures are known."
+            f"paths: no trial in {', '.join(map(str, paths))} was compiled or measured for a chip with known figures."
         )
-    console.print(f"{sum(map(len, by_chip.values()))} trials of {len(rows)} with a step are of a known chip")
-    few = [_too_few(chip, len(pairs)) for chip, pairs in by_chip.items() if len(pairs) < len(FITTED)]
-    if len(few) == len(by_chip):
-        raise ValueError("\n".join(few))
-    for sentence in few:
+    console.print(f"using {sum(map(len, by_chip.values()))} of {len(rows)} trials that have a step time")
+    too_few = [_too_few(chip, len(pairs)) for chip, pairs in by_chip.items() if len(pairs) < len(FITTED)]
+    if len(too_few) == len(by_chip):
+        raise ValueError("\n".join(too_few))
+    for sentence in too_few:
         console.print(sentence, style="yellow", markup=False, soft_wrap=True)
-    made = [calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED)]
+    calibrations = [calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED)]
     folder = run_folder(run)
     write_about(run, folder)
-    for one in made:
-        file = folder / CALIBRATED.format(chip=one.chip.name)
-        write_atomic(file, fragment(one))
-        show(one, file, console)
-    write_atomic(folder / "calibrate.json", json.dumps([as_json(one) for one in made], indent=1) + "\n")
+    for result in calibrations:
+        file = folder / CALIBRATED.format(chip=result.chip.name)
+        write_atomic(file, experiment_yaml(result))
+        show(result, file, console)
+    write_atomic(folder / "calibrate.json", json.dumps([as_json(result) for result in calibrations], indent=1) + "\n")
     return 0
 
 
 def _saved_run(row: Row) -> Run | None:
     """Return the run of a trial from its `run.yaml`, or None if its folder is gone.
 
-    The overrides are not enough: composing them again would use today's defaults for everything that they do not name.
+    Composing the trial's overrides again would not be enough: other settings would take today's defaults.
     """
     if row.folder is None or not (row.folder / RUN).is_file():
         return None
@@ -120,114 +120,127 @@ def _saved_run(row: Row) -> Run | None:
     return Run.from_config(saved)
 
 
-def _check(path: Path) -> None:
-    """Raise ValueError if a path has no trials, with a description of its content."""
+def _check_path(path: Path) -> None:
+    """Raise ValueError if a path has no trials."""
     if not path.exists():
-        raise ValueError(f"paths: {path} does not exist. {_WHAT}")
+        raise ValueError(f"paths: {path} does not exist. {_PATHS_HINT}")
     try:
         find_sweeps([path])
     except ValueError:
         if not [*path.glob(ANSWER), *path.glob(f"*/{ANSWER}")]:
-            raise ValueError(f"paths: {path} has no trials. {_WHAT}") from None
+            raise ValueError(f"paths: {path} has no trials. {_PATHS_HINT}") from None
         raise ValueError(
-            f"paths: {path} is of a search that kept estimates alone: nothing was compiled or measured there. Search "
-            "again without mode.compiles=0, with a longer mode.budget, or where the compiler or the devices are."
+            f"paths: {path} is a search that has only estimates, nothing was compiled or measured. Search again "
+            "without mode.compiles=0, with a longer mode.budget, or on a machine with the compiler or the devices."
         ) from None
 
 
 def _too_few(chip: str, count: int) -> str:
-    few = f"{count} trial{'s are' if count > 1 else ' is'} too few"
+    trials = f"{count} trial{'s are' if count > 1 else ' is'}"
     return (
-        f"{chip}: {few} to fit {len(FITTED)} constants to: at least as many are needed, of several models or batches "
-        "best. Name more folders in paths=, or let mode=search compile more (mode.compiles=12)."
+        f"{chip}: {trials} too few to fit {len(FITTED)} constants. Use at least {len(FITTED)} trials, best of several "
+        "models and batches: add folders to paths=, or let mode=search compile more layouts (mode.compiles=12)."
     )
 
 
 def calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
-    """Fit constants to the trials of a chip. A family is one model, batch and length."""
-    alike: dict[str, list[tuple[float, Run]]] = defaultdict(list)
-    family: dict[str, str] = {}
+    """Fit constants to the trials of a chip. A family consists of all trials with one model, batch and length."""
+    step_times: dict[str, list[tuple[float, Run]]] = defaultdict(list)
+    families: dict[str, str] = {}
     for row, run in pairs:
         config = run.config
         work = (config.model, config.batch, config.seq, config.precision, config.optimizer)
         key = repr((row.work.label, row.group.target, work, config.partition, config.remat, list(config.mesh.axes)))
-        alike[key].append((row.step_s or 0.0, run))
-        family[key] = row.work.label
-    known = [known_of([run for _, run in some], [s for s, _ in some], family[key]) for key, some in alike.items()]
-    chip, counts = known[0].chip, dict[str, int]()
-    for one in known:
-        counts[one.family] = counts.get(one.family, 0) + len(one.step_s)
-    before = efficiency_of(chip)
-    errors = np.concatenate([one.step_s / one.estimate(before) for one in known])
+        step_times[key].append((row.step_s or 0.0, run))
+        families[key] = row.work.label
+    timed = [
+        timed_layouts([run for _, run in group], [s for s, _ in group], families[key])
+        for key, group in step_times.items()
+    ]
+    chip, counts = timed[0].chip, dict[str, int]()
+    for layouts in timed:
+        counts[layouts.family] = counts.get(layouts.family, 0) + len(layouts.step_s)
+    before = chip_efficiency(chip)
+    errors = np.concatenate([layouts.step_s / layouts.estimate(before) for layouts in timed])
     left_out = None
     if len(counts) > 1:
-        estimates = without_family(known, before, FITTED)
-        left_out = np.concatenate([one.step_s / estimate for one, estimate in estimates])
-    after = fitted(known, before, FITTED)
+        estimates = cross_validate(timed, before, FITTED)
+        left_out = np.concatenate([layouts.step_s / estimate for layouts, estimate in estimates])
+    after = fit_constants(timed, before, FITTED)
     return Calibration(chip, counts, before, after, errors, left_out, *replay_fit(pairs))
 
 
-def fragment(one: Calibration) -> str:
-    """Return the fitted constants as an experiment, with comments on the trials and the errors."""
-    told = [f"# {line}" for line in sentences(one)]
-    constants = [f"      {name}: {rounded(getattr(one.after, name)):g}" for name in FITTED]
-    name = CALIBRATED.format(chip=one.chip.name)
+def experiment_yaml(result: Calibration) -> str:
+    """Return an experiment that sets the fitted constants. Comments describe the trials and the errors."""
+    comments = [f"# {line}" for line in describe(result)]
+    constants = [f"      {name}: {round_digits(getattr(result.after, name)):g}" for name in FITTED]
+    name = CALIBRATED.format(chip=result.chip.name)
     use = f"# Copy this file to FOLDER/experiment/{name} and write --config-dir FOLDER +experiment={Path(name).stem}."
-    lines = ["# @package _global_", use, *told, "target:", "  chip:", f"    calibrated: {one.chip.name}"]
+    lines = ["# @package _global_", use, *comments, "target:", "  chip:", f"    calibrated: {result.chip.name}"]
     lines += ["    estimate:", *constants]
-    if one.replay is not None:
+    if result.replay is not None:
         lines += [
             "    replay:",
-            *(f"      {k}: {'null' if v is None else v}" for k, v in asdict(one.replay.fitted).items()),
+            *(f"      {k}: {'null' if v is None else v}" for k, v in asdict(result.replay.fitted).items()),
         ]
     return "\n".join(lines) + "\n"
 
 
-def sentences(one: Calibration) -> list[str]:
-    """Describe the fit, and its errors on families that it was not fitted to."""
-    lines = [*_on_estimates(one), *(one.replay.sentences if one.replay else [])]
-    if one.unpaired:
+def describe(result: Calibration) -> list[str]:
+    """Describe the fit and its cross-validated errors, in sentences."""
+    lines = [*_describe_estimates(result), *(result.replay.sentences if result.replay else [])]
+    if result.unpaired:
+        trials = f"{result.unpaired} measured trial{'s have' if result.unpaired > 1 else ' has'}"
         lines.append(
-            f"{one.unpaired} measured trial{'s have' if one.unpaired > 1 else ' has'} no compile of the same layout "
-            "in these folders: replays are fitted to what both mode=measure and mode=compile ran."
+            f"{trials} no compile of the same layout in these folders. The factor for replays is fitted only to "
+            "layouts that were both measured and compiled."
         )
     return lines
 
 
-def _on_estimates(one: Calibration) -> list[str]:
-    rows, families, (middle, worst) = len(one.errors), len(one.families), off(one.errors)
+def _describe_estimates(result: Calibration) -> list[str]:
+    rows, families, (middle, worst) = len(result.errors), len(result.families), percent_errors(result.errors)
+    names = f"{families} famil{'y' if families == 1 else 'ies'}"
     lines = [
-        f"{one.chip.name}: {rows} trials of {families} famil{'y' if families == 1 else 'ies'}. As they are, estimates "
-        f"are off by {middle:.1f}% in the median and {worst:.1f}% at worst."
+        f"{result.chip.name}: {rows} trials of {names}. Errors of estimates with the chip's own constants: median "
+        f"{middle:.1f}%, worst {worst:.1f}%."
     ]
-    if one.left_out is None:
-        return [*lines, "All are of one family, so nothing says how good fitted constants are on another."]
-    middle, worst = off(one.left_out)
-    low, high = np.quantile(one.left_out, [0.05, 0.95])
+    if result.left_out is None:
+        return [*lines, "All trials are of one family, so the fitted constants cannot be validated on another one."]
+    middle, worst = percent_errors(result.left_out)
+    low, high = np.quantile(result.left_out, [0.05, 0.95])
     lines.append(
-        f"By constants fitted to the other families: {middle:.1f}% and {worst:.1f}%; nine of "
-        f"ten trials took {low:.2f} to {high:.2f} of their estimate."
+        f"Errors with constants fitted to the other families: median {middle:.1f}%, worst {worst:.1f}%. Nine of ten "
+        f"trials took {low:.2f} to {high:.2f} times their estimate."
     )
-    better = "Fitted constants are better there." if one.gains else "They are no better there: keep those of the chip."
+    better = (
+        "The fit is an improvement." if result.gains else "The fit is no improvement: keep the chip's own constants."
+    )
     return [*lines, better]
 
 
-def as_json(one: Calibration) -> dict[str, Any]:
-    """Return a calibration as plain values."""
-    told: dict[str, Any] = {"chip": one.chip.name, "families": one.families, "fitted": list(FITTED)}
-    told |= {"before": asdict(one.before), "after": asdict(one.after), "known_over_estimated": one.errors.tolist()}
-    told |= {"left_out": None if one.left_out is None else one.left_out.tolist(), "gains": one.gains}
-    return told | {"replay": one.replay.as_json() if one.replay else None}
+def as_json(result: Calibration) -> dict[str, Any]:
+    """Return the content of `calibrate.json` for one chip."""
+    record: dict[str, Any] = {"chip": result.chip.name, "families": result.families, "fitted": list(FITTED)}
+    record |= {
+        "before": asdict(result.before),
+        "after": asdict(result.after),
+        "known_over_estimated": result.errors.tolist(),
+    }
+    record |= {"left_out": None if result.left_out is None else result.left_out.tolist(), "gains": result.gains}
+    return record | {"replay": result.replay.as_json() if result.replay else None}
 
 
-def show(one: Calibration, file: Path, console: Console) -> None:
-    """Print a chip's constants before and after the fit, and the improvement."""
-    table = Table(title=f"constants of {one.chip.name}", title_justify="left", header_style="bold", box=SIMPLE)
-    for name in ("constant", "as it is", "fitted"):
+def show(result: Calibration, file: Path, console: Console) -> None:
+    """Print the constants of a chip before and after the fit, and the errors."""
+    table = Table(title=f"constants of {result.chip.name}", title_justify="left", header_style="bold", box=SIMPLE)
+    for name in ("constant", "before", "fitted"):
         table.add_column(name, justify="left" if name == "constant" else "right")
     for name in FITTED:
-        table.add_row(name, *(f"{rounded(getattr(of, name)):g}" for of in (one.before, one.after)))
+        table.add_row(
+            name, *(f"{round_digits(getattr(constants, name)):g}" for constants in (result.before, result.after))
+        )
     console.print(table)
-    for sentence in sentences(one):
+    for sentence in describe(result):
         console.print(sentence, markup=False, soft_wrap=True)
     console.print(f"written: {file}", soft_wrap=True)

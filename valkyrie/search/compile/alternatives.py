@@ -1,4 +1,4 @@
-"""Alternatives to a layout: changes of one or two settings, with the bytes that each should save, need or send."""
+"""Alternatives to a layout: changes of one or two settings, with estimates of the bytes saved, needed or sent."""
 
 from __future__ import annotations
 
@@ -20,63 +20,65 @@ from valkyrie.train.program import StepProgram
 def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...]:
     """Return up to `count` legal changes that need less memory, the largest saving first.
 
-    Changes one key at a time: microbatches, partition and remat. Remat policies with and without offload are each
-    represented by the one that saves most memory and by the one that saves least but enough. Of all changes, the one
-    that saves least but enough is always listed. If no change saves `missing` bytes, the first entry is full remat with
-    the number of microbatches that saves least but enough. Savings are the estimates of `mode=show`, which may err by
-    a factor of two for activations.
+    Each changes one of microbatches, partition and remat. A change is sufficient if it saves `missing` bytes. The list
+    always contains the smallest sufficient saving. Of the remat policies with offload, and of those without, it
+    contains the largest saving and the smallest sufficient one. If no change is sufficient, the first entry is full
+    remat with the fewest microbatches that are. Savings are the estimates of `mode=show`, which can be off by a factor
+    of two for activations.
     """
-    now = _expected(run)
+    current_bytes = _estimated_bytes(run)
 
     def savings(variants: list[tuple[str, Run]]) -> list[Saving]:
         legal = [(change, other) for change, other in variants if not other.problems()]
-        listed = [Saving(change, now - _expected(other)) for change, other in legal]
-        return sorted((entry for entry in listed if entry.saves > 0), key=lambda entry: -entry.saves)
+        savings_list = [Saving(change, current_bytes - _estimated_bytes(other)) for change, other in legal]
+        return sorted((entry for entry in savings_list if entry.saves > 0), key=lambda entry: -entry.saves)
 
-    remats = [savings(_remats(run, offload)) for offload in (False, True)]
-    changes = savings(_variants(run)) + [entry for found in remats for entry in _most_and_least(found, missing)]
+    remats = [savings(_other_remats(run, offload)) for offload in (False, True)]
+    changes = savings(_single_changes(run)) + [
+        entry for savings_of_kind in remats for entry in _largest_and_smallest(savings_of_kind, missing)
+    ]
     changes.sort(key=lambda entry: -entry.saves)
-    enough = [entry for entry in changes if entry.saves >= missing]
-    if not enough:
-        enough = [entry for entry in savings(_combined(run)) if entry.saves >= missing][-1:]
-        changes = enough + changes
-    listed = changes[:count]
-    if enough and enough[-1] not in listed:
-        listed[-1] = enough[-1]
-    return tuple(listed)
+    sufficient = [entry for entry in changes if entry.saves >= missing]
+    if not sufficient:
+        sufficient = [entry for entry in savings(_full_remat_changes(run)) if entry.saves >= missing][-1:]
+        changes = sufficient + changes
+    savings_list = changes[:count]
+    if sufficient and sufficient[-1] not in savings_list:
+        savings_list[-1] = sufficient[-1]
+    return tuple(savings_list)
 
 
 def fuller_layouts(run: Run) -> tuple[FullerRemat, ...]:
-    """Return the remat policies that save more on the device, with the additional bytes they need, the most first."""
-    now = _expected(run)
+    """Return the remat policies that save more activations on the device, in descending order of additional bytes."""
+    current_bytes = _estimated_bytes(run)
     changes = []
     for remat in read_group("remat", RematConfig):
         other = run.changed(remat=remat)
         if remat.offload or other.layout_problems():
             continue
-        if (needs := _expected(other) - now) > 0:
+        if (needs := _estimated_bytes(other) - current_bytes) > 0:
             changes.append(FullerRemat(f"remat={remat.name}", needs))
     return tuple(sorted(changes, key=lambda entry: -entry.needs))
 
 
 def other_partitions(run: Run) -> tuple[OtherPartition, ...]:
-    """Return all other partitions of `conf/partition` that are legal for this run, the least memory first."""
-    found = []
+    """Return all other partitions in `conf/partition` that are legal for this run, in ascending order of memory."""
+    partitions = []
     for partition in read_group("partition", PartitionConfig):
         other = run.changed(partition=partition)
         if partition.name == run.config.partition.name or other.problems(advise=False):
             continue
-        needs, sends = _expected(other), _sent_for_data(other)
-        found.append(OtherPartition(partition.name, other.layout.roles, needs, sends))
-    return tuple(sorted(found, key=lambda entry: entry.needs))
+        needs, sends = _estimated_bytes(other), _bytes_sent_for_data(other)
+        partitions.append(OtherPartition(partition.name, other.layout.roles, needs, sends))
+    return tuple(sorted(partitions, key=lambda entry: entry.needs))
 
 
-def _sent_for_data(run: Run) -> int | None:
+def _bytes_sent_for_data(run: Run) -> int | None:
     """Return the bytes that one device sends per step if all mesh axes split only data, otherwise None.
 
-    A ring sends (n-1)/n of an array to gather it from n devices, and twice that to sum it on all of them. The TPU
-    compiler does the latter for sharded gradients too. Parameters are gathered for the forward and the backward pass of
-    every microbatch; gradients are summed after it.
+    On n devices, a ring sends (n-1)/n of an array in an all-gather, and twice that in an all-reduce. The TPU compiler
+    uses all-reduces for sharded gradients too. Parameters are gathered for the forward and the backward pass of every
+    microbatch, after which gradients are summed.
     """
     layout, policy = run.layout, run.config.precision
     if any(layout.degrees[kind] > 1 for kind in ("MP1", "MP2", "SP", "PP")):
@@ -89,7 +91,7 @@ def _sent_for_data(run: Run) -> int | None:
     return int(layout.microbatches * total)
 
 
-def _variants(run: Run) -> list[tuple[str, Run]]:
+def _single_changes(run: Run) -> list[tuple[str, Run]]:
     config = run.config
     variants = []
     for factor in (2, 4):
@@ -103,20 +105,20 @@ def _variants(run: Run) -> list[tuple[str, Run]]:
     ]
 
 
-def _remats(run: Run, offload: bool) -> list[tuple[str, Run]]:
-    """Return the other remat policies: those with offload, or those without."""
+def _other_remats(run: Run, offload: bool) -> list[tuple[str, Run]]:
+    """Return runs with each other remat policy, either those with offload or those without."""
     remats = [remat for remat in read_group("remat", RematConfig) if bool(remat.offload) is offload]
     return [(f"remat={r.name}", run.changed(remat=r)) for r in remats if r.name != run.config.remat.label]
 
 
-def _most_and_least(savings: list[Saving], missing: int) -> list[Saving]:
-    """Return the first of these savings, which is the largest, and the last that is still enough."""
-    enough = [entry for entry in savings if entry.saves >= missing]
-    return savings[:1] + [entry for entry in enough[-1:] if entry is not savings[0]]
+def _largest_and_smallest(savings: list[Saving], missing: int) -> list[Saving]:
+    """Return the largest of these savings and the smallest sufficient one."""
+    sufficient = [entry for entry in savings if entry.saves >= missing]
+    return savings[:1] + [entry for entry in sufficient[-1:] if entry is not savings[0]]
 
 
-def _combined(run: Run) -> list[tuple[str, Run]]:
-    """Return full remat with every doubling of the microbatches."""
+def _full_remat_changes(run: Run) -> list[tuple[str, Run]]:
+    """Return runs with full remat and 2, 4, 8, ... times the microbatches."""
     variants, count = [], run.config.microbatches * 2
     while count <= run.config.batch:
         changed = run.changed(remat=remat_named("full"), microbatches=count)
@@ -125,6 +127,6 @@ def _combined(run: Run) -> list[tuple[str, Run]]:
     return variants
 
 
-def _expected(run: Run) -> int:
+def _estimated_bytes(run: Run) -> int:
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
     return expected_memory(run, program.abstract_state).total

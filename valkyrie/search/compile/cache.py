@@ -1,9 +1,9 @@
 """The compile cache: results by request, and programs by the compiler's input.
 
-`compile/requests/KEY` holds the outcome of a run. Its key covers the run's settings and all source code, so it is found
-without JAX but changes with every edit. `compile/programs/KEY` holds a compiled program. Its key covers the lowered
-StableHLO, the compiler's options, flags and version, and the devices, so an edit that does not change the program finds
-it after lowering. Imports no JAX.
+`compile/requests/KEY` holds the outcome of a run. Its key covers the run's settings and all source code: it is computed
+without JAX, but changes with every edit. `compile/programs/KEY` holds a compiled program. Its key covers the lowered
+StableHLO, the devices, and the compiler's options, flags and version. After an edit that does not change the program,
+the run is lowered again but not compiled again. Does not import JAX.
 """
 
 from __future__ import annotations
@@ -31,22 +31,27 @@ from valkyrie.search.compile.prediction import CompileOutcome, MemoryReport
 from valkyrie.train.options import Option
 
 OUTCOME, PROGRAM = "outcome.json", "program.json"
-"""File of a request with its outcome, and file of a program with its `ProgramRecord`."""
+"""Names of the files with the outcome of a request and with the `ProgramRecord` of a program."""
 
-_NO_PROGRAM = ("estimate", "replay", "calibrated", "rented_as", "usd_per_hour", "spot_usd_per_hour")
-"""Settings of a chip that do not change a program or its replay."""
-_NO_COMPILER_FLAGS = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
+_UNUSED_CHIP_SETTINGS = ("estimate", "replay", "calibrated", "rented_as", "usd_per_hour", "spot_usd_per_hour")
+"""Settings of a chip that affect neither the program nor its replay."""
+_UNUSED_FLAGS = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
 _COMPILERS = ("jax", "jaxlib", "libtpu")
-"""Packages that compile StableHLO. Their versions are part of a program's key."""
+"""Packages with versions that are part of a program's key."""
 _SOURCE_PLACE = re.compile(r'"[^"\n]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
 
 
 @dataclass(frozen=True)
 class ProgramRecord:
-    """The compiler's result for a program: its memory and module, or the shortage of memory.
+    """Result of compiling a program. A program that does not fit has a `shortage` and a `reason` instead of a module.
 
-    `compile_s` is the compile time in seconds. A program that does not fit has a `shortage` and a `reason`, but no
-    memory and no module.
+    Args:
+        compile_s: Compile time in seconds.
+        options: Compiler options.
+        memory: Memory of the program on one device.
+        module_sha256: Digest of the optimised module.
+        shortage: Memory that the program needs, if it does not fit.
+        reason: The compiler's message, if it does not fit.
     """
 
     compile_s: float
@@ -59,21 +64,21 @@ class ProgramRecord:
 
     def __post_init__(self) -> None:
         if (self.memory is None) == (self.shortage is None) or (self.memory is None) != (self.module_sha256 is None):
-            raise ValueError("either memory and module_sha256 or a shortage is needed")
+            raise ValueError("set either memory and module_sha256, or shortage")
 
 
 def requests_folder() -> Path:
-    """Return the folder of outcomes by request."""
+    """Return the folder of outcomes, with one folder per request."""
     return cache_root() / "compile" / "requests"
 
 
 def programs_folder() -> Path:
-    """Return the folder of compiled programs."""
+    """Return the folder of compiled programs, with one folder per program."""
     return cache_root() / "compile" / "programs"
 
 
 def request_key(run: Run) -> str:
-    """Return a digest of everything that may decide a compile: settings, flags, versions and all source code."""
+    """Return a digest of everything that may affect a compile: settings, flags, versions and all source code."""
     return digest([program_settings(run), compiler_flags(), versions(), package_digest(run)])[:32]
 
 
@@ -85,8 +90,8 @@ def program_key(
 ) -> str:
     """Return a digest of the compiler's input.
 
-    `stablehlo` is the lowered program with debug information. Names of operations count, because reports read them from
-    the compiled module. Source locations do not, so a report on a cached program may name lines that have moved since.
+    `stablehlo` is the lowered program with debug information. Names of operations are part of the key, because reports
+    read them from the compiled module. Source locations are not, so reports on cached programs may name old lines.
     """
     compilers = {name: version for name, version in versions().items() if name in _COMPILERS}
     program = digest(_SOURCE_PLACE.sub("", stablehlo))
@@ -95,12 +100,12 @@ def program_key(
 
 
 def package_digest(run: Run) -> str:
-    """Return a digest of the package's source code and of the run's own modules."""
+    """Return a digest of the source code of this package and of the modules in `modules=`."""
     return source_digest(".", *run.config.modules)
 
 
 def program_settings(run: Run) -> Mapping[str, object]:
-    """Return the settings of a run that decide the compiled program, as plain values by key."""
+    """Return the settings of a run that affect the compiled program, as plain values by key."""
     from omegaconf import OmegaConf
 
     values = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
@@ -109,26 +114,28 @@ def program_settings(run: Run) -> Mapping[str, object]:
 
 
 def target_settings(target: TargetConfig) -> Mapping[str, object]:
-    """Return a target as plain values, without settings that do not change a program or its replay."""
+    """Return a target as plain values, without settings that affect neither the program nor its replay."""
     from omegaconf import OmegaConf
 
     values = OmegaConf.to_container(OmegaConf.structured(target), enum_to_str=True)
     assert isinstance(values, dict)
     chip = values["chip"]
-    known = None if chip is None else {name: value for name, value in chip.items() if name not in _NO_PROGRAM}
-    return {str(name): value for name, value in values.items()} | {"chip": known}
+    chip_settings = (
+        None if chip is None else {name: value for name, value in chip.items() if name not in _UNUSED_CHIP_SETTINGS}
+    )
+    return {str(name): value for name, value in values.items()} | {"chip": chip_settings}
 
 
 def compiler_flags() -> list[str]:
-    """Return the compiler flags of the environment, without those that do not change programs."""
+    """Return the compiler flags in the environment, without those that do not affect programs."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
-    return sorted(flag for flag in flags if not flag.startswith(_NO_COMPILER_FLAGS))
+    return sorted(flag for flag in flags if not flag.startswith(_UNUSED_FLAGS))
 
 
 def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:
-    """Return the outcome of a request, or None if it is missing or any part of it is damaged.
+    """Return the outcome of a request, or None if it is missing or damaged.
 
-    The program of a layout that fits must be in the cache too, with `hlo` also as text.
+    If the layout fits, its program must be in the cache as well, and with `hlo` also as text.
     """
     try:
         outcome = read_record(CompileOutcome, folder / OUTCOME)
@@ -144,24 +151,24 @@ def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:
 def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
     """Return the record of a compiled program, or None if it is missing or damaged.
 
-    With `hlo`, a program that fits also needs its module as text.
+    With `hlo`, a program that fits must also be stored as text.
     """
     try:
         program = read_record(ProgramRecord, folder / PROGRAM)
         if program.module_sha256 is not None:
             with (folder / MODULE).open("rb") as module:
-                whole = hashlib.file_digest(module, "sha256").hexdigest() == program.module_sha256
-            if not whole or (hlo and not (folder / TEXT).is_file()):
+                is_intact = hashlib.file_digest(module, "sha256").hexdigest() == program.module_sha256
+            if not is_intact or (hlo and not (folder / TEXT).is_file()):
                 return None
     except (OSError, RecordError):
         return None
     return program
 
 
-def keep_program(scratch: Path, folder: Path, replace: bool) -> None:
-    """Move a compiled program into the cache, replacing a damaged one.
+def store_program(scratch: Path, folder: Path, replace: bool) -> None:
+    """Move a compiled program into the cache, unless it has an intact one. With `replace`, replaces that too.
 
-    If two compiles of it finish at once, the first stays. With `replace`, an intact program is replaced too.
+    If two processes store the same program at once, the first one wins.
     """
     if not replace and read_program(folder, hlo=(scratch / TEXT).is_file()) is not None:
         return

@@ -1,9 +1,9 @@
-"""The child process of a compile: builds the run's step for its target, compiles it, writes the outcome.
+"""Child process that compiles the step of a run for its target and writes the outcome.
 
-`python -m valkyrie.search.compile.child FOLDER PARENT [--anew]` reads FOLDER/run.yaml and writes FOLDER/outcome.json. A
-program that is not in the cache, or any program with `--anew`, is compiled into FOLDER/KEY. This is a separate process
-because the compiler of another chip may abort or never return. It exits and removes its folder when the process PARENT
-has ended.
+`python -m valkyrie.search.compile.child FOLDER PARENT [--ignore-cache]` reads FOLDER/run.yaml and writes
+FOLDER/outcome.json. It compiles the program into FOLDER/KEY, unless it is in the cache. `--ignore-cache` ignores the
+cache. This is a separate process, because compilers may abort or never return. It exits and removes its folder when the
+process PARENT has ended.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ if TYPE_CHECKING:
     from valkyrie.train.options import Option
     from valkyrie.train.program import StepProgram
 
-NEARLY = 1.1
-"""Largest ratio of needed to available memory for which a program is compiled again with options that save some."""
+MAX_EXCESS = 1.1
+"""Maximum ratio of needed to available memory for which a program is compiled again with options that save memory."""
 
 
 def main() -> None:
-    """Compile the run in the folder named by the first argument, for the process named by the second."""
+    """Compile the run in the folder given by the first argument. The second is the id of the parent process."""
     folder, parent = Path(sys.argv[1]), int(sys.argv[2])
-    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
-    write_record(folder / OUTCOME, _outcome(folder, anew="--anew" in sys.argv[3:]))
+    threading.Thread(target=_exit_with_parent, args=(parent, folder), daemon=True).start()
+    write_record(folder / OUTCOME, _compile_run(folder, ignore_cache="--ignore-cache" in sys.argv[3:]))
 
 
-def _end_with(parent: int, folder: Path) -> None:
-    """End this process once its parent has ended: a parent that was killed cannot stop the compiler or clean up."""
+def _exit_with_parent(parent: int, folder: Path) -> None:
+    """End this process when its parent has ended, because a killed parent cannot stop the compiler or clean up."""
     while os.getppid() == parent:
         time.sleep(1)
     shutil.rmtree(folder, ignore_errors=True)
-    end_process(LOST, "its parent is gone")
+    end_process(LOST, "its parent process has ended")
 
 
-def _outcome(folder: Path, anew: bool) -> CompileOutcome:
+def _compile_run(folder: Path, ignore_cache: bool) -> CompileOutcome:
     run = Run.from_config(saved_config(folder))
     try:
         target = run.config.target
@@ -79,16 +79,16 @@ def _outcome(folder: Path, anew: bool) -> CompileOutcome:
     from valkyrie.train.options import OptionRefused
 
     try:
-        return _compile(run, devices, folder, anew)
+        return _compile_step(run, devices, folder, ignore_cache)
     except OptionRefused as error:
         return CompileOutcome(CompileStatus.refused, str(error))
     except Exception as error:  # compilers raise errors of many types
         text = str(error)
-        reason = _about_scratch_memory(text) or f"{type(error).__name__}: {first_lines(text)}"
+        reason = _explain_scratch_memory(text) or f"{type(error).__name__}: {first_lines(text)}"
         return CompileOutcome(CompileStatus.failed, reason)
 
 
-def _compile(run: Run, devices: list[Any], folder: Path, anew: bool) -> CompileOutcome:
+def _compile_step(run: Run, devices: list[Any], folder: Path, ignore_cache: bool) -> CompileOutcome:
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.search.compile.alternatives import fuller_layouts, other_partitions
     from valkyrie.search.compile.executable import device_positions, step_memory
@@ -102,19 +102,21 @@ def _compile(run: Run, devices: list[Any], folder: Path, anew: bool) -> CompileO
     values = {option.name: str(option.value) for option in program.options}
     kind, positions = devices[0].device_kind, device_positions(mesh)
     key = program_key(lowered.as_text(debug_info=True), values, kind, positions)
-    record = None if anew else read_program(programs_folder() / key, settings_for(CompileMode, run.config.mode).hlo)
+    record = (
+        None if ignore_cache else read_program(programs_folder() / key, settings_for(CompileMode, run.config.mode).hlo)
+    )
     if record is None:
         (folder / key).mkdir()
         record = _compile_program(program, lowered, folder / key)
         write_record(folder / key / PROGRAM, record)
     if record.shortage is not None:
-        return _too_large(run, record.shortage, record.reason)
+        return _too_large_outcome(run, record.shortage, record.reason)
     assert record.memory is not None and record.module_sha256 is not None
     needed, usable = record.memory.peak, usable_hbm(run.config.target.chip)
-    if usable is not None and needed > usable:  # the user's limit is below the compiler's own
+    if usable is not None and needed > usable:  # target.chip.usable_hbm_gib can be lower than the compiler's own limit
         needs, limit = (f"{size / 2**30:.2f} GiB" for size in (needed, usable))
         reason = f"its peak of {needs} exceeds the {limit} of target.chip.usable_hbm_gib"
-        return _too_large(run, MemoryReport(needed=needed, usable=usable), reason)
+        return _too_large_outcome(run, MemoryReport(needed=needed, usable=usable), reason)
     step = CompiledStep(
         program=key,
         module_sha256=record.module_sha256,
@@ -124,7 +126,7 @@ def _compile(run: Run, devices: list[Any], folder: Path, anew: bool) -> CompileO
         memory=step_memory(program, record.memory),
         parameters=run.model.parameter_count(),
         alternatives=Alternatives(fuller_layouts(run), other_partitions(run)),
-        placement=_placement(run, mesh),
+        placement=_describe_placement(run, mesh),
         positions=positions,
         axes={str(name): int(size) for name, size in mesh.shape.items()},
     )
@@ -132,7 +134,7 @@ def _compile(run: Run, devices: list[Any], folder: Path, anew: bool) -> CompileO
 
 
 def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: Path) -> ProgramRecord:
-    """Compile a lowered step into a folder. Raises the compiler's errors, except for lack of memory."""
+    """Compile a lowered step into a folder. Raises the compiler's errors, except those for lack of memory."""
     from valkyrie.search.compile.executable import program_memory
     from valkyrie.train.options import refusals_in_plain_words
     from valkyrie.train.program import serialised_module
@@ -140,7 +142,7 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
     run, platform, began = program.run, platform_of(program.backend), time.perf_counter()
     try:
         with refusals_in_plain_words():
-            compiled, options = within_memory(program.options, lowered.compile, platform)
+            compiled, options = compile_within_memory(program.options, lowered.compile, platform)
     except Exception as error:
         if not is_out_of_memory(str(error)):
             raise
@@ -148,7 +150,7 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
         seconds, reason = time.perf_counter() - began, first_lines(str(error))
         return ProgramRecord(seconds, tuple(program.options), shortage=shortage, reason=reason)
     seconds = time.perf_counter() - began
-    peak = peak_beside_host(compiled, lowered.compile, options, platform)
+    peak = peak_without_host(compiled, lowered.compile, options, platform)
     module = serialised_module(compiled)
     write_atomic(folder / MODULE, module)
     if settings_for(CompileMode, run.config.mode).hlo:
@@ -157,44 +159,46 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
     return ProgramRecord(seconds, tuple(options), memory, digest(module))
 
 
-def within_memory(options: list[Option], compile: Callable[..., Any], platform: Platform) -> tuple[Any, list[Option]]:
-    """Return the result of `compile`, and the options it used.
+def compile_within_memory(
+    options: list[Option], compile: Callable[..., Any], platform: Platform
+) -> tuple[Any, list[Option]]:
+    """Return the result of `compile` and the options used.
 
-    If a TPU's compiler refuses a program that needs at most a tenth more memory than there is, the program is compiled
-    again with options that save memory. If these do not help, the first error is raised.
+    If the TPU compiler refuses a program that needs at most `MAX_EXCESS` times the available memory, compiles it again
+    with options that save memory. If that does not help either, raises the first error.
     """
     from valkyrie.train.options import with_saving
 
     try:
         return compile(), options
     except Exception as error:
-        found = parse_shortage(str(error))
-        needed, usable = found.needed, found.usable
+        shortage = parse_shortage(str(error))
+        needed, usable = shortage.needed, shortage.usable
         saving = with_saving(options)
         if (
             not platform.memory_limit_option
             or saving == options
             or not needed
             or not usable
-            or needed > NEARLY * usable
+            or needed > MAX_EXCESS * usable
         ):
             raise
         try:
             values = {option.name: option.value for option in saving if option.value is not None}
             return compile(compiler_options=values), saving
-        except Exception as again:
-            if not is_out_of_memory(str(again)):
+        except Exception as retry_error:
+            if not is_out_of_memory(str(retry_error)):
                 raise
             raise error from None
 
 
-def peak_beside_host(
+def peak_without_host(
     compiled: Any, compile: Callable[..., Any], options: list[Option], platform: Platform
 ) -> int | None:
-    """Return the peak bytes on a device of a TPU program with arrays in host memory, or None for other programs.
+    """Return the peak device memory of a TPU program with arrays in host memory, in bytes, or None for other programs.
 
-    XLA reports one peak for both memories. With a limit of 1 MiB of device memory, `compile(compiler_options=...)`
-    refuses the program in seconds and reports the bytes it needs, within 2% of those of a whole compile
+    XLA reports only the sum of both memories. With a limit of 1 MiB of device memory, `compile(compiler_options=...)`
+    fails within seconds and reports the device memory that it needs, within 2% of a complete compile
     (experiments/LOG.md).
     """
     sizes, limit = compiled.memory_analysis(), platform.memory_limit_option
@@ -209,52 +213,51 @@ def peak_beside_host(
     return None
 
 
-def _about_scratch_memory(text: str) -> str | None:
-    """Explain a compiler's refusal of a kernel for its scratch memory, or return None for other messages."""
+def _explain_scratch_memory(text: str) -> str | None:
+    """Explain an error about a kernel that needs too much scratch memory, or return None for other errors."""
     used = parse_scratch_memory(text)
     if used is None:
         return None
     return (
-        f"a kernel, {used.kernel or 'that XLA does not name'}, needs {used.needed_mib:g} MiB of the "
-        f"{used.limit_mib:g} MiB of scratch memory (VMEM) of a core. "
-        "No layout helps: another model.attention.head_dim may, or a larger "
-        "target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib."
+        f"kernel {used.kernel or '(not named by XLA)'} needs {used.needed_mib:g} MiB of scratch memory (VMEM), and "
+        f"a core has {used.limit_mib:g} MiB. Another layout does not help. Use another model.attention.head_dim, or a "
+        "larger target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib."
     )
 
 
-def _placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """Return a line for each mesh axis with its place on the torus, and the setting for another placement."""
+def _describe_placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    """Return a line for each mesh axis with its place on the torus, and a line with the setting that places them."""
     if not platform_of(run.config.target.platform).has_torus:
         return ()
     from valkyrie.parallel.placement import describe_placement, placement_of, placements
 
     topology = topology_of(run.config.target)
     lines = [f"{name}={axis}" for name, axis in describe_placement(mesh, topology).items() if axis.size > 1]
-    chosen, count = placement_of(mesh, topology), len(placements(run.config.mesh.axes, topology))
-    if chosen is not None:
-        lines.append(f"mesh.placement=[{','.join(chosen)}], one of {count} on this torus")
+    placement, count = placement_of(mesh, topology), len(placements(run.config.mesh.axes, topology))
+    if placement is not None:
+        lines.append(f"mesh.placement=[{','.join(placement)}], one of {count} on this torus")
     return tuple(lines)
 
 
 def parse_shortage(text: str) -> MemoryReport:
-    """Parse a compiler's error for a program that needs more memory than there is."""
-    found = parse_out_of_memory(text)
-    return MemoryReport(needed=found.needed, usable=found.usable, largest=found.largest)
+    """Parse the compiler's error for a program that needs too much memory."""
+    report = parse_out_of_memory(text)
+    return MemoryReport(needed=report.needed, usable=report.usable, largest=report.largest)
 
 
-def _too_large(run: Run, shortage: MemoryReport, reason: str | None) -> CompileOutcome:
-    """Return the outcome of a program that needs more memory than there is, with the layouts that need less."""
+def _too_large_outcome(run: Run, shortage: MemoryReport, reason: str | None) -> CompileOutcome:
+    """Return the outcome of a program that needs too much memory, with changes that save memory."""
     from valkyrie.search.compile.alternatives import cheaper_layouts
 
     missing = (shortage.needed or 0) - (shortage.usable or 0)
-    full = replace(shortage, largest=_largest(run, shortage), savings=cheaper_layouts(run, missing))
+    full = replace(shortage, largest=_largest_allocations(run, shortage), savings=cheaper_layouts(run, missing))
     return CompileOutcome(CompileStatus.does_not_fit, reason, shortage=full)
 
 
-def _largest(run: Run, shortage: MemoryReport) -> tuple[Allocation, ...]:
-    """Return the largest allocations. If the compiler does not name them, estimates them from the run's shapes.
+def _largest_allocations(run: Run, shortage: MemoryReport) -> tuple[Allocation, ...]:
+    """Return the largest allocations as named by the compiler, or else estimated from the run's shapes.
 
-    The bytes that the compiler needs "for HLO temporaries" include the arguments (experiments/LOG.md).
+    The compiler's bytes "for HLO temporaries" include the arguments (experiments/LOG.md).
     """
     if shortage.largest:
         return shortage.largest

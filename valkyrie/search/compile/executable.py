@@ -1,4 +1,4 @@
-"""Reads a program that XLA compiled: its memory on one device, its module, and the positions of its devices."""
+"""Reads programs compiled by XLA: memory per device, optimised module, and positions of the devices."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from valkyrie.train.program import StepProgram, serialised_module
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled program: its optimised module, its memory, and the positions of the devices of its mesh, flattened.
+    """A compiled program.
 
-    `axes` are the names and sizes of the mesh's axes, in order.
+    Args:
+        module: Optimised module, serialised.
+        memory: Memory on one device.
+        positions: Positions of the mesh's devices, flattened.
+        axes: Names and sizes of the mesh's axes, in order.
     """
 
     module: bytes
@@ -47,7 +51,7 @@ def compiled_program(
 def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | None = None) -> ProgramMemory:
     """Return the memory of a program on one device of a platform, as counted by XLA.
 
-    `peak` replaces XLA's own number if that includes host memory (`peak_beside_host`).
+    `peak` replaces XLA's own peak, which may include host memory (`peak_without_host`).
     """
     sizes = compiled.memory_analysis()
     assert sizes is not None, "every backend that compiles for a mesh counts its memory"
@@ -66,7 +70,7 @@ def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | Non
 
 
 def step_memory(program: StepProgram, memory: ProgramMemory) -> MemoryReport:
-    """Return the memory of a compiled training step, split by the shapes of its state."""
+    """Return the memory of a compiled training step, split by the known shapes of its state."""
     run = program.run
     return memory_report(run.config.target.chip, memory, expected_memory(run, program.abstract_state))
 
@@ -77,7 +81,7 @@ def device_positions(mesh: jax.sharding.Mesh) -> tuple[Position, ...]:
 
 
 def device_position(device: Any) -> Position:
-    """Return the position of a JAX device; its id replaces coordinates on platforms without a torus."""
+    """Return the position of a JAX device. Without a torus, its id is used as the coordinate."""
     coords = getattr(device, "coords", None)
     return Position(
         getattr(device, "slice_index", 0) or 0,
@@ -88,7 +92,7 @@ def device_position(device: Any) -> Position:
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Disable JAX's cache on disk: it cannot read back programs for absent devices."""
+    """Disable JAX's compilation cache, which cannot load programs for devices that this machine does not have."""
     before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()

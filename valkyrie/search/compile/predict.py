@@ -1,6 +1,6 @@
-"""Predicts any JAX program on a slice: a jitted function, which is compiled here, or a dumped module.
+"""Predicts any JAX program on a slice, from a jitted function or a dumped module.
 
-Uses the replay and the summary that `mode=compile` uses for a run's step.
+Uses the same replay and summary as `mode=compile`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from valkyrie.compiled.collectives import CollectiveUse
-from valkyrie.compiled.dumped import read_dumped, refuse_other_chip, slow_products
+from valkyrie.compiled.dumped import fastest_product_rate, read_dumped, refuse_other_chip
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.foreign_errors import Allocation, first_lines, is_out_of_memory
@@ -25,7 +25,7 @@ from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.hints import program_hints
 from valkyrie.search.compile.prediction import CompileStatus, ForeignProgram, MemoryReport, Prediction
-from valkyrie.search.compile.replayed import corrected, replay_on
+from valkyrie.search.compile.replayed import correct_replay, replay_on
 from valkyrie.search.compile.summary import memory_report, program_step, with_parts
 from valkyrie.train.options import YOU, Option, option_text, refusals_in_plain_words
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import Replay
 
 U = TypeVar("U", Cost, CollectiveUse)
-LAYERS = 3
-"""Minimum number of operations of unrolled layers that are summed."""
+MIN_LAYERS = 3
+"""Minimum number of operations of unrolled layers to sum in one row."""
 _NUMBERED = re.compile(r"((?:^|/)(?:[A-Za-z]\w*_)?)\d+(?=/)")
-"""A scope of an operation's name with a number: `blocks_7` or `7`."""
+"""A numbered scope in an operation's name, such as `blocks_7` or `7`."""
 LOW_RATE = 0.35
-"""Share of peak. If the fastest large product of a dumped module is slower, it may be for another chip."""
+"""If the fastest large product of a dumped module is below this share of peak, the module may be for another chip."""
 
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """Name of a program, and the tokens and FLOPs of its model per step on all devices. None means unknown."""
+    """Name of a program, and its model's tokens and FLOPs per step on all devices. None means unknown."""
 
     name: str | None = None
     tokens: float | int | None = None
@@ -54,7 +54,7 @@ class ProgramWork:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The prediction of a program, and its replay or None if the compiler refused it for lack of memory."""
+    """Prediction of a program, and its replay, or None if the program did not fit."""
 
     prediction: Prediction
     replay: Replay | None
@@ -70,18 +70,27 @@ def predict_function(
     options: Mapping[str, Any] | None = None,
     work: ProgramWork | None = None,
 ) -> Predicted:
-    """Predict a step of a function on a slice. It may be jitted, lowered or compiled.
+    """Predict a step of a jitted, lowered or compiled function on a slice.
 
-    Raises ValueError if it is anything else, its devices are not those of the slice, or the compiler refuses an option.
-    Other errors of tracing and compiling are passed on.
+    Raises ValueError for any other function, for devices that do not belong to the slice, and for options that the
+    compiler refuses. Other errors of tracing and compiling are not caught.
+
+    Args:
+        function: The function.
+        arguments: Positional arguments, arrays or `jax.ShapeDtypeStruct`.
+        named: Keyword arguments.
+        target: The slice.
+        mesh: Mesh of the devices, or None to take it from the shardings of the arguments.
+        options: Compiler options.
+        work: Name, tokens and FLOPs of the program.
     """
     import jax
 
-    from valkyrie.search.compile.child import parse_shortage, peak_beside_host, within_memory
+    from valkyrie.search.compile.child import compile_within_memory, parse_shortage, peak_without_host
     from valkyrie.search.compile.executable import compiled_program, without_cache
 
-    lowered, compiled = _stage(function, arguments, named, options)
-    mesh = mesh or _mesh_of([arguments, dict(named)])
+    lowered, compiled = _lower(function, arguments, named, options)
+    mesh = mesh or _find_mesh([arguments, dict(named)])
     if mesh is not None:
         _refuse_other_devices(mesh, target)
     texts = {name: text for name, value in (options or {}).items() if (text := option_text(value)) is not None}
@@ -94,28 +103,35 @@ def predict_function(
 
         try:
             with refusals_in_plain_words(), without_cache():
-                compiled, used = within_memory(used, compile, platform)
-                peak = peak_beside_host(compiled, compile, used, platform)
+                compiled, used = compile_within_memory(used, compile, platform)
+                peak = peak_without_host(compiled, compile, used, platform)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(str(error)) or mesh is None:
                 raise
-            program, text = _program(work.name or _name(function), target, dict(mesh.shape)), str(error)
+            program, text = (
+                _foreign_program(work.name or _function_name(function), target, dict(mesh.shape)),
+                str(error),
+            )
             status, memory = CompileStatus.does_not_fit, parse_shortage(text)
             return Predicted(
                 Prediction(None, status, first_lines(text), versions(), memory=memory, program=program), None
             )
     if mesh is None:
-        mesh = _mesh_of([compiled.input_shardings, compiled.output_shardings])
+        mesh = _find_mesh([compiled.input_shardings, compiled.output_shardings])
         if mesh is None:
             raise ValueError(
-                "no argument of this program lies on a mesh of the slice. Give its arguments or in_shardings a "
-                "NamedSharding of slice.mesh(...), or hand the mesh to predict: mesh=slice.mesh(...)."
+                "no argument of this program is sharded over a mesh of the slice. Use a NamedSharding of "
+                "slice.mesh(...) for its arguments or in_shardings, or pass the mesh to predict: mesh=slice.mesh(...)."
             )
         _refuse_other_devices(mesh, target)
-    built = compiled_program(compiled, mesh, peak)
-    module = parse(built.module)
-    program = _program(work.name or _name(function) or module.name.removeprefix("jit_"), target, built.axes)
-    return _predict_module(program, module, target, built.axes, built.positions, built.memory, work, used)
+    executable = compiled_program(compiled, mesh, peak)
+    module = parse(executable.module)
+    program = _foreign_program(
+        work.name or _function_name(function) or module.name.removeprefix("jit_"), target, executable.axes
+    )
+    return _predict_module(
+        program, module, target, executable.axes, executable.positions, executable.memory, work, used
+    )
 
 
 def predict_file(
@@ -134,8 +150,8 @@ def predict_file(
         path: File of the module.
         target: The slice.
         axes: Names and sizes of the axes of the module's mesh, in order.
-        places: Positions of the mesh's devices, flattened. By default those of `Slice.mesh`.
-        work: Name, tokens and FLOPs, which the module does not contain.
+        places: Positions of the mesh's devices, flattened, or None for those of `Slice.mesh`.
+        work: Name, tokens and FLOPs of the program, which the module does not contain.
     """
     dumped, work = read_dumped(path), work or ProgramWork()
     chip = target.chip
@@ -144,29 +160,31 @@ def predict_file(
     if places is not None:
         if sorted(places) != sorted(positions):
             raise ValueError(
-                f"the {len(places)} places are not those of the devices of {target.describe()}, each once."
+                f"places: the {len(places)} positions must be those of the {target.devices} devices of "
+                f"{target.describe()}, each once."
             )
         positions = tuple(places)
     devices, per_slice = len(positions), len(positions) // target.slices
     compiled_for = dumped.devices or dumped.module.partitions
     if compiled_for not in (devices, per_slice) if dumped.devices else compiled_for > devices:
         resized = target.resized(compiled_for)
-        instead = f" {compiled_for} devices are {resized.name}." if resized else ""
+        suggestion = f" Use {resized.name}." if resized else ""
         raise ValueError(
-            f"{path} was compiled for {compiled_for} devices; {target.describe()} has {target.devices}.{instead}"
+            f"{path} was compiled for {compiled_for} devices, not for the {target.devices} of "
+            f"{target.describe()}.{suggestion}"
         )
     if dumped.devices is None:
         dumped.module.partitions = devices
     flops_per_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
     refuse_other_chip(dumped.module, chip.name, chip.cores > 1, flops_per_cycle, str(path))
     memory = dumped.memory or dumped.argument_bytes
-    program = _program(work.name or dumped.module.name.removeprefix("jit_"), target, axes)
+    program = _foreign_program(work.name or dumped.module.name.removeprefix("jit_"), target, axes)
     predicted = _predict_module(program, dumped.module, target, axes, positions, memory, work)
-    rate = slow_products(dumped.module, flops_per_cycle)
+    rate = fastest_product_rate(dumped.module, flops_per_cycle)
     if rate is not None and rate < LOW_RATE:
         note = (
-            f"the fastest product reaches {100 * rate:.0f}% of the peak of {chip.name}: check that the module was "
-            "compiled for this chip, which it does not say itself"
+            f"the fastest product reaches only {100 * rate:.0f}% of the peak of {chip.name}. Check that the module was "
+            "compiled for this chip, because modules do not name their chip"
         )
         prediction = predicted.prediction
         return replace(predicted, prediction=replace(prediction, notes=(*prediction.notes, note)))
@@ -183,16 +201,16 @@ def _predict_module(
     work: ProgramWork,
     options: Sequence[Option] = (),
 ) -> Predicted:
-    """Replay and summarise a module. `memory` is the number of bytes of its arguments if no more is known."""
+    """Replay and summarise a module. `memory` is the bytes of its arguments if nothing else is known."""
     assert target.chip is not None
-    replay = corrected(replay_on(target, module, dict(axes), positions), target)
+    replay = correct_replay(replay_on(target, module, dict(axes), positions), target)
     report = _memory_report(target, memory)
     too_large = report.headroom is not None and report.headroom < 0
     prediction = Prediction(
         about=None,
         program=program,
         status=CompileStatus.does_not_fit if too_large else CompileStatus.ok,
-        reason="needs more memory than the compiler leaves to a program" if too_large else None,
+        reason="needs more memory than is usable on a device" if too_large else None,
         versions=versions(),
         positions=tuple(positions),
         memory=report,
@@ -206,22 +224,23 @@ def _predict_module(
 
 
 def merge_layers(uses: Sequence[U]) -> list[U]:
-    """Sum the operations of unrolled layers: `blocks_0/Dense_1/dot_general` to `blocks_11/...` is one `blocks_*/...`.
+    """Sum the operations of unrolled layers: `blocks_0/Dense_1/dot_general` to `blocks_11/...` become `blocks_*/...`.
 
-    They have the same source and names that differ in their first numbered scope. At least `LAYERS` of them are summed.
+    They have the same source, and their names differ only in the first numbered scope. Fewer than `MIN_LAYERS` of them
+    are not summed.
     """
     groups: dict[tuple[object, ...], list[U]] = defaultdict(list)
     for use in uses:
-        where = use.torus_axes if isinstance(use, CollectiveUse) else ()
-        groups[use.kind, use.mesh_axes, where, _NUMBERED.sub(r"\1*", use.op_name, count=1), use.source].append(use)
+        torus_axes = use.torus_axes if isinstance(use, CollectiveUse) else ()
+        groups[use.kind, use.mesh_axes, torus_axes, _NUMBERED.sub(r"\1*", use.op_name, count=1), use.source].append(use)
     merged: list[U] = []
     for (*_, name, _source), members in groups.items():
-        merged += [_sum(members, str(name))] if len(members) >= LAYERS else members
+        merged += [_sum_uses(members, str(name))] if len(members) >= MIN_LAYERS else members
     return merged
 
 
-def _sum(uses: Sequence[U], name: str) -> U:
-    """Return the sum of uses under a name."""
+def _sum_uses(uses: Sequence[U], name: str) -> U:
+    """Sum uses into one with this name."""
     first = replace(uses[0], op_name=name)
     for field in fields(first):
         values = [getattr(use, field.name) for use in uses]
@@ -245,37 +264,37 @@ def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
     return replace(report, needed=memory.peak, largest=tuple(sorted(largest, key=lambda entry: -entry.bytes)))
 
 
-def _program(name: str, target: Slice, axes: Mapping[str, int]) -> ForeignProgram:
+def _foreign_program(name: str, target: Slice, axes: Mapping[str, int]) -> ForeignProgram:
     chip, sizes = target.chip.name if target.chip else None, {str(axis): int(size) for axis, size in axes.items()}
     return ForeignProgram(name, target.name, target.describe(), chip, sizes)
 
 
-def _stage(
+def _lower(
     function: Any, arguments: Sequence[Any], named: Mapping[str, Any], options: Mapping[str, Any] | None
 ) -> tuple[Any, Any]:
-    """Return `(lowered, None)`, or `(None, compiled)` for a function that is already compiled."""
+    """Lower a function. Returns `(lowered, None)`, or `(None, compiled)` if it is already compiled."""
     import jax
 
     if isinstance(function, jax.stages.Compiled):
         if options:
-            raise ValueError("options are for compiling, and this program is compiled already. Give it lowered.")
+            raise ValueError("options= cannot change a compiled program. Pass a jitted or lowered function instead.")
         return None, function
     if isinstance(function, jax.stages.Lowered):
         return function, None
     if not hasattr(function, "lower"):
         raise ValueError(
-            f"predict takes a jitted function, and {type(function).__name__} is none: wrap it, jax.jit(step, "
-            "in_shardings=...), or give what its .lower(...) or .compile() returned, or a Run."
+            f"predict needs a jitted function, not {type(function).__name__}. Use jax.jit(step, in_shardings=...), the "
+            "result of its .lower(...) or .compile(), or a Run."
         )
     return function.lower(*arguments, **named), None
 
 
-def _name(function: Any) -> str:
+def _function_name(function: Any) -> str:
     return str(getattr(function, "__name__", "") or "")
 
 
-def _mesh_of(tree: Any) -> jax.sharding.Mesh | None:
-    """Return the mesh of the first sharded array or sharding in a tree, or None."""
+def _find_mesh(tree: Any) -> jax.sharding.Mesh | None:
+    """Return the mesh of the first sharded array or sharding in a tree, or None if there is none."""
     import jax
 
     def is_sharding(leaf: Any) -> bool:
@@ -296,19 +315,21 @@ def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
     chip, devices = target.chip, list(mesh.devices.flat)
     assert chip is not None
     kind = devices[0].device_kind
-    how = "slice.mesh(...) makes a mesh of the slice's devices"
+    advice = "Use slice.mesh(...), a mesh of the slice's devices"
     if kind not in chip.device_kinds:
-        raise ValueError(f"the program lies on {kind} devices, and {target.describe()} has {chip.name} chips; {how}.")
+        raise ValueError(f"the program uses {kind} devices, but {target.describe()} has {chip.name} chips. {advice}.")
     if len(devices) != target.devices:
-        raise ValueError(f"the program's mesh has {len(devices)} devices; {target.describe()} has {target.devices}.")
+        raise ValueError(
+            f"the program's mesh has {len(devices)} devices, but {target.describe()} has {target.devices}. {advice}."
+        )
     positions = device_positions(mesh)
     slices = {position.slice for position in positions}
     shape = topology_of(target).shape
     spread = [len({position.coords[i] for position in positions}) for i in range(len(shape))]
     if len(slices) != target.slices or tuple(spread) != shape:
-        has = "x".join(str(n) for n in spread)
+        torus = "x".join(str(n) for n in spread)
         several = f"{len(slices)} slices of " if len(slices) > 1 else ""
         raise ValueError(
-            f"the program's mesh lies on {several}{has}, and {target.describe()} is another torus; {how}, and "
-            f'valkyrie.slice("{chip.name}-{has}"{f", slices={len(slices)}" if several else ""}) has that torus.'
+            f"the program's mesh is on {several}{torus}, but {target.describe()} is another torus. {advice}, "
+            f'or valkyrie.slice("{chip.name}-{torus}"{f", slices={len(slices)}" if several else ""}) for that torus.'
         )

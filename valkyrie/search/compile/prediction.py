@@ -1,7 +1,7 @@
 """Records of compiled and measured layouts: `compile.json`, `measure.json`, and `outcome.json` in the compile cache.
 
-Does not import JAX or NumPy: sweeps and reports read these records. Units are seconds, bytes and FLOPs of one device
-and one step, unless a docstring gives others. None means unknown.
+Does not import JAX or NumPy, because sweeps and reports read these records. Unless stated otherwise, values are
+seconds, bytes and FLOPs of one device and one step. None means unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from valkyrie.train.options import Option
 
 SCHEMA = 2
 """Version of `compile.json` and `measure.json`. Version 1 stored parts, mesh axes and positions as text."""
-_AROUND_EVERYTHING = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond", "eval_jaxpr"}
+_OUTER_SCOPES = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond", "eval_jaxpr"}
 
 
 class CompileStatus(Enum):
@@ -39,7 +39,7 @@ class CompileStatus(Enum):
 
 @dataclass(frozen=True)
 class CompileTimes:
-    """Seconds to lower and compile the step. `cached` if the program had been compiled before."""
+    """Seconds to lower and to compile the step. `cached` is True if the program came from the cache."""
 
     lower_s: float | None = None
     compile_s: float | None = None
@@ -56,7 +56,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class FullerRemat:
-    """A remat override that saves more activations, and the additional bytes that it needs, estimated."""
+    """A remat override that saves more activations, and the estimated additional bytes that it needs."""
 
     change: str
     needs: int
@@ -66,7 +66,7 @@ class FullerRemat:
 class OtherPartition:
     """Another legal partition of a run: roles of mesh axes, estimated memory, and estimated bytes sent.
 
-    `sends` is None if mesh axes shard more than data, because activations are then sent too.
+    `sends` is None if mesh axes split more than data. Activations are then sent too, which is not estimated.
     """
 
     partition: str
@@ -77,7 +77,7 @@ class OtherPartition:
 
 @dataclass(frozen=True)
 class Alternatives:
-    """Changes to try if a layout fits."""
+    """Alternatives to a layout that fits: fuller remat policies and other partitions."""
 
     remats: tuple[FullerRemat, ...] = ()
     partitions: tuple[OtherPartition, ...] = ()
@@ -90,14 +90,14 @@ class MemoryReport:
     Args:
         peak: Peak memory of a step.
         usable: Memory that the compiler may use.
-        headroom: Usable memory that the peak leaves free.
-        split: The peak by what it holds.
+        headroom: Usable memory minus the peak.
+        split: Contents of the peak by name.
         reserved: Memory reserved by the runtime.
         code: Generated code.
         host: Host memory.
         reported_peak: Peak that the devices report after a measurement.
-        needed: Memory that a program that does not fit would need.
-        largest: Its largest arrays.
+        needed: Memory that the program needs if it does not fit.
+        largest: Largest arrays of a program that does not fit.
         savings: Overrides that save memory, in the order of `cheaper_layouts`.
     """
 
@@ -115,17 +115,21 @@ class MemoryReport:
 
     @property
     def required(self) -> int | None:
-        """The peak, or the memory needed if the program does not fit."""
+        """The peak, or the memory that the program needs if it does not fit."""
         return self.needed if self.peak is None else self.peak
 
 
 @dataclass(frozen=True)
 class StepInterval:
-    """Range of a predicted step, from ratios of measured to predicted seconds of other runs.
+    """Range of a predicted step, derived from other runs.
 
-    `low` and `high` are those ratios, `low_s` and `high_s` the seconds. `rows` and `models` are the numbers of runs and
-    of their models. `chip` is None for runs on several chips. `yours` if they are the user's own runs instead of
-    published ones.
+    Args:
+        low_s, high_s: Ends of the range in seconds.
+        low, high: Smallest and largest ratio of measured to predicted seconds of these runs.
+        rows, models: Number of runs, and of their models.
+        chip: Chip of the runs, or None for runs on several chips.
+        libtpu: Versions of libtpu that compiled them.
+        yours: Whether they are the user's own runs instead of published ones.
     """
 
     low_s: float
@@ -141,7 +145,7 @@ class StepInterval:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of a step and the rates that follow from it. MFU counts the FLOPs of the model, from 0 to 1."""
+    """Time of a step, and rates derived from it. `mfu` is the model FLOPs utilisation, from 0 to 1."""
 
     step_s: float
     tokens_per_second: float | None = None
@@ -156,12 +160,12 @@ class PredictedStep(StepTime):
 
     Args:
         model_flops: FLOPs of the model.
-        executed_flops: FLOPs of the products in the program.
-        hardware_utilisation: Executed FLOPs as a share of peak, from 0 to 1.
-        product_rate: Rate of matrix products and kernels as a share of peak, from 0 to 1.
-        replayed_s: Seconds before their correction by measured runs.
+        executed_flops: FLOPs of all matrix products in the program.
+        hardware_utilisation: Executed FLOPs per second as a share of peak, from 0 to 1.
+        product_rate: Speed of matrix products and kernels as a share of peak, from 0 to 1.
+        replayed_s: Replayed seconds, before the correction by measured runs.
         interval: Range of the step time.
-        tokens_per_dollar: By kind of price, `on_demand` and `spot`.
+        tokens_per_dollar: Tokens per dollar by kind of price, `on_demand` and `spot`.
     """
 
     model_flops: float | None = None
@@ -175,7 +179,7 @@ class PredictedStep(StepTime):
 
 @dataclass(frozen=True)
 class MeasuredStep(StepTime):
-    """Measured time of a step: `step_s` is the median of `seconds`, the timed steps in order."""
+    """Measured time of a step. `step_s` is the median of `seconds`, which are the timed steps in order."""
 
     p90_s: float | None = None
     min_s: float | None = None
@@ -185,7 +189,7 @@ class MeasuredStep(StepTime):
 
 @dataclass(frozen=True)
 class OperationCost:
-    """Time of all operations with one name in one part of the step. `source` is file and line."""
+    """Total time of the operations with one name in one part of the step. `source` is `file:line`."""
 
     kind: PartKind
     mesh_axes: tuple[str, ...]
@@ -197,9 +201,9 @@ class OperationCost:
 
 @dataclass(frozen=True)
 class SourceLine:
-    """Time of a line of the program's source, and the part of it spent waiting for other devices.
+    """Time of the operations from one source line, and the part of it spent waiting for other devices.
 
-    `text` is the line itself, or None if the file is not on this machine.
+    `source` is `file:line`. `text` is the code, or None if the file is not on this machine.
     """
 
     source: str
@@ -210,7 +214,7 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A named activation that the backward pass recomputes: bytes to save it, and seconds that this would avoid."""
+    """An activation that the backward pass recomputes: the bytes to save it, and the seconds of its recomputation."""
 
     name: str
     bytes: int
@@ -221,8 +225,10 @@ class Recomputed:
 class RematReport:
     """Activations that a run saves for its backward pass, and those that it recomputes.
 
-    `save` and `offload` are the lists of its remat policy. `device` and `host` are bytes by activation. `again` is
-    ordered by seconds.
+    Args:
+        save, offload: Names of activations in the remat policy.
+        device, host: Bytes of saved activations by name, in device and in host memory.
+        again: Recomputed activations, the slowest first.
     """
 
     save: tuple[str, ...] = ()
@@ -251,11 +257,11 @@ class Hint:
     """Advice that follows from a prediction's numbers.
 
     Args:
-        code: Subject, or None in files of version 1.
-        text: The advice as it is printed.
-        share: Share of the step that it is about, from 0 to 1.
-        mesh_axes: Mesh axes that it is about.
-        changes: Overrides or layouts that it suggests.
+        code: Subject of the hint, or None in files of version 1.
+        text: Advice to print.
+        share: Share of the step that the hint is about, from 0 to 1.
+        mesh_axes: Mesh axes that the hint is about.
+        changes: Suggested overrides or layouts.
     """
 
     code: HintCode | None
@@ -273,11 +279,11 @@ class LayoutResult:
         about: The layout, or None for a program that is not a run's step.
         status: Result of the compile or measurement.
         reason: Why the status is not `ok`.
-        versions: Versions of the packages that decide the numbers.
+        versions: Versions of the packages that affect the result.
         compile: Times of lowering and compiling.
         options: Compiler options.
         memory: Memory of one device.
-        communication: Bytes that the device sends.
+        communication: Collectives and bytes sent.
     """
 
     about: LayoutRecord | None
@@ -293,7 +299,7 @@ class LayoutResult:
 
     @property
     def layout(self) -> LayoutRecord:
-        """The layout of a run's step."""
+        """The layout. Only available for the step of a run."""
         assert self.about is not None, "only a run's step has a layout"
         return self.about
 
@@ -314,22 +320,22 @@ class Prediction(LayoutResult):
     """A compiled layout, or another compiled program: whether it fits, its step time, and why.
 
     Args:
-        program: The program if it is not a run's step, otherwise None.
-        model: Settings that decide what the model computes.
+        program: The program, or None for the step of a run.
+        model: Settings that determine the function that the model computes.
         module_sha256: Digest of the optimised module.
-        placement: A line for each mesh axis about its place on the torus.
+        placement: Description of each mesh axis's place on the torus, one per line.
         positions: Positions of the mesh's devices, flattened.
         parameters: Number of parameters of the model.
         alternatives: Changes to try.
         reduction: Dtype in which gradients are summed.
-        step: Predicted time, or None for a target without a schedule, such as a CPU.
+        step: Predicted time, or None if the compiler writes no schedule, as for CPUs.
         parts: Time of the step by part.
         costs: The slowest operations.
         lines: The slowest lines of the program's source.
         remat: Activations saved and recomputed for the backward pass.
         notes: Assumptions of the replay.
         hints: Advice.
-        work: Digest of the work, the same for all layouts of it.
+        work: Digest of the work, equal for all layouts of it.
     """
 
     program: ForeignProgram | None = None
@@ -355,7 +361,7 @@ class Measurement(LayoutResult):
     """Result of timing a layout's step on devices.
 
     Args:
-        simulated: Whether the devices are simulated, so that no time is real.
+        simulated: Whether the devices are simulated. Times are then not those of real devices.
         devices: The devices, such as `8 x TPU v4`.
         data: Dataset that fed the step, or `random`.
         step: Measured time.
@@ -375,8 +381,8 @@ class Measurement(LayoutResult):
 class CompiledStep:
     """A training step that was compiled and fits.
 
-    `program` is the key of the optimised module in the cache. `axes` are the names and sizes of the mesh's axes. The
-    other fields are those of `Prediction`.
+    `program` is the key of the program in the cache. `axes` are the names and sizes of the mesh's axes. The other
+    fields are those of `Prediction`.
     """
 
     program: str
@@ -396,7 +402,7 @@ class CompiledStep:
 class CompileOutcome:
     """Result of a compile.
 
-    Has a `step` exactly if it is `ok`, a `shortage` exactly if it does not fit, and otherwise a reason.
+    Has a `step` if and only if the status is `ok`, and a `shortage` if and only if the layout does not fit.
     """
 
     status: CompileStatus
@@ -407,9 +413,9 @@ class CompileOutcome:
 
     def __post_init__(self) -> None:
         if (self.step is not None) != (self.status is CompileStatus.ok):
-            raise ValueError(f"step does not agree with status {self.status.value}")
+            raise ValueError(f"step is inconsistent with status={self.status.value}")
         if (self.shortage is not None) != (self.status is CompileStatus.does_not_fit):
-            raise ValueError(f"shortage does not agree with status {self.status.value}")
+            raise ValueError(f"shortage is inconsistent with status={self.status.value}")
 
 
 def read_prediction(path: Path) -> Prediction:
@@ -422,20 +428,20 @@ def read_prediction(path: Path) -> Prediction:
         return decode(Prediction, upgrade_results(json.loads(content)), str(path))
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         reason = getattr(error, "reason", f"cannot be read ({error})")
-        reason += ". Write the file again with valkyrie-train mode=compile"
+        reason += ". Recreate the file with valkyrie-train mode=compile"
         raise RecordError(str(path), getattr(error, "field", ""), reason) from error
 
 
 def short_cause(op_name: str | None) -> str:
-    """Return the last three parts of an operation's name, without the functions that enclose all operations."""
-    parts = [part for part in (op_name or "unnamed").split("/") if part not in _AROUND_EVERYTHING]
+    """Return the last three parts of an operation's name, without scopes that enclose all operations."""
+    parts = [part for part in (op_name or "unnamed").split("/") if part not in _OUTER_SCOPES]
     return "/".join(parts[-3:])
 
 
 def short_source(source: str | None) -> str:
-    """Return a source line with a path relative to this package, `site-packages` or the working directory.
+    """Shorten the path of a source line: relative to this package, `site-packages` or the working directory.
 
-    Of other paths only the last three components are returned.
+    Other paths are cut to their last three components.
     """
     if not source:
         return ""

@@ -1,6 +1,6 @@
-"""Compiles a layout in a child process with a time limit and a cache, so that a crash does not end the caller.
+"""Compiles a layout in a child process with a time limit and a cache. A crash does not end the caller.
 
-Imports no JAX: a layout compiled before is read from the cache in about the time that Python needs to start.
+Does not import JAX, so that cached results are available at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from valkyrie.processes.ending import describe_status
 from valkyrie.records import read_record, write_record
 from valkyrie.search.compile.cache import (
     OUTCOME,
-    keep_program,
     programs_folder,
     read_outcome,
     request_key,
     requests_folder,
+    store_program,
 )
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus
 
@@ -42,10 +42,10 @@ class CompiledRun:
     Args:
         outcome: Result of the child process.
         folder: Folder of the request in the cache.
-        programs: Folder that holds the compiled program, by its key.
-        cached: Whether the program had been compiled before.
-        seconds: Seconds until the result was known.
-        note: Why the result is not stored in the cache, or None if it is. The program is then deleted when this process
+        programs: Folder that contains the folder of the compiled program.
+        cached: Whether the program came from the cache.
+        seconds: Duration of the compile or of reading the cache, in seconds.
+        note: Why the result is not in the cache, or None if it is. If not, the program is deleted when this process
             ends.
     """
 
@@ -63,7 +63,7 @@ class CompiledRun:
 
     @property
     def program(self) -> Path:
-        """Folder of the compiled program. Only a layout that fits has one."""
+        """Folder of the compiled program. Only available if the layout fits."""
         assert self.outcome.step is not None
         return self.programs / self.outcome.step.program
 
@@ -81,9 +81,9 @@ def compile_layout(
     Args:
         run: The run.
         limit_s: Time limit of the child process, in seconds.
-        use_cache: Whether a result of an earlier compile may be returned. Results that another compile would repeat
-            (fits, does not fit) are stored under `VALKYRIE_CACHE` in any case.
-        progress: Called about five times a second with a line to show.
+        use_cache: Whether to return cached results. Reproducible results (fits, does not fit) are always stored in the
+            cache, under `VALKYRIE_CACHE`.
+        progress: Called about five times a second with a status line.
     """
     began = time.perf_counter()
     folder, programs = requests_folder() / request_key(run), programs_folder()
@@ -98,27 +98,27 @@ def compile_layout(
         scratch = Path(tempfile.mkdtemp(prefix="valkyrie-compile-"))
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
         outcome = _in_child(run, scratch, limit_s, use_cache, progress)
-        note = f"{trouble} This compile is not kept."
+        note = f"{trouble} The result of this compile is not cached."
         return CompiledRun(outcome, scratch, scratch, False, time.perf_counter() - began, note)
     scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs))
     try:
         outcome = _in_child(run, scratch, limit_s, use_cache, progress)
-        kept = outcome.status in (CompileStatus.ok, CompileStatus.does_not_fit)
+        cacheable = outcome.status in (CompileStatus.ok, CompileStatus.does_not_fit)
         compiled = [path for path in scratch.iterdir() if path.is_dir()]
-        if kept:
+        if cacheable:
             for program in compiled:
-                keep_program(program, programs / program.name, replace=not use_cache)
+                store_program(program, programs / program.name, replace=not use_cache)
             folder.mkdir(parents=True, exist_ok=True)
             write_record(folder / OUTCOME, outcome)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return CompiledRun(outcome, folder, programs, kept and not compiled, time.perf_counter() - began)
+    return CompiledRun(outcome, folder, programs, cacheable and not compiled, time.perf_counter() - began)
 
 
 def _in_child(run: Run, folder: Path, limit_s: float | int, use_cache: bool, progress: Progress) -> CompileOutcome:
     run.save(folder / "run.yaml")
     command = [*python_module("valkyrie.search.compile.child", str(folder), str(os.getpid()))]
-    command += ["--anew"] * (not use_cache)
+    command += ["--ignore-cache"] * (not use_cache)
     environment = platform_of(run.config.target.platform).compile_environment()
     began = time.perf_counter()
     child = ChildProcess(command, environment, folder / "compiler.log")
@@ -126,7 +126,7 @@ def _in_child(run: Run, folder: Path, limit_s: float | int, use_cache: bool, pro
         while (status := child.status) is None:
             elapsed = time.perf_counter() - began
             if elapsed > limit_s:
-                reason = f"the compile took longer than mode.time_limit_s={limit_s:g} seconds and was ended"
+                reason = f"the compile exceeded mode.time_limit_s={limit_s:g} seconds and was stopped"
                 return CompileOutcome(CompileStatus.timeout, reason)
             progress(f"compiling for {run.config.target.describe()}: {elapsed:.0f} s")
             time.sleep(0.2)
@@ -135,6 +135,6 @@ def _in_child(run: Run, folder: Path, limit_s: float | int, use_cache: bool, pro
     if (folder / OUTCOME).is_file():
         return read_record(CompileOutcome, folder / OUTCOME)
     lines = [line.strip() for line in child.last_lines() if line.strip()]
-    last_line = lines[-1][:400] if lines else "it said nothing"
-    reason = f"the compiler's process ended {describe_status(status)}: {last_line}"
+    last_line = lines[-1][:400] if lines else "no output"
+    reason = f"the compiler process ended {describe_status(status)}: {last_line}"
     return CompileOutcome(CompileStatus.failed, reason)

@@ -41,7 +41,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 
 
 def show(result: Prediction | Measurement, console: Console) -> None:
-    """Print the content of `compile.json` or `measure.json`."""
+    """Print a prediction or measurement as a report."""
     _show_subject(result, console)
     if result.status is not CompileStatus.ok:
         text = f"{result.status.value}: {result.reason}"
@@ -62,7 +62,7 @@ def show(result: Prediction | Measurement, console: Console) -> None:
 
 
 def make_table(title: str, columns: Sequence[str], right: Iterable[str] = _FORMATS) -> Table:
-    """Return an empty table. The columns in `right` hold numbers: they are right-aligned and not wrapped."""
+    """Return an empty table. Columns in `right` contain numbers, so they are right-aligned and not wrapped."""
     table, right = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE), set(right)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", no_wrap=column in right)
@@ -95,7 +95,7 @@ def _show_subject(result: Prediction | Measurement, console: Console) -> None:
 
 
 def describe_shortage(memory: MemoryReport, reason: str | None) -> str:
-    """Describe a layout that does not fit: bytes needed and usable, the largest arrays, and changes that might fit."""
+    """Describe a layout that does not fit: bytes needed and usable, largest arrays, and changes that save memory."""
     if memory.needed is None:
         return f"does not fit: {reason}"
     text = f"does not fit: needs {gib(memory.needed)} of {gib(memory.usable)} usable"
@@ -109,7 +109,7 @@ def describe_shortage(memory: MemoryReport, reason: str | None) -> str:
 
 
 def _describe_options(options: Sequence[Option]) -> str:
-    """Format the compiler's options by who set them: `a=1, b=true (chip default) · c=2, d removed (you)`."""
+    """Format compiler options by who set them: `a=1, b=true (chip default) · c=2, d removed (you)`."""
     by: dict[str, list[str]] = {}
     for option in options:
         by.setdefault(option.set_by, []).append(str(option))
@@ -118,9 +118,9 @@ def _describe_options(options: Sequence[Option]) -> str:
 
 def _show_memory(memory: MemoryReport, options: Sequence[Option], console: Console) -> None:
     if memory.peak is None:
-        of = "" if memory.usable is None else f" of {gib(memory.usable)} usable"
+        usable = "" if memory.usable is None else f" of {gib(memory.usable)} usable"
         arguments = gib(memory.split["arguments"])
-        console.print(f"memory: arguments take {arguments}{of}; this module does not say what a step needs beside them")
+        console.print(f"memory: {arguments}{usable} for arguments; the module does not contain its other memory")
         return
     unit = "GiB" if memory.peak >= GIB / 10 else "MiB"
     rows = (memory.split | {"peak": memory.peak}).items()
@@ -135,12 +135,16 @@ def _show_memory(memory: MemoryReport, options: Sequence[Option], console: Conso
             f"[bold]{verdict}[/]: {gib(memory.peak)} of {gib(memory.usable)} usable; "
             f"headroom {free} ({100 * share:.0f}%)"
         )
-    others = (("kept by the runtime", memory.reserved), ("code", memory.code), ("in host memory", memory.host))
-    if beside := [f"{what} {memory_text(size)}" for what, size in others if size]:
-        console.print(f"beside it, on each device: {', '.join(beside)}")
-    if needed := [f"{KEY}.{option}" for option in options if option.set_by == TO_FIT]:
-        settings = " ".join(needed)
-        console.print(f"without compiler options that save memory it does not fit; to train, write: {settings}")
+    other_memory = (
+        ("reserved by the runtime", memory.reserved),
+        ("code", memory.code),
+        ("in host memory", memory.host),
+    )
+    if parts := [f"{what} {memory_text(size)}" for what, size in other_memory if size]:
+        console.print(f"not included, per device: {', '.join(parts)}")
+    if saving_options := [f"{KEY}.{option}" for option in options if option.set_by == TO_FIT]:
+        settings = " ".join(saving_options)
+        console.print(f"fits only with compiler options that save memory. Add to the training command: {settings}")
 
 
 def _show_step(result: Prediction | Measurement, console: Console) -> None:
@@ -153,13 +157,13 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
     if step.mfu is not None:
         facts.append(f"MFU {100 * step.mfu:.1f}% of {step.mfu_denominator}")
     elif isinstance(step, PredictedStep) and step.hardware_utilisation is not None and step.executed_flops is not None:
-        executed = f"{step.executed_flops / 1e12:,.1f} TFLOP of products a device"
+        executed = f"{step.executed_flops / 1e12:,.1f} TFLOP of products per device"
         facts.append(f"{executed}, {100 * step.hardware_utilisation:.1f}% of {step.mfu_denominator}")
     kind, spread = "predicted", ""
     if isinstance(step, MeasuredStep):
         kind = "measured"
         if step.p90_s is not None and step.min_s is not None:
-            spread = f" (p90 {duration(step.p90_s)}, least {duration(step.min_s)})"
+            spread = f" (p90 {duration(step.p90_s)}, min {duration(step.min_s)})"
     text = f"[bold]{kind} step{simulated}: {duration(step.step_s)}[/]{spread}"
     console.print(f"{text}, {', '.join(facts)}")
     if isinstance(step, PredictedStep):
@@ -176,15 +180,16 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
 
 
 def describe_range(interval: StepInterval | None) -> str:
-    """Describe the range of a predicted step, and the measured runs that it is derived from."""
+    """Describe the range of a predicted step, and the measured runs behind it."""
     if interval is None:
-        return "unknown, because no measured run is comparable"
+        return "unknown, because there are no comparable measured runs"
     runs = f"{interval.rows} published runs of {interval.models} model{'s' * (interval.models > 1)} "
     runs += f"on {interval.chip}" if interval.chip else "on other chips, because this one has too few,"
     if interval.yours:
         runs = f"your {interval.rows} measured steps on {interval.chip}"
     errors = f"{100 * (interval.low - 1):+.0f}% to {100 * (interval.high - 1):+.0f}%"
-    return f"{duration(interval.low_s)} to {duration(interval.high_s)}: {runs} took {errors} of their prediction"
+    seconds = f"{duration(interval.low_s)} to {duration(interval.high_s)}"
+    return f"{seconds}, because {runs} differ from their predictions by {errors}"
 
 
 def _show_communication(result: Prediction | Measurement, traffic: Communication, console: Console) -> None:
@@ -198,7 +203,7 @@ def _show_communication(result: Prediction | Measurement, traffic: Communication
             console.print(f"sent by {what}: {' · '.join(parts)}")
     if traffic.sending_s:
         hidden = max(0.0, 1 - (traffic.exposed_s or 0.0) / traffic.sending_s)
-        console.print(f"{100 * hidden:.0f}% of the time in which anything is sent is hidden behind compute")
+        console.print(f"{100 * hidden:.0f}% of the communication time overlaps with compute")
     if isinstance(result, Measurement) and result.trace is not None:
         _show_trace(result.trace, result.simulated, console)
     timed = isinstance(result, Prediction) and bool(result.parts)
@@ -211,7 +216,7 @@ def _show_communication(result: Prediction | Measurement, traffic: Communication
         )
         for use in traffic.collectives[:10]
     ]
-    _print_table("what is sent, by cause", columns, rows, console)
+    _print_table("communication by cause", columns, rows, console)
 
 
 def _show_trace(trace: CollectiveTrace, simulated: bool, console: Console) -> None:
@@ -222,7 +227,7 @@ def _show_trace(trace: CollectiveTrace, simulated: bool, console: Console) -> No
     word, total = " simulated" if simulated else "", sum(time.seconds for time in trace.times)
     text = " · ".join(f"{axes_text(t.mesh_axes)} {t.kind} {duration(t.seconds)}" for t in trace.times)
     console.print(
-        f"time in collectives{word}, waiting included, mean over devices: {duration(total)} "
+        f"time in collectives{word}, including waiting, mean over devices: {duration(total)} "
         f"of a traced step of {duration(trace.step_s)} ({text})",
         markup=False,
     )
@@ -237,14 +242,14 @@ def _show_costs(prediction: Prediction, step_s: float, console: Console) -> None
         rows.append((*numbers, what, short_cause(cost.op_name), short_source(cost.source)))
     columns = ("ms", "%", "calls", "what", "operation", "source")
     _print_table(f"the {len(rows)} slowest operations", columns, rows, console)
-    # For a training step, the operations above name their lines.
+    # Training steps do not need this table, because their operations above name the lines.
     if prediction.program is not None and prediction.lines:
         lines = [
             (line.seconds, line.seconds / step_s, line.waiting_s, short_source(line.source), escape(line.text or ""))
             for line in prediction.lines
         ]
         columns = ("ms", "%", "waiting ms", "source", "code")
-        _print_table(f"the {len(lines)} dearest lines of the source", columns, lines, console)
+        _print_table(f"the {len(lines)} slowest source lines", columns, lines, console)
     for note in prediction.notes:
         console.print(f"assumed: {note}", style="dim", markup=False)
     for hint in prediction.hints:

@@ -1,4 +1,4 @@
-"""Builds the prediction of a compiled layout, which `compile.json` stores: fits or not, step time, and why."""
+"""Builds the prediction of a compiled layout, the content of `compile.json`: whether it fits, step time, and why."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from valkyrie.hardware.target import usable_hbm
 from valkyrie.models.stack import Stack
 from valkyrie.parts import PartKind, seconds_in
 from valkyrie.runs.folder import versions
+from valkyrie.search.compile.correction import step_interval
 from valkyrie.search.compile.prediction import (
     CompileTimes,
     MemoryReport,
@@ -26,7 +27,6 @@ from valkyrie.search.compile.prediction import (
     SourceLine,
 )
 from valkyrie.search.compile.runner import CompiledRun
-from valkyrie.search.compile.trust import trust
 from valkyrie.train.memory import recomputed_activations, saved_bytes
 from valkyrie.units import GIB
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 _LISTED = 10
 """Number of operations and of source lines to list, the slowest first."""
 _LINE_LENGTH = 60
-"""Number of characters of a source line to show."""
+"""Maximum number of characters of a source line."""
 _RECOMPUTED = "rematted_computation"
-"""Part of the names of operations that `jax.checkpoint` recomputes."""
-_HOW = frozenset({"model.s5.scan_block", "model.loss_chunk"})
-"""Settings that decide how a model is computed, in addition to those of `implementation_settings`."""
+"""Scope in the names of operations that `jax.checkpoint` recomputes."""
+_IMPLEMENTATION_KEYS = frozenset({"model.s5.scan_block", "model.loss_chunk"})
+"""Settings that do not change the function of a model, in addition to those of `implementation_settings`."""
 
 
 def summarise(run: Run, compiled: CompiledRun, replay: Replay | None, uses: Iterable[CollectiveUse]) -> Prediction:
@@ -53,8 +53,8 @@ def summarise(run: Run, compiled: CompiledRun, replay: Replay | None, uses: Iter
     Args:
         run: The run.
         compiled: Result of its compile.
-        replay: Replay of its step, or None for a CPU target or a layout that was not compiled. Without one, no time is
-            predicted.
+        replay: Replay of its step, or None for a CPU target or a layout that was not compiled. Without it, the
+            prediction has no step time.
         uses: Collectives of its program, with times only if there is a replay.
     """
     outcome, step = compiled.outcome, compiled.outcome.step
@@ -87,7 +87,7 @@ def summarise(run: Run, compiled: CompiledRun, replay: Replay | None, uses: Iter
 
 
 def with_parts(prediction: Prediction, replay: Replay | None, uses: Iterable[CollectiveUse]) -> Prediction:
-    """Add the communication of a step to a prediction and, if it was replayed, the time by part, operation and line."""
+    """Add communication to a prediction and, with a replay, the time by part, operation and source line."""
     if replay is None:
         return replace(prediction, communication=sum_communication(uses))
     costs = sorted(replay.costs, key=lambda cost: -cost.seconds)[:_LISTED]
@@ -118,13 +118,17 @@ def _read_line(line: str) -> str | None:
 
 
 def model_settings(run: Run) -> dict[str, str]:
-    """Return the settings that decide the function that a model computes, by key, without implementation choices."""
-    how = {f"model.{block}.{name}" for block, name, _ in implementation_settings(run)} | _HOW
-    return {key: value for key, value in run.values().items() if key.startswith("model.") and key not in how}
+    """Return the settings that determine the function of a model, by key, without implementation choices."""
+    implementation_keys = {
+        f"model.{block}.{name}" for block, name, _ in implementation_settings(run)
+    } | _IMPLEMENTATION_KEYS
+    return {
+        key: value for key, value in run.values().items() if key.startswith("model.") and key not in implementation_keys
+    }
 
 
 def implementation_settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
-    """Yield block, name and value of the settings that choose an implementation, which may be `auto`."""
+    """Yield block, name and value of the settings that choose an implementation. Such settings accept `auto`."""
     model = run.model
     for block_name, block in (model.blocks | model.feed_forwards).items() if isinstance(model, Stack) else ():
         for name in (field.name for field in fields(block)):
@@ -136,23 +140,23 @@ def implementation_settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
 def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
     """Return the activations that a run saves for its backward pass, and those that it recomputes.
 
-    The seconds of an activation are those of the recomputed operations with its name, from the costs of a replay.
+    The seconds of an activation are those of the recomputed operations with its name in a replay's costs.
     """
-    kept, remat = saved_bytes(run), run.config.remat
+    saved, remat = saved_bytes(run), run.config.remat
     paths = [(set(cost.op_name.split("/")), cost.seconds) for cost in costs if _RECOMPUTED in cost.op_name]
-    again = [
+    recomputed = [
         Recomputed(name, size, sum((seconds for path, seconds in paths if not path.isdisjoint((name, *serving))), 0.0))
         for name, (size, serving) in recomputed_activations(run).items()
     ]
-    again.sort(key=lambda entry: -entry.seconds)
-    return RematReport(tuple(remat.save), tuple(remat.offload), kept.device, kept.host, tuple(again))
+    recomputed.sort(key=lambda entry: -entry.seconds)
+    return RematReport(tuple(remat.save), tuple(remat.offload), saved.device, saved.host, tuple(recomputed))
 
 
 def memory_report(chip: ChipConfig | None, memory: ProgramMemory, state: ExpectedMemory | None = None) -> MemoryReport:
     """Return the memory of one device at the peak of a step, as counted by XLA.
 
-    `state` splits the arguments and temporaries of a training step by the known shapes of its parameters, optimizer
-    state and gradients. The other temporaries are activations and working space.
+    `state` has the sizes of a training step's parameters, optimizer state and gradients, which split its arguments and
+    temporaries. The other temporaries are activations and working space.
     """
     usable, peak = usable_hbm(chip), memory.peak
     if state is None:
@@ -186,7 +190,7 @@ def memory_report(chip: ChipConfig | None, memory: ProgramMemory, state: Expecte
 
 
 def predicted_step(run: Run, replay: Replay) -> PredictedStep:
-    """Return the predicted time of a run's step: throughput, MFU with its denominator, tokens per dollar."""
+    """Return the predicted time of a run's step, with throughput, MFU and tokens per dollar."""
     config, chip = run.config, run.config.target.chip
     assert chip is not None
     tokens = config.batch * config.seq
@@ -203,11 +207,11 @@ def program_step(
 ) -> PredictedStep:
     """Return the predicted time of a step of any program.
 
-    `tokens` and `model_flops` are for one step on all devices. Rates that need them are None without them.
+    `tokens` and `model_flops` are for one step on all devices. Without them, rates that need them are None.
     """
     chips = devices / chip.devices
     per_second = tokens / replay.step_s if tokens else None
-    # The peak of the matrix unit, whatever the policy: float32 products are made of bfloat16 ones on a TPU.
+    # Use the bfloat16 peak for every precision: on a TPU, a float32 product consists of several bfloat16 products.
     peak = max(chip.peak_tflops.get(dtype, 0.0) for dtype in ("bfloat16", compute))
     products = seconds_in(replay.parts, PartKind.matmul, PartKind.kernel)
     hourly = {"on_demand": chip.usd_per_hour, "spot": chip.spot_usd_per_hour}
@@ -222,6 +226,6 @@ def program_step(
         hardware_utilisation=replay.flops * chip.devices / (replay.step_s * peak * 1e12) if peak else None,
         product_rate=replay.flops * chip.devices / (products * peak * 1e12) if products and peak else None,
         replayed_s=replay.step_s / replay.correction,
-        interval=trust(replay.step_s, chip),
+        interval=step_interval(replay.step_s, chip),
         tokens_per_dollar={k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd and per_second},
     )

@@ -1,4 +1,4 @@
-"""Reads version 1 of `compile.json` and `measure.json`, which stored parts, mesh axes and positions as text."""
+"""Upgrades version 1 of `compile.json` and `measure.json`, which stored parts, mesh axes and positions as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from valkyrie.records import encode
 
 
 def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert version 1 of a prediction or measurement, or a subset of its keys, to this version's plain values.
+    """Upgrade a prediction or measurement of version 1, or a subset of its keys, as plain values.
 
     Newer values are returned unchanged. Raises KeyError, TypeError, AttributeError or ValueError for malformed values.
     """
@@ -21,8 +21,8 @@ def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
         new["schema"] = 2
     if (seconds := new.pop("seconds", None)) is not None:
         new["parts"] = [upgrade_part(name) | {"seconds": value} for name, value in seconds.items()]
-    if isinstance(about := new.get("about"), dict) and "program" in about:
-        new |= {"about": None, "program": about | {"name": about["program"]}}
+    if isinstance(record := new.get("about"), dict) and "program" in record:
+        new |= {"about": None, "program": record | {"name": record["program"]}}
     for key, convert in _CONVERT.items():
         if key in new:
             new[key] = [convert(value) for value in new[key]]

@@ -1,4 +1,4 @@
-"""Efficiency of a chip: the shares of its published figures that a step achieves, for the estimate."""
+"""Efficiency constants of a chip: the shares of its published rates that a training step achieves."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from valkyrie.machine import assumptions
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Constants of a chip and its compiler: shares of published figures, and of hidden communication.
+    """Efficiency constants of a chip and its compiler. Users can set them as `target.chip.estimate`.
 
     Args:
-        products, mixing: Share of peak FLOP/s of large products, and of attention.
-        half_rate_flops: FLOPs of a product that achieves half of that share.
+        products, mixing: Share of peak FLOP/s that large products and attention achieve.
+        half_rate_flops: Size of a product, in FLOPs, at which it achieves half of that share.
         tile: Side of the matrix unit.
-        float32_passes: Passes of a float32 product.
-        hbm: Share of HBM bandwidth.
-        passes, passes_again, passes_kept: Moves of a declared activation per step; additional moves if it is
-            recomputed, or saved.
-        logits_passes: Moves of the logits.
-        scores_passes: Moves of attention scores in a forward pass, unless a kernel keeps them on the chip.
+        float32_passes: Number of bfloat16 products that one float32 product takes.
+        hbm: Share of HBM bandwidth that a step achieves.
+        passes, passes_again, passes_kept: Number of times that a step moves an activation through HBM; additional times
+            if it is recomputed; additional times if it is saved.
+        logits_passes: Number of times that a step moves the logits through HBM.
+        scores_passes: Number of times that a forward pass moves attention scores through HBM. 0 if a kernel keeps them
+            on the chip.
         launch_s: Fixed cost of an operation, in seconds.
-        hidden_weights, ...: Share of communication that overlaps with compute.
-        gathers, sums, outside: Share of link rates (`CollectiveModel`).
-        scatters: Time of a reduce-scatter over an all-gather; 2 if the compiler sums whole arrays and takes a part.
-        start_s, outer_start_s: Start of a collective, and of a message between hosts, in seconds.
-        loop_sums: 1 if the compiler leaves gradient sums in a pipeline's loop.
+        hidden_weights, ...: Largest share of each kind of communication that overlaps with compute.
+        gathers, sums, outside: Share of the link rates that collectives achieve (`CollectiveModel`).
+        scatters: Time of a reduce-scatter relative to an all-gather. 2 if the compiler implements it as an all-reduce
+            and a slice.
+        start_s, outer_start_s: Latency of starting a collective, and a message between hosts, in seconds.
+        loop_sums: 1 if the compiler sums gradients in every iteration of a pipeline's loop.
         whole_sums: 1 if the compiler sums whole arrays where ZeRO-1 needs only a part.
-        whole_batches: Exposed share of gathering whole batches for gradients of parameters on two kinds of axes.
+        whole_batches: Exposed share of the time to gather whole batches. XLA does this for gradients of parameters that
+            are split over both data axes and other mesh axes.
         windowed: 1 if each product gathers its own operands (windowed einsums), 0 if products share them.
-        apart: 1 if gradients of an array that several products read are summed once per product.
+        apart: 1 if the gradients of an array that several products read are summed once per product.
     """
 
     products: float = 0.85
@@ -65,11 +68,11 @@ class Efficiency:
     apart: float = 0.0
 
 
-def efficiency_of(chip: ChipConfig) -> Efficiency:
-    """Return the constants of a chip's file, with defaults. Raises ValueError for an unknown name."""
-    known = [field.name for field in fields(Efficiency)]
-    if unknown := [name for name in chip.estimate if name not in known]:
+def chip_efficiency(chip: ChipConfig) -> Efficiency:
+    """Return the defaults, updated by the chip's `estimate` settings. Raises ValueError for unknown names."""
+    names = [field.name for field in fields(Efficiency)]
+    if unknown := [name for name in chip.estimate if name not in names]:
         raise ValueError(
-            f"target.chip.estimate.{unknown[0]} is no constant of the estimate: it has {', '.join(known)}."
+            f"target.chip.estimate.{unknown[0]} is not an efficiency constant. Use one of {', '.join(names)}."
         )
     return replace(Efficiency(), **chip.estimate)

@@ -1,8 +1,8 @@
-"""Fits the constants of the estimate to step times that were compiled, measured or published.
+"""Fits the efficiency constants of the estimate to step times that were compiled, measured or published.
 
-Bounded least squares of the logarithm of estimated over known seconds. The rows of a family are alike, so a family is
-weighted by the square root of their number. Each constant is pulled weakly to its default, where it stays if the rows
-do not depend on it.
+Minimises the squared logarithm of estimated over known seconds, within bounds. Layouts of a family have similar errors,
+so a family of n layouts has weight sqrt(n). A weak penalty keeps constants that do not affect these layouts at their
+defaults.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.search.estimate.efficiency import Efficiency
-from valkyrie.search.estimate.network import network_of
-from valkyrie.search.estimate.runs import candidates_of
-from valkyrie.search.estimate.times import Step
-from valkyrie.search.estimate.work import Work, work_of
+from valkyrie.search.estimate.network import collective_model
+from valkyrie.search.estimate.runs import stack_runs
+from valkyrie.search.estimate.times import StepEstimator
+from valkyrie.search.estimate.work import StepWork, step_work
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "products": (0.3, 1.0),
@@ -43,19 +43,22 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "sums": (0.2, 1.0),
     "outside": (0.4, 1.0),
 }
-"""Bounds of each constant."""
+"""Lower and upper bound of each constant."""
 FITTED = ("products", "float32_passes", "passes_kept", "hidden_weights", "hidden_gradients", "gathers", "sums")
-"""Constants that affect steps compiled for a TPU."""
+"""Constants to fit: those that affect steps compiled for a TPU."""
 _LOGARITHMIC = ("half_rate_flops", "launch_s")
 PULL = 0.2
-"""Weight of a constant's distance from its default, as a share of its range, relative to a row's relative error."""
+"""Weight of a constant's distance from its default, in units of its range. A layout's relative error has weight 1."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """Layouts of one model, partition and remat policy with known step times. Rows of a family are similar."""
+class TimedLayouts:
+    """Layouts with known step times, which share their model, partition and remat policy.
 
-    work: Work
+    `family` names layouts with similar errors, such as those of one model and batch.
+    """
+
+    work: StepWork
     layouts: Candidates
     remat: RematConfig
     chip: ChipConfig
@@ -64,51 +67,57 @@ class Known:
 
     def estimate(self, efficiency: Efficiency) -> np.ndarray:
         """Return the estimated seconds of each step."""
-        network = network_of(self.chip, efficiency)
-        return Step(self.work, self.layouts, self.chip, efficiency, network).under(self.remat).step_s
+        network = collective_model(self.chip, efficiency)
+        return StepEstimator(self.work, self.layouts, self.chip, efficiency, network).estimate(self.remat).step_s
 
 
-def known_of(runs: Sequence[Run], step_s: Sequence[float], family: str) -> Known:
-    """Return the known step times of runs with the same model, partition, remat policy and mesh axes."""
+def timed_layouts(runs: Sequence[Run], step_s: Sequence[float], family: str) -> TimedLayouts:
+    """Combine runs with their known step times. They must share model, partition, remat policy and mesh axes."""
     config = runs[0].config
     assert config.target.chip is not None
-    return Known(work_of(runs[0]), candidates_of(runs), config.remat, config.target.chip, np.array(step_s), family)
+    return TimedLayouts(
+        step_work(runs[0]), stack_runs(runs), config.remat, config.target.chip, np.array(step_s), family
+    )
 
 
-def fitted(known: Sequence[Known], start: Efficiency, names: Sequence[str]) -> Efficiency:
-    """Fit the named constants, starting from `start`. Raises ValueError without any known step time."""
+def fit_constants(timed: Sequence[TimedLayouts], start: Efficiency, names: Sequence[str]) -> Efficiency:
+    """Fit the named constants to known step times, starting from `start`. Raises ValueError if `timed` is empty."""
     from scipy.optimize import least_squares
 
-    if not known:
-        raise ValueError("there is no step time to fit to.")
+    if not timed:
+        raise ValueError("No step times to fit the constants to.")
     if not names:
         return start
     ranges = {name: tuple(_scaled(name, bound) for bound in BOUNDS[name]) for name in names}
     default = np.array([_scaled(name, max(getattr(start, name), BOUNDS[name][0])) for name in names])
     low, high = (np.array([ranges[name][i] for name in names]) for i in (0, 1))
 
-    def values(x: np.ndarray) -> Efficiency:
+    def efficiency_at(x: np.ndarray) -> Efficiency:
         return replace(start, **{name: float(_unscaled(name, value)) for name, value in zip(names, x, strict=True)})
 
-    counts = Counter(family for rows in known for family in [rows.family] * len(rows.step_s))
+    counts = Counter(family for rows in timed for family in [rows.family] * len(rows.step_s))
 
     def errors(x: np.ndarray) -> np.ndarray:
-        efficiency = values(x)
-        rows = [np.log(k.estimate(efficiency) / k.step_s) / counts[k.family] ** 0.25 for k in known]
+        efficiency = efficiency_at(x)
+        rows = [
+            np.log(layouts.estimate(efficiency) / layouts.step_s) / counts[layouts.family] ** 0.25 for layouts in timed
+        ]
         return np.concatenate([*rows, PULL * (x - default) / (high - low)])
 
-    begin = np.clip(default, low + 1e-6 * (high - low), high - 1e-6 * (high - low))
-    solution = least_squares(errors, begin, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-3)
-    return values(solution.x)
+    initial = np.clip(default, low + 1e-6 * (high - low), high - 1e-6 * (high - low))
+    solution = least_squares(errors, initial, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-3)
+    return efficiency_at(solution.x)
 
 
-def without_family(known: Sequence[Known], start: Efficiency, names: Sequence[str]) -> list[tuple[Known, np.ndarray]]:
-    """Return the known layouts, each with its estimates by constants fitted to all other families."""
+def cross_validate(
+    timed: Sequence[TimedLayouts], start: Efficiency, names: Sequence[str]
+) -> list[tuple[TimedLayouts, np.ndarray]]:
+    """Return each layout group with its estimated seconds, using constants fitted to all other families."""
     estimates = []
-    for family in dict.fromkeys(rows.family for rows in known):
-        others = [rows for rows in known if rows.family != family]
-        efficiency = fitted(others, start, names) if others else start
-        estimates += [(rows, rows.estimate(efficiency)) for rows in known if rows.family == family]
+    for family in dict.fromkeys(rows.family for rows in timed):
+        other_families = [rows for rows in timed if rows.family != family]
+        efficiency = fit_constants(other_families, start, names) if other_families else start
+        estimates += [(rows, rows.estimate(efficiency)) for rows in timed if rows.family == family]
     return estimates
 
 

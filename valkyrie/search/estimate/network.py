@@ -1,9 +1,9 @@
 """Seconds of collectives over mesh axes, for many layouts at once.
 
-An all-gather or reduce-scatter of B bytes over n devices sends B (n-1)/n from each, an all-reduce twice that. Several
-axes of a torus carry parts at the same time (scaling book, sharding: jax-ml.github.io/scaling-book/sharding). TPU
-slices exchange arrays that the devices of each slice have already reduced. A ring of GPUs passes through all hosts, as
-fast as the network cards of its devices (NCCL).
+In an all-gather or reduce-scatter of B bytes over n devices, each device sends B (n-1)/n bytes; in an all-reduce, twice
+that. Several axes of a torus carry parts at the same time (scaling book, sharding:
+jax-ml.github.io/scaling-book/sharding). Between TPU slices, arrays are exchanged after the devices of each slice have
+reduced them. A ring of GPUs passes through all hosts at the rate of their network cards (NCCL).
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from valkyrie.search.estimate.efficiency import Efficiency
 
 @dataclass(frozen=True)
 class CollectiveModel:
-    """The links of a chip, and the share of their rates that collectives achieve.
+    """Time model of collectives on the links of a chip.
+
+    Fast links connect the chips of a torus or of a host, slow links the slices or hosts.
 
     Args:
         adds_up: Whether the rates of several axes add up (a torus), or the axes share one port (a switch).
-        gathers, sums: Shares of the fast links' rate that gathers and all-reduces achieve.
-        outside: Share of the slow links' rate.
-        start_s: Start of a collective, in seconds.
+        gathers, sums: Share of the rate of fast links that all-gathers and all-reduces achieve.
+        outside: Share of the rate of slow links.
+        start_s: Latency of starting a collective, in seconds.
         hop_s: Latency of each hop, in seconds.
-        outer_start_s: Start of a message over slow links, in seconds.
-        scatters: Time of a reduce-scatter over an all-gather.
+        outer_start_s: Latency of starting a message over slow links, in seconds.
+        scatters: Time of a reduce-scatter relative to an all-gather.
     """
 
     adds_up: bool
@@ -45,10 +47,10 @@ class CollectiveModel:
     def gather(
         self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, *, one_ring: bool = False
     ) -> np.ndarray:
-        """Return the seconds of an all-gather to `full` bytes on each device.
+        """Return the seconds of an all-gather whose result has `full` bytes on each device.
 
-        With `one_ring`, a single ring goes through all devices. XLA gathers activations like this along any dimension
-        but the first.
+        With `one_ring`, a single ring goes through all devices. XLA uses one ring for activations that it gathers along
+        a dimension other than the first.
         """
         return self._seconds(layouts, axes, full, self.gathers, one_ring)
 
@@ -66,10 +68,10 @@ class CollectiveModel:
         """Return the seconds that a device needs to send `sent` bytes to its neighbour along each of the axes."""
         seconds = np.zeros(len(layouts))
         for axis in axes:
-            span, size = layouts.spans[axis], layouts.sizes[axis]
-            near, far = sent / (span.inner_rate * self.gathers), sent / (span.outer_rate * self.outside)
-            start = self.start_s + np.where(span.outer > 1, self.outer_start_s, 0.0)
-            seconds += np.where(size > 1, start + np.where(span.outer > 1, far, near), 0.0)
+            links, size = layouts.spans[axis], layouts.sizes[axis]
+            near, far = sent / (links.inner_rate * self.gathers), sent / (links.outer_rate * self.outside)
+            start = self.start_s + np.where(links.outer > 1, self.outer_start_s, 0.0)
+            seconds += np.where(size > 1, start + np.where(links.outer > 1, far, near), 0.0)
         return seconds
 
     def _seconds(
@@ -78,12 +80,12 @@ class CollectiveModel:
         inner, outer = np.ones(len(layouts)), np.ones(len(layouts))
         rate, slow, hops = np.zeros(len(layouts)), np.full(len(layouts), np.inf), np.zeros(len(layouts))
         for axis in axes:
-            span = layouts.spans[axis]
-            inner, outer = inner * span.inner, outer * span.outer
-            own = np.where(span.inner > 1, span.ring_rate if one_ring else span.inner_rate, 0.0)
-            rate = rate + own if self.adds_up and not one_ring else np.maximum(rate, own)
-            slow = np.where(span.outer > 1, np.minimum(slow, span.outer_rate), slow)
-            hops = hops + span.hops
+            links = layouts.spans[axis]
+            inner, outer = inner * links.inner, outer * links.outer
+            axis_rate = np.where(links.inner > 1, links.ring_rate if one_ring else links.inner_rate, 0.0)
+            rate = rate + axis_rate if self.adds_up and not one_ring else np.maximum(rate, axis_rate)
+            slow = np.where(links.outer > 1, np.minimum(slow, links.outer_rate), slow)
+            hops = hops + links.hops
         members = inner * outer
         latency = self.start_s * (members > 1) + hops * self.hop_s + self.outer_start_s * np.log2(outer)
         near = np.where(inner > 1, full * (inner - 1) / inner / np.maximum(rate * share, 1.0), 0.0)
@@ -93,9 +95,9 @@ class CollectiveModel:
         return np.where(outer > 1, full * (members - 1) / members / ring, near) + latency
 
 
-def network_of(chip: ChipConfig, efficiency: Efficiency) -> CollectiveModel:
-    """Return the links of a chip, with the rates that its efficiency allows."""
-    hop = (chip.hop_us or 0.0) * 1e-6
+def collective_model(chip: ChipConfig, efficiency: Efficiency) -> CollectiveModel:
+    """Return the time model of collectives on a chip with these efficiency constants."""
+    hop_s = (chip.hop_us or 0.0) * 1e-6
     torus = platform_of(chip.platform).has_torus
     e = efficiency
-    return CollectiveModel(torus, e.gathers, e.sums, e.outside, e.start_s, hop, e.outer_start_s, e.scatters)
+    return CollectiveModel(torus, e.gathers, e.sums, e.outside, e.start_s, hop_s, e.outer_start_s, e.scatters)

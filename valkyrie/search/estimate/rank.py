@@ -1,4 +1,4 @@
-"""The layouts of a space, ranked by their estimated step time."""
+"""Ranks the layouts of a search space by their estimated step time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.search.estimate.efficiency import efficiency_of
-from valkyrie.search.estimate.network import network_of
-from valkyrie.search.estimate.space import Candidate, Group, Space
-from valkyrie.search.estimate.times import Step, Times
-from valkyrie.search.estimate.work import work_of
+from valkyrie.search.estimate.efficiency import chip_efficiency
+from valkyrie.search.estimate.network import collective_model
+from valkyrie.search.estimate.space import Candidate, LayoutGroup, LayoutSpace
+from valkyrie.search.estimate.times import EstimatedTimes, StepEstimator
+from valkyrie.search.estimate.work import step_work
 from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
 
 
 @dataclass(frozen=True)
-class Estimated:
-    """A layout with its estimate: seconds per step by part, and peak bytes per device."""
+class EstimatedLayout:
+    """One layout of a group, with the estimated step times and memory of the whole group. `number` is its index."""
 
-    group: Group
+    group: LayoutGroup
     number: int
     remat: RematConfig
-    times: Times
+    times: EstimatedTimes
     memory: ExpectedMemory[np.ndarray]
 
     @property
@@ -46,13 +46,13 @@ class Estimated:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits the usable memory. If that is unknown, every layout fits."""
+        """Whether the peak fits the usable memory. True if the usable memory is unknown."""
         usable = usable_hbm(self.group.target.chip)
         return usable is None or self.bytes <= usable
 
     @cached_property
     def candidate(self) -> Candidate:
-        """The layout without its estimate. Equal layouts of two rankings have equal candidates."""
+        """The layout without its estimate. Identifies the same layout in other rankings."""
         return self.group.candidate(self.number, self.remat)
 
     def run(self, run: Run) -> Run:
@@ -61,70 +61,79 @@ class Estimated:
 
 
 @dataclass(frozen=True)
-class Estimates:
+class GroupEstimates:
     """Estimates of a group of layouts with one remat policy."""
 
-    group: Group
+    group: LayoutGroup
     remat: RematConfig
-    times: Times
+    times: EstimatedTimes
     memory: ExpectedMemory[np.ndarray]
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Estimates of a space, by group and remat policy."""
+    """Estimates of all layouts of a space, by group and remat policy."""
 
-    space: Space
-    estimates: list[Estimates]
+    space: LayoutSpace
+    estimates: list[GroupEstimates]
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """Indices into `estimates` and into their layouts, the fastest first. Ties go to the plainest partition."""
+        """Pairs of an index into `estimates` and an index of a layout in that group, the fastest first.
+
+        Ties go to the partition with fewer classes of mesh axes, then to the policy with fewer offloaded activations.
+        """
         sizes = [len(e.times.step_s) for e in self.estimates]
-        step = np.concatenate([e.times.step_s for e in self.estimates] or [np.zeros(0)])
-        which, number = np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(n) for n in sizes] or [[]])
+        step_s = np.concatenate([e.times.step_s for e in self.estimates] or [np.zeros(0)])
+        group_index, layout_index = (
+            np.repeat(np.arange(len(sizes)), sizes),
+            np.concatenate([np.arange(n) for n in sizes] or [[]]),
+        )
         classes = np.repeat([e.group.classes for e in self.estimates], sizes)
         offloads = np.repeat([len(e.remat.offload) for e in self.estimates], sizes)
-        order = np.lexsort((number, offloads, classes, np.round(step, 7)))
-        return list(zip(which[order].tolist(), number[order].astype(int).tolist(), strict=True))
+        order = np.lexsort((layout_index, offloads, classes, np.round(step_s, 7)))
+        return list(zip(group_index[order].tolist(), layout_index[order].astype(int).tolist(), strict=True))
 
-    def under(self, partition: str) -> Ranking:
-        """Return the estimates of one partition."""
+    def for_partition(self, partition: str) -> Ranking:
+        """Return the ranking of the layouts with one partition."""
         return Ranking(self.space, [e for e in self.estimates if e.group.candidates.partition.name == partition])
 
-    def on(self, target: str) -> Ranking:
-        """Return the estimates of one slice."""
+    def for_target(self, target: str) -> Ranking:
+        """Return the ranking of the layouts on one slice."""
         return Ranking(self.space, [e for e in self.estimates if e.group.target.name == target])
 
-    def smallest(self) -> Estimated | None:
+    def smallest(self) -> EstimatedLayout | None:
         """Return the layout that needs the least memory, or None if there are no layouts."""
-        least = [(float(e.memory.total.min()), i) for i, e in enumerate(self.estimates) if len(e.memory.total)]
-        if not least:
+        smallest_peaks = [(float(e.memory.total.min()), i) for i, e in enumerate(self.estimates) if len(e.memory.total)]
+        if not smallest_peaks:
             return None
-        e = self.estimates[min(least)[1]]
-        return Estimated(e.group, int(e.memory.total.argmin()), e.remat, e.times, e.memory)
+        e = self.estimates[min(smallest_peaks)[1]]
+        return EstimatedLayout(e.group, int(e.memory.total.argmin()), e.remat, e.times, e.memory)
 
-    def __iter__(self) -> Iterator[Estimated]:
-        """Yield every layout, the fastest first. Layouts on one slice with equal estimates count as the same layout."""
+    def __iter__(self) -> Iterator[EstimatedLayout]:
+        """Yield every layout, the fastest first. Skips layouts on the same slice with equal estimates."""
         seen: set[tuple[object, ...]] = set()
-        for which, number in self.order:
-            e = self.estimates[which]
-            layout = Estimated(e.group, number, e.remat, e.times, e.memory)
-            microbatches = int(e.group.candidates.microbatches[number])
+        for group_index, layout_index in self.order:
+            e = self.estimates[group_index]
+            layout = EstimatedLayout(e.group, layout_index, e.remat, e.times, e.memory)
+            microbatches = int(e.group.candidates.microbatches[layout_index])
             key = (e.group.target.name, round(layout.step_s, 7), layout.bytes, microbatches)
             if key not in seen:
                 seen.add(key)
                 yield layout
 
 
-def rank(run: Run, space: Space) -> Ranking:
-    """Estimate every layout of a space for the model, batch and precision of a run."""
-    work, estimates = work_of(run), []
+def rank(run: Run, space: LayoutSpace) -> Ranking:
+    """Rank every layout of a space by its estimate for the model, batch and precision of a run."""
+    work, estimates = step_work(run), []
     for group in space.groups:
         chip = group.target.chip
         assert chip is not None
-        efficiency = efficiency_of(chip)
-        step = Step(work, group.candidates, chip, efficiency, network_of(chip, efficiency))
-        need = MemoryEstimator(run, group.candidates)
-        estimates += [Estimates(group, remat, step.under(remat), need.under(remat)) for remat in group.remats]
+        efficiency = chip_efficiency(chip)
+        step_estimator = StepEstimator(work, group.candidates, chip, efficiency, collective_model(chip, efficiency))
+        memory_estimator = MemoryEstimator(run, group.candidates)
+        estimates += [
+            GroupEstimates(group, remat, step_estimator.estimate(remat), memory_estimator.under(remat))
+            for remat in group.remats
+        ]
     return Ranking(space, estimates)

@@ -1,4 +1,4 @@
-"""Estimates of composed runs, each with a separate mesh and placement."""
+"""Estimates the step times of composed runs, which may differ in mesh and placement."""
 
 from __future__ import annotations
 
@@ -15,47 +15,49 @@ from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.placement import describe_entries, describe_places
 from valkyrie.parallel.slice import Slice
 from valkyrie.search.estimate.efficiency import Efficiency
-from valkyrie.search.estimate.network import network_of
-from valkyrie.search.estimate.spans import LEAST_LINKS, host_spans, spans_of
-from valkyrie.search.estimate.times import Step
-from valkyrie.search.estimate.work import work_of
+from valkyrie.search.estimate.links import MIN_LINKS, axis_links, host_axis_links
+from valkyrie.search.estimate.network import collective_model
+from valkyrie.search.estimate.times import StepEstimator
+from valkyrie.search.estimate.work import step_work
 from valkyrie.train.memory import layouts_of
 
 
-def estimated(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str, float]]:
-    """Return the seconds of each run's step by part, and their sum as `step`. All runs have the same workload."""
+def estimate_runs(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str, float]]:
+    """Return the estimated seconds of each run by part, and in total as `step`. Runs must share model and batch."""
     groups: dict[str, list[int]] = defaultdict(list)
     for i, run in enumerate(runs):
         groups[repr((run.config.partition, run.config.remat, list(run.config.mesh.axes)))].append(i)
     results: list[dict[str, float]] = [{} for _ in runs]
-    work = work_of(runs[0])
+    work = step_work(runs[0])
     chip = runs[0].config.target.chip
     assert chip is not None
-    network = network_of(chip, efficiency)
-    for numbers in groups.values():
-        layouts = candidates_of([runs[i] for i in numbers])
-        times = Step(work, layouts, chip, efficiency, network).under(runs[numbers[0]].config.remat)
-        for place, i in enumerate(numbers):
-            results[i] = {name: float(seconds[place]) for name, seconds in times.parts.items()}
-            results[i]["step"] = float(times.step_s[place])
+    network = collective_model(chip, efficiency)
+    for indices in groups.values():
+        layouts = stack_runs([runs[i] for i in indices])
+        times = StepEstimator(work, layouts, chip, efficiency, network).estimate(runs[indices[0]].config.remat)
+        for row, i in enumerate(indices):
+            results[i] = {name: float(seconds[row]) for name, seconds in times.parts.items()}
+            results[i]["step"] = float(times.step_s[row])
     return results
 
 
-def candidates_of(runs: Sequence[Run]) -> Candidates:
-    """Return runs of one partition and remat policy, with the same mesh axes, as arrays."""
+def stack_runs(runs: Sequence[Run]) -> Candidates:
+    """Stack the layouts of runs into arrays. The runs must share partition, remat policy and names of mesh axes."""
     layouts, chip = layouts_of(runs), runs[0].config.target.chip
     assert chip is not None
     if platform_of(chip.platform).has_torus:
-        placed = [axis_placements(run.config.target, run.layout) for run in runs]
+        placements = [axis_placements(run.config.target, run.layout) for run in runs]
         axes = list(layouts.sizes)
-        spans = spans_of([[p[axis] for axis in axes] for p in placed], axes, chip, least_links=LEAST_LINKS)
+        spans = axis_links(
+            [[axes_by_name[axis] for axis in axes] for axes_by_name in placements], axes, chip, least_links=MIN_LINKS
+        )
     else:
-        spans = host_spans(layouts.sizes, chip)
+        spans = host_axis_links(layouts.sizes, chip)
     return replace(layouts, spans=spans)
 
 
 def axis_placements(target: TargetConfig, layout: Layout) -> dict[str, AxisPlacement]:
-    """Return the placement of each axis of a layout on the torus of a target."""
+    """Return the placement of each mesh axis on the torus of a target, by name."""
     axes, placement = dict(layout.mesh.axes), layout.mesh.placement
     topology = topology_of(target)
     if placement is not None:

@@ -1,7 +1,7 @@
-"""Every layout of a model on a target, as arrays: partition, mesh, placement, remat, microbatches.
+"""Enumerates every layout of a model on a target: partition, mesh, placement, remat policy and microbatches.
 
-Mesh axes that appear in the same rules of a partition form a class. Only the product of their sizes matters: the first
-axis of the class gets all of its devices, and the other divisions are counted as duplicates.
+Mesh axes that appear in the same rules of a partition form a class. Only the product of their sizes matters, so the
+first axis of the class gets all of its devices. Other divisions are counted as duplicates and not enumerated.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, RoleK
 from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import INDIVISIBLE, Problem, ProblemCode, ProblemError, alternatives
-from valkyrie.search.estimate.spans import between_slices, spans_of
+from valkyrie.search.estimate.links import axis_links, slice_axis_links
 from valkyrie.train.memory import location_of
 
-MOST_MICROBATCHES = 128
-"""Largest number of microbatches in a pipeline. More do not shorten its bubble by one percent."""
-MOST_ACCUMULATED = 32
-"""Largest number of microbatches to try without a pipeline, where they only save memory."""
+MAX_MICROBATCHES = 128
+"""Largest number of microbatches to try in a pipeline. More would shorten its bubble by less than one percent."""
+MAX_ACCUMULATION_STEPS = 32
+"""Largest number of microbatches to try without a pipeline. They then only save memory."""
 ROUNDS = (2, 4)
-"""Numbers of rounds to try under the circular schedule: stretches of layers per stage."""
+"""Numbers of rounds to try under the circular schedule, in which each stage has this many blocks of layers."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout on one slice. Identifies it in a search, and determines its command line."""
+    """One layout on one slice, as an identifier in a search and as command-line overrides."""
 
     target: str
     slices: int
@@ -72,10 +72,15 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Candidates of one partition on one target, each with every remat policy.
+class LayoutGroup:
+    """Layouts of one partition on one target.
 
-    `meshes` has the mesh of each candidate, with its placement. `classes` is the number of classes of mesh axes.
+    Args:
+        target: The slice.
+        candidates: Their sizes as arrays.
+        remats: Remat policies to combine with each of them.
+        classes: Number of classes of mesh axes under the partition.
+        meshes: Mesh of each layout, with its placement.
     """
 
     target: TargetConfig
@@ -84,9 +89,9 @@ class Group:
     classes: int
     meshes: list[MeshConfig]
 
-    def candidate(self, number: int, remat: RematConfig) -> Candidate:
-        """Return candidate `number` of the group with a remat policy."""
-        mesh, partition = self.meshes[number], self.candidates.partition
+    def candidate(self, index: int, remat: RematConfig) -> Candidate:
+        """Return layout `index` of the group with a remat policy."""
+        mesh, partition = self.meshes[index], self.candidates.partition
         return Candidate(
             target=self.target.name,
             slices=self.target.slices,
@@ -97,26 +102,29 @@ class Group:
             rounds=partition.rounds,
             zero1=partition.zero1,
             remat=remat.name,
-            microbatches=int(self.candidates.microbatches[number]),
+            microbatches=int(self.candidates.microbatches[index]),
         )
 
-    def run(self, number: int, remat: RematConfig, run: Run) -> Run:
-        """Return a run of a candidate, with all other settings of `run`."""
+    def run(self, index: int, remat: RematConfig, run: Run) -> Run:
+        """Return a run with layout `index` of the group, and all other settings of `run`."""
         return run.changed(
             target=self.target,
             device_batch=None,
-            mesh=self.meshes[number],
+            mesh=self.meshes[index],
             partition=self.candidates.partition,
             remat=remat,
-            microbatches=int(self.candidates.microbatches[number]),
+            microbatches=int(self.candidates.microbatches[index]),
         )
 
 
 @dataclass(frozen=True)
-class Space:
-    """All legal layouts in groups; counts of refused ones by problem, and of divisions that shard like another one."""
+class LayoutSpace:
+    """All legal layouts, in groups.
 
-    groups: list[Group]
+    `refused` counts the illegal layouts by problem. `duplicates` is the number of meshes that shard like another one.
+    """
+
+    groups: list[LayoutGroup]
     refused: Counter[Problem]
     duplicates: int
 
@@ -130,73 +138,73 @@ def enumerate_layouts(
     partitions: Sequence[PartitionConfig],
     remats: Sequence[RematConfig],
     microbatches: int | None = None,
-) -> Space:
-    """Return every layout of a run's model. Raises ProblemError if every partition is refused on every mesh.
+) -> LayoutSpace:
+    """Return every legal layout of a run's model. Raises ProblemError if no partition is legal on any mesh.
 
     Args:
-        run: Model, batch and sequence length. Its remat policy is always tried.
-        targets: Slices.
-        partitions: Partitions, each with its schedule.
-        remats: Further remat policies.
-        microbatches: The only count to try, or None to try several, unless the run has a `device_batch`.
+        run: Provides model, batch and sequence length. Its remat policy is always tried.
+        targets: Slices to use.
+        partitions: Partitions to try, each with its schedule.
+        remats: Remat policies to try in addition to the run's.
+        microbatches: The only count to try, or None to try several. If the run has a `device_batch`, that decides.
     """
     if microbatches is not None and run.config.batch % microbatches:
         raise ProblemError([_indivisible(run.config.batch, microbatches, targets)])
     policies = _distinct_policies(run, remats)
-    spaces: list[Space] = []
-    misfits: list[list[Problem]] = []
+    spaces: list[LayoutSpace] = []
+    partition_problems: list[list[Problem]] = []
     for target, partition in itertools.product(targets, partitions):
-        judged = [(remat, _mesh_independent_problems(run, target, partition, remat)) for remat in policies]
-        if fitting := [remat for remat, problems in judged if not problems]:
-            spaces.append(_space_of_partition(run, target, partition, fitting, microbatches))
+        problems_by_policy = [(remat, _mesh_independent_problems(run, target, partition, remat)) for remat in policies]
+        if legal_policies := [remat for remat, problems in problems_by_policy if not problems]:
+            spaces.append(_partition_space(run, target, partition, legal_policies, microbatches))
         else:
-            misfits.append([problem for _, problems in judged for problem in problems])
-            spaces.append(Space([], Counter(misfits[-1][:1]), 0))
-    if spaces and len(misfits) == len(spaces):
-        raise ProblemError(itertools.chain.from_iterable(misfits))
+            partition_problems.append([problem for _, problems in problems_by_policy for problem in problems])
+            spaces.append(LayoutSpace([], Counter(partition_problems[-1][:1]), 0))
+    if spaces and len(partition_problems) == len(spaces):
+        raise ProblemError(itertools.chain.from_iterable(partition_problems))
     groups = [group for space in spaces for group in space.groups]
     refused = sum((space.refused for space in spaces), Counter[Problem]())
-    return Space(groups, refused, sum(space.duplicates for space in spaces))
+    return LayoutSpace(groups, refused, sum(space.duplicates for space in spaces))
 
 
-def partition_variants(partition: PartitionConfig, named: Collection[str] = ()) -> Iterator[PartitionConfig]:
-    """Yield a partition with each schedule, if it has a pipeline, and each of these with and without ZeRO-1.
+def partition_variants(partition: PartitionConfig, fixed: Collection[str] = ()) -> Iterator[PartitionConfig]:
+    """Yield a partition with and without ZeRO-1 and, if it has a pipeline, with each schedule.
 
-    Settings in `named` (`schedule`, `rounds`, `zero1`) keep their values.
+    Settings in `fixed` (`schedule`, `rounds`, `zero1`) keep their values.
     """
-    gpipe, circular, own = PipelineSchedule.gpipe, PipelineSchedule.circular, (partition.schedule, partition.rounds)
-    every = [(gpipe, 1), (PipelineSchedule["1f1b"], 1), *((circular, rounds) for rounds in ROUNDS)]
+    gpipe, circular, current = PipelineSchedule.gpipe, PipelineSchedule.circular, (partition.schedule, partition.rounds)
+    pipelines = [(gpipe, 1), (PipelineSchedule["1f1b"], 1), *((circular, rounds) for rounds in ROUNDS)]
     if not partition.parameters.get(LAYERS):
-        chosen = [(gpipe, 1)]
-    elif {"schedule", "rounds"} <= {*named}:
-        chosen = [own]
-    elif "schedule" in named:
-        chosen = [own] * (own[1] > 1) + [pair for pair in every if pair[0] is own[0]]
-    elif "rounds" in named:
-        chosen = [pair for pair in every if pair[1] == own[1]] or [(circular, own[1])]
+        variants = [(gpipe, 1)]
+    elif {"schedule", "rounds"} <= {*fixed}:
+        variants = [current]
+    elif "schedule" in fixed:
+        variants = [current] * (current[1] > 1) + [pair for pair in pipelines if pair[0] is current[0]]
+    elif "rounds" in fixed:
+        variants = [pair for pair in pipelines if pair[1] == current[1]] or [(circular, current[1])]
     else:
-        chosen = [own, *every]
-    zero1 = [partition.zero1] if "zero1" in named or partition.zero1 else [False, True]
-    for (schedule, rounds), spread in itertools.product(dict.fromkeys(chosen), zero1):
-        yield replace(partition, schedule=schedule, rounds=rounds, zero1=spread)
+        variants = [current, *pipelines]
+    zero1_values = [partition.zero1] if "zero1" in fixed or partition.zero1 else [False, True]
+    for (schedule, rounds), is_zero1 in itertools.product(dict.fromkeys(variants), zero1_values):
+        yield replace(partition, schedule=schedule, rounds=rounds, zero1=is_zero1)
 
 
 def _distinct_policies(run: Run, remats: Sequence[RematConfig]) -> list[RematConfig]:
-    """Return the policies that save different activations of this model, starting with the run's."""
-    saved, distinct = run.model.kept(), {}
+    """Return one policy for each distinct set of saved activations of this model, the run's own first."""
+    activations, distinct = run.model.kept(), {}
     for remat in [run.config.remat, *remats]:
-        distinct.setdefault(tuple(location_of(entry, remat) for entry in saved), remat)
+        distinct.setdefault(tuple(location_of(entry, remat) for entry in activations), remat)
     return list(distinct.values())
 
 
 def _indivisible(batch: int, microbatches: int, targets: Sequence[TargetConfig]) -> Problem:
-    """Return the problem of microbatches that do not divide a batch, with the nearest counts and batches that do."""
+    """Return the problem for microbatches that do not divide the batch. Suggests the nearest values that do."""
     divisors = [n for n in range(1, batch + 1) if batch % n == 0]
     nearest = [max(n for n in divisors if n < microbatches), *[n for n in divisors if n > microbatches][:1]]
     parts = microbatches * max(target.devices or 1 for target in targets)
     batches = [n for n in (batch // parts * parts, (batch // parts + 1) * parts) if n]
-    use = [*(f"microbatches={n}" for n in nearest), *(f"batch={n}" for n in batches)]
-    text = f"batch={batch} is not divisible by microbatches={microbatches}. Use {alternatives(None, use)}."
+    suggestions = [*(f"microbatches={n}" for n in nearest), *(f"batch={n}" for n in batches)]
+    text = f"batch={batch} is not divisible by microbatches={microbatches}. Use {alternatives(None, suggestions)}."
     return Problem(ProblemCode.batch_not_divisible, "batch", batch, text, size=batch, parts=microbatches)
 
 
@@ -221,14 +229,14 @@ class _Row:
     microbatches: int
 
 
-def _space_of_partition(
+def _partition_space(
     run: Run, target: TargetConfig, partition: PartitionConfig, remats: Sequence[RematConfig], microbatches: int | None
-) -> Space:
-    """Return the layouts of one partition on one target."""
-    slices, batch, each = target.slices, run.config.batch, run.config.device_batch
+) -> LayoutSpace:
+    """Enumerate the layouts of one partition on one target."""
+    slices, batch, device_batch = target.slices, run.config.batch, run.config.device_batch
     mesh = parse_mesh(f"{slices}s2x2x2x2" if slices > 1 else "2x2x2x2")
     parameters, activations, _ = resolve_rules(partition, mesh, run.arrays.axes, known_axes())
-    on_batch, on_layers = activations[BATCH], parameters.get(LAYERS, ())
+    batch_axes, layer_axes = activations[BATCH], parameters.get(LAYERS, ())
     classes = _axis_classes(mesh, parameters, activations)
     assert target.devices is not None
     meshes, all_divisions = [], 0
@@ -237,40 +245,44 @@ def _space_of_partition(
         sizes = {c[0]: n for c, n in zip(classes, products, strict=True)}
         meshes.append({axis: slices if axis == SLICE_AXIS else sizes.get(axis, 1) for axis in mesh.axes})
     duplicates = all_divisions - len(meshes)
-    # Without a pipeline, a schedule is the same as gpipe. ZeRO-1 changes nothing if parameters are split over all
-    # data axes.
+    # Without a pipeline, every schedule equals gpipe. ZeRO-1 changes nothing if parameters are split over all data
+    # axes.
     if partition.schedule is not PipelineSchedule.gpipe:
-        meshes = [m for m in meshes if any(m[axis] > 1 for axis in on_layers)]
+        meshes = [m for m in meshes if any(m[axis] > 1 for axis in layer_axes)]
     if partition.zero1:
-        free = [a for a in on_batch if not any(a in axes for axes in parameters.values())]
+        free = [a for a in batch_axes if not any(a in axes for axes in parameters.values())]
         meshes = [m for m in meshes if any(m[axis] > 1 for axis in free)]
     refused = Counter[Problem]()
-    if each is not None:
-        whole = [m for m in meshes if batch % (each * math.prod(m[axis] for axis in {*on_batch, *on_layers})) == 0]
+    if device_batch is not None:
+        divisible = [
+            m for m in meshes if batch % (device_batch * math.prod(m[axis] for axis in {*batch_axes, *layer_axes})) == 0
+        ]
         code = ProblemCode.device_batch_not_divisible
-        problem = Problem(code, "device_batch", each, partition=partition.name, size=batch)
-        refused += Counter({problem: (len(meshes) - len(whole)) * len(remats)})
-        meshes = whole
+        problem = Problem(code, "device_batch", device_batch, partition=partition.name, size=batch)
+        refused += Counter({problem: (len(meshes) - len(divisible)) * len(remats)})
+        meshes = divisible
     topology, torus = replace(topology_of(target), slices=1), platform_of(target.platform).has_torus
     rows = []
     for sizes in meshes:
-        shards, stages = (math.prod(sizes[axis] for axis in rule) for rule in (on_batch, on_layers))
-        if each is not None:
-            counts = [batch // (each * shards * stages)]
+        shards, stages = (math.prod(sizes[axis] for axis in rule) for rule in (batch_axes, layer_axes))
+        if device_batch is not None:
+            counts = [batch // (device_batch * shards * stages)]
         else:
             counts = _microbatches(batch, shards, stages) if microbatches is None else [microbatches]
-        placed = placements_of(tuple(n for axis, n in sizes.items() if axis != SLICE_AXIS), topology, torus)
-        rows += [_Row(sizes, placement, count) for placement in placed for count in counts]
+        placements = placements_of(tuple(n for axis, n in sizes.items() if axis != SLICE_AXIS), topology, torus)
+        rows += [_Row(sizes, placement, count) for placement in placements for count in counts]
     if not rows:
-        return Space([], refused, duplicates)
+        return LayoutSpace([], refused, duplicates)
     candidates = _candidates(run, target, partition, (parameters, activations), rows)
     legal = np.ones(len(rows), bool)
-    for problem, wrong in candidates.problems(batch, run.config.seq).items():
-        refused += Counter({problem: int((wrong & legal).sum()) * len(remats)})
-        legal &= ~wrong
-    fitting = [_mesh(row, partition, target) for row, fine in zip(rows, legal, strict=True) if fine]
-    groups = [Group(target, candidates.take(legal), remats, len(classes), fitting)] if fitting else []
-    return Space(groups, refused, duplicates)
+    for problem, mask in candidates.problems(batch, run.config.seq).items():
+        refused += Counter({problem: int((mask & legal).sum()) * len(remats)})
+        legal &= ~mask
+    meshes_of_legal = [_mesh(row, partition, target) for row, is_legal in zip(rows, legal, strict=True) if is_legal]
+    groups = (
+        [LayoutGroup(target, candidates.take(legal), remats, len(classes), meshes_of_legal)] if meshes_of_legal else []
+    )
+    return LayoutSpace(groups, refused, duplicates)
 
 
 def _candidates(
@@ -278,9 +290,9 @@ def _candidates(
 ) -> Candidates:
     assert target.chip is not None
     axes = list(rows[0].sizes)
-    spans = dict(spans_of([row.placement.axes for row in rows], [a for a in axes if a != SLICE_AXIS], target.chip))
+    spans = dict(axis_links([row.placement.axes for row in rows], [a for a in axes if a != SLICE_AXIS], target.chip))
     if SLICE_AXIS in axes:
-        spans[SLICE_AXIS] = between_slices(len(rows), target)
+        spans[SLICE_AXIS] = slice_axis_links(len(rows), target)
     return Candidates(
         partition,
         *rules,
@@ -293,15 +305,15 @@ def _candidates(
 
 
 def _axis_classes(mesh: MeshConfig, parameters: Rules, activations: Rules) -> list[list[str]]:
-    """Return the mesh axes that appear in some rule, grouped by those rules; x, y and z before w."""
-    role_of = roles(mesh, parameters, activations)
+    """Return the mesh axes that appear in at least one rule, grouped by the rules they appear in. `w` comes last."""
+    axis_roles = roles(mesh, parameters, activations)
     classes: dict[tuple[object, ...], list[str]] = {}
     for axis in sorted(mesh.axes, key=lambda axis: (axis == "w", axis)):
-        if axis != SLICE_AXIS and role_of[axis].kind is not RoleKind.idle:
-            within = tuple(
+        if axis != SLICE_AXIS and axis_roles[axis].kind is not RoleKind.idle:
+            rule_key = tuple(
                 (i, a) for i, rules in enumerate((parameters, activations)) for a in rules if axis in rules[a]
             )
-            classes.setdefault(within, []).append(axis)
+            classes.setdefault(rule_key, []).append(axis)
     return list(classes.values())
 
 
@@ -312,21 +324,21 @@ def divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (n,) * parts
         return
     for factor in (d for d in range(1, n + 1) if n % d == 0):
-        for rest in divisions(n // factor, parts - 1):
-            yield (factor, *rest)
+        for tail in divisions(n // factor, parts - 1):
+            yield (factor, *tail)
 
 
 def _microbatches(batch: int, shards: int, stages: int) -> list[int]:
-    """Return counts of microbatches: powers of two, and with a pipeline at least one per stage."""
-    most = min(batch // shards, MOST_MICROBATCHES if stages > 1 else MOST_ACCUMULATED)
-    counts = [2**i for i in range(most.bit_length())]
+    """Return the counts of microbatches to try: powers of two, at least one per stage in a pipeline."""
+    largest = min(batch // shards, MAX_MICROBATCHES if stages > 1 else MAX_ACCUMULATION_STEPS)
+    counts = [2**i for i in range(largest.bit_length())]
     return [n for n in counts if n >= stages] if stages > 1 else counts
 
 
 def _mesh(row: _Row, partition: PartitionConfig, target: TargetConfig) -> MeshConfig:
-    """Return the mesh of a row, with a fourth axis if that has devices or a rule needs it.
+    """Return the mesh of a row, with the axis `w` only if it has several devices or a rule needs it.
 
-    If one axis has all devices, the mesh has no placement: JAX's own is as good.
+    A mesh with a single axis larger than 1 gets no placement, because JAX's own is as good.
     """
     inner = {axis: n for axis, n in row.sizes.items() if axis != SLICE_AXIS}
     needs_w = any("w" in axes for rules in (partition.parameters, partition.activations) for axes in rules.values())

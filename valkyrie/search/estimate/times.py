@@ -1,9 +1,10 @@
-"""The step time of many layouts by closed formulas, part by part.
+"""Estimates the step times of many layouts at once, part by part, by closed formulas.
 
 FLOPs and bytes are those that the blocks declare. The collectives of a product follow from the sharding of its operands
-(GSPMD, arXiv 2105.04663): mesh axes that split the summed dimension leave partial results, which are summed; axes that
-split an operand but not the parameter are gathered. A pipeline of p stages is idle for (p - 1)/(m + p - 1) of a step of
-m microbatches, and interleaved rounds divide that (Megatron-LM, arXiv 2104.04473).
+(GSPMD, arXiv 2105.04663). Mesh axes that split the summed dimension leave partial results, which are summed. Operands
+are gathered over mesh axes that split them but not the parameter. A pipeline of p stages is idle for
+(p - 1)/(m + p - 1) of a step of m microbatches, and r interleaved rounds divide the idle time by r (Megatron-LM, arXiv
+2104.04473).
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import CollectiveModel
-from valkyrie.search.estimate.work import Mixing, Product, Work
+from valkyrie.search.estimate.work import Mixing, Product, StepWork
 
 BACKWARD = 2.0
-"""FLOPs of a product's backward pass over those of its forward pass: it has two products of the same size."""
+"""FLOPs of a product's backward pass relative to its forward pass: two products of the same size."""
 MIXING_BACKWARD = 2.5
-"""The same ratio for attention: five products to two (FlashAttention-2, arXiv 2307.08691)."""
+"""The same ratio for attention: five products backward, two forward (FlashAttention-2, arXiv 2307.08691)."""
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds per step by part, with one entry per layout. The parts add up to the step.
+class EstimatedTimes:
+    """Estimated seconds per step by part, as arrays over layouts. The parts add up to the step.
 
-    Compute is `products`, `mixing` (attention scores, scans), `moving` (activations through HBM), `head`, `optimizer`,
-    `launching` (starting operations, as far as it takes longer than they do), and the `bubble` of a pipeline. Waiting
-    is for `weights` gathered, `gradients` summed, `activations` of tensor and sequence parallelism, `host` memory, and
-    activations sent between `stages`.
+    Parts of compute are `products`, `mixing` (attention scores, scans), `moving` (activations through HBM), `head`,
+    `optimizer`, `launching` (starting operations, where this takes longer than the operations), and the `bubble` of a
+    pipeline. Parts of exposed communication are `weights` (gathered), `gradients` (summed), `activations` (of tensor
+    and sequence parallelism), `host` (to host memory), and `stages` (between the stages of a pipeline).
     """
 
     parts: dict[str, np.ndarray]
@@ -47,11 +48,11 @@ class Times:
         return np.sum(list(self.parts.values()), axis=0)
 
 
-class Step:
-    """Step times of layouts on a chip. Everything that does not depend on the remat policy is computed once."""
+class StepEstimator:
+    """Estimates the step times of layouts on a chip. Caches everything that does not depend on the remat policy."""
 
     def __init__(
-        self, work: Work, layouts: Candidates, chip: ChipConfig, efficiency: Efficiency, network: CollectiveModel
+        self, work: StepWork, layouts: Candidates, chip: ChipConfig, efficiency: Efficiency, network: CollectiveModel
     ) -> None:
         self.work, self.layouts = work, layouts
         self.efficiency, self.network = efficiency, network
@@ -61,85 +62,92 @@ class Step:
         self.host = chip.host_gbs * 1e9
         self.rows = work.tokens / (layouts.parts(layouts.activations[BATCH]) * layouts.parts(layouts.activations[SEQ]))
         self.rows = self.rows / layouts.microbatches
-        """Tokens of a device in a microbatch."""
+        """Tokens per device and microbatch."""
         self.share = work.passes / layouts.stages
-        """Share of all layers that a device has."""
+        """Share of the model's layers on a device, times the number of passes through them."""
 
-    def under(self, remat: RematConfig) -> Times:
-        """Return the parts of a step under a remat policy."""
+    def estimate(self, remat: RematConfig) -> EstimatedTimes:
+        """Return the estimated times of all layouts with a remat policy."""
         layouts, e = self.layouts, self.efficiency
         m, stages = layouts.microbatches, layouts.stages
-        again = [product.is_remade(remat) for product in self.work.products]
-        products = self.share * _total((1 + BACKWARD + a) * s for a, s in zip(again, self._products, strict=True))
-        mixing, (moved, to_host) = self._mixing_under(remat), self._moved_under(remat)
+        is_recomputed = [product.is_recomputed(remat) for product in self.work.products]
+        products = self.share * _sum_arrays(
+            (1 + BACKWARD + a) * s for a, s in zip(is_recomputed, self._product_seconds, strict=True)
+        )
+        mixing, (moved, to_host) = self._mixing_seconds(remat), self._moved_bytes(remat)
         moving = moved / self.hbm * self.share
         computing = products + mixing + moving
-        launches = [(1 + BACKWARD + a) * p.count for a, p in zip(again, self.work.products, strict=True)]
+        launches = [(1 + BACKWARD + a) * p.count for a, p in zip(is_recomputed, self.work.products, strict=True)]
         launching = e.launch_s * sum(launches) * self.share
-        activations = self._activations_under(remat, again)
-        gathered, summed = self._weights, self._gradients
+        activations = self._activation_collectives(remat, is_recomputed)
+        gathered, summed = self._weight_gathers, self._gradient_sums
         waiting = {
-            "activations": _exposed(activations, computing, e.hidden_activations),
-            "weights": _exposed(gathered, computing, e.hidden_weights),
-            "gradients": _exposed(summed / m, computing, e.hidden_gradients),
-            "host": _exposed(2 * to_host * self.share / self.host, computing, e.hidden_host),
+            "activations": _exposed_seconds(activations, computing, e.hidden_activations),
+            "weights": _exposed_seconds(gathered, computing, e.hidden_weights),
+            "gradients": _exposed_seconds(summed / m, computing, e.hidden_gradients),
+            "host": _exposed_seconds(2 * to_host * self.share / self.host, computing, e.hidden_host),
         }
-        of_stage = computing + waiting["activations"] + waiting["weights"]
+        stage_s = computing + waiting["activations"] + waiting["weights"]
         parts = {name: m * seconds for name, seconds in {"products": products, "mixing": mixing}.items()}
-        parts |= {"moving": m * moving, "head": m * self._head}
+        parts |= {"moving": m * moving, "head": m * self._head_seconds}
         parts |= {name: m * seconds for name, seconds in waiting.items()}
-        parts["gradients"] = parts["gradients"] + self._updated * (1 - e.hidden_updates)
-        parts["launching"] = m * np.maximum(launching - of_stage, 0.0)
+        parts["gradients"] = parts["gradients"] + self._zero1_gathers * (1 - e.hidden_updates)
+        parts["launching"] = m * np.maximum(launching - stage_s, 0.0)
         idle = (stages - 1) / layouts.rounds
-        parts["bubble"] = idle * np.maximum(of_stage, launching)
-        parts["stages"] = np.where(stages > 1, (m + stages - 1) * self._handed_on * (1 - e.hidden_stages), 0.0)
+        parts["bubble"] = idle * np.maximum(stage_s, launching)
+        parts["stages"] = np.where(stages > 1, (m + stages - 1) * self._stage_sends * (1 - e.hidden_stages), 0.0)
         if layouts.shares_loss:
-            parts["stages"] = parts["stages"] + np.where(stages > 1, self._over_stages, 0.0)
-        parts["optimizer"] = self._optimizer
-        return Times(parts)
+            parts["stages"] = parts["stages"] + np.where(stages > 1, self._pipeline_ends, 0.0)
+        parts["optimizer"] = self._optimizer_seconds
+        return EstimatedTimes(parts)
 
     @cached_property
-    def _products(self) -> list[np.ndarray]:
-        """Seconds of each product with a parameter of a block, once per microbatch."""
-        return [product.count * self._product(product) for product in self.work.products]
+    def _product_seconds(self) -> list[np.ndarray]:
+        """Seconds of the forward pass of each product in one microbatch."""
+        return [product.count * self._forward_seconds(product) for product in self.work.products]
 
-    def _product(self, product: Product) -> np.ndarray:
+    def _forward_seconds(self, product: Product) -> np.ndarray:
         k, n = float(product.k), float(product.n)
-        for axis, length in product.reads:
+        for axis, length in product.input_axes:
             k = k / self.layouts.split(axis, "used", length)
-        for axis, length in product.makes:
+        for axis, length in product.output_axes:
             n = n / self.layouts.split(axis, "used", length)
         passes = self.efficiency.float32_passes if product.float32 else 1.0
-        return product.numbers * passes * self._matrix(self.rows, np.asarray(k), np.asarray(n))
+        return product.components * passes * self._matmul_seconds(self.rows, np.asarray(k), np.asarray(n))
 
-    def _matrix(self, rows: np.ndarray, k: np.ndarray, n: np.ndarray) -> np.ndarray:
-        """Return the seconds of a product of these sizes: at the matrix unit's rate in whole tiles, or at HBM's."""
+    def _matmul_seconds(self, rows: np.ndarray, k: np.ndarray, n: np.ndarray) -> np.ndarray:
+        """Return the seconds of a [rows, k] x [k, n] product, bound by the matrix unit (in whole tiles) or by HBM."""
         e, flops = self.efficiency, 2.0 * rows * k * n
-        padded = _tiles(k, e.tile) * _tiles(n, e.tile)
+        padded = _tile_utilisation(k, e.tile) * _tile_utilisation(n, e.tile)
         rate = self.peak * e.products * padded * flops / (flops + e.half_rate_flops)
         bytes_ = self.work.itemsize * (rows * k + k * n + rows * n)
         return np.maximum(flops / rate, bytes_ / self.hbm)
 
     @cached_property
-    def _head(self) -> np.ndarray:
-        """Seconds of the logits, forward and backward, which the stages of a pipeline may share."""
+    def _head_seconds(self) -> np.ndarray:
+        """Seconds of the forward and backward pass of the logits. The stages of a pipeline may share this work."""
         model = self.work.run.model
         rows = self.rows / self._loss_rows() / (self.layouts.stages if self.layouts.shares_loss else 1)
         n = model.vocab_rows / self.layouts.split("vocab", "used", model.vocab_rows)
         k = np.full(len(self.layouts), float(self.work.embed))
         logits = 4.0 * 2 * rows * n / self.hbm
-        return (1 + BACKWARD) * self._matrix(rows, k, np.asarray(n)) + self.efficiency.logits_passes * logits
+        return (1 + BACKWARD) * self._matmul_seconds(rows, k, np.asarray(n)) + self.efficiency.logits_passes * logits
 
     def _loss_rows(self) -> np.ndarray:
-        """Return the number of parts of the loss's positions: axes split them that split `embed` but not `vocab`."""
+        """Return the number of shards of the loss over positions.
+
+        Mesh axes that split `embed`, but not `vocab`, split the positions of the loss.
+        """
         free = [a for a in self.layouts.activations["embed"] if a not in self.layouts.activations["vocab"]]
         return self.layouts.parts(free)
 
-    def _mixing_under(self, remat: RematConfig) -> np.ndarray:
-        """Return the seconds of attention scores and scans in forward, recomputation and backward."""
-        again = [remat.location(mixing.name) is ActivationLocation.nowhere for mixing in self.work.mixing]
-        flops = _total((1 + MIXING_BACKWARD + a) * n for a, n in zip(again, self._mixing_flops, strict=True))
-        scores = _total((1 + BACKWARD + a) * n for a, n in zip(again, self._scores, strict=True))
+    def _mixing_seconds(self, remat: RematConfig) -> np.ndarray:
+        """Return the seconds of attention scores and scans in a microbatch: forward, recomputation and backward."""
+        is_recomputed = [remat.location(mixing.name) is ActivationLocation.nowhere for mixing in self.work.mixing]
+        flops = _sum_arrays(
+            (1 + MIXING_BACKWARD + a) * n for a, n in zip(is_recomputed, self._mixing_flops, strict=True)
+        )
+        scores = _sum_arrays((1 + BACKWARD + a) * n for a, n in zip(is_recomputed, self._scores, strict=True))
         moved = self.work.itemsize * self.efficiency.scores_passes * scores
         return self.share * (flops / (self.peak * self.efficiency.mixing) + moved / self.hbm)
 
@@ -152,97 +160,104 @@ class Step:
         return [mixing.count * mixing.scores * self.rows / self._mixing_parts(mixing) for mixing in self.work.mixing]
 
     def _mixing_parts(self, mixing: Mixing) -> np.ndarray:
-        of = self.layouts.activations
-        split = [a for axis in mixing.axes for a in of[axis]]
-        free = [a for a in of["embed"] if a not in split] if mixing.over_rows else []
+        activations = self.layouts.activations
+        split = [a for axis in mixing.axes for a in activations[axis]]
+        free = [a for a in activations["embed"] if a not in split] if mixing.over_rows else []
         return self.layouts.parts(tuple(dict.fromkeys([*split, *free])))
 
-    def _moved_under(self, remat: RematConfig) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of activations that go through HBM, in all passes, and of those that go to the host."""
-        e, moved, to_host = self.efficiency, np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
-        for (kept, _), bytes_ in zip(self.work.moved, self._moved, strict=True):
-            place = remat.location(kept.name, product=kept.product)
+    def _moved_bytes(self, remat: RematConfig) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of activations moved through HBM and to host memory, per microbatch."""
+        e, moved, host_bytes = self.efficiency, np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
+        for (activation, _), bytes_ in zip(self.work.activations, self._activation_bytes, strict=True):
+            location = remat.location(activation.name, product=activation.product)
             moved = moved + bytes_ * (
-                e.passes + (e.passes_again if place is ActivationLocation.nowhere else e.passes_kept)
+                e.passes + (e.passes_again if location is ActivationLocation.nowhere else e.passes_kept)
             )
-            to_host = to_host + (bytes_ if place is ActivationLocation.host else 0.0)
-        return moved, to_host
+            host_bytes = host_bytes + (bytes_ if location is ActivationLocation.host else 0.0)
+        return moved, host_bytes
 
     @cached_property
-    def _moved(self) -> list[np.ndarray]:
-        """Bytes of each kind of activation in a microbatch."""
-        each = []
-        for kept, count in self.work.moved:
-            numbers = kept.count * count * self.rows
-            for axis, length in zip(kept.tensor.axes[2:], kept.tensor.shape[2:], strict=True):
-                numbers = numbers * length / self.layouts.split(axis, "active", length)
-            each.append(numbers * (4 if kept.float32 else self.work.itemsize))
-        return each
+    def _activation_bytes(self) -> list[np.ndarray]:
+        """Bytes of each declared activation in a microbatch, over all its layers."""
+        bytes_by_activation = []
+        for activation, count in self.work.activations:
+            elements = activation.count * count * self.rows
+            for axis, length in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
+                elements = elements * length / self.layouts.split(axis, "active", length)
+            bytes_by_activation.append(elements * (4 if activation.float32 else self.work.itemsize))
+        return bytes_by_activation
 
-    def _activations_under(self, remat: RematConfig, again: Sequence[bool]) -> np.ndarray:
-        """Return the seconds of activation collectives of products and mixing in a microbatch."""
-        sent = zip(again, self._sent_by_products, strict=True)
-        seconds = _total((1 + a) * f + b + (0 if a else anew) for a, (f, b, anew) in sent)
-        for mixing, sent in zip(self.work.mixing, self._sent_by_mixing, strict=True):
-            seconds = seconds + mixing.count * (2 + (remat.location(mixing.name) is ActivationLocation.nowhere)) * sent
+    def _activation_collectives(self, remat: RematConfig, is_recomputed: Sequence[bool]) -> np.ndarray:
+        """Return the seconds of the collectives of activations in a microbatch."""
+        seconds = _sum_arrays(
+            (1 + again) * forward + backward + (0 if again else regather)
+            for again, (forward, backward, regather) in zip(is_recomputed, self._product_collectives, strict=True)
+        )
+        for mixing, exchange_s in zip(self.work.mixing, self._mixing_collectives, strict=True):
+            passes = 2 + (remat.location(mixing.name) is ActivationLocation.nowhere)
+            seconds = seconds + mixing.count * passes * exchange_s
         return seconds * self.share + self._table_collectives
 
     @cached_property
-    def _sent_by_products(self) -> list[tuple[np.ndarray, ...]]:
-        operands, each = set[tuple[object, ...]](), []
+    def _product_collectives(self) -> list[tuple[np.ndarray, ...]]:
+        operands, collectives = set[tuple[object, ...]](), []
         for product in self.work.products:
-            seconds = self._sent_by(product, product.operand not in operands)
-            operands.add(product.operand)
-            each.append(tuple(product.count * part for part in seconds))
-        return each
+            seconds = self._collectives_around(product, product.operand_key not in operands)
+            operands.add(product.operand_key)
+            collectives.append(tuple(product.count * part for part in seconds))
+        return collectives
 
     @cached_property
-    def _sent_by_mixing(self) -> list[np.ndarray]:
-        return [self._neighbours(mixing) for mixing in self.work.mixing]
+    def _mixing_collectives(self) -> list[np.ndarray]:
+        return [self._sequence_exchange(mixing) for mixing in self.work.mixing]
 
-    def _sent_by(self, product: Product, first: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the seconds of the collectives around a product: forward, backward, and repeated gathers.
+    def _collectives_around(self, product: Product, first: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the seconds of the collectives around a product: forward, backward, and gathering its operand again.
 
-        Scattered gradients of the result are gathered both for the gradient of the operand and for that of the
-        parameter. The latter also needs the gathered operand: the third result is the time to gather it again, unless a
-        recomputation has done so. `first` if no earlier product has gathered the same operand.
+        If the gradients of the result are scattered, they are gathered twice: for the gradient of the operand and for
+        that of the parameter. The gradient of the parameter also needs the gathered operand. It is gathered again
+        unless the forward pass was recomputed, so callers add the third value only without recomputation.
+
+        `first` is True if no earlier product has gathered the same operand.
         """
         layouts, network = self.layouts, self.network
-        reading = [(a, n, layouts.activations[a], layouts.used(a)) for a, n in product.reads]
-        making = [(a, n, layouts.activations[a], layouts.used(a)) for a, n in product.makes]
+        inputs = [(a, n, layouts.activations[a], layouts.used(a)) for a, n in product.input_axes]
+        outputs = [(a, n, layouts.activations[a], layouts.used(a)) for a, n in product.output_axes]
         width = 4 if product.float32 else self.work.itemsize
-        read = self.rows * width * product.numbers
-        for axis, n, _, _ in reading:
-            read = read * n / layouts.split(axis, "used", n)
-        made = self.rows * width * product.numbers
-        for axis, n, _, _ in making:
-            made = made * n / layouts.split(axis, "used", n)
-        gathered = [m for _, _, active, used in reading for m in active if m not in used]
-        summed = [m for _, _, _, used in reading for m in used]
-        scattered = [m for _, _, active, used in making for m in active if m in summed]
+        operand_bytes = self.rows * width * product.components
+        for axis, n, _, _ in inputs:
+            operand_bytes = operand_bytes * n / layouts.split(axis, "used", n)
+        result_bytes = self.rows * width * product.components
+        for axis, n, _, _ in outputs:
+            result_bytes = result_bytes * n / layouts.split(axis, "used", n)
+        gathered = [m for _, _, active, used in inputs for m in active if m not in used]
+        summed = [m for _, _, _, used in inputs for m in used]
+        scattered = [m for _, _, active, used in outputs for m in active if m in summed]
         summed = [m for m in summed if m not in scattered]
-        back_summed = [m for _, _, _, used in making for m in used]
+        back_summed = [m for _, _, _, used in outputs for m in used]
         back_scattered = [m for m in gathered if m in back_summed]
         back_summed = [m for m in back_summed if m not in back_scattered]
-        forward = network.sum(layouts, summed, made) + network.scatter(layouts, scattered, made, one_ring=True)
+        forward = network.sum(layouts, summed, result_bytes) + network.scatter(
+            layouts, scattered, result_bytes, one_ring=True
+        )
         windowed = self.efficiency.windowed
-        backward = (1 + windowed) * network.gather(layouts, scattered, made, one_ring=True)
-        anew = np.zeros(len(layouts))
+        backward = (1 + windowed) * network.gather(layouts, scattered, result_bytes, one_ring=True)
+        regather = np.zeros(len(layouts))
         if first:
-            gather = network.gather(layouts, gathered, read, one_ring=True)
-            forward, anew = forward + gather, windowed * gather
+            gather = network.gather(layouts, gathered, operand_bytes, one_ring=True)
+            forward, regather = forward + gather, windowed * gather
         if first or self.efficiency.apart > 0:
-            backward = backward + network.sum(layouts, back_summed, read)
-            backward = backward + network.scatter(layouts, back_scattered, read, one_ring=True)
-        for axes, other in ((product.reads, made), (product.makes, read)):
-            backward = backward + sum(self._whole_batches(axis, other) for axis, _ in axes)
-        return forward, backward, anew
+            backward = backward + network.sum(layouts, back_summed, operand_bytes)
+            backward = backward + network.scatter(layouts, back_scattered, operand_bytes, one_ring=True)
+        for axes, other in ((product.input_axes, result_bytes), (product.output_axes, operand_bytes)):
+            backward = backward + sum(self._batch_gathers(axis, other) for axis, _ in axes)
+        return forward, backward, regather
 
-    def _whole_batches(self, logical: str, other: np.ndarray) -> np.ndarray:
-        """Return the seconds of gathering a product's other side over data axes for the gradient of its parameter.
+    def _batch_gathers(self, logical: str, other: np.ndarray) -> np.ndarray:
+        """Return the seconds of gathering the other factor of a parameter's gradient over data axes.
 
-        XLA does this if an axis of the parameter is split over both kinds of mesh axes, those that split data and those
-        that do not, because it cannot scatter a sum within a part.
+        XLA does this if a logical axis of the parameter is split over both data axes and other mesh axes, because it
+        cannot scatter a sum within a shard. `other` is the size of the other factor in bytes per device.
         """
         layouts, stored = self.layouts, self.layouts.stored(logical)
         data = tuple(axis for axis in stored if axis in layouts.data)
@@ -251,13 +266,13 @@ class Step:
         seconds = self.network.gather(layouts, data, other * parts)
         return np.where(both, self.efficiency.whole_batches * seconds, 0.0)
 
-    def _neighbours(self, mixing: Mixing) -> np.ndarray:
-        """Return the seconds that a block needs to fetch activations from other shards of the sequence."""
+    def _sequence_exchange(self, mixing: Mixing) -> np.ndarray:
+        """Return the seconds of fetching activations from other shards of the sequence, for one layer and pass."""
         layouts, axes = self.layouts, self.layouts.activations[SEQ]
         seconds, seq = np.zeros(len(layouts)), self.work.run.config.seq
-        for kept, positions in mixing.neighbours:
-            width = kept.count * (4 if kept.float32 else self.work.itemsize)
-            for axis, n in zip(kept.tensor.axes[2:], kept.tensor.shape[2:], strict=True):
+        for activation, positions in mixing.neighbours:
+            width = activation.count * (4 if activation.float32 else self.work.itemsize)
+            for axis, n in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
                 width = width * n / layouts.split(axis, "active", n)
             per_position = width * self.rows / (seq / layouts.parts(axes))
             if positions is None:
@@ -268,7 +283,7 @@ class Step:
 
     @cached_property
     def _table_collectives(self) -> np.ndarray:
-        """Seconds of summing over the vocabulary: looked-up rows, and the gradient of the last hidden states."""
+        """Seconds of the sums over a split vocabulary: embeddings, and gradients of the last hidden states."""
         layouts, vocab = self.layouts, self.layouts.used("vocab")
         stream = self.rows * self.work.embed * self.work.itemsize
         free = [a for a in layouts.activations["embed"] if a not in layouts.activations["vocab"]]
@@ -276,8 +291,8 @@ class Step:
         return 2 * self.network.sum(layouts, vocab, rows)
 
     @cached_property
-    def _weights(self) -> np.ndarray:
-        """Seconds of gathering parameters that are stored split over data axes, forward and backward."""
+    def _weight_gathers(self) -> np.ndarray:
+        """Seconds of gathering the parameters that are split over data axes, for the forward and the backward pass."""
         seconds, itemsize = np.zeros(len(self.layouts)), self.work.itemsize
         for spec in self.work.parameters.values():
             axes = self._gathered_axes(spec)
@@ -286,47 +301,48 @@ class Step:
         return seconds
 
     @cached_property
-    def _gradients(self) -> np.ndarray:
-        """Seconds of summing gradients over data axes, in all microbatches.
+    def _gradient_sums(self) -> np.ndarray:
+        """Seconds of summing gradients over data axes, for all microbatches of a step.
 
-        A pipeline sums them once, after its last microbatch. ZeRO-1 scatters gradients that are otherwise summed whole.
+        A pipeline sums them once, after its last microbatch. Under ZeRO-1, reduce-scatters replace all-reduces.
         """
         layouts, seconds = self.layouts, np.zeros(len(self.layouts))
         itemsize = self.work.run.config.precision.reduction.itemsize
         for spec in self.work.parameters.values():
             split, stored = self._gathered_axes(spec), [m for axis in spec.axes for m in layouts.stored(axis)]
-            # No sum over data axes that split the parameter: they scatter it, or its shard gets all dispatched tokens.
-            rest = tuple(axis for axis in layouts.data if axis not in stored)
+            # Data axes that split the parameter are left out: the reduce-scatter covers them, or (experts) the shard
+            # has received the tokens of all devices.
+            summed_axes = tuple(axis for axis in layouts.data if axis not in stored)
             bytes_ = self.layouts.shard(spec, "used") * itemsize
             seconds += self.network.scatter(layouts, split, bytes_)
             scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
             reduce = self.network.scatter if scattered else self.network.sum
-            seconds += reduce(layouts, rest, bytes_ / layouts.parts(split))
-        piped = layouts.stages > 1
+            seconds += reduce(layouts, summed_axes, bytes_ / layouts.parts(split))
+        has_pipeline = layouts.stages > 1
         ticks = np.where(self.efficiency.loop_sums > 0, layouts.microbatches + layouts.stages - 1, 1)
-        times = np.where(piped, ticks, layouts.microbatches)
+        times = np.where(has_pipeline, ticks, layouts.microbatches)
         return seconds * np.where(layouts.sums_once, 1, times)
 
     @cached_property
-    def _over_stages(self) -> np.ndarray:
-        """Seconds of the communication of a pipeline once per step, in addition to that between stages.
+    def _pipeline_ends(self) -> np.ndarray:
+        """Seconds of communication at both ends of a pipeline, once per step.
 
-        The stream of all microbatches goes to the first stage, from the last stage to all, and back. Gradients of
-        parameters outside the layers are summed over the stages.
+        The residual streams of all microbatches are sent to the first stage, and from the last stage to all stages; the
+        backward pass repeats this. Gradients of parameters outside the layers are summed over the stages.
         """
         layouts, axes = self.layouts, self.layouts.parameters.get(LAYERS, ())
         width = self.work.embed / layouts.split("embed", "active", self.work.embed)
         stream = self.rows * layouts.microbatches * width * self.work.itemsize
         seconds = 4 * (layouts.stages - 1) * self.network.exchange(layouts, axes, stream / layouts.stages)
         itemsize = self.work.run.config.precision.reduction.itemsize
-        whole = [spec for spec in self.work.parameters.values() if LAYERS not in spec.axes]
+        outside_layers = [spec for spec in self.work.parameters.values() if LAYERS not in spec.axes]
         return seconds + self.network.sum(
-            layouts, axes, itemsize * _total(self.layouts.shard(spec, "used") for spec in whole)
+            layouts, axes, itemsize * _sum_arrays(self.layouts.shard(spec, "used") for spec in outside_layers)
         )
 
     @cached_property
-    def _updated(self) -> np.ndarray:
-        """Seconds of gathering the parameters that ZeRO-1 updated in parts, once per step."""
+    def _zero1_gathers(self) -> np.ndarray:
+        """Seconds of gathering the updated parameters under ZeRO-1, once per step."""
         seconds = np.zeros(len(self.layouts))
         if self.layouts.partition.zero1:
             for spec in self.work.parameters.values():
@@ -338,23 +354,23 @@ class Step:
         return tuple(m for axis in spec.axes for m in self.layouts.gathered(axis))
 
     @cached_property
-    def _handed_on(self) -> np.ndarray:
-        """Seconds of sending a microbatch to the next stage, forward and backward."""
+    def _stage_sends(self) -> np.ndarray:
+        """Seconds of sending a microbatch from one stage to the next, forward and backward."""
         layouts = self.layouts
         width = self.work.embed / layouts.split("embed", "active", self.work.embed)
         bytes_, axes = self.rows * width * self.work.itemsize, layouts.parameters.get(LAYERS, ())
         if layouts.sends_parts:
             split = (*axes, *layouts.data, *layouts.activations["embed"])
-            alike = [axis for axis in layouts.sizes if axis not in split]
-            sent = self.network.exchange(layouts, axes, bytes_ / layouts.parts(alike))
-            return 2 * layouts.rounds * (sent + self.network.gather(layouts, alike, bytes_))
+            replicated = [axis for axis in layouts.sizes if axis not in split]
+            send_s = self.network.exchange(layouts, axes, bytes_ / layouts.parts(replicated))
+            return 2 * layouts.rounds * (send_s + self.network.gather(layouts, replicated, bytes_))
         return 2 * layouts.rounds * self.network.exchange(layouts, axes, bytes_)
 
     @cached_property
-    def _optimizer(self) -> np.ndarray:
-        """Seconds of the optimizer's step: its bytes at HBM's rate, and its products at the matrix unit's."""
-        # TODO: count Muon's two exchanges of matrices in the compute dtype. XLA makes an all-to-all, a gather or a
-        # slice of each, by how the matrix is stored, and no closed form of that choice has been checked.
+    def _optimizer_seconds(self) -> np.ndarray:
+        """Seconds of the optimizer's step: moving its state through HBM, and its matrix products."""
+        # TODO: count Muon's two exchanges of matrices in the compute dtype. XLA implements each as an all-to-all, a
+        # gather or a slice, depending on the sharding, and we have no verified formula for that choice.
         config = self.work.run.config.optimizer
         bytes_ = np.zeros(len(self.layouts))
         for spec in self.work.parameters.values():
@@ -363,15 +379,15 @@ class Step:
         return bytes_ / self.hbm + flops / (self.peak * self.efficiency.products)
 
 
-def _total(arrays: Iterable[np.ndarray]) -> np.ndarray:
+def _sum_arrays(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return functools.reduce(np.add, arrays)
 
 
-def _exposed(sent: np.ndarray, computing: np.ndarray, hidden: float) -> np.ndarray:
-    """Return the exposed seconds of communication. At most the share `hidden` overlaps, if there is enough compute."""
+def _exposed_seconds(sent: np.ndarray, computing: np.ndarray, hidden: float) -> np.ndarray:
+    """Return the exposed seconds of communication, of which at most the share `hidden` overlaps with compute."""
     return np.maximum((1 - hidden) * sent, sent - computing)
 
 
-def _tiles(length: np.ndarray, tile: float) -> np.ndarray:
-    """Return the share of whole tiles that a length fills."""
+def _tile_utilisation(length: np.ndarray, tile: float) -> np.ndarray:
+    """Return the ratio of a length to the length rounded up to whole tiles."""
     return length / (np.ceil(length / tile) * tile)

@@ -21,37 +21,37 @@ from valkyrie.search.compile.show import make_table
 from valkyrie.search.compile.summary import model_settings
 from valkyrie.search.explain.difference import (
     LETTERS,
-    NO_STEP,
+    NO_STEP_ADVICE,
     Difference,
-    Pair,
-    difference,
-    other_models,
-    without_step,
+    Quantity,
+    compare_layouts,
+    missing_step_reason,
+    model_mismatch,
 )
 from valkyrie.search.modes import compile_and_summarise
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory_text, traffic_text
 
-_LEAST_PART = 0.001
-"""Smallest share of the longer step for which a part is listed."""
-_LEAST_MEMORY = 0.01
-"""Smallest share of the largest kind of memory for which a kind is listed."""
-_OF_THE_MODE = ("mode", "first", "second", "name")
+_MIN_PART = 0.001
+"""Parts that take less than this share of the longer step are not listed."""
+_MIN_MEMORY = 0.01
+"""Kinds of memory below this share of the largest one are not listed."""
+_MODE_KEYS = ("mode", "first", "second", "name")
 
 
 def explain_mode(run: Run) -> int:
-    """Print why one of two layouts is faster, write `explain.json` to the run folder, and return the exit status."""
+    """Explain why one of two layouts is faster, write `explain.json`, and return the exit status."""
     console, mode = make_console(), settings_for(ExplainMode, run.config.mode)
     first, second = mode.first, mode.second
     if not first or not second:
         raise ValueError(
-            "mode=explain compares two layouts: say both, as first='partition=fsdp' "
-            "second='mesh=4x4x2 partition=2d_tp', or as run folders with a compile.json."
+            "mode=explain compares two layouts. Set both first= and second= to overrides, such as "
+            "first='partition=fsdp' second='mesh=4x4x2 partition=2d_tp', or to run folders with a compile.json."
         )
     if first == second:
-        raise ValueError(f"first= and second= are the same: {first!r}. Name two layouts.")
+        raise ValueError(f"first= and second= are the same: {first!r}. Choose two different layouts.")
     predictions = _predictions(run, (first, second), console)
-    comparison = difference(*predictions, requests=(first, second))
+    comparison = compare_layouts(*predictions, requests=(first, second))
     folder = _folder(run, predictions)
     write_about(run, folder)
     write_record(folder / EXPLAINED, comparison)
@@ -61,7 +61,7 @@ def explain_mode(run: Run) -> int:
 
 
 def _folder(run: Run, predictions: Sequence[Prediction]) -> Path:
-    """Return the run's folder if it has a name, else a new one named after the model and both layouts."""
+    """Return the run folder if the run has a name, else a new folder named after the model and both layouts."""
     if run.config.name is not None or run.config.resume is not None:
         return run_folder(run)
     a, b = (prediction.layout for prediction in predictions)
@@ -69,23 +69,25 @@ def _folder(run: Run, predictions: Sequence[Prediction]) -> Path:
 
 
 def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple[Prediction, Prediction]:
-    """Return the predictions of two layouts, each read from a folder or compiled with overrides of the command's run.
+    """Return the predictions of both layouts, each read from a folder or compiled from the run with overrides.
 
-    Raises ValueError with all problems before it compiles anything.
+    Raises ValueError with all problems before compiling anything.
     """
     layouts, problems = [], []
     for letter, request in zip(LETTERS, requests, strict=True):
         try:
             layouts.append(layout := _layout(run, request))
-            if isinstance(layout, Prediction) and (reason := without_step(layout, letter)):
+            if isinstance(layout, Prediction) and (reason := missing_step_reason(layout, letter)):
                 problems.append(reason)
         except ValueError as error:
             problems.append(str(error))
     if not problems:
         a, b = layouts
-        problems = other_models(_known(a), _known(b))
+        problems = model_mismatch(_as_prediction(a), _as_prediction(b))
         if isinstance(a, Run) and isinstance(b, Run) and a.config == b.config:
-            problems.append(f"first={requests[0]!r} and second={requests[1]!r} are the same run. Name two layouts.")
+            problems.append(
+                f"first={requests[0]!r} and second={requests[1]!r} are the same run. Choose two different layouts."
+            )
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     a, b = (compile_and_summarise(layout, console)[1] if isinstance(layout, Run) else layout for layout in layouts)
@@ -93,7 +95,7 @@ def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple
 
 
 def _layout(run: Run, request: str) -> Run | Prediction:
-    """Return the prediction in a folder, or the command's run with these overrides. Raises ValueError for mistakes."""
+    """Return the prediction in a folder, or the run with overrides. Raises ValueError if `request` is neither."""
     for folder in (Path(request).expanduser(), Path(run.config.runs) / request):
         if folder.is_dir():
             return _read(folder)
@@ -101,31 +103,31 @@ def _layout(run: Run, request: str) -> Run | Prediction:
         changes = shlex.split(request)
     except ValueError:
         raise ValueError(
-            f"{request}: a quotation mark in it has no partner. Write it as 'mesh=4x4x2 partition=2d_tp'."
+            f"{request}: the closing quotation mark is missing. Write it as 'mesh=4x4x2 partition=2d_tp'."
         ) from None
-    if wrong := [change for change in changes if "=" not in change]:
+    if not_overrides := [change for change in changes if "=" not in change]:
         raise ValueError(
-            f"{wrong[0]} is neither a folder nor an override such as partition=fsdp. Two layouts are compared by "
-            "first= and second=."
+            f"{not_overrides[0]} is neither a folder nor an override such as partition=fsdp. Set first= and second= to "
+            "the two layouts to compare."
         )
     flags, overrides = parts_of(run.arguments)
     keys = [(override, key_value(override)[0]) for override in overrides]
-    kept = [override for override, key in keys if key not in _OF_THE_MODE and not key.startswith("mode.")]
-    mode = [override for override, key in keys if key in ("mode.time_limit_s", "mode.cache")]
-    other = parse_run([*flags, *kept, "mode=compile", *mode, *changes])
-    target, problems = other.config.target, [str(problem) for problem in other.problems()]
+    shared = [override for override, key in keys if key not in _MODE_KEYS and not key.startswith("mode.")]
+    mode_overrides = [override for override, key in keys if key in ("mode.time_limit_s", "mode.cache")]
+    layout_run = parse_run([*flags, *shared, "mode=compile", *mode_overrides, *changes])
+    target, problems = layout_run.config.target, [str(problem) for problem in layout_run.problems()]
     platform = platform_of(target.platform)
     if platform.replay is None:
-        problems.append(f"target={target.name} has no predicted step: {NO_STEP}")
+        problems.append(f"target={target.name} has no predicted step time. {NO_STEP_ADVICE}")
     elif missing := platform.missing_compiler(target):
         problems.append(missing)
     if problems:
         raise ValueError("\n".join(f"{request}: {problem}" for problem in problems))
-    return other
+    return layout_run
 
 
-def _known(layout: Run | Prediction) -> Prediction:
-    """Return a prediction with the model and layout of a run that is not compiled yet."""
+def _as_prediction(layout: Run | Prediction) -> Prediction:
+    """Return a prediction as it is, or a placeholder with the model and layout of a run that is not compiled yet."""
     if isinstance(layout, Prediction):
         return layout
     return Prediction(about=layout.about(), status=CompileStatus.ok, model=model_settings(layout))
@@ -137,24 +139,24 @@ def _read(folder: Path) -> Prediction:
         return read_prediction(file)
     except FileNotFoundError:
         raise ValueError(
-            f"{folder} has no {SUMMARY}: it is no folder of a layout that was compiled. mode=compile leaves one."
+            f"{folder} has no {SUMMARY}. Use the run folder of a layout that mode=compile has compiled."
         ) from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}.") from error
 
 
 def show(comparison: Difference, console: Console) -> None:
-    """Print both layouts side by side, and why one of them is faster."""
+    """Print tables of both layouts, and the sentences that explain the difference."""
     for letter, name in zip(LETTERS, comparison.names, strict=True):
         console.print(f"{letter}: {name}", style="bold", markup=False)
-    seconds = _at_least(comparison.seconds, _LEAST_PART * max(comparison.step_s))
-    _print_pairs("where a step goes", [*seconds, Pair("step", *comparison.step_s)], duration, console)
-    _print_pairs("what a device sends in a step, over", comparison.bytes_sent, traffic_text, console)
+    seconds = _drop_small(comparison.seconds, _MIN_PART * max(comparison.step_s))
+    _print_quantities("where a step goes", [*seconds, Quantity("step", *comparison.step_s)], duration, console)
+    _print_quantities("bytes a device sends in a step, by mesh axes", comparison.bytes_sent, traffic_text, console)
     largest = max((max(kind.first, kind.second) for kind in comparison.bytes_at_peak), default=0.0)
-    kinds = _at_least(comparison.bytes_at_peak, _LEAST_MEMORY * largest)
-    _print_pairs("memory of one device at the peak", kinds, lambda size: memory_text(int(size)), console)
+    kinds = _drop_small(comparison.bytes_at_peak, _MIN_MEMORY * largest)
+    _print_quantities("memory of one device at the peak", kinds, lambda size: memory_text(int(size)), console)
     columns = ("", "kind", "over", "waited", "sent", "calls", "cause", "source")
-    table = make_table("collectives waited for longest", columns, right=("waited", "sent", "calls"))
+    table = make_table("collectives with the longest waits", columns, right=("waited", "sent", "calls"))
     for letter, uses in zip(LETTERS, comparison.collectives, strict=True):
         for use in uses:
             numbers = duration(use.waited_s), traffic_text(use.bytes), f"{use.calls:,.0f}"
@@ -165,14 +167,16 @@ def show(comparison: Difference, console: Console) -> None:
         console.print(sentence, markup=False)
 
 
-def _at_least(pairs: Sequence[Pair], least: float) -> list[Pair]:
+def _drop_small(pairs: Sequence[Quantity], least: float) -> list[Quantity]:
     return [pair for pair in pairs if max(pair.first, pair.second) >= least]
 
 
-def _print_pairs(title: str, pairs: Sequence[Pair], describe: Callable[[float], str], console: Console) -> None:
+def _print_quantities(
+    title: str, pairs: Sequence[Quantity], describe: Callable[[float], str], console: Console
+) -> None:
     table = make_table(title, ("what", *LETTERS, "B - A"), right=(*LETTERS, "B - A"))
     for pair in pairs:
-        sign = "-" if pair.more < 0 else "+"
+        sign = "-" if pair.excess < 0 else "+"
         values = [describe(value) if value else "" for value in (pair.first, pair.second)]
-        table.add_row(pair.name, *values, f"{sign}{describe(abs(pair.more))}" if pair.more else "")
+        table.add_row(pair.name, *values, f"{sign}{describe(abs(pair.excess))}" if pair.excess else "")
     console.print(table)

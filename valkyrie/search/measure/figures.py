@@ -1,8 +1,8 @@
 """`mode=figures`: measures the speed of the devices at hand, as the chip figures that the estimate needs.
 
-Times products, memory and attention on all devices at once, because CPU devices share cores, and collectives among the
-devices of a process and among all devices. Each figure is from the fastest of a few calls. Involves no layout and no
-model.
+Times products, memory and attention on all devices at once, because CPU devices share cores. Times collectives among
+the devices of a process and among all devices. Each figure is from the fastest of a few calls, and independent of any
+layout or model.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from valkyrie.precision import DType
 from valkyrie.processes.team import Team
 from valkyrie.records import write_record
 from valkyrie.runs.folder import run_folder, write_about
-from valkyrie.search.measure.figures_of import in_words
+from valkyrie.search.measure.figures_file import describe_figures
 from valkyrie.train.devices import prepare_devices
 from valkyrie.train.processes import together
 from valkyrie.train.screen import make_console
 
 REPEATS = 5
 LARGE, SMALL = 512, 64
-"""Sides of the products that are timed: of a large one for the peak rate, and of a small one."""
-MEMORY, LEAST_MEMORY = 2**28, 2**24
-"""Bytes of a process's arrays, more than nearly any cache holds, and least bytes of the array of one device."""
-LONG_S = 0.15
-"""Seconds of a call after which no larger collective is timed.
+"""Sides of the timed square products. The large one gives the peak rate, the small one the loss at small sizes."""
+PROCESS_BYTES, MIN_DEVICE_BYTES = 2**28, 2**24
+"""Total bytes of the arrays of a process, larger than most caches, and minimum bytes of each device's array."""
+MAX_CALL_S = 0.15
+"""Once a call takes this many seconds, no larger collective is timed.
 
-Other functions are not repeated more often in a row once the calls take half of this.
+Other functions are repeated more often until the calls take half of this.
 """
-MOST = 2**25
-"""Largest number of bytes that a device has after a collective."""
-MOST_CALLS = 2**14
-"""Most calls of a function in a row."""
+MAX_COLLECTIVE_BYTES = 2**25
+"""Maximum bytes per device of the result of a timed collective."""
+MAX_CALLS = 2**14
+"""Maximum number of repetitions of a function in one call."""
 POSITIONS, WIDTH, HEADS = 256, 32, 4
-"""Sizes of the attention that is timed."""
+"""Sizes of the timed attention."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Collectives among some devices: GB/s sent by a device in gathers and in sums, and the seconds of a start."""
+    """Speed of collectives: GB/s that a device sends in all-gathers and in all-reduces, and the latency in seconds."""
 
     gather: float
     sum: float
@@ -63,7 +63,7 @@ class Link:
 
 
 def figures_mode(run: Run) -> int:
-    """Time the devices at hand, print their figures, store them in the run folder, and return the exit status."""
+    """Time the local devices, print their figures, store them in the run folder, and return the exit status."""
     with together(run) as team:
         console = make_console()
         devices = prepare_devices(run, console.print, team).devices
@@ -74,38 +74,42 @@ def figures_mode(run: Run) -> int:
             write_about(run, folder)
             write_record(folder / FIGURES, chip)
             write_atomic(folder / MACHINES, json.dumps(machines) + "\n")
-            console.print(in_words(chip), highlight=False, soft_wrap=True)
+            console.print(describe_figures(chip), highlight=False, soft_wrap=True)
             console.print(f"figures: {folder / FIGURES}", soft_wrap=True)
     return 0
 
 
 def figures(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
-    """Return the figures of the devices. A process counts as a host. All processes of the team must call this."""
+    """Measure the figures of the devices, with a process as a host. All processes of the team must call this."""
     dtype, places = jnp.dtype(compute.value), Mesh(np.array(devices), ("all",))
     timer = _Timer(team, places)
-    of_process = len(devices) // team.count
-    peak, half = _products(timer, dtype)
+    devices_per_process = len(devices) // team.count
+    peak, half = _product_speed(timer, dtype)
     estimate = {"products": 1.0, "hbm": 1.0, "tile": 1.0, "float32_passes": 1.0, "gathers": 1.0, "outside": 1.0}
     estimate |= {f"hidden_{what}": 0.0 for what in ("weights", "updates", "gradients", "activations", "stages", "host")}
-    of_programs = {"loop_sums": 1.0, "apart": 1.0, "windowed": 0.0, "whole_batches": 0.0}
-    estimate |= of_programs  # properties of XLA's CPU compiler
-    estimate |= {"half_rate_flops": half, "mixing": _attention(timer, dtype) / peak, "launch_s": _launch(timer, dtype)}
+    compiler_constants = {"loop_sums": 1.0, "apart": 1.0, "windowed": 0.0, "whole_batches": 0.0}
+    estimate |= compiler_constants  # how XLA's CPU compiler schedules collectives
+    estimate |= {
+        "half_rate_flops": half,
+        "mixing": _attention_speed(timer, dtype) / peak,
+        "launch_s": _launch_seconds(timer, dtype),
+    }
     chip = ChipConfig(
         name="cpu",
         platform="cpu",
         peak_tflops={compute.value: peak / 1e12},
-        hbm_gbs=_memory(timer, of_process) / 1e9,
-        host_bounds=[of_process],
+        hbm_gbs=_memory_bandwidth(timer, devices_per_process) / 1e9,
+        host_bounds=[devices_per_process],
         device_kinds=[devices[0].device_kind],
         estimate=estimate,
     )
-    inside = _links(timer, dtype, of_process) if of_process > 1 else None
+    inside = _measure_collectives(timer, dtype, devices_per_process) if devices_per_process > 1 else None
     if inside is not None:
         chip.switch_gbs = inside.gather
         estimate["sums"] = inside.sum / inside.gather
     estimate["start_s"] = 0.0 if inside is None else inside.start_s
     if team.count > 1:
-        between = _links(timer, dtype, len(devices))
+        between = _measure_collectives(timer, dtype, len(devices))
         chip.dcn_gbs_per_host = statistics.geometric_mean([between.gather, between.sum])
         estimate["outer_start_s"] = max(between.start_s - estimate["start_s"], 0.0) / math.log2(team.count)
     # XLA's CPU compiler implements a reduce-scatter as an all-reduce and a slice.
@@ -114,7 +118,7 @@ def figures(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
 
 
 class _Timer:
-    """Times functions of arrays that are split over all devices. Every process of a team gets the same result."""
+    """Times functions on arrays that are split over all devices. Returns the same result on every process of a team."""
 
     def __init__(self, team: Team, mesh: Mesh) -> None:
         self.team, self.mesh, self._calls = team, mesh, 0
@@ -127,7 +131,7 @@ class _Timer:
     def __call__(
         self, function: Callable[..., Any], shape: Sequence[int], dtype: Any = jnp.float32, mesh: Mesh | None = None
     ) -> float:
-        """Return the shortest time of a function, in seconds, over calls that all devices begin together.
+        """Return the time of the fastest call of a function, in seconds. All devices start a call together.
 
         `shape` is the shape of the array on each device.
         """
@@ -138,56 +142,58 @@ class _Timer:
         array = jax.make_array_from_callback(whole, NamedSharding(mesh, axes), lambda index: part)
         mapped = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False))
         jax.block_until_ready(mapped(array))
-        slowest = []
+        slowest_seconds = []
         for _ in range(REPEATS):
             self._calls += 1
             self.team.wait(f"call {self._calls}")
             began = time.perf_counter()
             jax.block_until_ready(mapped(array))
-            slowest.append(max(self.team.exchange(f"seconds {self._calls}", time.perf_counter() - began)))
-        return min(slowest)
+            slowest_seconds.append(max(self.team.exchange(f"seconds {self._calls}", time.perf_counter() - began)))
+        return min(slowest_seconds)
 
 
-def _products(timer: _Timer, dtype: Any) -> tuple[float, float]:
-    """Return the FLOP/s of a device in large products, and the FLOPs of a product at half that rate."""
+def _product_speed(timer: _Timer, dtype: Any) -> tuple[float, float]:
+    """Return the FLOP/s of a device in large products, and the size in FLOPs of a product with half that rate."""
 
     def seconds(side: int) -> float:
-        def one(x: jax.Array, y: jax.Array) -> jax.Array:
+        def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
             return (x @ y).astype(x.dtype)
 
-        return _again(timer, one, (side, side), dtype)
+        return _repeated_seconds(timer, matmul, (side, side), dtype)
 
     large, small = seconds(LARGE), seconds(SMALL)
     peak, flops = 2.0 * LARGE**3 / large, 2.0 * SMALL**3
     return peak, min(max(flops * (peak * small / flops - 1), 1e4), 1e9)
 
 
-def _memory(timer: _Timer, devices: int) -> float:
-    """Return the bytes per second that each device of a process moves when it reads one array and writes another."""
-    bytes_ = max(MEMORY // devices, LEAST_MEMORY)
-    return 2 * bytes_ / _again(timer, lambda _, y: 1.01 * y, (bytes_ // 4,), jnp.float32)
+def _memory_bandwidth(timer: _Timer, devices: int) -> float:
+    """Return the memory bandwidth of each device of a process, in bytes per second."""
+    bytes_ = max(PROCESS_BYTES // devices, MIN_DEVICE_BYTES)
+    return 2 * bytes_ / _repeated_seconds(timer, lambda _, y: 1.01 * y, (bytes_ // 4,), jnp.float32)
 
 
-def _again(timer: _Timer, one: Callable[[jax.Array, jax.Array], jax.Array], shape: Sequence[int], dtype: Any) -> float:
-    """Return the seconds of a function of an array and its last result, repeated until devices overlap."""
+def _repeated_seconds(
+    timer: _Timer, function: Callable[[jax.Array, jax.Array], jax.Array], shape: Sequence[int], dtype: Any
+) -> float:
+    """Return the seconds of one step of `y = function(x, y)`, averaged over many steps in one call."""
 
     def repeated(calls: int) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: jax.lax.fori_loop(0, calls, lambda i, y: one(x, y), x)
+        return lambda x: jax.lax.fori_loop(0, calls, lambda i, y: function(x, y), x)
 
     calls = 4
-    while (seconds := timer(repeated(calls), shape, dtype)) <= LONG_S / 2 and calls < MOST_CALLS:
+    while (seconds := timer(repeated(calls), shape, dtype)) <= MAX_CALL_S / 2 and calls < MAX_CALLS:
         calls *= 4
     return seconds / calls
 
 
-def _attention(timer: _Timer, dtype: Any) -> float:
-    """Return the FLOP/s of a device in attention's products, two forward and four backward."""
+def _attention_speed(timer: _Timer, dtype: Any) -> float:
+    """Return the FLOP/s of a device in the products of attention: two forward and four backward."""
     flops = 3 * 4.0 * HEADS * POSITIONS**2 * WIDTH
     return flops / timer(_forward_and_backward, (HEADS, POSITIONS, WIDTH), dtype)
 
 
 def _forward_and_backward(x: jax.Array) -> jax.Array:
-    """Return the output of attention together with its gradient, so that no product is optimised away."""
+    """Return the output of attention and its gradient, so that the compiler cannot drop a product."""
     out, backward = jax.vjp(_attend, x)
     return jnp.stack([out, *backward(out)], axis=1)
 
@@ -197,22 +203,22 @@ def _attend(x: jax.Array) -> jax.Array:
     return jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(scores).astype(x.dtype), x)
 
 
-def _launch(timer: _Timer, dtype: Any) -> float:
-    """Return the seconds of a product that is too small to matter, including the operations around it."""
-    return _again(timer, lambda x, y: jnp.tanh(y @ x) + 1, (8, 8), dtype)
+def _launch_seconds(timer: _Timer, dtype: Any) -> float:
+    """Return the fixed cost of an operation in seconds: the time of a tiny product and the operations around it."""
+    return _repeated_seconds(timer, lambda x, y: jnp.tanh(y @ x) + 1, (8, 8), dtype)
 
 
-def _links(timer: _Timer, dtype: Any, members: int) -> Link:
+def _measure_collectives(timer: _Timer, dtype: Any, members: int) -> Link:
     """Measure collectives in all groups of `members` neighbouring devices at once."""
     mesh = Mesh(timer.mesh.devices.reshape(-1, members), ("others", "group"))
     start = timer(lambda x: jax.lax.psum(x, "group"), (8,), dtype, mesh)
 
     def rate(function: Callable[[jax.Array], jax.Array], sent: float, growth: int = 1) -> float:
-        """Return the GB/s of a device that sends `sent` times the bytes it has. It then has `growth` times as many."""
+        """Return the GB/s that a device sends. Per byte of input, it sends `sent` bytes and returns `growth` bytes."""
         bytes_ = 2**16
         while True:
             seconds = timer(function, (bytes_ // jnp.dtype(dtype).itemsize,), dtype, mesh)
-            if seconds > LONG_S or 4 * bytes_ * growth > MOST:
+            if seconds > MAX_CALL_S or 4 * bytes_ * growth > MAX_COLLECTIVE_BYTES:
                 return sent * bytes_ / max(seconds - start, 0.1 * seconds) / 1e9
             bytes_ *= 4
 

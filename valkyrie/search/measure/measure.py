@@ -1,4 +1,4 @@
-"""Measures a layout: runs the real step on the devices at hand, first to warm up, then timed step by step."""
+"""Measures a layout: runs the training step on the local devices and times each step after a warm-up."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from valkyrie.train.room import DoesNotFit, check_room
 
 
 def measure(
-    run: Run, devices: Devices, trace: Path | None = None, say: Callable[[str], Any] | None = None
+    run: Run, devices: Devices, trace: Path | None = None, warn: Callable[[str], Any] | None = None
 ) -> Measurement:
-    """Time a layout: seconds of each timed step, rates, memory, and communication.
+    """Measure a layout: step times, rates, memory, and communication.
 
-    Every step waits for its result before the next one starts, so that steps are timed separately. The batch is random
-    tokens of the run's shape, already on the devices, or comes from the run's loader. The loader's time then counts. A
-    few more steps are traced for the time of collectives.
+    Every step waits for the result of the one before, so that steps are timed separately. Batches are random tokens
+    that are already on the devices, or come from the run's loader, which is then part of the time. A few more steps are
+    traced for the time of collectives.
 
-    A layout that does not fit is returned with that status. Raises ValueError if the arrays of simulated devices are
-    larger than this machine's memory. With `simulated` devices, no time is real.
+    If the layout does not fit, the result has that status. Raises ValueError if the arrays of simulated devices exceed
+    this machine's memory. Times on simulated devices are not those of real devices.
 
     Args:
         run: The run.
         devices: The devices.
-        trace: Folder to keep the trace in, or None to delete it.
-        say: Called with a warning if the memory may not be enough.
+        trace: Folder for the profiler trace, or None to delete it.
+        warn: Called with a warning if the memory may be too small.
     """
-    blank = Measurement(
+    result = Measurement(
         about=run.about(),
         status=CompileStatus.does_not_fit,
         versions=versions(),
@@ -61,20 +61,20 @@ def measure(
         data=run.config.data.name if settings_for(MeasureMode, run.config.mode).data is MeasuredData.real else "random",
     )
     try:
-        return _measured(blank, run, devices, trace, say)
+        return _time_steps(result, run, devices, trace, warn)
     except DoesNotFit as error:
-        return replace(blank, reason=str(error))
+        return replace(result, reason=str(error))
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(str(error)):
             raise
-        return replace(blank, reason=first_line(error))
+        return replace(result, reason=first_line(error))
 
 
-def _measured(
-    blank: Measurement, run: Run, devices: Devices, trace: Path | None, say: Callable[[str], Any] | None
+def _time_steps(
+    result: Measurement, run: Run, devices: Devices, trace: Path | None, warn: Callable[[str], Any] | None
 ) -> Measurement:
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
-    check_room(program, devices, say=say)
+    check_room(program, devices, say=warn)
     mode = settings_for(MeasureMode, run.config.mode)
     with _batches(run, program) as batches:
         began = time.perf_counter()
@@ -99,12 +99,12 @@ def _measured(
         times = collective_times(step, module, axes, trace)
     memory = step_memory(program, program_memory(compiled, program.backend))
     return replace(
-        blank,
+        result,
         status=CompileStatus.ok,
         compile=CompileTimes(compile_s=compile_s),
         options=tuple(program.options),
         memory=replace(memory, reported_peak=_reported_peak(devices)),
-        step=_speed(run, devices, seconds, mode.warmup),
+        step=_step_times(run, devices, seconds, mode.warmup),
         communication=sum_communication(traffic(module, axes)),
         trace=times,
         loss=loss,
@@ -113,7 +113,7 @@ def _measured(
 
 @contextlib.contextmanager
 def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
-    """Provide endless batches on the devices: the same random tokens every time, or those of a training."""
+    """Provide endless batches on the devices: the same random tokens every time, or the batches of the run's loader."""
     config = run.config
     if settings_for(MeasureMode, config.mode).data is MeasuredData.random:
         batch = program.task.random_batch(config.batch, config.seq, run.model.vocab_size, config.seed, program.places)
@@ -124,8 +124,8 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
         yield map(program.place, loader)
 
 
-def _speed(run: Run, devices: Devices, seconds: list[float], warmup: int) -> MeasuredStep:
-    """Return median, 90th percentile and minimum of the seconds after the warm-up, and the rates by the median."""
+def _step_times(run: Run, devices: Devices, seconds: list[float], warmup: int) -> MeasuredStep:
+    """Return the median, 90th percentile and minimum of the timed steps, and the rates of the median step."""
     config, chip, timed = run.config, devices.chip, seconds[warmup:]
     tokens, median = config.batch * config.seq, statistics.median(timed)
     peak = None if chip is None else chip.peak_flops(config.precision.compute)
@@ -143,7 +143,9 @@ def _speed(run: Run, devices: Devices, seconds: list[float], warmup: int) -> Mea
 
 
 def _reported_peak(devices: Devices) -> int | None:
-    """Return the largest peak that a device of this process reports, in bytes, or None if none reports one."""
-    of_devices = [device.memory_stats() for device in devices.devices if device.process_index == jax.process_index()]
-    peaks = [stats["peak_bytes_in_use"] for stats in of_devices if stats and "peak_bytes_in_use" in stats]
+    """Return the largest peak memory reported by a device of this process, in bytes, or None if none reports one."""
+    stats_by_device = [
+        device.memory_stats() for device in devices.devices if device.process_index == jax.process_index()
+    ]
+    peaks = [stats["peak_bytes_in_use"] for stats in stats_by_device if stats and "peak_bytes_in_use" in stats]
     return max(peaks, default=None)

@@ -1,4 +1,4 @@
-"""Compiler options that may be worth setting on a chip, from `compiler_options.yaml`, which gives their sources."""
+"""Loads the compiler options worth trying on each chip from `compiler_options.yaml`, which names their sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from valkyrie.records import decode
 
 OptionValue = bool | int | float | str | None
 Options = dict[str, OptionValue]
-"""Values of compiler options by name, as in `target.chip.xla_options`; None removes a chip's default."""
+"""Values of compiler options by name, as in `target.chip.xla_options`. None removes a default of the chip."""
 FILE = Path(__file__).with_name("compiler_options.yaml")
 
 
@@ -23,10 +23,10 @@ class CompilerOption:
         values: Values to try. None leaves the choice to the compiler.
         does: Effect of the option.
         source: Source of that information.
-        chips: Chips that have it, or None for all TPUs.
-        also: Options set together with each value.
-        idle_on: Chips where it did not change any program that was tried.
-        idle: Whether the chip of `options_for` is one of those.
+        chips: Chips that have the option, or None for all TPUs.
+        also: Options to set together with each value.
+        idle_on: Chips on which the option has not changed any program so far.
+        idle: Whether the chip passed to `options_for` is in `idle_on`.
     """
 
     name: str
@@ -40,7 +40,7 @@ class CompilerOption:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the options that are set."""
+        """Names of this option and of those set together with it."""
         return (self.name, *self.also)
 
     @property
@@ -49,7 +49,7 @@ class CompilerOption:
         return all(isinstance(value, bool) for value in self.values)
 
     def settings(self) -> list[Options]:
-        """Return the options to set for each value to try, by name."""
+        """Return the options to set, by name, for each value to try."""
         return [{self.name: value, **self.also} for value in self.values]
 
 

@@ -1,4 +1,4 @@
-"""`mode=tune`: prints the gain of compiler options and implementations for a layout, and stores the best."""
+"""`mode=tune`: finds the best compiler options and implementations for a layout, and prints the gain of each."""
 
 from __future__ import annotations
 
@@ -31,52 +31,54 @@ _COLUMNS: tuple[Column[Attempt], ...] = (
     Column("verdict", "", "text", lambda a: "" if a.verdict is Verdict.start else a.verdict.value, least=12),
     Column("options", "option", "text", lambda a: _describe_options(a.options)),
 )
-"""The options come last, because they are long."""
+"""Columns of the table of attempts. The options come last, because they are long."""
 
 
 def tune_mode(run: Run) -> int:
     """Tune the run's compiler options by compiling it, print and store the results, and return the exit status.
 
-    Ctrl-C ends it with the results so far. Compiled programs are in the cache, where the same command finds them.
+    Ctrl-C stops the search and keeps the results so far. The same command resumes it, using cached programs.
     """
     console, folder = make_console(), run_folder(run)
     budget = settings_for(TuneMode, run.config.mode).budget
-    known: list[Tuned] = []
+    results: list[Tuned] = []
     interrupted = False
-    console.print(_first(run), soft_wrap=True, markup=False)
+    console.print(_describe_baseline(run), soft_wrap=True, markup=False)
     with console.status("compiling") as status:
         screen = _Screen(console, status)
 
-        def show(tuned: Tuned) -> None:
-            known.append(tuned)
+        def show_progress(tuned: Tuned) -> None:
+            results.append(tuned)
             screen.show(tuned)
 
         try:
             with signals_as_exceptions():
-                known.append(tune(run, None, None if budget is None else parse_seconds(budget), show, screen.progress))
+                results.append(
+                    tune(run, None, None if budget is None else parse_seconds(budget), show_progress, screen.progress)
+                )
         except KeyboardInterrupt:
-            if not known:
+            if not results:
                 raise
             interrupted = True
-    tuned = known[-1]
+    tuned = results[-1]
     write_about(run, folder)
-    write_record(folder / ATTEMPTS, TuneRecord.of(tuned, versions()))
-    write_atomic(folder / TUNED, fragment(tuned))
+    write_record(folder / ATTEMPTS, TuneRecord.from_results(tuned, versions()))
+    write_atomic(folder / TUNED, experiment_yaml(tuned))
     _show_end(tuned, folder, interrupted, console)
     return INTERRUPTED if interrupted else 0
 
 
-def _first(run: Run) -> str:
-    """Describe the first compile, including that a budget does not end it."""
+def _describe_baseline(run: Run) -> str:
+    """Describe the first compile, and the limit that applies to it."""
     budget = settings_for(TuneMode, run.config.mode).budget
-    text = f"compiling the layout as it is for {run.config.target.describe()}"
+    text = f"compiling the baseline for {run.config.target.describe()}"
     if budget is None:
         return text
-    return f"{text}: mode.budget={budget} does not end that, for all else is held to it; mode.time_limit_s does"
+    return f"{text}, limited only by mode.time_limit_s. mode.budget={budget} limits the compiles after it."
 
 
 class _Screen:
-    """Output while options are tried: a row for each result, and in a terminal the best so far."""
+    """Prints a row for each attempt and, in a terminal, a status line with the best step so far."""
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console, self._status, self._best = console, status, ""
@@ -84,12 +86,12 @@ class _Screen:
     def show(self, tuned: Tuned) -> None:
         attempt = tuned.attempts[-1]
         if attempt.verdict is Verdict.start:
-            about = tuned.run.about()
-            self._print(f"{about.model} under {about.layout} on {about.described}", "bold")
+            record = tuned.run.about()
+            self._print(f"{record.model} under {record.layout} on {record.described}", "bold")
             if tuned.set_by_user:
-                self._print(f"left as you set them: {', '.join(assignments(tuned.set_by_user))}")
+                self._print(f"not varied, because you set them: {', '.join(assignments(tuned.set_by_user))}")
             self._print(terminal_line(_COLUMNS))
-        for line in row(attempt):
+        for line in attempt_lines(attempt):
             self._print(line, "green" if attempt.verdict is Verdict.kept else None)
         gained = f" ({-100 * tuned.gain:+.1f}%)" if tuned.options else ""
         self._best = f"best {duration(tuned.step_s)}{gained} after {len(tuned.attempts)} · "
@@ -101,68 +103,77 @@ class _Screen:
         self._console.print(line, style=style, markup=False, soft_wrap=True)
 
 
-def row(attempt: Attempt) -> list[str]:
-    """Format an attempt as lines: step, change from the best before it, peak, verdict and option, then the reason."""
+def attempt_lines(attempt: Attempt) -> list[str]:
+    """Format an attempt as a table row and, if it has no step time, a line with the reason."""
     return [terminal_line(_COLUMNS, attempt), *([f"  {attempt.reason}"] if attempt.reason else [])]
 
 
 def _describe_options(options: Options) -> str:
-    if len(options) > 3:  # more than one candidate sets
+    if len(options) > 3:  # more than a single candidate sets
         return f"{len(options)} options together: {', '.join(options)}"
-    return ", ".join(assignments(options)) or "as it is"
+    return ", ".join(assignments(options)) or "baseline"
 
 
 def _show_end(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -> None:
     """Print the gain of the options, the YAML that sets them, and the command that trains with them."""
 
-    def tell(line: str, style: str | None = None) -> None:
+    def print_line(line: str, style: str | None = None) -> None:
         console.print(line, style=style, markup=False, soft_wrap=True)
 
     if interrupted:
-        tell("stopped; the same command goes on from what was compiled", "yellow")
+        print_line("Interrupted. Rerun the same command to resume.", "yellow")
     elif not tuned.finished:
-        spent = f"mode.budget={settings_for(TuneMode, tuned.run.config.mode).budget} is spent and there is more to try"
-        tell(f"{spent}: the same command with a longer one goes on from what was compiled", "yellow")
+        budget = settings_for(TuneMode, tuned.run.config.mode).budget
+        print_line(
+            f"mode.budget={budget} ended before everything was tried. To continue: a longer mode.budget.", "yellow"
+        )
     if not (tuned.options or tuned.model):
         tried = len(tuned.attempts) - 1
-        of_those = f"none of {tried} tried is shorter" if tried else "nothing else was tried"
-        tell(f"best as it is: {duration(tuned.start_s)} a step; {of_those}")
+        comparison = f"none of {tried} attempts is faster" if tried else "nothing else was tried"
+        print_line(f"The baseline is the best: {duration(tuned.start_s)} a step; {comparison}.")
     else:
         before, after = duration(tuned.start_s), duration(tuned.step_s)
-        tell(f"predicted step: {before} as it is, {after} with these options ({-100 * tuned.gain:+.1f}%)", "bold")
-        for line in bought(tuned):
-            tell(f"  {line}")
-        tell(fragment(tuned).rstrip())
-        tell(f"options: {folder / TUNED}")
-        tell(f"to train with them: {training_command(tuned)}")
-    tell(f"all that was tried: {folder / ATTEMPTS}")
+        print_line(f"predicted step: {before} without, {after} with these options ({-100 * tuned.gain:+.1f}%)", "bold")
+        for line in option_gains(tuned):
+            print_line(f"  {line}")
+        print_line(experiment_yaml(tuned).rstrip())
+        print_line(f"options: {folder / TUNED}")
+        print_line(f"to train with them: {training_command(tuned)}")
+    print_line(f"all attempts: {folder / ATTEMPTS}")
 
 
-def bought(tuned: Tuned) -> list[str]:
-    """Return a line for each option that was kept: the step without and with it, at the time of the attempt."""
+def option_gains(tuned: Tuned) -> list[str]:
+    """Return a line for each kept option: the step time before and after it was added."""
     lines = []
     for attempt in tuned.attempts:
-        kept = {name: v for name, v in attempt.options.items() if (tuned.options | tuned.model).get(name, ...) == v}
-        if attempt.verdict is Verdict.kept and kept and attempt.step_s is not None and attempt.change is not None:
+        kept_settings = {
+            name: v for name, v in attempt.options.items() if (tuned.options | tuned.model).get(name, ...) == v
+        }
+        if (
+            attempt.verdict is Verdict.kept
+            and kept_settings
+            and attempt.step_s is not None
+            and attempt.change is not None
+        ):
             before = attempt.step_s / (1 + attempt.change)
             steps = f"{duration(before)} to {duration(attempt.step_s)} ({100 * attempt.change:+.1f}%)"
-            lines.append(f"{', '.join(assignments(kept))}: {steps}")
+            lines.append(f"{', '.join(assignments(kept_settings))}: {steps}")
     return lines
 
 
-def fragment(tuned: Tuned) -> str:
-    """Return the YAML that sets the options, with comments on its use and on the gain of each option."""
-    about, steps = tuned.run.about(), [duration(seconds) for seconds in (tuned.start_s, tuned.step_s)]
+def experiment_yaml(tuned: Tuned) -> str:
+    """Return an experiment that sets the best options. Comments describe its use and the gain of each option."""
+    record, steps = tuned.run.about(), [duration(seconds) for seconds in (tuned.start_s, tuned.step_s)]
     lines = [
         "# @package _global_",
         f"# {training_command(tuned)}",
         "# Or copy this file to FOLDER/experiment/tuned.yaml and write --config-dir FOLDER +experiment=tuned.",
-        f"# {about.model} under {about.layout} on {about.described}, batch {about.batch} x {about.seq}:",
+        f"# {record.model} under {record.layout} on {record.described}, batch {record.batch} x {record.seq}:",
         f"# predicted step {steps[0]} without, {steps[1]} with these options (libtpu {versions().get('libtpu')}).",
     ]
-    lines += [f"# {line}" for line in bought(tuned)]
+    lines += [f"# {line}" for line in option_gains(tuned)]
     if tuned.to_fit:
-        lines.append(f"# without {', '.join(assignments(tuned.to_fit))} it does not fit")
+        lines.append(f"# The program fits only with {', '.join(assignments(tuned.to_fit))}.")
     for key, value in tuned.model.items():
         *path, name = key.split(".")
         lines += [f"{'  ' * depth}{part}:" for depth, part in enumerate(path)] + [f"{'  ' * len(path)}{name}: {value}"]
@@ -173,7 +184,9 @@ def fragment(tuned: Tuned) -> str:
 
 
 def training_command(tuned: Tuned) -> str:
-    """Return the command that trains the run with its options in a new folder. Other arguments are as typed."""
-    own = ("mode", "name")
-    typed = [a for a in tuned.run.arguments if key_value(a)[0] not in own and not key_value(a)[0].startswith("mode.")]
-    return " ".join([command_name(), *map(shlex.quote, typed), *tuned.overrides])
+    """Return the command that trains with the best options in a new run folder. Keeps all other arguments."""
+    mode_keys = ("mode", "name")
+    arguments = [
+        a for a in tuned.run.arguments if key_value(a)[0] not in mode_keys and not key_value(a)[0].startswith("mode.")
+    ]
+    return " ".join([command_name(), *map(shlex.quote, arguments), *tuned.overrides])

@@ -1,6 +1,6 @@
-"""Tunes a layout by compiling it with other compiler options and with other implementations of its model's blocks.
+"""Tunes a layout by compiling it with other compiler options and other implementations of its model's blocks.
 
-Tries one after another and keeps those that shorten the step.
+A greedy coordinate search: tries one change after another and keeps those that shorten the step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.runs.folder import key_value
 from valkyrie.search.compile.prediction import CompiledStep, CompileStatus
-from valkyrie.search.compile.replayed import replayed
+from valkyrie.search.compile.replayed import replay_program
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import implementation_settings
 from valkyrie.search.tune.compiler_options import CompilerOption, Options, options_for
@@ -28,11 +28,11 @@ from valkyrie.trees import with_value
 from valkyrie.units import gib
 
 LEAST_GAIN = 0.002
-"""Smallest share of the step that an option must save to be kept, because a later compiler may refuse the option."""
+"""Smallest relative gain for which an option is kept. Every option is a risk: a later compiler may refuse it."""
 ROUNDS = 2
 
 _WITHOUT_STEP = {CompileStatus[v.name]: v for v in (Verdict.refused, Verdict.does_not_fit, Verdict.timeout)}
-_Texts = frozenset[tuple[str, str | None]]
+_OptionsKey = frozenset[tuple[str, str | None]]
 
 
 class _BudgetSpent(Exception):
@@ -41,7 +41,7 @@ class _BudgetSpent(Exception):
 
 @dataclass(frozen=True)
 class _Program:
-    """A compiled program, its step time in seconds or None if it has none, and the seconds that compiling took."""
+    """A compiled program, its step time in seconds (None if it has none), and its compile time in seconds."""
 
     compiled: CompiledRun
     step_s: float | None
@@ -54,7 +54,7 @@ class _Program:
         return step
 
     def options(self, *set_by: str) -> Options:
-        """Return the options set by these sources, by default all, as the compiler reads them."""
+        """Return the compiler options set by these sources, or all options if none is given."""
         return {option.name: option.value for option in self.step.options if not set_by or option.set_by in set_by}
 
 
@@ -65,23 +65,23 @@ def tune(
     on_result: Callable[[Tuned], None] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Tuned:
-    """Find the compiler options and implementations that make a run's step shortest.
+    """Find the compiler options and implementations with the shortest step.
 
-    Each value of each option is tried on top of the best so far. If that kept any, a second round also tries to remove
-    kept options. Equal programs are compiled once, also across calls (`mode.cache`).
+    Tries each value of each option on top of the best so far. If any was kept, a second round also tries to remove kept
+    options. Equal programs are compiled only once, also across calls (`mode.cache`).
 
-    Raises ValueError if there is nothing to tune, or the baseline does not compile.
+    Raises ValueError if the target has no options to tune, or the baseline does not compile.
 
     Args:
         run: The run.
-        candidates: Options to try. By default those of its chip, and then the other implementations of its model's
-            blocks, except for settings that the run's command names.
-        budget_s: Seconds after which nothing more is tried; a running compile is ended. The baseline compile is limited
-            only by `mode.time_limit_s`.
+        candidates: Options to try. None tries those of the chip, then other implementations of the blocks.
+            Settings in the run's command are not varied.
+        budget_s: Time limit in seconds, or None. A compile that is running at the limit is stopped. The baseline
+            compile is limited only by `mode.time_limit_s`.
         on_result: Called with all results so far after each attempt.
-        progress: Called with a line to show during a compile.
+        progress: Called with a status line during compiles.
     """
-    if reason := not_tunable(run.config.target):
+    if reason := tuning_refusal(run.config.target):
         raise ValueError(reason)
     assert run.config.target.chip is not None
     tuner = _Tuner(run, budget_s, on_result or (lambda tuned: None), progress or (lambda line: None))
@@ -95,18 +95,18 @@ def tune(
     return replace(tuner.tuned, finished=True)
 
 
-def not_tunable(target: TargetConfig) -> str | None:
-    """Return the reason why a target has no compiler options to tune, or None if it has some."""
+def tuning_refusal(target: TargetConfig) -> str | None:
+    """Return an error message if a target has no compiler options to tune, or None if it has some."""
     if platform_of(target.platform).replay is not None:
         return None
     return (
-        f"mode=tune predicts what compiler options are worth on a slice of TPUs, and target={target.describe()} is "
-        "none. Use a slice such as target=v4-64."
+        f"mode=tune predicts the effect of compiler options on TPU slices, and target={target.describe()} is not one. "
+        "Use a slice such as target=v4-64."
     )
 
 
 def implementations(run: Run, fixed: Collection[str] = ()) -> list[tuple[str, Enum]]:
-    """Return the other implementations of every block, as `("model.s5.scan", blocked)`, except for keys in `fixed`."""
+    """Return other implementations of blocks, such as `("model.s5.scan", blocked)`, except for keys in `fixed`."""
     return [
         (f"model.{block}.{name}", value)
         for block, name, current in implementation_settings(run)
@@ -117,7 +117,7 @@ def implementations(run: Run, fixed: Collection[str] = ()) -> list[tuple[str, En
 
 
 def with_settings(run: Run, options: Mapping[str, Any], model: Mapping[str, Enum]) -> Run:
-    """Return a run with these compiler options in addition to its own, and these settings of its model."""
+    """Return a run with these compiler options added to its own, and these model settings."""
     target, config = run.config.target, run.config
     assert target.chip is not None
     if model:
@@ -145,7 +145,7 @@ class _Move:
 
 
 class _Tuner:
-    """Coordinate search: the best settings so far, the programs seen, and the time left."""
+    """State of the coordinate search: the best settings so far, the programs seen, and the deadline."""
 
     tuned: Tuned
 
@@ -155,112 +155,114 @@ class _Tuner:
         self._run, self._report, self._progress = run, report, progress
         self._mode = settings_for(CompileMode, run.config.mode)
         self._deadline = None if budget_s is None else time.monotonic() + budget_s
-        self._at_start: Options = {}
-        """Options of the baseline, as the compiler reads them."""
+        self._baseline_options: Options = {}
+        """Compiler options of the baseline."""
         self._defaults: Options = {}
-        """Those of them that the chip's YAML sets."""
-        self._tried: set[_Texts] = {frozenset()}
-        self._effects: dict[_Texts, Verdict] = {}
+        """Baseline options that the chip's YAML sets."""
+        self._tried: set[_OptionsKey] = {frozenset()}
+        self._effects: dict[_OptionsKey, Verdict] = {}
         """Last verdict on each setting."""
         self._steps: dict[str, float] = {}
-        """Seconds of a step by the digest of its module."""
+        """Step time in seconds, by digest of the module."""
         self._model: dict[str, Enum] = {}
-        """Settings of the model in the best so far."""
+        """Model settings of the best so far."""
         self._digest = ""
         """Digest of the best module so far."""
 
     def start(self) -> None:
         """Compile the baseline. Raises ValueError if it has no step time."""
-        program = self._compile(self._run, "as it is", budgeted=False)
+        program = self._compile(self._run, "baseline", budgeted=False)
         if program.step_s is None:
             raise ValueError(
-                f"{self._run.layout.name} on target={self._run.config.target.describe()} has no step to shorten: "
-                f"{_reason(program.compiled)} Begin with a layout that mode=compile compiles."
+                f"{self._run.layout.name} on target={self._run.config.target.describe()} has no step time to improve: "
+                f"{_reason(program.compiled)} Start from a layout that fits under mode=compile."
             )
-        self._at_start, self._defaults = program.options(), program.options(CHIP)
+        self._baseline_options, self._defaults = program.options(), program.options(CHIP)
         first = self._judge(_Move({}), program, 1)
-        step_s, theirs = program.step_s, program.options(YOU)
-        self.tuned = Tuned(step_s, step_s, {}, (first,), set_by_user=theirs, run=self._run)
-        self._keep({}, {}, program)
+        step_s, user_options = program.step_s, program.options(YOU)
+        self.tuned = Tuned(step_s, step_s, {}, (first,), set_by_user=user_options, run=self._run)
+        self._set_best({}, {}, program)
         self._report(self.tuned)
 
     def try_options(self, candidates: Sequence[CompilerOption]) -> None:
-        """Try the candidates, and try them again if any are kept.
+        """Try the candidates and, if any are kept, try them a second time.
 
-        Options that the chip's YAML sets come last, because they are set for a reason.
+        Options that the chip's YAML sets are tried last, because their defaults were chosen with care.
         """
-        theirs = self.tuned.set_by_user.keys()
-        candidates = [candidate for candidate in candidates if theirs.isdisjoint(candidate.names)]
+        user_options = self.tuned.set_by_user.keys()
+        candidates = [candidate for candidate in candidates if user_options.isdisjoint(candidate.names)]
         candidates.sort(key=lambda candidate: candidate.name in self._defaults)
         for number in range(1, ROUNDS + 1):
             before = self.tuned.options
-            for move in self._first_round(candidates) if number == 1 else self._again(candidates):
+            for move in self._first_round(candidates) if number == 1 else self._second_round(candidates):
                 self._attempt(move, number)
             if self.tuned.options == before:
                 break
 
-    def try_implementations(self, others: Sequence[tuple[str, Enum]]) -> None:
+    def try_implementations(self, alternatives: Sequence[tuple[str, Enum]]) -> None:
         """Try each implementation with the best options."""
-        for key, value in others:
+        for key, value in alternatives:
             self._attempt(_Move({}, {key: value}), 1)
 
     def _first_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
-        """Yield each value of each candidate, except the second value of a switch if the first changes the program.
+        """Yield each value of each candidate, except the second value of a switch whose first value has an effect.
 
-        The first value of a switch that changes nothing may be the compiler's default, so the second one is tried at
-        the end, together with others. Values of options that mostly change nothing on the chip are also tried together.
+        If the first value of a switch changes nothing, it may be the compiler's default. The second value is then tried
+        at the end, together with others. Options that rarely change a program on this chip are also tried together.
         """
         idle = [candidate.settings() for candidate in candidates if candidate.idle]
-        others = [options for settings in idle for options in settings[1:]]
+        untried = [options for settings in idle for options in settings[1:]]
         for candidate in (candidate for candidate in candidates if not candidate.idle):
-            first, *rest = candidate.settings()
+            first, *other_values = candidate.settings()
             yield _Move(first)
-            effect = self._effects.get(_texts(first))
-            if effect is None or not candidate.is_switch:
-                yield from map(_Move, rest)
-            elif effect is Verdict.same:
-                others += rest
-        yield from self._together([settings[0] for settings in idle])
-        yield from self._together(others)
+            verdict = self._effects.get(_options_key(first))
+            if verdict is None or not candidate.is_switch:
+                yield from map(_Move, other_values)
+            elif verdict is Verdict.same:
+                untried += other_values
+        yield from self._combinations([settings[0] for settings in idle])
+        yield from self._combinations(untried)
 
-    def _again(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
-        """Yield the settings that changed nothing, together; then the removal of each kept option, and other values."""
+    def _second_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
+        """Yield all settings without effect, combined; then the removal of each kept option, and its other values."""
         idle: dict[str, Options] = {}
         active: list[tuple[CompilerOption, list[Options]]] = []
         for candidate in candidates:
-            effects = [(options, self._effects.get(_texts(options))) for options in candidate.settings()]
-            changed = [options for options, effect in effects if effect in (Verdict.kept, Verdict.no_gain)]
-            same = [options for options, effect in effects if effect is Verdict.same]
+            verdicts = [(options, self._effects.get(_options_key(options))) for options in candidate.settings()]
+            changed = [options for options, verdict in verdicts if verdict in (Verdict.kept, Verdict.no_gain)]
+            same = [options for options, verdict in verdicts if verdict is Verdict.same]
             if changed:
                 active.append((candidate, [] if candidate.is_switch else [*changed, *same]))
             elif same:
                 idle[candidate.name] = same[-1]
-        yield from self._together(list(idle.values()))
+        yield from self._combinations(list(idle.values()))
         for candidate, settings in active:
-            if kept := [name for name in candidate.names if name in self.tuned.options]:
-                yield _Move({name: self._at_start.get(name) for name in kept})
+            if kept_names := [name for name in candidate.names if name in self.tuned.options]:
+                yield _Move({name: self._baseline_options.get(name) for name in kept_names})
             yield from map(_Move, settings)
 
-    def _together(self, settings: Sequence[Options]) -> Iterator[_Move]:
-        """Yield all settings at once and, if that changes the program, each half, to find those with an effect."""
+    def _combinations(self, settings: Sequence[Options]) -> Iterator[_Move]:
+        """Yield all settings combined and, if that changes the program, bisect them to find those with an effect."""
         if len(settings) < 2:
             yield from map(_Move, settings)
             return
-        whole: Options = {}
+        combined: Options = {}
         for options in settings:
-            whole |= options
-        yield _Move(whole, combines=tuple(settings))
-        if self._effects.get(_texts(whole)) is not Verdict.same:
+            combined |= options
+        yield _Move(combined, combines=tuple(settings))
+        if self._effects.get(_options_key(combined)) is not Verdict.same:
             half = len(settings) // 2
-            yield from self._together(settings[:half])
-            yield from self._together(settings[half:])
+            yield from self._combinations(settings[:half])
+            yield from self._combinations(settings[half:])
 
     def _attempt(self, move: _Move, number: int) -> None:
-        """Compile the best so far with a move on top, and keep it if the step is shorter."""
+        """Compile the best so far with a move applied, and keep the move if the step is shorter."""
         best, model = self.tuned, self._model | move.model
         options = best.options | move.options
-        options = {name: value for name, value in options.items() if option_text(value) != self._at_start.get(name)}
-        key = _texts(options | {name: value.value for name, value in model.items()})
+        options = {
+            name: value for name, value in options.items() if option_text(value) != self._baseline_options.get(name)
+        }
+        key = _options_key(options | {name: value.value for name, value in model.items()})
         run = with_settings(self._run, options, model)
         if key in self._tried or (move.model and run.problems(advise=False)):
             return
@@ -270,13 +272,13 @@ class _Tuner:
         attempt = self._judge(move, program, number, fewer=len(options) < len(best.options))
         self.tuned = replace(best, attempts=(*best.attempts, attempt))
         for setting in (move.settings, *(move.combines if attempt.verdict is Verdict.same else ())):
-            self._effects[_texts(setting)] = attempt.verdict
+            self._effects[_options_key(setting)] = attempt.verdict
         if attempt.verdict in (Verdict.kept, Verdict.not_needed):
-            self._keep(options, model, program)
+            self._set_best(options, model, program)
         self._report(self.tuned)
 
-    def _keep(self, options: Options, model: dict[str, Enum], program: _Program) -> None:
-        """Make these settings the best, together with the options that their program needs to fit."""
+    def _set_best(self, options: Options, model: dict[str, Enum], program: _Program) -> None:
+        """Make these settings the best so far, including the options that the program needs to fit."""
         assert program.step_s is not None
         self._model, self._digest, to_fit = model, program.step.module_sha256, program.options(TO_FIT)
         self.tuned = replace(
@@ -289,7 +291,7 @@ class _Tuner:
         )
 
     def _judge(self, move: _Move, program: _Program, number: int, fewer: bool = False) -> Attempt:
-        """Return the attempt with its verdict. `fewer` if it removes a kept option."""
+        """Return the attempt with its verdict. `fewer` is True if the move removes a kept option."""
         compiled, change = program.compiled, None
         attempt = Attempt(move.settings, Verdict.start, number, seconds=program.seconds, cached=compiled.cached)
         if program.step_s is None:
@@ -310,7 +312,7 @@ class _Tuner:
         return replace(attempt, verdict=verdict, change=change)
 
     def _compile(self, run: Run, title: str, budgeted: bool = True) -> _Program:
-        """Compile a run, and replay it unless an equal module was. Raises _BudgetSpent if the budget ends first."""
+        """Compile a run, and replay its module if it is new. Raises _BudgetSpent at the deadline."""
         began, mode = time.perf_counter(), self._mode
         limit_s: float = mode.time_limit_s
         if budgeted and self._deadline is not None:
@@ -323,20 +325,20 @@ class _Tuner:
         step, step_s = compiled.outcome.step, None
         if step is not None:
             if step.module_sha256 not in self._steps:
-                replay, _ = replayed(run, compiled)
+                replay, _ = replay_program(run, compiled)
                 assert replay is not None, "a TPU's compiler leaves a schedule"
                 self._steps[step.module_sha256] = replay.step_s
             step_s = self._steps[step.module_sha256]
         return _Program(compiled, step_s, time.perf_counter() - began)
 
 
-def _texts(options: Mapping[str, Any]) -> _Texts:
+def _options_key(options: Mapping[str, Any]) -> _OptionsKey:
     return frozenset((name, option_text(value)) for name, value in options.items())
 
 
 def _reason(compiled: CompiledRun) -> str:
-    """Describe why a program has no step, as a sentence."""
+    """Describe why a program has no step time, as a sentence."""
     shortage = compiled.outcome.shortage
     if shortage is not None and shortage.needed:
-        return f"it does not fit, it needs {gib(shortage.needed)} of {gib(shortage.usable)} usable."
+        return f"it needs {gib(shortage.needed)}, and {gib(shortage.usable)} are usable."
     return f"{str(compiled.outcome.reason).rstrip('.')}."

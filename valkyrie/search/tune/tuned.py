@@ -1,4 +1,4 @@
-"""Results of tuning a layout: the attempts, and the best compiler options and implementations."""
+"""Results of tuning a layout: all attempts, and the best compiler options and implementations."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Verdict(Enum):
 
     start = "as it is"
     kept = "kept"
-    not_needed = "taken back"  # no slower without it
+    not_needed = "taken back"  # a kept option was removed, because the step is no slower without it
     no_gain = "no gain"
     same = "same program"
-    changed = "see below"  # several options together; halves are tried next to find those with an effect
+    changed = "see below"  # several options changed the program together and are bisected next
     refused = "refused"
     does_not_fit = "does not fit"
     timeout = "too long"
@@ -29,7 +29,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Attempt:
-    """A program that was compiled.
+    """One change that was tried by compiling it.
 
     Args:
         options: Options that it changes, several if they are tried together.
@@ -37,10 +37,10 @@ class Attempt:
         round: Round of the search, from 1.
         step_s: Predicted seconds per step.
         peak: Peak bytes per device.
-        change: Relative difference to the best step before it. Negative if it is shorter.
-        reason: Why there is no step.
+        change: Relative difference to the best step so far. Negative if it is shorter.
+        reason: Why there is no step time.
         seconds: Duration of the attempt in seconds.
-        cached: Whether the program had been compiled before.
+        cached: Whether the program came from the compile cache.
     """
 
     options: Options
@@ -56,17 +56,17 @@ class Attempt:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """Results of a search.
+    """Results of tuning a layout.
 
     Args:
-        start_s: Seconds per step without them.
-        step_s: Seconds per step with them.
+        start_s: Seconds per step of the baseline.
+        step_s: Seconds per step with the best settings.
         options: Compiler options to set in addition to the run's.
         attempts: All attempts, in order.
-        to_fit: Options without which the program does not fit. A compile adds them, a training does not.
-        set_by_user: Options that are not varied.
-        model: Other implementations of its blocks, such as `model.s5.scan`: `blocked`.
-        finished: False while there is more to try.
+        to_fit: Options without which the program does not fit. `mode=compile` adds them itself, training does not.
+        set_by_user: Options that the user has set, which are not varied.
+        model: Implementations of the model's blocks to set, such as `model.s5.scan`: `blocked`.
+        finished: Whether everything was tried.
     """
 
     start_s: float
@@ -80,43 +80,43 @@ class TuneResult:
 
     @property
     def settings(self) -> Options:
-        """The options to set for a training, including those that it needs to fit."""
+        """Compiler options to set for training, including those that the program needs to fit."""
         return self.options | self.to_fit
 
     @property
     def overrides(self) -> list[str]:
-        """Command-line overrides for a training."""
-        chosen = [f"{key}={value}" for key, value in self.model.items()]
-        return chosen + [f"{KEY}.{assignment}" for assignment in assignments(self.settings)]
+        """Command-line overrides that set the best settings for training."""
+        model_overrides = [f"{key}={value}" for key, value in self.model.items()]
+        return model_overrides + [f"{KEY}.{assignment}" for assignment in assignments(self.settings)]
 
     @property
     def gain(self) -> float:
-        """Share of the step that the settings save."""
+        """Relative reduction of the step time, from 0 to 1."""
         return 1 - self.step_s / self.start_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned(TuneResult):
-    """State of a search. `run` is the run with the best settings."""
+    """Results so far. `run` is the run with the best settings."""
 
     run: Run
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneRecord(TuneResult):
-    """Content of `tune.json`. `versions` are those of the packages that decide the numbers."""
+    """Content of `tune.json`. `versions` are those of the packages that affect the results."""
 
     about: LayoutRecord
     versions: dict[str, str]
     schema: int = 1
 
     @staticmethod
-    def of(tuned: Tuned, versions: dict[str, str]) -> TuneRecord:
-        """Return the record of a search."""
+    def from_results(tuned: Tuned, versions: dict[str, str]) -> TuneRecord:
+        """Build the record of a tuning."""
         results = {field.name: getattr(tuned, field.name) for field in fields(TuneResult)}
         return TuneRecord(about=tuned.run.about(), versions=versions, **results)
 
 
 def assignments(options: Mapping[str, object]) -> list[str]:
-    """Return options as written after `target.chip.xla_options.`: `xla_flag=true`, or `null` to remove one."""
+    """Format options for the command line, as `xla_flag=true`, or `xla_flag=null` to remove a default."""
     return [f"{name}={'null' if value is None else option_text(value)}" for name, value in options.items()]

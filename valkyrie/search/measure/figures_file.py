@@ -1,4 +1,4 @@
-"""Reads the figures that `mode=figures` writes, as a chip and as text. Imports no JAX."""
+"""Reads and describes the figures that `mode=figures` writes. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from valkyrie.units import duration
 
 
 def read_figures(file: Path) -> ChipConfig:
-    """Return the chip that a `figures.json` describes. Raises OSError or ValueError if it describes none."""
+    """Read a chip from `figures.json`. Raises OSError or ValueError if the file is missing or malformed."""
     values = OmegaConf.create(file.read_text())
     chip = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ChipConfig), values))
     assert isinstance(chip, ChipConfig), file
@@ -23,23 +23,23 @@ def read_figures(file: Path) -> ChipConfig:
 
 
 def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> bool:
-    """Check whether a folder has figures for `devices` devices per process on this machine, in this dtype."""
+    """Check whether a folder has figures of this machine with `devices` devices per process and this dtype."""
     if not ((folder / FIGURES).is_file() and (folder / MACHINES).is_file()):
         return False
     chip, machines = read_figures(folder / FIGURES), json.loads((folder / MACHINES).read_text())
     return machine in machines and (list(chip.peak_tflops), chip.host_bounds) == ([compute.value], [devices])
 
 
-def in_words(chip: ChipConfig) -> str:
-    """Describe the figures of devices in a line."""
-    of = chip.estimate
+def describe_figures(chip: ChipConfig) -> str:
+    """Describe the figures of devices in one line."""
+    estimate = chip.estimate
     ((dtype, tflops),) = chip.peak_tflops.items()
-    parts = [f"{1e3 * tflops:.3g} GFLOP/s in {dtype} and {chip.hbm_gbs or 0.0:.3g} GB/s of memory a device"]
+    parts = [f"{1e3 * tflops:.3g} GFLOP/s in {dtype} and {chip.hbm_gbs or 0.0:.3g} GB/s of memory per device"]
     if chip.switch_gbs:
-        start = duration(of.get("start_s", 0.0))
-        parts.append(f"{chip.switch_gbs:.3g} GB/s between devices of a process, {start} to start")
+        start = duration(estimate.get("start_s", 0.0))
+        parts.append(f"{chip.switch_gbs:.3g} GB/s between devices of a process with {start} latency")
     if chip.dcn_gbs_per_host:
         devices = math.prod(chip.host_bounds)
-        start = duration(of.get("outer_start_s", 0.0))
-        parts.append(f"{chip.dcn_gbs_per_host:.3g} GB/s out of a process of {devices}, {start} to start")
+        start = duration(estimate.get("outer_start_s", 0.0))
+        parts.append(f"{chip.dcn_gbs_per_host:.3g} GB/s between processes of {devices} devices with {start} latency")
     return "; ".join(parts)

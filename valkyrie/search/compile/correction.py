@@ -1,0 +1,169 @@
+"""Corrects replayed step times by published runs, and derives the interval of a prediction.
+
+`published.json` has the ratio of measured to replayed seconds of every published run. It is written by
+experiments/published/predict.py. Replays are multiplied by the median ratio on their chip (the median over families),
+and by a factor for every doubling of slices. Errors are cross-validated: the prediction of a published run excludes the
+runs of its family. If `mode=calibrate` has set `target.chip.replay`, the user's own runs on that chip are used instead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from valkyrie.hardware.target import ChipConfig, TargetConfig
+from valkyrie.search.compile.prediction import StepInterval
+
+FILE = Path(__file__).with_name("published.json")
+MIN_RUNS = 4
+"""Minimum number of runs for an interval. If a chip has fewer published runs, those on all chips are used."""
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A published run. `ratio` is measured over replayed seconds per step. Runs of a `family` share recipe and chip."""
+
+    row: str
+    model: str
+    family: str
+    chip: str
+    slices: int
+    ratio: float
+    libtpu: str
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Factors that replayed times are multiplied by.
+
+    Args:
+        chip_factor: Factor of the chip.
+        slices_factor: Factor for several slices, which wait for each other.
+        rows: Number of runs on the chip.
+        families: Number of families of these runs.
+    """
+
+    chip_factor: float
+    slices_factor: float
+    rows: int
+    families: int
+
+    @property
+    def factor(self) -> float:
+        """Product of both factors."""
+        return self.chip_factor * self.slices_factor
+
+
+def target_correction(target: TargetConfig) -> Correction:
+    """Return the correction of replays on a slice, from the user's own runs on its chip or else from published runs."""
+    chip = target.chip
+    assert chip is not None
+    published_factors, user_runs = published_correction(published(), chip.name, target.slices), chip.replay
+    return (
+        published_factors
+        if user_runs.factor is None
+        else Correction(user_runs.factor, published_factors.slices_factor, user_runs.rows, user_runs.models)
+    )
+
+
+def published_correction(
+    rows: Sequence[PublishedRun], chip: str, slices: int, without: str | None = None
+) -> Correction:
+    """Return the correction of replays on a chip from published runs, without those of the family `without`."""
+    other_runs = [row for row in rows if row.family != without]
+    loss = _slice_loss(other_runs)
+    on_chip = [row for row in other_runs if row.chip == chip]
+    families = {row.family for row in on_chip}
+    chip_factor = median_by_family([(row.family, row.ratio / _loss_factor(loss, row.slices)) for row in on_chip])
+    return Correction(
+        1.0 if chip_factor is None else chip_factor, _loss_factor(loss, slices), len(on_chip), len(families)
+    )
+
+
+def median_by_family(ratios: Sequence[tuple[str, float]]) -> float | None:
+    """Return the median of the medians of each family, in logarithms, or None if `ratios` is empty.
+
+    `ratios` are pairs of family and ratio.
+    """
+    medians = [
+        _median(ratio for family, ratio in ratios if family == name) for name in sorted({name for name, _ in ratios})
+    ]
+    return _median(medians) if medians else None
+
+
+def published_interval(rows: Sequence[PublishedRun], chip: str, step_s: float) -> StepInterval | None:
+    """Return the range of a predicted step of `step_s` seconds, from the cross-validated errors of published runs.
+
+    Uses the runs on the chip or, if these are fewer than `MIN_RUNS`, the runs on all chips. Returns None if these are
+    also too few.
+    """
+    ratios = {row: ratio for row in rows if (ratio := held_out_ratio(rows, row)) is not None}
+    on_chip = {row: ratio for row, ratio in ratios.items() if row.chip == chip}
+    ratios_used = on_chip if len(on_chip) >= MIN_RUNS else ratios
+    if len(ratios_used) < MIN_RUNS:
+        return None
+    versions, models = sorted({row.libtpu for row in ratios_used}), len({row.model for row in ratios_used})
+    interval_chip = chip if ratios_used is on_chip else None
+    low, high = min(ratios_used.values()), max(ratios_used.values())
+    return StepInterval(
+        step_s * low, step_s * high, low, high, len(ratios_used), models, interval_chip, tuple(versions)
+    )
+
+
+def held_out_ratio(rows: Sequence[PublishedRun], row: PublishedRun) -> float | None:
+    """Return measured over predicted seconds of a run, predicted without its family.
+
+    None if no other family has runs on its chip.
+    """
+    other_families = published_correction(rows, row.chip, row.slices, without=row.family)
+    return row.ratio / other_families.factor if other_families.families else None
+
+
+@cache
+def published() -> tuple[PublishedRun, ...]:
+    """Return the published runs that ship with the package."""
+    return tuple(PublishedRun(**row) for row in json.loads(FILE.read_text())["rows"])
+
+
+def as_json(rows: Sequence[PublishedRun]) -> str:
+    """Return the content of `published.json`."""
+    comment = "measured over replayed seconds; written by experiments/published/predict.py --ship"
+    return json.dumps({"about": comment, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+
+
+def step_interval(step_s: float, chip: ChipConfig) -> StepInterval | None:
+    """Return the range of a predicted step of `step_s` seconds, or None if there are too few runs."""
+    user_runs = chip.replay
+    if user_runs.factor is None:
+        return published_interval(published(), chip.name, step_s)
+    if user_runs.low is None or user_runs.high is None:
+        return None
+    low_s, high_s = step_s * user_runs.low, step_s * user_runs.high
+    return StepInterval(
+        low_s, high_s, user_runs.low, user_runs.high, user_runs.rows, user_runs.models, chip.name, yours=True
+    )
+
+
+def _slice_loss(rows: Sequence[PublishedRun]) -> float:
+    """Return the increase of the logarithmic ratio per doubling of slices, by linear regression within families."""
+    products = squares = 0.0
+    for family in {row.family for row in rows}:
+        doublings = [math.log2(row.slices) for row in rows if row.family == family]
+        logs = [math.log(row.ratio) for row in rows if row.family == family]
+        middle, mean = statistics.fmean(doublings), statistics.fmean(logs)
+        products += sum((x - middle) * (y - mean) for x, y in zip(doublings, logs, strict=True))
+        squares += sum((x - middle) ** 2 for x in doublings)
+    return products / squares if squares else 0.0
+
+
+def _loss_factor(loss: float, slices: int) -> float:
+    return math.exp(loss * math.log2(slices))
+
+
+def _median(ratios: Iterable[float]) -> float:
+    return math.exp(statistics.median(math.log(ratio) for ratio in ratios))

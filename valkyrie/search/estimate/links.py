@@ -1,0 +1,71 @@
+"""Bandwidth and latency of mesh axes, from their placement on a torus or the order of devices over hosts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import ChipConfig, TargetConfig
+from valkyrie.machine import assumptions
+from valkyrie.parallel.axis_links import AxisPlacement
+from valkyrie.parallel.candidates import AxisLinks
+
+MIN_LINKS = 0.25
+"""Lower bound on the links of an axis of a run's mesh on a torus. In a search, axes may share links further."""
+
+
+def axis_links(
+    placements: Sequence[Sequence[AxisPlacement]], names: Sequence[str], chip: ChipConfig, *, least_links: float = 0.0
+) -> Mapping[str, AxisLinks]:
+    """Return the links of mesh axes by name, as arrays over layouts.
+
+    Args:
+        placements: For each layout, the placements of its axes in the order of `names`.
+        names: Names of the mesh axes.
+        chip: Chip of the target.
+        least_links: Lower bound on the number of links of an axis on the torus.
+    """
+    chips_per_host = max(math.prod(chip.host_bounds or [1]), 1)
+    host_rate = (chip.dcn_gbs_per_host or 1.0) * 1e9 / chips_per_host / chip.devices
+    torus, links_by_axis = platform_of(chip.platform).has_torus, {}
+    link_rate = (chip.ici_link_gbs or 0.0) * 1e9 / chip.devices if torus else (chip.switch_gbs or 1.0) * 1e9
+    for index, name in enumerate(names):
+        column = [axes[index] for axes in placements]
+        link_counts = [max(axis.links, least_links) if axis.torus else 0.0 for axis in column]
+        rates, ring_rates = (
+            np.array([link_rate * (n or assumptions.CORE_LINKS) if torus else link_rate for n in counts])
+            for counts in (link_counts, [axis.ring_links for axis in column])
+        )
+        outer = np.array([axis.outer for axis in column], float)
+        inner = np.array([axis.size // axis.outer for axis in column], float)
+        hops = np.array([axis.hops for axis in column], float)
+        links_by_axis[name] = AxisLinks(inner, rates, outer, np.full(len(column), host_rate), hops, ring_rates)
+    return links_by_axis
+
+
+def slice_axis_links(count: int, target: TargetConfig) -> AxisLinks:
+    """Return the links of the mesh axis between slices, repeated for `count` layouts."""
+    chip, ones = target.chip, np.ones(count)
+    assert chip is not None
+    devices_per_host = max(math.prod(chip.host_bounds or [1]), 1) * chip.devices
+    rate = (chip.dcn_gbs_per_host or 1.0) * 1e9 / devices_per_host
+    return AxisLinks(ones, ones, ones * target.slices, ones * rate, 0 * ones, ones)
+
+
+def host_axis_links(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, AxisLinks]:
+    """Return the links of mesh axes on hosts that connect their devices by a switch. The last axis varies fastest."""
+    devices_per_host = int(np.prod(chip.host_bounds or [1]))
+    inside, outside = (chip.switch_gbs or 1.0) * 1e9, (chip.dcn_gbs_per_host or 1.0) * 1e9 / devices_per_host
+    links_by_axis, stride = {}, np.ones(len(next(iter(sizes.values()))))
+    for axis in reversed(list(sizes)):
+        size = sizes[axis]
+        inner = np.clip(devices_per_host / stride, 1, size)
+        near = np.full(len(size), inside)
+        links_by_axis[axis] = AxisLinks(
+            inner, near, size / inner, np.full(len(size), outside), np.zeros(len(size)), near
+        )
+        stride = stride * size
+    return {axis: links_by_axis[axis] for axis in sizes}

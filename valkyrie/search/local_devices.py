@@ -1,0 +1,115 @@
+"""Checks whether this machine has the requested devices, and times CPU devices in a separate process.
+
+This process never initialises JAX's devices: the trials could not use a TPU or GPU that it holds.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from valkyrie.config.compose import accelerators
+from valkyrie.config.modes import FIGURES
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import ChipConfig, TargetConfig
+from valkyrie.modes.figures import Config as FiguresMode
+from valkyrie.parallel.mesh import parse_mesh
+from valkyrie.processes.locks import TrialLock
+from valkyrie.search.measure.figures_file import describe_figures, has_figures, read_figures
+from valkyrie.search.request import SearchRequest
+from valkyrie.sweep.members import members
+from valkyrie.sweep.plan import TrialPlan
+from valkyrie.sweep.process import TrialProcess, stop
+from valkyrie.sweep.trial import Status, Trial
+
+_POLL_S = 0.1
+
+
+def process_count() -> int:
+    """Return the number of processes in which a trial runs."""
+    leading = members()
+    return 1 if leading is None else leading.count
+
+
+def cannot_measure_reason(request: SearchRequest) -> str | None:
+    """Return the reason why layouts cannot be measured here, judging by device files, or None if they can."""
+    if len(request.targets) > 1:
+        return "several slices are compared"
+    target = next(iter(request.targets))
+    if has_devices(target):
+        return None
+    local_devices = accelerators() * process_count()
+    return f"this machine has {local_devices} accelerators that JAX can use, not {target.describe()}"
+
+
+def has_devices(target: TargetConfig) -> bool:
+    """Check whether the machines that run this command have the devices of a target, judging by device files."""
+    local_devices = accelerators() * process_count()
+    return platform_of(target.platform).runs_on_host or (target.slices == 1 and local_devices >= (target.chips or 1))
+
+
+def needs_cpu_figures(target: TargetConfig) -> bool:
+    """Check whether a target consists of CPU devices of this machine whose speed has not been set."""
+    return platform_of(target.platform).runs_on_host and target.chip is None
+
+
+def add_measured_figures(request: SearchRequest, folder: Path, console: Console) -> SearchRequest:
+    """Add the speed of CPU devices to a request, measured now or by an earlier search.
+
+    Raises ValueError if the devices cannot be timed.
+    """
+    if not any(needs_cpu_figures(target) for target in request.targets):
+        return request
+    chips = [
+        _figures(request, target, folder, console) if needs_cpu_figures(target) else None for target in request.targets
+    ]
+    targets = [
+        target if chip is None else replace(target, chip=chip, hosts=process_count())
+        for target, chip in zip(request.targets, chips, strict=True)
+    ]
+    return replace(request, targets=tuple(targets))
+
+
+def _figures(request: SearchRequest, target: TargetConfig, folder: Path, console: Console) -> ChipConfig:
+    config, devices = request.run.config, target.devices or 1
+    run = request.run.changed(
+        target=target,
+        mesh=parse_mesh(f"{devices}x1x1"),
+        mode=FiguresMode(),
+        runs=str(folder),
+        name=f"figures-{target.name}",
+    )
+    name, machine = str(run.config.name), socket.gethostname()
+    if not has_figures(folder / name, machine, config.precision.compute, devices // process_count()):
+        plan = TrialPlan(name, name, "figures", folder, (), None, run=run, limit_s=run.config.mode.limit_s())
+        trial = _run_trial(plan)
+        if trial.status is not Status.ok:
+            raise ValueError(f"target={target.name}: the devices could not be timed: {trial.reason}")
+    chip = read_figures(file := folder / name / FIGURES)
+    console.print(
+        f"{target.name}: {describe_figures(chip)} (timed on {machine}: {file})", highlight=False, soft_wrap=True
+    )
+    return chip
+
+
+def _run_trial(plan: TrialPlan) -> Trial:
+    """Run a trial outside of any sweep and return its record. Raises ValueError if another search is running it."""
+    lock = TrialLock.take(plan.trial_folder)
+    if lock is None:
+        raise ValueError(
+            f"{plan.trial_folder}: another search is timing the devices. Wait for it, or use another name=."
+        )
+    try:
+        process = TrialProcess(plan, lock)
+        try:
+            while (trial := process.poll()) is None:
+                time.sleep(_POLL_S)
+        finally:
+            stop([process])
+    finally:
+        lock.release()
+    return trial
