@@ -88,7 +88,10 @@ def test_undeclared_values_are_refused(folder, monkeypatch):
 def test_equal_layers_share_a_scan(folder, pattern, repeats):
     model = run_of(folder, "mesh=1x1x1", "partition=dp", f"model.feed_forward_pattern={pattern}").model
     assert [repeat for _, repeat in model.segments()] == repeats
-    assert model.auxiliary["unit/size"] == (0.3, sum(layer.feed_forward_kind == "unit" for layer in model.stack()))
+    assert model.auxiliary["unit/size"] == (
+        0.3,
+        sum(layer.feed_forward_kind == "unit" for layer in model.make_layers()),
+    )
 
 
 def test_axes_of_the_users_families_are_known(folder):

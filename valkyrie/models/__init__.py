@@ -1,4 +1,4 @@
-"""Models: blocks, the stack they form, and the families, each a module with a `Config`.
+"""Models: blocks, stacks of blocks, and model families, each a module with a `Config`.
 
 Built-in families are modules of `valkyrie.models.families`. Any other family name is an importable module of the user.
 Its `Config` derives from `Stack`, or implements the methods of `Model`.
@@ -46,7 +46,7 @@ class Model(Protocol):
         ...
 
     def problems(self) -> list[Problem]:
-        """Return every reason why it cannot be built, naming the keys to change."""
+        """Return every reason why the model cannot be built, with the keys to change."""
         ...
 
     def parameters(self) -> dict[str, Parameter]:
@@ -69,12 +69,12 @@ class Model(Protocol):
         """Return FLOPs per token of a training step, forward and backward, over sequences of `seq` tokens."""
         ...
 
-    def kept(self) -> list[SavedActivation]:
-        """Return an estimate of the activations that the backward pass needs."""
+    def saved_activations(self) -> list[SavedActivation]:
+        """Estimate the activations that the backward pass needs."""
         ...
 
-    def working(self) -> list[SavedActivation]:
-        """Return an estimate of the additional activations that exist while a part of the model runs."""
+    def working_activations(self) -> list[SavedActivation]:
+        """Estimate the additional activations that exist while a part of the model runs."""
         ...
 
     def build(self, *, numerics: Numerics, key: Array) -> Any:
@@ -84,26 +84,27 @@ class Model(Protocol):
 
 @runtime_checkable
 class Layered(Model, Protocol):
-    """A model made of sequential layers, each declared by its blocks, such as a `Stack`."""
+    """A model of sequential layers that are made of blocks, such as a `Stack`."""
 
     embed: int
 
     def segments(self) -> list[tuple[list[Layer], int]]:
-        """Return groups of layers with their number of repetitions, first to last."""
+        """Return groups of layers, first to last, each with its number of repetitions."""
         ...
 
 
 def activation_names(model: Model) -> list[str]:
     """Return the names of the activations that `remat` may save."""
-    return list(dict.fromkeys(kept.name for kept in model.kept() if kept.name is not None))
+    names = (activation.name for activation in model.saved_activations())
+    return list(dict.fromkeys(name for name in names if name is not None))
 
 
 def known_axes() -> dict[str, str]:
     """Return the logical axes of all families, including the user's, with descriptions."""
-    return _axes_of((*FAMILIES.names(), *FAMILIES.user_names()))
+    return _axis_descriptions((*FAMILIES.names(), *FAMILIES.user_names()))
 
 
 @cache
-def _axes_of(families: tuple[str, ...]) -> dict[str, str]:
+def _axis_descriptions(families: tuple[str, ...]) -> dict[str, str]:
     classes = map(FAMILIES.config_class, families)
-    return {axis: counts for config in classes for axis, counts in config().arrays().axes.items()}
+    return {axis: description for config in classes for axis, description in config().arrays().axes.items()}

@@ -1,4 +1,4 @@
-"""Separates a model from its arrays: initialises parameters from a key, and builds the module for given parameters."""
+"""Initialises the parameters of a model, and builds its module from parameters."""
 
 from __future__ import annotations
 
@@ -15,43 +15,52 @@ from valkyrie.trees import leaf_names
 
 
 class Assembly:
-    """Builds the module of a model config under a precision policy. Parameters are nested dicts of arrays."""
+    """Builds parameters and modules of a model config under a precision policy.
+
+    Parameters are nested dicts of arrays. Raises ValueError if the module's parameters differ from the declared ones.
+    """
 
     def __init__(self, model: Model, numerics: Numerics) -> None:
-        self._make = lambda key: model.build(numerics=numerics, key=key)
-        self._graph, self._state = nnx.split(jax.eval_shape(lambda: self._make(jax.random.key(0))))
+        self._build = lambda key: model.build(numerics=numerics, key=key)
+        self._graph, self._state = nnx.split(jax.eval_shape(lambda: self._build(jax.random.key(0))))
         self.abstract_parameters = nnx.to_pure_dict(self._state)
         """Shapes and dtypes of the parameters."""
         self.specs = model.parameters()
         """Declared parameters by dotted name, in the order of the leaves."""
-        _refuse_undeclared(model.family, self.specs, self.abstract_parameters, numerics)
+        _check_parameters(model.family, self.specs, self.abstract_parameters, numerics)
 
     def init(self, key: Array) -> Any:
         """Return new parameters. The same key gives the same parameters on any mesh."""
-        return nnx.to_pure_dict(nnx.state(self._make(key)))
+        return nnx.to_pure_dict(nnx.state(self._build(key)))
 
     def module(self, parameters: Any) -> Any:
         """Return the module that holds these parameters."""
-        state = jax.tree.map(lambda leaf: leaf, self._state)
+        state = jax.tree.map(lambda leaf: leaf, self._state)  # a copy, because the next line changes it in place
         nnx.replace_by_pure_dict(state, parameters)
         return nnx.merge(self._graph, state)
 
 
-def _refuse_undeclared(family: str, specs: dict[str, Parameter], built: Any, numerics: Numerics) -> None:
+def _check_parameters(family: str, specs: dict[str, Parameter], built: Any, numerics: Numerics) -> None:
     """Raise ValueError if the parameters of the module differ from those its configuration declares."""
     declared = {name: (spec.shape, "float32" if spec.float32 else numerics.parameter) for name, spec in specs.items()}
     leaves = zip(leaf_names(built), jax.tree.leaves(built), strict=True)
-    made = {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves}
-    if list(declared.items()) == list(made.items()):
+    built_leaves = {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves}
+    if list(declared.items()) == list(built_leaves.items()):
         return
-    names = [name for name in sorted({*declared, *made}) if declared.get(name) != made.get(name)]
-    wrong = [f"{name} is declared {_shape(declared.get(name))} and built {_shape(made.get(name))}" for name in names]
-    raise ValueError(f"model.family={family}: {'; '.join(wrong[:3])}{_more(wrong)}. A block builds what it declares.")
+    mismatched = [name for name in sorted({*declared, *built_leaves}) if declared.get(name) != built_leaves.get(name)]
+    mismatches = [_describe_mismatch(name, declared.get(name), built_leaves.get(name)) for name in mismatched]
+    rest = f" (and {len(mismatches) - 3} more)" if len(mismatches) > 3 else ""
+    raise ValueError(
+        f"model.family={family}: {'; '.join(mismatches[:3])}{rest}. Build exactly the parameters that `weights` "
+        "declares, with the same names, shapes and dtypes."
+    )
 
 
-def _shape(of: tuple[tuple[int, ...], str] | None) -> str:
-    return "not at all" if of is None else f"{of[1]}{list(of[0])}"
+_ShapeDType = tuple[tuple[int, ...], str]
 
 
-def _more(wrong: list[str]) -> str:
-    return f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+def _describe_mismatch(name: str, declared: _ShapeDType | None, built: _ShapeDType | None) -> str:
+    def text(array: _ShapeDType | None) -> str:
+        return "missing" if array is None else f"{array[1]}{list(array[0])}"
+
+    return f"{name} is {text(declared)} in the declaration and {text(built)} in the module"

@@ -19,11 +19,14 @@ class Attention(Block):
         windows: Number of keys per window, including the token itself (see `valkyrie.ops.attention.pattern`); null is
             full attention. Attention layers cycle through the list, first layer first.
         dilations: Distance between the keys of a window. Attention layers cycle through the list.
-        global_tokens: Number of leading positions of a sequence that are global. They have separate projections.
+        global_tokens: Number of leading positions that see all positions and are seen by all. They have separate
+            projections.
         rope_theta: Base of the rotary frequencies; null: queries and keys are not rotated.
-        bias: Which products have a bias.
+        bias: Projections that have a bias.
+        rope_stretch: Slows down rotary frequencies for long contexts.
         qk_norm: Normalise each query and key before rotation, with a learned scale (Qwen 3, OLMo 2, Gemma 3).
-        soft_cap: c, which replaces logits l by c * tanh(l / c) (Gemma 2: 50).
+        impl: Implementation of attention.
+        soft_cap: Bound c of the logits: c * tanh(logit / c) (Gemma 2: 50); null: no bound.
     """
 
     heads: int = 4
@@ -43,11 +46,11 @@ class Attention(Block):
     axes = {
         "heads": "query heads",
         "kv_heads": "key and value heads",
-        "head_dim": "the width of one head",
+        "head_dim": "channels of one head",
     }
     activations = (("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim"))
     follows = {"kv_heads": "heads"}
-    over_rows = True
+    shards_rows_over_embed = True
 
     module_class = "valkyrie.models.attention_layer:AttentionLayer"
 
@@ -63,16 +66,16 @@ class Attention(Block):
             for problem in check_range(f"{key}.{name}", getattr(self, name), least=1)
         ]
         if not problems and self.heads % self.kv_heads:
-            text = f"{key}.heads={self.heads} is not a multiple of kv_heads={self.kv_heads}."
+            text = f"{key}.heads={self.heads} must be a multiple of {key}.kv_heads={self.kv_heads}."
             problems.append(Problem(ProblemCode.conflict, f"{key}.heads", self.heads, text))
         if self.head_dim % 2:
-            text = f"{key}.head_dim={self.head_dim} is odd: rotary positions need pairs."
+            text = f"{key}.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of channels."
             problems.append(Problem(ProblemCode.unsupported, f"{key}.head_dim", self.head_dim, text))
         if not self.windows or any(w is not None and w < 1 for w in self.windows):
-            text = f"{key}.windows={self.windows}: name windows of at least 1, or null for full."
+            text = f"{key}.windows={self.windows}: each window must be at least 1, or null for full attention."
             problems.append(Problem(ProblemCode.malformed, f"{key}.windows", self.windows, text))
         if not self.dilations or any(d < 1 for d in self.dilations):
-            text = f"{key}.dilations={self.dilations}: each must be at least 1."
+            text = f"{key}.dilations={self.dilations}: list at least one dilation, each 1 or more."
             problems.append(Problem(ProblemCode.malformed, f"{key}.dilations", self.dilations, text))
         problems += check_range(f"{key}.global_tokens", self.global_tokens, least=0)
         problems += check_range(f"{key}.rope_theta", self.rope_theta, above=0, otherwise="null for no rotation")
@@ -83,24 +86,24 @@ class Attention(Block):
                 f"and low={stretch.low:g} above 0 and below high={stretch.high:g}."
             )
             problems.append(Problem(ProblemCode.conflict, f"{key}.rope_stretch", text=text))
-        return problems + check_range(f"{key}.soft_cap", self.soft_cap, above=0, otherwise="null for none")
+        return problems + check_range(f"{key}.soft_cap", self.soft_cap, above=0, otherwise="null for no cap")
 
     def sizes(self, site: BlockContext) -> dict[str, Size]:
         return {name: Size(getattr(self, name), f"{site.key}.{name}") for name in self.axes}
 
     def weights(self, site: BlockContext) -> dict[str, Weight]:
-        """Return the query, key and value projections, a second set of them for global tokens, and the output's."""
-        query, of_key = weight("embed", "heads", "head_dim"), weight("embed", "kv_heads", "head_dim")
+        """Return query, key and value projections, a second set for global tokens, and the output projection."""
+        query_projection, key_projection = weight("embed", "heads", "head_dim"), weight("embed", "kv_heads", "head_dim")
         weights = {"out": weight("embed", "heads", "head_dim", output_first=True)}
         if self.bias is Bias.all:
             weights["out_bias"] = weight("embed", group="vector")
         for projections in ("local", "globals")[: 1 + bool(self.global_tokens)]:
-            weights |= {f"{projections}.query": query}
-            weights |= {f"{projections}.{name}": of_key for name in ("key", "value")}
+            weights |= {f"{projections}.query": query_projection}
+            weights |= {f"{projections}.{name}": key_projection for name in ("key", "value")}
             if self.bias is not Bias.none:
                 weights |= {f"{projections}.query_bias": weight("heads", "head_dim", group="vector")}
-                of_keys = weight("kv_heads", "head_dim", group="vector")
-                weights |= {f"{projections}.{name}_bias": of_keys for name in ("key", "value")}
+                key_bias = weight("kv_heads", "head_dim", group="vector")
+                weights |= {f"{projections}.{name}_bias": key_bias for name in ("key", "value")}
             if self.qk_norm:
                 scale = weight("head_dim", group="vector")
                 weights |= {f"{projections}.{name}_norm.scale": scale for name in ("query", "key")}
@@ -118,13 +121,13 @@ class Attention(Block):
         return self.dilations[site.number % len(self.dilations)]
 
     def flops(self, site: BlockContext, seq: int) -> float:
-        """Return forward FLOPs per token: the projections, and logits and values over the keys that a query sees."""
+        """Return forward FLOPs per token of the projections, the logits, and the weighted sums of values."""
         keys = 4 * site.embed * self.head_dim * self.kv_heads
         projections = 4 * site.embed * self.head_dim * (self.heads + self.kv_heads) + keys * bool(self.global_tokens)
         return projections + 4.0 * self.head_dim * self.scores(site, seq)
 
     def scores(self, site: BlockContext, seq: int) -> float:
-        """Return the number of logits per token: the keys that it sees, for every head."""
+        """Return the number of logits per token: keys per query, times heads."""
         return self.heads * self._mean_keys(site, seq)
 
     def saves(self, site: BlockContext) -> list[Saved]:
@@ -145,10 +148,14 @@ class Attention(Block):
         ]
 
     def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        """Return keys and values, read from the window before the token or from all positions."""
+        """Return keys and values, with the number of positions before a shard that its window reaches."""
         window = self.window(site)
         positions = None if window is None else (window - 1) * self.dilation(site)
-        return [(kept, positions) for kept in self.kept(site) if kept.name in ("key", "value")]
+        return [
+            (activation, positions)
+            for activation in self.saved_activations(site)
+            if activation.name in ("key", "value")
+        ]
 
     def _mean_keys(self, site: BlockContext, seq: int) -> float:
         """Return the mean number of keys that a query sees.

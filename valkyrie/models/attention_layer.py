@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from valkyrie.axes import UNSHARDED, Axis, Parameter, Shard, SplitAxes
 from valkyrie.models.attention import Attention
 from valkyrie.models.block import BlockContext
-from valkyrie.models.layers import Boundaries, RMSNorm, biased, normal, parameter, project
+from valkyrie.models.layers import Boundaries, RMSNorm, add_bias, normal, parameter, project
 from valkyrie.ops.attention import (
     GlobalStep,
     GlobalTokens,
@@ -32,19 +32,20 @@ QK_NORM_EPSILON = 1e-6
 
 
 class Projections(nnx.Module):
-    """Query, key and value projections. Queries and keys are normalised under `qk_norm`, then rotated."""
+    """Query, key and value projections. With `qk_norm`, queries and keys are normalised before they are rotated."""
 
     def __init__(self, block: Attention, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
         keys, self.numerics = jax.random.split(key, 3), numerics
         self.theta, self.stretch = block.rope_theta, block.rope_stretch
 
-        def made(name: str, key: Array) -> nnx.Param:
+        def init_weight(name: str, key: Array) -> nnx.Param:
             shape = specs[name].shape
             return parameter(specs[name], normal(key, shape, shape[0] ** -0.5), numerics)
 
-        self.query, self.key, self.value = made("query", keys[0]), made("key", keys[1]), made("value", keys[2])
-        self.biased, self.normalised = block.bias is not Bias.none, block.qk_norm
-        if self.biased:
+        names = ("query", "key", "value")
+        self.query, self.key, self.value = (init_weight(name, key) for name, key in zip(names, keys, strict=True))
+        self.has_bias, self.has_norm = block.bias is not Bias.none, block.qk_norm
+        if self.has_bias:
             self.query_bias, self.key_bias, self.value_bias = (
                 parameter(specs[name], jnp.zeros(specs[name].shape), numerics)
                 for name in ("query_bias", "key_bias", "value_bias")
@@ -58,9 +59,9 @@ class Projections(nnx.Module):
     ) -> Float[Array, "batch seq heads head_dim"]:
         with jax.named_scope("query"):
             q = project("bse,ehd->bshd", x, self.query, shard=shard, numerics=self.numerics)
-            q = biased(q, self.query_bias, shard) if self.biased else q
-            q = self.query_norm(q) if self.normalised else q
-            return self._rotated(q, positions, shard)
+            q = add_bias(q, self.query_bias, shard) if self.has_bias else q
+            q = self.query_norm(q) if self.has_norm else q
+            return self._rotate(q, positions, shard)
 
     def keys_values(
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
@@ -68,19 +69,19 @@ class Projections(nnx.Module):
         """Return rotated keys, and values."""
         with jax.named_scope("value"):
             v = project("bse,ehd->bshd", x, self.value, shard=shard, numerics=self.numerics)
-            v = biased(v, self.value_bias, shard) if self.biased else v
+            v = add_bias(v, self.value_bias, shard) if self.has_bias else v
         with jax.named_scope("key"):
             k = project("bse,ehd->bshd", x, self.key, shard=shard, numerics=self.numerics)
-            k = biased(k, self.key_bias, shard) if self.biased else k
-            k = self.key_norm(k) if self.normalised else k
-            return self._rotated(k, positions, shard), v
+            k = add_bias(k, self.key_bias, shard) if self.has_bias else k
+            k = self.key_norm(k) if self.has_norm else k
+            return self._rotate(k, positions, shard), v
 
-    def _rotated(self, x: Array, positions: Int[Array, " seq"], shard: Shard) -> Array:
+    def _rotate(self, x: Array, positions: Int[Array, " seq"], shard: Shard) -> Array:
         return x if self.theta is None else rotate(x, positions, self.theta, shard.backend, self.stretch)
 
 
 class AttentionLayer(nnx.Module):
-    """Attention with the window and dilation of one layer. Leading tokens may be global."""
+    """Attention with the window and dilation of one layer. The first tokens may be global."""
 
     projections: type[Projections] = Projections
 
@@ -88,9 +89,9 @@ class AttentionLayer(nnx.Module):
         keys, specs = jax.random.split(key, 3), block.parameters(site)
         self.config, self.numerics = block, numerics
         self.window, self.dilation = block.window(site), block.dilation(site)
-        self.local = self.projections(block, _within("local", specs), numerics=numerics, key=keys[0])
+        self.local = self.projections(block, _without_prefix("local", specs), numerics=numerics, key=keys[0])
         if block.global_tokens:
-            self.globals = self.projections(block, _within("globals", specs), numerics=numerics, key=keys[1])
+            self.globals = self.projections(block, _without_prefix("globals", specs), numerics=numerics, key=keys[1])
         deviation = (2 * site.layers * block.heads * block.head_dim) ** -0.5
         weights = normal(keys[2], (block.heads, block.head_dim, site.embed), deviation)
         # Embed first, like the other projections, so that a fully sharded partition gathers contiguous memory.
@@ -101,28 +102,28 @@ class AttentionLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
-        """Return the layer's output before the residual sum. Positions of different segments do not see each other."""
-        positions, rows, segment_ids = jnp.arange(x.shape[1]), _rows(shard, x.shape[0]), boundaries.segment_ids
-        key_axis, _ = _key_heads(shard)
-        of_heads, of_kv_heads = (rows, "seq", "heads", "head_dim"), (rows, "seq", key_axis, "head_dim")
-        q = shard(self.local.queries(x, positions, shard), *of_heads)
+        """Return the output of the layer, before the residual sum. Attention does not cross segments."""
+        positions, rows, segment_ids = jnp.arange(x.shape[1]), _row_axes(shard, x.shape[0]), boundaries.segment_ids
+        key_axis, _ = _key_head_axes(shard)
+        query_axes, key_axes = (rows, "seq", "heads", "head_dim"), (rows, "seq", key_axis, "head_dim")
+        q = shard(self.local.queries(x, positions, shard), *query_axes)
         k, v = self._keys_values(x, positions, boundaries.tokens, shard)
-        k, v = (shard(y, *of_kv_heads) for y in (k, v))
+        k, v = (shard(y, *key_axes) for y in (k, v))
         q, k, v = (checkpoint_name(y, name) for y, name in ((q, "query"), (k, "key"), (v, "value")))
         inputs: list[Array] = [q, k, v]
-        axes: list[SplitAxes] = [of_heads, of_kv_heads, of_kv_heads]
+        axes: list[SplitAxes] = [query_axes, key_axes, key_axes]
         if segment_ids is not None:
             inputs, axes = [*inputs, segment_ids], [*axes, (rows, "seq")]
         if self.config.global_tokens:
-            first = min(self.config.global_tokens, x.shape[1])
-            q_global = self.globals.queries(x[:, :first], positions[:first], shard)
+            count = min(self.config.global_tokens, x.shape[1])
+            q_global = self.globals.queries(x[:, :count], positions[:count], shard)
             k_global, v_global = self.globals.keys_values(x, positions, shard)
             inputs += [q_global, k_global, v_global]
-            axes += [(rows, None, "heads", "head_dim"), of_kv_heads, of_kv_heads]
+            axes += [(rows, None, "heads", "head_dim"), key_axes, key_axes]
         with jax.named_scope(CONTEXT):
-            mixed = shard.map(self._local(segment_ids is not None, shard), axes, of_heads)(*inputs)
+            mixed = shard.map(self._local_attention(segment_ids is not None, shard), axes, query_axes)(*inputs)
         out = project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics, name="out")
-        return biased(out, self.out_bias, shard) if self.config.bias is Bias.all else out
+        return add_bias(out, self.out_bias, shard) if self.config.bias is Bias.all else out
 
     def _keys_values(
         self,
@@ -131,29 +132,30 @@ class AttentionLayer(nnx.Module):
         tokens: Int[Array, "batch seq"] | None,
         shard: Shard,
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
-        """Return the keys and values of the layer's window."""
+        """Return the keys and values of all positions, without those of global tokens."""
         return self.local.keys_values(x, positions, shard)
 
-    def _local(self, segmented: bool, shard: Shard):
-        """Return the attention function of one device, for its heads, rows and, if `seq` is sharded, positions."""
-        c, sequence_axes, (_, split_further) = self.config, shard.mesh_axes_of("seq"), _key_heads(shard)
+    def _local_attention(self, segmented: bool, shard: Shard):
+        """Return the function that computes attention for one device's rows, heads and positions."""
+        c, sequence_axes, (_, query_only_axes) = self.config, shard.mesh_axes_of("seq"), _key_head_axes(shard)
         group = c.heads // c.kv_heads
 
         def mix(q: Array, k: Array, v: Array, *rest: Array) -> Array:
             segment_ids, rest = (rest[0], rest[1:]) if segmented else (None, rest)
-            own = partial(_key_heads_of, heads=q.shape[2], group=group, split_further=split_further)
+            select_heads = partial(_select_key_heads, heads=q.shape[2], group=group, query_only_axes=query_only_axes)
+            tokens = _leading_tokens(rest[0], select_heads(rest[1]), select_heads(rest[2])) if rest else None
             options = {
                 "window": self.window,
                 "causal": c.causal,
                 "dilation": self.dilation,
                 "segment_ids": segment_ids,
                 "soft_cap": c.soft_cap,
-                "global_tokens": _leading(rest[0], own(rest[1]), own(rest[2])) if rest else None,
+                "global_tokens": tokens,
                 "backend": shard.backend,
             }
             if sequence_axes:
-                return sharded_attention(q, own(k), own(v), axis_names=sequence_axes, **options)
-            return attention(q, own(k), own(v), impl=c.impl, **options)
+                return sharded_attention(q, select_heads(k), select_heads(v), axis_names=sequence_axes, **options)
+            return attention(q, select_heads(k), select_heads(v), impl=c.impl, **options)
 
         return mix
 
@@ -175,54 +177,58 @@ class AttentionLayer(nnx.Module):
         self, x: Float[Array, "batch embed"], state: KVCache, tokens: Int[Array, " batch"] | None = None
     ) -> tuple[Float[Array, "batch embed"], KVCache]:
         """Return the output of the next position and the updated cache (streaming form)."""
-        wide, position = x[:, None], state.position[None]
-        q = self.local.queries(wide, position, UNSHARDED)[:, 0]
-        beside_x = None if tokens is None else tokens[:, None]
-        k, v = (y[:, 0] for y in self._keys_values(wide, position, beside_x, UNSHARDED))
-        beside = None
+        sequence, position = x[:, None], state.position[None]
+        q = self.local.queries(sequence, position, UNSHARDED)[:, 0]
+        token_ids = None if tokens is None else tokens[:, None]
+        k, v = (y[:, 0] for y in self._keys_values(sequence, position, token_ids, UNSHARDED))
+        global_step = None
         if self.config.global_tokens:
-            k_global, v_global = (y[:, 0] for y in self.globals.keys_values(wide, position, UNSHARDED))
-            beside = GlobalStep(self.globals.queries(wide, position, UNSHARDED)[:, 0], k_global, v_global)
-        mixed, state = attention_step(q, k, v, state, global_step=beside, soft_cap=self.config.soft_cap)
+            k_global, v_global = (y[:, 0] for y in self.globals.keys_values(sequence, position, UNSHARDED))
+            global_step = GlobalStep(self.globals.queries(sequence, position, UNSHARDED)[:, 0], k_global, v_global)
+        mixed, state = attention_step(q, k, v, state, global_step=global_step, soft_cap=self.config.soft_cap)
         out = project("bhd,ehd->be", mixed, self.out, shard=UNSHARDED, numerics=self.numerics)
-        return biased(out, self.out_bias, UNSHARDED) if self.config.bias is Bias.all else out, state
+        return add_bias(out, self.out_bias, UNSHARDED) if self.config.bias is Bias.all else out, state
 
 
-def _key_heads_of(k: Array, heads: int, group: int, split_further: tuple[str, ...]) -> Array:
-    """Return the key heads (axis 2) that this device's `heads` query heads use; `group` query heads share a key head.
+def _select_key_heads(k: Array, heads: int, group: int, query_only_axes: tuple[str, ...]) -> Array:
+    """Return the key heads (axis 2) that the query heads of this device use. Call it inside `jax.shard_map`.
 
-    For use inside `jax.shard_map`. `split_further` are the mesh axes that shard query heads but not key heads.
+    Args:
+        k: Keys.
+        heads: Number of query heads on this device.
+        group: Number of query heads that share a key head.
+        query_only_axes: Mesh axes that shard query heads but not key heads.
     """
-    if not split_further:
+    if not query_only_axes:
         return k
-    first = jax.lax.axis_index(split_further) * heads
-    if heads % group and group % heads:  # the queries of a device begin or end in the middle of a group
+    first = jax.lax.axis_index(query_only_axes) * heads
+    if heads % group and group % heads:  # this device's query heads begin or end in the middle of a group
         return jnp.take(k, (first + jnp.arange(heads)) // group, axis=2)
     return jax.lax.dynamic_slice_in_dim(k, first // group, max(heads // group, 1), axis=2)
 
 
-def _leading(q: Array, k: Array, v: Array) -> GlobalTokens:
+def _leading_tokens(q: Array, k: Array, v: Array) -> GlobalTokens:
     positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
     return GlobalTokens(positions, jnp.ones(q.shape[:2], bool), q, k, v)
 
 
-def _within(prefix: str, specs: dict[str, Parameter]) -> dict[str, Parameter]:
+def _without_prefix(prefix: str, specs: dict[str, Parameter]) -> dict[str, Parameter]:
     """Return the parameters under a prefix, with the prefix removed from their names."""
     return {name.removeprefix(f"{prefix}."): spec for name, spec in specs.items() if name.startswith(f"{prefix}.")}
 
 
-def _rows(shard: Shard, batch: int) -> Axis:
+def _row_axes(shard: Shard, batch: int) -> Axis:
     """Return the logical axes that shard the rows of attention: the batch, and `embed` if its mesh axes are free.
 
-    Projections of a sharded residual stream end in a sum over the mesh axes of `embed`. With this, each of those
-    devices receives a part of the rows. Otherwise all of them would receive all rows and repeat the same attention.
+    If the residual stream is sharded, projections end in a sum over the mesh axes of `embed`. Sharding rows over these
+    axes gives each device a part of the rows. Otherwise all of them would compute the same attention.
     """
     free = not set(shard.mesh_axes_of("embed")) & {*shard.mesh_axes_of("heads"), *shard.mesh_axes_of("kv_heads")}
-    split = free and shard.size("embed") > 1 and batch % (shard.size("batch") * shard.size("embed")) == 0
-    return ("batch", "embed") if split else "batch"
+    divisible = free and shard.size("embed") > 1 and batch % (shard.size("batch") * shard.size("embed")) == 0
+    return ("batch", "embed") if divisible else "batch"
 
 
-def _key_heads(shard: Shard) -> tuple[str | None, tuple[str, ...]]:
+def _key_head_axes(shard: Shard) -> tuple[str | None, tuple[str, ...]]:
     """Return the logical axis of key heads during attention, and the mesh axes that shard only query heads.
 
     Query heads and key heads are sharded by separate rules. If the mesh axes of key heads are the first ones of query

@@ -1,8 +1,8 @@
 """Declarations of blocks and of the layers made of them: axes, parameters, FLOPs and saved activations.
 
-A block is a dataclass that derives from `Block`. Its fields are configuration keys, and its methods are its whole
-interface to other code. Nothing here imports JAX, so layouts are checked and their memory is estimated without it. Only
-`Block.build`, which builds the module, imports JAX.
+A block is a dataclass that derives from `Block`. Its fields are configuration keys. Other code uses only the
+methods of `Block`. Nothing here imports JAX except `Block.build`, so that layouts can be checked and their memory
+estimated without it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Weight(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Activations that the backward pass needs, as declared by `saved`."""
+    """Activations for the backward pass, as declared by `saved`."""
 
     dims: tuple[str | int, ...]
     name: str | None
@@ -69,16 +69,16 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """`count` equal arrays that exist at the same time in a backward pass.
+    """`count` arrays of the same shape that exist at the same time in a backward pass.
 
     Args:
         tensor: Shape and logical axes of one array.
-        float32: float32 instead of the compute dtype.
-        positions: Maximum positions of each sequence shard that exist at a time, or None for all.
+        float32: Whether they are float32 instead of the compute dtype.
+        positions: Maximum number of positions of each sequence shard that exist at a time, or None for all.
         name: Name by which `remat` saves or offloads them, or None.
-        product: They are results of a matrix product.
-        always: They are never recomputed.
-        needed_for: Name of an activation; they are needed only to recompute it.
+        product: Whether they are results of a matrix product.
+        never_recomputed: Whether they are saved under every remat policy.
+        needed_for: Name of the only activation that needs them, when it is recomputed, or None.
     """
 
     tensor: Tensor
@@ -87,7 +87,7 @@ class SavedActivation:
     positions: int | None = None
     name: str | None = None
     product: bool = False
-    always: bool = False
+    never_recomputed: bool = False
     needed_for: str | None = None
 
 
@@ -97,8 +97,8 @@ def weight(*dims: str | int, group: str = "matrix", float32: bool = False, outpu
     Args:
         *dims: A logical axis per dimension, or a length for one that is never split.
         group: Optimizer group, one of `valkyrie.axes.PARAMETER_GROUPS`.
-        float32: Keep it in float32 under every precision policy.
-        output_first: The first dimension is the product's output, not its input.
+        float32: Store it in float32 under every precision policy.
+        output_first: Whether its first dimension is an output of the product, instead of an input.
     """
     return Weight(dims, group, float32, output_first)
 
@@ -119,30 +119,29 @@ def saved(
         count: Number of such arrays.
         name: Their `jax.ad_checkpoint.checkpoint_name` in the module, by which `remat` saves or offloads them. Without
             a name they are recomputed unless everything is saved.
-        float32: float32 instead of the compute dtype.
-        product: They are results of a product with a parameter, which `remat=dots` saves.
-        result: They are the block's output, which only later blocks need.
-        needed_for: Name of an activation; they are needed only to recompute it.
+        float32: Whether they are float32 instead of the compute dtype.
+        product: Whether they are results of a product with a parameter, which `remat=dots` saves.
+        result: Whether they are the output of the block, which only later blocks need.
+        needed_for: Name of the only activation that needs them, when it is recomputed, or None.
     """
     return Saved((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for)
 
 
 @dataclass
 class Block(ABC):
-    """A kind of block: a mixer of positions, or a feed-forward. The fields of a subclass are its configuration keys.
+    """A block: a mixer of positions, or a feed-forward. The fields of a subclass are its configuration keys.
 
     Args:
         axes: Logical axes it declares in addition to `embed`, with descriptions.
-        activations: Axes of the activations that its module places with a sharding constraint.
+        activations: Axes of the activations to which its module applies a sharding constraint.
         follows: Axes that are sharded like another axis, as far as their length divides (key heads like heads).
-        dispatches: Axes of its parameters, such as experts, with shards that receive tokens from other devices instead
-            of being gathered on every device.
+        dispatches: Axes of its parameters, such as experts, that are never gathered. Tokens are sent to the shards
+            instead.
         norm_group: Optimizer group of the norm before it.
-        over_rows: While it mixes, rows are sharded over the mesh axes that shard the residual stream and none of its
-            `activations`.
+        shards_rows_over_embed: While it mixes positions, rows are also sharded over the mesh axes that shard the
+            residual stream but none of its `activations`.
         pointwise: Each position is computed from itself alone. Pointwise blocks are feed-forwards; others are mixers.
-        module_class: Class of its module, as `package.file:Class`. It is imported by `build`, so that blocks are
-            declared, checked and estimated without JAX.
+        module_class: Class of its module, as `package.file:Class`. Only `build` imports it, because it needs JAX.
     """
 
     axes: ClassVar[Mapping[str, str]] = {}
@@ -150,7 +149,7 @@ class Block(ABC):
     follows: ClassVar[Mapping[str, str]] = {}
     dispatches: ClassVar[tuple[str, ...]] = ()
     norm_group: ClassVar[str] = "vector"
-    over_rows: ClassVar[bool] = False
+    shards_rows_over_embed: ClassVar[bool] = False
     pointwise: ClassVar[bool] = False
     module_class: ClassVar[str]
 
@@ -161,7 +160,7 @@ class Block(ABC):
 
     @property
     def auxiliary(self) -> dict[str, float]:
-        """Weights in the objective of the values that its module returns in addition to its output, by name.
+        """Auxiliary values that its module returns, by name, with their weights in the objective.
 
         With such values, the module returns `(output, values)` with a float32 value per sequence for every name. A
         value is averaged over sequences, weighted by their targets, and its weighted sum over layers is added to the
@@ -194,7 +193,7 @@ class Block(ABC):
         return resolve_name(self.module_class)(self, site, numerics=numerics, key=key)
 
     def variant(self, site: BlockContext) -> Hashable:
-        """Return a key that differs between blocks of the same kind that cannot share a scan."""
+        """Return a value that is equal for blocks of the same kind that can share a scan."""
         return None
 
     def parameters(self, site: BlockContext) -> dict[str, Parameter]:
@@ -208,17 +207,17 @@ class Block(ABC):
         }
 
     def scores(self, site: BlockContext, seq: int) -> float:
-        """Return the values per token that it computes for pairs of positions, such as attention logits."""
+        """Return the number of values per token for pairs of positions, such as attention logits."""
         return 0.0
 
     def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        """Return the activations that it reads from other sequence shards, with the positions read (None: all)."""
+        """Return the activations that it reads from other sequence shards, with the number of positions (None: all)."""
         return []
 
-    def kept(self, site: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
+    def saved_activations(self, site: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
         """Return the activations that its backward pass needs.
 
-        With `needed_for`, its output is marked as needed only to recompute that activation.
+        `needed_for` is the `SavedActivation.needed_for` of the block's output.
         """
         sizes = self._sizes(site)
         return [
@@ -233,8 +232,8 @@ class Block(ABC):
             for s in self.saves(site)
         ]
 
-    def asked_activations(self, site: BlockContext) -> list[Tensor]:
-        """Return the activations that it places with a sharding constraint."""
+    def constrained_activations(self, site: BlockContext) -> list[Tensor]:
+        """Return the activations to which its module applies a sharding constraint."""
         return [tensor(axes, self._sizes(site)) for axes in self.activations]
 
     def _sizes(self, site: BlockContext) -> dict[str, Size]:
@@ -243,14 +242,14 @@ class Block(ABC):
 
 def tensor(dims: tuple[str | int, ...], sizes: Mapping[str, Size]) -> Tensor:
     """Return the tensor with these dimensions. `batch` and `seq` get length 0, because only a run knows theirs."""
-    known = {BATCH: Size(0), SEQ: Size(0), **sizes}
-    dimensions = [Size(d) if isinstance(d, int) else known[d] for d in dims]
+    sizes = {BATCH: Size(0), SEQ: Size(0), **sizes}
+    dimensions = [Size(d) if isinstance(d, int) else sizes[d] for d in dims]
     axes = tuple(None if isinstance(d, int) else d for d in dims)
     return Tensor(axes, tuple(size.length for size in dimensions), tuple(size.key for size in dimensions))
 
 
 class Boundary(Enum):
-    """Whether a packed document sees the one before it: never (`reset`) or always (`cross`)."""
+    """Whether state and attention cross the boundaries of packed documents (`cross`) or not (`reset`)."""
 
     reset = "reset"
     cross = "cross"
@@ -280,7 +279,7 @@ class Layer:
 
     @property
     def variant(self) -> Hashable:
-        """Key that is equal for layers that can be scanned together."""
+        """Value that is equal for layers that can be scanned together."""
         return tuple((kind, block.variant(site)) for kind, (block, site) in self.blocks.items())
 
     @property
@@ -298,18 +297,18 @@ class Layer:
 
     def parameters(self) -> dict[str, Parameter]:
         """Return its parameters by dotted name."""
-        width = partial(vector, "embed", self.site.embed)
-        parameters = {"norm.scale": width(self.mixer.norm_group)}
-        parameters |= prefixed("mixer", self.mixer.parameters(self.site))
+        norm_scale = partial(vector_parameter, "embed", self.site.embed)
+        parameters = {"norm.scale": norm_scale(self.mixer.norm_group)}
+        parameters |= add_prefix("mixer", self.mixer.parameters(self.site))
         if self.feed_forward is not None:
             if self.residual is Residual.sequential:
-                parameters["feed_forward_norm.scale"] = width("vector")
-            parameters |= prefixed("feed_forward", self.feed_forward.parameters(self.feed_forward_site))
+                parameters["feed_forward_norm.scale"] = norm_scale("vector")
+            parameters |= add_prefix("feed_forward", self.feed_forward.parameters(self.feed_forward_site))
         return parameters
 
     def activations(self) -> list[Tensor]:
-        """Return the activations that its blocks place with a sharding constraint."""
-        return [t for block, site in self.blocks.values() for t in block.asked_activations(site)]
+        """Return the activations to which its modules apply a sharding constraint."""
+        return [t for block, site in self.blocks.values() for t in block.constrained_activations(site)]
 
     def flops(self, seq: int) -> float:
         """Return forward FLOPs per token."""
@@ -317,44 +316,44 @@ class Layer:
 
     @property
     def auxiliary(self) -> dict[str, float]:
-        """Weights of the values that its blocks return, by `KIND/NAME` (`Block.auxiliary`)."""
+        """Weights of the auxiliary values of its blocks, by `KIND/NAME` (`Block.auxiliary`)."""
         return {
             f"{kind}/{name}": weight
             for kind, (block, _) in self.blocks.items()
             for name, weight in block.auxiliary.items()
         }
 
-    def kept(self, *, first: bool) -> list[SavedActivation]:
-        """Estimate its input and the other activations that its backward pass needs.
+    def saved_activations(self, *, first: bool) -> list[SavedActivation]:
+        """Estimate the activations that its backward pass needs, including its input.
 
-        Counted from the operations: norms keep their input in float32, products their input, gates both factors. The
-        input of the `first` layer of a group is never recomputed. A layer's result is needed to recompute the next
-        layer's input.
+        The estimate counts operations: a norm saves its input in float32, a product its input, and a gate both
+        factors. The input of the `first` layer of a group is never recomputed. The output of a layer is needed only to
+        recompute the input of the next one.
         """
         embed = {"embed": Size(self.site.embed, "model.embed")}
-        of_input = SavedActivation(tensor(("batch", "seq", "embed"), embed), 1, name=BLOCK_INPUT, always=first)
+        stream = tensor(("batch", "seq", "embed"), embed)
+        block_input = SavedActivation(stream, 1, name=BLOCK_INPUT, never_recomputed=first)
         if self.feed_forward is None:
-            return [of_input, *self.mixer.kept(self.site, BLOCK_INPUT)]
-        after = self.feed_forward.kept(self.feed_forward_site, BLOCK_INPUT)
-        if self.residual is Residual.parallel:  # the shared norm's input and result are counted by the mixer
-            shared = of_input.tensor
-            after = [kept for kept in after if kept.name is not None or kept.tensor != shared]
-            return [of_input, *self.mixer.kept(self.site, BLOCK_INPUT), *after]
-        return [of_input, *self.mixer.kept(self.site), *after]
+            return [block_input, *self.mixer.saved_activations(self.site, BLOCK_INPUT)]
+        feed_forward = self.feed_forward.saved_activations(self.feed_forward_site, BLOCK_INPUT)
+        if self.residual is Residual.parallel:  # the mixer counts input and output of the shared norm
+            feed_forward = [a for a in feed_forward if a.name is not None or a.tensor != stream]
+            return [block_input, *self.mixer.saved_activations(self.site, BLOCK_INPUT), *feed_forward]
+        return [block_input, *self.mixer.saved_activations(self.site), *feed_forward]
 
 
 class AuxiliaryTerm(NamedTuple):
-    """The weight in the objective of a value that blocks return, and the number of layers that return it."""
+    """Weight of an auxiliary value in the objective, and number of layers that return it."""
 
     weight: float
     layers: int
 
 
-def vector(axis: str, length: int, group: str) -> Parameter:
+def vector_parameter(axis: str, length: int, group: str) -> Parameter:
     """Return a parameter with one logical axis, such as the scale of a norm."""
     return Parameter((axis,), (length,), (f"model.{axis}",), group)
 
 
-def prefixed(prefix: str, values: Mapping[str, Parameter]) -> dict[str, Parameter]:
+def add_prefix(prefix: str, values: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """Return the values with `prefix.` prepended to their names."""
     return {f"{prefix}.{name}": value for name, value in values.items()}

@@ -36,7 +36,7 @@ class FeedForward(Block):
     mlp: int = 512
     biases: bool = False
 
-    axes = {"mlp": "the hidden side of a feed-forward or gating product"}
+    axes = {"mlp": "hidden channels of a feed-forward or gate"}
     activations = (("batch", "seq", "mlp"),)
     pointwise = True
 
@@ -49,7 +49,7 @@ class FeedForward(Block):
         return {"mlp": Size(self.mlp, f"{site.key}.mlp")}
 
     def weights(self, site: BlockContext) -> dict[str, Weight]:
-        """Return the matrices, embed first, so that a fully sharded partition gathers contiguous memory."""
+        """Return the matrices, with `embed` first, so that a fully sharded partition gathers contiguous memory."""
         names = ("up", "gate", "down") if self.kind.gated else ("up", "down")
         weights = {name: weight("embed", "mlp", output_first=name == "down") for name in names}
         if self.biases:
@@ -61,7 +61,7 @@ class FeedForward(Block):
         return 2.0 * site.embed * self.mlp * (3 if self.kind.gated else 2)
 
     def saves(self, site: BlockContext) -> list[Saved]:
-        """Return the results of the products, the factors of the gate, and the norm's inputs."""
+        """Return the results of the products, the factors of the gate, and the inputs of the norm."""
         return [
             saved("mlp", name="up", product=True),
             *([saved("mlp", name="gate", product=True)] if self.kind.gated else []),

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 from valkyrie.axes import Shard
 from valkyrie.models.block import BlockContext
 from valkyrie.models.feed_forward import FeedForward, Nonlinearity
-from valkyrie.models.layers import Boundaries, biased, normal, parameter, project
+from valkyrie.models.layers import Boundaries, add_bias, normal, parameter, project
 from valkyrie.ops.linear import Numerics, made_once
 
-_NONLINEAR = {
+_NONLINEARITIES = {
     Nonlinearity.swiglu: jax.nn.silu,
     Nonlinearity.geglu: jax.nn.gelu,
     Nonlinearity.gelu: jax.nn.gelu,
@@ -26,7 +26,7 @@ _NONLINEAR = {
 
 
 class FeedForwardLayer(nnx.Module):
-    """A gated or plain feed-forward. The initial scale of its last matrix depends on the depth of the stack."""
+    """A gated or plain feed-forward. The initial scale of its last matrix decreases with the number of layers."""
 
     def __init__(self, block: FeedForward, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
         keys, specs = jax.random.split(key, 3), block.parameters(site)
@@ -35,8 +35,8 @@ class FeedForwardLayer(nnx.Module):
         self.up = parameter(specs["up"], normal(keys[0], shape, deviation), numerics)
         if block.kind.gated:
             self.gate = parameter(specs["gate"], normal(keys[1], shape, deviation), numerics)
-        last = 1 / math.sqrt(2 * site.layers * block.mlp)
-        self.down = parameter(specs["down"], normal(keys[2], shape[::-1], last).T, numerics)
+        down_deviation = 1 / math.sqrt(2 * site.layers * block.mlp)
+        self.down = parameter(specs["down"], normal(keys[2], shape[::-1], down_deviation).T, numerics)
         self.biases = block.biases
         for name in [name for name in specs if name.endswith("_bias")]:
             setattr(self, name, parameter(specs[name], jnp.zeros(specs[name].shape), numerics))
@@ -45,19 +45,19 @@ class FeedForwardLayer(nnx.Module):
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
         """Return the output of each position."""
-        up = self._biased(
+        up = self._add_bias(
             project("bse,em->bsm", x, self.up, shard=shard, numerics=self.numerics, name="up"), "up", shard
         )
         if self.kind.gated:
             gate = project("bse,em->bsm", x, self.gate, shard=shard, numerics=self.numerics, name="gate")
-            gate = self._biased(gate, "gate", shard)
+            gate = self._add_bias(gate, "gate", shard)
             up, gate = made_once(up, gate)
-            hidden = _NONLINEAR[self.kind](gate) * up
+            hidden = _NONLINEARITIES[self.kind](gate) * up
         else:
-            hidden = _NONLINEAR[self.kind](up)
+            hidden = _NONLINEARITIES[self.kind](up)
         hidden = shard(hidden, "batch", "seq", "mlp")
         down = project("bsm,em->bse", hidden, self.down, shard=shard, numerics=self.numerics, name="down")
-        return self._biased(down, "down", shard)
+        return self._add_bias(down, "down", shard)
 
-    def _biased(self, x: Float[Array, "..."], name: str, shard: Shard) -> Float[Array, "..."]:
-        return biased(x, getattr(self, f"{name}_bias"), shard) if self.biases else x
+    def _add_bias(self, x: Float[Array, "..."], name: str, shard: Shard) -> Float[Array, "..."]:
+        return add_bias(x, getattr(self, f"{name}_bias"), shard) if self.biases else x

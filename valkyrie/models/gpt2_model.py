@@ -14,8 +14,8 @@ from valkyrie.models.language_model import Checkpoint, LanguageModel, ResidualBl
 from valkyrie.models.layers import Boundaries, LayerNorm, normal, parameter
 from valkyrie.ops.linear import Numerics
 
-DEVIATION = 0.01
-"""Initial standard deviation of the positions: half of the embedding's."""
+POSITION_DEVIATION = 0.01
+"""Initial standard deviation of the position embeddings: half of that of the token embedding."""
 
 
 class GPT2Block(ResidualBlock):
@@ -31,7 +31,7 @@ class GPT2Model(LanguageModel):
 
     def __init__(self, config: Config, *, numerics: Numerics, key: Array) -> None:
         super().__init__(config, numerics=numerics, key=key)
-        table = normal(jax.random.fold_in(key, 1), (config.context, config.embed), DEVIATION)
+        table = normal(jax.random.fold_in(key, 1), (config.context, config.embed), POSITION_DEVIATION)
         self.positions = parameter(config.parameters()["positions"], table, numerics)
 
     def blocks(
@@ -46,12 +46,13 @@ class GPT2Model(LanguageModel):
     ) -> Any:
         """Return the residual stream after the last block, or the result of `head`.
 
-        Positions are added before the first block. They count from the start of each document.
+        Adds position embeddings before the first block. Positions count from the start of each document.
         """
         axes = (None, "embed")
         table = shard.gather_for_use(shard.shard_for_storage(self.positions[...], *axes).astype(jnp.float32), *axes)
-        added = table[: x.shape[1]] if boundaries.keep is None else table[_since_start(boundaries.keep)]
-        x = shard((x.astype(jnp.float32) + added).astype(x.dtype), "batch", "seq", "embed")
+        keep = boundaries.keep
+        position_embeddings = table[: x.shape[1]] if keep is None else table[_document_positions(keep)]
+        x = shard((x.astype(jnp.float32) + position_embeddings).astype(x.dtype), "batch", "seq", "embed")
         return super().blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key, head=head)
 
     def init_state(self, batch: int, max_len: int) -> Any:
@@ -59,15 +60,17 @@ class GPT2Model(LanguageModel):
         return super().init_state(batch, max_len), jnp.zeros((), jnp.int32)
 
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Return the logits after the next token and the new state. Tokens past the table use its last position."""
-        of_blocks, position = state
+        """Return the logits after the next token and the new state. Positions past the table use its last row."""
+        block_states, position = state
         x = self.embedding[...].astype(self.numerics.compute)[tokens]
-        added = self.positions[...].astype(jnp.float32)[position]
-        logits, after = self._stepped((self._scaled(x).astype(jnp.float32) + added).astype(x.dtype), of_blocks)
-        return logits, (after, position + 1)
+        position_embedding = self.positions[...].astype(jnp.float32)[position]
+        logits, block_states = self._step_embedded(
+            (self._scale(x).astype(jnp.float32) + position_embedding).astype(x.dtype), block_states
+        )
+        return logits, (block_states, position + 1)
 
 
-def _since_start(keep: Float[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+def _document_positions(keep: Float[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     """Return the position of each token in its document. `keep` is 0 at the first token of a document."""
     positions = jnp.arange(keep.shape[1])
     return positions - jax.lax.cummax(jnp.where(keep == 0, positions, 0), axis=1)

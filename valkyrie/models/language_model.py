@@ -1,6 +1,6 @@
 """The module of a language model: an embedding, blocks in scanned segments, and a head for logits or losses.
 
-The three parts are separate methods, so that pipeline stages can run between them and tasks can call them.
+The three parts are separate methods, because tasks and pipelines call them separately.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxtyping import Array, Float, Int
 from valkyrie.axes import UNSHARDED, Axis, LossHead, Shard
 from valkyrie.models.block import BLOCK_INPUT, AuxiliaryTerm, Boundary, Layer, Residual
 from valkyrie.models.layers import (
+    AuxiliaryValues,
     Boundaries,
     Checkpoint,
     LayerNorm,
     PlainRMSNorm,
     RMSNorm,
-    Values,
     dropout,
     normal,
     parameter,
@@ -40,7 +40,7 @@ class Losses(NamedTuple):
     """Sums over the tokens of a batch, in nats.
 
     `objective_sum` includes z-loss and auxiliary losses, `loss_sum` does not. `per_token` is the unweighted loss of
-    each token, for bits per byte. `auxiliary` has the values that blocks return, averaged over layers.
+    each token, for bits per byte. `auxiliary` has the auxiliary values of blocks, averaged over layers.
     """
 
     objective_sum: Float[Array, ""]
@@ -51,19 +51,19 @@ class Losses(NamedTuple):
 
 
 class ResidualStream(NamedTuple):
-    """The carry between layers: the residual stream, and sums of the layers' auxiliary values.
+    """The carry between layers: the residual stream `x`, and sums of auxiliary values over layers.
 
-    A family may use `middle` for the residual stream after the middle layer (nanochat).
+    nanochat stores the residual stream after the middle layer in `middle`.
     """
 
     x: Float[Array, "batch seq embed"]
-    auxiliary: Values
+    auxiliary: AuxiliaryValues
     middle: Float[Array, "batch seq embed"] | None = None
 
-    def plus(self, x: Float[Array, "batch seq embed"], values: Values) -> ResidualStream:
-        """Return the stream with a block's output `x`, and its auxiliary values added."""
-        added = {name: self.auxiliary[name] + value for name, value in values.items()}
-        return self._replace(x=x, auxiliary=self.auxiliary | added)
+    def with_output(self, x: Float[Array, "batch seq embed"], values: AuxiliaryValues) -> ResidualStream:
+        """Return the stream after a block with output `x` and these auxiliary values."""
+        sums = {name: self.auxiliary[name] + value for name, value in values.items()}
+        return self._replace(x=x, auxiliary=self.auxiliary | sums)
 
 
 class ResidualBlock(nnx.Module):
@@ -73,55 +73,55 @@ class ResidualBlock(nnx.Module):
 
     def __init__(self, config: Stack, layer: Layer, *, numerics: Numerics, key: Array) -> None:
         keys = jax.random.split(key, 2)
-        self.rate = config.dropout
+        self.dropout_rate = config.dropout
         self.norm = self.norm_kind(config.embed, config.norm_epsilon, numerics=numerics)
         self.mixer = layer.mixer.build(layer.site, numerics=numerics, key=keys[0])
         self.has_feed_forward = layer.feed_forward is not None
         self.kinds, self.auxiliary = (layer.kind, layer.feed_forward_kind), tuple(layer.auxiliary)
-        self.parallel = layer.residual is Residual.parallel
+        self.is_parallel = layer.residual is Residual.parallel
         if layer.feed_forward is not None:
             site = layer.feed_forward_site
-            if not self.parallel:
+            if not self.is_parallel:
                 self.feed_forward_norm = self.norm_kind(config.embed, config.norm_epsilon, numerics=numerics)
             self.feed_forward = layer.feed_forward.build(site, numerics=numerics, key=keys[1])
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard, key: Array | None
-    ) -> tuple[Float[Array, "batch seq embed"], Values]:
-        """Return the residual stream after this block, and the values that its mixer and feed-forward return."""
-        return self.after(checkpoint_name(x, BLOCK_INPUT), boundaries, shard, key)
+    ) -> tuple[Float[Array, "batch seq embed"], AuxiliaryValues]:
+        """Return the residual stream after this block, and the auxiliary values of its mixer and feed-forward."""
+        return self.apply(checkpoint_name(x, BLOCK_INPUT), boundaries, shard, key)
 
-    def after(
+    def apply(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard, key: Array | None
-    ) -> tuple[Float[Array, "batch seq embed"], Values]:
-        """Return the residual stream after its norms, mixer and feed-forward, and their values."""
+    ) -> tuple[Float[Array, "batch seq embed"], AuxiliaryValues]:
+        """Run the block without naming its input. Returns the same as `__call__`."""
         keys = (None, None) if key is None else jax.random.split(key)
         normed, values = self.norm(x), {}
-        y = self._output(self.mixer(normed, boundaries, shard), self.kinds[0], values)
-        if self.has_feed_forward and self.parallel:
-            z = self._output(self.feed_forward(normed, boundaries, shard), self.kinds[1], values)
-            y = dropout(y, self.rate, keys[0]) + dropout(z, self.rate, keys[1])
-            return shard(x + y, "batch", "seq", "embed"), self._checked(values)
-        x = shard(x + dropout(y, self.rate, keys[0]), "batch", "seq", "embed")
+        y = self._take_output(self.mixer(normed, boundaries, shard), self.kinds[0], values)
+        if self.has_feed_forward and self.is_parallel:
+            z = self._take_output(self.feed_forward(normed, boundaries, shard), self.kinds[1], values)
+            y = dropout(y, self.dropout_rate, keys[0]) + dropout(z, self.dropout_rate, keys[1])
+            return shard(x + y, "batch", "seq", "embed"), self._check_values(values)
+        x = shard(x + dropout(y, self.dropout_rate, keys[0]), "batch", "seq", "embed")
         if self.has_feed_forward:
             z = self.feed_forward(self.feed_forward_norm(x), boundaries, shard)
-            z = self._output(z, self.kinds[1], values)
-            x = shard(x + dropout(z, self.rate, keys[1]), "batch", "seq", "embed")
-        return x, self._checked(values)
+            z = self._take_output(z, self.kinds[1], values)
+            x = shard(x + dropout(z, self.dropout_rate, keys[1]), "batch", "seq", "embed")
+        return x, self._check_values(values)
 
-    def _output(self, returned: Any, kind: str, values: Values) -> Float[Array, "batch seq embed"]:
-        """Return a module's output, and add its auxiliary values to `values`."""
-        if not isinstance(returned, tuple):
-            return returned
-        output, own = returned
-        values |= {f"{kind}/{name}": value for name, value in own.items()}
+    def _take_output(self, result: Any, kind: str, values: AuxiliaryValues) -> Float[Array, "batch seq embed"]:
+        """Return the output of a module. Adds its auxiliary values to `values`."""
+        if not isinstance(result, tuple):
+            return result
+        output, auxiliary = result
+        values |= {f"{kind}/{name}": value for name, value in auxiliary.items()}
         return output
 
-    def _checked(self, values: Values) -> Values:
+    def _check_values(self, values: AuxiliaryValues) -> AuxiliaryValues:
         if set(values) != set(self.auxiliary):
             raise ValueError(
-                f"the blocks {' and '.join(self.kinds)} return the values {sorted(values)} and declare "
-                f"{sorted(self.auxiliary)}. Return what `auxiliary` declares."
+                f"the blocks {' and '.join(self.kinds)} return the auxiliary values {sorted(values)}, but declare "
+                f"{sorted(self.auxiliary)}. Return exactly the values that `auxiliary` declares."
             )
         return values
 
@@ -132,7 +132,7 @@ class ResidualBlock(nnx.Module):
         """Return the residual stream of the next token and the mixer's new state."""
         normed = self.norm(x)
         y, state = self.mixer.step(normed, state)
-        if self.has_feed_forward and self.parallel:
+        if self.has_feed_forward and self.is_parallel:
             return x + y + self.feed_forward_step(normed), state
         x = x + y
         if self.has_feed_forward:
@@ -141,7 +141,7 @@ class ResidualBlock(nnx.Module):
 
     def feed_forward_step(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
         """Return the output of the feed-forward for one position."""
-        return self._output(self.feed_forward(x[:, None], Boundaries(), UNSHARDED), self.kinds[1], {})[:, 0]
+        return self._take_output(self.feed_forward(x[:, None], Boundaries(), UNSHARDED), self.kinds[1], {})[:, 0]
 
 
 class BlockGroup(nnx.Module):
@@ -151,8 +151,8 @@ class BlockGroup(nnx.Module):
         self, kind: type[ResidualBlock], config: Stack, layers: Sequence[Layer], *, numerics: Numerics, key: Array
     ) -> None:
         self.count = len(layers)
-        for i, (layer, of_block) in enumerate(zip(layers, jax.random.split(key, len(layers)), strict=True)):
-            setattr(self, f"block_{i}", kind(config, layer, numerics=numerics, key=of_block))
+        for i, (layer, block_key) in enumerate(zip(layers, jax.random.split(key, len(layers)), strict=True)):
+            setattr(self, f"block_{i}", kind(config, layer, numerics=numerics, key=block_key))
 
     @property
     def blocks(self) -> list[ResidualBlock]:
@@ -167,28 +167,30 @@ class LanguageModel(nnx.Module):
 
     def __init__(self, config: Stack, *, numerics: Numerics, key: Array) -> None:
         self.config, self.numerics = config, numerics
-        runs, specs = config.segments(), config.parameters()
-        keys = jax.random.split(key, len(runs) + 2)
+        segments, specs = config.segments(), config.parameters()
+        keys = jax.random.split(key, len(segments) + 2)
         shape = (config.vocab_rows, config.embed)
-        of_embedding, of_unembedding = self.deviations(config)
-        self.embedding = parameter(specs["embedding"], normal(keys[0], shape, of_embedding), numerics)
-        self.count = len(runs)
-        for i, (layers, repeats) in enumerate(runs):
-            setattr(self, f"segment_{i}", _stack(self.block_kind, config, layers, repeats, numerics, keys[i + 2]))
+        embedding_deviation, unembedding_deviation = self.init_deviations(config)
+        self.embedding = parameter(specs["embedding"], normal(keys[0], shape, embedding_deviation), numerics)
+        self.segment_count = len(segments)
+        for i, (layers, repeats) in enumerate(segments):
+            setattr(
+                self, f"segment_{i}", _stack_groups(self.block_kind, config, layers, repeats, numerics, keys[i + 2])
+            )
         self.norm = self.block_kind.norm_kind(config.embed, config.norm_epsilon, numerics=numerics)
         if not config.tie_embeddings:
-            table = normal(keys[1], shape, of_unembedding)
+            table = normal(keys[1], shape, unembedding_deviation)
             self.unembedding = parameter(specs["unembedding"], table, numerics)
 
     @staticmethod
-    def deviations(config: Stack) -> tuple[float, float]:
+    def init_deviations(config: Stack) -> tuple[float, float]:
         """Return the initial standard deviations of the embedding and the unembedding."""
         return 0.02, config.embed**-0.5
 
     @property
     def segments(self) -> list[BlockGroup]:
-        """The segments in order. Every parameter has a leading axis for the repetitions."""
-        return [getattr(self, f"segment_{i}") for i in range(self.count)]
+        """The segments in order. Each parameter has a leading axis, one entry per repetition of the group."""
+        return [getattr(self, f"segment_{i}") for i in range(self.segment_count)]
 
     def boundaries(
         self, segment_ids: Int[Array, "batch seq"] | None, tokens: Int[Array, "batch seq"] | None = None
@@ -202,7 +204,7 @@ class LanguageModel(nnx.Module):
     def embed(self, tokens: Int[Array, "batch seq"], *, shard: Shard = UNSHARDED) -> Float[Array, "batch seq embed"]:
         """Return the residual stream before the first block."""
         x = lookup(self.embedding[...], tokens, axes=("vocab", "embed"), shard=shard, numerics=self.numerics)
-        return shard(self._scaled(x), "batch", "seq", "embed")
+        return shard(self._scale(x), "batch", "seq", "embed")
 
     def blocks(
         self,
@@ -219,20 +221,20 @@ class LanguageModel(nnx.Module):
         def run(stream: Any, layer: tuple[BlockGroup, Array | None], boundaries: Boundaries, shard: Shard) -> Any:
             def blocks(stream: Any, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Any:
                 for i, block in enumerate(group.blocks):
-                    of_block = None if key is None else jax.random.fold_in(key, i)
-                    stream = stream.plus(*block(stream.x, boundaries, shard, of_block))
+                    block_key = None if key is None else jax.random.fold_in(key, i)
+                    stream = stream.with_output(*block(stream.x, boundaries, shard, block_key))
                 return stream
 
             return checkpoint(blocks)(stream, layer[0], boundaries, layer[1])
 
-        stream: Any = ResidualStream(x, self.no_values(x, shard))
+        stream: Any = ResidualStream(x, self.zero_values(x, shard))
         for i, group in enumerate(self.segments):
-            last = head if i == self.count - 1 else None
-            stream = shard.repeat(run, (group, repeat_keys(key, i, group)), stream, boundaries, last)
-        return stream if head is not None else self.leaving(stream)
+            segment_head = head if i == self.segment_count - 1 else None
+            stream = shard.repeat(run, (group, repeat_keys(key, i, group)), stream, boundaries, segment_head)
+        return stream if head is not None else self.head_input(stream)
 
-    def no_values(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Values:
-        """Return zeros for the auxiliary values of layers."""
+    def zero_values(self, x: Float[Array, "batch seq embed"], shard: Shard) -> AuxiliaryValues:
+        """Return zeros as the initial sums of auxiliary values."""
         return {name: shard(jnp.zeros(x.shape[0], jnp.float32), "batch") for name in self.config.auxiliary}
 
     def losses(
@@ -247,26 +249,26 @@ class LanguageModel(nnx.Module):
         key: Array | None = None,
     ) -> Losses:
         """Return the loss sums for the output of `embed`: `blocks`, then `head_loss`."""
-        graph, own, others = nnx.split(self, lambda path, _: path[0] in self.head_parameters, ...)
+        graph, head_state, other_state = nnx.split(self, lambda path, _: path[0] in self.head_parameters, ...)
 
-        def f(own: Any, stream: Any, rows: tuple[Array, Array], shard: Shard) -> tuple[Any, Array]:
-            model = nnx.merge(graph, own, others)
-            losses = model.head_loss(model.leaving(stream), *rows, shard=shard)
-            losses = _with_auxiliary(losses, stream.auxiliary, rows[1], self.config.auxiliary)
+        def f(head_state: Any, stream: Any, rows: tuple[Array, Array], shard: Shard) -> tuple[Any, Array]:
+            model = nnx.merge(graph, head_state, other_state)
+            losses = model.head_loss(model.head_input(stream), *rows, shard=shard)
+            losses = _add_auxiliary(losses, stream.auxiliary, rows[1], self.config.auxiliary)
             return (losses.objective_sum, losses.loss_sum, losses.weight_sum, losses.auxiliary), losses.per_token
 
-        head = LossHead(f, own, (targets, weights))
+        head = LossHead(f, head_state, (targets, weights))
         sums, per_token = self.blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key, head=head)
         objective, loss, weight, auxiliary = sums
         return Losses(objective, loss, weight, per_token, auxiliary)
 
-    def leaving(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:
-        """Return the input of the head, from the last stream."""
+    def head_input(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:
+        """Return the input of the head."""
         return stream.x
 
     @property
     def head_parameters(self) -> set[str]:
-        """Names of the parameters that `leaving` and `head_loss` use."""
+        """Names of the parameters that `head_input` and `head_loss` use."""
         return {"norm", "embedding" if self.config.tie_embeddings else "unembedding"}
 
     def head_loss(
@@ -279,10 +281,10 @@ class LanguageModel(nnx.Module):
     ) -> Losses:
         """Return the loss sums of the residual stream. Logits are computed for `loss_chunk` positions at a time."""
         hidden = self.norm(x)
-        positions, shards, width = _loss_positions(shard, hidden.shape[1])
+        positions, shards, width = _loss_sharding(shard, hidden.shape[1])
         sums = cross_entropy(
             shard(hidden, "batch", positions, width),
-            shard.shard_for_storage(self._table, "vocab", "embed"),
+            shard.shard_for_storage(self._unembedding_table, "vocab", "embed"),
             targets,
             weights,
             vocab_size=self.config.vocab_size,
@@ -293,18 +295,18 @@ class LanguageModel(nnx.Module):
             batch_shards=shard.size("batch"),
             constrain=lambda logits: shard(logits, "batch", positions, "vocab"),
             place=lambda table: shard.gather_for_use(table, "vocab", width),
-            total=self._summed(shard),
+            total=self._gradient_sum(shard),
         )
         return Losses(sums.loss_sum + sums.z_sum, sums.loss_sum, sums.weight_sum, sums.per_token)
 
     def logits(
         self, tokens: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"] | None = None
     ) -> Float[Array, "batch seq vocab"]:
-        """Return float32 logits at every position, without padding of the vocabulary. For tests and small inputs."""
+        """Return float32 logits at every position, without vocabulary padding. For tests and small inputs."""
         return self._unembed(self.norm(self.blocks(self.embed(tokens), self.boundaries(segment_ids, tokens))))
 
     def init_state(self, batch: int, max_len: int) -> Any:
-        """Return the generation state before the first token, one stack per segment."""
+        """Return the generation state before the first token: for each segment, the states of its blocks, stacked."""
         return [
             jax.vmap(lambda group: [block.init_state(batch, max_len) for block in group.blocks])(group)
             for group in self.segments
@@ -312,49 +314,49 @@ class LanguageModel(nnx.Module):
 
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
         """Return the logits after the next token and the new state."""
-        return self._stepped(self._scaled(self.embedding[...].astype(self.numerics.compute)[tokens]), state)
+        return self._step_embedded(self._scale(self.embedding[...].astype(self.numerics.compute)[tokens]), state)
 
-    def _stepped(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Return the logits after the next embedded token and the new state."""
-        after = []
+    def _step_embedded(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
+        """Like `step`, for the embedding of a token."""
+        new_state = []
 
         def body(x: Array, scanned: tuple[BlockGroup, Any]) -> tuple[Array, Any]:
-            group, before = scanned
+            group, block_states = scanned
             states = []
-            for block, of_block in zip(group.blocks, before, strict=True):
-                x, of_block = block.step(x, of_block)
-                states.append(of_block)
+            for block, block_state in zip(group.blocks, block_states, strict=True):
+                x, block_state = block.step(x, block_state)
+                states.append(block_state)
             return x, states
 
-        for group, of_group in zip(self.segments, state, strict=True):
-            x, states = jax.lax.scan(body, x, (group, of_group))
-            after.append(states)
-        return self._unembed(self.norm(x)), after
+        for group, group_state in zip(self.segments, state, strict=True):
+            x, states = jax.lax.scan(body, x, (group, group_state))
+            new_state.append(states)
+        return self._unembed(self.norm(x)), new_state
 
-    def _summed(self, shard: Shard) -> Callable[[Array], Array]:
+    def _gradient_sum(self, shard: Shard) -> Callable[[Array], Array]:
         """Return the function that sums the unembedding's gradient over the shards of the batch and the sequence."""
 
-        def summed(parts: Array) -> Array:
+        def sum_shards(parts: Array) -> Array:
             axes, reduction = ("vocab", "embed"), self.numerics.reduction
             return shard.gradient(lambda parts: parts.sum((0, 1)), (parts,), *axes, reduction=reduction)
 
-        return summed
+        return sum_shards
 
     @property
-    def _table(self) -> Array:
+    def _unembedding_table(self) -> Array:
         return (self.embedding if self.config.tie_embeddings else self.unembedding)[...]
 
     def _unembed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
-        table = self._table[: self.config.vocab_size].astype(x.dtype)
+        table = self._unembedding_table[: self.config.vocab_size].astype(x.dtype)
         logits = jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
         return capped(logits, self.config.logits_soft_cap)
 
-    def _scaled(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
+    def _scale(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
         scale = self.config.embedding_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
 
-def _stack(
+def _stack_groups(
     kind: type[ResidualBlock], config: Stack, layers: Sequence[Layer], repeats: int, numerics: Numerics, key: Array
 ) -> BlockGroup:
     """Build `repeats` groups as one module, with a leading `layers` axis on every parameter."""
@@ -362,10 +364,10 @@ def _stack(
     return jax.vmap(lambda k: group(key=k))(jax.random.split(key, repeats))
 
 
-def _with_auxiliary(
-    losses: Losses, values: Values, weights: Float[Array, "batch seq"], terms: dict[str, AuxiliaryTerm]
+def _add_auxiliary(
+    losses: Losses, values: AuxiliaryValues, weights: Float[Array, "batch seq"], terms: dict[str, AuxiliaryTerm]
 ) -> Losses:
-    """Add the auxiliary values of layers to the losses. Sequences are weighted by their targets, as in the loss."""
+    """Add auxiliary values to the losses. Sequences are weighted by their targets, as in the loss."""
     for name, term in terms.items():
         total = jnp.sum(values[name] * jnp.sum(weights, axis=1))
         losses = losses._replace(
@@ -375,8 +377,8 @@ def _with_auxiliary(
     return losses
 
 
-def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
-    """Return the axes and number of shards of the loss positions, and the logical axis of the hidden width.
+def _loss_sharding(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
+    """Return the axes and the number of shards of the loss positions, and the logical axis of the hidden states.
 
     If the residual stream is sharded over mesh axes that do not shard the vocabulary, these axes shard positions
     instead. Each device then computes complete logits, instead of partial float32 logits that are summed over the axes.
@@ -389,7 +391,7 @@ def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
 
 
 def repeat_keys(key: Array | None, segment: int, group: BlockGroup) -> Array | None:
-    """Return a key for each repetition of a segment, or None without a key."""
+    """Return a random key for each repetition of a segment, or None without a key."""
     if key is None:
         return None
     repeats = jax.tree.leaves(group)[0].shape[0]

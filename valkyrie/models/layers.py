@@ -1,4 +1,4 @@
-"""Shared by the modules of all blocks: declared parameters and projections, norms, dropout, document boundaries."""
+"""Building blocks of all modules: parameters, projections, norms, dropout, and document boundaries."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Checkpoint = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Boundaries(NamedTuple):
-    """Documents in packed rows. `keep` is 0 at the first token of each document, and `segment_ids` number them.
+    """Documents in packed rows. `keep` is 0 at the first token of a document, `segment_ids` number the documents.
 
-    Both are None if rows are not packed. `tokens` are set for models with blocks that look up tokens (nanochat).
+    Both are None if rows are not packed. `tokens` is set only for models with value embeddings (nanochat).
     """
 
     keep: Float[Array, "batch seq"] | None = None
@@ -29,7 +29,7 @@ class Boundaries(NamedTuple):
     tokens: Int[Array, "batch seq"] | None = None
 
 
-Values = dict[str, Float[Array, " batch"]]
+AuxiliaryValues = dict[str, Float[Array, " batch"]]
 """Auxiliary losses and metrics by name: a float32 number per sequence."""
 
 
@@ -39,7 +39,7 @@ class FeedForwardModule(Protocol):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
-    ) -> Float[Array, "batch seq embed"] | tuple[Float[Array, "batch seq embed"], Values]:
+    ) -> Float[Array, "batch seq embed"] | tuple[Float[Array, "batch seq embed"], AuxiliaryValues]:
         """Return the output for all positions, with auxiliary values if the block declares any (`Block.auxiliary`)."""
         ...
 
@@ -53,13 +53,13 @@ class BlockModule(FeedForwardModule, Protocol):
         ...
 
     def step(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch embed"], Any]:
-        """Return the output of the next position and the new state. Equal to the parallel form."""
+        """Return the output of the next position and the new state. Outputs equal those of `__call__`."""
         ...
 
 
 def parameter(spec: Parameter, value: Array, numerics: Numerics) -> nnx.Param:
     """Return a parameter with the dtype and logical axes that its block declares."""
-    assert value.shape == spec.shape, f"shape {value.shape}, declared {spec.shape}"
+    assert value.shape == spec.shape, f"declared shape {spec.shape}, built {value.shape}"
     dtype = jnp.float32 if spec.float32 else numerics.parameter
     return nnx.Param(value.astype(dtype), logical_axes=spec.axes)
 
@@ -73,9 +73,9 @@ def project(
     numerics: Numerics,
     name: str | None = None,
 ) -> Float[Array, "..."]:
-    """Return the einsum of an activation and a parameter in the compute dtype (`valkyrie.ops.linear.linear`).
+    """Return the einsum of an activation and a parameter, in the compute dtype (`valkyrie.ops.linear.linear`).
 
-    `name` is the name of the result in `remat` and reports.
+    `name` is the name of the result for `remat` and in reports.
     """
     axes = weights.get_metadata()["logical_axes"]
     if name is None:
@@ -84,14 +84,14 @@ def project(
         return checkpoint_name(linear(equation, x, weights[...], axes=axes, shard=shard, numerics=numerics), name)
 
 
-def biased(x: Float[Array, "..."], bias: nnx.Param, shard: Shard) -> Float[Array, "..."]:
+def add_bias(x: Float[Array, "..."], bias: nnx.Param, shard: Shard) -> Float[Array, "..."]:
     """Add a bias to the last dimensions of an activation. The result has x's dtype.
 
     The addition is done in float32, and so is the gradient of the bias, a sum over all positions.
     """
     axes = bias.get_metadata()["logical_axes"]
-    added = shard.gather_for_use(shard.shard_for_storage(bias[...], *axes).astype(jnp.float32), *axes)
-    return (x.astype(jnp.float32) + added).astype(x.dtype)
+    wide_bias = shard.gather_for_use(shard.shard_for_storage(bias[...], *axes).astype(jnp.float32), *axes)
+    return (x.astype(jnp.float32) + wide_bias).astype(x.dtype)
 
 
 def normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
@@ -157,5 +157,5 @@ def dropout(x: Float[Array, "batch seq embed"], rate: float, key: Array | None) 
     """Drop channels for a whole sequence, as lindermanlab/S5 does. Without a key, return `x` unchanged."""
     if key is None or rate == 0:
         return x
-    kept = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, x.shape[2]))
-    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+    mask = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, x.shape[2]))
+    return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)

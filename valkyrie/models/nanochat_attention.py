@@ -11,16 +11,16 @@ from valkyrie.models.block import BlockContext, Saved, Weight, saved, weight
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 GATE_CHANNELS = 12
-"""Number of channels of the block's input that the gate of a value embedding reads."""
+"""Number of input channels that the gate of a value embedding reads."""
 
 
 @dataclass
 class NanochatAttention(Attention):
     """Attention that normalises queries and keys after rotation, without parameters, and scales them by `qk_gain`.
 
-    With `value_embeddings`, every second layer, including the last one, has a table of values. It looks up the values
-    of each token, multiplies them by 3 * sigmoid(gate), with one gate per key head, and adds them to the projected
-    values (ResFormer, arXiv 2410.17897).
+    With `value_embeddings`, every second layer, counted back from the last one, has a table with a value vector for
+    each token. The layer multiplies these vectors by 3 * sigmoid(gate), with one gate per key head, and adds them to
+    the projected values (ResFormer, arXiv 2410.17897).
     """
 
     windows: list[int | None] = field(default_factory=lambda: [None])
@@ -34,16 +34,16 @@ class NanochatAttention(Attention):
     def problems(self, key: str) -> list[Problem]:
         problems = super().problems(key)
         if self.qk_norm:
-            text = f"{key}.qk_norm=true: nanochat's norm of queries and keys is another, and always there."
+            text = f"{key}.qk_norm=true: nanochat already normalises queries and keys, without parameters. Use false."
             problems.append(Problem(ProblemCode.unsupported, f"{key}.qk_norm", True, text))
         if self.global_tokens:
-            text = f"{key}.global_tokens={self.global_tokens}: nanochat has none. Use 0."
+            text = f"{key}.global_tokens={self.global_tokens}: nanochat has no global tokens. Use 0."
             problems.append(Problem(ProblemCode.unsupported, f"{key}.global_tokens", self.global_tokens, text))
         problems += check_range(f"{key}.qk_gain", self.qk_gain, above=0)
         return problems + check_range(f"{key}.qk_norm_epsilon", self.qk_norm_epsilon, above=0)
 
     def has_value_embedding(self, site: BlockContext) -> bool:
-        """Whether this layer has a table of values."""
+        """Whether this layer has a table of value embeddings."""
         return self.value_embeddings and site.number % 2 == (site.layers - 1) % 2
 
     def variant(self, site: BlockContext) -> Hashable:
@@ -54,7 +54,7 @@ class NanochatAttention(Attention):
         return super().weights(site) | (gate if self.has_value_embedding(site) else {})
 
     def parameters(self, site: BlockContext) -> dict[str, Parameter]:
-        """Return its parameters. A table of values is sharded like the token embedding."""
+        """Return its parameters. The table of value embeddings is sharded like the token embedding."""
         if not self.has_value_embedding(site):
             return super().parameters(site)
         shape, keys = (site.vocab, self.kv_heads * self.head_dim), ("model.vocab_multiple", f"{site.key}.kv_heads")

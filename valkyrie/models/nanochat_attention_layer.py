@@ -20,29 +20,29 @@ GATE_INIT = 0.02
 class NanochatProjections(Projections):
     """Query, key and value projections. Queries and keys are rotated, then normalised and scaled.
 
-    nanochat rotates by -p theta at position p, the opposite of the usual direction. Its weights depend on it.
+    nanochat rotates by -p theta at position p, the opposite of the usual direction. Converted weights rely on this.
     """
 
     def __init__(self, block: NanochatAttention, specs: dict[str, Parameter], *, numerics: Numerics, key: Array):
         super().__init__(block, specs, numerics=numerics, key=key)
         self.gain, self.epsilon = block.qk_gain, block.qk_norm_epsilon
         keys = jax.random.split(key, 3)
-        for of_weights, of_key in zip((self.query, self.key, self.value), keys, strict=True):
-            shape = of_weights.shape
-            of_weights[...] = uniform(of_key, shape, shape[0] ** -0.5).astype(of_weights.dtype)
+        for weights, weights_key in zip((self.query, self.key, self.value), keys, strict=True):
+            shape = weights.shape
+            weights[...] = uniform(weights_key, shape, shape[0] ** -0.5).astype(weights.dtype)
 
     def queries(
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
     ) -> Float[Array, "batch seq heads head_dim"]:
-        return self._normed(super().queries(x, -positions, shard))
+        return self._norm_and_scale(super().queries(x, -positions, shard))
 
     def keys_values(
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
         k, v = super().keys_values(x, -positions, shard)
-        return self._normed(k), v
+        return self._norm_and_scale(k), v
 
-    def _normed(self, x: Array) -> Array:
+    def _norm_and_scale(self, x: Array) -> Array:
         return (self.gain * unit_mean_square(x, self.epsilon)).astype(x.dtype)
 
 
@@ -54,8 +54,8 @@ class NanochatAttentionLayer(AttentionLayer):
     def __init__(self, block: NanochatAttention, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
         super().__init__(block, site, numerics=numerics, key=key)
         self.out[...] = jnp.zeros_like(self.out[...])
-        self.looks_up, self.channels = block.has_value_embedding(site), gate_channels(site)
-        if self.looks_up:
+        self.has_value_embedding, self.gate_channel_count = block.has_value_embedding(site), gate_channels(site)
+        if self.has_value_embedding:
             specs, keys = block.parameters(site), jax.random.split(jax.random.fold_in(key, 1))
             gate = jax.random.uniform(keys[0], specs["value_gate"].shape, maxval=GATE_INIT)
             table = uniform(keys[1], specs["value_embedding"].shape, site.embed**-0.5)
@@ -71,14 +71,14 @@ class NanochatAttentionLayer(AttentionLayer):
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
         """Return keys, and values with the value embeddings of the tokens added."""
         k, v = self.local.keys_values(x, positions, shard)
-        if not self.looks_up:
+        if not self.has_value_embedding:
             return k, v
-        assert tokens is not None, "a model with value embeddings hands its blocks the tokens"
+        assert tokens is not None, "value embeddings need the tokens of the batch"
         with jax.named_scope("value_embedding"):
             axes = ("vocab", "embed")
             table = shard.shard_for_storage(self.value_embedding[...], *axes)
-            looked_up = lookup(table, tokens, axes=axes, shard=shard, numerics=self.numerics).reshape(v.shape)
-            channels = shard(x[..., : self.channels], "batch", "seq", None)
+            embedded = lookup(table, tokens, axes=axes, shard=shard, numerics=self.numerics).reshape(v.shape)
+            channels = shard(x[..., : self.gate_channel_count], "batch", "seq", None)
             gate = linear(
                 "bsc,kc->bsk",
                 channels,
@@ -87,4 +87,4 @@ class NanochatAttentionLayer(AttentionLayer):
                 shard=shard,
                 numerics=self.numerics,
             )
-            return k, v + 3 * jax.nn.sigmoid(gate)[..., None] * looked_up
+            return k, v + 3 * jax.nn.sigmoid(gate)[..., None] * embedded

@@ -24,7 +24,7 @@ GATE_INIT = 0.02
 
 
 class NanochatBlock(ResidualBlock):
-    """A block with norms without parameters. It first scales the residual stream and adds the scaled first stream."""
+    """A residual block with parameter-free norms. Its input is the scaled stream plus the scaled first stream."""
 
     norm_kind = PlainRMSNorm
     residual_scale: nnx.Param
@@ -32,35 +32,38 @@ class NanochatBlock(ResidualBlock):
 
     def __init__(self, config: Config, layer: Layer, *, numerics: Numerics, key: Array) -> None:
         super().__init__(config, layer, numerics=numerics, key=key)
-        self.scaled, specs = config.layer_scales, layer.parameters()
-        if self.scaled:  # initial values depend on the layer, so `NanochatModel` sets them
+        self.has_scales, specs = config.layer_scales, layer.parameters()
+        if self.has_scales:  # initial values depend on the layer, so `NanochatModel` sets them
             for name in ("residual_scale", "input_scale"):
                 setattr(self, name, parameter(specs[name], jnp.zeros(()), numerics))
         up, down = self.feed_forward.up, self.feed_forward.down
         up[...] = uniform(jax.random.fold_in(key, 1), up.shape, 0.4 * config.embed**-0.5).astype(up.dtype)
         down[...] = jnp.zeros_like(down[...])
 
-    def mixed_in(self, x: Float[Array, "*rows embed"], first: Float[Array, "*rows embed"]) -> Array:
+    def add_first_stream(self, x: Float[Array, "*rows embed"], first: Float[Array, "*rows embed"]) -> Array:
         """Return the scaled residual stream plus the scaled first stream, the input of the block."""
-        if not self.scaled:
+        if not self.has_scales:
             return x
         scales = (scale[...].astype(x.dtype) for scale in (self.residual_scale, self.input_scale))
         return next(scales) * x + next(scales) * first
 
-    def step_with(
+    def step_from(
         self, x: Float[Array, "batch embed"], state: Any, first: Float[Array, "batch embed"], tokens: Array
     ) -> tuple[Float[Array, "batch embed"], Any]:
-        """Return the stream of the next token, and the mixer's new state."""
-        x = self.mixed_in(x, first)
+        """Return the residual stream of the next token and the mixer's new state."""
+        x = self.add_first_stream(x, first)
         y, state = self.mixer.step(self.norm(x), state, tokens)
         x = x + y
         return x + self.feed_forward_step(self.feed_forward_norm(x)), state
 
 
 class _Middle(NamedTuple):
-    """Position of the stack's middle in a segment of `repeats` groups: after block `block` of group `repeat`.
+    """Position of the middle layer in a segment.
 
-    `block` is None if the middle is in another segment.
+    Args:
+        repeats: Number of groups in the segment.
+        repeat: Group with the middle layer.
+        block: Block in that group whose output is the middle stream, or None if the middle is in another segment.
     """
 
     repeats: int
@@ -75,7 +78,7 @@ class NanochatModel(LanguageModel):
 
     def __init__(self, config: Config, *, numerics: Numerics, key: Array) -> None:
         super().__init__(config, numerics=numerics, key=key)
-        self.own, specs = config, config.parameters()
+        self.nanochat_config, specs = config, config.parameters()
         if config.layer_scales:
             _set_scales(self.segments, config)
         if config.smear:
@@ -86,7 +89,7 @@ class NanochatModel(LanguageModel):
             self.backout_scale = parameter(specs["backout_scale"], jnp.full((), config.backout), numerics)
 
     @staticmethod
-    def deviations(config: Stack) -> tuple[float, float]:
+    def init_deviations(config: Stack) -> tuple[float, float]:
         return 0.8, 0.001
 
     def boundaries(
@@ -107,20 +110,26 @@ class NanochatModel(LanguageModel):
         key: Array | None = None,
         head: LossHead | None = None,
     ) -> Any:
-        first = shard(self._smeared(x, _before(x, boundaries), shard), "batch", "seq", "embed")
+        first = shard(self._smear(x, _previous_positions(x, boundaries), shard), "batch", "seq", "embed")
 
         def run(
-            shard: Shard, last: int | None, stream: Any, first: Array, group: Any, boundaries: Boundaries, key: Any
+            shard: Shard,
+            middle_block: int | None,
+            stream: Any,
+            first: Array,
+            group: Any,
+            boundaries: Boundaries,
+            key: Any,
         ) -> tuple[Any, Array | None]:
             middle = None
             for i, block in enumerate(group.blocks):
-                x = block.mixed_in(checkpoint_name(stream.x, BLOCK_INPUT), first)
-                of_block = None if key is None else jax.random.fold_in(key, i)
-                stream = stream.plus(*block.after(x, boundaries, shard, of_block))
-                middle = stream.x if i == last else middle
+                x = block.add_first_stream(checkpoint_name(stream.x, BLOCK_INPUT), first)
+                block_key = None if key is None else jax.random.fold_in(key, i)
+                stream = stream.with_output(*block.apply(x, boundaries, shard, block_key))
+                middle = stream.x if i == middle_block else middle
             return stream, middle
 
-        stream: Any = ResidualStream(first, self.no_values(first, shard), jnp.zeros_like(first))
+        stream: Any = ResidualStream(first, self.zero_values(first, shard), jnp.zeros_like(first))
         for i, group in enumerate(self.segments):
             middle, keys = self._middle(i), repeat_keys(key, i, group)
 
@@ -131,89 +140,95 @@ class NanochatModel(LanguageModel):
                 shard: Shard,
                 middle: _Middle = middle,
             ) -> Any:
-                old, (group, key, repeat), (boundaries, first) = stream.middle, layer, rows
-                before = stream._replace(middle=None)
-                stream, new = checkpoint(partial(run, shard, middle.block))(before, first, group, boundaries, key)
-                return stream._replace(middle=old if new is None else jnp.where(repeat == middle.repeat, new, old))
+                old_middle, (group, key, repeat), (boundaries, first) = stream.middle, layer, rows
+                without_middle = stream._replace(middle=None)
+                stream, new_middle = checkpoint(partial(run, shard, middle.block))(
+                    without_middle, first, group, boundaries, key
+                )
+                return stream._replace(
+                    middle=old_middle
+                    if new_middle is None
+                    else jnp.where(repeat == middle.repeat, new_middle, old_middle)
+                )
 
             layers = (group, keys, jnp.arange(middle.repeats))
-            last = head if i == self.count - 1 else None
-            stream = shard.repeat(body, layers, stream, (boundaries, first), last)
-        return stream if head is not None else self.leaving(stream)
+            segment_head = head if i == self.segment_count - 1 else None
+            stream = shard.repeat(body, layers, stream, (boundaries, first), segment_head)
+        return stream if head is not None else self.head_input(stream)
 
-    def leaving(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:
-        """Return the input of the head: the last residual stream minus a part of the stream after the middle layer."""
-        return self._backed_out(stream.x, stream.middle)
+    def head_input(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:
+        """Return the input of the head: the last residual stream minus the scaled stream after the middle layer."""
+        return self._back_out(stream.x, stream.middle)
 
     @property
     def head_parameters(self) -> set[str]:
         return super().head_parameters | {"backout_scale"}
 
     def init_state(self, batch: int, max_len: int) -> Any:
-        of_blocks = super().init_state(batch, max_len)
-        return of_blocks, jnp.zeros((batch, self.config.embed), self.numerics.compute)
+        block_states = super().init_state(batch, max_len)
+        return block_states, jnp.zeros((batch, self.config.embed), self.numerics.compute)
 
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        of_blocks, before = state
-        embedded = self.norm(self._scaled(self.embedding[...].astype(self.numerics.compute)[tokens]))
-        first = self._smeared(embedded, before, UNSHARDED)
-        x, stream_in_middle, after = first, jnp.zeros_like(first), []
-        for i, (group, of_group) in enumerate(zip(self.segments, of_blocks, strict=True)):
+        block_states, previous = state
+        embedded = self.norm(self._scale(self.embedding[...].astype(self.numerics.compute)[tokens]))
+        first = self._smear(embedded, previous, UNSHARDED)
+        x, middle_stream, new_states = first, jnp.zeros_like(first), []
+        for i, (group, group_state) in enumerate(zip(self.segments, block_states, strict=True)):
             middle = self._middle(i)
 
             def body(
                 carry: tuple[Array, Array], scanned: tuple[Any, Any, Array], middle: _Middle = middle
             ) -> tuple[tuple[Array, Array], Any]:
-                (x, saved), (group, before, repeat), states = carry, scanned, []
-                for j, (block, of_block) in enumerate(zip(group.blocks, before, strict=True)):
-                    x, of_block = block.step_with(x, of_block, first, tokens)
-                    states.append(of_block)
-                    saved = jnp.where(repeat == middle.repeat, x, saved) if j == middle.block else saved
-                return (x, saved), states
+                (x, middle_x), (group, old_states, repeat), states = carry, scanned, []
+                for j, (block, block_state) in enumerate(zip(group.blocks, old_states, strict=True)):
+                    x, block_state = block.step_from(x, block_state, first, tokens)
+                    states.append(block_state)
+                    middle_x = jnp.where(repeat == middle.repeat, x, middle_x) if j == middle.block else middle_x
+                return (x, middle_x), states
 
-            scanned = (group, of_group, jnp.arange(middle.repeats))
-            (x, stream_in_middle), states = jax.lax.scan(body, (x, stream_in_middle), scanned)
-            after.append(states)
-        return self._unembed(self.norm(self._backed_out(x, stream_in_middle))), (after, embedded)
+            scanned = (group, group_state, jnp.arange(middle.repeats))
+            (x, middle_stream), states = jax.lax.scan(body, (x, middle_stream), scanned)
+            new_states.append(states)
+        return self._unembed(self.norm(self._back_out(x, middle_stream))), (new_states, embedded)
 
-    def _smeared(
-        self, x: Float[Array, "*rows embed"], before: Float[Array, "*rows embed"], shard: Shard
+    def _smear(
+        self, x: Float[Array, "*rows embed"], previous: Float[Array, "*rows embed"], shard: Shard
     ) -> Float[Array, "*rows embed"]:
-        """Add a part of the previous token's embedding to each embedding. The gate reads the first channels."""
-        if not self.own.smear:
+        """Add the gated embedding of the previous token. The gate reads the first channels of the current one."""
+        if not self.nanochat_config.smear:
             return x
         with jax.named_scope("smear"):
-            channels = x[..., : self.own.smear_channels]
+            channels = x[..., : self.nanochat_config.smear_channels]
             channels = shard(channels, "batch", "seq", None) if x.ndim == 3 else channels
             gate = jax.nn.sigmoid(channels @ self.smear_gate[...].astype(x.dtype))
-            return x + (self.smear_scale[...].astype(x.dtype) * gate)[..., None] * before
+            return x + (self.smear_scale[...].astype(x.dtype) * gate)[..., None] * previous
 
-    def _backed_out(self, x: Array, middle: Array | None) -> Array:
-        return x if self.own.backout is None else x - self.backout_scale[...].astype(x.dtype) * middle
+    def _back_out(self, x: Array, middle: Array | None) -> Array:
+        return x if self.nanochat_config.backout is None else x - self.backout_scale[...].astype(x.dtype) * middle
 
     def _middle(self, segment: int) -> _Middle:
-        """Return the position of the stack's middle in a segment. `block` is None if elsewhere, or without backout."""
-        runs = self.config.segments()
-        behind = self.config.layers // 2 - sum(len(layers) * repeats for layers, repeats in runs[:segment])
-        layers, repeats = runs[segment]
-        if self.own.backout is None or not 0 <= behind < len(layers) * repeats:
+        """Locate the middle layer in a segment. `block` is None if it is in another one, or without backout."""
+        segments = self.config.segments()
+        offset = self.config.layers // 2 - sum(len(layers) * repeats for layers, repeats in segments[:segment])
+        layers, repeats = segments[segment]
+        if self.nanochat_config.backout is None or not 0 <= offset < len(layers) * repeats:
             return _Middle(repeats, 0, None)
-        return _Middle(repeats, *divmod(behind, len(layers)))
+        return _Middle(repeats, *divmod(offset, len(layers)))
 
 
-def _before(x: Float[Array, "batch seq embed"], boundaries: Boundaries) -> Float[Array, "batch seq embed"]:
-    """Return the entry before each position, or zeros at the start of a document."""
-    before = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    return before if boundaries.keep is None else before * boundaries.keep[..., None].astype(x.dtype)
+def _previous_positions(x: Float[Array, "batch seq embed"], boundaries: Boundaries) -> Float[Array, "batch seq embed"]:
+    """Shift by one position, with zeros at the start of each document."""
+    previous = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    return previous if boundaries.keep is None else previous * boundaries.keep[..., None].astype(x.dtype)
 
 
 def _set_scales(segments: list[BlockGroup], config: Config) -> None:
     """Set the residual scales to fall from 1.15 to 1.05 over the layers, and the input scales from 0.2 to 0.05."""
-    start, last = 0, max(config.layers - 1, 1)
+    first_layer, last = 0, max(config.layers - 1, 1)
     for group, (layers, repeats) in zip(segments, config.segments(), strict=True):
         for i, block in enumerate(group.blocks):
-            depth = (start + i + len(layers) * jnp.arange(repeats)) / last
-            for name, begin, fall in (("residual_scale", 1.15, 0.10), ("input_scale", 0.20, 0.15)):
+            depth = (first_layer + i + len(layers) * jnp.arange(repeats)) / last
+            for name, first_value, decrease in (("residual_scale", 1.15, 0.10), ("input_scale", 0.20, 0.15)):
                 scale = getattr(block, name)
-                scale[...] = (begin - fall * depth).astype(scale.dtype)
-        start += len(layers) * repeats
+                scale[...] = (first_value - decrease * depth).astype(scale.dtype)
+        first_layer += len(layers) * repeats

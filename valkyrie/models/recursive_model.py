@@ -28,7 +28,7 @@ class States(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Result of a supervision step: float32 logits of every cell and of halting, and the new states."""
+    """Result of a supervision step: float32 logits of cell values and of halting, and the new states."""
 
     logits: Float[Array, "batch cells vocab"]
     halt: Float[Array, " batch"]
@@ -43,35 +43,35 @@ class RecursiveLayer(nnx.Module):
         fan_in = {"down": config.mlp, "out": config.heads * config.head_dim}
         fan_in |= dict.fromkeys(("length_gate", "length_up"), config.positions) | {"length_down": config.length_mlp}
         for (name, spec), k in zip(specs.items(), jax.random.split(key, len(specs)), strict=True):
-            made = truncated_normal(k, spec.shape, fan_in.get(name, config.embed) ** -0.5)
-            setattr(self, name, parameter(spec, made, numerics))
+            weights = truncated_normal(k, spec.shape, fan_in.get(name, config.embed) ** -0.5)
+            setattr(self, name, parameter(spec, weights, numerics))
 
     def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
         """Return the output of this layer."""
         x = checkpoint_name(x, BLOCK_INPUT)
         if self.config.has_attention:
-            x = self._normalised(x + self._attention(x, shard), -1)
+            x = self._normalise(x + self._attention(x, shard), -1)
         else:
-            mixed = self._gated(x, "length_", "bse,sm->bme", "bme,sm->bse", shard)
-            x = self._normalised(x + mixed, 1)  # over the length, because the reference transposes before the norm
-        mixed = self._gated(x, "", "bse,em->bsm", "bsm,em->bse", shard)
-        return shard(self._normalised(x + mixed, -1), "batch", "seq", "embed")
+            mixed = self._gated_mlp(x, "length_", "bse,sm->bme", "bme,sm->bse", shard)
+            x = self._normalise(x + mixed, 1)  # over the length, because the reference transposes before the norm
+        mixed = self._gated_mlp(x, "", "bse,em->bsm", "bsm,em->bse", shard)
+        return shard(self._normalise(x + mixed, -1), "batch", "seq", "embed")
 
-    def _normalised(self, x: Array, axis: int) -> Array:
+    def _normalise(self, x: Array, axis: int) -> Array:
         wide = x.astype(jnp.float32)
         square = jnp.mean(jnp.square(wide), axis=axis, keepdims=True)
         return (wide * jax.lax.rsqrt(square + self.config.norm_epsilon)).astype(x.dtype)
 
-    def _gated(self, x: Array, which: str, into: str, back: str, shard: Shard) -> Array:
-        def of(name: str, equation: str, y: Array) -> Array:
-            weights: nnx.Param = getattr(self, f"{which}{name}")
-            known = None if which else name
-            return project(equation, y, weights, shard=shard, numerics=self.numerics, name=known)
+    def _gated_mlp(self, x: Array, prefix: str, up_equation: str, down_equation: str, shard: Shard) -> Array:
+        def multiply(name: str, equation: str, y: Array) -> Array:
+            weights: nnx.Param = getattr(self, f"{prefix}{name}")
+            result_name = None if prefix else name
+            return project(equation, y, weights, shard=shard, numerics=self.numerics, name=result_name)
 
-        up, gate = of("up", into, x), of("gate", into, x)
-        if not which:
+        up, gate = multiply("up", up_equation, x), multiply("gate", up_equation, x)
+        if not prefix:
             up, gate = shard(up, "batch", "seq", "mlp"), shard(gate, "batch", "seq", "mlp")
-        return of("down", back, jax.nn.silu(gate) * up)
+        return multiply("down", down_equation, jax.nn.silu(gate) * up)
 
     def _attention(self, x: Array, shard: Shard) -> Array:
         positions, theta = jnp.arange(x.shape[1]), self.config.rope_theta
@@ -79,19 +79,19 @@ class RecursiveLayer(nnx.Module):
         def weights(name: str) -> nnx.Param:
             return getattr(self, name)
 
-        def of(name: str) -> Array:
+        def project_heads(name: str) -> Array:
             y = project("bse,ehd->bshd", x, weights(name), shard=shard, numerics=self.numerics)
             y = y if name == "value" else rotate(y, positions, theta, shard.backend)
             return checkpoint_name(shard(y, "batch", "seq", "heads", "head_dim"), name)
 
-        query, key, value = of("query"), of("key"), of("value")
+        query, key, value = project_heads("query"), project_heads("key"), project_heads("value")
         with jax.named_scope(CONTEXT):
             mixed = jax.nn.dot_product_attention(query, key, value, implementation="xla")
         return project("bshd,ehd->bse", mixed, weights("out"), shard=shard, numerics=self.numerics, name="out")
 
 
-class Halt(nnx.Module):
-    """Predicts whether a puzzle is solved. The initial weight 0 and bias -5 predict that it is not."""
+class HaltHead(nnx.Module):
+    """Predicts whether a puzzle is solved. Initially (weight 0, bias -5) it predicts that no puzzle is."""
 
     def __init__(self, specs: dict[str, Parameter], numerics: Numerics) -> None:
         weight, bias = specs["halt.weight"], specs["halt.bias"]
@@ -100,7 +100,7 @@ class Halt(nnx.Module):
         self.numerics = numerics
 
     def __call__(self, first: Float[Array, "batch embed"]) -> Float[Array, " batch"]:
-        """Return the float32 logit of halting, from the first position. The second output is never used."""
+        """Return the float32 logit of halting from the stream at the first position. The second row is unused."""
         weight = self.weight[0].astype(self.numerics.compute)
         logit = jnp.einsum("be,e->b", first, weight, preferred_element_type=jnp.float32)
         return logit + self.bias[0].astype(jnp.float32)
@@ -114,45 +114,46 @@ class RecursiveModel(nnx.Module):
         self.config, self.numerics = config, numerics
         deviation = config.embed**-0.5
 
-        def initial(name: str, key: Array, deviation: float) -> nnx.Param:
+        def init_parameter(name: str, key: Array, deviation: float) -> nnx.Param:
             return parameter(specs[name], truncated_normal(key, specs[name].shape, deviation), numerics)
 
-        self.embedding, self.head = initial("embedding", keys[0], deviation), initial("head", keys[1], deviation)
-        self.halt = Halt(specs, numerics)
-        first = jax.random.split(keys[2])
+        self.embedding = init_parameter("embedding", keys[0], deviation)
+        self.head = init_parameter("head", keys[1], deviation)
+        self.halt = HaltHead(specs, numerics)
+        state_keys = jax.random.split(keys[2])
         self.initial_high, self.initial_low = (
-            initial("initial_high", first[0], 1.0),
-            initial("initial_low", first[1], 1.0),
+            init_parameter("initial_high", state_keys[0], 1.0),
+            init_parameter("initial_low", state_keys[1], 1.0),
         )
         table = specs["puzzle_embedding"]
         self.puzzle_embedding = parameter(table, jnp.zeros(table.shape), numerics)
         for i, k in enumerate(jax.random.split(keys[3], config.layers)):
-            start = f"layer_{i}."
-            own = {name.removeprefix(start): spec for name, spec in specs.items() if name.startswith(start)}
-            setattr(self, start[:-1], RecursiveLayer(config, own, numerics=numerics, key=k))
+            prefix = f"layer_{i}."
+            layer_specs = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
+            setattr(self, prefix[:-1], RecursiveLayer(config, layer_specs, numerics=numerics, key=k))
 
     def embed(
         self, inputs: Int[Array, "batch cells"], puzzles: Int[Array, " batch"], *, shard: Shard = UNSHARDED
     ) -> Float[Array, "batch seq embed"]:
-        """Return the scaled input of every pass: the embedding of the puzzle identifier, then of its cells."""
+        """Return the scaled input of every pass: the embeddings of the puzzle identifier, then of the cells."""
         c, axes = self.config, (None, "embed")
         cells = lookup(self.embedding[...], inputs, axes=axes, shard=shard, numerics=self.numerics)
         rows = lookup(self.puzzle_embedding[...], puzzles, axes=axes, shard=shard, numerics=self.numerics)
-        used = -(-c.puzzle_embed // c.embed)  # positions filled by the embedding of an identifier
-        rows = jnp.pad(rows, ((0, 0), (0, used * c.embed - c.puzzle_embed))).reshape(-1, used, c.embed)
-        rows = jnp.pad(rows, ((0, 0), (0, c.puzzle_tokens - used), (0, 0)))
+        filled = -(-c.puzzle_embed // c.embed)  # positions filled by the embedding of an identifier
+        rows = jnp.pad(rows, ((0, 0), (0, filled * c.embed - c.puzzle_embed))).reshape(-1, filled, c.embed)
+        rows = jnp.pad(rows, ((0, 0), (0, c.puzzle_tokens - filled), (0, 0)))
         scaled = jnp.asarray(c.embed**0.5, cells.dtype) * jnp.concatenate([rows, cells], axis=1)
         return shard(scaled, "batch", "seq", "embed")
 
-    def initial(self, batch: int, cells: int, *, shard: Shard = UNSHARDED) -> States:
-        """Return the initial states of puzzles: the same two vectors at every position, which are not trained."""
+    def initial_states(self, batch: int, cells: int, *, shard: Shard = UNSHARDED) -> States:
+        """Return the initial states of puzzles: two untrained vectors, the same at every position."""
         shape = (batch, self.config.puzzle_tokens + cells, self.config.embed)
 
-        def everywhere(vector: nnx.Param) -> Array:
-            fixed = jax.lax.stop_gradient(vector[...]).astype(self.numerics.compute)
-            return shard(jnp.broadcast_to(fixed, shape), "batch", "seq", "embed")
+        def broadcast(vector: nnx.Param) -> Array:
+            constant = jax.lax.stop_gradient(vector[...]).astype(self.numerics.compute)
+            return shard(jnp.broadcast_to(constant, shape), "batch", "seq", "embed")
 
-        return States(everywhere(self.initial_high), everywhere(self.initial_low))
+        return States(broadcast(self.initial_high), broadcast(self.initial_low))
 
     def __call__(
         self,
@@ -162,16 +163,16 @@ class RecursiveModel(nnx.Module):
         shard: Shard = UNSHARDED,
         checkpoint: Checkpoint = lambda block: block,
     ) -> Answers:
-        """Return the answers after one supervision step. The gradient flows only through its last cycle.
+        """Run one supervision step. Only its last cycle has gradients.
 
-        The returned states carry no gradient to the next step.
+        No gradient flows from the next step through the returned states.
         """
         graph, state = nnx.split(self)
         fixed = nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, state))
-        states, still = jax.lax.stop_gradient(states), jax.lax.stop_gradient(x)
+        states, constant_x = jax.lax.stop_gradient(states), jax.lax.stop_gradient(x)
 
         def cycle(states: States, _: None) -> tuple[States, None]:
-            return fixed._cycle(states, still, shard, lambda block: block), None
+            return fixed._cycle(states, constant_x, shard, lambda block: block), None
 
         if self.config.high_cycles > 1:
             states, _ = jax.lax.scan(cycle, states, None, length=self.config.high_cycles - 1)
@@ -184,10 +185,10 @@ class RecursiveModel(nnx.Module):
     def _cycle(self, states: States, x: Array, shard: Shard, checkpoint: Checkpoint) -> States:
         """Return the states after `low_cycles` updates of z_L and one of z_H."""
 
-        def low(z: Array, _: None) -> tuple[Array, None]:
+        def update_low(z: Array, _: None) -> tuple[Array, None]:
             return self._network(z, states.high + x, shard, checkpoint), None
 
-        z_low, _ = jax.lax.scan(low, states.low, None, length=self.config.low_cycles)
+        z_low, _ = jax.lax.scan(update_low, states.low, None, length=self.config.low_cycles)
         return States(self._network(states.high, z_low, shard, checkpoint), z_low)
 
     def _network(self, z: Array, injected: Array, shard: Shard, checkpoint: Checkpoint) -> Array:

@@ -37,7 +37,7 @@ class Activation(Enum):
 
 @dataclass
 class S5(Block):
-    """An S5 layer, with the symbols and defaults of the paper and its code."""
+    """An S5 layer. Names and defaults follow the paper and its code (lindermanlab/S5)."""
 
     state_size: int = 64
     blocks: int = 4
@@ -55,7 +55,7 @@ class S5(Block):
 
     axes = {
         "state": "complex states of an S5 layer",
-        "mlp": "the hidden side of a feed-forward or gating product",
+        "mlp": "hidden channels of a feed-forward or gate",
     }
     activations = (("batch", "seq", "state"),)
     norm_group = "ssm"
@@ -69,7 +69,7 @@ class S5(Block):
 
     @property
     def is_causal(self) -> bool:
-        """Whether it scans only forwards."""
+        """Whether no position depends on later ones: the scan runs only forward."""
         return not self.bidirectional
 
     def problems(self, key: str) -> list[Problem]:
@@ -79,13 +79,13 @@ class S5(Block):
         if uneven or (self.conjugate_symmetric and per_block % 2):
             nearest = max(1, (2 * self.state_size + pairs) // (2 * pairs)) * pairs
             text = (
-                f"{key}.state_size={self.state_size} does not split into {key}.blocks={self.blocks} blocks"
-                f"{' of an even size (conjugate pairs)' if self.conjugate_symmetric else ''}. "
-                f"Nearest: state_size={nearest}."
+                f"{key}.state_size={self.state_size} must split into {key}.blocks={self.blocks} equal blocks"
+                f"{' of even size (conjugate pairs)' if self.conjugate_symmetric else ''}. "
+                f"Use {key}.state_size={nearest}."
             )
             problems.append(Problem(ProblemCode.conflict, f"{key}.state_size", self.state_size, text))
         if not 0 < self.dt_min <= self.dt_max:
-            text = f"{key} needs 0 < dt_min <= dt_max; got dt_min={self.dt_min}, dt_max={self.dt_max}."
+            text = f"{key}.dt_min={self.dt_min} must be above 0 and at most {key}.dt_max={self.dt_max}."
             problems.append(Problem(ProblemCode.conflict, f"{key}.dt_min", self.dt_min, text))
         problems += check_range(f"{key}.step_rescale", self.step_rescale, above=0)
         return problems + check_range(f"{key}.scan_block", self.scan_block, least=1)
@@ -95,14 +95,14 @@ class S5(Block):
 
     def weights(self, site: BlockContext) -> dict[str, Weight]:
         """Return the parameters of the state space, all in float32, and the matrices of the gate."""
-        own = {"B": weight("state", "embed", 2, group="ssm", float32=True, output_first=True)}
+        weights = {"B": weight("state", "embed", 2, group="ssm", float32=True, output_first=True)}
         for name in ("C", "C_reverse")[: 1 + self.bidirectional]:
-            own[name] = weight("embed", "state", 2, float32=True, output_first=True)
+            weights[name] = weight("embed", "state", 2, float32=True, output_first=True)
         for name in ("gate", "out")[: self.activation.products]:
-            own[name] = weight("embed", "mlp")
+            weights[name] = weight("embed", "mlp")
         for name in ("Lambda_re", "Lambda_im", "log_step"):
-            own[name] = weight("state", group="ssm", float32=True)
-        return own | {"D": weight("embed", float32=True)}
+            weights[name] = weight("state", group="ssm", float32=True)
+        return weights | {"D": weight("embed", float32=True)}
 
     def flops(self, site: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token: products with B and C, 8 per state and scan, and the gate."""
@@ -111,7 +111,7 @@ class S5(Block):
         return float(projections + 8 * self.states * directions + 2 * self.activation.products * site.embed**2)
 
     def saves(self, site: BlockContext) -> list[Saved]:
-        """Return the scan's inputs and states, the products with C, and the factors of the gate."""
+        """Return the inputs and states of the scan, the products with C, and the factors of the gate."""
         directions, products = 1 + self.bidirectional, self.activation.products
         return [
             saved("state", name="driven", count=2, float32=True, product=True, needed_for=STATES),
@@ -124,4 +124,4 @@ class S5(Block):
         ]
 
     def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        return [(kept, 1) for kept in self.kept(site) if kept.name == STATES]
+        return [(activation, 1) for activation in self.saved_activations(site) if activation.name == STATES]

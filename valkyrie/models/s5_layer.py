@@ -52,18 +52,20 @@ class S5Layer(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
-        """Return the layer's output before the residual sum, in the compute dtype.
+        """Return the output of the layer before the residual sum, in the compute dtype.
 
         The state is reset where `boundaries.keep` is 0.
         """
         wide, keep = x.astype(jnp.float32), boundaries.keep
-        lam_bar, bu = self._driven(wide, shard)
-        y = self._read(self.C[...], self._scan(lam_bar, bu, keep, shard, reverse=False), shard)
+        lam_bar, bu = self._drive_states(wide, shard)
+        y = self._read_output(self.C[...], self._scan(lam_bar, bu, keep, shard, reverse=False), shard)
         if self.config.bidirectional:
-            ends = None if keep is None else jnp.concatenate([keep[:, 1:], jnp.ones_like(keep[:, :1])], axis=1)
-            y = y + self._read(self.C_reverse[...], self._scan(lam_bar, bu, ends, shard, reverse=True), shard)
+            keep_next = None if keep is None else jnp.concatenate([keep[:, 1:], jnp.ones_like(keep[:, :1])], axis=1)
+            y = y + self._read_output(
+                self.C_reverse[...], self._scan(lam_bar, bu, keep_next, shard, reverse=True), shard
+            )
         y = shard(y + self.D[...] * wide, "batch", "seq", "embed")
-        return self._gated(checkpoint_name(y.astype(self.numerics.compute), "read"), shard)
+        return self._gate(checkpoint_name(y.astype(self.numerics.compute), "read"), shard)
 
     def init_state(self, batch: int, max_len: int) -> Carry:
         """Return the state before the first position: zeros, independent of `max_len`."""
@@ -73,14 +75,14 @@ class S5Layer(nnx.Module):
     def step(self, x: Float[Array, "batch embed"], state: Carry) -> tuple[Float[Array, "batch embed"], Carry]:
         """Return the output of the next position and the new state (streaming form)."""
         wide, shard = x.astype(jnp.float32)[:, None], UNSHARDED
-        lam_bar, bu = self._driven(wide, shard)
+        lam_bar, bu = self._drive_states(wide, shard)
         state = recurrence_step(lam_bar, state, (bu[0][:, 0], bu[1][:, 0]))
-        y = self._read(self.C[...], (state[0][:, None], state[1][:, None]), shard) + self.D[...] * wide
-        return self._gated(y.astype(self.numerics.compute), shard)[:, 0], state
+        y = self._read_output(self.C[...], (state[0][:, None], state[1][:, None]), shard) + self.D[...] * wide
+        return self._gate(y.astype(self.numerics.compute), shard)[:, 0], state
 
-    def _driven(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
-        """Return Lambda_bar and B_bar u."""
-        c, B, u = self.config, self.B[...], _apart(u)
+    def _drive_states(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
+        """Return Lambda_bar, and B_bar u, the inputs of the states."""
+        c, B, u = self.config, self.B[...], _sum_gradients_first(u)
         # B_bar, which is as small as a parameter, is computed before the product. Scaling B_tilde u instead would read
         # and write arrays of shape (batch, seq, state) once more, forward and backward.
         lam_bar, scale = discretize(
@@ -108,7 +110,7 @@ class S5Layer(nnx.Module):
         c, axis_names = self.config, shard.mesh_axes_of("seq")
 
         def local(lam_bar: Eigenvalues, bu: States, keep: Array | None) -> list[Array]:
-            chosen = {
+            options = {
                 "keep": keep,
                 "reverse": reverse,
                 "impl": c.scan,
@@ -116,18 +118,18 @@ class S5Layer(nnx.Module):
                 "backend": shard.backend,
             }
             if axis_names:
-                return list(sharded_linear_recurrence(lam_bar, bu, axis_names=axis_names, **chosen))
-            return list(linear_recurrence(lam_bar, bu, **chosen))
+                return list(sharded_linear_recurrence(lam_bar, bu, axis_names=axis_names, **options))
+            return list(linear_recurrence(lam_bar, bu, **options))
 
-        states: Axes = ("batch", "seq", "state")
-        of_keep = None if keep is None else ("batch", "seq")
+        state_axes: Axes = ("batch", "seq", "state")
+        keep_axes = None if keep is None else ("batch", "seq")
         checked = is_checkable(c.scan, shard.backend)
-        run = shard.map(local, [("state",), states, of_keep], [states, states], checked=checked)
+        run = shard.map(local, [("state",), state_axes, keep_axes], [state_axes, state_axes], checked=checked)
         with jax.named_scope(STATES):
             re, im = run(lam_bar, bu, keep)
         return re, im
 
-    def _read(self, C: Array, x: States, shard: Shard) -> Float[Array, "batch seq embed"]:
+    def _read_output(self, C: Array, x: States, shard: Shard) -> Float[Array, "batch seq embed"]:
         # A sum, not a difference: if `state` is sharded, the compiler can then add first and reduce over devices once.
         signed = C[..., 0], -C[..., 1]
         with jax.named_scope("read"):
@@ -136,7 +138,7 @@ class S5Layer(nnx.Module):
             )
         return (2 if self.config.conjugate_symmetric else 1) * (re + im)
 
-    def _gated(self, y: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
+    def _gate(self, y: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
         kind = self.config.activation
         if kind is Activation.gelu:
             return jax.nn.gelu(y)
@@ -154,8 +156,8 @@ class S5Layer(nnx.Module):
 
 
 @jax.custom_vjp
-def _apart(u: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-    """Return `u`, but sum the gradients of its uses before adding those of other uses of the argument.
+def _sum_gradients_first(u: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    """Identity that adds up the gradients of all uses of its result before the gradients of other uses of `u`.
 
     If `state` is sharded, the gradients of both parts of B u need a sum over devices. When they are added to each other
     first, the compiler merges the two sums into one.
@@ -163,4 +165,4 @@ def _apart(u: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"
     return u
 
 
-_apart.defvjp(lambda u: (u, None), lambda _, g: (g,))
+_sum_gradients_first.defvjp(lambda u: (u, None), lambda _, g: (g,))

@@ -1,4 +1,4 @@
-"""The configuration of a language model made of layers. Its costs are the sums over its blocks.
+"""The configuration of a language model made of layers. Its costs are sums over its blocks.
 
 A family derives from `Stack` and has a field for each of its blocks. `block_pattern` and `feed_forward_pattern` contain
 the names of these fields.
@@ -23,9 +23,9 @@ from valkyrie.models.block import (
     Layer,
     Residual,
     SavedActivation,
-    prefixed,
+    add_prefix,
     tensor,
-    vector,
+    vector_parameter,
 )
 from valkyrie.models.feed_forward import FeedForward, Nonlinearity
 from valkyrie.problems import Problem, ProblemCode, check_range
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 MAX_LAYERS = 4096
-"""Limit on the number of layers, above that of any real model. Each layer is a Python object."""
+"""Maximum number of layers, above that of any real model. It bounds the time to build the list of layers."""
 
 
 @dataclass
@@ -45,16 +45,19 @@ class Stack:
     """Token embedding, layers of a mixer and a feed-forward, and a head.
 
     Args:
-        context: Sequence length it is trained on, unless `seq` is set.
-        vocab_size: Number of tokens. The embedding has this rounded up to `vocab_multiple` rows, to split evenly.
-        block_pattern: Names of the mixers, which are fields of the family's config; repeated for `layers` layers.
+        context: Sequence length in training, unless `seq` is set.
+        vocab_size: Number of tokens.
+        vocab_multiple: The embedding has `vocab_size` rows, rounded up to a multiple of this, to split evenly.
+        block_pattern: Names of the mixers, which are fields of the family's config, repeated for `layers` layers.
         feed_forward: Nonlinearity of the dense feed-forward, with `mlp` hidden channels.
         feed_forward_after: Mixers that are followed by a feed-forward; null: all of them.
-        feed_forward_pattern: Names of the feed-forwards, repeated like `block_pattern`: `feed_forward` for the dense
-            one, others are fields of the family's config.
+        feed_forward_pattern: Names of the feed-forwards, repeated like `block_pattern`: `feed_forward` (the dense one),
+            or fields of the family's config.
         residual: `parallel` applies mixer and feed-forward to the same norm and sums them (GPT-J, PaLM).
         embedding_scale: Factor applied to the embeddings (Gemma: the square root of `embed`).
-        logits_soft_cap: c, which replaces the logits l by c * tanh(l / c) (Gemma 2: 30).
+        logits_soft_cap: Bound c of the logits: c * tanh(logit / c) (Gemma 2: 30); null: no bound.
+        loss_chunk: Positions of each sequence shard for which the loss computes logits at a time.
+        z_loss: Weight of the squared log-sum-exp of the logits in the loss.
     """
 
     task: ClassVar[str] = "next_token"
@@ -89,14 +92,15 @@ class Stack:
         return -(-self.vocab_size // multiple) * multiple
 
     @property
-    def known_blocks(self) -> dict[str, Block]:
+    def mixer_blocks(self) -> dict[str, Block]:
         """The mixers that `block_pattern` can refer to, by name."""
         return {name: block for name, block in self._block_fields().items() if not block.pointwise}
 
     @property
-    def known_feed_forwards(self) -> dict[str, Block]:
+    def feed_forward_blocks(self) -> dict[str, Block]:
         """The feed-forwards that `feed_forward_pattern` can refer to, by name."""
-        return {DENSE: self._dense} | {name: block for name, block in self._block_fields().items() if block.pointwise}
+        pointwise = {name: block for name, block in self._block_fields().items() if block.pointwise}
+        return {DENSE: self._dense_feed_forward} | pointwise
 
     @property
     def kinds(self) -> list[str]:
@@ -106,21 +110,24 @@ class Stack:
     @property
     def blocks(self) -> dict[str, Block]:
         """The mixers in use, by kind."""
-        known = self.known_blocks
-        return {kind: known[kind] for kind in self.block_pattern[: max(self.layers, 0)] if kind in known}
+        mixers = self.mixer_blocks
+        return {kind: mixers[kind] for kind in self.block_pattern[: max(self.layers, 0)] if kind in mixers}
 
     @property
     def feed_forwards(self) -> dict[str, Block]:
         """The feed-forwards in use, by kind."""
-        known = self.known_feed_forwards
-        return {kind: known[kind] for kind in self.feed_forward_pattern[: max(self.layers, 0)] if kind in known}
+        feed_forwards = self.feed_forward_blocks
+        pattern = self.feed_forward_pattern[: max(self.layers, 0)]
+        return {kind: feed_forwards[kind] for kind in pattern if kind in feed_forwards}
 
     @property
     def period(self) -> int:
         """Number of layers after which the patterns repeat."""
-        after = len(self.feed_forward_pattern)
+        feed_forward_period = len(self.feed_forward_pattern)
         # A pattern with an entry for every layer, such as a few dense layers before experts, does not repeat.
-        return max(1, math.lcm(len(self.block_pattern), after if after < self.layers else 1))
+        if feed_forward_period >= self.layers:
+            feed_forward_period = 1
+        return max(1, math.lcm(len(self.block_pattern), feed_forward_period))
 
     @property
     def causal(self) -> bool:
@@ -136,46 +143,46 @@ class Stack:
         positive = ("context", "vocab_size", "vocab_multiple", "embed", "layers", "loss_chunk")
         problems = [problem for name in positive for problem in check(name, least=1)]
         problems += check("layers", most=MAX_LAYERS)
-        known = ", ".join(self.known_blocks)
+        names = ", ".join(self.mixer_blocks)
         if not self.block_pattern:
-            text = f"model.block_pattern is empty: name at least one of {known}."
+            text = f"model.block_pattern is empty. List at least one of {names}."
             problems.append(Problem(ProblemCode.missing, "model.block_pattern", [], text))
         for name in ("block_pattern", "feed_forward_after"):
-            unknown = [kind for kind in dict.fromkeys(getattr(self, name) or []) if kind not in self.known_blocks]
+            unknown = [kind for kind in dict.fromkeys(getattr(self, name) or []) if kind not in self.mixer_blocks]
             if unknown:
-                names = ", ".join(unknown)
-                text = f"model.{name} names {names}, and model.family={self.family} has the blocks {known}."
+                unknown_names = ", ".join(unknown)
+                text = f"model.{name}: model.family={self.family} has no block {unknown_names}. Use {names}."
                 problems.append(Problem(ProblemCode.unknown_name, f"model.{name}", unknown, text))
-        unknown = [kind for kind in dict.fromkeys(self.feed_forward_pattern) if kind not in self.known_feed_forwards]
+        unknown = [kind for kind in dict.fromkeys(self.feed_forward_pattern) if kind not in self.feed_forward_blocks]
         if unknown or not self.feed_forward_pattern:
             key, value = "model.feed_forward_pattern", self.feed_forward_pattern
-            known = ", ".join(self.known_feed_forwards)
-            text = f"{key}={value}: model.family={self.family} has the feed-forwards {known}."
+            names = ", ".join(self.feed_forward_blocks)
+            text = f"{key}={value}: list feed-forwards of model.family={self.family}: {names}."
             problems.append(Problem(ProblemCode.unknown_name, key, value, text))
         problems += [*check("dropout", least=0, below=1), *check("norm_epsilon", least=0), *check("z_loss", least=0)]
-        problems += [*check("embedding_scale", above=0), *check("logits_soft_cap", "null for none", above=0)]
+        problems += [*check("embedding_scale", above=0), *check("logits_soft_cap", "null for no cap", above=0)]
         if not problems:
             for kind, block in self.blocks.items():
                 problems += block.problems(f"model.{kind}")
-            stack = self.stack()
+            stack = self.make_layers()
             for kind, block in self.feed_forwards.items():
                 if any(kind in layer.blocks for layer in stack):
                     problems += block.problems("model" if kind == DENSE else f"model.{kind}")
         return problems
 
-    def stack(self) -> list[Layer]:
+    def make_layers(self) -> list[Layer]:
         """Return the layers, first to last.
 
         Mixers of the same kind are numbered, so that they can cycle through settings such as windows.
         """
-        known, feed_forwards, numbers = self.known_blocks, self.known_feed_forwards, Counter[str]()
+        mixers, feed_forwards, numbers = self.mixer_blocks, self.feed_forward_blocks, Counter[str]()
         pattern, layers = self.feed_forward_pattern, []
         for i, kind in enumerate(self.kinds):
             site = BlockContext(self.embed, self.layers, numbers[kind], f"model.{kind}", self.vocab_rows)
-            after = pattern[i % len(pattern)]
-            followed = self.feed_forward_after is None or kind in self.feed_forward_after
-            feed_forward = feed_forwards[after] if followed else None
-            layers.append(Layer(kind, site, known[kind], feed_forward, self.residual, after))
+            feed_forward_kind = pattern[i % len(pattern)]
+            has_feed_forward = self.feed_forward_after is None or kind in self.feed_forward_after
+            feed_forward = feed_forwards[feed_forward_kind] if has_feed_forward else None
+            layers.append(Layer(kind, site, mixers[kind], feed_forward, self.residual, feed_forward_kind))
             numbers[kind] += 1
         return layers
 
@@ -184,49 +191,52 @@ class Stack:
 
         A group has `period` layers; the last one may have fewer.
         """
-        layers, width = self.stack(), self.period
-        runs: list[tuple[list[Layer], int]] = []
+        layers, width = self.make_layers(), self.period
+        segments: list[tuple[list[Layer], int]] = []
         for start in range(0, len(layers), width):
             group = layers[start : start + width]
-            if runs and [layer.variant for layer in runs[-1][0]] == [layer.variant for layer in group]:
-                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            if segments and [layer.variant for layer in segments[-1][0]] == [layer.variant for layer in group]:
+                segments[-1] = (segments[-1][0], segments[-1][1] + 1)
             else:
-                runs.append((group, 1))
-        return runs
+                segments.append((group, 1))
+        return segments
 
     def parameters(self) -> dict[str, Parameter]:
         """Return every parameter by dotted name, as in the built model. Segments have a leading `layers` axis."""
-        parameters = {"embedding": self._table(), "norm.scale": vector("embed", self.embed, "vector")}
+        parameters = {
+            "embedding": self._embedding_table(),
+            "norm.scale": vector_parameter("embed", self.embed, "vector"),
+        }
         if not self.tie_embeddings:
-            parameters["unembedding"] = replace(self._table(), group="unembedding", output_first=True)
+            parameters["unembedding"] = replace(self._embedding_table(), group="unembedding", output_first=True)
         for i, (group, repeats) in enumerate(self.segments()):
             for j, layer in enumerate(group):
-                stacked = {name: _stacked(parameter, repeats) for name, parameter in layer.parameters().items()}
-                parameters |= prefixed(f"segment_{i}.block_{j}", stacked)
+                stacked = {name: _stack_parameter(parameter, repeats) for name, parameter in layer.parameters().items()}
+                parameters |= add_prefix(f"segment_{i}.block_{j}", stacked)
         return dict(sorted(parameters.items(), key=lambda item: item[0].split(".")))
 
     def arrays(self) -> Arrays:
         """Return the arrays that a layout shards. Parameters are named by kind of block, such as `attention.out`."""
         blocks: list[Block] = [*self.blocks.values(), *self.feed_forwards.values()]
-        own = {"embed": Size(self.embed, "model.embed"), "vocab": Size(self.vocab_rows, "model.vocab_multiple")}
-        parameters: dict[Tensor, list[str]] = {_tensor_of(self._table()): ["embedding"]}
-        activations = {tensor(("batch", "seq", axis), own): [f"activation (batch, seq, {axis})"] for axis in own}
+        sizes = {"embed": Size(self.embed, "model.embed"), "vocab": Size(self.vocab_rows, "model.vocab_multiple")}
+        parameters: dict[Tensor, list[str]] = {_as_tensor(self._embedding_table()): ["embedding"]}
+        activations = {tensor(("batch", "seq", axis), sizes): [f"activation (batch, seq, {axis})"] for axis in sizes}
         for group, repeats in self.segments():
             for layer in group:
                 for name, parameter in layer.parameters().items():
-                    names = parameters.setdefault(_tensor_of(_stacked(parameter, repeats)), [])
-                    named = name.replace("mixer.", f"{layer.kind}.", 1)
-                    named = named.replace("feed_forward.", f"{layer.feed_forward_kind}.", 1)
-                    names += [] if named in names else [named]
-                for t in layer.activations():
-                    activations.setdefault(t, [f"activation ({', '.join(map(str, t.axes))})"])
+                    names = parameters.setdefault(_as_tensor(_stack_parameter(parameter, repeats)), [])
+                    short_name = name.replace("mixer.", f"{layer.kind}.", 1)
+                    short_name = short_name.replace("feed_forward.", f"{layer.feed_forward_kind}.", 1)
+                    names += [] if short_name in names else [short_name]
+                for activation in layer.activations():
+                    activations.setdefault(activation, [f"activation ({', '.join(map(str, activation.axes))})"])
         axes = {**SHARED_AXES, "embed": "the residual stream", "vocab": "rows of the token embedding"}
         for block in blocks:
             axes |= block.axes
         follows = {a: b for block in blocks for a, b in block.follows.items()}
-        stacked = tuple(repeats for _, repeats in self.segments())
+        stack_sizes = tuple(repeats for _, repeats in self.segments())
         dispatched = frozenset(axis for block in blocks for axis in block.dispatches)
-        return Arrays(axes, parameters, activations, follows, stacked, dispatched)
+        return Arrays(axes, parameters, activations, follows, stack_sizes, dispatched)
 
     def parameter_count(self) -> int:
         """Return the number of learned parameters."""
@@ -238,31 +248,35 @@ class Stack:
         These are model FLOPs (PaLM, arXiv 2204.02311, appendix B): they do not include rematerialisation, and callers
         count the backward pass as twice the forward pass.
         """
-        return sum(layer.flops(seq) for layer in self.stack()) + 2.0 * self.embed * self.vocab_rows
+        return sum(layer.flops(seq) for layer in self.make_layers()) + 2.0 * self.embed * self.vocab_rows
 
     def step_flops_per_token(self, seq: int) -> float:
         """Return FLOPs per token of a training step. The backward pass counts twice the forward pass."""
         return 3.0 * self.flops_per_token(seq)
 
-    def kept(self) -> list[SavedActivation]:
-        """Return the activations that the backward passes of all blocks need from the forward pass."""
+    def saved_activations(self) -> list[SavedActivation]:
+        """Estimate the activations that the backward pass needs, over all blocks."""
         return [
-            replace(kept, count=0 if kept.needed_for == BLOCK_INPUT and layer is group[-1] else kept.count * repeats)
+            replace(
+                activation,
+                count=0 if activation.needed_for == BLOCK_INPUT and layer is group[-1] else activation.count * repeats,
+            )
             for group, repeats in self.segments()
             for i, layer in enumerate(group)
-            for kept in layer.kept(first=i == 0)
+            for activation in layer.saved_activations(first=i == 0)
         ]
 
-    def working(self) -> list[SavedActivation]:
-        """Return the activations that exist while one group of blocks runs, and the logits of one loss chunk."""
+    def working_activations(self) -> list[SavedActivation]:
+        """Estimate the activations that exist while one group of blocks runs, and the logits of one loss chunk."""
         vocab = {"vocab": Size(self.vocab_rows, "model.vocab_multiple")}
         logits = SavedActivation(tensor(("batch", "seq", "vocab"), vocab), 2, float32=True, positions=self.loss_chunk)
-        return [*(kept for layer in self.segments()[0][0] for kept in layer.kept(first=False)), logits]
+        group, _ = self.segments()[0]
+        return [*(activation for layer in group for activation in layer.saved_activations(first=False)), logits]
 
     @property
     def auxiliary(self) -> dict[str, AuxiliaryTerm]:
-        """Weights and layer counts of the auxiliary values that its layers return, by `KIND/NAME`."""
-        layers = [layer.auxiliary for layer in self.stack()]
+        """Auxiliary values of its layers, by `KIND/NAME`."""
+        layers = [layer.auxiliary for layer in self.make_layers()]
         counts = Counter(name for values in layers for name in values)
         return {name: AuxiliaryTerm(values[name], counts[name]) for values in layers for name in values}
 
@@ -271,23 +285,23 @@ class Stack:
         return resolve_name(self.module_class)(self, numerics=numerics, key=key)
 
     @property
-    def _dense(self) -> FeedForward:
+    def _dense_feed_forward(self) -> FeedForward:
         return FeedForward(self.feed_forward, self.mlp)
 
     def _block_fields(self) -> dict[str, Block]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Block)}
 
-    def _table(self) -> Parameter:
+    def _embedding_table(self) -> Parameter:
         axes, shape = ("vocab", "embed"), (self.vocab_rows, self.embed)
         return Parameter(axes, shape, ("model.vocab_multiple", "model.embed"), group="embedding")
 
 
-def _tensor_of(parameter: Parameter) -> Tensor:
+def _as_tensor(parameter: Parameter) -> Tensor:
     return Tensor(parameter.axes, parameter.shape, parameter.keys)
 
 
-def _stacked(parameter: Parameter, repeats: int) -> Parameter:
+def _stack_parameter(parameter: Parameter, repeats: int) -> Parameter:
     return replace(
         parameter,
         axes=(LAYERS, *parameter.axes),

@@ -146,7 +146,7 @@ class Config(Task):
             return jnp.where(running.reshape(-1, *[1] * (old.ndim - 1)), old, new)
 
         current = {name: kept(carry[name], new) for name, new in batch.items()}
-        initial = module.initial(count, cells, shard=shard)
+        initial = module.initial_states(count, cells, shard=shard)
         states = initial._replace(high=kept(carry["high"], initial.high), low=kept(carry["low"], initial.low))
         x = module.embed(current["inputs"], current["puzzles"], shard=shard)
         answers = module(states, x, shard=shard, checkpoint=checkpoint)
@@ -200,7 +200,7 @@ class Config(Task):
             answers = module(states, x, shard=shard)
             return (answers.states, jnp.minimum(first, jnp.where(answers.halt > 0, number, config.max_steps))), None
 
-        start = module.initial(count, cells, shard=shard), jnp.full((count,), config.max_steps, jnp.int32)
+        start = module.initial_states(count, cells, shard=shard), jnp.full((count,), config.max_steps, jnp.int32)
         numbers = jnp.arange(1, config.max_steps, dtype=jnp.int32)
         (states, first), _ = jax.lax.scan(step, start, numbers)
         answers = module(states, x, shard=shard)

@@ -120,7 +120,7 @@ class MemoryEstimator:
     def activations(self) -> list[tuple[SavedActivation, np.ndarray]]:
         """Activations that a backward pass may read, with their bytes over all microbatches in flight."""
         waiting = self.layouts.in_flight / self.layouts.stages
-        return [(activation, self._bytes(activation) * waiting) for activation in self.run.model.kept()]
+        return [(activation, self._bytes(activation) * waiting) for activation in self.run.model.saved_activations()]
 
     @cached_property
     def gathered(self) -> np.ndarray:
@@ -165,11 +165,11 @@ class MemoryEstimator:
         """Bytes of the working sets of one part of the loss (its logits) and of one group of blocks."""
         layouts, model, m = self.layouts, self.run.model, self.layouts.microbatches
         loss, group, piped = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
-        for activation in model.working():
+        for activation in model.working_activations():
             bytes_ = self._bytes(activation)
             group, loss = (group + bytes_, loss) if activation.positions is None else (group, loss + bytes_)
         if piped.any():  # the first stage holds the residual stream of all microbatches
-            stream = next(activation for activation in model.kept() if activation.name == BLOCK_INPUT)
+            stream = next(activation for activation in model.saved_activations() if activation.name == BLOCK_INPUT)
             group = group + np.where(piped, m * self._bytes(replace(stream, count=1)), 0.0)
         return loss / layouts.stages * np.where(piped & (not layouts.alternates), m, 1), group
 
@@ -258,7 +258,7 @@ def legal_remats(run: Run) -> dict[str, RematConfig]:
 def location_of(activation: SavedActivation, remat: RematConfig) -> ActivationLocation:
     """Return where an activation is kept: nowhere if it is only needed to recompute one that is saved."""
     location = remat.location(activation.name, product=activation.product)
-    if location is ActivationLocation.nowhere and activation.always:
+    if location is ActivationLocation.nowhere and activation.never_recomputed:
         return ActivationLocation.device
     return ActivationLocation.nowhere if _is_spared(activation, remat) else location
 

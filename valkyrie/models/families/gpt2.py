@@ -24,7 +24,7 @@ class GPT2Layer(Layer):
 
 @dataclass
 class Config(Stack):
-    """GPT-2, with a table of `context` positions, which limits the sequence length."""
+    """GPT-2. Its table of learned positions limits the sequence length to `context`."""
 
     family: str = "gpt2"
     name: str = "gpt2"
@@ -37,7 +37,7 @@ class Config(Stack):
     def problems(self) -> list[Problem]:
         if self.residual is Residual.sequential:
             return super().problems()
-        text = "model.residual=parallel: GPT-2's feed-forward follows its attention. Use model.residual=sequential."
+        text = "model.residual=parallel: in GPT-2, the feed-forward follows attention. Use model.residual=sequential."
         return [Problem(ProblemCode.unsupported, "model.residual", "parallel", text)]
 
     @property
@@ -45,13 +45,13 @@ class Config(Stack):
         """Maximum sequence length: the number of learned positions."""
         return self.context
 
-    def stack(self) -> list[Layer]:
-        return [GPT2Layer(**vars(layer)) for layer in super().stack()]
+    def make_layers(self) -> list[Layer]:
+        return [GPT2Layer(**vars(layer)) for layer in super().make_layers()]
 
     def parameters(self) -> dict[str, Parameter]:
         parameters = super().parameters()
-        own = {"norm.bias": parameters["norm.scale"], "positions": self._positions()}
-        return dict(sorted((parameters | own).items(), key=lambda item: item[0].split(".")))
+        extra = {"norm.bias": parameters["norm.scale"], "positions": self._positions()}
+        return dict(sorted((parameters | extra).items(), key=lambda item: item[0].split(".")))
 
     def arrays(self) -> Arrays:
         arrays, p = super().arrays(), self._positions()
@@ -63,5 +63,5 @@ class Config(Stack):
         return Parameter((None, "embed"), (self.context, self.embed), keys, group="embedding")
 
     @property
-    def _dense(self) -> FeedForward:
+    def _dense_feed_forward(self) -> FeedForward:
         return FeedForward(self.feed_forward, self.mlp, biases=True)

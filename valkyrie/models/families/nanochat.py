@@ -22,7 +22,7 @@ SMEAR_CHANNELS = 24
 
 @dataclass(frozen=True)
 class NanochatLayer(Layer):
-    """A layer with norms without parameters, and two scales: of the residual stream, and of its initial value."""
+    """A layer with parameter-free norms and two scales: of the residual stream, and of its value before layer 0."""
 
     scales: bool = True
 
@@ -39,10 +39,11 @@ class Config(Stack):
     """nanochat.
 
     Args:
-        depth: Sets width, heads and layers in its YAML: `embed` is 64 times the depth, rounded up to a multiple of 128.
+        depth: The YAML derives width, heads and layers from it. `embed` is 64 times the depth, rounded up to a multiple
+            of 128.
         window_pattern: Windows of the layers, one letter each, repeated. S is the token itself and a quarter of
-            `context`, rounded up to a multiple of 128. L and G are all earlier tokens, and so is the window of the last
-            layer in any case. null: use `attention.windows`.
+            `context`, rounded up to a multiple of 128. L and G are all earlier tokens. The last layer always sees all
+            earlier tokens. null: use `attention.windows`.
         layer_scales: Before each layer, scale the residual stream and add the scaled first stream.
         smear: Add the gated embedding of the previous token.
         backout: Initial factor of the stream after the middle layer, which is subtracted from the last stream; null:
@@ -78,7 +79,7 @@ class Config(Stack):
         return math.lcm(len(windows), len(self.attention.dilations), 1 + self.attention.value_embeddings)
 
     @property
-    def known_blocks(self) -> dict[str, Block]:
+    def mixer_blocks(self) -> dict[str, Block]:
         """The attention block, with the windows of `window_pattern`."""
         if self.window_pattern is None:
             return {"attention": self.attention}
@@ -91,53 +92,54 @@ class Config(Stack):
         problems = []
         pattern, unknown = self.window_pattern, sorted({*(self.window_pattern or "")} - {*"SLG"})
         if pattern == "" or unknown:
-            what = f"the letter {unknown[0]!r} is not known" if unknown else "no letter"
+            reason = f"{unknown[0]!r} is not a window" if unknown else "it is empty"
             text = (
-                f"model.window_pattern={pattern}: {what}. Use S (a quarter of the context), L or G (all earlier "
+                f"model.window_pattern={pattern}: {reason}. Use S (a quarter of the context), L or G (all earlier "
                 "tokens), such as SSSL, or null for model.attention.windows."
             )
             problems.append(Problem(ProblemCode.malformed, "model.window_pattern", pattern, text))
         problems += check_range("model.depth", self.depth, least=1)
         if self.residual is not Residual.sequential:
-            text = "model.residual=parallel: nanochat's feed-forward follows its attention. Use sequential."
+            text = "model.residual=parallel: in nanochat, the feed-forward follows attention. Use sequential."
             problems.append(Problem(ProblemCode.unsupported, "model.residual", "parallel", text))
         if self.feed_forward_after is not None and "attention" not in self.feed_forward_after:
             key, value = "model.feed_forward_after", self.feed_forward_after
-            text = f"{key}: every block of nanochat has a feed-forward. Use null."
+            text = f"{key}={value}: in nanochat, a feed-forward follows every attention block. Use {key}=null."
             problems.append(Problem(ProblemCode.unsupported, key, value, text))
         if self.feed_forward_pattern != [DENSE]:
             key, value = "model.feed_forward_pattern", self.feed_forward_pattern
-            text = f"{key}={value}: nanochat has [{DENSE}] alone."
+            text = f"{key}={value}: nanochat has only the dense feed-forward. Use {key}=[{DENSE}]."
             problems.append(Problem(ProblemCode.unsupported, key, value, text))
         if self.feed_forward.gated:
             kind = self.feed_forward.value
-            text = f"model.feed_forward={kind}: nanochat's has no gate. Use relu2, relu or gelu."
+            text = f"model.feed_forward={kind}: nanochat's feed-forward has no gate. Use relu2, relu or gelu."
             problems.append(Problem(ProblemCode.unsupported, "model.feed_forward", kind, text))
         return problems or super().problems()
 
-    def stack(self) -> list[Layer]:
-        return [NanochatLayer(**vars(layer), scales=self.layer_scales) for layer in super().stack()]
+    def make_layers(self) -> list[Layer]:
+        return [NanochatLayer(**vars(layer), scales=self.layer_scales) for layer in super().make_layers()]
 
     def parameters(self) -> dict[str, Parameter]:
-        parameters = {name: p for name, p in super().parameters().items() if name != "norm.scale"} | self._own()
+        parameters = {name: p for name, p in super().parameters().items() if name != "norm.scale"}
+        parameters |= self._extra_parameters()
         return dict(sorted(parameters.items(), key=lambda item: item[0].split(".")))
 
     def arrays(self) -> Arrays:
         arrays = super().arrays()
-        for name, p in self._own().items():
+        for name, p in self._extra_parameters().items():
             arrays.parameters.setdefault(Tensor(p.axes, p.shape, p.keys), []).append(name)
         return arrays
 
-    def _own(self) -> dict[str, Parameter]:
-        """Return the parameters that `Stack` does not have."""
-        own = {}
+    def _extra_parameters(self) -> dict[str, Parameter]:
+        """Return the parameters in addition to those of `Stack`."""
+        extra = {}
         if self.smear:
             channels = self.smear_channels
-            own["smear_gate"] = Parameter((None,), (channels,), (None,), group="scalar", float32=True)
-            own["smear_scale"] = _scalar("scalar")
+            extra["smear_gate"] = Parameter((None,), (channels,), (None,), group="scalar", float32=True)
+            extra["smear_scale"] = _scalar("scalar")
         if self.backout is not None:
-            own["backout_scale"] = _scalar("scalar")
-        return own
+            extra["backout_scale"] = _scalar("scalar")
+        return extra
 
 
 def _scalar(group: str) -> Parameter:

@@ -1,4 +1,4 @@
-"""The Tiny Recursive Model (arXiv 2510.04871): applies one small network many times to improve an answer.
+"""The Tiny Recursive Model (arXiv 2510.04871), which applies a small network many times to improve an answer.
 
 Every position has two states, z_H (the answer) and z_L (the reasoning). They pass through the same few layers 21 times
 per supervision step, and the gradient flows through the last seven passes. It is not a language model: its task is
@@ -110,18 +110,18 @@ class Config:
             for problem in check_range(f"model.{name}", getattr(self, name), least=number)
         ]
         if self.has_attention and self.head_dim % 2:
-            text = f"model.head_dim={self.head_dim} is odd: rotary positions need pairs."
+            text = f"model.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of channels."
             problems.append(Problem(ProblemCode.unsupported, "model.head_dim", self.head_dim, text))
         if self.puzzle_embed > self.puzzle_tokens * self.embed:
-            room = self.puzzle_tokens * self.embed
+            capacity = self.puzzle_tokens * self.embed
             text = (
-                f"model.puzzle_embed={self.puzzle_embed}: puzzle_tokens={self.puzzle_tokens} positions of embed="
-                f"{self.embed} hold {room} numbers. Use model.puzzle_embed={room} or below."
+                f"model.puzzle_embed={self.puzzle_embed} must be at most model.puzzle_tokens={self.puzzle_tokens} "
+                f"times model.embed={self.embed}. Use model.puzzle_embed={capacity} or below."
             )
             problems.append(Problem(ProblemCode.conflict, "model.puzzle_embed", self.puzzle_embed, text))
         problems += check_range("model.exploration", self.exploration, least=0, most=1)
         if self.dropout:
-            text = f"model.dropout={self.dropout}: a recursive model has no dropout. Use model.dropout=0."
+            text = f"model.dropout={self.dropout}: recursive models do not support dropout. Use model.dropout=0."
             problems.append(Problem(ProblemCode.unsupported, "model.dropout", self.dropout, text))
         problems += check_range("model.norm_epsilon", self.norm_epsilon, least=0)
         return problems + check_range("model.rope_theta", self.rope_theta, above=0)
@@ -135,7 +135,7 @@ class Config:
             "halt.bias": (2,),
         }
         for i in range(self.layers):
-            matrices |= {f"layer_{i}.{name}": dims for name, dims in self._of_layer().items()}
+            matrices |= {f"layer_{i}.{name}": dims for name, dims in self._layer_dimensions().items()}
         parameters = {name: _parameter(dims, sizes) for name, dims in matrices.items()}
         for name in ("initial_high", "initial_low"):
             parameters[name] = _parameter(("embed",), sizes, group="fixed")
@@ -147,20 +147,20 @@ class Config:
         """Return the arrays that a layout shards. Rows of tables and the length in `length_*` are never sharded."""
         parameters: dict[Tensor, list[str]] = {}
         for name, parameter in self.parameters().items():
-            where = name.replace("layer_0.", "layer.", 1)
-            if not name.startswith("layer_") or where != name:
-                parameters.setdefault(Tensor(parameter.axes, parameter.shape, parameter.keys), []).append(where)
-        axes = {**SHARED_AXES, "embed": "the width of a position", "mlp": "the hidden side of a gated product"}
-        asked: list[tuple[str, ...]] = [("embed",), ("mlp",)]
+            short_name = name.replace("layer_0.", "layer.", 1)
+            if not name.startswith("layer_") or short_name != name:
+                parameters.setdefault(Tensor(parameter.axes, parameter.shape, parameter.keys), []).append(short_name)
+        axes = {**SHARED_AXES, "embed": "channels of a position", "mlp": "hidden channels of a feed-forward or gate"}
+        constrained: list[tuple[str, ...]] = [("embed",), ("mlp",)]
         if self.has_attention:
-            axes |= {"heads": "attention heads", "head_dim": "the width of one head"}
-            asked.append(("heads", "head_dim"))
+            axes |= {"heads": "attention heads", "head_dim": "channels of one head"}
+            constrained.append(("heads", "head_dim"))
         activations = {}
-        for dims in asked:
-            found = tensor(("batch", "seq", *dims), self._sizes)
-            whole = replace(found, shape=(0, self.positions, *found.shape[2:]))
-            keyed = replace(whole, keys=(None, "model.puzzle_tokens", *found.keys[2:]))
-            activations[keyed] = [f"activation (batch, seq, {', '.join(dims)})"]
+        for dims in constrained:
+            activation = tensor(("batch", "seq", *dims), self._sizes)
+            full_length = replace(activation, shape=(0, self.positions, *activation.shape[2:]))
+            keyed_tensor = replace(full_length, keys=(None, "model.puzzle_tokens", *activation.keys[2:]))
+            activations[keyed_tensor] = [f"activation (batch, seq, {', '.join(dims)})"]
         return Arrays(axes, parameters, activations)
 
     def parameter_count(self) -> int:
@@ -168,24 +168,24 @@ class Config:
         return sum(p.size for p in self.parameters().values() if p.group == "matrix")
 
     def flops_per_token(self, seq: int) -> float:
-        """Return forward FLOPs per cell of a supervision step: all passes of the network, and the logits."""
+        """Return forward FLOPs per cell of a supervision step, for all passes of the network and the logits."""
         per_position = self._network_flops(seq + self.puzzle_tokens)
-        return self.forward_passes * per_position * self._share(seq) + 2.0 * self.embed * self.vocab_size
+        return self.forward_passes * per_position * self._positions_per_cell(seq) + 2.0 * self.embed * self.vocab_size
 
     def step_flops_per_token(self, seq: int) -> float:
         """Return FLOPs per cell of a training step: all forward passes, plus twice the last cycle for backward."""
-        backward = (self.low_cycles + 1) * self._network_flops(seq + self.puzzle_tokens) * self._share(seq)
+        backward = (self.low_cycles + 1) * self._network_flops(seq + self.puzzle_tokens) * self._positions_per_cell(seq)
         return self.flops_per_token(seq) + 2.0 * (backward + 2.0 * self.embed * self.vocab_size)
 
-    def kept(self) -> list[SavedActivation]:
+    def saved_activations(self) -> list[SavedActivation]:
         """Estimate the activations of the last cycle that the backward pass needs."""
         count = (self.low_cycles + 1) * self.layers
-        return [replace(kept, count=kept.count * count) for kept in self._kept_of_layer()]
+        return [replace(activation, count=activation.count * count) for activation in self._layer_activations()]
 
-    def working(self) -> list[SavedActivation]:
+    def working_activations(self) -> list[SavedActivation]:
         """Estimate the activations that exist while one layer runs, and the logits."""
         logits = SavedActivation(tensor(("batch", "seq", self.vocab_size), self._sizes), 4, float32=True)
-        return [*self._kept_of_layer(), logits]
+        return [*self._layer_activations(), logits]
 
     def build(self, *, numerics: Numerics, key: Array) -> Any:
         """Build the module, an instance of `RecursiveModel`; imports JAX."""
@@ -196,7 +196,7 @@ class Config:
         names = ("embed", "mlp", "heads", "head_dim")
         return {name: Size(getattr(self, name), f"model.{name}") for name in names}
 
-    def _of_layer(self) -> dict[str, tuple[str | int, ...]]:
+    def _layer_dimensions(self) -> dict[str, tuple[str | int, ...]]:
         """Return the dimensions of a layer's matrices."""
         gated = dict.fromkeys(("down", "gate", "up"), ("embed", "mlp"))
         if self.has_attention:
@@ -212,26 +212,31 @@ class Config:
         over_length = 6.0 * self.embed * self.length_mlp
         return self.layers * (feed_forward + (attention if self.has_attention else over_length))
 
-    def _share(self, seq: int) -> float:
-        """Return the number of positions per cell."""
+    def _positions_per_cell(self, seq: int) -> float:
+        """Return the ratio of positions to cells, above 1 because of the puzzle identifier."""
         return (seq + self.puzzle_tokens) / seq
 
-    def _kept_of_layer(self) -> list[SavedActivation]:
+    def _layer_activations(self) -> list[SavedActivation]:
         """Return the activations that the backward pass of one layer needs. Norms keep their input in float32."""
 
         def saved(*dims: str | int, count: int = 1, float32: bool = False, name: str | None = None) -> SavedActivation:
-            named = name is not None and name not in (BLOCK_INPUT, CONTEXT)
+            is_product = name is not None and name not in (BLOCK_INPUT, CONTEXT)
             activation = tensor(("batch", "seq", *dims), self._sizes)
-            return SavedActivation(activation, count, float32, name=name, product=named)
+            return SavedActivation(activation, count, float32, name=name, product=is_product)
 
-        kept = [saved("embed", name=BLOCK_INPUT), saved("embed", count=4, float32=True), saved("embed", count=2)]
-        kept += [saved("mlp", name="up"), saved("mlp", name="gate"), saved("mlp", count=2), saved("embed", name="down")]
+        activations = [saved("embed", name=BLOCK_INPUT), saved("embed", count=4, float32=True), saved("embed", count=2)]
+        activations += [
+            saved("mlp", name="up"),
+            saved("mlp", name="gate"),
+            saved("mlp", count=2),
+            saved("embed", name="down"),
+        ]
         if self.has_attention:
-            kept += [saved("heads", "head_dim", name=name) for name in ("query", "key", "value")]
-            kept += [saved("heads", "head_dim", count=3), saved("heads", self.positions, count=2, float32=True)]
-            return [*kept, saved("embed", name="out")]
+            activations += [saved("heads", "head_dim", name=name) for name in ("query", "key", "value")]
+            activations += [saved("heads", "head_dim", count=3), saved("heads", self.positions, count=2, float32=True)]
+            return [*activations, saved("embed", name="out")]
         rows = self.length_mlp / self.positions  # `length_mlp` hidden values per channel, instead of one per position
-        return [*kept, replace(saved("embed", count=4), count=4 * rows)]
+        return [*activations, replace(saved("embed", count=4), count=4 * rows)]
 
 
 def _parameter(dims: tuple[str | int, ...], sizes: Mapping[str, Size], group: str = "matrix") -> Parameter:

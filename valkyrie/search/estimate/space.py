@@ -191,7 +191,7 @@ def partition_variants(partition: PartitionConfig, fixed: Collection[str] = ()) 
 
 def _distinct_policies(run: Run, remats: Sequence[RematConfig]) -> list[RematConfig]:
     """Return one policy for each distinct set of saved activations of this model, the run's own first."""
-    activations, distinct = run.model.kept(), {}
+    activations, distinct = run.model.saved_activations(), {}
     for remat in [run.config.remat, *remats]:
         distinct.setdefault(tuple(location_of(entry, remat) for entry in activations), remat)
     return list(distinct.values())

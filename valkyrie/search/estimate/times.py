@@ -162,7 +162,7 @@ class StepEstimator:
     def _mixing_parts(self, mixing: Mixing) -> np.ndarray:
         activations = self.layouts.activations
         split = [a for axis in mixing.axes for a in activations[axis]]
-        free = [a for a in activations["embed"] if a not in split] if mixing.over_rows else []
+        free = [a for a in activations["embed"] if a not in split] if mixing.shards_rows_over_embed else []
         return self.layouts.parts(tuple(dict.fromkeys([*split, *free])))
 
     def _moved_bytes(self, remat: RematConfig) -> tuple[np.ndarray, np.ndarray]:

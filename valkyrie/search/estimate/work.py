@@ -63,7 +63,7 @@ class Mixing:
         axes: Logical axes that split the work.
         count: Number of layers.
         name: Name of the result in remat policies, or None if it has none.
-        over_rows: Whether mesh axes that split the residual stream, but none of `axes`, split the rows.
+        shards_rows_over_embed: Whether mesh axes that split the residual stream, but none of `axes`, split the rows.
         neighbours: Activations read from other shards of the sequence, each with the number of positions, or None for
             all positions.
     """
@@ -73,7 +73,7 @@ class Mixing:
     axes: tuple[str, ...]
     count: int
     name: str | None
-    over_rows: bool
+    shards_rows_over_embed: bool
     neighbours: tuple[tuple[SavedActivation, int | None], ...]
 
 
@@ -134,7 +134,7 @@ def step_work(run: Run, *, whole_blocks: bool = False) -> StepWork:
                 products += block_products
                 product_flops = sum(2.0 * p.k * p.n * p.components for p in block_products)
                 mixing.append(_mixing(block, context, repeats, run.config.seq, product_flops))
-                activations += [(activation, repeats) for activation in block.kept(context)]
+                activations += [(activation, repeats) for activation in block.saved_activations(context)]
     passes = model.flops_per_token(run.config.seq) / total
     return StepWork(run, model.embed, tuple(products), tuple(mixing), tuple(activations), model.parameters(), passes)
 
@@ -143,7 +143,9 @@ def _products(
     block: Block, context: BlockContext, count: int, block_key: tuple[object, ...], last: bool
 ) -> list[Product]:
     """Return the products of a block. A product gets the name of the first unused activation with its size."""
-    unmatched = [pair for pair in zip(block.saves(context), block.kept(context), strict=True) if pair[0].product]
+    unmatched = [
+        pair for pair in zip(block.saves(context), block.saved_activations(context), strict=True) if pair[0].product
+    ]
     products = []
     for parameter in block.parameters(context).values():
         pairs = [(a, n) for a, n in zip(parameter.axes, parameter.shape, strict=True) if a is not None]
@@ -166,9 +168,13 @@ def _products(
 
 def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_flops: float) -> Mixing:
     """Return the work of a block other than its products, which have `product_flops` FLOPs per token."""
-    named = [activation for activation in block.kept(context) if activation.name is not None and not activation.product]
+    named = [
+        activation
+        for activation in block.saved_activations(context)
+        if activation.name is not None and not activation.product
+    ]
     axes = tuple(a for a in (block.activations[0] if block.activations else ()) if a not in (BATCH, SEQ))
     neighbours = tuple(block.neighbours(context))
     flops = max(block.flops(context, seq) - product_flops, 0.0)
     name = named[0].name if named else None
-    return Mixing(flops, block.scores(context, seq), axes, count, name, block.over_rows, neighbours)
+    return Mixing(flops, block.scores(context, seq), axes, count, name, block.shards_rows_over_embed, neighbours)
