@@ -191,7 +191,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 def assembly_of(run: Run) -> Assembly:
     """Return the model of a run without its arrays."""
-    return Assembly(run.model, Numerics.of(run.config.precision))
+    return Assembly(run.model, Numerics.from_policy(run.config.precision))
 
 
 def learned(assembly: Assembly) -> int:

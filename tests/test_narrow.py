@@ -12,7 +12,7 @@ import pytest
 from helpers import initial_state, make_batch, make_program, small, small_run, two_steps
 from valkyrie.axes import UNSHARDED
 from valkyrie.ops.linear import Numerics, linear
-from valkyrie.ops.narrow import narrow_einsum, scaled_to
+from valkyrie.ops.narrow import narrow_einsum, scale_to
 
 DTYPES = {"int8": 0.02, "float8_e4m3fn": 0.06}
 """Largest error of a product as a fraction of the largest result, by dtype."""
@@ -36,7 +36,7 @@ def test_a_narrow_product_is_close_to_the_wide_one(equation: str, dtype: str):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_zeros_stay_zeros_and_the_largest_number_is_exact(dtype: str):
-    narrow, scale = scaled_to(jnp.asarray([[0.0, 0.0], [-3.0, 1.0]]), dtype, (1,))
+    narrow, scale = scale_to(jnp.asarray([[0.0, 0.0], [-3.0, 1.0]]), dtype, (1,))
     assert narrow.dtype == dtype
     np.testing.assert_array_equal(narrow[0].astype(jnp.float32), 0)
     np.testing.assert_allclose(narrow[1, 0].astype(jnp.float32) * scale[1, 0], -3.0, rtol=1e-6)

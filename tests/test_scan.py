@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from helpers import some_quick
 from valkyrie.ops.choices import ScanImpl
-from valkyrie.ops.scan import chosen_impl, linear_recurrence, recurrence_step, sharded_linear_recurrence
+from valkyrie.ops.scan import linear_recurrence, recurrence_step, resolve_impl, sharded_linear_recurrence
 from valkyrie.ops.scan_complex import power, powers
 
 BATCH, SEQ, STATE, BLOCK = 2, 13, 3, 4
@@ -336,15 +336,15 @@ def test_powers_follow_the_rounded_base() -> None:
     [("cpu", ScanImpl.sequential), ("gpu", ScanImpl.associative), ("tpu", ScanImpl.kernel)],
 )
 def test_auto_is_chosen_by_backend_and_a_named_form_is_kept(backend: str, impl: ScanImpl) -> None:
-    assert chosen_impl(ScanImpl.auto, backend) is impl
-    assert chosen_impl(ScanImpl.associative, backend) is ScanImpl.associative
+    assert resolve_impl(ScanImpl.auto, backend) is impl
+    assert resolve_impl(ScanImpl.associative, backend) is ScanImpl.associative
 
 
 def test_refusals_name_what_is_wrong() -> None:
     lam, bu = _pair(np.ones(1)), _pair(np.ones((1, 2, 1)))
     with pytest.raises(ValueError, match="abacus"):
-        chosen_impl(ScanImpl.auto, "abacus")
-    with pytest.raises(ValueError, match="0 positions"):
+        resolve_impl(ScanImpl.auto, "abacus")
+    with pytest.raises(ValueError, match="block=0"):
         linear_recurrence(lam, bu, block=0)
-    with pytest.raises(ValueError, match="no mesh axes"):
+    with pytest.raises(ValueError, match="axis_names is empty"):
         sharded_linear_recurrence(lam, bu, axis_names=())

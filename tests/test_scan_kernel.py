@@ -17,7 +17,7 @@ from valkyrie.hardware.platforms.tpu import ENVIRONMENT
 from valkyrie.ops import scan_pallas
 from valkyrie.ops.choices import ScanImpl
 from valkyrie.ops.scan import linear_recurrence, sharded_linear_recurrence
-from valkyrie.ops.scan_forms import form_on
+from valkyrie.ops.scan_forms import form_for_backend
 from valkyrie.search.compile.executable import without_cache
 
 Pair = tuple[jax.Array, jax.Array]
@@ -89,7 +89,7 @@ def test_values_and_gradients_equal_the_sequential_form(
 def test_several_registers_of_states_and_several_blocks_of_them() -> None:
     p = problem(1, 16, 300, enters=True, resets=True)
     got, want = (
-        jax.jit(form_on(impl, "cpu"), static_argnums=(4, 5))(p["lam"], p["bu"], p["h0"], p["keep"], False, 1)
+        jax.jit(form_for_backend(impl, "cpu"), static_argnums=(4, 5))(p["lam"], p["bu"], p["h0"], p["keep"], False, 1)
         for impl in (ScanImpl.kernel, ScanImpl.sequential)
     )
     for a, b in zip(got, want, strict=True):

@@ -90,11 +90,11 @@ def test_refused_block_sizes_name_the_nearest_legal_ones() -> None:
         block_hippo(3, 2, conjugate_symmetric=False)
     with pytest.raises(ValueError, match="state_size=12 or state_size=24"):
         block_hippo(6, 6)
-    with pytest.raises(ValueError, match="blocks=0: "):
+    with pytest.raises(ValueError, match="blocks=0 "):
         block_hippo(8, 0)
-    with pytest.raises(ValueError, match="0 states"):
+    with pytest.raises(ValueError, match="n=0"):
         hippo_n(0)
-    with pytest.raises(ValueError, match=r"step_min=0\.1 and step_max=0\.01"):
+    with pytest.raises(ValueError, match=r"step_min=0\.1 .*step_max=0\.01"):
         init_log_step(KEY, 4, 0.1, 0.01)
 
 

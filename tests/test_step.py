@@ -29,7 +29,7 @@ from helpers import (
     two_steps,
 )
 from valkyrie.axes import UNSHARDED
-from valkyrie.ops.linear import Numerics, linear, made_once
+from valkyrie.ops.linear import Numerics, compute_cotangents_once, linear
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.tasks.next_token import token_losses
 from valkyrie.train.program import StepProgram
@@ -343,5 +343,8 @@ def test_a_tpu_compiler_loops_over_products_of_activations_alone():
 
 def test_cotangents_made_once_are_the_same():
     a, b = (jnp.asarray(np.random.default_rng(i).normal(size=(3, 4))) for i in (0, 1))
-    plain, once = (jax.grad(lambda x, y, f=f: jnp.prod(jnp.stack(f(x, y))), (0, 1)) for f in (lambda *x: x, made_once))
+    plain, once = (
+        jax.grad(lambda x, y, f=f: jnp.prod(jnp.stack(f(x, y))), (0, 1))
+        for f in (lambda *x: x, compute_cotangents_once)
+    )
     jax.tree.map(np.testing.assert_array_equal, once(a, b), plain(a, b))

@@ -13,7 +13,7 @@ from valkyrie.axes import Shard
 from valkyrie.models.block import BlockContext
 from valkyrie.models.feed_forward import FeedForward, Nonlinearity
 from valkyrie.models.layers import Boundaries, add_bias, normal, parameter, project
-from valkyrie.ops.linear import Numerics, made_once
+from valkyrie.ops.linear import Numerics, compute_cotangents_once
 
 _NONLINEARITIES = {
     Nonlinearity.swiglu: jax.nn.silu,
@@ -51,7 +51,7 @@ class FeedForwardLayer(nnx.Module):
         if self.kind.gated:
             gate = project("bse,em->bsm", x, self.gate, shard=shard, numerics=self.numerics, name="gate")
             gate = self._add_bias(gate, "gate", shard)
-            up, gate = made_once(up, gate)
+            up, gate = compute_cotangents_once(up, gate)
             hidden = _NONLINEARITIES[self.kind](gate) * up
         else:
             hidden = _NONLINEARITIES[self.kind](up)

@@ -28,7 +28,7 @@ from valkyrie.models.layers import (
     normal,
     parameter,
 )
-from valkyrie.ops.attention.pattern import capped
+from valkyrie.ops.attention.pattern import apply_soft_cap
 from valkyrie.ops.cross_entropy import cross_entropy
 from valkyrie.ops.linear import Numerics, lookup
 
@@ -294,8 +294,8 @@ class LanguageModel(nnx.Module):
             shards=shards,
             batch_shards=shard.size("batch"),
             constrain=lambda logits: shard(logits, "batch", positions, "vocab"),
-            place=lambda table: shard.gather_for_use(table, "vocab", width),
-            total=self._gradient_sum(shard),
+            gather=lambda table: shard.gather_for_use(table, "vocab", width),
+            sum_gradient=self._gradient_sum(shard),
         )
         return Losses(sums.loss_sum + sums.z_sum, sums.loss_sum, sums.weight_sum, sums.per_token)
 
@@ -349,7 +349,7 @@ class LanguageModel(nnx.Module):
     def _unembed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         table = self._unembedding_table[: self.config.vocab_size].astype(x.dtype)
         logits = jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
-        return capped(logits, self.config.logits_soft_cap)
+        return apply_soft_cap(logits, self.config.logits_soft_cap)
 
     def _scale(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
         scale = self.config.embedding_scale

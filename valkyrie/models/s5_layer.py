@@ -14,7 +14,7 @@ from valkyrie.models.layers import Boundaries, normal, parameter, project
 from valkyrie.models.s5 import S5, Activation
 from valkyrie.ops.choices import STATES
 from valkyrie.ops.linear import FLOAT32, Numerics, linear
-from valkyrie.ops.scan import is_checkable, linear_recurrence, recurrence_step, sharded_linear_recurrence
+from valkyrie.ops.scan import linear_recurrence, recurrence_step, sharded_linear_recurrence, supports_vma_check
 from valkyrie.ops.scan_complex import Carry, Eigenvalues, States, mul
 from valkyrie.ops.ssm import block_hippo, discretize, init_B_tilde, init_C_tilde, init_D, init_Lambda, init_log_step
 
@@ -123,7 +123,7 @@ class S5Layer(nnx.Module):
 
         state_axes: Axes = ("batch", "seq", "state")
         keep_axes = None if keep is None else ("batch", "seq")
-        checked = is_checkable(c.scan, shard.backend)
+        checked = supports_vma_check(c.scan, shard.backend)
         run = shard.map(local, [("state",), state_axes, keep_axes], [state_axes, state_axes], checked=checked)
         with jax.named_scope(STATES):
             re, im = run(lam_bar, bu, keep)

@@ -1,1 +1,1 @@
-"""The expensive array operations of the models. All implementations of an operation give equal values."""
+"""The expensive array operations of the models. Implementations of an operation agree up to rounding."""

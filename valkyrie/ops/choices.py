@@ -1,4 +1,4 @@
-"""Names of the implementations and variants that a config can choose. Imports no JAX."""
+"""Implementations and variants that a config can select. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from enum import Enum
 CONTEXT, STATES = "context", "states"
 """Checkpoint names: the output and softmax sums of the attention kernel, and the states of a recurrence.
 
-The names are attached inside the custom derivatives. A `jax.checkpoint` policy that saves them thus saves the residuals
-of these derivatives, and nothing is computed twice.
+The custom derivatives attach these names to their residuals, so that a `jax.checkpoint` policy which saves the names
+saves the residuals, and nothing is computed twice.
 """
 
 
@@ -39,7 +39,7 @@ class CInit(Enum):
 
 
 class Bias(Enum):
-    """Attention projections with a bias: none; queries, keys and values (Qwen 2); or all, with the output (GPT-2)."""
+    """Attention projections with a bias: none; query, key and value (`qkv`, Qwen 2); also output (`all`, GPT-2)."""
 
     none = "none"
     qkv = "qkv"
@@ -48,7 +48,7 @@ class Bias(Enum):
 
 @dataclass
 class RopeStretch:
-    """Slower rotary frequencies for contexts longer than the original training `context` of a model (Llama 3.1).
+    """Slower rotary frequencies, for contexts longer than the `context` that a model was first trained on (Llama 3.1).
 
     A pair of channels with fewer than `low` turns over that context rotates `factor` times slower. Pairs with more than
     `high` turns keep their frequency, and those in between are interpolated. A `factor` of 1 changes nothing.

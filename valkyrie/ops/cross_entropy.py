@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-Constrain = Callable[[Array], Array]
+ArrayFunction = Callable[[Array], Array]
 
 
 class CrossEntropy(NamedTuple):
@@ -30,13 +30,13 @@ class CrossEntropy(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """Static settings of the map from hidden states to logits."""
+    """Static settings of the loss (see `cross_entropy`)."""
 
     vocab_size: int
     softcap: float | None
-    constrain: Constrain | None
-    place: Constrain | None
-    total: Constrain | None
+    constrain: ArrayFunction | None
+    gather: ArrayFunction | None
+    sum_gradient: ArrayFunction | None
     batch_shards: int
     seq_shards: int
 
@@ -53,9 +53,9 @@ def cross_entropy(
     softcap: float | None = None,
     shards: int = 1,
     batch_shards: int = 1,
-    constrain: Constrain | None = None,
-    place: Constrain | None = None,
-    total: Constrain | None = None,
+    constrain: ArrayFunction | None = None,
+    gather: ArrayFunction | None = None,
+    sum_gradient: ArrayFunction | None = None,
 ) -> CrossEntropy:
     """Return the weighted sums of -log p(target), and the unweighted value of every token (0 if its weight is 0).
 
@@ -70,44 +70,42 @@ def cross_entropy(
         vocab_size: Number of tokens.
         chunk: Positions of each sequence shard that are computed at a time.
         z_loss: Weight of the squared log-sum-exp in `z_sum` (PaLM, arXiv 2204.02311, section 5).
-        softcap: c, which replaces logits l by c * tanh(l / c).
+        softcap: Bound c of the logits: c * tanh(logit / c). None: no bound.
         shards: Number of shards of the sequence.
         batch_shards: Number of shards of the batch.
         constrain: Applied to the logits of each chunk, (batch, shards * chunk, vocab).
-        place: Applied to the unembedding in the dtype of `hidden`, forward and again backward. The gathered array is
+        gather: Applied to the unembedding in the dtype of `hidden`, forward and again backward. The gathered array is
             thus not kept in between, and the gradient of a wider parameter is not rounded.
-        total: Sums the gradient of the unembedding, (batch_shards, shards, vocab, embed) in float32, over its first
-            two dimensions.
+        sum_gradient: Sums the float32 gradient of the unembedding, (batch_shards, shards, vocab, embed), over its
+            first two dimensions. None: an ordinary sum.
     """
     batch, seq, _ = hidden.shape
     if not 0 < vocab_size <= unembed.shape[0]:
-        raise ValueError(
-            f"vocab_size={vocab_size}, but the unembedding has {unembed.shape[0]} rows. Use 1 to that many."
-        )
+        raise ValueError(f"vocab_size={vocab_size} must be from 1 to the {unembed.shape[0]} rows of the unembedding.")
     if seq % shards:
         raise ValueError(
-            f"a sequence of {seq} cannot be split into {shards} shards. Use a length divisible by {shards}."
+            f"a sequence of length {seq} does not split into shards={shards}. Use a length divisible by {shards}."
         )
     if batch % batch_shards:
         raise ValueError(
-            f"a batch of {batch} cannot be split into {batch_shards} shards. Use a batch divisible by {batch_shards}."
+            f"a batch of {batch} does not split into batch_shards={batch_shards}. Use a multiple of {batch_shards}."
         )
     if chunk < 1:
-        raise ValueError(f"chunk={chunk}: the loss takes `chunk` positions at a time. Use 1 or more.")
-    part = seq // shards
-    chunk = min(chunk, part)
-    head = _Head(vocab_size, softcap, constrain, place, total, batch_shards, shards)
-    split = functools.partial(_split, shards=shards, chunk=chunk)
-    losses: Any = _token_losses(head, split(hidden), unembed, split(targets))
-    nll, log_sum = (_join(x, shards, batch, seq) for x in losses)
-    counted = weights != 0
-    nll, log_sum = jnp.where(counted, nll, 0.0), jnp.where(counted, log_sum, 0.0)
+        raise ValueError(f"chunk={chunk}: the loss is computed for `chunk` positions at a time. Use chunk=1 or more.")
+    shard_length = seq // shards
+    chunk = min(chunk, shard_length)
+    head = _Head(vocab_size, softcap, constrain, gather, sum_gradient, batch_shards, shards)
+    split = functools.partial(_split_chunks, shards=shards, chunk=chunk)
+    token_losses: Any = _token_losses(head, split(hidden), unembed, split(targets))
+    nll, log_sum = (_merge_chunks(x, shards, batch, seq) for x in token_losses)
+    has_weight = weights != 0
+    nll, log_sum = jnp.where(has_weight, nll, 0.0), jnp.where(has_weight, log_sum, 0.0)
     weights = weights.astype(jnp.float32)
     z_sum = z_loss * jnp.sum(weights * jnp.square(log_sum))
     return CrossEntropy(jnp.sum(weights * nll), jnp.sum(weights), z_sum, nll)
 
 
-def _split(x: Array, shards: int, chunk: int) -> Array:
+def _split_chunks(x: Array, shards: int, chunk: int) -> Array:
     """Reshape (batch, seq, ...) to (chunks, batch, shards * chunk, ...), padding each shard to whole chunks."""
     batch, seq = x.shape[:2]
     x = x.reshape(batch, shards, seq // shards, *x.shape[2:])
@@ -116,31 +114,31 @@ def _split(x: Array, shards: int, chunk: int) -> Array:
     return x.reshape(x.shape[0], batch, shards * chunk, *x.shape[4:])
 
 
-def _join(x: Array, shards: int, batch: int, seq: int) -> Array:
-    """Invert `_split`, dropping positions after `seq`."""
+def _merge_chunks(x: Array, shards: int, batch: int, seq: int) -> Array:
+    """Invert `_split_chunks`, dropping positions after `seq`."""
     chunks = x.shape[0]
     x = jnp.moveaxis(x.reshape(chunks, batch, shards, -1, *x.shape[3:]), 0, 2)
     x = x.reshape(batch, shards, -1, *x.shape[4:])[:, :, : seq // shards]
     return x.reshape(batch, seq, *x.shape[3:])
 
 
-def _placed(head: _Head, hidden: Array, unembed: Float[Array, "vocab embed"]) -> Float[Array, "vocab embed"]:
-    """Return the unembedding in the dtype of `hidden`, placed for products."""
+def _gather_unembed(head: _Head, hidden: Array, unembed: Float[Array, "vocab embed"]) -> Float[Array, "vocab embed"]:
+    """Return the unembedding in the dtype of `hidden`, gathered for products."""
     unembed = unembed.astype(hidden.dtype)
-    return unembed if head.place is None else head.place(unembed)
+    return unembed if head.gather is None else head.gather(unembed)
 
 
 def _logits(
     head: _Head, hidden: Float[Array, "batch part embed"], unembed: Float[Array, "vocab embed"]
 ) -> tuple[Float[Array, "batch part vocab"], Float[Array, "batch part vocab"] | None]:
-    """Return one chunk's logits, -inf in the padding, and the derivative of the soft cap (None without a cap)."""
+    """Return the logits of a chunk (-inf in the padding), and the derivative of the soft cap, or None without one."""
     logits = jnp.einsum("bse,ve->bsv", hidden, unembed, preferred_element_type=jnp.float32)
     if head.constrain is not None:
         logits = head.constrain(logits)
     slope = None
     if head.softcap is not None:
-        bent = jnp.tanh(logits / head.softcap)
-        logits, slope = head.softcap * bent, 1 - jnp.square(bent)
+        squashed = jnp.tanh(logits / head.softcap)
+        logits, slope = head.softcap * squashed, 1 - jnp.square(squashed)
     if head.vocab_size < unembed.shape[0]:
         logits = jnp.where(jnp.arange(unembed.shape[0]) < head.vocab_size, logits, -jnp.inf)
     return logits, slope
@@ -159,16 +157,16 @@ def _token_losses(
     targets: Int[Array, "chunks batch part"],
 ) -> tuple[Float[Array, "chunks batch part"], Float[Array, "chunks batch part"]]:
     """Return -log p(target) and the log-sum-exp of every token."""
-    unembed = _placed(head, hidden, unembed)
+    unembed = _gather_unembed(head, hidden, unembed)
 
-    def one_chunk(carry: None, x: tuple[Array, Array]):
+    def chunk_step(carry: None, x: tuple[Array, Array]):
         logits, _ = _logits(head, x[0], unembed)
-        top = logits.max(-1, keepdims=True)
-        log_sum = jnp.log(jnp.exp(logits - top).sum(-1)) + top[..., 0]
-        gold = jnp.where(_is_target(x[1], logits.shape[-1]), logits, 0.0).sum(-1)
-        return carry, (log_sum - gold, log_sum)
+        largest = logits.max(-1, keepdims=True)
+        log_sum = jnp.log(jnp.exp(logits - largest).sum(-1)) + largest[..., 0]
+        target_logit = jnp.where(_is_target(x[1], logits.shape[-1]), logits, 0.0).sum(-1)
+        return carry, (log_sum - target_logit, log_sum)
 
-    return jax.lax.scan(one_chunk, None, (hidden, targets))[1]
+    return jax.lax.scan(chunk_step, None, (hidden, targets))[1]
 
 
 def _token_losses_forward(head, hidden, unembed, targets):
@@ -179,32 +177,34 @@ def _token_losses_forward(head, hidden, unembed, targets):
 def _token_losses_backward(head, saved, cotangents):
     hidden, unembed, targets, log_sum = saved
     d_nll, d_log_sum = cotangents
-    dtype, unembed = unembed.dtype, _placed(head, hidden, unembed)
+    dtype, unembed = unembed.dtype, _gather_unembed(head, hidden, unembed)
 
-    def one_chunk(d_unembed: Array, x: tuple[Array, ...]):
-        part, target, normaliser, by_nll, by_sum = x
-        logits, slope = _logits(head, part, unembed)
-        probability = jnp.exp(logits - normaliser[..., None])
-        d_logits = probability * (by_nll + by_sum)[..., None]
-        d_logits = d_logits - jnp.where(_is_target(target, logits.shape[-1]), by_nll[..., None], 0.0)
+    def chunk_step(d_unembed: Array, x: tuple[Array, ...]):
+        hidden_chunk, target_chunk, log_sum_chunk, d_nll_chunk, d_log_sum_chunk = x
+        logits, slope = _logits(head, hidden_chunk, unembed)
+        probability = jnp.exp(logits - log_sum_chunk[..., None])
+        d_logits = probability * (d_nll_chunk + d_log_sum_chunk)[..., None]
+        d_logits = d_logits - jnp.where(_is_target(target_chunk, logits.shape[-1]), d_nll_chunk[..., None], 0.0)
         if slope is not None:
             d_logits = d_logits * slope
-        d_logits = d_logits.astype(part.dtype)
-        d_part = jnp.einsum("bsv,ve->bse", d_logits, unembed, preferred_element_type=jnp.float32).astype(part.dtype)
-        apart = (_by_shard(head, x) for x in (d_logits, part))
-        return d_unembed + jnp.einsum("ibjsv,ibjse->ijve", *apart, preferred_element_type=jnp.float32), d_part
+        d_logits = d_logits.astype(hidden_chunk.dtype)
+        d_hidden = jnp.einsum("bsv,ve->bse", d_logits, unembed, preferred_element_type=jnp.float32)
+        d_hidden = d_hidden.astype(hidden_chunk.dtype)
+        by_shard = (_split_shards(head, x) for x in (d_logits, hidden_chunk))
+        d_unembed = d_unembed + jnp.einsum("ibjsv,ibjse->ijve", *by_shard, preferred_element_type=jnp.float32)
+        return d_unembed, d_hidden
 
-    start = jnp.zeros((head.batch_shards, head.seq_shards, *unembed.shape), jnp.float32)
-    d_unembed, d_hidden = jax.lax.scan(one_chunk, start, (hidden, targets, log_sum, d_nll, d_log_sum))
-    total = d_unembed.sum((0, 1)) if head.total is None else head.total(d_unembed)
+    zeros = jnp.zeros((head.batch_shards, head.seq_shards, *unembed.shape), jnp.float32)
+    d_unembed, d_hidden = jax.lax.scan(chunk_step, zeros, (hidden, targets, log_sum, d_nll, d_log_sum))
+    total = d_unembed.sum((0, 1)) if head.sum_gradient is None else head.sum_gradient(d_unembed)
     return d_hidden, total.astype(dtype), None
 
 
-def _by_shard(head: _Head, x: Array) -> Array:
+def _split_shards(head: _Head, x: Array) -> Array:
     """Reshape (batch, part, ...) to (batch_shards, batch / batch_shards, seq_shards, chunk, ...)."""
-    batch, part = x.shape[:2]
+    batch, length = x.shape[:2]
     return x.reshape(
-        head.batch_shards, batch // head.batch_shards, head.seq_shards, part // head.seq_shards, *x.shape[2:]
+        head.batch_shards, batch // head.batch_shards, head.seq_shards, length // head.seq_shards, *x.shape[2:]
     )
 
 

@@ -1,4 +1,4 @@
-"""Products and look-ups of sharded parameters, without keeping gathered copies.
+"""Products with sharded parameters, and look-ups in them, without saving gathered copies.
 
 A parameter is cast and gathered right before its use, forward and again backward. Its gradient is summed in the
 reduction dtype and scattered back. Fully sharded parameters thus stay sharded in memory.
@@ -24,7 +24,7 @@ class Numerics(NamedTuple):
         parameter: Stored parameters.
         compute: Operands of products.
         reduction: Sums of gradients.
-        products: Narrow dtype to scale operands to (`valkyrie.ops.narrow`), or None.
+        products: Narrow dtype of the operands (`valkyrie.ops.narrow`), or None for `compute`.
     """
 
     parameter: str
@@ -33,7 +33,7 @@ class Numerics(NamedTuple):
     products: str | None = None
 
     @staticmethod
-    def of(policy: PolicyConfig) -> Numerics:
+    def from_policy(policy: PolicyConfig) -> Numerics:
         """Return the dtypes of a policy."""
         narrow = None if policy.products is None else policy.products.value
         return Numerics(policy.parameter.value, policy.compute.value, policy.reduction.value, narrow)
@@ -52,39 +52,39 @@ def linear(
     shard: Shard,
     numerics: Numerics,
 ) -> Float[Array, "..."]:
-    """Compute the einsum of an activation and a parameter with logical axes `axes`, in the compute dtype.
+    """Compute the einsum of an activation and a parameter, in the compute dtype.
 
-    The parameter is cast, then gathered over the mesh axes that split data (`shard.gather_for_use`), here and again in
-    the backward pass. Its gradient is the product of `x` and the cotangent in the reduction dtype, sharded like the
-    stored parameter, which is a reduce-scatter under a fully sharded partition. Every index of `w` must appear in `x`
-    or in the result.
+    The parameter, with logical axes `axes`, is cast, then gathered over the mesh axes that split data
+    (`shard.gather_for_use`), here and again in the backward pass. Its gradient is computed in the reduction dtype and
+    sharded like the stored parameter, which is a reduce-scatter under a fully sharded partition. Every index of `w`
+    must appear in `x` or in the result.
     """
     operands, out = equation.split("->")
-    of_x, of_w = operands.split(",")
+    x_indices, w_indices = operands.split(",")
 
     def cast(w: Array) -> Array:
         return shard.gather_for_use(w.astype(numerics.compute), *axes)
 
-    def multiplied(equation: str, x: Array, w: Array) -> Array:
+    def multiply(equation: str, x: Array, w: Array) -> Array:
         if numerics.products is None:
             return jnp.einsum(equation, x, cast(w))
         return narrow_einsum(equation, x, w, numerics.products, lambda narrow: shard.gather_for_use(narrow, *axes))
 
     @jax.custom_vjp
     def product(x: Array, w: Array) -> Array:
-        return multiplied(equation, x, w)
+        return multiply(equation, x, w)
 
     # This repeats the body of `product` instead of calling it, so that remat policies that save products see it.
     def forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-        return multiplied(equation, x, w), (x, w)
+        return multiply(equation, x, w), (x, w)
 
-    def of_weights(x: Array, g: Array) -> Array:
-        return jnp.einsum(f"{of_x},{out}->{of_w}", x, g, preferred_element_type=jnp.dtype(numerics.reduction))
+    def weight_gradient(x: Array, g: Array) -> Array:
+        return jnp.einsum(f"{x_indices},{out}->{w_indices}", x, g, preferred_element_type=jnp.dtype(numerics.reduction))
 
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
         x, w = saved
-        dx = multiplied(f"{out},{of_w}->{of_x}", g, w)
-        dw = shard.gradient(of_weights, (x, g), *axes, reduction=numerics.reduction)
+        dx = multiply(f"{out},{w_indices}->{x_indices}", g, w)
+        dw = shard.gradient(weight_gradient, (x, g), *axes, reduction=numerics.reduction)
         return dx.astype(x.dtype), dw.astype(w.dtype)
 
     product.defvjp(forward, backward)
@@ -95,7 +95,7 @@ def linear(
 def lookup(
     table: Float[Array, "vocab embed"], tokens: Int[Array, "*rows"], *, axes: Axes, shard: Shard, numerics: Numerics
 ) -> Float[Array, "*rows embed"]:
-    """Look up the rows of a parameter with logical axes `axes` at `tokens`, in the compute dtype.
+    """Return the rows of a table at `tokens`, in the compute dtype. `axes` are the logical axes of the table.
 
     The gradient of a row is the sum over all its uses, always in float32. A frequent token has thousands of uses, and a
     bfloat16 sum of equal terms stops growing after 256 of them.
@@ -108,12 +108,12 @@ def lookup(
     def forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
         return rows(table, tokens), (table, tokens)
 
-    def of_table(tokens: Array, g: Array) -> Array:
+    def table_gradient(tokens: Array, g: Array) -> Array:
         return jnp.zeros(table.shape, ACCUMULATED.value).at[tokens].add(g.astype(ACCUMULATED.value))
 
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None]:
         table, tokens = saved
-        total = shard.gradient(of_table, (tokens, g), *axes, reduction=numerics.reduction, whole=True)
+        total = shard.gradient(table_gradient, (tokens, g), *axes, reduction=numerics.reduction, whole=True)
         return total.astype(table.dtype), None
 
     rows.defvjp(forward, backward)
@@ -121,8 +121,8 @@ def lookup(
 
 
 @jax.custom_vjp
-def made_once(a: Float[Array, "*shape"], b: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], ...]:
-    """Return both arrays unchanged, but compute their cotangents once, before any product that uses them.
+def compute_cotangents_once(a: Float[Array, "*shape"], b: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], ...]:
+    """Identity that computes the cotangents of both arrays before any product uses them.
 
     Otherwise the compiler may recompute a gate's derivative inside each of the four products that need it. On TPU v5e
     this costs a tenth of a gated feed-forward's backward pass (compiler estimates, experiments/LOG.md).
@@ -130,12 +130,12 @@ def made_once(a: Float[Array, "*shape"], b: Float[Array, "*shape"]) -> tuple[Flo
     return a, b
 
 
-def _made_once_forward(a: Array, b: Array) -> tuple[tuple[Array, Array], None]:
+def _compute_cotangents_once_forward(a: Array, b: Array) -> tuple[tuple[Array, Array], None]:
     return (a, b), None
 
 
-def _made_once_backward(_: None, cotangents: tuple[Array, Array]) -> tuple[Array, Array]:
+def _compute_cotangents_once_backward(_: None, cotangents: tuple[Array, Array]) -> tuple[Array, Array]:
     return jax.lax.optimization_barrier(cotangents)
 
 
-made_once.defvjp(_made_once_forward, _made_once_backward)
+compute_cotangents_once.defvjp(_compute_cotangents_once_forward, _compute_cotangents_once_backward)

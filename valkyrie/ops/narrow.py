@@ -1,7 +1,7 @@
 """Products with operands scaled to a narrow dtype, int8 or float8, and wide accumulation.
 
-Each row or column that a product sums over gets a separate scale from its largest magnitude, at every call. This is
-AQT's dynamic scaling (arXiv 2105.03536), except that AQT rounds gradients stochastically and this rounds to nearest.
+Each row or column that a product sums over is scaled by its largest magnitude, at every call. This is AQT's dynamic
+scaling (arXiv 2105.03536), except that AQT rounds gradients stochastically and this rounds to nearest.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ def narrow_einsum(
     x: Float[Array, "..."],
     w: Float[Array, "..."],
     dtype: str,
-    place: Callable[[Array], Array] = lambda narrow: narrow,
+    gather: Callable[[Array], Array] = lambda narrow: narrow,
 ) -> Float[Array, "..."]:
     """Compute the einsum of two operands in a narrow dtype. The result has x's dtype.
 
-    `place` is applied to the narrow `w`, so that devices gather it in the narrow dtype.
+    `gather` is applied to the narrow `w`, so that devices gather it in the narrow dtype.
     """
     operands, out = equation.split("->")
-    of_x, of_w = operands.split(",")
-    narrow_x, x_scale = scaled_to(x, dtype, _summed(of_x, out))
-    narrow_w, w_scale = scaled_to(w, dtype, _summed(of_w, out))
-    wide = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
-    total = jnp.einsum(equation, narrow_x, place(narrow_w), preferred_element_type=wide)
-    result = total.astype(jnp.float32) * _laid(x_scale, of_x, out) * _laid(w_scale, of_w, out)
+    x_indices, w_indices = operands.split(",")
+    narrow_x, x_scale = scale_to(x, dtype, _summed_axes(x_indices, out))
+    narrow_w, w_scale = scale_to(w, dtype, _summed_axes(w_indices, out))
+    accumulator = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
+    total = jnp.einsum(equation, narrow_x, gather(narrow_w), preferred_element_type=accumulator)
+    result = total.astype(jnp.float32) * _align_scale(x_scale, x_indices, out) * _align_scale(w_scale, w_indices, out)
     return result.astype(x.dtype)
 
 
-def scaled_to(
+def scale_to(
     x: Float[Array, "..."], dtype: str, axes: tuple[int, ...]
 ) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
-    """Return `x` divided by its scale, in a narrow dtype, and the scale. It has length 1 over `axes` and is never 0."""
+    """Return `x` divided by its scale, in a narrow dtype, and the nonzero scale, of length 1 along `axes`."""
     integer = jnp.issubdtype(dtype, jnp.integer)
-    largest = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
+    largest_value = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
     wide = x.astype(jnp.float32)
-    top = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
-    scale = jnp.where(top == 0, 1.0, top / largest)
-    scaled = jnp.clip(wide / scale, -largest, largest)
+    magnitude = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+    scale = jnp.where(magnitude == 0, 1.0, magnitude / largest_value)
+    scaled = jnp.clip(wide / scale, -largest_value, largest_value)
     return (jnp.round(scaled) if integer else scaled).astype(dtype), scale
 
 
-def _summed(letters: str, out: str) -> tuple[int, ...]:
+def _summed_axes(letters: str, out: str) -> tuple[int, ...]:
     return tuple(i for i, letter in enumerate(letters) if letter not in out)
 
 
-def _laid(scale: Float[Array, "..."], letters: str, out: str) -> Float[Array, "..."]:
-    """Return a scale with a dimension for every letter of the result, of length 1 for letters that it lacks."""
-    kept = [letter for letter in letters if letter in out]
-    scale = jax.lax.squeeze(scale, _summed(letters, out))
-    scale = scale.transpose([kept.index(letter) for letter in out if letter in kept])
-    return jnp.expand_dims(scale, [i for i, letter in enumerate(out) if letter not in kept])
+def _align_scale(scale: Float[Array, "..."], letters: str, out: str) -> Float[Array, "..."]:
+    """Return a scale with a dimension for every letter of the result, of length 1 for letters that are not its own."""
+    shared = [letter for letter in letters if letter in out]
+    scale = jax.lax.squeeze(scale, _summed_axes(letters, out))
+    scale = scale.transpose([shared.index(letter) for letter in out if letter in shared])
+    return jnp.expand_dims(scale, [i for i, letter in enumerate(out) if letter not in shared])

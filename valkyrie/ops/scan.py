@@ -1,4 +1,4 @@
-"""The S5 recurrence: picks an implementation, and defines the derivative of all implementations.
+"""The S5 recurrence: chooses an implementation, and defines the derivative of all implementations.
 
 h_t = keep_t Lambda_bar h_{t-1} + bu_t is the part of an S5 layer between its two projections (arXiv 2208.04933,
 equation 2). The backward pass is the same recurrence in the opposite direction with the conjugate of Lambda_bar. It
@@ -23,21 +23,21 @@ from valkyrie.ops.scan_complex import (
     States,
     add,
     as_float32,
-    at,
     conj,
+    index_parts,
     mul,
     power,
     powers,
-    scaled,
+    scale_by,
     zeros_like,
 )
-from valkyrie.ops.scan_forms import FORMS, Keep, form_on
+from valkyrie.ops.scan_forms import FORMS, Keep, form_for_backend
 
 DEFAULT_BLOCK = 128
 """Block length of the blocked form. With 4096 positions it takes 128 + 32 sequential steps."""
 
 
-class _Plan(NamedTuple):
+class _Recurrence(NamedTuple):
     """Static settings of a recurrence."""
 
     impl: ScanImpl
@@ -47,7 +47,7 @@ class _Plan(NamedTuple):
     axis_names: tuple[str, ...]
 
 
-def chosen_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
+def resolve_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
     """Resolve `auto` to the default implementation of a backend (None: JAX's default backend).
 
     Raises ValueError for `auto` on a backend without a default.
@@ -57,19 +57,19 @@ def chosen_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
     backend = jax.default_backend() if backend is None else backend
     default = platform_of(backend).scan
     if default is None:
-        named = ", ".join(form.value for form in FORMS)
-        raise ValueError(f"scan=auto has no default for backend {backend!r}. Name one of {named}.")
+        names = ", ".join(form.value for form in FORMS)
+        raise ValueError(f"scan=auto has no default for backend {backend!r}. Use one of {names}.")
     return ScanImpl(default)
 
 
-def is_checkable(impl: ScanImpl, backend: str | None = None) -> bool:
+def supports_vma_check(impl: ScanImpl, backend: str | None = None) -> bool:
     """Whether a recurrence works inside a `jax.shard_map` that checks over which mesh axes values vary.
 
-    All do except the interpreted kernel. Without the check, gradients of values that are replicated over a mesh axis
-    are summed over it and divided again, which sends arrays of shape (batch, seq, state) for nothing.
+    All implementations do except the interpreted kernel. Without the check, JAX sums the gradients of values that are
+    replicated over a mesh axis and divides them again, which sends arrays of shape (batch, seq, state) for nothing.
     """
     backend = jax.default_backend() if backend is None else backend
-    return chosen_impl(impl, backend) is not ScanImpl.kernel or platform_of(backend).runs_pallas_tpu
+    return resolve_impl(impl, backend) is not ScanImpl.kernel or platform_of(backend).runs_pallas_tpu
 
 
 def linear_recurrence(
@@ -93,8 +93,8 @@ def linear_recurrence(
     needs only the states. All implementations agree to float32 rounding. Raises ValueError for a block below 1.
     """
     backend = jax.default_backend() if backend is None else backend
-    plan = _Plan(chosen_impl(impl, backend), backend, block, reverse, ())
-    return _checked(plan, lam_bar, bu, h0, keep)
+    plan = _Recurrence(resolve_impl(impl, backend), backend, block, reverse, ())
+    return _run_checked(plan, lam_bar, bu, h0, keep)
 
 
 def sharded_linear_recurrence(
@@ -118,10 +118,10 @@ def sharded_linear_recurrence(
     derivatives.
     """
     if not axis_names:
-        raise ValueError("a sharded recurrence was asked for over no mesh axes. Name the axes that split seq.")
+        raise ValueError("axis_names is empty. List the mesh axes that shard the sequence.")
     backend = jax.default_backend() if backend is None else backend
-    plan = _Plan(chosen_impl(impl, backend), backend, block, reverse, tuple(axis_names))
-    return _checked(plan, lam_bar, bu, h0, keep)
+    plan = _Recurrence(resolve_impl(impl, backend), backend, block, reverse, tuple(axis_names))
+    return _run_checked(plan, lam_bar, bu, h0, keep)
 
 
 def recurrence_step(lam_bar: Eigenvalues, h: Carry, bu_t: Carry) -> Carry:
@@ -129,65 +129,68 @@ def recurrence_step(lam_bar: Eigenvalues, h: Carry, bu_t: Carry) -> Carry:
     return add(mul(as_float32(lam_bar), as_float32(h)), as_float32(bu_t))
 
 
-def _checked(
-    plan: _Plan,
+def _run_checked(
+    plan: _Recurrence,
     lam_bar: Eigenvalues,
     bu: States,
     h0: Carry | None,
     keep: Float[Array, "batch seq"] | Bool[Array, "batch seq"] | None,
 ) -> States:
-    """Return the states, after casting every input to float32 and making all vary over the same mesh axes."""
+    """Compute the states. Casts all inputs to float32 and makes them vary over the same mesh axes."""
     if plan.block < 1:
-        raise ValueError(f"a scan block of {plan.block} positions was asked for: it must be at least 1.")
+        raise ValueError(f"block={plan.block}: a block has at least 1 position. Use block=1 or more.")
     bu = as_float32(bu)
-    assert bu[0].shape[1] > 0, "a recurrence over no positions"
+    assert bu[0].shape[1] > 0, "the sequence is empty"
     # Inside shard_map, the inputs of a custom derivative must vary over the same axes. Adding a zero that varies like
     # bu does this, and the transpose of the addition sums the devices' gradients. The zeros get their shapes from sums,
     # which jit does not compute, because explicit mesh axes do not allow slices there.
-    zero, zeros = jnp.zeros_like(bu[0].sum((0, 1))), jnp.zeros_like(bu[0].sum(1))
-    lam_bar = add(as_float32(lam_bar), (zero, zero))
-    h0 = None if h0 is None else add(as_float32(h0), (zeros, zeros))
-    kept = None if keep is None else keep.astype(jnp.float32) + jnp.zeros_like(bu[0].sum(2))
-    return _recurrence(plan, lam_bar, bu, h0, kept)
+    varying_zero, varying_zeros = jnp.zeros_like(bu[0].sum((0, 1))), jnp.zeros_like(bu[0].sum(1))
+    lam_bar = add(as_float32(lam_bar), (varying_zero, varying_zero))
+    h0 = None if h0 is None else add(as_float32(h0), (varying_zeros, varying_zeros))
+    keep_f32 = None if keep is None else keep.astype(jnp.float32) + jnp.zeros_like(bu[0].sum(2))
+    return _recurrence(plan, lam_bar, bu, h0, keep_f32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> States:
+def _recurrence(plan: _Recurrence, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> States:
     return _evaluate(plan, lam_bar, bu, h0, keep)[0]
 
 
 _Saved = tuple[Eigenvalues, States, Carry | None, Carry | None, Keep]
+"""Residuals of the derivative: lam_bar, the states, h0, the state that enters the shard, and keep."""
 
 
-def _forward(plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> tuple[States, _Saved]:
+def _forward(
+    plan: _Recurrence, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
+) -> tuple[States, _Saved]:
     h, entering = _evaluate(plan, lam_bar, bu, h0, keep)
     h = checkpoint_name(h[0], STATES), checkpoint_name(h[1], STATES)
     # The returned states must differ from the saved ones by an operation, here a no-op. Otherwise a policy that saves
     # the states saves them twice inside `jax.shard_map`: as a residual and as a result.
-    leaving = jnp.expand_dims(h[0], 0).squeeze(0), jnp.expand_dims(h[1], 0).squeeze(0)
-    return leaving, (lam_bar, h, h0, entering, keep)
+    returned = jnp.expand_dims(h[0], 0).squeeze(0), jnp.expand_dims(h[1], 0).squeeze(0)
+    return returned, (lam_bar, h, h0, entering, keep)
 
 
 def _backward(
-    plan: _Plan, saved: _Saved, g: States
+    plan: _Recurrence, saved: _Saved, g: States
 ) -> tuple[Eigenvalues, States, Carry | None, Float32[Array, "batch seq"] | None]:
-    """Return the gradients, from a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1} and its products with the states."""
+    """Return the gradients: a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}, and its products with the states."""
     lam_bar, h, h0, entering, keep = saved
-    a, _ = _evaluate(plan._replace(reverse=not plan.reverse), conj(lam_bar), g, None, _next_keep(plan, keep))
-    first, before, after = _ends(plan.reverse)
-    products = mul(conj(at(h, before)), at(a, after))
-    weights = None if keep is None else keep[after][:, :, None]
-    products = scaled(weights, products)
+    a, _ = _evaluate(plan._replace(reverse=not plan.reverse), conj(lam_bar), g, None, _next_visited_keep(plan, keep))
+    first, before, after = _visit_slices(plan.reverse)
+    products = mul(conj(index_parts(h, before)), index_parts(a, after))
+    keep_weights = None if keep is None else keep[after][:, :, None]
+    products = scale_by(keep_weights, products)
     d_lam = products[0].sum((0, 1)), products[1].sum((0, 1))
-    a_first = scaled(None if keep is None else keep[first][:, None], at(a, first))
+    a_first = scale_by(None if keep is None else keep[first][:, None], index_parts(a, first))
     if entering is not None:
-        at_entry = mul(conj(entering), a_first)
-        d_lam = add(d_lam, (at_entry[0].sum(0), at_entry[1].sum(0)))
+        entry_products = mul(conj(entering), a_first)
+        d_lam = add(d_lam, (entry_products[0].sum(0), entry_products[1].sum(0)))
     d_h0 = None
     if h0 is not None:
         d_h0 = mul(conj(lam_bar), a_first)
         if plan.axis_names:
-            d_h0 = scaled((_rank(plan) == 0).astype(jnp.float32), d_h0)
+            d_h0 = scale_by((_visit_rank(plan) == 0).astype(jnp.float32), d_h0)
     return d_lam, a, d_h0, None if keep is None else jnp.zeros_like(keep)
 
 
@@ -195,74 +198,74 @@ _recurrence.defvjp(_forward, _backward)
 
 
 def _evaluate(
-    plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
+    plan: _Recurrence, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
 ) -> tuple[States, Carry | None]:
     """Return the states of this device's positions, and the state before the first of them (None: zero)."""
-    form = form_on(plan.impl, plan.backend)
+    form = form_for_backend(plan.impl, plan.backend)
     if not plan.axis_names:
         return form(lam_bar, bu, h0, keep, plan.reverse, plan.block), h0
-    local = form(lam_bar, bu, None, keep, plan.reverse, plan.block)
-    entering = _entering(plan, lam_bar, local, h0, keep)
-    decay = at(powers(lam_bar, bu[0].shape[1]), slice(None, None, -1 if plan.reverse else 1))
-    carried = mul(decay, (entering[0][:, None], entering[1][:, None]))
+    local_states = form(lam_bar, bu, None, keep, plan.reverse, plan.block)
+    entering = _entering_state(plan, lam_bar, local_states, h0, keep)
+    decay = index_parts(powers(lam_bar, bu[0].shape[1]), slice(None, None, -1 if plan.reverse else 1))
+    carried_in = mul(decay, (entering[0][:, None], entering[1][:, None]))
     if keep is not None:
-        carried = scaled(jax.lax.cumprod(keep, axis=1, reverse=plan.reverse)[:, :, None], carried)
-    return add(local, carried), entering
+        carried_in = scale_by(jax.lax.cumprod(keep, axis=1, reverse=plan.reverse)[:, :, None], carried_in)
+    return add(local_states, carried_in), entering
 
 
-def _entering(plan: _Plan, lam_bar: Eigenvalues, local: States, h0: Carry | None, keep: Keep) -> Carry:
-    """Return the state before this device's positions, from the last local states of the shards before it."""
-    last = at(local, (slice(None), 0 if plan.reverse else -1))
-    through = power(lam_bar, local[0].shape[1])
+def _entering_state(plan: _Recurrence, lam_bar: Eigenvalues, local: States, h0: Carry | None, keep: Keep) -> Carry:
+    """Return the state before this device's positions, from the last states of the shards before it."""
+    last_states = index_parts(local, (slice(None), 0 if plan.reverse else -1))
+    block_decay = power(lam_bar, local[0].shape[1])
     gather = partial(jax.lax.all_gather, axis_name=plan.axis_names)
-    shards_last = gather(last[0]), gather(last[1])
+    shards_last = gather(last_states[0]), gather(last_states[1])
     shards_keep = None if keep is None else gather(keep.prod(axis=1))
-    rank = _rank(plan)
+    rank = _visit_rank(plan)
 
-    def advance(h: Carry, x: tuple[Array, Array | None, Carry]) -> tuple[Carry, None]:
-        position, kept, last = x
-        onward = add(scaled(None if kept is None else kept[:, None], mul(through, h)), last)
-        passed = position < rank
-        return (jnp.where(passed, onward[0], h[0]), jnp.where(passed, onward[1], h[1])), None
+    def advance(h: Carry, shard: tuple[Array, Array | None, Carry]) -> tuple[Carry, None]:
+        position, shard_keep, last_states = shard
+        advanced = add(scale_by(None if shard_keep is None else shard_keep[:, None], mul(block_decay, h)), last_states)
+        is_before = position < rank
+        return (jnp.where(is_before, advanced[0], h[0]), jnp.where(is_before, advanced[1], h[1])), None
 
-    positions = jnp.arange(_shards(plan))
+    positions = jnp.arange(_shard_count(plan))
     if plan.reverse:
         positions = positions[::-1]
-    start = zeros_like(last) if h0 is None else h0
+    start = zeros_like(last_states) if h0 is None else h0
     entering, _ = jax.lax.scan(advance, start, (positions, shards_keep, shards_last), reverse=plan.reverse)
     return entering
 
 
-def _next_keep(plan: _Plan, keep: Keep) -> Keep:
+def _next_visited_keep(plan: _Recurrence, keep: Keep) -> Keep:
     """Return the `keep` of the next visited position, for each position (1 after the last)."""
     if keep is None:
         return None
-    first, _, after = _ends(plan.reverse)
+    first, _, after = _visit_slices(plan.reverse)
     if plan.axis_names:
         neighbour = -1 if plan.reverse else 1
-        last = _shards(plan) - 1
-        moves = [(shard, shard - neighbour) for shard in range(last + 1) if 0 <= shard - neighbour <= last]
-        beyond = jax.lax.ppermute(keep[first], plan.axis_names, moves)
+        last = _shard_count(plan) - 1
+        pairs = [(shard, shard - neighbour) for shard in range(last + 1) if 0 <= shard - neighbour <= last]
+        neighbour_keep = jax.lax.ppermute(keep[first], plan.axis_names, pairs)
     else:
-        beyond = jnp.ones_like(keep[first])
-    edge = [beyond[:, None], keep[after]] if plan.reverse else [keep[after], beyond[:, None]]
-    return jnp.concatenate(edge, axis=1)
+        neighbour_keep = jnp.ones_like(keep[first])
+    parts = [neighbour_keep[:, None], keep[after]] if plan.reverse else [keep[after], neighbour_keep[:, None]]
+    return jnp.concatenate(parts, axis=1)
 
 
-def _ends(reverse: bool) -> tuple[tuple[slice, int], tuple[slice, slice], tuple[slice, slice]]:
+def _visit_slices(reverse: bool) -> tuple[tuple[slice, int], tuple[slice, slice], tuple[slice, slice]]:
     """Return (batch, seq) indices of the first visited position, all but the last visited, and all but the first."""
-    everything, upto, since = slice(None), slice(None, -1), slice(1, None)
+    whole_batch, all_but_last, all_but_first = slice(None), slice(None, -1), slice(1, None)
     if reverse:
-        return (everything, -1), (everything, since), (everything, upto)
-    return (everything, 0), (everything, upto), (everything, since)
+        return (whole_batch, -1), (whole_batch, all_but_first), (whole_batch, all_but_last)
+    return (whole_batch, 0), (whole_batch, all_but_last), (whole_batch, all_but_first)
 
 
-def _shards(plan: _Plan) -> int:
+def _shard_count(plan: _Recurrence) -> int:
     """Return the number of sequence shards."""
     return jax.lax.axis_size(plan.axis_names)
 
 
-def _rank(plan: _Plan) -> Array:
+def _visit_rank(plan: _Recurrence) -> Array:
     """Return the number of shards that the recurrence visits before this device's shard."""
     index = jax.lax.axis_index(plan.axis_names)
-    return _shards(plan) - 1 - index if plan.reverse else index
+    return _shard_count(plan) - 1 - index if plan.reverse else index

@@ -13,7 +13,7 @@ Complex = tuple[Float[Array, "..."], Float[Array, "..."]]
 """A complex array as (real part, imaginary part), both of the same shape."""
 
 Eigenvalues = tuple[Float[Array, " state"], Float[Array, " state"]]
-"""One complex number per state: Lambda_bar, or a factor of B_bar."""
+"""One complex number per state, such as Lambda_bar."""
 
 Carry = tuple[Float[Array, "batch state"], Float[Array, "batch state"]]
 """The state of every sequence at one position."""
@@ -46,7 +46,7 @@ def conj(a: Complex) -> Complex:
     return a[0], -a[1]
 
 
-def scaled(factor: Factor, a: Complex) -> Complex:
+def scale_by(factor: Factor, a: Complex) -> Complex:
     """Return a times a real factor."""
     return a if factor is None else (factor * a[0], factor * a[1])
 
@@ -68,8 +68,8 @@ def zeros_like(a: Complex) -> Complex:
     return jnp.zeros_like(a[0]), jnp.zeros_like(a[1])
 
 
-def at(a: Complex, index: Index) -> Complex:
-    """Return the same slice of both parts."""
+def index_parts(a: Complex, index: Index) -> Complex:
+    """Index the real and the imaginary part."""
     return a[0][index], a[1][index]
 
 
@@ -92,10 +92,10 @@ def power(base: Eigenvalues, exponent: int) -> Eigenvalues:
 
 
 def powers(base: Eigenvalues, count: int) -> Powers:
-    """Return base**1, ..., base**count. Doubles the list in each of log2(count) rounds of multiplications."""
+    """Return base**1, ..., base**count, by log2(count) rounds of multiplications that double the list."""
     assert count >= 1, count
-    listed = base[0][None], base[1][None]
-    while listed[0].shape[0] < count:
-        upper = mul(listed, at(listed, slice(-1, None)))
-        listed = jnp.concatenate([listed[0], upper[0]]), jnp.concatenate([listed[1], upper[1]])
-    return at(listed, slice(0, count))
+    result = base[0][None], base[1][None]
+    while result[0].shape[0] < count:
+        next_powers = mul(result, index_parts(result, slice(-1, None)))
+        result = jnp.concatenate([result[0], next_powers[0]]), jnp.concatenate([result[1], next_powers[1]])
+    return index_parts(result, slice(0, count))

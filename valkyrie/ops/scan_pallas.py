@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float32
 
-from valkyrie.ops.scan_complex import Carry, Complex, Eigenvalues, States, add, mul, scaled
+from valkyrie.ops.scan_complex import Carry, Complex, Eigenvalues, States, add, mul, scale_by
 
 TILE = 8
 """Positions in a tile, which are the sublanes of a vector register."""
@@ -30,7 +30,7 @@ LANES = 128
 """States in a vector register. Also the minimum block length, because `keep` is read with positions on lanes."""
 
 STATE_BLOCKS = (256, 128)
-"""Possible numbers of states per block, best first. With two registers, one computes while the other waits."""
+"""Possible numbers of states per block, best first. While one register computes, the other waits."""
 
 TIME_BLOCKS = (512, 256, 128)
 """Possible numbers of positions per block, best first. At 512 by 256, two double-buffered inputs and two outputs take
@@ -40,7 +40,7 @@ UNROLL = 4
 """Tiles per loop iteration. With 8, registers spill."""
 
 DOUBLINGS = (1, 2, 4)
-"""Number of positions that each doubling step looks back."""
+"""Distance, in positions, that each doubling step looks back."""
 
 STEPS = len(DOUBLINGS) + 1
 """Multiply-adds per state: the doubling steps, then the previous tile."""
@@ -63,137 +63,142 @@ def kernel(
     """
     del block
     batch, seq, state = bu[0].shape
-    rows, lanes = -seq % LANES, -state % LANES
-    ends = (rows, 0) if reverse else (0, rows)
+    row_padding, lane_padding = -seq % LANES, -state % LANES
+    row_widths = (row_padding, 0) if reverse else (0, row_padding)
     factors = [lam_bar]
     for _ in DOUBLINGS:
         factors.append(mul(factors[-1], factors[-1]))
     table = jnp.stack([factor[part] for factor in factors for part in (0, 1)])
-    inputs: list[Array] = [jnp.pad(table, ((0, 0), (0, lanes))), *_padded(bu, (0, 0), ends, (0, lanes))]
+    inputs: list[Array] = [
+        jnp.pad(table, ((0, 0), (0, lane_padding))),
+        *_pad_parts(bu, (0, 0), row_widths, (0, lane_padding)),
+    ]
     if h0 is not None:
-        inputs += [part[:, None] for part in _padded(h0, (0, 0), (0, lanes))]
+        inputs += [part[:, None] for part in _pad_parts(h0, (0, 0), (0, lane_padding))]
     if keep is not None:
-        inputs += [jnp.pad(_kept(keep, reverse), ((0, 0), (0, 0), ends))]
+        inputs += [jnp.pad(_keep_products(keep, reverse), ((0, 0), (0, 0), row_widths))]
     # Inside a checked shard_map, a result must declare the mesh axes that it varies over: those of the input.
     varying = jax.typeof(bu[0]).manual_axis_type
-    shape = jax.ShapeDtypeStruct((batch, seq + rows, state + lanes), jnp.float32, manual_axis_type=varying)
-    re, im = _call(shape, h0 is not None, keep is not None, reverse, interpret)(*inputs)
-    start = rows if reverse else 0
+    shape = jax.ShapeDtypeStruct(
+        (batch, seq + row_padding, state + lane_padding), jnp.float32, manual_axis_type=varying
+    )
+    re, im = _build_call(shape, h0 is not None, keep is not None, reverse, interpret)(*inputs)
+    start = row_padding if reverse else 0
     return re[:, start : start + seq, :state], im[:, start : start + seq, :state]
 
 
-def _padded(a: Complex, *widths: tuple[int, int]) -> Complex:
+def _pad_parts(a: Complex, *widths: tuple[int, int]) -> Complex:
     """Return a padded with zeros, or a itself if all widths are 0."""
     return (jnp.pad(a[0], widths), jnp.pad(a[1], widths)) if any(map(sum, widths)) else a
 
 
-def _kept(keep: Float32[Array, "batch seq"], reverse: bool) -> Float32[Array, "batch step seq"]:
-    """Return the products of 1, 2, 4 and 8 keeps: of each position and those visited before it."""
+def _keep_products(keep: Float32[Array, "batch seq"], reverse: bool) -> Float32[Array, "batch step seq"]:
+    """Return the products of `keep` over 1, 2, 4 and 8 positions: each position and those visited before it."""
     seq, products = keep.shape[1], [keep]
-    for reach in DOUBLINGS:
-        back = min(reach, seq)
-        before = products[-1][:, back:] if reverse else products[-1][:, : seq - back]
-        edge = ((0, 0), (0, back) if reverse else (back, 0))
-        products.append(products[-1] * jnp.pad(before, edge, constant_values=1.0))
+    for distance in DOUBLINGS:
+        shift = min(distance, seq)
+        earlier = products[-1][:, shift:] if reverse else products[-1][:, : seq - shift]
+        padding = ((0, 0), (0, shift) if reverse else (shift, 0))
+        products.append(products[-1] * jnp.pad(earlier, padding, constant_values=1.0))
     return jnp.stack(products, axis=1)
 
 
-def _call(shape: jax.ShapeDtypeStruct, enters: bool, resets: bool, reverse: bool, interpret: bool) -> Any:
-    """Build the kernel for states of this padded shape."""
+def _build_call(shape: jax.ShapeDtypeStruct, has_h0: bool, has_keep: bool, reverse: bool, interpret: bool) -> Any:
+    """Build the kernel call for states of this padded shape."""
     batch, seq, state = shape.shape
-    wide = next(size for size in STATE_BLOCKS if state % size == 0)
-    long = next(size for size in TIME_BLOCKS if seq % size == 0)
-    last = seq // long - 1
+    state_block = next(size for size in STATE_BLOCKS if state % size == 0)
+    time_block = next(size for size in TIME_BLOCKS if seq % size == 0)
+    last_block = seq // time_block - 1
 
-    def visited(t: Any) -> Any:
-        return last - t if reverse else t
+    def visited_block(t: Any) -> Any:
+        return last_block - t if reverse else t
 
-    states = pl.BlockSpec((1, long, wide), lambda b, p, t: (b, visited(t), p))
-    specs = [pl.BlockSpec((2 * STEPS, wide), lambda b, p, t: (0, p)), states, states]
-    if enters:
-        specs += [pl.BlockSpec((1, 1, wide), lambda b, p, t: (b, 0, p))] * 2
+    states = pl.BlockSpec((1, time_block, state_block), lambda b, p, t: (b, visited_block(t), p))
+    specs = [pl.BlockSpec((2 * STEPS, state_block), lambda b, p, t: (0, p)), states, states]
+    if has_h0:
+        specs += [pl.BlockSpec((1, 1, state_block), lambda b, p, t: (b, 0, p))] * 2
     scratch = [
-        pltpu.VMEM((len(DOUBLINGS), 2, wide // LANES, TILE + long, LANES), jnp.float32),
-        pltpu.VMEM((2, TILE, wide), jnp.float32),
+        pltpu.VMEM((len(DOUBLINGS), 2, state_block // LANES, TILE + time_block, LANES), jnp.float32),
+        pltpu.VMEM((2, TILE, state_block), jnp.float32),
     ]
-    if resets:
-        specs += [pl.BlockSpec((1, STEPS, long), lambda b, p, t: (b, 0, visited(t)))]
-        scratch += [pltpu.VMEM((STEPS, long, LANES), jnp.float32)]
+    if has_keep:
+        specs += [pl.BlockSpec((1, STEPS, time_block), lambda b, p, t: (b, 0, visited_block(t)))]
+        scratch += [pltpu.VMEM((STEPS, time_block, LANES), jnp.float32)]
     return pl.pallas_call(
-        partial(_block, enters=enters, resets=resets, reverse=reverse),
-        grid=(batch, state // wide, seq // long),
+        partial(_block_kernel, has_h0=has_h0, has_keep=has_keep, reverse=reverse),
+        grid=(batch, state // state_block, seq // time_block),
         in_specs=specs,
         out_specs=[states, states],
         out_shape=[shape, shape],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=_cost(batch, seq, state, state // wide, enters, resets),
+        cost_estimate=_cost(batch, seq, state, state // state_block, has_h0, has_keep),
         interpret=interpret,
         name="s5_scan",
     )
 
 
-def _cost(batch: int, seq: int, state: int, state_blocks: int, enters: bool, resets: bool) -> pl.CostEstimate:
+def _cost(batch: int, seq: int, state: int, state_blocks: int, has_h0: bool, has_keep: bool) -> pl.CostEstimate:
     """Return the kernel's cost: 8 FLOPs (10 with resets) per state and step, and every array moved once.
 
     Arrays without a state axis or a batch axis are read again for each block of states or each sequence.
     """
-    numbers = batch * seq * state
-    read = 2 * numbers + 2 * STEPS * batch * state
-    if enters:
-        read += 2 * batch * state
-    if resets:
-        read += STEPS * batch * seq * state_blocks
-    flops = (10 if resets else 8) * STEPS * numbers
-    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=4 * (read + 2 * numbers))
+    state_numbers = batch * seq * state
+    read_numbers = 2 * state_numbers + 2 * STEPS * batch * state
+    if has_h0:
+        read_numbers += 2 * batch * state
+    if has_keep:
+        read_numbers += STEPS * batch * seq * state_blocks
+    flops = (10 if has_keep else 8) * STEPS * state_numbers
+    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=4 * (read_numbers + 2 * state_numbers))
 
 
-def _block(table: Any, bu_re: Any, bu_im: Any, *refs: Any, enters: bool, resets: bool, reverse: bool) -> None:
+def _block_kernel(table: Any, bu_re: Any, bu_im: Any, *refs: Any, has_h0: bool, has_keep: bool, reverse: bool) -> None:
     """Compute the states of one block of positions and states.
 
     `stages` holds the inputs of each doubling step, including the tile before the block. `carry` holds the last states.
     """
-    left = list(refs)
-    entering = [left.pop(0) for _ in range(2 if enters else 0)]
-    keep = left.pop(0) if resets else None
-    out_re, out_im, stages, carry, *rest = left
-    kept = rest[0] if resets else None
-    long, wide = bu_re.shape[1:]
-    columns = [pl.ds(start, LANES) for start in range(0, wide, LANES)]
-    edge, final = (long, 0) if reverse else (0, long)
+    remaining_refs = list(refs)
+    entering = [remaining_refs.pop(0) for _ in range(2 if has_h0 else 0)]
+    keep = remaining_refs.pop(0) if has_keep else None
+    out_re, out_im, stages, carry, *rest = remaining_refs
+    keep_broadcast = rest[0] if has_keep else None
+    time_block, state_block = bu_re.shape[1:]
+    columns = [pl.ds(start, LANES) for start in range(0, state_block, LANES)]
+    tile_before, last_tile = (time_block, 0) if reverse else (0, time_block)
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
-        _start(stages, carry, entering, pl.ds(edge, TILE), 0 if reverse else TILE - 1)
+        _write_entering_state(stages, carry, entering, pl.ds(tile_before, TILE), 0 if reverse else TILE - 1)
 
-    if keep is not None and kept is not None:
+    if keep is not None and keep_broadcast is not None:
         for step in range(STEPS):
-            kept[step] = jnp.broadcast_to(keep[0, step : step + 1], (LANES, long)).T
-    factors = [[_factor(table, step, column) for step in range(STEPS)] for column in columns]
+            keep_broadcast[step] = jnp.broadcast_to(keep[0, step : step + 1], (LANES, time_block)).T
+    factors = [[_broadcast_factor(table, step, column) for step in range(STEPS)] for column in columns]
 
-    def group(index: Any, h: list[Complex]) -> list[Complex]:
-        for number in range(UNROLL):
-            tile = index * UNROLL + number
-            base = pl.multiple_of((long // TILE - 1 - tile if reverse else tile) * TILE, TILE)
+    def run_tiles(index: Any, h: list[Complex]) -> list[Complex]:
+        for unrolled in range(UNROLL):
+            tile = index * UNROLL + unrolled
+            base = pl.multiple_of((time_block // TILE - 1 - tile if reverse else tile) * TILE, TILE)
             rows = pl.ds(base, TILE)
-            k = None if kept is None else [kept[step, rows, :] for step in range(STEPS)]
+            k = None if keep_broadcast is None else [keep_broadcast[step, rows, :] for step in range(STEPS)]
             for c, column in enumerate(columns):
-                by = factors[c] if k is None else [scaled(k[step], factors[c][step]) for step in range(STEPS)]
-                now = bu_re[0, rows, column], bu_im[0, rows, column]
+                by_step = factors[c] if k is None else [scale_by(k[s], factors[c][s]) for s in range(STEPS)]
+                value = bu_re[0, rows, column], bu_im[0, rows, column]
                 for step in range(len(DOUBLINGS)):
-                    now = _doubled(stages.at[step, :, c], now, by[step], base, DOUBLINGS[step], reverse)
-                h[c] = add(now, mul(by[-1], h[c]))
+                    value = _doubling_step(stages.at[step, :, c], value, by_step[step], base, DOUBLINGS[step], reverse)
+                h[c] = add(value, mul(by_step[-1], h[c]))
                 out_re[0, rows, column], out_im[0, rows, column] = h[c]
         return h
 
-    started = [(carry[0, :, column], carry[1, :, column]) for column in columns]
-    ended = jax.lax.fori_loop(0, long // TILE // UNROLL, group, started)
+    first_states = [(carry[0, :, column], carry[1, :, column]) for column in columns]
+    last_states = jax.lax.fori_loop(0, time_block // TILE // UNROLL, run_tiles, first_states)
     for c, column in enumerate(columns):
-        carry[0, :, column], carry[1, :, column] = ended[c]
-    stages[:, :, :, pl.ds(edge, TILE), :] = stages[:, :, :, pl.ds(final, TILE), :]
+        carry[0, :, column], carry[1, :, column] = last_states[c]
+    stages[:, :, :, pl.ds(tile_before, TILE), :] = stages[:, :, :, pl.ds(last_tile, TILE), :]
 
 
-def _start(stages: Any, carry: Any, entering: list[Any], edge: Any, row: int) -> None:
+def _write_entering_state(stages: Any, carry: Any, entering: list[Any], tile: Any, row: int) -> None:
     """Write the entering state to the tile before the first block, as if it were the input of its last position.
 
     All stages of that tile hold the state itself, because no input came before it.
@@ -206,17 +211,17 @@ def _start(stages: Any, carry: Any, entering: list[Any], edge: Any, row: int) ->
         carry[part] = before
         for step in range(stages.shape[0]):
             for c in range(stages.shape[2]):
-                stages[step, part, c, edge, :] = before[:, c * LANES : (c + 1) * LANES]
+                stages[step, part, c, tile, :] = before[:, c * LANES : (c + 1) * LANES]
 
 
-def _factor(table: Any, step: int, column: Any) -> Complex:
+def _broadcast_factor(table: Any, step: int, column: Any) -> Complex:
     """Return the power of Lambda_bar of a step for one register of states, broadcast to every row."""
     re, im = (table[2 * step + part : 2 * step + part + 1, column] for part in (0, 1))
     return jnp.broadcast_to(re, (TILE, LANES)), jnp.broadcast_to(im, (TILE, LANES))
 
 
-def _doubled(stage: Any, now: Complex, factor: Complex, base: Any, reach: int, reverse: bool) -> Complex:
+def _doubling_step(stage: Any, value: Complex, factor: Complex, base: Any, distance: int, reverse: bool) -> Complex:
     """Return one tile after a doubling step. Stores its input in `stage` for the tiles that look back at it."""
-    here, back = (base, base + reach) if reverse else (base + TILE, base + TILE - reach)
-    stage[0, pl.ds(here, TILE), :], stage[1, pl.ds(here, TILE), :] = now
-    return add(now, mul(factor, (stage[0, pl.ds(back, TILE), :], stage[1, pl.ds(back, TILE), :])))
+    write_row, read_row = (base, base + distance) if reverse else (base + TILE, base + TILE - distance)
+    stage[0, pl.ds(write_row, TILE), :], stage[1, pl.ds(write_row, TILE), :] = value
+    return add(value, mul(factor, (stage[0, pl.ds(read_row, TILE), :], stage[1, pl.ds(read_row, TILE), :])))

@@ -1,8 +1,8 @@
 """Initialisation and discretisation of an S5 state space (arXiv 2208.04933, sections 3 and 4).
 
-The mathematics follows lindermanlab/S5: HiPPO-N by blocks in float64 on the host, B and C drawn in the coordinates of
-HiPPO and rotated into those of its eigenvectors, and everything after that in float32 as real pairs. Symbols follow the
-paper: H inputs (`embed`), P stored complex states (`state`), Lambda, B_tilde, C_tilde, D, Delta.
+The mathematics follows lindermanlab/S5. HiPPO-N blocks are diagonalised in float64 on the host. B and C are sampled in
+the coordinates of HiPPO and rotated into those of its eigenvectors. Everything after that is float32, as real pairs.
+Symbols follow the paper: H inputs (`embed`), P stored complex states (`state`), Lambda, B_tilde, C_tilde, D, Delta.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Complex128, Float, Float32
 
 from valkyrie.ops.choices import CInit, Discretization
-from valkyrie.ops.scan_complex import Eigenvalues, add, div, mul, scaled
+from valkyrie.ops.scan_complex import Eigenvalues, add, div, mul, scale_by
 
 LAMBDA_RE_MAX = -1e-4
 """Maximum real part of clipped eigenvalues, per unit of time."""
@@ -26,15 +26,21 @@ _SERIES_RADIUS = 0.25
 """Below this |Lambda Delta|, the zero-order hold is computed as a series of _SERIES_TERMS terms."""
 
 _SERIES_TERMS = 9
+"""Terms of that series. The first one omitted is below float32 rounding."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockHippo:
     """The initial state matrix of a layer: `blocks` equal HiPPO-N blocks, diagonalised.
 
-    `Lambda` lists the stored eigenvalues of all blocks. `V` holds the eigenvectors of one block as columns and `Vinv`
-    is its conjugate transpose; the block-diagonal matrices of the whole layer are never formed. With conjugate
-    symmetry only half of each block is stored (the eigenvalues with negative imaginary part), and `V` is rectangular.
+    With conjugate symmetry, only the half of each block with negative imaginary parts is stored, and `V` is
+    rectangular.
+
+    Args:
+        Lambda: Stored eigenvalues of all blocks.
+        V: Eigenvectors of one block, as columns.
+        Vinv: Conjugate transpose of `V`.
+        blocks: Number of blocks.
     """
 
     Lambda: Complex128[np.ndarray, " state"]
@@ -62,7 +68,7 @@ def hippo_n(n: int) -> tuple[Complex128[np.ndarray, " block"], Complex128[np.nda
     pairs of opposite sign, up to about n**2 / pi. Raises ValueError for n below 1.
     """
     if n < 1:
-        raise ValueError(f"a HiPPO block of {n} states was asked for: it needs at least 1.")
+        raise ValueError(f"n={n}: a HiPPO block has at least 1 state. Use n=1 or more.")
     p = np.sqrt(np.arange(n) + 0.5)
     below = -np.tril(np.outer(p, p), -1)
     imaginary, V = np.linalg.eigh(-1j * (below - below.T))
@@ -79,19 +85,19 @@ def block_hippo(state_size: int, blocks: int, conjugate_symmetric: bool = True) 
     block.
     """
     if blocks < 1:
-        raise ValueError(f"blocks={blocks}: an S5 layer has at least 1 block. Use blocks=1 or more.")
-    halves = 2 if conjugate_symmetric else 1
-    unit = halves * blocks
-    if state_size < 1 or state_size % unit:
-        below = max(state_size // unit, 1) * unit
-        number = "an even number" if conjugate_symmetric else "the same number"
+        raise ValueError(f"blocks={blocks} must be at least 1. Use blocks=1 or more.")
+    divisor = 2 if conjugate_symmetric else 1
+    multiple = divisor * blocks
+    if state_size < 1 or state_size % multiple:
+        below = max(state_size // multiple, 1) * multiple
+        equal = "equal blocks of even size" if conjugate_symmetric else "equal blocks"
         raise ValueError(
-            f"state_size={state_size} with blocks={blocks}: each block needs {number} of states, so state_size must be "
-            f"a multiple of {unit}. Use state_size={below} or state_size={below + unit}."
+            f"state_size={state_size} must split into blocks={blocks} {equal}, so it must be a multiple of {multiple}. "
+            f"Use state_size={below} or state_size={below + multiple}."
         )
     Lambda, V = hippo_n(state_size // blocks)
-    kept = len(Lambda) // halves
-    return BlockHippo(np.tile(Lambda[:kept], blocks), V[:, :kept], V[:, :kept].conj().T, blocks)
+    stored = len(Lambda) // divisor
+    return BlockHippo(np.tile(Lambda[:stored], blocks), V[:, :stored], V[:, :stored].conj().T, blocks)
 
 
 def init_Lambda(hippo: BlockHippo) -> Eigenvalues:
@@ -100,18 +106,18 @@ def init_Lambda(hippo: BlockHippo) -> Eigenvalues:
 
 
 def init_B_tilde(key: Array, hippo: BlockHippo, embed: int) -> Float32[Array, "state embed 2"]:
-    """Return V^-1 B as (real, imaginary) on the last axis, for a real LeCun-normal B of variance 1 / state_size."""
+    """Return V^-1 B, with real and imaginary parts on the last axis, for a real normal B of variance 1 / state_size."""
     B = truncated_normal(key, (hippo.state_size, embed), math.sqrt(1 / hippo.state_size))
     B = B.reshape(hippo.blocks, -1, embed)
-    rotated = [_exact("kn,bnh->bkh", part, B) for part in (np.real(hippo.Vinv), np.imag(hippo.Vinv))]
+    rotated = [_einsum_float32("kn,bnh->bkh", part, B) for part in (np.real(hippo.Vinv), np.imag(hippo.Vinv))]
     return jnp.stack(rotated, axis=-1).reshape(hippo.state, embed, 2)
 
 
 def init_C_tilde(key: Array, hippo: BlockHippo, embed: int, method: CInit) -> Float32[Array, "embed state 2"]:
-    """Return C V as (real, imaginary) on the last axis. A bidirectional layer draws one for each direction.
+    """Return C V, with real and imaginary parts on the last axis. A bidirectional layer has one per direction.
 
     `trunc_standard_normal`: the parts of C have variance 1 / state_size (despite the name: it is LeCun normal by rows).
-    `lecun_normal`: variance 1 / (state_size * embed), upstream's fan-in of the whole array.
+    `lecun_normal`: variance 1 / (state_size * embed), the fan-in that lindermanlab/S5 uses.
     `complex_normal`: C V itself is drawn, with parts of variance 1/2.
     """
     if method is CInit.complex_normal:
@@ -120,11 +126,11 @@ def init_C_tilde(key: Array, hippo: BlockHippo, embed: int, method: CInit) -> Fl
     C = truncated_normal(key, (embed, hippo.state_size, 2), math.sqrt(1 / fan_in)).reshape(embed, hippo.blocks, -1, 2)
     re, im = C[..., 0], C[..., 1]
 
-    def rotated(part: np.ndarray, by: Array) -> Array:
-        return _exact("hbn,nk->hbk", by, part)
+    def rotate(part: np.ndarray, matrix: Array) -> Array:
+        return _einsum_float32("hbn,nk->hbk", matrix, part)
 
     V_re, V_im = np.real(hippo.V), np.imag(hippo.V)
-    parts = rotated(V_re, re) - rotated(V_im, im), rotated(V_im, re) + rotated(V_re, im)
+    parts = rotate(V_re, re) - rotate(V_im, im), rotate(V_im, re) + rotate(V_re, im)
     return jnp.stack(parts, axis=-1).reshape(embed, hippo.state, 2)
 
 
@@ -139,7 +145,7 @@ def init_log_step(key: Array, state: int, step_min: float = 1e-3, step_max: floa
     Raises ValueError unless 0 < step_min <= step_max.
     """
     if not 0 < step_min <= step_max:
-        raise ValueError(f"step_min={step_min} and step_max={step_max}: need 0 < step_min <= step_max.")
+        raise ValueError(f"step_min={step_min} must be above 0 and at most step_max={step_max}.")
     return jax.random.uniform(key, (state,), jnp.float32, math.log(step_min), math.log(step_max))
 
 
@@ -162,9 +168,9 @@ def discretize(
     Bilinear: Lambda_bar = (1 + Lambda Delta / 2) / (1 - Lambda Delta / 2), s = Delta / (1 - Lambda Delta / 2).
 
     For given float32 Lambda and Delta, Lambda_bar is accurate to 5e-7 and s to about 1e-6 of min(Delta, 1 / |Lambda|).
-    The rounding of Delta = exp(log_step) adds an error: it rotates Lambda_bar by up to 1e-7 |Im Lambda| Delta rad.
-    Measured at Delta = 0.1: 7e-8 for blocks of 16, 4e-6 for 64, 4e-5 for 256. This is less than the effect of moving
-    log_step to the next float32, so float32 parameters do not allow higher accuracy.
+    The rounding of Delta = exp(log_step) rotates Lambda_bar by up to 1e-7 |Im Lambda| Delta rad in addition. Measured
+    at Delta = 0.1: 7e-8 for blocks of 16, 4e-6 for 64, 4e-5 for 256. This is less than the effect of moving log_step
+    to the next float32, so float32 parameters do not allow higher accuracy.
     """
     Delta = step_rescale * jnp.exp(log_step.astype(jnp.float32))
     re, im = Lambda_re.astype(jnp.float32), Lambda_im.astype(jnp.float32)
@@ -172,24 +178,24 @@ def discretize(
         re = jnp.minimum(re, LAMBDA_RE_MAX)
     if method is Discretization.zoh:
         return _zero_order_hold((re, im), Delta)
-    half = scaled(Delta / 2, (re, im))
-    ahead, behind = (1 - half[0], -half[1]), (1 + half[0], half[1])
-    return div(behind, ahead), div((Delta, jnp.zeros_like(Delta)), ahead)
+    half = scale_by(Delta / 2, (re, im))
+    denominator, numerator = (1 - half[0], -half[1]), (1 + half[0], half[1])
+    return div(numerator, denominator), div((Delta, jnp.zeros_like(Delta)), denominator)
 
 
 def _zero_order_hold(Lambda: Eigenvalues, Delta: Float32[Array, " state"]) -> tuple[Eigenvalues, Eigenvalues]:
     """Return exp(Lambda Delta) and (exp(Lambda Delta) - 1) / Lambda without cancellation, in value and gradient."""
-    z = scaled(Delta, Lambda)
-    lam_bar = scaled(jnp.exp(z[0]), unit_phase(Lambda[1], Delta))
-    small = z[0] * z[0] + z[1] * z[1] < _SERIES_RADIUS**2
-    near = jnp.where(small, z[0], 0), jnp.where(small, z[1], 0)
-    series = jnp.full_like(near[0], 1 / math.factorial(_SERIES_TERMS)), jnp.zeros_like(near[1])
+    z = scale_by(Delta, Lambda)
+    lam_bar = scale_by(jnp.exp(z[0]), unit_phase(Lambda[1], Delta))
+    is_small = z[0] * z[0] + z[1] * z[1] < _SERIES_RADIUS**2
+    small_z = jnp.where(is_small, z[0], 0), jnp.where(is_small, z[1], 0)
+    series = jnp.full_like(small_z[0], 1 / math.factorial(_SERIES_TERMS)), jnp.zeros_like(small_z[1])
     for term in range(_SERIES_TERMS - 1, 0, -1):
-        series = add(mul(series, near), (jnp.float32(1 / math.factorial(term)), jnp.float32(0)))
-    by_series = scaled(Delta, series)
-    far = jnp.where(small, 1, Lambda[0]), jnp.where(small, 0, Lambda[1])
-    by_quotient = div((lam_bar[0] - 1, lam_bar[1]), far)
-    scale = jnp.where(small, by_series[0], by_quotient[0]), jnp.where(small, by_series[1], by_quotient[1])
+        series = add(mul(series, small_z), (jnp.float32(1 / math.factorial(term)), jnp.float32(0)))
+    by_series = scale_by(Delta, series)
+    safe_lambda = jnp.where(is_small, 1, Lambda[0]), jnp.where(is_small, 0, Lambda[1])
+    by_quotient = div((lam_bar[0] - 1, lam_bar[1]), safe_lambda)
+    scale = jnp.where(is_small, by_series[0], by_quotient[0]), jnp.where(is_small, by_series[1], by_quotient[1])
     return lam_bar, scale
 
 
@@ -201,12 +207,14 @@ def unit_phase(frequency: Float32[Array, " state"], step: Float32[Array, " state
     split into halves of 12 bits, which have exact products, and whole turns are subtracted before anything is rounded
     (Cody and Waite's reduction, with 2 pi in three parts).
     """
-    upper, lower = _halves(frequency), _halves(step)
+    frequency_parts, step_parts = _split_bits(frequency), _split_bits(step)
     turns = jnp.round(frequency * step * (1 / (2 * math.pi)))
-    angle = upper[0] * lower[0]
+    angle = frequency_parts[0] * step_parts[0]
     for part in _TWO_PI:
         angle = angle - turns * part
-    angle = angle + (upper[0] * lower[1] + upper[1] * lower[0] + upper[1] * lower[1])
+    angle = angle + (
+        frequency_parts[0] * step_parts[1] + frequency_parts[1] * step_parts[0] + frequency_parts[1] * step_parts[1]
+    )
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -214,12 +222,12 @@ def unit_phase(frequency: Float32[Array, " state"], step: Float32[Array, " state
 def _unit_phase_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Eigenvalues, Eigenvalues]:
     frequency, step = primals
     cosine, sine = unit_phase(frequency, step)
-    turning = tangents[0] * step + frequency * tangents[1]
-    return (cosine, sine), (-sine * turning, cosine * turning)
+    angle_tangent = tangents[0] * step + frequency * tangents[1]
+    return (cosine, sine), (-sine * angle_tangent, cosine * angle_tangent)
 
 
-def _in_parts(value: float, bits: int) -> tuple[float, ...]:
-    """Split the value into two numbers of `bits` bits and a remainder."""
+def _split_constant(value: float, bits: int) -> tuple[float, ...]:
+    """Split a value into a sum of two numbers with `bits` significant bits each, and a remainder."""
     parts = []
     for _ in range(2):
         unit = 2.0 ** (math.frexp(value)[1] - bits)
@@ -228,10 +236,11 @@ def _in_parts(value: float, bits: int) -> tuple[float, ...]:
     return *parts, value
 
 
-_TWO_PI = _in_parts(2 * math.pi, 11)
+_TWO_PI = _split_constant(2 * math.pi, 11)
+"""2 pi in three parts. Products of the first two with a whole number of turns below 2**13 are exact in float32."""
 
 
-def _halves(x: Float32[Array, " state"]) -> tuple[Array, Array]:
+def _split_bits(x: Float32[Array, " state"]) -> tuple[Array, Array]:
     """Split x into a sum of two float32 numbers of at most 12 significant bits each."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000)
     upper = jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -247,7 +256,7 @@ def truncated_normal(key: Array, shape: tuple[int, ...], deviation: float) -> Fl
     return deviation / _TRUNCATED * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
 
 
-def _exact(subscripts: str, *operands: Array | np.ndarray) -> Array:
+def _einsum_float32(subscripts: str, *operands: Array | np.ndarray) -> Array:
     """Compute an einsum in full float32 on every backend, without bfloat16 passes."""
-    narrow = [jnp.asarray(operand, jnp.float32) for operand in operands]
-    return jnp.einsum(subscripts, *narrow, precision=jax.lax.Precision.HIGHEST)
+    operands_f32 = [jnp.asarray(operand, jnp.float32) for operand in operands]
+    return jnp.einsum(subscripts, *operands_f32, precision=jax.lax.Precision.HIGHEST)

@@ -49,7 +49,7 @@ class StepProgram:
         self.mesh = mesh
         self.shard = MeshShard(self.layout, mesh, backend, _gradient_sum(self._chip(mesh, backend)))
         self.task = run.task
-        self.assembly = Assembly(run.model, Numerics.of(config.precision))
+        self.assembly = Assembly(run.model, Numerics.from_policy(config.precision))
         self.parameter_names = list(self.assembly.specs)
         structure = jax.tree.structure(self.assembly.abstract_parameters)
         specs = jax.tree.unflatten(structure, self.assembly.specs.values())

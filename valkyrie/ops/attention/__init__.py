@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from valkyrie.hardware.platforms import Platform, platform_of
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens
 from valkyrie.ops.attention.local import Method, local_attention, pick_chunk
-from valkyrie.ops.attention.pattern import GlobalTokens, Pattern, Stretch
+from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Pattern
 from valkyrie.ops.attention.reference import reference_attention
 from valkyrie.ops.attention.sharded import sharded_attention
 from valkyrie.ops.attention.streaming import GlobalStep, KVCache, attention_step, init_cache
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 ALWAYS_DENSE = 128
-"""Maximum length up to which dense attention is always the fastest."""
+"""Sequence length up to which dense attention is always the fastest."""
 
 
 def attention(
@@ -72,28 +72,28 @@ def attention(
         global_tokens: Positions that see, and are seen from, all others.
         impl: Implementation.
         backend: Backend that will run the result (cpu, gpu, tpu), by default JAX's default backend.
-        chunk: Number of queries that the chunked implementation takes at a time.
-        soft_cap: Bound of the logits (`Pattern`).
+        chunk: Number of queries that the chunked implementation processes at a time, or None to choose it.
+        soft_cap: Bound of the logits, or None (see `Pattern`).
     """
-    pattern = _checked_pattern(q, k, window, causal, dilation, soft_cap)
+    pattern = _check_pattern(q, k, window, causal, dilation, soft_cap)
     backend = jax.default_backend() if backend is None else backend
-    request = Request(pattern, q.dtype, q.shape[-1], segment_ids is not None, global_tokens is not None)
-    impl = choose(impl, backend, q.shape[1], request)
+    request = AttentionRequest(pattern, q.dtype, q.shape[-1], segment_ids is not None, global_tokens is not None)
+    impl = choose_implementation(impl, backend, q.shape[1], request)
     if impl is AttentionImpl.dense:
         out = reference_attention(q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens)
         return checkpoint_name(out, CONTEXT)
     method = Method(kernel=platform_of(backend).attention if impl is AttentionImpl.kernel else None, chunk=chunk)
 
-    def attend(stretch: Stretch) -> Array:
-        return local_attention(q, k, v, pattern=pattern, method=method, stretch=stretch)
+    def attend(key_range: KeyRange) -> Array:
+        return local_attention(q, k, v, pattern=pattern, method=method, key_range=key_range)
 
-    stretch = Stretch(query_segments=segment_ids, key_segments=segment_ids)
+    key_range = KeyRange(query_segments=segment_ids, key_segments=segment_ids)
     if global_tokens is None:
-        return attend(stretch)
-    return attend_with_global_tokens(attend, k, v, global_tokens, pattern=pattern, stretch=stretch)
+        return attend(key_range)
+    return attend_with_global_tokens(attend, k, v, global_tokens, pattern=pattern, key_range=key_range)
 
 
-class Request(NamedTuple):
+class AttentionRequest(NamedTuple):
     """Requirements on an attention implementation: pattern, dtype, head size and features."""
 
     pattern: Pattern
@@ -103,8 +103,8 @@ class Request(NamedTuple):
     global_tokens: bool
 
 
-def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> AttentionImpl:
-    """Return the implementation for a request. Only `auto` is replaced.
+def choose_implementation(impl: AttentionImpl, backend: str, seq: int, request: AttentionRequest) -> AttentionImpl:
+    """Resolve `auto` to an implementation. Returns other values of `impl` unchanged.
 
     `auto` is dense for short sequences, the kernel if it supports the request, and otherwise chunked, or dense if one
     chunk would span the sequence. Raises ValueError with the reason for `kernel` if the backend's kernel does not
@@ -113,8 +113,8 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
     problem = _kernel_problem(platform_of(backend), request)
     if impl is AttentionImpl.kernel and problem is not None:
         raise ValueError(
-            f"attention impl=kernel is not possible here: {problem}. "
-            "Use model.attention.impl=chunked (memory linear in length), or auto."
+            f"model.attention.impl=kernel: {problem}. Use model.attention.impl=chunked (memory linear in the sequence "
+            "length), or auto."
         )
     if impl is not AttentionImpl.auto:
         return impl
@@ -122,53 +122,52 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
         return AttentionImpl.dense
     if problem is None:
         return AttentionImpl.kernel
-    one_chunk = pick_chunk(request.pattern.window, seq) >= seq
-    return AttentionImpl.dense if one_chunk else AttentionImpl.chunked
+    is_one_chunk = pick_chunk(request.pattern.window, seq) >= seq
+    return AttentionImpl.dense if is_one_chunk else AttentionImpl.chunked
 
 
-def _kernel_problem(platform: Platform, request: Request) -> str | None:
-    """Return the reason that the platform's kernel does not support a request, or None if it does.
+def _kernel_problem(platform: Platform, request: AttentionRequest) -> str | None:
+    """Return the reason why the platform's kernel does not support a request, or None if it does.
 
     Splash attention on a TPU supports every request, cuDNN on a GPU only some.
     """
     if platform.attention is None:
-        return f"there is no attention kernel for {platform.name}"
+        return f"{platform.name} has no attention kernel"
     if platform.attention == "splash":
         return None
     return _cudnn_problem(request)
 
 
-def _cudnn_problem(request: Request) -> str | None:
-    """Return the reason that cuDNN does not support a request, or None if it does.
-
-    cuDNN takes only float16 and bfloat16, and only left windows.
-    """
+def _cudnn_problem(request: AttentionRequest) -> str | None:
+    """Return the reason why cuDNN does not support a request, or None if it does."""
     if request.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN takes bfloat16 or float16, not {jnp.dtype(request.dtype).name} (precision)"
+        return f"cuDNN supports bfloat16 and float16, not {jnp.dtype(request.dtype).name} (set by `precision`)"
     if not request.pattern.causal and (request.pattern.window is not None or request.pattern.dilation > 1):
-        return "cuDNN has a left window only, and the request is bidirectional"
+        return "cuDNN supports windows only for causal attention"
     if request.segments:
-        return "cuDNN's window cannot be combined with segment ids"
+        return "cuDNN does not support segment ids (packed documents)"
     if request.global_tokens:
-        return "cuDNN's window cannot be combined with global tokens"
+        return "cuDNN does not support global tokens"
     if request.pattern.soft_cap is not None:
-        return "cuDNN has no soft cap of logits"
+        return "cuDNN does not support a soft cap of the logits"
     if request.head_dim % 8 or request.head_dim > 128:
-        return f"cuDNN takes a head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
+        return f"cuDNN supports a head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
     return None
 
 
-def _checked_pattern(
+def _check_pattern(
     q: Array, k: Array, window: int | None, causal: bool, dilation: int, soft_cap: float | None
 ) -> Pattern:
-    """Check the shapes and return the pattern. Raises ValueError with the argument that does not fit."""
+    """Return the pattern. Raises ValueError if an argument is invalid."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         nearest = min(divisors, key=lambda n: abs(n - kv_heads))
-        raise ValueError(f"heads={heads} is not divisible by kv_heads={kv_heads}. Use kv_heads={nearest}.")
+        raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}. Use kv_heads={nearest}.")
     if window is not None and window < 1:
-        raise ValueError(f"window={window}: a window counts the token itself. Use window=1 or more, or null for full.")
+        raise ValueError(
+            f"window={window}: a window includes the token itself. Use window=1 or more, or None for full attention."
+        )
     if dilation < 1:
-        raise ValueError(f"dilation={dilation}: keys are taken every `dilation` positions. Use dilation=1 or more.")
+        raise ValueError(f"dilation={dilation} must be at least 1. Use dilation=1 for adjacent keys.")
     return Pattern(window, causal, dilation, soft_cap)

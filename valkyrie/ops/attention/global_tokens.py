@@ -12,10 +12,10 @@ from valkyrie.ops.attention.pattern import (
     Columns,
     GlobalTokens,
     KeyBlock,
+    KeyRange,
     Keys,
     Pattern,
     Queries,
-    Stretch,
     heads_first,
     heads_last,
     joint_softmax,
@@ -29,13 +29,13 @@ def take_positions(x: Array, positions: Int[Array, "batch globals"]) -> Array:
 
 
 def attend_with_global_tokens(
-    attend: Callable[[Stretch], Queries],
+    attend: Callable[[KeyRange], Queries],
     k: Keys,
     v: Keys,
     tokens: GlobalTokens,
     *,
     pattern: Pattern,
-    stretch: Stretch,
+    key_range: KeyRange,
     start: int | Int[Array, ""] = 0,
     shards: int = 1,
     take: Callable[[Array, Int[Array, "batch globals"]], Array] = take_positions,
@@ -44,29 +44,29 @@ def attend_with_global_tokens(
     """Return windowed attention with global columns added, and with the rows of global positions replaced.
 
     Args:
-        attend: Attention over a stretch of keys and its columns.
+        attend: Computes windowed attention for a key range, including its columns.
         k: Keys of this shard.
         v: Values of this shard.
         tokens: The global tokens.
         pattern: Visible distances.
-        stretch: Position of the keys relative to the queries.
+        key_range: Position of the keys relative to the queries.
         start: First position of this shard.
         shards: Number of shards of the sequence.
-        take: Returns entries at positions relative to `start`, from the shards that have them.
+        take: Returns entries at positions relative to `start`, from the shards that own them.
         axis_names: Mesh axes that shard the sequence.
     """
-    segments, seq = stretch.query_segments, k.shape[1]
-    rows, here = start + jnp.arange(seq), tokens.positions - start
-    valid = _counted(tokens, seq * shards)
-    at_globals = None if segments is None else take(segments, here)
-    visible = _column_visibility(pattern, rows, segments, tokens.positions, valid, at_globals)
-    out = attend(stretch._replace(columns=Columns(take(k, here), take(v, here), visible)))
-    full = _global_rows(tokens, pattern, rows, segments, at_globals, axis_names)
-    return _overwrite_rows(out, full, here, valid)
+    segments, seq = key_range.query_segments, k.shape[1]
+    rows, local_positions = start + jnp.arange(seq), tokens.positions - start
+    valid = _counted_tokens(tokens, seq * shards)
+    global_segments = None if segments is None else take(segments, local_positions)
+    visible = _column_visibility(pattern, rows, segments, tokens.positions, valid, global_segments)
+    out = attend(key_range._replace(columns=Columns(take(k, local_positions), take(v, local_positions), visible)))
+    global_rows = _global_rows(tokens, pattern, rows, segments, global_segments, axis_names)
+    return _overwrite_rows(out, global_rows, local_positions, valid)
 
 
-def _counted(tokens: GlobalTokens, seq: int) -> Bool[Array, "batch globals"]:
-    """Mark the entries of `tokens` that are valid, inside a sequence of length `seq`, and not a repetition."""
+def _counted_tokens(tokens: GlobalTokens, seq: int) -> Bool[Array, "batch globals"]:
+    """Mark the entries of `tokens` that are valid, inside a sequence of length `seq`, and no repetitions."""
     positions = tokens.positions
     valid = tokens.valid & (positions >= 0) & (positions < seq)
     same = (positions[:, :, None] == positions[:, None, :]) & valid[:, None, :]
@@ -101,8 +101,8 @@ def _global_rows(
     if pattern.causal:
         mask = mask & (key_positions[None, None, :] <= tokens.positions[:, :, None])
     mask = jnp.broadcast_to(mask, (mask.shape[0], tokens.q.shape[1], tokens.k.shape[1]))
-    piece = KeyBlock(tokens.k.swapaxes(1, 2), tokens.v.swapaxes(1, 2), mask)
-    return heads_last(joint_softmax(heads_first(tokens.q, tokens.k.shape[2]), [piece], axis_names, pattern.soft_cap))
+    block = KeyBlock(tokens.k.swapaxes(1, 2), tokens.v.swapaxes(1, 2), mask)
+    return heads_last(joint_softmax(heads_first(tokens.q, tokens.k.shape[2]), [block], axis_names, pattern.soft_cap))
 
 
 def _overwrite_rows(
@@ -111,8 +111,8 @@ def _overwrite_rows(
     positions: Int[Array, "batch globals"],
     valid: Bool[Array, "batch globals"],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Return `out` with `rows` written at the `positions` that are valid and inside it."""
+    """Return `out` with `rows` written at those `positions` that are valid and inside it."""
     seq = out.shape[1]
-    inside = valid & (positions >= 0) & (positions < seq)
-    index = jnp.where(inside, positions, seq)
+    is_inside = valid & (positions >= 0) & (positions < seq)
+    index = jnp.where(is_inside, positions, seq)
     return jax.vmap(lambda o, i, r: o.at[i].set(r, mode="drop"))(out, index, rows)

@@ -6,9 +6,9 @@ conditions on |i - j|, so 2 W - 1 keys. A window of None has no limit. Other con
 counts one side without the token (W - 1 here), transformers counts both sides (2 (W - 1) here), and the (left, right)
 pairs of JAX, cuDNN and splash are inclusive: (W - 1, 0).
 
-Global tokens (Longformer, arXiv 2004.05150, section 3): with G the set of global positions, row i not in G is one
-softmax over {j: j in its window or j in G} with the local q, k, v. Row i in G is a softmax over all keys with the
-separately projected q_g, k_g, v_g. Causal attention also requires j <= i. Positions with different segment ids never
+Global tokens (Longformer, arXiv 2004.05150, section 3): let G be the set of global positions. A row i outside of G is
+one softmax over {j: j in its window or j in G} with the local q, k, v. A row i in G is a softmax over all keys with the
+separate projections q_g, k_g, v_g. Causal attention also requires j <= i. Positions with different segment ids never
 see each other. No key is counted twice. A row that sees no key is zero.
 """
 
@@ -49,7 +49,7 @@ class GlobalTokens(NamedTuple):
 class Pattern:
     """Visible distances between query and key (see the module's docstring), and the bound of the logits.
 
-    `soft_cap` c replaces logits l by c * tanh(l / c), as Gemma 2 does (arXiv 2408.00118), or None for no bound.
+    A `soft_cap` c bounds the logits: c * tanh(logit / c), as in Gemma 2 (arXiv 2408.00118). None: no bound.
     """
 
     window: int | None
@@ -89,10 +89,15 @@ class Columns(NamedTuple):
     visible: Bool[Array, "batch seq globals"]
 
 
-class Stretch(NamedTuple):
-    """Position of a stretch of keys relative to its queries: query i is at key `before + i`.
+class KeyRange(NamedTuple):
+    """A range of keys and its position relative to the queries.
 
-    Keys that are not valid or of another segment are not seen. `columns` are seen in addition to the stretch.
+    Args:
+        before: Number of keys before the first query: query i is at key `before + i`.
+        key_valid: Whether each key may be seen, or None if all may.
+        query_segments: Segment of each query, or None. Only keys of the same segment are seen.
+        key_segments: Segment of each key, or None.
+        columns: Keys that are seen in addition to the range, or None.
     """
 
     before: int | Int[Array, ""] = 0
@@ -118,45 +123,45 @@ def heads_last(x: Float[Array, "batch kv_heads group seq head_dim"]) -> Float[Ar
 
 def joint_softmax(
     q: Float[Array, "batch kv_heads group rows head_dim"],
-    pieces: Sequence[KeyBlock],
+    blocks: Sequence[KeyBlock],
     axis_names: tuple[str, ...] = (),
     soft_cap: float | None = None,
 ) -> Float[Array, "batch kv_heads group rows head_dim"]:
-    """Return attention with one softmax over all pieces, in q's dtype. Logits and sums are float32.
+    """Return attention with one softmax over all blocks, in q's dtype. Logits and sums are float32.
 
-    With `axis_names` (inside `jax.shard_map`) each shard passes its pieces for the same rows, and the softmax is over
+    With `axis_names` (inside `jax.shard_map`), each shard passes its blocks for the same rows, and the softmax is over
     the keys of all shards.
     """
     logits = []
-    for piece in pieces:
-        scores = jnp.einsum("bkgqd,bksd->bkgqs", q, piece.k, preferred_element_type=jnp.float32)
-        scores = capped(scores * q.shape[-1] ** -0.5, soft_cap)
-        logits.append(jnp.where(piece.mask[:, None, None], scores, -jnp.inf))
-    top = jax.lax.stop_gradient(_maximum([x.max(-1, keepdims=True) for x in logits]))
+    for block in blocks:
+        scores = jnp.einsum("bkgqd,bksd->bkgqs", q, block.k, preferred_element_type=jnp.float32)
+        scores = apply_soft_cap(scores * q.shape[-1] ** -0.5, soft_cap)
+        logits.append(jnp.where(block.mask[:, None, None], scores, -jnp.inf))
+    largest = jax.lax.stop_gradient(_maximum([x.max(-1, keepdims=True) for x in logits]))
     if axis_names:
-        top = jax.lax.pmax(top, axis_names)
-    top = jnp.where(jnp.isfinite(top), top, 0.0)
-    weights = [jnp.exp(x - top) for x in logits]
+        largest = jax.lax.pmax(largest, axis_names)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    weights = [jnp.exp(x - largest) for x in logits]
     total = sum(w.sum(-1, keepdims=True) for w in weights)
     summed = sum(
-        jnp.einsum("bkgqs,bksd->bkgqd", w.astype(piece.v.dtype), piece.v, preferred_element_type=jnp.float32)
-        for w, piece in zip(weights, pieces, strict=True)
+        jnp.einsum("bkgqs,bksd->bkgqd", w.astype(block.v.dtype), block.v, preferred_element_type=jnp.float32)
+        for w, block in zip(weights, blocks, strict=True)
     )
     if axis_names:
         total, summed = jax.lax.psum((total, summed), axis_names)
     return (summed / jnp.where(total == 0, 1.0, total)).astype(q.dtype)
 
 
-def capped(logits: Float[Array, "*shape"], soft_cap: float | None) -> Float[Array, "*shape"]:
-    """Apply the soft cap to logits, which bounds them to plus and minus `soft_cap`. None leaves them unchanged."""
+def apply_soft_cap(logits: Float[Array, "*shape"], soft_cap: float | None) -> Float[Array, "*shape"]:
+    """Bound logits by plus and minus `soft_cap`. None leaves them unchanged."""
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 def _maximum(arrays: list[Array]) -> Array:
-    top = arrays[0]
+    largest = arrays[0]
     for array in arrays[1:]:
-        top = jnp.maximum(top, array)
-    return top
+        largest = jnp.maximum(largest, array)
+    return largest
 
 
 def same_segment(

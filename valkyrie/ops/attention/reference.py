@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from valkyrie.ops.attention.pattern import GlobalTokens, Pattern, capped
+from valkyrie.ops.attention.pattern import GlobalTokens, Pattern, apply_soft_cap
 
 
 def reference_attention(
@@ -31,14 +31,14 @@ def reference_attention(
     if global_tokens is None:
         return _masked_attention(q, k, v, allowed & in_window, pattern.soft_cap)
     tokens = global_tokens
-    chosen = tokens.valid[:, :, None] & (tokens.positions[:, :, None] == positions)
-    is_global = chosen.any(1)
+    is_entry = tokens.valid[:, :, None] & (tokens.positions[:, :, None] == positions)
+    is_global = is_entry.any(1)
     local = _masked_attention(q, k, v, allowed & (in_window | is_global[:, None, :]), pattern.soft_cap)
-    which = jnp.argmax(chosen, axis=1)
-    q_global = jax.vmap(lambda rows, index: rows[index])(tokens.q, which)
-    everywhere = jnp.broadcast_to(allowed, (1, *in_window.shape[1:]) if segment_ids is None else allowed.shape)
-    full = _masked_attention(q_global, tokens.k, tokens.v, everywhere, pattern.soft_cap)
-    return jnp.where(is_global[:, :, None, None], full, local)
+    entry = jnp.argmax(is_entry, axis=1)
+    q_global = jax.vmap(lambda rows, index: rows[index])(tokens.q, entry)
+    global_mask = jnp.broadcast_to(allowed, (1, *in_window.shape[1:]) if segment_ids is None else allowed.shape)
+    global_rows = _masked_attention(q_global, tokens.k, tokens.v, global_mask, pattern.soft_cap)
+    return jnp.where(is_global[:, :, None, None], global_rows, local)
 
 
 def _masked_attention(
@@ -51,7 +51,7 @@ def _masked_attention(
     batch, seq, heads, head_dim = q.shape
     grouped = q.reshape(batch, seq, k.shape[2], -1, head_dim)
     logits = jnp.einsum("bikgd,bjkd->bkgij", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-    logits, mask = capped(logits, soft_cap), mask[:, None, None]
+    logits, mask = apply_soft_cap(logits, soft_cap), mask[:, None, None]
     weights = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(jnp.float32).min), axis=-1)
     weights = jnp.where(mask, weights, 0.0).astype(v.dtype)
     out = jnp.einsum("bkgij,bjkd->bikgd", weights, v, preferred_element_type=jnp.float32)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens, take_positions
 from valkyrie.ops.attention.local import Method, chunked_attention, local_attention
-from valkyrie.ops.attention.pattern import GlobalTokens, Keys, Pattern, Stretch
+from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Keys, Pattern
 
 
 def sharded_attention(
@@ -41,7 +41,7 @@ def sharded_attention(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Return this shard's part of `attention` over a sequence sharded evenly over `axis_names`, the first one major.
+    """Return this shard's part of `attention` over a sequence sharded evenly over `axis_names`, major axis first.
 
     Call it inside `jax.shard_map`. `seq` is the length of a shard. The `k` and `v` of `global_tokens` are this shard's;
     `positions` (in the whole sequence), `valid` and `q` are the same on every shard. On a TPU it uses splash attention.
@@ -54,107 +54,107 @@ def sharded_attention(
     kernel = platform_of(backend).attention
     method = Method(kernel=kernel if kernel == "splash" else None, chunk=chunk, interpret=interpret)
 
-    def attend(stretch: Stretch) -> Array:
+    def attend(key_range: KeyRange) -> Array:
         if window is None:
-            keys, values, stretch = _gathered(k, v, stretch, axis_names)
+            keys, values, key_range = _gather_keys(k, v, key_range, axis_names)
             if method.kernel == "splash" and dilation == 1:
-                return _full_by_kernel(q, keys, values, pattern, method, stretch, axis_names, shards)
-            return chunked_attention(q, keys, values, pattern=pattern, stretch=stretch, chunk=chunk)
-        keys, values, stretch = _with_neighbours(k, v, pattern, stretch, axis_names, shards)
-        return local_attention(q, keys, values, pattern=pattern, method=method, stretch=stretch)
+                return _full_splash_attention(q, keys, values, pattern, method, key_range, axis_names, shards)
+            return chunked_attention(q, keys, values, pattern=pattern, key_range=key_range, chunk=chunk)
+        keys, values, key_range = _extend_keys(k, v, pattern, key_range, axis_names, shards)
+        return local_attention(q, keys, values, pattern=pattern, method=method, key_range=key_range)
 
-    stretch = Stretch(start, query_segments=segment_ids)
+    key_range = KeyRange(start, query_segments=segment_ids)
     if global_tokens is None:
-        return attend(stretch)
+        return attend(key_range)
     return attend_with_global_tokens(
         attend,
         k,
         v,
         global_tokens,
         pattern=pattern,
-        stretch=stretch,
+        key_range=key_range,
         start=start,
         shards=shards,
-        take=functools.partial(_from_owner, axis_names=axis_names),
+        take=functools.partial(_take_from_owner, axis_names=axis_names),
         axis_names=axis_names,
     )
 
 
-def _full_by_kernel(
+def _full_splash_attention(
     q: Array,
     k: Keys,
     v: Keys,
     pattern: Pattern,
     method: Method,
-    stretch: Stretch,
+    key_range: KeyRange,
     axis_names: tuple[str, ...],
     shards: int,
 ) -> Array:
     """Compute full attention of this shard's queries to all keys with splash attention."""
-    from valkyrie.ops.attention.splash import Chunks, splash_causal_shard, whole_blocks  # Pallas is slow to import
+    from valkyrie.ops.attention.splash import QueryChunks, splash_causal_shard, whole_blocks  # Pallas is slow to import
 
     if not pattern.causal:
-        return local_attention(q, k, v, pattern=pattern, method=method, stretch=stretch._replace(before=0))
+        return local_attention(q, k, v, pattern=pattern, method=method, key_range=key_range._replace(before=0))
     shard, seq = jax.lax.axis_index(axis_names), q.shape[1]
     attend = functools.partial(splash_causal_shard, soft_cap=pattern.soft_cap, interpret=method.interpret)
     if seq % 2 or not whole_blocks(seq // 2):
         starts = tuple((i * seq,) for i in range(shards))
-        return attend(q, k, v, chunks=Chunks(starts, shard), stretch=stretch)
-    swap = functools.partial(_swapped, axis_names=axis_names, shards=shards)
-    segments, columns = stretch.query_segments, stretch.columns
-    swapped = stretch._replace(
+        return attend(q, k, v, chunks=QueryChunks(starts, shard), key_range=key_range)
+    swap = functools.partial(_exchange_halves, axis_names=axis_names, shards=shards)
+    segments, columns = key_range.query_segments, key_range.columns
+    swapped = key_range._replace(
         query_segments=None if segments is None else swap(segments),
         columns=None if columns is None else columns._replace(visible=swap(columns.visible)),
     )
-    halves = [{to: half for half, to in enumerate(_takers(shards)) if half % 2 == i} for i in range(2)]
+    halves = [{owner: half for half, owner in enumerate(_half_owners(shards)) if half % 2 == i} for i in range(2)]
     starts = tuple((halves[0][i] * (seq // 2), halves[1][i] * (seq // 2)) for i in range(shards))
-    return swap(attend(swap(q), k, v, chunks=Chunks(starts, shard), stretch=swapped), back=True)
+    return swap(attend(swap(q), k, v, chunks=QueryChunks(starts, shard), key_range=swapped), back=True)
 
 
-def _takers(shards: int) -> list[int]:
-    """Return the shard that computes each half of a shard's queries. Pairs early halves with late, longer ones."""
+def _half_owners(shards: int) -> list[int]:
+    """Return the shard that computes each half-shard of queries. Each shard gets an early and a late half."""
     return [min(half, 2 * shards - 1 - half) for half in range(2 * shards)]
 
 
-def _swapped(x: Array, axis_names: tuple[str, ...], shards: int, back: bool = False) -> Array:
-    """Exchange halves of `x` (batch, seq, ...): return those that this shard computes, or with `back` undo it."""
+def _exchange_halves(x: Array, axis_names: tuple[str, ...], shards: int, back: bool = False) -> Array:
+    """Exchange halves of `x` (batch, seq, ...). Returns those that this shard computes; `back` is the inverse."""
     parts = []
     for i, part in enumerate(jnp.split(x, 2, axis=1)):
-        pairs = [(half // 2, to) for half, to in enumerate(_takers(shards)) if half % 2 == i]
+        pairs = [(half // 2, owner) for half, owner in enumerate(_half_owners(shards)) if half % 2 == i]
         parts.append(jax.lax.ppermute(part, axis_names, [(b, a) for a, b in pairs] if back else pairs))
     return jnp.concatenate(parts, axis=1)
 
 
-def _gathered(k: Keys, v: Keys, stretch: Stretch, axis_names: tuple[str, ...]) -> tuple[Array, Array, Stretch]:
+def _gather_keys(k: Keys, v: Keys, key_range: KeyRange, axis_names: tuple[str, ...]) -> tuple[Array, Array, KeyRange]:
     """Gather the keys, values and key segments of all shards."""
     gather = functools.partial(jax.lax.all_gather, axis_name=axis_names, axis=1, tiled=True)
-    if stretch.query_segments is not None:
-        stretch = stretch._replace(key_segments=gather(stretch.query_segments))
-    return gather(k), gather(v), stretch
+    if key_range.query_segments is not None:
+        key_range = key_range._replace(key_segments=gather(key_range.query_segments))
+    return gather(k), gather(v), key_range
 
 
-def _with_neighbours(
-    k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, axis_names: tuple[str, ...], shards: int
-) -> tuple[Array, Array, Stretch]:
-    """Return this shard's keys and values with those of neighbours within the window, and their `Stretch`."""
+def _extend_keys(
+    k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, axis_names: tuple[str, ...], shards: int
+) -> tuple[Array, Array, KeyRange]:
+    """Return this shard's keys and values, those of neighbours within the window, and their `KeyRange`."""
     batch, seq = k.shape[:2]
     before = min(pattern.reach(), (shards - 1) * seq)
     after = 0 if pattern.causal else before
-    # The stretch starts a multiple of the dilation before the first query, so that residues of keys and queries agree.
+    # The range starts a multiple of the dilation before the first query, so that residues of keys and queries agree.
     padding = -before % pattern.dilation
 
-    def extended(x: Array) -> Array:
+    def extend(x: Array) -> Array:
         x = _halo(x, before, after, axis_names, shards)
         return jnp.pad(x, ((0, 0), (padding, 0)) + ((0, 0),) * (x.ndim - 2))
 
-    keys_values = extended(jnp.stack([k, v], axis=2))
-    segments = stretch.query_segments
-    stretch = stretch._replace(
+    keys_values = extend(jnp.stack([k, v], axis=2))
+    segments = key_range.query_segments
+    key_range = key_range._replace(
         before=padding + before,
-        key_valid=extended(jnp.ones((batch, seq), bool)),
-        key_segments=None if segments is None else extended(segments),
+        key_valid=extend(jnp.ones((batch, seq), bool)),
+        key_segments=None if segments is None else extend(segments),
     )
-    return keys_values[:, :, 0], keys_values[:, :, 1], stretch
+    return keys_values[:, :, 0], keys_values[:, :, 1], key_range
 
 
 def _halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards: int) -> Array:
@@ -162,18 +162,18 @@ def _halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards
     seq = x.shape[1]
     parts = [x]
     for hop in range(1, -(-before // seq) + 1):
-        wanted = min(seq, before - (hop - 1) * seq)
+        count = min(seq, before - (hop - 1) * seq)
         pairs = [(i, i + hop) for i in range(shards - hop)]
-        parts.insert(0, jax.lax.ppermute(x[:, seq - wanted :], axis_names, pairs))
+        parts.insert(0, jax.lax.ppermute(x[:, seq - count :], axis_names, pairs))
     for hop in range(1, -(-after // seq) + 1):
-        wanted = min(seq, after - (hop - 1) * seq)
+        count = min(seq, after - (hop - 1) * seq)
         pairs = [(i + hop, i) for i in range(shards - hop)]
-        parts.append(jax.lax.ppermute(x[:, :wanted], axis_names, pairs))
+        parts.append(jax.lax.ppermute(x[:, :count], axis_names, pairs))
     return jnp.concatenate(parts, axis=1)
 
 
-def _from_owner(x: Array, here: Int[Array, "batch globals"], axis_names: tuple[str, ...]) -> Array:
+def _take_from_owner(x: Array, local_positions: Int[Array, "batch globals"], axis_names: tuple[str, ...]) -> Array:
     """Return the entries of `x` (batch, seq, ...) at positions relative to this shard, from the owning shards."""
-    owned = (here >= 0) & (here < x.shape[1])
-    taken = take_positions(x, here)
-    return jax.lax.psum(jnp.where(owned.reshape(*owned.shape, *[1] * (x.ndim - 2)), taken, 0), axis_names)
+    owned = (local_positions >= 0) & (local_positions < x.shape[1])
+    entries = take_positions(x, local_positions)
+    return jax.lax.psum(jnp.where(owned.reshape(*owned.shape, *[1] * (x.ndim - 2)), entries, 0), axis_names)

@@ -23,38 +23,56 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jaxtyping import Array, Float, Int
 
-from valkyrie.ops.attention.pattern import Columns, Keys, Pattern, Queries, Stretch, capped
+from valkyrie.ops.attention.pattern import Columns, KeyRange, Keys, Pattern, Queries, apply_soft_cap
 from valkyrie.ops.choices import CONTEXT
 
 LANES = 128
+"""Lengths up to `BLOCK` are padded to a multiple of this."""
+
 BLOCK = 512
+"""Block length with a window, or for short sequences."""
+
 WIDE_BLOCK = 1024
+"""Block length without a window, if the conditions below hold."""
+
 WIDE_FROM = 4096
+"""Sequence length from which wide blocks are faster."""
+
 LONG_FROM = 16384
+"""Sequence length from which the backward pass uses twice as wide blocks of keys."""
+
 WIDE_HEAD = 128
+"""Largest head_dim whose wide blocks fit into a core's scratch memory."""
+
 DQ_WRITES = 8
+"""Largest number of blocks of keys, and thus of writes of dq, for which the fused backward pass is used."""
 
 
 def splash_window(
-    q: Queries, k: Keys, v: Keys, *, pattern: Pattern, stretch: Stretch, interpret: bool = False
+    q: Queries, k: Keys, v: Keys, *, pattern: Pattern, key_range: KeyRange, interpret: bool = False
 ) -> Queries:
     """Compute attention (dilation 1) with splash attention. Columns are merged by their log-sum-exp.
 
     `interpret` runs the kernel without a TPU, slowly, for tests.
     """
-    before, columns = stretch.before, stretch.columns
+    before, columns = key_range.before, key_range.columns
     assert pattern.dilation == 1 and isinstance(before, int)
     batch, seq, heads, head_dim = q.shape
     rows_padded = _padded_length(seq)
     # Every row, including padding, keeps the key at its position. A row without any block would divide zero by zero.
     keys_padded = _padded_length(max(k.shape[1], before + rows_padded))
     kernel = _splash_kernel(heads, head_dim, rows_padded, keys_padded, pattern, before, interpret)
-    segments = _segments(stretch, pattern.causal, batch, seq, k.shape[1], rows_padded, keys_padded)
-    return _run(kernel, q, k, v, segments, columns, rows_padded, keys_padded)
+    segments = _segment_ids(key_range, pattern.causal, batch, seq, k.shape[1], rows_padded, keys_padded)
+    return _run_kernel(kernel, q, k, v, segments, columns, rows_padded, keys_padded)
 
 
-class Chunks(NamedTuple):
-    """Positions of a shard's queries. `starts[i]` has the first position of each equal-length chunk of shard i."""
+class QueryChunks(NamedTuple):
+    """Positions of a shard's queries, in chunks of equal length.
+
+    Args:
+        starts: For each shard, the first position of each of its chunks.
+        shard: Index of this shard.
+    """
 
     starts: tuple[tuple[int, ...], ...]
     shard: Int[Array, ""]
@@ -65,8 +83,8 @@ def splash_causal_shard(
     k: Keys,
     v: Keys,
     *,
-    chunks: Chunks,
-    stretch: Stretch,
+    chunks: QueryChunks,
+    key_range: KeyRange,
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Queries:
@@ -85,18 +103,18 @@ def splash_causal_shard(
 
     def tables(block_q: int | None, block_kv: int | None, by_key: bool = False) -> mask_info.MaskInfo:
         assert block_q is not None and block_kv is not None
-        following, seen = _block_tables(chunks.starts, length_padded, keys_padded, block_q, block_kv, by_key)
-        own_following, own_seen = (jnp.asarray(table)[chunks.shard] for table in (following, seen))
-        return mask_info.MaskInfo(own_following, None, own_seen, None, positions)  # pyright: ignore[reportArgumentType]
+        next_visible, visibility = _block_tables(chunks.starts, length_padded, keys_padded, block_q, block_kv, by_key)
+        shard_next, shard_visibility = (jnp.asarray(table)[chunks.shard] for table in (next_visible, visibility))
+        return mask_info.MaskInfo(shard_next, None, shard_visibility, None, positions)  # pyright: ignore[reportArgumentType]
 
     kernel = splash.SplashAttentionKernel(
         tables(blocks.block_q, blocks.block_kv),
         None if blocks.use_fused_bwd_kernel else tables(blocks.block_q_dq, blocks.block_kv_dq),
         tables(blocks.block_q_dkv, blocks.block_kv_dkv, by_key=True),
-        **_options(blocks, _not_later, soft_cap, interpret),
+        **_kernel_options(blocks, _is_causal, soft_cap, interpret),
     )
-    segments = _segments(stretch, True, q.shape[0], q.shape[1], k.shape[1], rows_padded, keys_padded)
-    return _run(kernel, q, k, v, segments, stretch.columns, rows_padded, keys_padded)
+    segments = _segment_ids(key_range, True, q.shape[0], q.shape[1], k.shape[1], rows_padded, keys_padded)
+    return _run_kernel(kernel, q, k, v, segments, key_range.columns, rows_padded, keys_padded)
 
 
 def whole_blocks(length: int) -> bool:
@@ -104,7 +122,7 @@ def whole_blocks(length: int) -> bool:
     return length == _padded_length(length)
 
 
-def _not_later(query: Int[Array, "*both"], key: Int[Array, "*both"]) -> Array:
+def _is_causal(query: Int[Array, "*both"], key: Int[Array, "*both"]) -> Array:
     return query >= key
 
 
@@ -112,36 +130,39 @@ def _not_later(query: Int[Array, "*both"], key: Int[Array, "*both"]) -> Array:
 def _block_tables(
     starts: tuple[tuple[int, ...], ...], length: int, keys: int, block_q: int, block_kv: int, by_key: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two splash tables for all shards, each (shards, 1, blocks of rows, blocks of keys).
+    """Return two tables for splash attention, for all shards, each (shards, 1, blocks of rows, blocks of keys).
 
     The first has the block of keys (with `by_key`: of rows) to fetch. For a hidden block, this is the next visible one.
     The second has the visibility of a block: hidden (0), partly visible (1) or fully visible (2).
     """
-    firsts = np.asarray(starts)[..., None] + np.arange(0, length, block_q)
-    firsts = firsts.reshape(len(starts), -1, 1)
-    keys_from = np.arange(0, keys, block_kv)
-    some, every = keys_from < firsts + block_q, keys_from + block_kv - 1 <= firsts
-    seen = np.where(every, 2, np.where(some, 1, 0))
+    first_rows = np.asarray(starts)[..., None] + np.arange(0, length, block_q)
+    first_rows = first_rows.reshape(len(starts), -1, 1)
+    first_keys = np.arange(0, keys, block_kv)
+    is_partly_visible, is_fully_visible = first_keys < first_rows + block_q, first_keys + block_kv - 1 <= first_rows
+    visibility = np.where(is_fully_visible, 2, np.where(is_partly_visible, 1, 0))
     if by_key:
-        following = _next_seen(seen.swapaxes(1, 2)).swapaxes(1, 2)
+        next_visible = _next_visible(visibility.swapaxes(1, 2)).swapaxes(1, 2)
     else:
-        following = np.where(some, np.arange(len(keys_from)), 0)  # the first block is visible to every row
-    small = np.int8 if following.max(initial=0) < 128 else np.int16
-    return following[:, None].astype(small), seen[:, None].astype(np.int8)
+        # Every row sees the first block.
+        next_visible = np.where(is_partly_visible, np.arange(len(first_keys)), 0)
+    index_dtype = np.int8 if next_visible.max(initial=0) < 128 else np.int16
+    return next_visible[:, None].astype(index_dtype), visibility[:, None].astype(np.int8)
 
 
-def _next_seen(seen: np.ndarray) -> np.ndarray:
-    """Return the index in the last axis of the next nonzero entry, for every entry; after the last, of the first."""
-    count = seen.shape[-1]
-    following = np.zeros(seen.shape, np.int64)
-    after = np.argmax(seen > 0, axis=-1)
+def _next_visible(visibility: np.ndarray) -> np.ndarray:
+    """Return, along the last axis, the index of the next nonzero entry at or after each entry, or else of the first."""
+    count = visibility.shape[-1]
+    next_visible = np.zeros(visibility.shape, np.int64)
+    upcoming = np.argmax(visibility > 0, axis=-1)
     for i in range(count - 1, -1, -1):
-        after = np.where(seen[..., i] > 0, i, after)
-        following[..., i] = after
-    return following
+        upcoming = np.where(visibility[..., i] > 0, i, upcoming)
+        next_visible[..., i] = upcoming
+    return next_visible
 
 
-def _options(blocks: splash.BlockSizes, mask_function: Any, soft_cap: float | None, interpret: bool) -> dict[str, Any]:
+def _kernel_options(
+    blocks: splash.BlockSizes, mask_function: Any, soft_cap: float | None, interpret: bool
+) -> dict[str, Any]:
     return {
         "block_sizes": blocks,
         "is_mqa": False,
@@ -154,7 +175,7 @@ def _options(blocks: splash.BlockSizes, mask_function: Any, soft_cap: float | No
     }
 
 
-def _run(
+def _run_kernel(
     kernel: splash.SplashAttentionKernel,
     q: Queries,
     k: Keys,
@@ -167,32 +188,33 @@ def _run(
     """Pad rows and keys, run the kernel, and merge the columns."""
     seq = q.shape[1]
     scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
-    queries = _pad(scaled, rows_padded).swapaxes(1, 2)
-    keys, values = (_pad(x, keys_padded).swapaxes(1, 2) for x in (k, v))
+    queries = _pad_length(scaled, rows_padded).swapaxes(1, 2)
+    keys, values = (_pad_length(x, keys_padded).swapaxes(1, 2) for x in (k, v))
     if columns is None:
         out = jax.vmap(lambda *x: kernel(*x))(queries, keys, values, segments)
     else:
-        extra, extra_sum = _columns_attention(q, columns, kernel.kwargs["attn_logits_soft_cap"])
-        extra = jnp.pad(extra, ((0, 0), (0, 0), (0, rows_padded - seq), (0, 0)))
-        extra_sum = jnp.pad(extra_sum, ((0, 0), (0, 0), (0, rows_padded - seq)), constant_values=-jnp.inf)
-        masks = _Masks(kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
-        merged = functools.partial(_merged, tuple(sorted(kernel.kwargs.items())), masks)
-        out = jax.vmap(merged)(queries, keys, values, segments, extra, extra_sum)
+        column_output, column_log_sum = _columns_attention(q, columns, kernel.kwargs["attn_logits_soft_cap"])
+        column_output = jnp.pad(column_output, ((0, 0), (0, 0), (0, rows_padded - seq), (0, 0)))
+        column_log_sum = jnp.pad(column_log_sum, ((0, 0), (0, 0), (0, rows_padded - seq)), constant_values=-jnp.inf)
+        masks = _MaskTables(kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+        run_merged = functools.partial(_merged_attention, tuple(sorted(kernel.kwargs.items())), masks)
+        out = jax.vmap(run_merged)(queries, keys, values, segments, column_output, column_log_sum)
     return jnp.asarray(out).swapaxes(1, 2)[:, :seq]
 
 
-def _segments(
-    stretch: Stretch, causal: bool, batch: int, seq: int, keys: int, rows_padded: int, keys_padded: int
+def _segment_ids(
+    key_range: KeyRange, causal: bool, batch: int, seq: int, keys: int, rows_padded: int, keys_padded: int
 ) -> splash.SegmentIds | None:
-    """Return segment ids that also hide padding and invalid keys, or None if the causal mask hides them already."""
-    of_rows, of_keys, valid = stretch.query_segments, stretch.key_segments, stretch.key_valid
-    if of_rows is None or of_keys is None:
+    """Return segment ids that also hide padding and invalid keys, or None if the causal mask hides these."""
+    row_segments, key_segments, valid = key_range.query_segments, key_range.key_segments, key_range.key_valid
+    if row_segments is None or key_segments is None:
         if causal and valid is None:
             return None
-        of_rows, of_keys = jnp.zeros((batch, seq), jnp.int32), jnp.zeros((batch, keys), jnp.int32)
+        row_segments, key_segments = jnp.zeros((batch, seq), jnp.int32), jnp.zeros((batch, keys), jnp.int32)
     # Real segments become even numbers, so that odd ones are free for keys that no row may see.
-    of_keys = 2 * of_keys if valid is None else jnp.where(valid, 2 * of_keys, -1)
-    return splash.SegmentIds(q=_pad(2 * of_rows, rows_padded, fill=-1), kv=_pad(of_keys, keys_padded, fill=-1))
+    key_segments = 2 * key_segments if valid is None else jnp.where(valid, 2 * key_segments, -1)
+    row_segments, key_segments = 2 * row_segments, _pad_length(key_segments, keys_padded, fill=-1)
+    return splash.SegmentIds(q=_pad_length(row_segments, rows_padded, fill=-1), kv=key_segments)
 
 
 def _padded_length(length: int) -> int:
@@ -200,27 +222,28 @@ def _padded_length(length: int) -> int:
     return lanes if lanes <= BLOCK else -(-length // BLOCK) * BLOCK
 
 
-def _pad(x: Array, length: int, fill: int = 0) -> Array:
+def _pad_length(x: Array, length: int, fill: int = 0) -> Array:
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
 
 
 def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> splash.BlockSizes:
-    """Return the block sizes for a shape. In causal attention, half of each block on the diagonal is wasted work."""
+    """Return the block sizes for a shape. Causal attention wastes half of each block on the diagonal."""
 
-    def fitting(wanted: int, length: int) -> int:
-        return wanted if length % wanted == 0 else min(BLOCK, length)
+    def fit_block(size: int, length: int) -> int:
+        return size if length % size == 0 else min(BLOCK, length)
 
-    wide = WIDE_BLOCK if window is None and head_dim <= WIDE_HEAD else BLOCK
-    forward = wide if min(rows, keys) >= WIDE_FROM else BLOCK
-    row_block, key_block = fitting(forward, rows), fitting(forward, keys)
-    backward = fitting(2 * wide if wide > BLOCK and keys >= LONG_FROM else wide, keys)
+    wide_block = WIDE_BLOCK if window is None and head_dim <= WIDE_HEAD else BLOCK
+    forward = wide_block if min(rows, keys) >= WIDE_FROM else BLOCK
+    row_block, key_block = fit_block(forward, rows), fit_block(forward, keys)
+    backward = fit_block(2 * wide_block if wide_block > BLOCK and keys >= LONG_FROM else wide_block, keys)
     fused = keys // backward <= DQ_WRITES
+    compute = BLOCK // 2 if fused and backward > wide_block else wide_block  # smaller, to fit into v4's VMEM
     return splash.BlockSizes(
         block_q=row_block,
         block_kv=key_block,
         block_q_dkv=row_block,
-        block_kv_dkv=backward if fused else fitting(wide, keys),
-        block_kv_dkv_compute=fitting(BLOCK // 2 if fused and backward > wide else wide, keys),  # for v4's VMEM
+        block_kv_dkv=backward if fused else fit_block(wide_block, keys),
+        block_kv_dkv_compute=fit_block(compute, keys),
         block_q_dq=None if fused else row_block,
         block_kv_dq=None if fused else key_block,
         use_fused_bwd_kernel=fused,
@@ -236,8 +259,8 @@ def _splash_kernel(
     if pattern.window is None and not pattern.causal:
         mask: splash_mask.Mask = splash_mask.FullMask((rows, keys))
     else:
-        side = None if pattern.window is None else pattern.window - 1
-        mask = splash_mask.LocalMask((rows, keys), (side, 0 if pattern.causal else side), offset=before)
+        reach = None if pattern.window is None else pattern.window - 1
+        mask = splash_mask.LocalMask((rows, keys), (reach, 0 if pattern.causal else reach), offset=before)
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
             splash_mask.MultiHeadMask([mask] * heads),
@@ -257,18 +280,18 @@ def _columns_attention(
     group = q.shape[2] // columns.k.shape[2]
     k, v = jnp.repeat(columns.k, group, axis=2), jnp.repeat(columns.v, group, axis=2)
     logits = jnp.einsum("bqhd,bghd->bhqg", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    logits, seen = capped(logits, soft_cap), columns.visible[:, None]
-    top = jax.lax.stop_gradient(jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1, keepdims=True))
-    top = jnp.where(jnp.isfinite(top), top, 0.0)
-    weights = jnp.exp(jnp.where(seen, logits, -jnp.inf) - top)
+    logits, is_visible = apply_soft_cap(logits, soft_cap), columns.visible[:, None]
+    largest = jax.lax.stop_gradient(jnp.max(jnp.where(is_visible, logits, -jnp.inf), axis=-1, keepdims=True))
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    weights = jnp.exp(jnp.where(is_visible, logits, -jnp.inf) - largest)
     total = weights.sum(-1)
-    some = total > 0
+    sees_any = total > 0
     summed = jnp.einsum("bhqg,bghd->bhqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    out = summed / jnp.where(some, total, 1.0)[..., None]
-    return out, jnp.where(some, jnp.log(jnp.where(some, total, 1.0)) + top[..., 0], -jnp.inf)
+    out = summed / jnp.where(sees_any, total, 1.0)[..., None]
+    return out, jnp.where(sees_any, jnp.log(jnp.where(sees_any, total, 1.0)) + largest[..., 0], -jnp.inf)
 
 
-class _Masks(NamedTuple):
+class _MaskTables(NamedTuple):
     """Block tables of a kernel's forward pass and its two backward passes."""
 
     forward: mask_info.MaskInfo
@@ -277,44 +300,44 @@ class _Masks(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _merged(
+def _merged_attention(
     options: tuple[tuple[str, Any], ...],
-    masks: _Masks,
+    masks: _MaskTables,
     q: Float[Array, "heads rows head_dim"],
     k: Float[Array, "kv_heads keys head_dim"],
     v: Float[Array, "kv_heads keys head_dim"],
     segments: Any,
-    extra: Float[Array, "heads rows head_dim"],
-    extra_sum: Float[Array, "heads rows"],
+    column_output: Float[Array, "heads rows head_dim"],
+    column_log_sum: Float[Array, "heads rows"],
 ) -> Float[Array, "heads rows head_dim"]:
-    """Merge a kernel's attention with precomputed attention over extra keys, `extra`, and its log-sum-exp."""
-    return _merged_forward(options, masks, q, k, v, segments, extra, extra_sum)[0]
+    """Merge the attention of a kernel with that over the columns, given its output and log-sum-exp."""
+    return _merged_attention_forward(options, masks, q, k, v, segments, column_output, column_log_sum)[0]
 
 
-def _merged_forward(options, masks, q, k, v, segments, extra, extra_sum):
+def _merged_attention_forward(options, masks, q, k, v, segments, column_output, column_log_sum):
     with_sums = splash.SplashAttentionKernel(masks.forward, None, None, **(dict(options) | {"save_residuals": True}))
-    local, (local_sum,) = with_sums(q, k, v, segments)
-    total = jnp.logaddexp(local_sum, extra_sum)
-    share = jnp.exp(extra_sum - total)[..., None]
-    out = (local.astype(jnp.float32) * (1 - share) + extra * share).astype(q.dtype)
-    out, total = checkpoint_name(out, CONTEXT), checkpoint_name(total, CONTEXT)
-    return out, (masks, q, k, v, segments, extra, share, out, total)
+    local, (local_log_sum,) = with_sums(q, k, v, segments)
+    log_sum = jnp.logaddexp(local_log_sum, column_log_sum)
+    column_share = jnp.exp(column_log_sum - log_sum)[..., None]
+    out = (local.astype(jnp.float32) * (1 - column_share) + column_output * column_share).astype(q.dtype)
+    out, log_sum = checkpoint_name(out, CONTEXT), checkpoint_name(log_sum, CONTEXT)
+    return out, (masks, q, k, v, segments, column_output, column_share, out, log_sum)
 
 
-def _merged_backward(options, saved, cotangent):
+def _merged_attention_backward(options, saved, cotangent):
     """Run the kernel's backward pass with the output and log-sum-exp of the merged softmax.
 
     The kernel then returns the gradients of its part of that softmax.
     """
-    masks, q, k, v, segments, extra, share, out, total = saved
-    inside = (q, k, v, segments, None, out, total, masks.dq, masks.dkv)
+    masks, q, k, v, segments, column_output, column_share, out, log_sum = saved
+    residuals = (q, k, v, segments, None, out, log_sum, masks.dq, masks.dkv)
     kernel_options: dict[str, Any] = {**dict(options), "save_residuals": False}
-    cotangents = splash._splash_attention_bwd(**kernel_options, res=inside, do=cotangent)
+    cotangents = splash._splash_attention_bwd(**kernel_options, res=residuals, do=cotangent)
     dq, dk, dv = cotangents[3:6]
-    wide = cotangent.astype(jnp.float32)
-    d_extra = share * wide
-    d_sum = share[..., 0] * (wide * (extra - out.astype(jnp.float32))).sum(-1)
-    return None, dq, dk, dv, None, d_extra, d_sum
+    cotangent_f32 = cotangent.astype(jnp.float32)
+    d_column_output = column_share * cotangent_f32
+    d_column_log_sum = column_share[..., 0] * (cotangent_f32 * (column_output - out.astype(jnp.float32))).sum(-1)
+    return None, dq, dk, dv, None, d_column_output, d_column_log_sum
 
 
-_merged.defvjp(_merged_forward, _merged_backward)
+_merged_attention.defvjp(_merged_attention_forward, _merged_attention_backward)

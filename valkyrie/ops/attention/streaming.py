@@ -17,7 +17,7 @@ from valkyrie.ops.attention.pattern import KeyBlock, heads_first, heads_last, jo
 
 
 class GlobalCache(NamedTuple):
-    """Keys and values of the first tokens: `k` and `v` are local projections, the others global projections."""
+    """Keys and values of the first tokens: local projections (`k`, `v`) and global projections."""
 
     k: Float[Array, "batch globals kv_heads head_dim"]
     v: Float[Array, "batch globals kv_heads head_dim"]
@@ -87,39 +87,43 @@ def attention_step(
     index = (0, residue, step % slots, 0, 0)
     keys = jax.lax.dynamic_update_slice(cache.k, k[:, None, None].astype(cache.k.dtype), index)
     values = jax.lax.dynamic_update_slice(cache.v, v[:, None, None].astype(cache.v.dtype), index)
-    age = (step - jnp.arange(slots)) % slots
-    ring = KeyBlock(_slots_of(keys, residue), _slots_of(values, residue), (age <= step)[None, None, :])
-    query = heads_first(q[:, None], k.shape[1])
-    first = cache.first
-    if first is None:
-        out = heads_last(joint_softmax(query, [ring], (), soft_cap))[:, 0]
+    slot_age = (step - jnp.arange(slots)) % slots
+    ring = KeyBlock(_select_slots(keys, residue), _select_slots(values, residue), (slot_age <= step)[None, None, :])
+    grouped_query = heads_first(q[:, None], k.shape[1])
+    global_cache = cache.first
+    if global_cache is None:
+        out = heads_last(joint_softmax(grouped_query, [ring], (), soft_cap))[:, 0]
         return out, KVCache(keys, values, position + 1, None)
     if global_step is None:
-        raise ValueError(f"the cache has {first.k.shape[1]} global tokens: give attention_step their projections too.")
-    first = _remember(first, position, k, v, global_step)
-    ages = position - jnp.arange(first.k.shape[1])
+        raise ValueError(
+            f"the cache has {global_cache.k.shape[1]} global tokens. Pass `global_step` with the token's projections."
+        )
+    global_cache = _store_global_token(global_cache, position, k, v, global_step)
+    ages = position - jnp.arange(global_cache.k.shape[1])
     in_ring = (ages % dilation == 0) & (ages // dilation < slots)
-    beside = KeyBlock(first.k.swapaxes(1, 2), first.v.swapaxes(1, 2), ((ages >= 0) & ~in_ring)[None, None, :])
-    local = joint_softmax(query, [ring, beside], (), soft_cap)
-    seen = KeyBlock(first.global_k.swapaxes(1, 2), first.global_v.swapaxes(1, 2), (ages >= 0)[None, None, :])
-    whole = joint_softmax(heads_first(global_step.q[:, None], k.shape[1]), [seen], (), soft_cap)
-    out = jnp.where(position < first.k.shape[1], whole, local)
-    return heads_last(out)[:, 0], KVCache(keys, values, position + 1, first)
+    first_k, first_v = (x.swapaxes(1, 2) for x in (global_cache.k, global_cache.v))
+    outside_ring = KeyBlock(first_k, first_v, ((ages >= 0) & ~in_ring)[None, None, :])
+    local_row = joint_softmax(grouped_query, [ring, outside_ring], (), soft_cap)
+    global_k, global_v = (x.swapaxes(1, 2) for x in (global_cache.global_k, global_cache.global_v))
+    all_global = KeyBlock(global_k, global_v, (ages >= 0)[None, None, :])
+    global_row = joint_softmax(heads_first(global_step.q[:, None], k.shape[1]), [all_global], (), soft_cap)
+    out = jnp.where(position < global_cache.k.shape[1], global_row, local_row)
+    return heads_last(out)[:, 0], KVCache(keys, values, position + 1, global_cache)
 
 
-def _slots_of(
+def _select_slots(
     x: Float[Array, "batch dilation slots kv_heads head_dim"], residue: Int[Array, ""]
 ) -> Float[Array, "batch kv_heads slots head_dim"]:
     return jax.lax.dynamic_index_in_dim(x, residue, axis=1, keepdims=False).swapaxes(1, 2)
 
 
-def _remember(
-    first: GlobalCache,
+def _store_global_token(
+    global_cache: GlobalCache,
     position: Int[Array, ""],
     k: Float[Array, "batch kv_heads head_dim"],
     v: Float[Array, "batch kv_heads head_dim"],
     step: GlobalStep,
 ) -> GlobalCache:
-    """Write this token to the cache of the first tokens. Tokens after the global ones are dropped."""
-    pairs = zip(first, (k, v, step.k, step.v), strict=True)
-    return GlobalCache(*(kept.at[:, position].set(new.astype(kept.dtype), mode="drop") for kept, new in pairs))
+    """Store a token in the cache of global tokens. Does nothing for positions after the global ones."""
+    pairs = zip(global_cache, (k, v, step.k, step.v), strict=True)
+    return GlobalCache(*(cached.at[:, position].set(new.astype(cached.dtype), mode="drop") for cached, new in pairs))
