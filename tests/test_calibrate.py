@@ -19,8 +19,8 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.report.records import read_rows
 from valkyrie.runs.folder import RUN
 from valkyrie.search.calibrate import mode as calibrate
-from valkyrie.search.calibrate.mode import FITTED, calibration
-from valkyrie.search.calibrate.replay_fit import replay_fit
+from valkyrie.search.calibrate.mode import FITTED, fit_calibration
+from valkyrie.search.calibrate.replay_fit import fit_replays
 from valkyrie.search.compile.correction import MIN_RUNS, step_interval, target_correction
 from valkyrie.search.compile.show import describe_range
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
@@ -151,7 +151,7 @@ def unfitted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unfitted")
 def test_a_model_and_batch_that_was_compiled_and_measured_is_one_family(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32,), truth)
-    one = calibration(rows_of([*compiled, *measured(compiled, [1.0] * len(compiled))], tmp_path))
+    one = fit_calibration(rows_of([*compiled, *measured(compiled, [1.0] * len(compiled))], tmp_path))
     assert list(one.families.values()) == [8] and one.left_out is None and not one.gains
     assert one.replay is not None and one.replay.left_out is None and one.unpaired == 0
 
@@ -162,13 +162,13 @@ def test_each_step_is_estimated_as_it_was_run(also: str, tmp_path: Path) -> None
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
     now = chip_efficiency(chip)
-    one = calibration(rows_of([*trials((32,), now), *trials((32,), now, also)], tmp_path))
+    one = fit_calibration(rows_of([*trials((32,), now), *trials((32,), now, also)], tmp_path))
     assert one.errors.tolist() == pytest.approx([1.0] * len(one.errors), rel=1e-6)
 
 
 def test_what_several_slices_lose_counts_once(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32,), truth, "target.slices=2", slices=2)[:1]
-    one, _ = replay_fit(rows_of([*compiled, *measured(compiled, [1.0])], tmp_path))
+    one, _ = fit_replays(rows_of([*compiled, *measured(compiled, [1.0])], tmp_path))
     target = shared_run(*compiled[0].overrides).config.target
     assert one is not None and target.chip is not None and target_correction(target).slices_factor > 1
     fitted = replace(target, chip=replace(target.chip, replay=one.fitted))
@@ -178,7 +178,7 @@ def test_what_several_slices_lose_counts_once(truth: Efficiency, tmp_path: Path)
 def test_fewer_than_four_steps_make_no_interval(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32, 64), truth)
     pairs = measured([*compiled[:2], compiled[len(LAYOUTS)]], [1.0, 1.02, 0.98])
-    one, _ = replay_fit(rows_of([*compiled, *pairs], tmp_path))
+    one, _ = fit_replays(rows_of([*compiled, *pairs], tmp_path))
     assert one is not None and one.left_out is not None and len(one.left_out) == 3
     assert (one.fitted.low, one.fitted.high) == (None, None)
     assert f" {MIN_RUNS} " in one.sentences[-1]
@@ -188,7 +188,7 @@ def test_a_compile_with_other_compiler_options_is_of_another_program(truth: Effi
     compiled = trials((32,), truth)[:1]
     (other,) = trials((32,), truth, "+target.chip.xla_options.xla_flag=true")[:1]
     pairs = rows_of([*compiled, *measured([other], [1.0])], tmp_path / "other")
-    assert replay_fit(pairs) == (None, 1)
+    assert fit_replays(pairs) == (None, 1)
     known = [
         "target.chip.usd_per_hour=3",
         "target.chip.calibrated=v5e",
@@ -196,7 +196,7 @@ def test_a_compile_with_other_compiler_options_is_of_another_program(truth: Effi
         "+target.chip.estimate.hbm=0.5",
     ]
     (priced,) = trials((32,), truth, *known)[:1]
-    fit, unpaired = replay_fit(rows_of([*compiled, *measured([priced], [1.0])], tmp_path / "priced"))
+    fit, unpaired = fit_replays(rows_of([*compiled, *measured([priced], [1.0])], tmp_path / "priced"))
     assert fit is not None and unpaired == 0
 
 

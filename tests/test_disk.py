@@ -141,7 +141,7 @@ def test_compiled_programs_are_not_kept_where_the_cache_cannot_be_written(
     assert jax.config.jax_compilation_cache_dir == before
     assert len(lines) == 1 and "VALKYRIE_CACHE=DIR" in lines[0]
     failed = CompileOutcome(CompileStatus.failed, "it was not tried")
-    monkeypatch.setattr(compile, "_in_child", lambda *_: failed)
+    monkeypatch.setattr(compile, "_compile_in_child", lambda *_: failed)
     compiled = compile.compile_layout(run, 1)
     assert compiled.status is CompileStatus.failed and compiled.note is not None
     assert "VALKYRIE_CACHE=DIR" in compiled.note

@@ -11,7 +11,7 @@ from valkyrie.compiled.flops import product_flops
 from valkyrie.compiled.groups import permute_pairs, replica_groups
 from valkyrie.compiled.hbm import hbm_bytes, is_elementwise
 from valkyrie.compiled.hlo import Module, parse
-from valkyrie.compiled.loops import constant, trip_count
+from valkyrie.compiled.loops import constant_value, trip_count
 from valkyrie.train.program import serialised_module
 
 HEAD = "HloModule m, is_scheduled=true, entry_computation_layout={(f32[8,128])->f32[8,128]}, num_partitions=8\n"
@@ -157,8 +157,8 @@ def test_a_constant_is_followed_through_tuples_and_copies():
         .replace("LIMIT", "6")
         .replace("STEP", "1")
     )
-    assert constant(module.instructions["cn"]) == 6
-    assert constant(module.instructions["ci"]) is None
+    assert constant_value(module.instructions["cn"]) == 6
+    assert constant_value(module.instructions["ci"]) is None
 
 
 GROUPS = {

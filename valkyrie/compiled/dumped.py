@@ -69,7 +69,7 @@ def read_dumped(path: Path) -> DumpedModule:
     else:
         module, devices, memory = _read_proto(path, raw)
     _check_replayable(path, module)
-    arguments = sum(p.shape.padded_bytes for p in module.entry.parameters.values() if _in_hbm(p))
+    arguments = sum(p.shape.padded_bytes for p in module.entry.parameters.values() if _is_in_hbm(p))
     return DumpedModule(module, devices, memory, arguments)
 
 
@@ -129,7 +129,7 @@ def _read_proto(path: Path, raw: bytes) -> tuple[Module, int | None, ProgramMemo
     try:
         message = dump_class().FromString(raw)
         if message.module.computations:
-            memory = _memory(message.memory.allocations)
+            memory = _program_memory(message.memory.allocations)
             raw = message.module.SerializeToString()
     except DecodeError:
         pass  # not a HloProto: try a HloModuleProto next
@@ -142,7 +142,7 @@ def _read_proto(path: Path, raw: bytes) -> tuple[Module, int | None, ProgramMemo
     if module.replicas > 1:
         raise ValueError(_replicas_message(path, module.replicas))
     if module.assigned is None:
-        groups = (group for i in module.instructions.values() for group in _groups(i) if group.size)
+        groups = (group for i in module.instructions.values() for group in _device_groups(i) if group.size)
         module.partitions = max((int(group.max()) + 1 for group in groups), default=1)
     return module, module.assigned, memory
 
@@ -151,7 +151,7 @@ def _replicas_message(path: Path, replicas: int) -> str:
     return f"{path} was compiled for {replicas} replicas (jax.pmap). Use jax.jit over a mesh of devices instead."
 
 
-def _memory(allocations: Sequence[Any]) -> ProgramMemory | None:
+def _program_memory(allocations: Sequence[Any]) -> ProgramMemory | None:
     """Sum the buffers in HBM, like `memory_analysis`. Outputs that reuse arguments count as arguments."""
     sizes: dict[str, int] = dict.fromkeys(("arguments", "outputs", "temporary"), 0)
     entries = [a for a in allocations if a.memory_space == HBM and not a.thread_local]
@@ -161,11 +161,11 @@ def _memory(allocations: Sequence[Any]) -> ProgramMemory | None:
     return ProgramMemory(**sizes, aliased=0, code=0, peak=sum(sizes.values())) if entries else None
 
 
-def _in_hbm(instruction: Instruction) -> bool:
+def _is_in_hbm(instruction: Instruction) -> bool:
     return all(leaf.memory == HBM for leaf in instruction.shape.leaves)
 
 
-def _groups(instruction: Instruction) -> Iterator[np.ndarray]:
+def _device_groups(instruction: Instruction) -> Iterator[np.ndarray]:
     message = instruction.message
     explicit_groups = (message.iota_groups.size, message.device_list.iota.size, message.replica_groups)
     if instruction.opcode.startswith("collective-permute"):

@@ -21,11 +21,11 @@ def hbm_bytes(instruction: Instruction) -> float:
     if instruction.opcode == "fusion":
         return _fusion_bytes(instruction)
     if instruction.opcode in _SLICES:
-        return _in_hbm(instruction.operands[0].shape, instruction.shape) + _in_hbm(instruction.shape)
+        return _bytes_in_hbm(instruction.operands[0].shape, instruction.shape) + _bytes_in_hbm(instruction.shape)
     if instruction.opcode in _UPDATES:
         part = instruction.operands[_UPDATES[instruction.opcode]].shape
-        return _in_hbm(part) + _in_hbm(instruction.shape, part)
-    return sum(_in_hbm(o.shape) for o in instruction.operands) + _in_hbm(instruction.shape)
+        return _bytes_in_hbm(part) + _bytes_in_hbm(instruction.shape, part)
+    return sum(_bytes_in_hbm(o.shape) for o in instruction.operands) + _bytes_in_hbm(instruction.shape)
 
 
 def is_elementwise(instruction: Instruction) -> bool:
@@ -35,10 +35,10 @@ def is_elementwise(instruction: Instruction) -> bool:
     return instruction.opcode not in _LANES
 
 
-def _in_hbm(array: Shape, part: Shape | None = None) -> float:
+def _bytes_in_hbm(array: Shape, part: Shape | None = None) -> float:
     """Return the padded bytes of an array, or of a part of it, if the array is in HBM, else 0."""
     if array.parts:
-        return sum(_in_hbm(leaf) for leaf in array.leaves)
+        return sum(_bytes_in_hbm(leaf) for leaf in array.leaves)
     return float((array if part is None else part).padded_bytes) if array.memory == HBM else 0.0
 
 
@@ -58,7 +58,7 @@ def _users(computation: Computation) -> dict[Instruction, list[Instruction]]:
 
 def _bytes_read(outside: Shape, parameter: Instruction) -> float:
     """Return the bytes that a fusion reads from one operand, following its uses in the fusion and in nested fusions."""
-    whole = _in_hbm(outside)
+    whole = _bytes_in_hbm(outside)
     if outside.parts or not whole:
         return whole
     users = _users(parameter.computation)
@@ -66,7 +66,7 @@ def _bytes_read(outside: Shape, parameter: Instruction) -> float:
     for value in _aliases(parameter, users):
         for user in users.get(value, []):
             if user.opcode in _SLICES and user.operands[0] is value:
-                total += _in_hbm(outside, user.shape)
+                total += _bytes_in_hbm(outside, user.shape)
             elif user.opcode == "fusion":
                 inner = user.called[0].parameters
                 total += sum(_bytes_read(outside, inner[n]) for n, o in enumerate(user.operands) if o is value)
@@ -85,12 +85,12 @@ def _aliases(value: Instruction, users: dict[Instruction, list[Instruction]]) ->
 def _bytes_written(fusion: Instruction, inside: Computation) -> float:
     root = inside.root
     if root is None:
-        return _in_hbm(fusion.shape)
+        return _bytes_in_hbm(fusion.shape)
     roots = root.operands if root.opcode == "tuple" else [root]
     total = 0.0
     for value, shape in zip(roots, fusion.shape.parts or (fusion.shape,), strict=False):
         while value.opcode in _VIEWS:
             value = value.operands[0]
         part = value.operands[_UPDATES[value.opcode]].shape if value.opcode in _UPDATES else None
-        total += _in_hbm(shape, part)
+        total += _bytes_in_hbm(shape, part)
     return total

@@ -58,7 +58,7 @@ def condition_and_body(loop: Instruction) -> tuple[Computation, Computation]:
     return (first, second) if first.root is not None and first.root.shape.dtype == "pred" else (second, first)
 
 
-def constant(instruction: Instruction) -> int | None:
+def constant_value(instruction: Instruction) -> int | None:
     """Return the integer value of an instruction, looking through tuples, copies and loops, or None if not constant."""
     value = _resolve(instruction)
     return value if isinstance(value, int) else None
@@ -195,9 +195,9 @@ def _increment(value: Instruction, counter: Counter, depth: int) -> int | None:
     if inner.opcode in ("add", "subtract"):
         lhs, rhs = inner.operands
         sign = 1 if inner.opcode == "add" else -1
-        amount, base = constant(rhs), _increment(lhs, counter, depth - 1)
+        amount, base = constant_value(rhs), _increment(lhs, counter, depth - 1)
         if amount is None and sign == 1:
-            amount, base = constant(lhs), _increment(rhs, counter, depth - 1)
+            amount, base = constant_value(lhs), _increment(rhs, counter, depth - 1)
         return None if amount is None or base is None else base + sign * amount
     if inner is not end:
         return _increment(inner, counter, depth - 1)

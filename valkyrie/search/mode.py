@@ -100,7 +100,9 @@ def _search(run: Run) -> int:
         return status or NOT_COMPILED
     if options and (best is None or rows[0].candidate != best.estimate.candidate):
         text = " ".join(options)
-        message = f"Tuned options were dropped, because another layout is faster: {text}. To tune it: mode=tune"
+        message = (
+            f"Tuned options were dropped, because another layout is faster: {text}. To tune that one, use mode=tune."
+        )
         console.print(message, style="yellow", markup=False, soft_wrap=True)
         options = []
     on_this_machine = has_devices(_target_slice(rows[0], request))

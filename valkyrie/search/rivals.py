@@ -14,7 +14,7 @@ from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
 from valkyrie.search.request import SearchRequest
 from valkyrie.units import duration
 
-PAPER_RULE = "the TPU v4 paper's rule (MP1 and MP2 on an axis each, data on the third)"
+PAPER_RULE = "the TPU v4 paper's rule (one torus axis each for MP1, MP2 and data)"
 PLAIN_FSDP = "plain FSDP"
 
 

@@ -25,7 +25,7 @@ from valkyrie.modes.calibrate import Config as CalibrateMode
 from valkyrie.paths import write_atomic
 from valkyrie.report.records import find_sweeps, read_rows
 from valkyrie.runs.folder import RUN, run_folder, saved_config, write_about
-from valkyrie.search.calibrate.replay_fit import ReplayFit, percent_errors, replay_fit, round_digits
+from valkyrie.search.calibrate.replay_fit import ReplayFit, fit_replays, percent_errors, round_digits
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import FITTED, cross_validate, fit_constants, timed_layouts
 from valkyrie.search.folder import ANSWER
@@ -97,7 +97,7 @@ def calibrate_mode(run: Run) -> int:
         raise ValueError("\n".join(too_few))
     for sentence in too_few:
         console.print(sentence, style="yellow", markup=False, soft_wrap=True)
-    calibrations = [calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED)]
+    calibrations = [fit_calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED)]
     folder = run_folder(run)
     write_about(run, folder)
     for result in calibrations:
@@ -143,7 +143,7 @@ def _too_few(chip: str, count: int) -> str:
     )
 
 
-def calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
+def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
     """Fit constants to the trials of a chip. A family consists of all trials with one model, batch and length."""
     step_times: dict[str, list[tuple[float, Run]]] = defaultdict(list)
     families: dict[str, str] = {}
@@ -167,7 +167,7 @@ def calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
         estimates = cross_validate(timed, before, FITTED)
         left_out = np.concatenate([layouts.step_s / estimate for layouts, estimate in estimates])
     after = fit_constants(timed, before, FITTED)
-    return Calibration(chip, counts, before, after, errors, left_out, *replay_fit(pairs))
+    return Calibration(chip, counts, before, after, errors, left_out, *fit_replays(pairs))
 
 
 def experiment_yaml(result: Calibration) -> str:

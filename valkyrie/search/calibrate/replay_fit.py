@@ -73,7 +73,7 @@ class ReplayFit:
         return {"steps": steps, "measured_over_predicted": self.before.tolist(), "fitted": asdict(self.fitted)}
 
 
-def replay_fit(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]:
+def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]:
     """Fit the factor to layouts that were both measured and compiled.
 
     Returns the fit, or None if there is no such layout, and the number of measured layouts that were not compiled.

@@ -21,8 +21,8 @@ def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...
     """Return up to `count` legal changes that need less memory, the largest saving first.
 
     Each changes one of microbatches, partition and remat. A change is sufficient if it saves `missing` bytes. The list
-    always contains the smallest sufficient saving. Of the remat policies with offload, and of those without, it
-    contains the largest saving and the smallest sufficient one. If no change is sufficient, the first entry is full
+    always contains the smallest sufficient saving. Of the remat policies with offload, and of those without, only the
+    largest saving and the smallest sufficient one are considered. If no change is sufficient, the first entry is full
     remat with the fewest microbatches that are. Savings are the estimates of `mode=show`, which can be off by a factor
     of two for activations.
     """

@@ -91,9 +91,10 @@ def median_by_family(ratios: Sequence[tuple[str, float]]) -> float | None:
     `ratios` are pairs of family and ratio.
     """
     medians = [
-        _median(ratio for family, ratio in ratios if family == name) for name in sorted({name for name, _ in ratios})
+        _log_median(ratio for family, ratio in ratios if family == name)
+        for name in sorted({name for name, _ in ratios})
     ]
-    return _median(medians) if medians else None
+    return _log_median(medians) if medians else None
 
 
 def published_interval(rows: Sequence[PublishedRun], chip: str, step_s: float) -> StepInterval | None:
@@ -165,5 +166,5 @@ def _loss_factor(loss: float, slices: int) -> float:
     return math.exp(loss * math.log2(slices))
 
 
-def _median(ratios: Iterable[float]) -> float:
+def _log_median(ratios: Iterable[float]) -> float:
     return math.exp(statistics.median(math.log(ratio) for ratio in ratios))

@@ -97,12 +97,12 @@ def compile_layout(
     if trouble := cache_problem(programs):
         scratch = Path(tempfile.mkdtemp(prefix="valkyrie-compile-"))
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-        outcome = _in_child(run, scratch, limit_s, use_cache, progress)
+        outcome = _compile_in_child(run, scratch, limit_s, use_cache, progress)
         note = f"{trouble} The result of this compile is not cached."
         return CompiledRun(outcome, scratch, scratch, False, time.perf_counter() - began, note)
     scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs))
     try:
-        outcome = _in_child(run, scratch, limit_s, use_cache, progress)
+        outcome = _compile_in_child(run, scratch, limit_s, use_cache, progress)
         cacheable = outcome.status in (CompileStatus.ok, CompileStatus.does_not_fit)
         compiled = [path for path in scratch.iterdir() if path.is_dir()]
         if cacheable:
@@ -115,7 +115,9 @@ def compile_layout(
     return CompiledRun(outcome, folder, programs, cacheable and not compiled, time.perf_counter() - began)
 
 
-def _in_child(run: Run, folder: Path, limit_s: float | int, use_cache: bool, progress: Progress) -> CompileOutcome:
+def _compile_in_child(
+    run: Run, folder: Path, limit_s: float | int, use_cache: bool, progress: Progress
+) -> CompileOutcome:
     run.save(folder / "run.yaml")
     command = [*python_module("valkyrie.search.compile.child", str(folder), str(os.getpid()))]
     command += ["--ignore-cache"] * (not use_cache)

@@ -149,7 +149,7 @@ def enumerate_layouts(
         microbatches: The only count to try, or None to try several. If the run has a `device_batch`, that decides.
     """
     if microbatches is not None and run.config.batch % microbatches:
-        raise ProblemError([_indivisible(run.config.batch, microbatches, targets)])
+        raise ProblemError([_indivisible_problem(run.config.batch, microbatches, targets)])
     policies = _distinct_policies(run, remats)
     spaces: list[LayoutSpace] = []
     partition_problems: list[list[Problem]] = []
@@ -197,7 +197,7 @@ def _distinct_policies(run: Run, remats: Sequence[RematConfig]) -> list[RematCon
     return list(distinct.values())
 
 
-def _indivisible(batch: int, microbatches: int, targets: Sequence[TargetConfig]) -> Problem:
+def _indivisible_problem(batch: int, microbatches: int, targets: Sequence[TargetConfig]) -> Problem:
     """Return the problem for microbatches that do not divide the batch. Suggests the nearest values that do."""
     divisors = [n for n in range(1, batch + 1) if batch % n == 0]
     nearest = [max(n for n in divisors if n < microbatches), *[n for n in divisors if n > microbatches][:1]]
@@ -268,24 +268,24 @@ def _partition_space(
         if device_batch is not None:
             counts = [batch // (device_batch * shards * stages)]
         else:
-            counts = _microbatches(batch, shards, stages) if microbatches is None else [microbatches]
+            counts = _microbatch_counts(batch, shards, stages) if microbatches is None else [microbatches]
         placements = placements_of(tuple(n for axis, n in sizes.items() if axis != SLICE_AXIS), topology, torus)
         rows += [_Row(sizes, placement, count) for placement in placements for count in counts]
     if not rows:
         return LayoutSpace([], refused, duplicates)
-    candidates = _candidates(run, target, partition, (parameters, activations), rows)
+    candidates = _stack_candidates(run, target, partition, (parameters, activations), rows)
     legal = np.ones(len(rows), bool)
     for problem, mask in candidates.problems(batch, run.config.seq).items():
         refused += Counter({problem: int((mask & legal).sum()) * len(remats)})
         legal &= ~mask
-    meshes_of_legal = [_mesh(row, partition, target) for row, is_legal in zip(rows, legal, strict=True) if is_legal]
+    meshes_of_legal = [_row_mesh(row, partition, target) for row, is_legal in zip(rows, legal, strict=True) if is_legal]
     groups = (
         [LayoutGroup(target, candidates.take(legal), remats, len(classes), meshes_of_legal)] if meshes_of_legal else []
     )
     return LayoutSpace(groups, refused, duplicates)
 
 
-def _candidates(
+def _stack_candidates(
     run: Run, target: TargetConfig, partition: PartitionConfig, rules: tuple[Rules, Rules], rows: Sequence[_Row]
 ) -> Candidates:
     assert target.chip is not None
@@ -328,14 +328,14 @@ def divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (factor, *tail)
 
 
-def _microbatches(batch: int, shards: int, stages: int) -> list[int]:
+def _microbatch_counts(batch: int, shards: int, stages: int) -> list[int]:
     """Return the counts of microbatches to try: powers of two, at least one per stage in a pipeline."""
     largest = min(batch // shards, MAX_MICROBATCHES if stages > 1 else MAX_ACCUMULATION_STEPS)
     counts = [2**i for i in range(largest.bit_length())]
     return [n for n in counts if n >= stages] if stages > 1 else counts
 
 
-def _mesh(row: _Row, partition: PartitionConfig, target: TargetConfig) -> MeshConfig:
+def _row_mesh(row: _Row, partition: PartitionConfig, target: TargetConfig) -> MeshConfig:
     """Return the mesh of a row, with the axis `w` only if it has several devices or a rule needs it.
 
     A mesh with a single axis larger than 1 gets no placement, because JAX's own is as good.

@@ -127,13 +127,13 @@ class StepEstimator:
     def _head_seconds(self) -> np.ndarray:
         """Seconds of the forward and backward pass of the logits. The stages of a pipeline may share this work."""
         model = self.work.run.model
-        rows = self.rows / self._loss_rows() / (self.layouts.stages if self.layouts.shares_loss else 1)
+        rows = self.rows / self._loss_shards() / (self.layouts.stages if self.layouts.shares_loss else 1)
         n = model.vocab_rows / self.layouts.split("vocab", "used", model.vocab_rows)
         k = np.full(len(self.layouts), float(self.work.embed))
         logits = 4.0 * 2 * rows * n / self.hbm
         return (1 + BACKWARD) * self._matmul_seconds(rows, k, np.asarray(n)) + self.efficiency.logits_passes * logits
 
-    def _loss_rows(self) -> np.ndarray:
+    def _loss_shards(self) -> np.ndarray:
         """Return the number of shards of the loss over positions.
 
         Mesh axes that split `embed`, but not `vocab`, split the positions of the loss.

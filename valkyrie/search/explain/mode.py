@@ -52,7 +52,7 @@ def explain_mode(run: Run) -> int:
         raise ValueError(f"first= and second= are the same: {first!r}. Choose two different layouts.")
     predictions = _predictions(run, (first, second), console)
     comparison = compare_layouts(*predictions, requests=(first, second))
-    folder = _folder(run, predictions)
+    folder = _explain_folder(run, predictions)
     write_about(run, folder)
     write_record(folder / EXPLAINED, comparison)
     show(comparison, console)
@@ -60,7 +60,7 @@ def explain_mode(run: Run) -> int:
     return 0
 
 
-def _folder(run: Run, predictions: Sequence[Prediction]) -> Path:
+def _explain_folder(run: Run, predictions: Sequence[Prediction]) -> Path:
     """Return the run folder if the run has a name, else a new folder named after the model and both layouts."""
     if run.config.name is not None or run.config.resume is not None:
         return run_folder(run)
@@ -76,7 +76,7 @@ def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple
     layouts, problems = [], []
     for letter, request in zip(LETTERS, requests, strict=True):
         try:
-            layouts.append(layout := _layout(run, request))
+            layouts.append(layout := _parse_layout(run, request))
             if isinstance(layout, Prediction) and (reason := missing_step_reason(layout, letter)):
                 problems.append(reason)
         except ValueError as error:
@@ -94,11 +94,11 @@ def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple
     return a, b
 
 
-def _layout(run: Run, request: str) -> Run | Prediction:
+def _parse_layout(run: Run, request: str) -> Run | Prediction:
     """Return the prediction in a folder, or the run with overrides. Raises ValueError if `request` is neither."""
     for folder in (Path(request).expanduser(), Path(run.config.runs) / request):
         if folder.is_dir():
-            return _read(folder)
+            return _read_folder(folder)
     try:
         changes = shlex.split(request)
     except ValueError:
@@ -133,7 +133,7 @@ def _as_prediction(layout: Run | Prediction) -> Prediction:
     return Prediction(about=layout.about(), status=CompileStatus.ok, model=model_settings(layout))
 
 
-def _read(folder: Path) -> Prediction:
+def _read_folder(folder: Path) -> Prediction:
     file = folder / SUMMARY
     try:
         return read_prediction(file)

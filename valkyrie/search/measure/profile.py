@@ -56,7 +56,7 @@ def collective_times(
     collectives = collectives_by_operation(module, mesh_axes)
     try:
         with nullcontext(keep) if keep is not None else tempfile.TemporaryDirectory() as folder:
-            files, step_s = _trace(step, Path(folder))
+            files, step_s = _trace_steps(step, Path(folder))
             events = [event for file in files for event in read_events(file, module)]
     except (RuntimeError, OSError) as error:  # the measurement works without a trace
         return _no_trace(first_line(error))
@@ -96,7 +96,7 @@ def collectives_by_operation(module: Module, mesh_axes: dict[str, int]) -> dict[
     reader = Collectives(module, mesh_axes)
     collectives: dict[str, Collective] = {}
     for name, instruction in module.instructions.items():
-        started = _started(instruction)
+        started = _find_collective(instruction)
         if started is not None:
             collectives[name] = reader.read(started)
         elif instruction.opcode in ("fusion", "async-start"):
@@ -119,9 +119,9 @@ def seconds_by_axes(events: list[Event], collectives: dict[str, Collective]) -> 
             runs[event.device][event.run].append(event)
     seconds_by_kind: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for device_runs in runs.values():
-        unassigned = _seconds_each(device_runs.pop(None, []), collectives)
+        unassigned = _device_seconds(device_runs.pop(None, []), collectives)
         run_seconds = sorted(
-            (_seconds_each(run, collectives) for run in device_runs.values()), key=lambda s: sum(s.values())
+            (_device_seconds(run, collectives) for run in device_runs.values()), key=lambda s: sum(s.values())
         )
         median_run = run_seconds[(len(run_seconds) - 1) // 2] if run_seconds else {}
         for (axes, kind), seconds in [*((use, s / STEPS) for use, s in unassigned.items()), *median_run.items()]:
@@ -136,7 +136,7 @@ def seconds_by_axes(events: list[Event], collectives: dict[str, Collective]) -> 
 _Use = tuple[tuple[str, ...], str]
 
 
-def _seconds_each(events: list[Event], collectives: dict[str, Collective]) -> dict[_Use, float]:
+def _device_seconds(events: list[Event], collectives: dict[str, Collective]) -> dict[_Use, float]:
     """Return the seconds of one device by mesh axes and kind. Overlapping collectives share the time equally."""
     edges: list[tuple[float, int, _Use]] = []
     for event in events:
@@ -155,7 +155,7 @@ def _seconds_each(events: list[Event], collectives: dict[str, Collective]) -> di
     return seconds
 
 
-def _trace(step: Callable[[], object], folder: Path) -> tuple[list[Path], float]:
+def _trace_steps(step: Callable[[], object], folder: Path) -> tuple[list[Path], float]:
     """Run and trace the steps. Return the files that the profiler wrote, and the median step in seconds."""
     seconds = []
     with tracing(folder) as files:
@@ -170,7 +170,7 @@ def _no_trace(reason: str) -> CollectiveTrace:
     return CollectiveTrace(None, f"no trace: {reason}")
 
 
-def _started(instruction: Instruction) -> Instruction | None:
+def _find_collective(instruction: Instruction) -> Instruction | None:
     """Return the collective that an instruction executes, starts or ends, or None."""
     if collective_kind(instruction.opcode):
         return instruction

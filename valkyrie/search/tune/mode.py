@@ -64,7 +64,7 @@ def tune_mode(run: Run) -> int:
     write_about(run, folder)
     write_record(folder / ATTEMPTS, TuneRecord.from_results(tuned, versions()))
     write_atomic(folder / TUNED, experiment_yaml(tuned))
-    _show_end(tuned, folder, interrupted, console)
+    _print_results(tuned, folder, interrupted, console)
     return INTERRUPTED if interrupted else 0
 
 
@@ -114,7 +114,7 @@ def _describe_options(options: Options) -> str:
     return ", ".join(assignments(options)) or "baseline"
 
 
-def _show_end(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -> None:
+def _print_results(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -> None:
     """Print the gain of the options, the YAML that sets them, and the command that trains with them."""
 
     def print_line(line: str, style: str | None = None) -> None:
@@ -125,7 +125,8 @@ def _show_end(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -
     elif not tuned.finished:
         budget = settings_for(TuneMode, tuned.run.config.mode).budget
         print_line(
-            f"mode.budget={budget} ended before everything was tried. To continue: a longer mode.budget.", "yellow"
+            f"mode.budget={budget} ended before everything was tried. To continue, rerun with a longer mode.budget.",
+            "yellow",
         )
     if not (tuned.options or tuned.model):
         tried = len(tuned.attempts) - 1
