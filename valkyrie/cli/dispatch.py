@@ -16,12 +16,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.cli.parser import fail, leave_unread, without_comment
+from valkyrie.cli.parser import error_text, fail, leave_unread, without_comment
 from valkyrie.config.arguments import composition_errors, expand_shorthand, read_arguments
 from valkyrie.config.compose import register
 from valkyrie.config.explain import explain
 from valkyrie.config.files import check_folder
-from valkyrie.config.mistakes import refuse_typos, version_text
+from valkyrie.config.mistakes import bytes_not_utf8, refuse_typos, version_text
 from valkyrie.config.run import Run
 from valkyrie.config.saved import Primary, config_dirs, find_primary
 from valkyrie.extensions import add_import_path
@@ -44,9 +44,14 @@ def dispatch() -> None:
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = without_comment(sys.argv[1:])
     try:
-        os.getcwd()
+        here = os.getcwd()
     except OSError:
         fail(COMMAND, "the current folder is gone: somebody deleted it. cd to another.")
+    if strange := bytes_not_utf8(here):
+        fail(
+            COMMAND,
+            f"the path of the current folder has bytes that are not UTF-8 ({strange}). Rename it, or cd to another.",
+        )
     add_import_path(config_dirs(arguments))
     try:
         if "--version" in arguments:
@@ -75,7 +80,7 @@ def dispatch() -> None:
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise
-        fail(COMMAND, str(explain(error, config_dirs(sys.argv[1:]))))
+        fail(COMMAND, error_text(error if isinstance(error, OSError) else explain(error, config_dirs(sys.argv[1:]))))
     except SweepEndError as error:
         if show_traceback:
             raise

@@ -9,11 +9,16 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NoReturn
 
+from valkyrie.paths import why
 from valkyrie.processes.ending import INTERRUPTED, REFUSED
 from valkyrie.processes.interrupt import repair_std_streams
 
 NOBODY_READS = 141
 """Exit status if the reader of a pipe has gone. Shells use it for SIGPIPE."""
+
+
+_SHOWN = 160
+"""Characters of a path in a message."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -42,7 +47,7 @@ def run_command(command: str, body: Callable[[list[str]], int | None], argv: Seq
     except BrokenPipeError:
         leave_unread()
     except (ValueError, OSError) as error:
-        fail(command, str(error))
+        fail(command, error_text(error))
     except KeyboardInterrupt:
         print(f"{command}: stopped", file=sys.stderr)
         status = INTERRUPTED
@@ -53,6 +58,32 @@ def run_command(command: str, body: Callable[[list[str]], int | None], argv: Seq
 def without_comment(arguments: Sequence[str]) -> list[str]:
     """Return the arguments before a lone `#`. After a pasted command, zsh passes the words of a comment too."""
     return list(takewhile(lambda argument: argument != "#", arguments))
+
+
+def error_text(error: Exception) -> str:
+    """Return the message for an error, which starts with the file for one of the system."""
+    if (text := output_error(error)) is not None:
+        return text
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+        return f"{name if len(name) < _SHOWN else name[:_SHOWN] + '...'}: {error.strerror.lower()}."
+    return str(error)
+
+
+def output_error(error: Exception) -> str | None:
+    """Return the message for an error of writing to stdout, as on a full disk, or None for other errors.
+
+    Python's error of a failed print names neither stdout nor a file. What is still unwritten is discarded.
+    """
+    if type(error) is not OSError or error.filename is not None:
+        return None
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return f"the output (stdout) cannot be written: {why(error)}."
+    return None
 
 
 def fail(command: str, message: str, status: int = REFUSED) -> NoReturn:

@@ -24,8 +24,19 @@ def version_text() -> str:
     return f"valkyrie {version('valkyrie-jax')}, jax {version('jax')}"
 
 
+def bytes_not_utf8(text: str) -> str:
+    """Return the bytes of an argument or a path that are not UTF-8 in hexadecimal, such as `ff fe`; empty if none."""
+    return " ".join(f"{ord(letter) - 0xDC00:02x}" for letter in text if "\udc80" <= letter <= "\udcff")
+
+
 def refuse_typos(arguments: Sequence[str], multirun: bool) -> None:
     """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b`, ..., with the correct form."""
+    for argument in arguments:
+        if strange := bytes_not_utf8(argument):
+            key = argument.partition("=")[0].encode(errors="replace").decode()
+            raise ValueError(
+                f"{key}= has bytes that are not UTF-8 ({strange}). Type it in a UTF-8 terminal, or leave them out."
+            )
     for here, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         if _OWN_FLAGS.match(here):
             _refuse_dashes(here, following)

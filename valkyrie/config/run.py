@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from dataclasses import asdict, dataclass, field, replace
@@ -57,6 +58,8 @@ FAMILIES: dict[str, Families] = {
 """Config groups with one schema per family. A family may be a module of the user."""
 OPTIONAL_GROUPS = frozenset({"task"})
 """Groups that a run may omit. Without `task`, a run uses the task of its model family."""
+_LONGEST_NAME = 200
+"""Bytes of a run's name. File systems take 255, and files beside the run have longer names."""
 _COUNTS_OF_A_LAYOUT = ("microbatches", "partition.rounds")
 
 
@@ -333,6 +336,10 @@ class Run:
         elif strange := re.search(r"[^\w .+@/-]", name):
             text = f"name={name}: a name with {strange[0]} could not be typed after resume=. Use letters, digits, ., _ "
             text += "or -."
+        elif (length := max(len(os.fsencode(part)) for part in Path(name).parts)) > _LONGEST_NAME:
+            text = (
+                f"name= has {length} bytes; the name of a folder has at most {_LONGEST_NAME} here. Use a shorter one."
+            )
         elif name == "latest" and not self.config.mode.reads_run:
             text = "name=latest could never be resumed: resume=latest means the newest run. Use another name."
         return [Problem(ProblemCode.malformed, "name", name, text)] if text else []

@@ -137,7 +137,10 @@ def repair_std_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.dup(number), mode))
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in (
+            "strict",
+            "surrogateescape",
+        ):  # the latter: LC_ALL=C
             stream.reconfigure(errors="replace")
 
 

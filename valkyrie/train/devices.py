@@ -56,6 +56,18 @@ def missing_devices(run: Run) -> list[Problem]:
     target, mesh = run.config.target, run.config.mesh
     if unknown := unknown_flags(flags := os.environ.get("XLA_FLAGS", "")):
         return [Problem(ProblemCode.unknown_name, "XLA_FLAGS", flags, unknown)]
+    if os.environ.get("JAX_DISABLE_JIT", "").lower() in ("y", "yes", "t", "true", "on", "1"):
+        text = (
+            "JAX_DISABLE_JIT=1 is set: steps are compiled ahead of time and cannot run without jit. Unset it; to find "
+        )
+        return [
+            Problem(
+                ProblemCode.unsupported,
+                "JAX_DISABLE_JIT",
+                "1",
+                text + "the operation that makes a NaN, use debug=nans.",
+            )
+        ]
     forced, platform = os.environ.get("JAX_PLATFORMS"), platform_of(target.platform)
     whole = [platform.name for platform in platforms() if platform.uses_every_device]
     if forced in whole and not accelerators():
