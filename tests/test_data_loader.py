@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,16 @@ def take(loader: Loader, count: int) -> list[Batch]:
 def starts(batches: list[Batch]) -> list[int]:
     """Return the number of every row of a dataset written with `range`."""
     return [int(row[0]) // 16 for batch in batches for row in batch["tokens"]]
+
+
+def test_a_run_outlives_its_data_in_the_cache(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", range(200), range(50))
+    with make_loader(data, "train", batch=2, seq=16, repeat=True) as loader:
+        first = take(loader, 1)
+        shutil.rmtree(data.path)
+        assert len(starts(first + take(loader, 4))) == 10
+        with make_loader(data, "validation", batch=2, seq=16, repeat=False) as validation:
+            assert len(list(validation)) == 2
 
 
 def assert_same(one: list[Batch], two: list[Batch]) -> None:

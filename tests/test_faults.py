@@ -8,11 +8,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import valkyrie
+from reported import trial
 from runs import SINGLE, TINY, command
+from valkyrie.cli import predict
+from valkyrie.compiled.dumped import LARGEST, read_dumped
+from valkyrie.report.text import as_csv, as_markdown
+from valkyrie.runs.folder import _remove_empty, run_folder
+from valkyrie.sweep.rows import rows_of
+from valkyrie.units import printable
 
 MISTAKES = {
     "prompt=\udcff\udcfe": "prompt= has bytes that are not UTF-8 (ff fe)",
@@ -61,3 +71,61 @@ def test_an_ascii_terminal_gets_question_marks():
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ended = subprocess.run([sys.executable, "-c", line], capture_output=True, env={**os.environ, **plain})
     assert ended.stdout == b"a ? b\n", ended.stderr
+
+
+def test_trainings_of_one_second_have_folders_of_their_own(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    run = valkyrie.compose(*TINY, *SINGLE)
+    folders = [run_folder(run) for _ in range(3)]
+    assert [folder.is_dir() for folder in folders] == [True] * 3 and len(set(folders)) == 3
+    for folder in reversed(folders):
+        _remove_empty([folder, Path("runs")])
+    assert not Path("runs").exists(), "a refusal leaves nothing"
+
+
+def test_control_characters_of_others_reach_no_terminal():
+    hostile = trial("x", 10.0, asked=["model=\x1b]0;owned\x07"])
+    hostile = replace(hostile, sweep="\x1b[2J", about=replace(hostile.about, model="=cmd|'/c calc'!A0"))
+    rows = rows_of({Path("x"): [hostile]})
+    assert "\x1b" not in as_markdown(rows) and "\x1b" not in as_csv(rows)
+    assert "'=cmd" in as_csv(rows) and ",=cmd" not in as_csv(rows)
+    assert printable("a\x1b[0m\n\tb\x07") == "a\\x1b[0m\n\tb\\x07"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--json", "step.hlo"], "--json step.hlo is the file of the module"),
+        (["--json", "a", "--html", "./a"], "--html a is the file of --json"),
+        (["--timeline", "nowhere/t.json"], "there is no folder nowhere"),
+        (["--tokens", "-5"], "tokens=-5: must be above 0"),
+        (["--flops", "nan"], "flops=nan: must be a finite number"),
+    ],
+)
+def test_predict_refuses_outputs_over_inputs_and_numbers_below_zero(
+    tmp_path: Path, monkeypatch, arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step.hlo").write_text("HloModule a")
+    with pytest.raises(SystemExit):
+        predict.main(["step.hlo", "--target", "v5e-1", "--mesh", "data=1", *arguments])
+    assert words in capfd.readouterr().err
+    assert (tmp_path / "step.hlo").read_text() == "HloModule a"
+
+
+def test_a_module_larger_than_any_is_not_read(tmp_path: Path):
+    with (tmp_path / "step.hlo").open("wb") as file:
+        file.truncate(LARGEST + 1)
+    with pytest.raises(ValueError, match="it is not a module"):
+        read_dumped(tmp_path / "step.hlo")
+
+
+def test_search_json_without_a_question_is_no_answer(tmp_path: Path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    for text, words in {"{}": "is not an answer of mode=search", "[]": "cannot be read"}.items():
+        (tmp_path / "runs" / "a").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / "a" / "search.json").write_text(text)
+        assert command("mode=search", "target=v5e-4", "model=gpt_tiny", "name=a") == 2
+        error = capfd.readouterr().err
+        assert words in error and "search.json" in error

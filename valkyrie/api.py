@@ -23,7 +23,7 @@ from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_atomic
-from valkyrie.problems import refuse
+from valkyrie.problems import check_range, refuse
 from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
 from valkyrie.sweep.rows import Row
 from valkyrie.units import GIB, duration
@@ -129,7 +129,7 @@ class Result:
         from valkyrie.report.program import program_page
 
         spans = self.replay.spans if self.replay else []
-        return write_atomic(Path(path), program_page(self.record, self._title, spans))
+        return write_atomic(Path(path), program_page(self.record, self._title, spans), "another path")
 
     def _repr_html_(self) -> str:
         """The page of `html` in a frame, for notebooks."""
@@ -253,12 +253,23 @@ def predict(
     arguments or programs.
     """
     if isinstance(program, Run):
-        _refuse_with_a_run(arguments, named, slice=slice, mesh=mesh, places=places, options=options, name=name)
+        _refuse_with_a_run(
+            arguments,
+            named,
+            slice=slice,
+            mesh=mesh,
+            places=places,
+            options=options,
+            name=name,
+            tokens=tokens,
+            flops=flops,
+        )
         return _predict_run(program, quiet)
     from valkyrie.search.compile.predict import ProgramWork, predict_file, predict_function
 
     if not isinstance(slice, TargetConfig):
         raise ValueError('name the slice to predict for: valkyrie.predict(..., slice=valkyrie.slice("v5p-128")).')
+    refuse([*check_range("tokens", tokens, above=0), *check_range("flops", flops, above=0)])
     target, work = Slice.of(slice), ProgramWork(name, tokens, flops)
     if isinstance(program, str | Path):
         axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)

@@ -8,6 +8,11 @@ GIB = 2**30
 """Bytes per GiB."""
 
 
+def printable(text: str) -> str:
+    """Replace control characters, which a terminal would obey, by escapes such as `\\x1b`. Keeps lines and tabs."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: f"\\x{ord(control[0]):02x}", text)
+
+
 def gib(size: int | float | None) -> str:
     """Format bytes in GiB, or `?` if unknown."""
     return "?" if size is None else f"{size / GIB:.1f} GiB"

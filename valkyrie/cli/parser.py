@@ -12,6 +12,7 @@ from typing import NoReturn
 from valkyrie.paths import why
 from valkyrie.processes.ending import INTERRUPTED, REFUSED
 from valkyrie.processes.interrupt import repair_std_streams
+from valkyrie.units import printable
 
 NOBODY_READS = 141
 """Exit status if the reader of a pipe has gone. Shells use it for SIGPIPE."""
@@ -88,7 +89,7 @@ def output_error(error: Exception) -> str | None:
 
 def fail(command: str, message: str, status: int = REFUSED) -> NoReturn:
     """Print a message with one problem per line to stderr, and exit."""
-    lines = message.splitlines() or ["unknown error"]
+    lines = printable(message).splitlines() or ["unknown error"]
     head = f"{command}: " if len(lines) == 1 else f"{command}: {len(lines)} problems\n  - "
     print(head + "\n  - ".join(lines), file=sys.stderr)
     sys.exit(status)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valkyrie.cli.parser import OneLineParser, run_command
+from valkyrie.units import printable
 
 if TYPE_CHECKING:
     from valkyrie.hardware.position import Position
@@ -51,8 +52,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _predict(words: list[str]) -> int:
     options = _parser().parse_args(words)
+    _check_outputs(options)
     from valkyrie import api
-    from valkyrie.records import write_record
+    from valkyrie.paths import write_whole
+    from valkyrie.records import dump
 
     places = None if options.places is None else _read_places(options.places)
     result = api.predict(
@@ -63,14 +66,30 @@ def _predict(words: list[str]) -> int:
         tokens=options.tokens,
         flops=options.flops,
     )
-    sys.stdout.write(str(result))
+    sys.stdout.write(printable(str(result)))
     if options.json is not None:
-        write_record(options.json, result.record)
+        write_whole(options.json, dump(result.record), "--json FILE")
     if options.timeline is not None:
         print(f"timeline: {result.timeline(options.timeline)} (open it at https://ui.perfetto.dev)")
     if options.html is not None:
         print(f"page: {result.html(options.html)}")
     return NOT_FITTING if result.fits is False else 0
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Raise ValueError if an output would replace an input or another output, or its folder is missing."""
+    inputs = {options.module.resolve(): "the module"}
+    if options.places is not None:
+        inputs[options.places.resolve()] = "--places"
+    for key in ("json", "timeline", "html"):
+        path: Path | None = getattr(options, key)
+        if path is None:
+            continue
+        if (other := inputs.get(path.resolve())) is not None:
+            raise ValueError(f"--{key} {path} is the file of {other}. Name another file.")
+        if not path.parent.is_dir():
+            raise ValueError(f"--{key} {path}: there is no folder {path.parent}.")
+        inputs[path.resolve()] = f"--{key}"
 
 
 def mesh_axes(text: str) -> dict[str, int]:

@@ -79,7 +79,9 @@ def _report(arguments: argparse.Namespace) -> None:
     if to_screen:
         sys.stdout.write(text)
         return
-    print(f"{len(rows)} trials: {write_atomic(page_file(paths, arguments.output), text)}")
+    print(
+        f"{len(rows)} trial{'' if len(rows) == 1 else 's'}: {write_atomic(page_file(paths, arguments.output), text, '--output FILE')}"
+    )
 
 
 if __name__ == "__main__":

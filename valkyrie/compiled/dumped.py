@@ -26,6 +26,8 @@ HOW_TO_DUMP = (
     "FOLDER/*.after_optimizations.hlo.pb, or save compiled.as_text()"
 )
 """How to dump the scheduled module of any JAX program."""
+LARGEST = 2 * 2**30
+"""Bytes of the largest module that is read. A proto has at most 2 GiB, and text of large models some hundred MiB."""
 _REPLICAS = re.compile(r"replica_count=(\d+)")
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _GPU_TARGETS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
@@ -59,6 +61,8 @@ def read_dumped(path: Path) -> DumpedModule:
         raise ValueError(f"{path} does not exist.")
     if path.is_dir():
         raise ValueError(f"{path} is a folder. Use one of the *.after_optimizations.txt or .hlo.pb files in it.")
+    if (size := path.stat().st_size) > LARGEST:
+        raise ValueError(f"{path} has {size / 2**30:.1f} GiB: it is not a module. {HOW_TO_DUMP}.")
     raw = path.read_bytes()
     if not raw.strip():
         raise ValueError(f"{path} is empty. {HOW_TO_DUMP}.")

@@ -92,7 +92,7 @@ class PreparedLoader(IndexedLoader[RowPosition]):
 
 def open_split(prepared: Prepared, split: str) -> TokenStream:
     """Tokens of the split `train` or `validation`. ValueError if there are fewer than two."""
-    stream = TokenStream(prepared, split)
+    stream = prepared.streams[split]
     if len(stream) < 2:
         raise ValueError(f"data={prepared.name} has {len(stream)} tokens in its {split} split; it needs 2 or more.")
     return stream

@@ -11,14 +11,18 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from valkyrie.checksums import digest, file_damages
 from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
 from valkyrie.records import decode, encode
+
+if TYPE_CHECKING:
+    from valkyrie.data.loader import TokenStream
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -83,6 +87,16 @@ class Prepared(Manifest):
         if name not in SPLITS:
             raise ValueError(f"there is no split {name!r}: use {' or '.join(SPLITS)}.")
         return self.train if name == "train" else self.validation
+
+    @cached_property
+    def streams(self) -> dict[str, TokenStream]:
+        """The tokens of both splits, opened together.
+
+        A run keeps them open, so that it goes on if the data cache is cleaned meanwhile.
+        """
+        from valkyrie.data.loader import TokenStream
+
+        return {split: TokenStream(self, split) for split in SPLITS}
 
     def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
         from valkyrie.data.loader import PreparedLoader

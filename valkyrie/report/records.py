@@ -77,7 +77,7 @@ def read_json(row: Row, name: str) -> Mapping[str, Any] | None:
         return None
     try:
         value = json.loads((row.folder / name).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -100,8 +100,11 @@ def read_command(folder: Path) -> str | None:
     if answer is not None:
         return f"valkyrie-train {shlex.join(answer.command)}"
     if sweep.is_file():
-        overrides = yaml.safe_load(sweep.read_text())["hydra"]["overrides"]["task"]
-        return f"valkyrie-train -m {shlex.join(overrides)}"
+        try:
+            overrides = yaml.safe_load(sweep.read_text())["hydra"]["overrides"]["task"]
+            return f"valkyrie-train -m {shlex.join(overrides)}"
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
+            return None
     if settings.is_file():
         comments = [line for line in settings.read_text().splitlines()[:3] if line.startswith(MADE_BY)]
         return comments[0].removeprefix(MADE_BY) if comments else None

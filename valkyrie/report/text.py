@@ -10,6 +10,7 @@ from valkyrie.report import tables, words
 from valkyrie.report.rank import Comparison, best_per_target, refusals
 from valkyrie.sweep.columns import CSV
 from valkyrie.sweep.rows import Row, groups
+from valkyrie.units import printable
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -22,8 +23,15 @@ def as_csv(rows: Sequence[Row]) -> str:
     for row in ordered:
         values = [column.value(row) for column in CSV]
         cells = [str(value).lower() if isinstance(value, bool) else value for value in values]
-        writer.writerow([*cells, *(row.degrees.get(kind) for kind in kinds)])
+        writer.writerow([*map(_cell, cells), *(row.degrees.get(kind) for kind in kinds)])
     return stream.getvalue()
+
+
+def _cell(value: object) -> object:
+    """Return a cell of a CSV file that no spreadsheet evaluates: names may come from somebody else's trials."""
+    if not isinstance(value, str):
+        return value
+    return printable(f"'{value}" if value.startswith(("=", "+", "-", "@")) else value)
 
 
 def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
@@ -52,4 +60,4 @@ def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> st
             layouts = ", ".join(dict.fromkeys(row.layout for row in members))
             lines.append(f"- **{members[0].status}** ({len(members)}): {' '.join(reason.split())} — {layouts}")
         lines.append("")
-    return "\n".join(lines)
+    return printable("\n".join(lines))

@@ -62,9 +62,12 @@ class TorusDrawing:
 
 
 def read_timeline(row: Row, limit: int = SPANS) -> Timeline | None:
-    """Return the timeline in a row's run folder, or None if it has none."""
+    """Return the timeline in a row's run folder, or None if it has none or the file is damaged."""
     trace = read_json(row, TIMELINE)
-    return timeline([event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)], limit)
+    try:
+        return timeline([event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)], limit)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
 
 
 def timeline(events: Sequence[Mapping[str, Any]], limit: int = SPANS) -> Timeline | None:

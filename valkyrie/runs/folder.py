@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import shlex
@@ -112,7 +114,30 @@ def run_folder(run: Run) -> Path:
                 f"name={name}: {folder} contains files but no {RUN}, so it is not a run folder. Use another name."
             )
         return folder
-    return unused_path(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return _claim_unused(folder) if mode == "train" else unused_path(folder)
+
+
+def _claim_unused(folder: Path) -> Path:
+    """Create the first unused folder of FOLDER, FOLDER-2, ..., so that trainings of one second have different ones.
+
+    It is removed when the process ends if it is still empty, such as after a refusal.
+    """
+    created = [parent for parent in folder.parents if not parent.exists()]
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            claimed = unused_path(folder)
+            with contextlib.suppress(FileExistsError):
+                claimed.mkdir()
+                atexit.register(_remove_empty, [claimed, *created])
+                return claimed
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _has_other_files(folder: Path) -> bool:

@@ -176,7 +176,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(record, dict):
+            records.append(record)
     return records

@@ -42,6 +42,8 @@ def create_folder(folder: Path, request: SearchRequest) -> None:
     if (folder / RUN).exists():
         raise ValueError(f"name={name}: {folder} is the run folder of another command ({RUN}). Use another name=.")
     earlier = _read_earlier(folder)
+    if earlier is not None and earlier.question is None:
+        raise ValueError(f"{folder / ANSWER} is not an answer of mode=search. Delete it, or use another name=.")
     if name is not None and earlier is not None and earlier.question != request_digest(request):
         command = " ".join(earlier.command)
         raise ValueError(f"name={name}: {folder / ANSWER} belongs to another search: {command}. Use another name=.")

@@ -76,6 +76,11 @@ def calibrate_mode(run: Run) -> int:
     for path in paths:
         _check_path(path)
     rows = [row for row in read_rows(paths) if row.ok and not row.group.simulated and not row.is_training]
+    if instant := [row for row in rows if not (row.step_s or 0.0) > 0.0]:
+        raise ValueError(
+            f"{instant[0].source}: {len(instant)} of {len(rows)} trials have a step of {instant[0].step_s:g} s. Only "
+            "steps above 0 s can be fitted to."
+        )
     by_chip: dict[str, list[tuple[Row, Run]]] = defaultdict(list)
     without_settings = 0
     for row in rows:

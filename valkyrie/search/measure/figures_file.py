@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.precision import DType
+from valkyrie.problems import first_line
+from valkyrie.records import load
 from valkyrie.units import duration
 
 
 def read_figures(file: Path) -> ChipConfig:
     """Read a chip from `figures.json`. Raises OSError or ValueError if the file is missing or malformed."""
-    values = OmegaConf.create(file.read_text())
-    chip = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ChipConfig), values))
-    assert isinstance(chip, ChipConfig), file
+    try:
+        values = OmegaConf.create(file.read_text())
+        chip = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ChipConfig), values))
+    except (OmegaConfBaseException, YAMLError, AssertionError, TypeError, ValueError) as error:
+        raise _damaged(file, first_line(error)) from error
+    if not isinstance(chip, ChipConfig) or len(chip.peak_tflops) != 1:
+        raise _damaged(file, "it describes no chip")
     return chip
 
 
@@ -26,8 +33,15 @@ def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> boo
     """Check whether a folder has figures of this machine with `devices` devices per process and this dtype."""
     if not ((folder / FIGURES).is_file() and (folder / MACHINES).is_file()):
         return False
-    chip, machines = read_figures(folder / FIGURES), json.loads((folder / MACHINES).read_text())
+    chip, machines = (
+        read_figures(folder / FIGURES),
+        load(list[str], (folder / MACHINES).read_text(), str(folder / MACHINES)),
+    )
     return machine in machines and (list(chip.peak_tflops), chip.host_bounds) == ([compute.value], [devices])
+
+
+def _damaged(file: Path, reason: str) -> ValueError:
+    return ValueError(f"{file} is damaged ({reason}). Delete its folder, and the devices are timed again.")
 
 
 def describe_figures(chip: ChipConfig) -> str:
