@@ -79,9 +79,8 @@ def _report(arguments: argparse.Namespace) -> None:
     if to_screen:
         sys.stdout.write(text)
         return
-    print(
-        f"{len(rows)} trial{'' if len(rows) == 1 else 's'}: {write_atomic(page_file(paths, arguments.output), text, '--output FILE')}"
-    )
+    file = write_atomic(page_file(paths, arguments.output), text, "--output FILE")
+    print(f"{len(rows)} trial{'' if len(rows) == 1 else 's'}: {file}")
 
 
 if __name__ == "__main__":
