@@ -54,7 +54,7 @@ def _predict(words: list[str]) -> int:
     options = _parser().parse_args(words)
     _check_outputs(options)
     from valkyrie import api
-    from valkyrie.paths import write_whole
+    from valkyrie.paths import write_atomic
     from valkyrie.records import dump
 
     places = None if options.places is None else _read_places(options.places)
@@ -68,7 +68,7 @@ def _predict(words: list[str]) -> int:
     )
     sys.stdout.write(printable(str(result)))
     if options.json is not None:
-        write_whole(options.json, dump(result.record), "--json FILE")
+        write_atomic(options.json, dump(result.record), "--json FILE")
     if options.timeline is not None:
         print(f"timeline: {result.timeline(options.timeline)} (open it at https://ui.perfetto.dev)")
     if options.html is not None:
