@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NoReturn
 
-from valkyrie.paths import why
+from valkyrie.paths import error_reason
 from valkyrie.processes.ending import INTERRUPTED, REFUSED
 from valkyrie.processes.interrupt import repair_std_streams
 from valkyrie.units import printable
@@ -83,7 +83,7 @@ def output_error(error: Exception) -> str | None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return f"the output (stdout) cannot be written: {why(error)}."
+        return f"the output (stdout) cannot be written: {error_reason(error)}."
     return None
 
 

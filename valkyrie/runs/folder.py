@@ -124,7 +124,7 @@ def _claim_unused(folder: Path) -> Path:
     It is removed when the process ends if it is still empty, such as after a refusal.
     """
     created = [parent for parent in folder.parents if not parent.exists()]
-    with writing(folder):
+    with disk_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         while True:
             claimed = unused_path(folder)
