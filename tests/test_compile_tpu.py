@@ -43,7 +43,14 @@ def found(folder: Path, report: subprocess.CompletedProcess[str]) -> dict[str, A
 def test_the_report_says_whether_it_fits_how_fast_and_why(
     report: subprocess.CompletedProcess[str], found: dict[str, Any]
 ):
-    for part in ("fits:", "predicted step:", "where the time goes", "sent by mesh axes", "placement: x=2 on", "hint:"):
+    for part in (
+        "fits:",
+        "predicted step:",
+        "where the step time goes",
+        "sent by mesh axes",
+        "placement: x=2 on",
+        "hint:",
+    ):
         assert part in report.stdout, part
     assert found["status"] == "ok"
     assert 1e-5 < found["step"]["step_s"] < 0.1

@@ -23,7 +23,7 @@ from valkyrie.report.rank import (
     best_per_target,
     chip_price,
     compare,
-    front,
+    pareto_front,
     peak_memory,
     refusals,
 )
@@ -69,7 +69,7 @@ def rows(tmp_path: Path) -> list[Row]:
 
 def test_front_of_memory_has_what_none_beats(rows):
     predicted = [row for row in rows if row.group.stage == "compile"]
-    assert layouts(front(predicted, peak_memory)) == ["2x4x1-2d_tp", "8x1x1-fsdp"]
+    assert layouts(pareto_front(predicted, peak_memory)) == ["2x4x1-2d_tp", "8x1x1-fsdp"]
     assert values.memory(predicted)[0]["usable"] == 16
 
 
@@ -78,7 +78,7 @@ def test_price_and_its_front(tmp_path: Path):
     dear = trial("8x1x1-fsdp", 900, target="v5p-16", price=4.2)
     worse = trial("2x4x1-2d_tp", 200, target="v5p-16", price=4.2)
     rows = rows_of(tmp_path, cheap, dear, worse)
-    assert [row.group.target for row in front(rows, chip_price)] == ["v5e-8", "v5p-16"]
+    assert [row.group.target for row in pareto_front(rows, chip_price)] == ["v5e-8", "v5p-16"]
     assert [round(row.price or 0, 6) for row in rows] == [1.2, 4.2, 4.2]
     assert rows[0].per_million == pytest.approx(1.2 / 3600 / 300 * 1e6)
     assert [point["front"] for point in values.prices(rows)] == [True, True, False]
@@ -128,8 +128,8 @@ def test_words_name_recomputation_and_what_speaks_against(tmp_path: Path):
     parts = {"matmul": 0.5, "exposed x": 0.5}
     fast = trial("8x1x1-fsdp", 1000, seconds=parts, executed_flops=1e9, product_rate=0.5)
     slow = trial("8x1x1-dp", 500, seconds={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5)
-    text = words.because(*rows_of(tmp_path, fast, slow))
-    assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs") < text.index("In the other direction")
+    text = words.explain_ratio(*rows_of(tmp_path, fast, slow))
+    assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs")
 
 
 def test_only_the_same_work_is_compared(tmp_path: Path):
@@ -154,7 +154,7 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
         ("2x4x1-2d_tp", "collectives over y"),
     ]
     assert [p["amount"] / whole for p in parts] == pytest.approx([0.5, 0.5, 0.5, 0.5, 1.0], rel=1e-4)
-    text = words.because(*rows)
+    text = words.explain_ratio(*rows)
     assert f"{1.5 * whole:.1f} ms" in text and f"{whole / 2:.1f} ms" in text and "outside collectives" not in text
     slower = trial("4x2x1-dp", 50, stage="measure", collectives={"x": 1.5})
     (row,) = rows_of(tmp_path / "slow", slower)
@@ -177,7 +177,7 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_cause_and_one_rank(t
         trial("4x2x1-dp", 500, collectives={"x": 0.5}, **NOISY),
     )
     answer = words.answer(found[0].group, found)
-    assert answer.remarks[0].endswith("timed steps: 2x4x1-2d_tp.") and found[0].group.simulated
+    assert answer.remarks[0].endswith("step times: 2x4x1-2d_tp.") and found[0].group.simulated
     assert re.findall(r"[0-9.]+ ms", answer.reasons[0]) == [
         "128.0 ms",
         "115.2 ms",
@@ -285,12 +285,12 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
     real = [replace(t, about=replace(t.about, layout=t.name)) for t in real if t.about is not None]
     rows = rows_of(tmp_path, *real)
     for members in groups(rows).values():
-        specs = {figure.id: figures.specification(figure, members) for figure in figures.OF_A_GROUP}
+        specs = {figure.id: figures.specification(figure, members) for figure in figures.GROUP_FIGURES}
         simulated = members[0].group.simulated
         assert {name for name, spec in specs.items() if spec is None} == {"heat", *(["parts"] if simulated else [])}
         for spec in specs.values():
             assert spec is None or vl_convert.vegalite_to_svg(spec).startswith("<svg")
-        assert all(figures.specification(figure, members[:1]) is None for figure in figures.OF_A_GROUP)
+        assert all(figures.specification(figure, members[:1]) is None for figure in figures.GROUP_FIGURES)
 
 
 def test_timeline_is_reduced_and_keeps_its_time(tmp_path: Path):
@@ -312,7 +312,7 @@ def test_torus_has_every_device_once(tmp_path: Path):
     drawing = read_torus(row)
     assert drawing is not None
     assert (drawing.shape, drawing.wrap) == ((2, 4), (False, False))
-    assert sorted(drawing.at) == list(range(8))
+    assert sorted(drawing.devices_by_chip) == list(range(8))
     assert drawing.axes == [("x", 2), ("y", 4), ("z", 1)]
 
 

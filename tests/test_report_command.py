@@ -75,7 +75,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     assert "is a file" in fails(capsys, tmp_path / "notes.txt")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "trials.jsonl").write_text("")
-    assert "no trial yet" in fails(capsys, tmp_path / "empty")
+    assert "no trial has ended yet" in fails(capsys, tmp_path / "empty")
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "trials.jsonl").write_text('{"schema": 99}\n')
     assert "schema 99" in fails(capsys, tmp_path / "newer")

@@ -25,6 +25,19 @@ class PartKind(Enum):
         return self in (PartKind.exposed, PartKind.collectives)
 
 
+PART_LABELS = {
+    PartKind.matmul: "matrix products",
+    PartKind.kernel: "kernels",
+    PartKind.compute: "other arithmetic",
+    PartKind.memory: "memory-bound",
+    PartKind.copies: "waiting for copies",
+    PartKind.exposed: "waiting for communication",
+    PartKind.collectives: "collectives",
+    PartKind.rest: "compute",
+}
+"""Label of each kind, the same on the terminal and on pages. Parts with mesh axes append them."""
+
+
 @dataclass(frozen=True)
 class StepPart:
     """Seconds of a step spent on one kind of work. `mesh_axes` are the axes of communication, else empty."""
@@ -40,9 +53,18 @@ def seconds_in(parts: Iterable[StepPart], *kinds: PartKind) -> float:
 
 
 def describe_part(kind: PartKind, over: str) -> str:
-    """Format a part for printing: `matmul`, or `waiting for communication over x,y` with `over="x,y"`."""
-    name = "waiting for communication" if kind is PartKind.exposed else kind.value
-    return f"{name} over {over}" if kind.by_axes else name
+    """Format a part for printing: `matrix products`, or `waiting for communication over x,y` with `over="x,y"`."""
+    return f"{PART_LABELS[kind]} over {over}" if kind.by_axes else PART_LABELS[kind]
+
+
+def record_name(kind: PartKind, over: str) -> str:
+    """Return the name of a part in `explain.json`: `matmul`, or `waiting for communication over x,y`."""
+    return describe_part(kind, over) if kind.by_axes else kind.value
+
+
+def label_record_name(name: str) -> str:
+    """Convert the name of a part in `explain.json` to its label: `matmul` to `matrix products`."""
+    return next((PART_LABELS[kind] for kind in PartKind if kind.value == name), name)
 
 
 def write_category(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:

@@ -15,10 +15,10 @@ from valkyrie.sweep.trial import PAGE, Status, TrialLog
 
 
 class SweepPage(Callback):
-    """Writes `report.html` into the sweep's folder, unless no trial there has numbers."""
+    """Writes `report.html` into the sweep's folder if any trial there has results."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Write the page. On failure, remove the stale page and report the error."""
+        """Write the page. On failure, print the error and remove the outdated page."""
         folder = Path(config.hydra.sweep.dir)
         if not any(has_results(t.stage) and t.status is not Status.refused for t in TrialLog(folder).read()):
             return
@@ -26,20 +26,18 @@ class SweepPage(Callback):
             from valkyrie.report.page import write_report
 
             write_report(folder)
-        except Exception as error:  # Hydra would only warn, and the stale page would remain
-            problem = f"the page could not be written ({type(error).__name__}: {error})"
-            print(
-                f"{problem}{_remove(folder / PAGE)}. To try again: {command_name('valkyrie-report')} {folder}",
-                file=sys.stderr,
-            )
+        except Exception as error:  # Hydra would only warn, and the outdated page would remain
+            message = f"the page could not be written ({type(error).__name__}: {error})"
+            message += _remove_outdated_page(folder / PAGE)
+            print(f"{message}. To try again: {command_name('valkyrie-report')} {folder}", file=sys.stderr)
 
 
-def _remove(page: Path) -> str:
-    """Remove the stale page and return a clause that reports it."""
+def _remove_outdated_page(page: Path) -> str:
+    """Remove the outdated page, if there is one. Returns a clause for the error message."""
     if not page.exists():
         return ""
     try:
         page.unlink()
     except OSError:
-        return f"; the earlier {page} remains and lacks the newest trials"
-    return "; the earlier page, which lacks the newest trials, was removed"
+        return f"; {page} is outdated and could not be removed"
+    return "; the outdated page was removed"

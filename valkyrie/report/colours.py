@@ -1,17 +1,16 @@
-"""Colours of parts of a step, mesh axes, partitions and kinds of wall time, the same in all figures.
+"""Colours of step parts, mesh axes, partitions and kinds of wall time. All figures use the same colours.
 
-Each family has its own hues, so that a colour has one meaning on a page: parts of a step are blue, green or grey, mesh
-axes are red, orange, yellow or brown, partitions are violet, pink or olive. All are distinct on white and on black.
+Each family has different hues, so that a colour has one meaning on a page. Step parts are blue, green or grey. Mesh
+axes are red, orange, yellow or brown. Partitions are violet, pink or olive. All are distinct on white and on black.
 """
 
 from __future__ import annotations
 
-from valkyrie.parts import PartKind
-from valkyrie.report import values
+from valkyrie.parts import PART_LABELS, PartKind
 from valkyrie.runs.goodput import KINDS
 
 _PARTS = {
-    values.PART_NAMES[kind]: colour
+    PART_LABELS[kind]: colour
     for kind, colour in {
         PartKind.matmul: "#3f7fc9",
         PartKind.kernel: "#36a3a0",
@@ -22,36 +21,36 @@ _PARTS = {
     }.items()
 }
 _PARTS |= {"loop": "#a9c4e4", "copies": "#5f7183"}
-"""Colours of the parts of a step without mesh axes, and of other labels in a timeline."""
+"""Colours of the step parts without mesh axes, and of other labels in a timeline, by label."""
 _AXES = {"x": "#ef8a35", "y": "#d64550", "z": "#e2b71d", "w": "#9c6b3c", "s": "#7f3d22", "x,y": "#f2a49b"}
 _AXES |= {"x,z": "#f5c78a", "y,z": "#a33b53", "x,y,z": "#cbb08a"}
 _OTHER_AXES = ("#b5894a", "#c97f5f", "#8a5a44", "#e0a080")
 _PARTITIONS = {"fsdp": "#7a5cc4", "dp": "#8a9a2b", "1d_tp": "#b8429f", "2d_tp": "#e39ad0", "sp": "#a83279"}
 _PARTITIONS |= {"data_model_fsdp": "#b7c04a", "2d_tp_fsdp": "#a08be0", "fsdp_tp": "#5d46a3"}
 _OTHER_PARTITIONS = ("#6f7a1f", "#8e4fa8", "#c9a0dc", "#d98cb3")
-_TIMES = dict(zip(KINDS.values(), [*_PARTS.values()][:5] + [*_PARTITIONS.values()][:5], strict=True))
+_WALL_TIMES = dict(zip(KINDS.values(), [*_PARTS.values()][:5] + [*_PARTITIONS.values()][:5], strict=True))
 
 
 def axes_colour(axes: str) -> str:
     """Return the colour of mesh axes."""
-    return _AXES.get(axes) or _any_of(_OTHER_AXES, axes)
+    return _AXES.get(axes) or _pick_colour(_OTHER_AXES, axes)
 
 
 def partition_colour(partition: str) -> str:
     """Return the colour of a partition."""
-    return _PARTITIONS.get(partition) or _any_of(_OTHER_PARTITIONS, partition)
+    return _PARTITIONS.get(partition) or _pick_colour(_OTHER_PARTITIONS, partition)
 
 
 def part_colour(part: str, axes: str | None) -> str:
-    """Return the colour of a part of a step by its label. Communication has the colour of its mesh axes."""
+    """Return the colour of a step part, given its label. Communication has the colour of its mesh axes."""
     return axes_colour(axes) if axes is not None else _PARTS.get(part, "#a3afbb")
 
 
 def time_colour(kind: str) -> str:
-    """Return the colour of a kind of wall time."""
-    return _TIMES[kind]
+    """Return the colour of a kind of wall time, given its label."""
+    return _WALL_TIMES[kind]
 
 
-def _any_of(colours: tuple[str, ...], name: str) -> str:
-    """Return one of several colours, the same each time for a name."""
+def _pick_colour(colours: tuple[str, ...], name: str) -> str:
+    """Return one of `colours`, always the same one for a name."""
     return colours[sum(name.encode()) % len(colours)]

@@ -1,4 +1,4 @@
-"""The figures of the page, each with its title, caption, data and Vega-Lite specification."""
+"""The figures of the page: their titles, captions, data and Vega-Lite specifications."""
 
 from __future__ import annotations
 
@@ -16,94 +16,96 @@ class Figure:
     """A figure of the page.
 
     Args:
-        words: Caption, for a first-time reader.
+        id: HTML id.
+        title: Title on the page.
+        caption: Explanation for a first-time reader.
         values: Returns the data, given ranked rows.
-        spec: Returns the specification, given the data.
+        spec: Returns the Vega-Lite specification, given the data.
     """
 
     id: str
     title: str
-    words: str
+    caption: str
     values: Callable[[Sequence[Row]], Values]
     spec: Callable[[Values], Spec]
 
 
 def specification(figure: Figure, rows: Sequence[Row]) -> Spec | None:
-    """Return the complete Vega-Lite specification of a figure of ranked rows, or None if it would show one row."""
+    """Return the complete Vega-Lite specification of a figure, or None if it would show fewer than two layouts."""
     data = figure.values(rows)
     if len({v["label"] for v in data}) < 2:
         return None
-    about = {"$schema": SCHEMA, "config": CONFIG, "description": figure.title}
-    return {**about, **figure.spec(data), "data": {"values": data}}
+    common = {"$schema": SCHEMA, "config": CONFIG, "description": figure.title}
+    return {**common, **figure.spec(data), "data": {"values": data}}
 
 
 SPEED = Figure(
     "speed",
     "How fast each layout is",
-    "Longer is faster. A bar is the tokens per second of the whole slice. The thin line at its end goes from "
-    "the 90th percentile of step times to the fastest step; a prediction has none.",
+    "Longer is faster. Each bar shows the tokens per second on all chips. The thin line at its end is the spread, from "
+    "the 90th percentile of step times to the fastest step. Predictions have no spread.",
     values.bars,
     specs.bars,
 )
 HEAT = Figure(
     "heat",
-    "How best to split the devices",
-    "N devices are split three ways: MP1 splits the width of every matrix, MP2 the vectors between them, DP the batch "
-    "(fully sharded data counts as DP: it splits the batch too). A cell is the best layout with those three numbers, "
-    "in tokens/s/chip; darker is faster.",
+    "How to divide the devices among roles",
+    "The number of devices is the product of three numbers: MP1 shards the width of every matrix, MP2 the residual "
+    "stream, and DP the batch (FSDP counts as DP, because it shards the batch too). Each cell shows the best layout "
+    "with those three numbers, in tokens/s/chip. Darker is faster.",
     values.cells,
     specs.heat,
 )
 MEMORY = Figure(
     "memory",
     "Memory against speed",
-    "Up is faster, left needs less memory. The dashed line is the Pareto front: layouts that no other of the same work "
-    "beats in both. Right of the red line a program needs more memory than a device has: crosses there do not fit. "
-    "Where there is no speed, bars show the memory alone.",
+    "Higher is faster, further left needs less memory. The dashed line is the Pareto front: no other layout with the "
+    "same workload is better in both. Crosses to the right of the red line need more memory than a device has, so they "
+    "do not fit. If there are no speeds, bars show only the memory.",
     values.memory,
     specs.memory,
 )
 PARTS_OF_STEP = Figure(
     "parts",
-    "Where the time of a step goes",
-    "A predicted step is matrix products, other arithmetic, memory-bound operations, and waiting for communication "
-    "over mesh axes that no compute hides. A good layout is mostly matrix products. Collective times of measured steps "
-    "come from a profiler trace and include waiting.",
+    "Where the step time goes",
+    "A predicted step consists of matrix products, kernels, other arithmetic, memory-bound operations, and waiting for "
+    "communication that compute does not hide. In a good layout, matrix products take most of the time. For measured "
+    "steps, the time in collectives comes from a profiler trace and includes waiting.",
     values.parts,
-    specs.stack("one step", "part", lambda v: colours.part_colour(v["part"], v.get("axes"))),
+    specs.stacked_bars("step time", "part", lambda v: colours.part_colour(v["part"], v.get("axes"))),
 )
 SENT = Figure(
     "sent",
-    "What each device sends, by mesh axis",
-    "Every split costs communication along its mesh axis in every step. x,y means over both "
-    "axes at once. Bytes are exact: they are read from the compiled program.",
+    "Bytes that each device sends, by mesh axis",
+    "Sharding over a mesh axis requires communication along that axis in every step. x,y means over both axes at once. "
+    "Bytes are exact: they are read from the compiled program.",
     values.sent,
-    specs.stack("sent by one device in a step", "mesh axes", lambda v: colours.axes_colour(v["part"])),
+    specs.stacked_bars("sent per device and step", "mesh axes", lambda v: colours.axes_colour(v["part"])),
 )
 WALL_TIME = Figure(
     "walltime",
     "Where the wall time of a training goes",
-    "From the first start of a training to its end, or to its last record. Steps that count are first. The rest is "
-    "starting, saving, evaluating, waiting, and steps repeated after a restart.",
+    "From the first start of a training to its end, or to its last record. The first part is steps that were not "
+    "repeated. The other parts are startup, saving, evaluation, waiting, and steps repeated after a restart.",
     values.wall_times,
-    specs.stack("wall time", "spent on", lambda v: colours.time_colour(v["part"])),
+    specs.stacked_bars("wall time", "spent on", lambda v: colours.time_colour(v["part"])),
 )
 PAIRS = Figure(
     "pairs",
     "Predicted against measured",
-    "One point for each layout with both a predicted and a measured step time. If predictions rank layouts right, "
-    "points rise from left to right; on the dashed line the two are equal.",
+    "Each point is a layout with both a predicted and a measured step time. If predictions rank layouts correctly, "
+    "points rise from left to right. On the dashed line, both times are equal.",
     values.pairs,
     specs.pairs,
 )
 PRICE = Figure(
     "price",
     "Price against speed",
-    "Up is faster, left is cheaper. The dashed line is the Pareto front of each work.",
+    "Higher is faster, further left is cheaper. The dashed line is the Pareto front of each workload.",
     values.prices,
     specs.price,
 )
-OF_A_GROUP = [SPEED, PARTS_OF_STEP, SENT, MEMORY, HEAT]
-"""Figures of one kind of speed."""
-OF_ALL = [PAIRS, PRICE]
-"""Figures of all trials together."""
+GROUP_FIGURES = [SPEED, PARTS_OF_STEP, SENT, MEMORY, HEAT]
+"""Figures that show one kind of speed."""
+OVERALL_FIGURES = [PAIRS, PRICE]
+"""Figures that show all trials together."""

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file with its data, styles and scripts. It loads nothing from the network."""
+"""Writes the page of a report: one HTML file with its data, styles and scripts. It loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -14,40 +14,42 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from valkyrie.parts import PART_LABELS
 from valkyrie.paths import cache_root, write_atomic
 from valkyrie.records import encode
 from valkyrie.report import tables, words
 from valkyrie.report.colours import axes_colour, part_colour
-from valkyrie.report.figures import OF_A_GROUP, OF_ALL, WALL_TIME, specification
+from valkyrie.report.figures import GROUP_FIGURES, OVERALL_FIGURES, WALL_TIME, specification
 from valkyrie.report.rank import Comparison, best_per_target, refusals
 from valkyrie.report.records import read_answer, read_command, read_rows
 from valkyrie.report.specs import Spec, timeline_spec
 from valkyrie.report.trace import Timeline, TorusDrawing, read_timeline, read_torus
-from valkyrie.report.values import PART_NAMES, labels
+from valkyrie.report.values import labels
 from valkyrie.sweep.columns import PAGE as PAGE_COLUMNS
 from valkyrie.sweep.rows import Row, groups
 from valkyrie.sweep.trial import PAGE
 
 LIMIT = 2_000_000
-"""Maximum bytes of a page. Hints and timelines are left out until it fits."""
+"""Maximum size of a page in bytes. Hints and timelines are omitted until it fits."""
 TIMELINES = 8
-"""Number of layouts with a timeline, the best of every kind of speed first."""
+"""Maximum number of layouts with a timeline. The best layouts of each kind of speed get one first."""
 TORUSES = 60
-"""Number of layouts with a drawing of the torus, and with hints if there is little room."""
+"""Maximum number of layouts with a drawing of the torus, and with hints if the page is too large."""
 LONG = 44
-"""Length of a layout's label from which figures take the whole width."""
+"""Length of the longest label above which figures take the whole width of the page."""
 
 
 def page_file(paths: Sequence[Path], output: Path | None) -> Path:
-    """Return the file of the page, `output` or `report.html` in the first folder, and create its folder.
+    """Return the file to write the page to, and create its folder.
 
-    The path of a `trials.jsonl` means its folder. Raises ValueError if the folder cannot be created.
+    The file is `output`, or `report.html` in the folder of the first path. Raises ValueError if the folder cannot be
+    created.
     """
     file = output or (paths[0] if paths[0].is_dir() else paths[0].parent) / PAGE
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"{file.parent} is not a folder and cannot be created. Name another file.") from error
+        raise ValueError(f"{file.parent} is not a folder and cannot be created. Choose another file.") from error
     return file
 
 
@@ -57,14 +59,14 @@ def write_report(folder: Path) -> Path:
 
 
 def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
-    """Return the HTML of a page. `comparison` adds two sweeps next to each other.
+    """Return the HTML of a page. With `comparison`, it has a section that compares two sweeps.
 
-    Beyond `LIMIT`, hints of all but the best layouts are left out, then timelines except that of the best layout.
+    If the page is larger than `LIMIT`, omits hints of all but the best layouts, and then timelines until one is left.
     """
-    template, whole, text = templates().get_template("page.html"), _data(rows), ""
-    parts = _parts(rows, comparison, whole)
-    for data in _shrink(whole):
-        text = template.render(parts, data=_json(data))
+    template, page_data, text = templates().get_template("page.html"), _page_data(rows), ""
+    parts = _template_values(rows, comparison, page_data)
+    for data in _shrink(page_data):
+        text = template.render(parts, data=_script_json(data))
         if len(text.encode()) <= LIMIT:
             break
     return text
@@ -72,20 +74,20 @@ def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
 
 @dataclass(frozen=True)
 class PageData:
-    """Data for `page.js`. Rows are numbered over all kinds of speed, the best of each kind first.
+    """Data for `page.js`. Rows are grouped by kind of speed and numbered across groups, fastest first in each group.
 
     Args:
         groups: Labels of the kinds of speed.
-        figures: By figure, its specification for each kind of speed.
-        together: By figure, its specification for all rows.
+        figures: The specification of each figure for every kind of speed, by figure id.
+        together: The specification of each figure that shows all rows, by figure id.
         columns: Columns of the ranked table.
-        rows: Its cells.
-        details: Further facts of each row.
-        pairs: Comparison of predicted rows.
-        timelines: Timelines of the best rows, by row.
-        toruses: Drawings of the mesh on the torus, by row.
+        rows: Cells of the ranked table.
+        details: Further facts about each row.
+        pairs: Comparisons of predicted rows.
+        timelines: Timelines of the best rows, by row number.
+        toruses: Drawings of the mesh on the torus, by row number.
         timeline: Specification of a timeline, without values.
-        colours: Colours of parts of a step and of mesh axes.
+        colours: Colours of step parts and mesh axes, by label.
     """
 
     groups: list[str]
@@ -102,53 +104,62 @@ class PageData:
 
 
 def _shrink(data: PageData) -> Iterator[PageData]:
-    """Yield the data of a page, then ever smaller versions of it without the least important parts."""
+    """Yield the data of a page, then smaller and smaller versions that omit the least important parts."""
     yield data
     best = [row[0] is not None and row[0] <= TORUSES for row in data.rows]
-    without = [{name: fact for name, fact in facts.items() if name != "hints"} for facts in data.details]
-    details = [full if keep else less for keep, full, less in zip(best, data.details, without, strict=True)]
+    without_hints = [{name: fact for name, fact in facts.items() if name != "hints"} for facts in data.details]
+    details = [
+        full if keeps_hints else reduced
+        for keeps_hints, full, reduced in zip(best, data.details, without_hints, strict=True)
+    ]
     yield (data := replace(data, details=details))
     while len(data.timelines) > 1:
         timelines = list(data.timelines.items())
         yield (data := replace(data, timelines=dict(timelines[: len(timelines) // 2])))
 
 
-def _json(data: PageData) -> Markup:
-    """Return data as JSON for a script element. `details` are indices into `texts`, which has each text once."""
-    places: dict[str, int] = {}
+def _script_json(data: PageData) -> Markup:
+    """Return data as JSON for a script element. To save space, `details` are indices into distinct `texts`."""
+    text_indices: dict[str, int] = {}
 
-    def place(fact: Any) -> Any:
-        return places.setdefault(fact, len(places)) if isinstance(fact, str) else [place(text) for text in fact]
+    def text_index(fact: Any) -> Any:
+        return (
+            text_indices.setdefault(fact, len(text_indices))
+            if isinstance(fact, str)
+            else [text_index(text) for text in fact]
+        )
 
-    details = [{name: place(fact) for name, fact in facts.items()} for facts in data.details]
-    plain = encode(data) | {"details": details, "texts": list(places)}
-    text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
+    details = [{name: text_index(fact) for name, fact in facts.items()} for facts in data.details]
+    json_values = encode(data) | {"details": details, "texts": list(text_indices)}
+    text = json.dumps(json_values, separators=(",", ":"), ensure_ascii=False)
     return Markup(text.replace("<", "\\u003c"))
 
 
-def _parts(rows: Sequence[Row], comparison: Comparison | None, data: PageData) -> dict[str, object]:
-    """Return the values of the page's template, except the data of its script."""
+def _template_values(rows: Sequence[Row], comparison: Comparison | None, data: PageData) -> dict[str, object]:
+    """Return the values for the page's template, except the data for its script."""
     folders = list(dict.fromkeys(row.folder or row.source if row.is_training else row.source for row in rows))
     command, answer = (read_command(folders[0]), read_answer(folders[0])) if len(folders) == 1 else (None, None)
-    kinds = groups(rows)
+    rows_by_kind = groups(rows)
     best, trained = tables.best_table(best_per_target(rows)), tables.training_table(rows)
+    trainings_only = all(row.is_training for row in rows)
     return {
-        "question": "how did it train?" if all(row.is_training for row in rows) else "which layout?",
+        "question": "how did it train?" if trainings_only else "which layout?",
+        "trainings_only": trainings_only,
         "title": words.title(rows, answer),
         "facts": words.facts(rows),
         "command": command,
         "summary": words.summary(rows),
         "simulated": words.SIMULATED if any(row.group.simulated and row.ok for row in rows) else None,
-        "answers": [words.answer(group, members) for group, members in kinds.items()],
+        "answers": [words.answer(group, members) for group, members in rows_by_kind.items()],
         "prices": words.price_lines(rows),
         "search": answer,
-        "found": None
+        "search_result": None
         if answer is None
         else {"best": words.search_answer(answer), "table": tables.answer_table(answer)},
         "best": best if len(best.rows) > 1 else None,
-        "figures": [figure for figure in OF_A_GROUP if any(data.figures[figure.id])],
+        "figures": [figure for figure in GROUP_FIGURES if any(data.figures[figure.id])],
         "wide": max(map(len, labels(rows).values())) > LONG,
-        "together": [figure for figure in OF_ALL if data.together[figure.id]],
+        "together": [figure for figure in OVERALL_FIGURES if data.together[figure.id]],
         "trained": trained if trained.rows else None,
         "times": [WALL_TIME] if data.together[WALL_TIME.id] else [],
         "agreement": words.agreement_line(rows),
@@ -156,13 +167,13 @@ def _parts(rows: Sequence[Row], comparison: Comparison | None, data: PageData) -
         "refusals": refusals(rows),
         "version": version("valkyrie-jax"),
         "css": Markup(read_asset("page.css")),
-        "vega": _in_script(_vega()),
-        "js": _in_script(read_asset("page.js")),
+        "vega": _escape_script(_vega_script()),
+        "js": _escape_script(read_asset("page.js")),
     }
 
 
 def templates() -> Environment:
-    """Return the environment of the templates of all pages."""
+    """Return the Jinja environment for the templates of all pages."""
     loader = PackageLoader("valkyrie.report")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -171,21 +182,25 @@ def templates() -> Environment:
     return environment
 
 
-def _data(rows: Sequence[Row]) -> PageData:
-    """Return the data of the page's script. Timelines are in the order of `_best_first`."""
-    kinds = groups(rows)
-    ordered = [row for members in kinds.values() for row in members]
-    timed = _best_first(list(kinds.values()))
-    place = {row.id: i for i, row in enumerate(ordered)}
-    with_timelines = ((place[row.id], drawing) for row in timed if (drawing := read_timeline(row)) is not None)
+def _page_data(rows: Sequence[Row]) -> PageData:
+    """Return the data for the page's script. Timelines and drawings are those of the best rows."""
+    rows_by_kind = groups(rows)
+    ordered = [row for members in rows_by_kind.values() for row in members]
+    best_rows = _best_first(list(rows_by_kind.values()))
+    row_numbers = {row.id: i for i, row in enumerate(ordered)}
+    with_timelines = (
+        (row_numbers[row.id], drawing) for row in best_rows if (drawing := read_timeline(row)) is not None
+    )
     timelines = dict(itertools.islice(with_timelines, TIMELINES))
-    toruses = {place[row.id]: drawing for row in timed[:TORUSES] if (drawing := read_torus(row)) is not None}
+    toruses = {row_numbers[row.id]: drawing for row in best_rows[:TORUSES] if (drawing := read_torus(row)) is not None}
     return PageData(
-        groups=[group.label for group in kinds],
-        figures={figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
-        together={figure.id: specification(figure, ordered) for figure in [*OF_ALL, WALL_TIME]},
+        groups=[group.label for group in rows_by_kind],
+        figures={
+            figure.id: [specification(figure, members) for members in rows_by_kind.values()] for figure in GROUP_FIGURES
+        },
+        together={figure.id: specification(figure, ordered) for figure in [*OVERALL_FIGURES, WALL_TIME]},
         columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
-        rows=tables.cells(kinds),
+        rows=tables.cells(rows_by_kind),
         details=[tables.details(row) for row in ordered],
         pairs=words.compare_rows(ordered),
         timelines=timelines,
@@ -196,20 +211,20 @@ def _data(rows: Sequence[Row]) -> PageData:
 
 
 def _colours(timelines: Iterable[Timeline], toruses: Iterable[TorusDrawing]) -> dict[str, str]:
-    """Return the colours of parts of a step and of mesh axes, by the labels of timelines and tori."""
-    colours = {name: part_colour(name, None) for name in [*PART_NAMES.values(), "copies", "loop"]}
+    """Return the colours of step parts and mesh axes, by the labels that timelines and drawings of the torus use."""
+    colours = {name: part_colour(name, None) for name in [*PART_LABELS.values(), "copies", "loop"]}
     colours |= {axis: axes_colour(axis) for drawing in toruses for axis, _ in drawing.axes}
     return colours | {name: axes_colour(axes) for drawing in timelines for name, axes in drawing.axes.items()}
 
 
-def _best_first(kinds: Sequence[Sequence[Row]]) -> list[Row]:
-    """Return the rows of all kinds with a speed, the best of each kind before the second of any."""
-    longest = max(map(len, kinds), default=0)
-    return [members[i] for i in range(longest) for members in kinds if i < len(members) and members[i].ok]
+def _best_first(rows_by_kind: Sequence[Sequence[Row]]) -> list[Row]:
+    """Return the rows with a speed: the best row of each kind of speed, then the second best of each, and so on."""
+    largest_group = max(map(len, rows_by_kind), default=0)
+    return [members[i] for i in range(largest_group) for members in rows_by_kind if i < len(members) and members[i].ok]
 
 
-def _in_script(text: str) -> Markup:
-    """Escape JavaScript for a script element. The sequences that would end or hide it occur only in strings."""
+def _escape_script(text: str) -> Markup:
+    """Escape sequences that would end a script element. In JavaScript they occur only in strings."""
     return Markup(text.replace("</script", "<\\/script").replace("<!--", "<\\!--"))
 
 
@@ -218,8 +233,8 @@ def read_asset(name: str) -> str:
     return (files("valkyrie.report") / "templates" / name).read_text(encoding="utf-8")
 
 
-def _vega() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script, which is bundled once per version and cached."""
+def _vega_script() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script. It is bundled once per version and cached."""
     import vl_convert
 
     bundle = cache_root() / "report" / f"vega-{version('vl-convert-python')}.js"

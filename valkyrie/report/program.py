@@ -1,4 +1,4 @@
-"""The page of one predicted step: large numbers, advice, a drawing of its timeline, and its report as tables."""
+"""Writes the page of one step: its main numbers, advice, a drawing of its timeline, and its report as tables."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import TimelineSpan
 
 WIDTH, LANE, LABEL = 1000, 26, 190
-"""Pixels of the drawing: the time of a step, the height of a track, and the width of its name."""
+"""Sizes in the drawing, in pixels: width of a step, height of a track, and width of the track names."""
 TICKS = 5
-"""Number of times on the axis of the drawing."""
+"""Number of labels on the time axis of the drawing."""
 _LONG_TEXTS = ("cause", "source", "operation", "code", "what")
-"""Columns with texts that may wrap."""
+"""Columns whose texts may wrap."""
 
 
 class Rectangle(NamedTuple):
-    """A span of the drawing, in pixels, with its tooltip."""
+    """A span in the drawing, in pixels, with its colour and tooltip."""
 
     left: float
     top: int
@@ -46,7 +46,7 @@ class Rectangle(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """The drawing of a step: names of tracks, spans, times on the axis by pixel, and colours by part of the step."""
+    """The drawing of a step: track names, spans, labels of the time axis with their positions, and colours by label."""
 
     tracks: list[str]
     spans: list[Rectangle]
@@ -62,7 +62,7 @@ class _Recorder(Console):
         self.printed: list[str | TextTable] = []
 
     def print(self, *objects: Any, markup: bool | None = None, **_: Any) -> None:
-        """Collect objects without their markup."""
+        """Collect tables, and the text of other objects without markup."""
         for item in objects:
             if isinstance(item, Table):
                 self.printed.append(_text_table(item))
@@ -71,10 +71,10 @@ class _Recorder(Console):
 
 
 def program_page(record: Prediction | Measurement, title: str, spans: Sequence[TimelineSpan]) -> str:
-    """Return a self-contained HTML page with the report of a record and a drawing of the spans."""
+    """Return a self-contained HTML page with the report of a record and a drawing of its timeline."""
     advice: tuple[Hint, ...] = ()
     if isinstance(record, Prediction):
-        advice, record = record.hints, replace(record, hints=())  # the page has its own place for them
+        advice, record = record.hints, replace(record, hints=())  # the page shows hints in a separate section
     show(record, console := _Recorder())
     step_timeline = timeline([dict(event) for event in trace_events(spans, title)])
     return (
@@ -83,10 +83,10 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
         .render(
             title=title,
             subject=console.printed[0],
-            numbers_of_step=big_numbers(record),
+            step_numbers=big_numbers(record),
             hints=[hint.text for hint in advice],
             blocks=console.printed[1:],
-            drawing=None if step_timeline is None else _drawing(step_timeline),
+            drawing=None if step_timeline is None else _draw_timeline(step_timeline),
             sizes={"width": WIDTH, "lane": LANE, "label": LABEL},
             version=version("valkyrie-jax"),
             css=Markup(read_asset("page.css")),
@@ -95,12 +95,12 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
 
 
 def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
-    """Return the numbers in large print: step time, speed, waiting and memory, as far as they are known."""
+    """Return the numbers shown in large print: step time, speed, waiting and memory. Omits unknown ones."""
     numbers, step, memory_report = [], record.step, record.memory
     if step is not None:
         interval = getattr(step, "interval", None)
-        ends = f"{duration(interval.low_s)} to {duration(interval.high_s)}" if interval else ""
-        numbers.append(BigNumber("step", duration(step.step_s), ends))
+        interval_text = f"{duration(interval.low_s)} to {duration(interval.high_s)}" if interval else ""
+        numbers.append(BigNumber("step", duration(step.step_s), interval_text))
         if step.tokens_per_second is not None:
             utilisation = "" if step.mfu is None else f"MFU {percent(step.mfu)}"
             numbers.append(BigNumber("tokens/s", f"{step.tokens_per_second:,.0f}", utilisation))
@@ -122,24 +122,24 @@ def _text_table(table: Table) -> TextTable:
     return TextTable(str(table.title or ""), heads, list(zip(*cells, strict=True)))
 
 
-def _drawing(step_timeline: Timeline) -> Drawing:
-    """Return the drawing of a step: a track for compute, then one for each set of mesh axes, then copies."""
+def _draw_timeline(step_timeline: Timeline) -> Drawing:
+    """Convert a timeline to a drawing."""
     tracks, names, step_us = step_timeline.tracks, step_timeline.names, step_timeline.step_us
-    shapes, legend = [], {}
+    rectangles, legend = [], {}
     for track, start, length, part, name, joined in step_timeline.spans:
-        colour = _colour(step_timeline, tracks[track], names[part])
+        colour = _span_colour(step_timeline, tracks[track], names[part])
         if tracks[track] == COMPUTE:
             legend[names[part]] = colour
-        more = f" and {joined - 1} more" if joined > 1 else ""
-        tooltip = f"{names[part]}: {names[name]}{more}, {duration(length * 1e-6)}"
+        merged = f" and {joined - 1} more" if joined > 1 else ""
+        tooltip = f"{names[part]}: {names[name]}{merged}, {duration(length * 1e-6)}"
         left, width = LABEL + WIDTH * start / step_us, max(WIDTH * length / step_us, 0.3)
-        shapes.append(Rectangle(round(left, 1), LANE * track + 3, round(width, 1), colour, tooltip))
+        rectangles.append(Rectangle(round(left, 1), LANE * track + 3, round(width, 1), colour, tooltip))
     shares = [tick / (TICKS - 1) for tick in range(TICKS)]
     ticks = [(LABEL + WIDTH * share, duration(step_us * share * 1e-6)) for share in shares]
-    return Drawing(tracks, shapes, ticks, legend)
+    return Drawing(tracks, rectangles, ticks, legend)
 
 
-def _colour(step_timeline: Timeline, track: str, part: str) -> str:
+def _span_colour(step_timeline: Timeline, track: str, part: str) -> str:
     if track in step_timeline.axes:
         return axes_colour(step_timeline.axes[track])
     return part_colour(part if track == COMPUTE else track, step_timeline.axes.get(part))

@@ -1,4 +1,4 @@
-"""Ranks rows: the best of each kind, Pareto fronts, and comparisons of two sweeps."""
+"""Ranks rows: the best row of each kind, Pareto fronts, and comparisons of two sweeps."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from valkyrie.sweep.noise import within_noise
 from valkyrie.sweep.rows import Row, RowPair, Workload, groups, ranked
 from valkyrie.sweep.trial import Status
 
-UNKNOWN = "no reason was recorded"
-"""Reason of a trial without a result that recorded none."""
+UNKNOWN_REASON = "no reason was recorded"
+"""Reason shown for a trial without a result if its record has none."""
 DATA_PARALLEL = "dp"
-"""Name of the partition of layouts that shard only the batch."""
+"""Name of the partition that shards only the batch."""
 
 
 def best_per_target(rows: Iterable[Row]) -> list[Row]:
-    """Return the fastest row of every kind of speed and every work, in the order of `groups`."""
+    """Return the fastest row for each kind of speed and workload, in the order of `groups`."""
     best: list[Row] = []
     for members in groups(rows).values():
-        seen = set()
+        seen_workloads = set()
         for row in members:
-            if row.ok and row.work not in seen:
-                seen.add(row.work)
+            if row.ok and row.work not in seen_workloads:
+                seen_workloads.add(row.work)
                 best.append(row)
     return best
 
 
-def front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> list[Row]:
-    """Return the Pareto front of speed per chip and cost, the cheapest row first."""
-    priced = [(cost(row), row) for row in rows if row.ok]
-    ordered = sorted(((c, row) for c, row in priced if c is not None), key=lambda p: (p[0], -(p[1].rate_per_chip or 0)))
+def pareto_front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> list[Row]:
+    """Return the rows on the Pareto front of speed per chip and `cost`, cheapest first."""
+    costs = [(cost(row), row) for row in rows if row.ok]
+    ordered = sorted(((c, row) for c, row in costs if c is not None), key=lambda p: (p[0], -(p[1].rate_per_chip or 0)))
     best: list[Row] = []
     for _, row in ordered:
         if not best or (row.rate_per_chip or 0) > (best[-1].rate_per_chip or 0):
@@ -42,11 +42,11 @@ def front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> lis
 
 
 def pareto_ids(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> set[str]:
-    """Return the ids of the rows on the Pareto fronts of their works."""
+    """Return the ids of the rows on the Pareto front of their workload."""
     by_work: dict[Workload, list[Row]] = defaultdict(list)
     for row in rows:
         by_work[row.work].append(row)
-    return {row.id for members in by_work.values() for row in front(members, cost)}
+    return {row.id for members in by_work.values() for row in pareto_front(members, cost)}
 
 
 def peak_memory(row: Row) -> int | None:
@@ -60,41 +60,41 @@ def chip_price(row: Row) -> float | None:
 
 
 def simplest_partitions(rows: Sequence[Row]) -> dict[str, str]:
-    """Return by row id the simplest partition that shards every array in the same way, usually the row's own.
+    """Return, by row id, the simplest partition that shards every array in the same way. It may be the row's own.
 
-    On a mesh with x=1, `1d_tp` is data parallel, so it says nothing about `1d_tp`. The simplest partition is the one
-    that uses the fewest kinds of roles.
+    For example, `1d_tp` on a mesh with x=1 only shards the batch, so its speed says nothing about tensor parallelism.
+    The simplest partition is the one with the fewest kinds of roles.
     """
     kinds: dict[str, set[str]] = defaultdict(set)
-    alike: dict[tuple[object, ...], set[str]] = defaultdict(set)
+    partitions_by_layout: dict[tuple[object, ...], set[str]] = defaultdict(set)
     for row in rows:
         kinds[row.about.partition] |= _roles(row)
-        alike[_layout(row)].add(row.about.partition)
+        partitions_by_layout[_layout_key(row)].add(row.about.partition)
 
     def simplest(row: Row) -> str:
         if _roles(row) == {"DP"}:
             return DATA_PARALLEL
-        return min(alike[_layout(row)], key=lambda name: (len(kinds[name]), name))
+        return min(partitions_by_layout[_layout_key(row)], key=lambda name: (len(kinds[name]), name))
 
     return {row.id: simplest(row) for row in rows}
 
 
-def same_layout(one: Row, other: Row) -> bool:
-    """Return whether two rows shard every array alike, with the same microbatches, remat and placement."""
-    return _layout(one) == _layout(other)
+def same_layout(first: Row, second: Row) -> bool:
+    """Return whether two rows shard every array in the same way, with equal microbatches, remat and placement."""
+    return _layout_key(first) == _layout_key(second)
 
 
 def describe_simplest(partition: str) -> str:
-    """Describe the simpler partition that a layout is equivalent to."""
-    return "data parallel, as dp" if partition == DATA_PARALLEL else f"the same layout as {partition}"
+    """Describe a simpler partition to which a layout is equivalent, for a sentence."""
+    return "plain data parallelism, like dp" if partition == DATA_PARALLEL else f"the same layout as {partition}"
 
 
 def _roles(row: Row) -> set[str]:
     return {role for role, size in row.degrees.items() if size > 1}
 
 
-def _layout(row: Row) -> tuple[object, ...]:
-    """Return a key that rows share if they shard every array alike; the row's own if its record lacks the sharding."""
+def _layout_key(row: Row) -> tuple[object, ...]:
+    """Return a key shared by rows of the same layout. A row without a recorded sharding has a unique key."""
     about = row.about
     if not about.sharding:
         return (row.id,)
@@ -103,9 +103,15 @@ def _layout(row: Row) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of two sweeps: pairs of rows with the same layout, by kind of speed, and the rows of one sweep only.
+    """Comparison of two sweeps.
 
-    `again` has the rows that are skipped because the same sweep has a faster row for the same layout and work.
+    Args:
+        a: Name of the first sweep.
+        b: Name of the second sweep.
+        pairs: Pairs of rows with the same layout, workload and kind of speed.
+        only_a: Rows with no counterpart in `b`.
+        only_b: Rows with no counterpart in `a`.
+        again: Skipped rows, because the same sweep has a faster row with the same layout, workload and kind of speed.
     """
 
     a: str
@@ -113,79 +119,86 @@ class Comparison:
     pairs: list[RowPair]
     only_a: list[Row]
     only_b: list[Row]
-    again: list[Row]
+    slower_duplicates: list[Row]
 
     @property
     def median(self) -> float | None:
-        """Median of the ratios of the pairs, or None without a pair."""
+        """Median of the ratios of the pairs, or None if no pair has a ratio."""
         return statistics.median(ratios) if (ratios := [p.ratio for p in self.pairs if p.ratio]) else None
 
     @property
     def summary(self) -> str:
-        """Summarise what both sweeps have, or why that is nothing, what only one has, and what was skipped."""
-        text = f"Layouts of the same work in both: {len(self.pairs)}" if self.pairs else self._unlike
+        """Summary of the comparison: common layouts and their median ratio, other trials, and skipped trials."""
+        text = f"Layouts with the same workload in both: {len(self.pairs)}" if self.pairs else self._no_pairs_text
         text += f"; median: {self.b} is {self.median:.2f}x as fast as {self.a}" if self.median else ""
-        text += f". Only {self.a} has {len(self.only_a)} trials, only {self.b} {len(self.only_b)}."
-        if self.again:
-            text += f" Skipped, because the same sweep has a faster trial of that layout and work: {len(self.again)}."
+        text += f". Trials only in {self.a}: {len(self.only_a)}; only in {self.b}: {len(self.only_b)}."
+        if self.slower_duplicates:
+            count = len(self.slower_duplicates)
+            text += f" Skipped because a faster trial in the same sweep has that layout and workload: {count}."
         return text
 
     @property
-    def _unlike(self) -> str:
-        """Explain why there is nothing to compare."""
-        one, other = ({row.work for row in rows} for rows in (self.only_a, self.only_b))
+    def _no_pairs_text(self) -> str:
+        """Sentence that explains why there is nothing to compare."""
+        works_a, works_b = ({row.work for row in rows} for rows in (self.only_a, self.only_b))
         text = f"Nothing to compare: {self.a} and {self.b} have "
-        if one & other:
-            return f"{text}no layout in common with the same kind of speed"
+        if works_a & works_b:
+            return f"{text}no common layout with the same kind of speed"
         first, second = (f"{rows[0].work.label}, {rows[0].work.precision}" for rows in (self.only_a, self.only_b))
-        return f"{text}no work in common ({self.a}: {first}; {self.b}: {second})"
+        return f"{text}no common workload ({self.a}: {first}; {self.b}: {second})"
 
 
 def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
-    """Compare two sweeps, given by name or folder. Raises ValueError with the known sweeps.
+    """Compare two sweeps, each given by its name or folder. Raises ValueError if there is no such sweep.
 
-    A pair has the same layout and work, from the same stage on the same target. Of several such trials in a sweep
-    the fastest counts.
+    Rows are paired if they have the same layout, workload, stage and target. If a sweep has several such rows, the
+    fastest is used.
     """
     by_sweep: list[dict[tuple[object, ...], Row]] = []
-    again: list[Row] = []
+    slower_duplicates: list[Row] = []
     for name in (a, b):
         members = [row for row in rows if name == row.trial.sweep or Path(name).resolve() == row.source.resolve()]
         if not members:
-            known = ", ".join(dict.fromkeys(f"{row.trial.sweep} ({row.source})" for row in rows))
-            raise ValueError(f"--compare {a} {b}: {name} is not a sweep here. Sweeps: {known}.")
+            choices = ", ".join(dict.fromkeys(f"{row.trial.sweep} ({row.source})" for row in rows))
+            raise ValueError(f"--compare {a} {b}: {name} is not one of these sweeps. Choose from: {choices}.")
         best: dict[tuple[object, ...], Row] = {}
-        again += [row for row in ranked(members) if best.setdefault((row.group, row.layout, row.work), row) is not row]
+        slower_duplicates += [
+            row for row in ranked(members) if best.setdefault((row.group, row.layout, row.work), row) is not row
+        ]
         by_sweep.append(best)
     left, right = by_sweep
     pairs = [RowPair(row, right[key]) for key, row in left.items() if key in right]
     pairs.sort(key=lambda p: (p.a.group, p.ratio is None, -(p.ratio or 0.0)))
     only_a = ranked(row for key, row in left.items() if key not in right)
     only_b = ranked(row for key, row in right.items() if key not in left)
-    return Comparison(a, b, pairs, only_a, only_b, again)
+    return Comparison(a, b, pairs, only_a, only_b, slower_duplicates)
 
 
 def agreement(pairs: Sequence[RowPair]) -> float | None:
-    """Return the share of pairs of layouts of one work that the prediction ranks in the measured order.
+    """Return how often predictions rank two layouts of one workload in the measured order, from 0 to 1.
 
-    Kendall's concordance without ties and differences within noise; None if no two layouts of a work remain.
+    This is Kendall's concordance. It ignores ties and differences within noise. Returns None if no two layouts remain.
     """
     agree = total = 0
-    for i, one in enumerate(pairs):
-        for other in pairs[:i]:
-            predicted = _rate(one.a) - _rate(other.a)
-            measured = _rate(one.b) - _rate(other.b)
-            if _kind(one) == _kind(other) and predicted and not within_noise(one.b.trial, other.b.trial):
+    for i, pair in enumerate(pairs):
+        for earlier in pairs[:i]:
+            predicted = _rate(pair.a) - _rate(earlier.a)
+            measured = _rate(pair.b) - _rate(earlier.b)
+            if (
+                _comparison_key(pair) == _comparison_key(earlier)
+                and predicted
+                and not within_noise(pair.b.trial, earlier.b.trial)
+            ):
                 total += 1
                 agree += (predicted > 0) == (measured > 0)
     return agree / total if total else None
 
 
 def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
-    """Group rows without a result by status and kind of reason, the largest group first, each with its first reason.
+    """Group rows without a result by status and kind of reason. Returns (status, first reason, rows), sorted by status.
 
-    Refusals are of one kind if their first problems have the same code and axes. Layouts that do not fit or take too
-    long are one kind each. Other reasons, and refusals of older files, are of one kind if they are equal.
+    Refusals are of one kind if their first problems have the same code, key and axes. All layouts that do not fit are
+    one kind, and so are all timeouts. Other reasons, and refusals in older files, are compared as text.
     """
     by_kind: dict[tuple[Status, object], list[Row]] = defaultdict(list)
     for row in rows:
@@ -198,11 +211,11 @@ def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
         if trial.status is not Status.ok:
             by_kind[trial.status, kind].append(row)
     order = list(Status)
-    listed = [(status, members[0].reason or UNKNOWN, members) for (status, _), members in by_kind.items()]
-    return sorted(listed, key=lambda entry: (order.index(entry[0]), -len(entry[2]), entry[1]))
+    entries = [(status, members[0].reason or UNKNOWN_REASON, members) for (status, _), members in by_kind.items()]
+    return sorted(entries, key=lambda entry: (order.index(entry[0]), -len(entry[2]), entry[1]))
 
 
-def _kind(pair: RowPair) -> tuple[object, ...]:
+def _comparison_key(pair: RowPair) -> tuple[object, ...]:
     return pair.a.group, pair.b.group, pair.a.work, pair.b.work
 
 

@@ -1,4 +1,4 @@
-"""Reads the sweeps and trainings under a path as rows, from `trials.jsonl` and run folders."""
+"""Reads the sweeps and trainings below a path, from `trials.jsonl` and run folders, and converts them to rows."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 
 TRAIN, _SETTINGS = "train", "run"
 MULTIRUN = "multirun.yaml"
-"""File of Hydra with the command of a sweep, in its folder."""
+"""File in a sweep's folder with Hydra's configuration, which includes the command."""
 MADE_BY = "# made by: "
-"""Start of the comment in `run.yaml` that has the command of a training."""
+"""Start of the comment in `run.yaml` that states the command of the training."""
 
-DEPTH = 2
-"""Depth of folders below a path in which sweeps are searched."""
+SEARCH_DEPTH = 2
+"""Number of levels of subfolders that are searched for sweeps and trainings."""
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
-    """Return the trials under these paths, sweep by sweep. Raises ValueError if there are none or a file is damaged."""
+    """Read the trials at or below these paths as rows. Raises ValueError if there are none or a file is damaged."""
     folders = find_sweeps(paths)
     sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS).is_file()}
-    trainings = {folder: [training(folder)] for folder in folders if folder not in sweeps}
+    trainings = {folder: [read_training(folder)] for folder in folders if folder not in sweeps}
     rows = rows_of(sweeps, trainings)
     if not rows:
-        raise ValueError(f"{', '.join(map(str, paths))}: has no trial yet. Wait until the first one has ended.")
+        raise ValueError(f"{', '.join(map(str, paths))}: no trial has ended yet. Try again when the first one has.")
     return rows
 
 
 def find_sweeps(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of sweeps and of trainings outside them, at or below these paths, each once.
+    """Find the folders of sweeps, and of trainings outside sweeps, at or below these paths. Removes duplicates.
 
-    Raises ValueError for a path without any.
+    Raises ValueError if a path has none.
     """
     folders: dict[Path, Path] = {}
     for path in paths:
@@ -55,24 +55,24 @@ def find_sweeps(paths: Sequence[Path]) -> list[Path]:
         if path.is_file():
             sweeps = [path.parent] if path.name == TRIALS else []
         else:
-            patterns = ("/".join(["*"] * depth + [TRIALS]) for depth in range(DEPTH + 1))
+            patterns = ("/".join(["*"] * depth + [TRIALS]) for depth in range(SEARCH_DEPTH + 1))
             sweeps = sorted(file.parent for pattern in patterns for file in path.glob(pattern))
-            sweeps += find_trainings(path, DEPTH, sweeps)
+            sweeps += find_trainings(path, SEARCH_DEPTH, sweeps)
         if not sweeps:
-            where = f"{path} is a file" if path.is_file() else f"no {TRIALS} in {path} or the folders in it"
-            raise ValueError(f"{where}. {_ADVICE}")
+            problem = f"{path} is a file" if path.is_file() else f"no {TRIALS} in {path} or its subfolders"
+            raise ValueError(f"{problem}. {_ADVICE}")
         folders |= {folder.resolve(): folder for folder in sweeps}
     return list(folders.values())
 
 
 _ADVICE = (
-    "Give the folder of a training or a sweep, or a folder of them, such as runs. "
-    "To make a sweep: valkyrie-train -m mode=measure mesh=2x2x2,8x1x1 partition=fsdp,1d_tp"
+    "Pass the folder of a training or a sweep, or a folder that contains several, such as runs. "
+    "To start a sweep: valkyrie-train -m mode=measure mesh=2x2x2,8x1x1 partition=fsdp,1d_tp"
 )
 
 
 def read_json(row: Row, name: str) -> Mapping[str, Any] | None:
-    """Return a JSON file of the row's run folder, or None if it is missing or incomplete."""
+    """Read a JSON object from a file in the row's run folder. Returns None if it is missing or incomplete."""
     if row.folder is None:
         return None
     try:
@@ -83,10 +83,12 @@ def read_json(row: Row, name: str) -> Mapping[str, Any] | None:
 
 
 def read_answer(folder: Path) -> SearchAnswer | None:
-    """Return the answer of a search from its folder, or None if there is none that this version can read."""
+    """Read the answer of a search from its folder. Returns None if this version of Valkyrie can read none."""
     if not (folder / ANSWER).is_file():
         return None
-    from valkyrie.search.answer_record import SearchAnswer  # it imports NumPy, which other reports do without
+    from valkyrie.search.answer_record import (
+        SearchAnswer,
+    )  # imported here because it needs NumPy, which other reports do not
 
     try:
         return read_record(SearchAnswer, folder / ANSWER)
@@ -95,7 +97,7 @@ def read_answer(folder: Path) -> SearchAnswer | None:
 
 
 def read_command(folder: Path) -> str | None:
-    """Return the command that made the folder of a search, a sweep or a training, or None if no file records it."""
+    """Return the command that created the folder of a search, a sweep or a training, or None if it is not recorded."""
     answer, settings, sweep = read_answer(folder), folder / RUN, folder / MULTIRUN
     if answer is not None:
         return f"valkyrie-train {shlex.join(answer.command)}"
@@ -112,7 +114,7 @@ def read_command(folder: Path) -> str | None:
 
 
 def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]:
-    """Return the run folders of trainings at or up to `depth` folders below a path, outside these sweeps."""
+    """Find the run folders of trainings at a path or up to `depth` levels below it. Omits those inside `sweeps`."""
     sweep_folders = {folder.resolve() for folder in sweeps}
     patterns = ("/".join(["*"] * below + [METRICS]) for below in range(depth + 1))
     folders = (file.parent for pattern in patterns for file in sorted(path.glob(pattern)))
@@ -123,9 +125,9 @@ def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]
     ]
 
 
-def training(folder: Path) -> Trial:
-    """Return the training of a run folder as a trial, failed if its settings cannot be read."""
-    from valkyrie.config.run import Run  # a report of sweeps alone composes nothing
+def read_training(folder: Path) -> Trial:
+    """Read the training in a run folder as a trial. Its status is `failed` if the settings cannot be read."""
+    from valkyrie.config.run import Run  # imported here because reports of sweeps do not need it
     from valkyrie.runs.folder import saved_config
 
     try:
@@ -146,12 +148,12 @@ def _trial(
     values: dict[str, str],
     results: TrialResult,
 ) -> Trial:
-    place, settings = folder.resolve(), folder / RUN
+    resolved, settings = folder.resolve(), folder / RUN
     started = datetime.fromtimestamp(settings.stat().st_mtime, UTC).isoformat() if settings.is_file() else ""
     return Trial(
-        key=f"{TRAIN}:{place}",
-        name=place.name,
-        sweep=place.name,
+        key=f"{TRAIN}:{resolved}",
+        name=resolved.name,
+        sweep=resolved.name,
         stage=TRAIN,
         status=status,
         reason=reason,
@@ -159,8 +161,8 @@ def _trial(
         about=about,
         started=started,
         wall_s=results.goodput.wall_s if results.goodput else 0.0,
-        folder=place.name,
+        folder=resolved.name,
         results=results,
         values=values,
-        flags=["--config-path", str(place), "--config-name", _SETTINGS],
+        flags=["--config-path", str(resolved), "--config-name", _SETTINGS],
     )

@@ -1,7 +1,7 @@
 """Vega-Lite specifications of the figures as JSON values, without their data.
 
-They are not Altair charts, because importing Altair takes longer than writing a page, and every chart would contain a
-copy of the configuration and of an empty data set.
+Altair is not used, because importing it takes longer than writing a page, and each of its charts would contain a copy
+of the configuration and an empty data set.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from valkyrie.report.values import Values
 Spec = dict[str, Any]
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
-"""Name of the language of the specifications. It is never fetched."""
+"""Identifier of the Vega-Lite version. The URL is never fetched."""
 
-_INK = {"labelColor": "currentColor", "titleColor": "currentColor", "labelFontSize": 12}
+_TEXT_STYLE = {"labelColor": "currentColor", "titleColor": "currentColor", "labelFontSize": 12}
 CONFIG: Spec = {
     "background": None,
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
     "axis": {
-        **_INK,
+        **_TEXT_STYLE,
         "gridColor": "currentColor",
         "gridOpacity": 0.12,
         "domainColor": "currentColor",
@@ -34,51 +34,51 @@ CONFIG: Spec = {
         "titleFontWeight": "normal",
         "labelLimit": 320,
     },
-    "legend": {**_INK, "labelLimit": 260},
-    "header": {**_INK, "titleFontSize": 12},
+    "legend": {**_TEXT_STYLE, "labelLimit": 260},
+    "header": {**_TEXT_STYLE, "titleFontSize": 12},
     "text": {"color": "currentColor", "fontSize": 12},
     "title": {"color": "currentColor", "fontSize": 12},
 }
-"""Style of the figures. Text and lines have the colour of the page's text, light or dark."""
+"""Style of all figures. Text and lines use the colour of the page's text, which is light or dark."""
 
 _WHITE_FROM = 0.74
-"""Share of the fastest rate from which text on a cell is white instead of black. Both have a contrast of 4.5 there."""
+"""Share of the highest rate above which the text in a cell is white, not black. There, both have a contrast of 4.5."""
 _RED = "#e05a5a"
 
 
-def _text(field: str, **more: Any) -> Spec:
-    return {"field": field, "type": "nominal", **more}
+def _nominal(field: str, **options: Any) -> Spec:
+    return {"field": field, "type": "nominal", **options}
 
 
-def _number(field: str, **more: Any) -> Spec:
-    return {"field": field, "type": "quantitative", **more}
+def _quantitative(field: str, **options: Any) -> Spec:
+    return {"field": field, "type": "quantitative", **options}
 
 
-def _tip(*fields: tuple[str, str] | tuple[str, str, str]) -> list[Spec]:
-    """Return a tooltip of fields: name, title, and for numbers their format."""
+def _tooltip(*fields: tuple[str, str] | tuple[str, str, str]) -> list[Spec]:
+    """Return a tooltip. Each field is a name, a title, and for numbers a format."""
     return [
-        _number(name, title=title, format=form[0]) if form else _text(name, title=title)
-        for name, title, *form in fields
+        _quantitative(name, title=title, format=format_spec[0]) if format_spec else _nominal(name, title=title)
+        for name, title, *format_spec in fields
     ]
 
 
-def _shapes(field: str, shapes: dict[str, str], legend: Spec | None) -> Spec:
-    return _text(field, title=None, scale={"domain": [*shapes], "range": [*shapes.values()]}, legend=legend)
+def _shape_encoding(field: str, shapes: dict[str, str], legend: Spec | None) -> Spec:
+    return _nominal(field, title=None, scale={"domain": [*shapes], "range": [*shapes.values()]}, legend=legend)
 
 
-def _points(encoding: Spec) -> Spec:
+def _point_layer(encoding: Spec) -> Spec:
     return {"mark": {"type": "point", "filled": True, "size": 90, "opacity": 0.9}, "encoding": encoding}
 
 
-def _front(x: Spec, y: Spec) -> Spec:
-    """Return the Pareto front of each work."""
+def _pareto_line(x: Spec, y: Spec) -> Spec:
+    """Return a layer with the Pareto front of each workload."""
     mark = {"type": "line", "interpolate": "step-after", "strokeDash": [4, 3], "stroke": "currentColor"}
-    encoding = {"x": x, "y": y, "detail": _text("work")}
+    encoding = {"x": x, "y": y, "detail": _nominal("work")}
     return {"transform": [{"filter": "datum.front"}], "mark": mark, "encoding": encoding}
 
 
-def _once(mark: Spec, encoding: Spec) -> Spec:
-    """Return a mark that is drawn once, whatever the data."""
+def _single_mark(mark: Spec, encoding: Spec) -> Spec:
+    """Return a layer with a single mark that does not depend on the data."""
     return {"data": {"values": [{}]}, "mark": mark, "encoding": encoding}
 
 
@@ -87,17 +87,17 @@ def _chart(height: int, *layers: Spec, title: str = "") -> Spec:
     return {"width": "container", "height": height, **chart} | ({"title": {"text": title}} if title else {})
 
 
-_BARS = _text("label", sort=None, title=None, axis={"ticks": False, "domain": False})
+_BAR_LABELS = _nominal("label", sort=None, title=None, axis={"ticks": False, "domain": False})
 _BAR: Spec = {"type": "bar", "height": 15}
-_FITS = _shapes("status", {"fits": "circle", "does not fit": "cross"}, None)
-_KINDS = _shapes("kind", {"measured": "circle", "simulated": "triangle-up"}, {"orient": "top"})
+_FIT_SHAPES = _shape_encoding("status", {"fits": "circle", "does not fit": "cross"}, None)
+_KIND_SHAPES = _shape_encoding("kind", {"measured": "circle", "simulated": "triangle-up"}, {"orient": "top"})
 
 
 def _partition(data: Values) -> Spec:
-    """Return the encoding of partitions by colour, the same colour in every figure."""
+    """Return an encoding that colours partitions. A partition has the same colour in every figure."""
     names = list(dict.fromkeys(v["partition"] for v in data))
     scale = {"domain": names, "range": [partition_colour(name) for name in names]}
-    return _text("partition", scale=scale, legend={"orient": "top", "title": None})
+    return _nominal("partition", scale=scale, legend={"orient": "top", "title": None})
 
 
 def _height(data: Values) -> int:
@@ -105,8 +105,8 @@ def _height(data: Values) -> int:
 
 
 def bars(data: Values) -> Spec:
-    """Return bars of tokens/s with the spread of measured steps."""
-    tip = _tip(
+    """Return a bar chart of tokens/s with the spread of measured steps."""
+    tooltip = _tooltip(
         ("label", "layout"),
         ("partition", "partition"),
         ("rate", "tokens/s", ",.0f"),
@@ -114,37 +114,39 @@ def bars(data: Values) -> Spec:
         ("step", "step"),
         ("spread", "spread"),
     )
-    x = _number("rate", title="tokens/s", axis={"format": "~s", "tickCount": 6})
+    x = _quantitative("rate", title="tokens/s", axis={"format": "~s", "tickCount": 6})
     spread = {"type": "rule", "strokeWidth": 1.5, "stroke": "currentColor"}
     layers = [
-        {"mark": _BAR, "encoding": {"x": x, "color": _partition(data), "tooltip": tip}},
-        {"mark": spread, "encoding": {"x": _number("low"), "x2": {"field": "high"}}},
+        {"mark": _BAR, "encoding": {"x": x, "color": _partition(data), "tooltip": tooltip}},
+        {"mark": spread, "encoding": {"x": _quantitative("low"), "x2": {"field": "high"}}},
         {
             "mark": {"type": "text", "align": "left", "dx": 6},
-            "encoding": {"x": _number("end"), "text": _number("rate", format=".3~s")},
+            "encoding": {"x": _quantitative("end"), "text": _quantitative("rate", format=".3~s")},
         },
     ]
     padding = {"left": 5, "top": 5, "right": 24, "bottom": 5}
-    return _chart(_height(data), *layers) | {"padding": padding, "encoding": {"y": _BARS}}
+    return _chart(_height(data), *layers) | {"padding": padding, "encoding": {"y": _BAR_LABELS}}
 
 
 def heat(data: Values) -> Spec:
-    """Return a map of MP1 x MP2 for each DP. Cells without a speed are empty, with the reason as tooltip."""
+    """Return a heat map of MP1 x MP2 for each DP. Cells without a speed are empty, with the reason as tooltip."""
     missing = "datum.rate === null"
-    tip = _tip(("label", "best layout"), ("text", "tokens/s/chip"), ("tried", "layouts tried"), ("reason", "why none"))
-    top = max(v["rate"] for v in data if v["rate"] is not None)
-    fill = _number("rate", scale={"scheme": "blues", "domain": [0, top]}, legend=None)
+    tooltip = _tooltip(
+        ("label", "best layout"), ("text", "tokens/s/chip"), ("tried", "layouts tried"), ("reason", "why no speed")
+    )
+    highest_rate = max(v["rate"] for v in data if v["rate"] is not None)
+    fill = _quantitative("rate", scale={"scheme": "blues", "domain": [0, highest_rate]}, legend=None)
     fill["condition"] = {"test": missing, "value": "transparent"}
-    ink = [
+    text_colours = [
         {"test": missing, "value": "currentColor"},
-        {"test": f"datum.rate > {_WHITE_FROM * top}", "value": "white"},
+        {"test": f"datum.rate > {_WHITE_FROM * highest_rate}", "value": "white"},
     ]
     cell = {"type": "rect", "cornerRadius": 3, "stroke": "currentColor", "strokeOpacity": 0.35, "invalid": None}
     layers = [
         {"mark": cell, "encoding": {"fill": fill}},
         {
             "mark": {"type": "text", "fontSize": 11},
-            "encoding": {"text": _text("text"), "color": {"condition": ink, "value": "black"}},
+            "encoding": {"text": _nominal("text"), "color": {"condition": text_colours, "value": "black"}},
         },
     ]
     axis = {"labelAngle": 0, "ticks": False, "domain": False}
@@ -155,63 +157,69 @@ def heat(data: Values) -> Spec:
             "transform": [{"filter": f"datum.data === {degree}"}],
             "width": {"step": 62},
             "height": {"step": 38},
-            "encoding": {"x": x, "y": y, "tooltip": tip},
+            "encoding": {"x": x, "y": y, "tooltip": tooltip},
             "layer": layers,
         }
         for degree in sorted({v["data"] for v in data})
     ]
-    shown = {"text": "tokens/s/chip", "anchor": "start", "fontWeight": "normal"}
-    return {"title": shown, "concat": maps, "columns": 4, "spacing": 28}
+    heading = {"text": "tokens/s/chip", "anchor": "start", "fontWeight": "normal"}
+    return {"title": heading, "concat": maps, "columns": 4, "spacing": 28}
 
 
 def memory(data: Values) -> Spec:
-    """Return points of memory and speed, the front of each work, and the region that does not fit.
+    """Return a scatter plot of memory and speed, with the front of each workload and the region that does not fit.
 
-    The axis starts at 0. The region takes at most a quarter of it, so points may be to the left of their memory.
-    Without speeds, returns bars of memory.
+    The region takes at most a quarter of the memory axis. Points beyond the end of the axis are drawn at its end. If
+    there are no speeds, returns a bar chart of memory.
     """
-    unit, usable, far = data[0]["unit"], data[0]["usable"], data[0]["far"]
-    x = _number("peak", title=f"peak memory of one device, {unit}", axis={"tickCount": 8})
-    edge: Spec = {"datum": usable, "type": "quantitative"}
-    line = _once({"type": "rule", "color": _RED, "strokeWidth": 1.5}, {"x": edge})
+    unit, usable, chart_title = data[0]["unit"], data[0]["usable"], data[0]["far"]
+    x = _quantitative("peak", title=f"peak memory per device, {unit}", axis={"tickCount": 8})
+    limit_position: Spec = {"datum": usable, "type": "quantitative"}
+    line = _single_mark({"type": "rule", "color": _RED, "strokeWidth": 1.5}, {"x": limit_position})
     color = _partition(data)
     if data[0]["rate"] is None:
-        tip = _tip(("label", "layout"), ("partition", "partition"), ("peak", unit, ",.2f"), ("status", "status"))
-        peaks: Spec = {"mark": _BAR, "encoding": {"y": _BARS, "x": x, "color": color, "tooltip": tip}}
+        tooltip = _tooltip(
+            ("label", "layout"), ("partition", "partition"), ("peak", unit, ",.2f"), ("status", "status")
+        )
+        peaks: Spec = {"mark": _BAR, "encoding": {"y": _BAR_LABELS, "x": x, "color": color, "tooltip": tooltip}}
         layer = [peaks] if usable is None else [peaks, line]
-        return _chart(_height(data), {"layer": layer}, title=far)
-    tip = _tip(
+        return _chart(_height(data), {"layer": layer}, title=chart_title)
+    tooltip = _tooltip(
         ("label", "layout"),
         ("partition", "partition"),
-        ("work", "work"),
+        ("work", "workload"),
         ("peak", f"peak memory, {unit}", ",.2f"),
         ("rate", "tokens/s/chip", ",.0f"),
         ("status", "status"),
     )
-    y, limit, end = _number("rate", title="tokens/s/chip", axis={"format": "~s", "tickCount": 6}), [], None
+    y, limit, end = _quantitative("rate", title="tokens/s/chip", axis={"format": "~s", "tickCount": 6}), [], None
     x["scale"] = {"zero": True, "nice": True}
     if usable is not None:
         end = min(max(usable * 1.15, *(v["peak"] * 1.03 for v in data)), usable * 4 / 3)
         x["scale"] = {"domain": [0, end], "nice": False}
-        region = {"x": {**edge, "scale": x["scale"]}, "x2": {"datum": end}}
+        region = {"x": {**limit_position, "scale": x["scale"]}, "x2": {"datum": end}}
         text: Spec = {"type": "text", "align": "left", "dx": 6, "y": 12, "text": "does not fit", "color": _RED}
-        limit = [_once({"type": "rect", "color": _RED, "opacity": 0.16}, region), line, _once(text, {"x": edge})]
-    points = _points({"x": x, "y": y, "color": color, "tooltip": tip, "shape": _FITS})
+        limit = [
+            _single_mark({"type": "rect", "color": _RED, "opacity": 0.16}, region),
+            line,
+            _single_mark(text, {"x": limit_position}),
+        ]
+    points = _point_layer({"x": x, "y": y, "color": color, "tooltip": tooltip, "shape": _FIT_SHAPES})
     if end is not None:
         points["transform"] = [{"calculate": f"min(datum.peak, {end})", "as": "drawn"}]
         points["encoding"]["x"] = {**x, "field": "drawn"}
     name: Spec = {"type": "text", "align": "left", "dx": 9, "dy": -7, "fontSize": 11}
-    names = {"mark": name, "encoding": {"x": x, "y": y, "text": _text("name")}}
-    return _chart(300, *limit, _front(x, y), points, names, title=far)
+    names = {"mark": name, "encoding": {"x": x, "y": y, "text": _nominal("name")}}
+    return _chart(300, *limit, _pareto_line(x, y), points, names, title=chart_title)
 
 
-def stack(title: str, part: str, colour: Callable[[Mapping[str, Any]], str]) -> Callable[[Values], Spec]:
-    """Return a function that makes the specification of stacked bars.
+def stacked_bars(title: str, part: str, colour: Callable[[Mapping[str, Any]], str]) -> Callable[[Values], Spec]:
+    """Return a function that converts data to a chart of stacked bars.
 
     Args:
         title: Title of the axis.
-        part: Name of the coloured parts.
-        colour: Returns the colour of a value.
+        part: Title of the coloured parts in tooltips.
+        colour: Returns the colour of a data value.
     """
 
     def spec(data: Values) -> Spec:
@@ -220,11 +228,11 @@ def stack(title: str, part: str, colour: Callable[[Mapping[str, Any]], str]) -> 
         domain, colours = list(coloured), list(coloured.values())
         legend = {"orient": "top", "symbolType": "square"}
         encoding = {
-            "y": _BARS,
-            "x": _number("amount", title=f"{title}, {unit}", stack="zero", axis={"tickCount": 8}),
-            "color": _text("part", title=None, scale={"domain": domain, "range": colours}, legend=legend),
-            "order": _number("order"),
-            "tooltip": _tip(("label", "layout"), ("part", part), ("amount", unit, ",.3~f"), ("share", "share")),
+            "y": _BAR_LABELS,
+            "x": _quantitative("amount", title=f"{title}, {unit}", stacked_bars="zero", axis={"tickCount": 8}),
+            "color": _nominal("part", title=None, scale={"domain": domain, "range": colours}, legend=legend),
+            "order": _quantitative("order"),
+            "tooltip": _tooltip(("label", "layout"), ("part", part), ("amount", unit, ",.3~f"), ("share", "share")),
         }
         return _chart(_height(data), {"mark": _BAR, "encoding": encoding})
 
@@ -232,9 +240,9 @@ def stack(title: str, part: str, colour: Callable[[Mapping[str, Any]], str]) -> 
 
 
 def pairs(data: Values) -> Spec:
-    """Return points of predicted and measured steps, and the line of equality unless all are simulated."""
+    """Return a scatter plot of predicted and measured steps. Unless all are simulated, it has the line of equality."""
     real = [v for v in data if v["kind"] != "simulated"]
-    tip = _tip(
+    tooltip = _tooltip(
         ("label", "layout"),
         ("partition", "partition"),
         ("predicted", "predicted"),
@@ -243,39 +251,39 @@ def pairs(data: Values) -> Spec:
         ("on", "measured on"),
     )
     shared = {"scale": {"type": "log", "nice": False, "padding": 16}, "axis": {"tickCount": 5, "format": "~r"}}
-    x = _number("x", title="predicted step, ms", **shared)
-    y = _number("y", title="measured step, ms", **shared)
-    mixed = {"shape": _KINDS} if 0 < len(real) < len(data) else {}
-    points = _points({"x": x, "y": y, "color": _partition(data), "tooltip": tip} | mixed)
+    x = _quantitative("x", title="predicted step, ms", **shared)
+    y = _quantitative("y", title="measured step, ms", **shared)
+    mixed = {"shape": _KIND_SHAPES} if 0 < len(real) < len(data) else {}
+    points = _point_layer({"x": x, "y": y, "color": _partition(data), "tooltip": tooltip} | mixed)
     if not real:
         return _chart(300, points)
     low, high = min(min(v["x"], v["y"]) for v in real), max(max(v["x"], v["y"]) for v in real)
-    same: Spec = {
+    equality_line: Spec = {
         "data": {"values": [{"x": low, "y": low}, {"x": high, "y": high}]},
         "mark": {"type": "line", "stroke": "currentColor", "strokeDash": [4, 3], "opacity": 0.6},
         "encoding": {"x": x, "y": y},
     }
-    return _chart(300, same, points)
+    return _chart(300, equality_line, points)
 
 
 def price(_: Values) -> Spec:
-    """Return points of price and speed, and the front of each work."""
-    tip = _tip(
+    """Return a scatter plot of price and speed, with the front of each workload."""
+    tooltip = _tooltip(
         ("label", "layout"),
         ("target", "target"),
-        ("work", "work"),
-        ("price", "dollars a chip and hour", ".2f"),
-        ("per_million", "dollars for a million tokens", ".3g"),
+        ("work", "workload"),
+        ("price", "dollars per chip-hour", ".2f"),
+        ("per_million", "dollars per million tokens", ".3g"),
         ("rate", "tokens/s/chip", ",.0f"),
     )
-    x = _number("price", title="dollars of a chip in an hour, on demand", scale={"zero": False, "padding": 20})
-    y = _number("rate", title="tokens/s/chip", axis={"format": "~s"})
-    target = {"shape": _text("target", title=None, legend={"orient": "top"}), "color": {"value": "currentColor"}}
-    return _chart(260, _front(x, y), _points({"x": x, "y": y, "tooltip": tip} | target))
+    x = _quantitative("price", title="on-demand price, dollars per chip-hour", scale={"zero": False, "padding": 20})
+    y = _quantitative("rate", title="tokens/s/chip", axis={"format": "~s"})
+    target = {"shape": _nominal("target", title=None, legend={"orient": "top"}), "color": {"value": "currentColor"}}
+    return _chart(260, _pareto_line(x, y), _point_layer({"x": x, "y": y, "tooltip": tooltip} | target))
 
 
 def timeline_spec() -> Spec:
-    """Return the specification of one layout's timeline. The page adds its values."""
+    """Return the specification of a layout's timeline. `page.js` adds the data."""
     legend = {"orient": "top", "symbolType": "square"}
     return {
         "$schema": SCHEMA,
@@ -286,12 +294,14 @@ def timeline_spec() -> Spec:
         "params": [{"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}],
         "mark": {"type": "rect", "clip": True, "height": 24},
         "encoding": {
-            "y": _text("track", sort=None, title=None, axis={"domain": False}),
-            "x": _number("start", title="ms from the start of the step", scale={"nice": False}, axis={"tickCount": 10}),
+            "y": _nominal("track", sort=None, title=None, axis={"domain": False}),
+            "x": _quantitative(
+                "start", title="ms since the start of the step", scale={"nice": False}, axis={"tickCount": 10}
+            ),
             "x2": {"field": "end"},
-            "color": _text("kind", title=None, legend=legend),
-            "tooltip": _tip(
-                ("name", "operation"), ("kind", "kind"), ("ms", "ms", ",.4~f"), ("count", "operations joined")
+            "color": _nominal("kind", title=None, legend=legend),
+            "tooltip": _tooltip(
+                ("name", "operation"), ("kind", "kind"), ("ms", "ms", ",.4~f"), ("count", "merged operations")
             ),
         },
     }

@@ -1,4 +1,4 @@
-"""Tables of the page and of Markdown, the cells of the page's ranked table, and details of a layout."""
+"""Builds the tables of the page and of Markdown, and the details of a layout."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 Facts = dict[str, str | Sequence[str]]
 _DIGITS = 6
-_LEAST = 0.001
-"""Share of a step from which details list a part."""
+"""Significant digits of numbers in the page's data."""
+_MIN_LISTED_SHARE = 0.001
+"""Smallest share of a step for which details list a part."""
 
 
 class ColumnHead(NamedTuple):
-    """Heading of a column. `kind` is the CSS class of its cells: `number` is aligned right, `work` may wrap."""
+    """Heading of a column. `kind` is the CSS class of its cells: `number` is right-aligned, `work` may wrap."""
 
     label: str
     kind: str = ""
@@ -34,14 +35,14 @@ class ColumnHead(NamedTuple):
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of texts. Each row has as many cells as there are heads."""
+    """A table of texts. Each row has one cell per heading."""
 
     caption: str
     heads: Sequence[ColumnHead]
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> list[str]:
-        """Return its lines in Markdown."""
+        """Return the lines of the table in Markdown."""
         rule = ["---:" if head.kind == "number" else "---" for head in self.heads]
         body = ([text.replace("|", "\\|") for text in row] for row in self.rows)
         rows = [[head.label for head in self.heads], rule, *body]
@@ -49,19 +50,19 @@ class TextTable:
 
 
 def best_table(rows: Sequence[Row]) -> TextTable:
-    """Return the best layout of each target and work; all rows have a speed."""
-    return _table("The best layout of each target", BEST, rows)
+    """Return the table of the best layouts, which all have a speed."""
+    return _table("Best layout for each target", BEST, rows)
 
 
 def ranked_table(rows: Sequence[Row]) -> TextTable:
-    """Return the rows of one kind of speed that have results, in the order given."""
-    shown = [row for row in rows if has_results(row)]
-    return _table("Ranked layouts", MARKDOWN, rank_rows(shown))
+    """Return the table of rows of one kind of speed, sorted as given. Omits rows without results."""
+    listed_rows = [row for row in rows if has_results(row)]
+    return _table("Ranked layouts", MARKDOWN, rank_rows(listed_rows))
 
 
 def _table(caption: str, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> TextTable:
-    kinds = {"seen": "work", "work": "work"}
-    heads = [ColumnHead(c.label, "number" if c.is_number else kinds.get(c.name, "")) for c in columns]
+    classes = {"seen": "work", "work": "work"}
+    heads = [ColumnHead(c.label, "number" if c.is_number else classes.get(c.name, "")) for c in columns]
     return TextTable(caption, heads, [[_cell(column, row) for column in columns] for row in rows])
 
 
@@ -71,39 +72,39 @@ def _cell(column: Column[Row], row: Row) -> str:
 
 
 def training_table(rows: Sequence[Row]) -> TextTable:
-    """Return the table of the wall time of trainings, the longest first."""
+    """Return a table of how trainings spent their wall time, longest first."""
     heads = [
         ColumnHead("training"),
         *(ColumnHead(label, "number") for label in ("steps", "wall time", "goodput", "restarts")),
     ]
     heads += [
         ColumnHead("data wait", "number"),
-        ColumnHead("sent in a step", "number"),
-        ColumnHead("the rest of the time", "work"),
+        ColumnHead("sent per step", "number"),
+        ColumnHead("other time", "work"),
     ]
-    shown = sorted(((row, row.goodput) for row in rows if row.goodput), key=lambda pair: -pair[1].wall_s)
+    trainings = sorted(((row, row.goodput) for row in rows if row.goodput), key=lambda pair: -pair[1].wall_s)
     body = [
-        [row.trial.name, f"{row.trial.results.steps or 0:,}", long_duration(spent.wall_s)]
-        + ["" if spent.share is None else share_text(spent.share), str(spent.restarts)]
+        [row.trial.name, f"{row.trial.results.steps or 0:,}", long_duration(goodput.wall_s)]
+        + ["" if goodput.share is None else share_text(goodput.share), str(goodput.restarts)]
         + ["" if row.data_wait is None else share_text(row.data_wait)]
-        + [traffic_text(sum(row.sent.values())) if row.sent else "nothing", spent.rest()]
-        for row, spent in shown
+        + [traffic_text(sum(row.sent.values())) if row.sent else "nothing", goodput.rest()]
+        for row, goodput in trainings
     ]
-    return TextTable("What the time of trainings went to", heads, body)
+    return TextTable("How trainings spent their time", heads, body)
 
 
 def has_results(row: Row) -> bool:
-    """Return whether a row has a speed, or at least its memory or bytes sent."""
+    """Return whether the trial of a row is ok and has a speed, peak memory or bytes sent."""
     return row.ok or (row.trial.status is Status.ok and bool(row.peak or row.sent))
 
 
 def comparison_table(comparison: Comparison) -> TextTable:
-    """Return the table of layouts in both sweeps, with the ratio of their speeds."""
-    named = labels([pair.a for pair in comparison.pairs])
+    """Return a table of the layouts in both sweeps, with the ratio of their speeds."""
+    row_labels = labels([pair.a for pair in comparison.pairs])
     heads = [ColumnHead("layout"), ColumnHead("speed is")]
     heads += [ColumnHead(f"{sweep}, tokens/s/chip", "number") for sweep in (comparison.a, comparison.b)]
     body = [
-        [named[pair.a.id], pair.a.group.label]
+        [row_labels[pair.a.id], pair.a.group.label]
         + [_cell(COLUMNS["tokens_per_second_per_chip"], row) for row in (pair.a, pair.b)]
         + [f"{pair.ratio:.2f}x" if pair.ratio else ""]
         for pair in comparison.pairs
@@ -112,19 +113,19 @@ def comparison_table(comparison: Comparison) -> TextTable:
 
 
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return ranked rows of one kind of speed with label, rank, equivalent partition and Pareto front."""
-    named, light, counted = labels(rows), pareto_ids(rows, peak_memory), simplest_partitions(rows)
-    alike = {row.id: counted[row.id] for row in rows if row.ok and counted[row.id] != row.about.partition}
+    """Set the label, rank, equivalent partition and Pareto front on sorted rows of one kind of speed."""
+    row_labels, pareto_front, simplest = labels(rows), pareto_ids(rows, peak_memory), simplest_partitions(rows)
+    equivalents = {row.id: simplest[row.id] for row in rows if row.ok and simplest[row.id] != row.about.partition}
     return [
-        replace(row, label=named[row.id], alike=alike.get(row.id, ""), front=row.id in light)
+        replace(row, label=row_labels[row.id], alike=equivalents.get(row.id, ""), front=row.id in pareto_front)
         for row in with_ranks(rows)
     ]
 
 
-def cells(kinds: Mapping[SpeedKind, Sequence[Row]]) -> list[list[Any]]:
-    """Return the ranked rows of all kinds of speed, a cell for each of `PAGE`; numbers in seconds and bytes."""
-    listed = [row for rows in kinds.values() for row in rank_rows(rows)]
-    return [[_rounded(column.value(row)) for column in PAGE] for row in listed]
+def cells(rows_by_kind: Mapping[SpeedKind, Sequence[Row]]) -> list[list[Any]]:
+    """Return the cells of the page's ranked table, one row per trial. Columns are `PAGE`, in seconds and bytes."""
+    ranked_rows = [row for rows in rows_by_kind.values() for row in rank_rows(rows)]
+    return [[_rounded(column.value(row)) for column in PAGE] for row in ranked_rows]
 
 
 def _rounded(value: Any) -> Any:
@@ -132,37 +133,39 @@ def _rounded(value: Any) -> Any:
 
 
 def answer_table(answer: SearchAnswer) -> TextTable:
-    """Return the best layouts of a search, in the columns of its table on a terminal."""
-    from valkyrie.search.answer_record import answer_columns  # it imports NumPy, which other reports do without
+    """Return a table of the best layouts of a search, with the same columns as on a terminal."""
+    from valkyrie.search.answer_record import (
+        answer_columns,
+    )  # imported here because it needs NumPy, which other reports do not
 
     columns = answer_columns(answer)
-    kinds = {column.name: "number" if column.is_number else "" for column in columns} | {"layout": "work"}
-    heads = [ColumnHead(" ".join(column.label.split("\n")), kinds[column.name]) for column in columns]
+    classes = {column.name: "number" if column.is_number else "" for column in columns} | {"layout": "work"}
+    heads = [ColumnHead(" ".join(column.label.split("\n")), classes[column.name]) for column in columns]
     return TextTable(answer.title, heads, [[column.text(layout) for column in columns] for layout in answer.best])
 
 
 def details(row: Row) -> Facts:
-    """Return further facts of a layout for the page, by name. The command is a list of arguments."""
+    """Return further facts about a layout for the page, by name. Omits unknown ones."""
     about, results = row.about, row.trial.results
-    compile_s, reported = results.compile.compile_s, results.memory.reported_peak
+    compile_s, reported_peak = results.compile.compile_s, results.memory.reported_peak
     unfinished = "" if results.finished else ", not finished"
     facts: dict[str, str | Sequence[str] | None] = {
         "roles": about.roles,
         "on": about.described,
         "work": f"{row.work.label}, {row.work.precision}",
         "parameters": f"{results.parameters:,}" if results.parameters else None,
-        "command": _arguments(row),
+        "command": _command_words(row),
         "folder": row.trial.folder,
         "memory": ", ".join(f"{name} {memory_text(size)}" for name, size in results.memory.split.items()),
         "parts": [
             f"{part_name(part.kind, part.mesh_axes)} {duration(part.seconds)} ({share_text(part.seconds / row.step_s)})"
             for part in sorted(row.parts, key=lambda part: -part.seconds)
-            if row.step_s and part.seconds >= _LEAST * row.step_s
+            if row.step_s and part.seconds >= _MIN_LISTED_SHARE * row.step_s
         ],
         "sent": ", ".join(f"{axes} {traffic_text(size)}" for axes, size in row.sent.items() if size),
         "goodput": row.goodput.describe() if row.goodput else None,
         "steps": None if results.finished is None else f"{results.steps or 0:,}{unfinished}",
-        "reported": memory_text(reported) if reported else None,
+        "reported": memory_text(reported_peak) if reported_peak else None,
         "compiled": duration(compile_s) if compile_s else None,
         "placement": results.placement,
         "hints": results.hints[:3],
@@ -171,10 +174,10 @@ def details(row: Row) -> Facts:
 
 
 def command(row: Row) -> str:
-    """Return the shell command that repeats a trial as one run, in a folder other than the sweep's."""
-    return " ".join(_arguments(row))
+    """Return the shell command that repeats a trial as a single run, in a new run folder."""
+    return " ".join(_command_words(row))
 
 
-def _arguments(row: Row) -> list[str]:
+def _command_words(row: Row) -> list[str]:
     arguments = (*row.trial.flags, *without_place(row.trial.overrides))
     return [shlex.quote(a) for a in ("valkyrie-train", *arguments, "hydra.mode=RUN")]

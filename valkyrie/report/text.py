@@ -1,4 +1,4 @@
-"""The report as Markdown and as CSV."""
+"""Writes the report as Markdown and as CSV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from valkyrie.units import printable
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Return a CSV line for each ranked trial, in seconds and bytes. Unknown cells are empty. Degrees come last."""
+    """Return the trials as CSV, in ranked order, with a header. Units are seconds and bytes. Unknown cells are empty.
+
+    The last columns are the number of devices of each kind of role.
+    """
     ordered = [row for members in groups(rows).values() for row in members]
     kinds = list(dict.fromkeys(kind for row in ordered for kind in row.degrees))
     stream = io.StringIO()
@@ -35,12 +38,12 @@ def _cell(value: object) -> object:
 
 
 def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
-    """Return the report as Markdown: sentences, a ranked table for each kind of speed, and refusals."""
+    """Return the report as Markdown: explanations, a ranked table per kind of speed, and trials without a result."""
     lines = [f"# {', '.join(dict.fromkeys(row.trial.sweep for row in rows))}", "", words.summary(rows), ""]
     lines += [words.SIMULATED, ""] if any(row.group.simulated and row.ok for row in rows) else []
     best = best_per_target(rows)
     if len(best) > 1:
-        lines += ["## Best of each target", "", *tables.best_table(best).markdown(), ""]
+        lines += ["## Best layout for each target", "", *tables.best_table(best).markdown(), ""]
     for group, members in groups(rows).items():
         answer = words.answer(group, members)
         lines += [f"## {group.label[0].upper()}{group.label[1:]}", "", answer.sentence, ""]
@@ -53,10 +56,10 @@ def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> st
     if tables.training_table(rows).rows:
         table = tables.training_table(rows)
         lines += [f"## {table.caption}", "", *table.markdown(), ""]
-    without = refusals(rows)
-    if without:
+    failures = refusals(rows)
+    if failures:
         lines += ["## Without a result", ""]
-        for _, reason, members in without:
+        for _, reason, members in failures:
             layouts = ", ".join(dict.fromkeys(row.layout for row in members))
             lines.append(f"- **{members[0].status}** ({len(members)}): {' '.join(reason.split())} — {layouts}")
         lines.append("")

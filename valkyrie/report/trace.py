@@ -1,4 +1,4 @@
-"""A layout's timeline and its drawing on the torus, small enough for a page of many layouts."""
+"""Reads the timeline of a layout and its mesh on the torus, reduced to what a page with many layouts can hold."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.prediction import read_prediction, short_cause, short_source
 from valkyrie.sweep.rows import Row
 
-SPANS = 400
+MAX_SPANS = 400
 """Maximum number of spans in a drawn timeline."""
-CHIPS = 256
+MAX_CHIPS = 256
 """Maximum number of chips in a drawn torus."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timeline of a step, for drawing. `step_us` is the end of the last span, in microseconds.
+    """The timeline of a step, for drawing. Times are in microseconds.
 
-    A span is (track, start, duration, category, name, joined operations). Times are in microseconds, and texts are
-    indices into `tracks` and `names`. `axes` are the mesh axes (`x,y`) of categories and tracks that have some.
+    Args:
+        tracks: Names of the tracks.
+        names: Distinct labels of categories and operations.
+        step_us: End of the last span.
+        spans: (track, start, duration, category, name, merged operations) of each span. `track` is an index into
+            `tracks`, and `category` and `name` are indices into `names`.
+        axes: Mesh axes (`x,y`) of the categories and tracks that have some.
     """
 
     tracks: list[str]
@@ -47,10 +52,13 @@ class TorusDrawing:
     """A mesh on the first slice of a torus.
 
     Args:
+        shape: Number of chips along each axis of the torus.
         wrap: Whether each axis of the torus is a ring.
-        shifts: Chips by which each ring is shifted when it closes, or None if none is.
-        axes: Names and sizes of mesh axes.
-        at: Mesh index of each chip's first device. Chips are in row-major order.
+        shifts: For a twisted torus, the offset along each axis where a ring closes, in chips. Else None.
+        slices: Number of slices.
+        axes: Names and sizes of the mesh axes.
+        devices_by_chip: Index in the mesh of each chip's first device, or None if it is not in the mesh. Chips are in
+            row-major order.
     """
 
     shape: tuple[int, ...]
@@ -58,11 +66,11 @@ class TorusDrawing:
     shifts: tuple[tuple[int, ...], ...] | None
     slices: int
     axes: list[tuple[str, int]]
-    at: list[int | None]
+    devices_by_chip: list[int | None]
 
 
-def read_timeline(row: Row, limit: int = SPANS) -> Timeline | None:
-    """Return the timeline in a row's run folder, or None if it has none or the file is damaged."""
+def read_timeline(row: Row, limit: int = MAX_SPANS) -> Timeline | None:
+    """Read the timeline in a row's run folder. Returns None if there is none or the file is damaged."""
     trace = read_json(row, TIMELINE)
     try:
         return timeline([event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)], limit)
@@ -70,56 +78,65 @@ def read_timeline(row: Row, limit: int = SPANS) -> Timeline | None:
         return None
 
 
-def timeline(events: Sequence[Mapping[str, Any]], limit: int = SPANS) -> Timeline | None:
-    """Join the events of a trace into about `limit` spans at most. None if there are none."""
+def timeline(events: Sequence[Mapping[str, Any]], limit: int = MAX_SPANS) -> Timeline | None:
+    """Convert the events of a trace to a timeline, merging neighbours until at most `limit` spans remain.
+
+    Returns None if there are no events.
+    """
     spans = [event for event in events if event.get("ph") == "X"]
     if not spans:
         return None
-    named = {e["tid"]: e["args"]["name"] for e in events if e.get("ph") == "M" and e.get("name") == "thread_name"}
-    tracks = list(dict.fromkeys(_track(name) for name in named.values()))
+    thread_names = {
+        e["tid"]: e["args"]["name"] for e in events if e.get("ph") == "M" and e.get("name") == "thread_name"
+    }
+    tracks = list(dict.fromkeys(_track_name(name) for name in thread_names.values()))
     by_track: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in sorted(spans, key=lambda e: e["ts"]):
-        by_track[tracks.index(_track(named[event["tid"]]))].append(event)
+        by_track[tracks.index(_track_name(thread_names[event["tid"]]))].append(event)
     step_us = max(event["ts"] + event["dur"] for event in spans)
-    gap, joined = step_us / 2000, _joined(by_track, 0.0)
-    while len(joined) > limit:
-        joined, gap = _joined(by_track, gap), 2 * gap
-    names = list(dict.fromkeys(text for span in joined for text in (_category_name(span[3]), span[4])))
+    gap, merged = step_us / 2000, _merge_spans(by_track, 0.0)
+    while len(merged) > limit:
+        merged, gap = _merge_spans(by_track, gap), 2 * gap
+    names = list(dict.fromkeys(text for span in merged for text in (_category_name(span[3]), span[4])))
     index = {name: i for i, name in enumerate(names)}
-    drawn = [(t, round(s, 2), round(d, 2), index[_category_name(c)], index[n], k) for t, s, d, c, n, k in joined]
-    parts = [part for span in joined if (part := read_category(span[3])) is not None and part[0].by_axes]
+    indexed_spans = [
+        (t, round(s, 2), round(d, 2), index[_category_name(c)], index[n], k) for t, s, d, c, n, k in merged
+    ]
+    parts = [part for span in merged if (part := read_category(span[3])) is not None and part[0].by_axes]
     axes = {part_name(*part): axes_text(part[1]) for part in parts}
-    return Timeline(tracks, names, round(step_us, 2), drawn, axes | _axes_of_tracks(events))
+    return Timeline(tracks, names, round(step_us, 2), indexed_spans, axes | _axes_of_tracks(events))
 
 
 def read_torus(row: Row) -> TorusDrawing | None:
-    """Return the drawing of a row's mesh on the torus of its target, or None if unknown or too large to draw."""
+    """Read the mesh of a row on the torus of its target. Returns None if it is unknown or too large to draw."""
     about, topology = row.about, torus_of(row.about)
     if topology is None:
         return None
-    places = _positions(row)
-    if topology.chips > CHIPS or len(places) != topology.devices or not about.axes:
+    positions = _positions(row)
+    if topology.chips > MAX_CHIPS or len(positions) != topology.devices or not about.axes:
         return None
-    least = [min(place.coords[i] for place in places) for i in range(len(topology.shape))]
-    at: list[int | None] = [None] * topology.chips
-    for device, place in enumerate(places):
-        if place.slice == 0 and place.core == 0:
+    lowest = [min(position.coords[i] for position in positions) for i in range(len(topology.shape))]
+    devices_by_chip: list[int | None] = [None] * topology.chips
+    for device, position in enumerate(positions):
+        if position.slice == 0 and position.core == 0:
             chip = 0
-            for coordinate, low, side in zip(place.coords, least, topology.shape, strict=False):
+            for coordinate, low, side in zip(position.coords, lowest, topology.shape, strict=False):
                 chip = chip * side + coordinate - low
-            at[chip] = device
+            devices_by_chip[chip] = device
     shifts = topology.shifts if topology.twisted else None
-    return TorusDrawing(topology.shape, topology.wrap, shifts, topology.slices, list(about.axes.items()), at)
+    return TorusDrawing(
+        topology.shape, topology.wrap, shifts, topology.slices, list(about.axes.items()), devices_by_chip
+    )
 
 
 def torus_of(about: LayoutRecord) -> Topology | None:
-    """Return the torus of a layout's target, or None if it has none or its chip is unknown."""
+    """Return the torus of a layout's target, or None if the target has no torus or its chip is unknown."""
     target = about.hardware.config(known_chips()) if about.hardware is not None else None
     return None if target is None or target.problems() else topology_of(target)
 
 
 def _positions(row: Row) -> tuple[Position, ...]:
-    """Return the positions in a row's `compile.json`. Empty if the file cannot be read."""
+    """Read the device positions in a row's `compile.json`. Empty if the file cannot be read."""
     if row.folder is None:
         return ()
     try:
@@ -129,33 +146,45 @@ def _positions(row: Row) -> tuple[Position, ...]:
 
 
 def _axes_of_tracks(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    about = [event["args"] for event in events if event.get("ph") == "M" and event.get("name") == "thread_name"]
-    return {_track(track["name"]): track["mesh_axes"] for track in about if "mesh_axes" in track}
+    track_arguments = [
+        event["args"] for event in events if event.get("ph") == "M" and event.get("name") == "thread_name"
+    ]
+    return {_track_name(track["name"]): track["mesh_axes"] for track in track_arguments if "mesh_axes" in track}
 
 
-def _track(name: str) -> str:
-    """Return the name of a track without the number of its lane."""
+def _track_name(name: str) -> str:
+    """Return the name of a track without its lane number."""
     return re.sub(r" \([0-9]+\)$", "", name)
 
 
-def _joined(
+def _merge_spans(
     by_track: Mapping[int, Sequence[Mapping[str, Any]]], gap: float
 ) -> list[tuple[int, float, float, str, str, int]]:
-    """Return spans. Joins neighbours of a category if they and the time between them are shorter than `gap`."""
-    joined: list[tuple[int, float, float, str, str, int]] = []
+    """Convert events to spans, merging neighbours of one category if they and the time between them are short.
+
+    Times are compared with `gap`, in microseconds. With 0, nothing is merged.
+    """
+    merged: list[tuple[int, float, float, str, str, int]] = []
     for track, events in sorted(by_track.items()):
         for event in events:
             start, length = event["ts"], event["dur"]
-            if gap and joined and joined[-1][0] == track:
-                _, before, lasted, category, name, count = joined[-1]
-                near = start - before - lasted < gap and length < 4 * gap
-                if near and (category == event["cat"] or (lasted < gap and length < gap)):
-                    category = category if lasted >= length else event["cat"]
-                    name = name if lasted >= length else _name(event)
-                    joined[-1] = (track, before, max(lasted, start + length - before), category, name, count + 1)
+            if gap and merged and merged[-1][0] == track:
+                _, previous_start, previous_length, category, name, count = merged[-1]
+                is_near = start - previous_start - previous_length < gap and length < 4 * gap
+                if is_near and (category == event["cat"] or (previous_length < gap and length < gap)):
+                    category = category if previous_length >= length else event["cat"]
+                    name = name if previous_length >= length else _operation_name(event)
+                    merged[-1] = (
+                        track,
+                        previous_start,
+                        max(previous_length, start + length - previous_start),
+                        category,
+                        name,
+                        count + 1,
+                    )
                     continue
-            joined.append((track, start, length, event["cat"], _name(event), 1))
-    return joined
+            merged.append((track, start, length, event["cat"], _operation_name(event), 1))
+    return merged
 
 
 def _category_name(category: str) -> str:
@@ -163,7 +192,7 @@ def _category_name(category: str) -> str:
     return category if part is None else part_name(*part)
 
 
-def _name(event: Mapping[str, Any]) -> str:
+def _operation_name(event: Mapping[str, Any]) -> str:
     args = event.get("args") or {}
     name = short_cause(args["op_name"]) if args.get("op_name") else event["name"]
     source = short_source(args.get("source"))

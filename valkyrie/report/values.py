@@ -1,4 +1,4 @@
-"""Data of the figures, made from ranked rows as JSON values for Vega-Lite."""
+"""Converts ranked rows to the data of the figures, as JSON values for Vega-Lite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from valkyrie.axes import axes_text
-from valkyrie.parts import PartKind
+from valkyrie.parts import PART_LABELS, PartKind, describe_part
 from valkyrie.report.rank import chip_price, pareto_ids, peak_memory
 from valkyrie.runs.goodput import KINDS
 from valkyrie.sweep.rows import Row, predicted_and_measured
@@ -17,59 +17,48 @@ from valkyrie.units import duration, memory_text, percent
 Values = list[dict[str, Any]]
 
 BARS = 40
-"""Maximum number of layouts in a bar chart, the best ones."""
-PART_NAMES = {
-    PartKind.matmul: "matrix products",
-    PartKind.kernel: "kernels",
-    PartKind.compute: "other arithmetic",
-    PartKind.memory: "memory-bound",
-    PartKind.copies: "waiting for copies",
-    PartKind.rest: "compute",
-}
-"""Labels of the parts of a step without mesh axes."""
-_BY_AXES = {PartKind.exposed: "waiting for ", PartKind.collectives: "collectives over "}
-"""Labels of the other parts, before their mesh axes."""
+"""Maximum number of layouts in a bar chart, which shows the best ones."""
 _LONG_UNITS = (("days", 1 / 86400), ("hours", 1 / 3600), ("minutes", 1 / 60), ("s", 1.0))
-LETTER, LINE, NAMES = 0.008, 0.06, 12
-"""Share of a chart's width that a letter takes, of its height that a line takes, and the maximum number of names."""
-FAR = 4
-"""Multiple of the largest peak beyond which the usable memory is not drawn."""
+LETTER_WIDTH, LINE_HEIGHT, MAX_NAMES = 0.008, 0.06, 12
+"""Width of a letter and height of a line as shares of a chart's, and the maximum number of names in the chart."""
+FAR_FACTOR = 4
+"""The usable memory is not drawn if it is more than this many times the largest peak."""
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
-    """Return labels by row id: the layout, and the settings that distinguish it from rows of the same layout."""
-    described = {row.id: _described(row) for row in rows}
-    varies = [len(set(column)) > 1 for column in zip(*described.values(), strict=True)]
-    precise = len({(row.group, row.work.precision) for row in rows}) > len({row.group for row in rows})
-    named: dict[str, str] = {}
+    """Return the label of each row by its id: the layout, and the settings that distinguish rows of one layout."""
+    workload_texts = {row.id: _workload_texts(row) for row in rows}
+    differs = [len(set(column)) > 1 for column in zip(*workload_texts.values(), strict=True)]
+    shows_precision = len({(row.group, row.work.precision) for row in rows}) > len({row.group for row in rows})
+    row_labels: dict[str, str] = {}
     for row in rows:
-        more = [text for text, shown in zip(described[row.id], varies, strict=True) if shown]
-        more += [row.work.precision] * precise
-        named[row.id] = " ".join([row.layout, *more, *row.work.varied])
+        more = [text for text, is_shown in zip(workload_texts[row.id], differs, strict=True) if is_shown]
+        more += [row.work.precision] * shows_precision
+        row_labels[row.id] = " ".join([row.layout, *more, *row.work.varied])
     for more in (lambda row: row.trial.sweep, lambda row: str(row.source), lambda row: row.trial.name):
-        counts: Counter[tuple[str, object]] = Counter((named[row.id], row.group) for row in rows)
-        twice = [row for row in rows if counts[(named[row.id], row.group)] > 1]
-        if len({more(row) for row in twice}) > 1:
-            named |= {row.id: f"{named[row.id]} ({more(row)})" for row in twice}
-    return named
+        counts: Counter[tuple[str, object]] = Counter((row_labels[row.id], row.group) for row in rows)
+        ambiguous_rows = [row for row in rows if counts[(row_labels[row.id], row.group)] > 1]
+        if len({more(row) for row in ambiguous_rows}) > 1:
+            row_labels |= {row.id: f"{row_labels[row.id]} ({more(row)})" for row in ambiguous_rows}
+    return row_labels
 
 
-def _described(row: Row) -> tuple[str, str, str]:
-    return row.work.model, f"batch {row.work.batch}", f"{row.work.seq} long"
+def _workload_texts(row: Row) -> tuple[str, str, str]:
+    return row.work.model, f"batch {row.work.batch}", f"seq {row.work.seq}"
 
 
 def bars(rows: Sequence[Row]) -> Values:
-    """Return the speed of the best rows; `low` and `high` are the rates of the 90th percentile and the fastest step."""
-    named = labels(rows)
-    bars: Values = []
+    """Return the speeds of the best rows. `low` and `high` are those of the 90th percentile and the fastest step."""
+    row_labels = labels(rows)
+    values: Values = []
     for row in [row for row in rows if row.ok][:BARS]:
         assert row.rate is not None and row.step_s is not None
         spread = row.step.p90_s is not None and row.step.min_s is not None
         tokens = row.rate * row.step_s
         low, high = (tokens / (row.step.p90_s or 1), tokens / (row.step.min_s or 1)) if spread else (row.rate, row.rate)
-        bars.append(
+        values.append(
             {
-                "label": named[row.id],
+                "label": row_labels[row.id],
                 "partition": row.about.partition,
                 "rate": short(row.rate),
                 "per_chip": short(row.rate_per_chip),
@@ -82,135 +71,141 @@ def bars(rows: Sequence[Row]) -> Values:
                 else "none: predicted",
             }
         )
-    return bars
+    return values
 
 
 def cells(rows: Sequence[Row]) -> Values:
-    """Return the best row of every MP1 x MP2 x DP; `rate` is None if no row of a cell has a speed.
+    """Return the best row for each combination of MP1, MP2 and DP. `rate` is None if no row of a cell has a speed.
 
-    DP counts every split of the batch, fully sharded or not, times the splits of the sequence. Empty unless some DP has
-    several cells to compare.
+    Here DP is the product of the degrees of DP, FSDP and SP. Empty unless some DP has several cells to compare.
     """
-    named = labels(rows)
+    row_labels = labels(rows)
     by_cell: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
     for row in rows:
         if row.degrees:
-            of = {"DP": 1, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, **row.degrees}
-            by_cell[(of["DP"] * of["FSDP"] * of["SP"], of["MP1"], of["MP2"])].append(row)
-    cells: Values = []
+            degrees = {"DP": 1, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, **row.degrees}
+            by_cell[(degrees["DP"] * degrees["FSDP"] * degrees["SP"], degrees["MP1"], degrees["MP2"])].append(row)
+    values: Values = []
     for (data, mp1, mp2), members in sorted(by_cell.items()):
         best = members[0]
         rate = best.rate_per_chip if best.ok else None
-        why = "" if best.ok else best.reason or best.status
-        text = f"{_si(rate)}" if rate is not None else best.status.replace("does not fit", "no fit")
-        cells.append(
-            {"data": data, "mp1": mp1, "mp2": mp2, "rate": short(rate), "text": text, "label": named[best.id]}
-            | {"tried": str(len(members)), "reason": why[:200]}
+        reason = "" if best.ok else best.reason or best.status
+        text = _si_text(rate) if rate is not None else best.status.replace("does not fit", "no fit")
+        values.append(
+            {"data": data, "mp1": mp1, "mp2": mp2, "rate": short(rate), "text": text, "label": row_labels[best.id]}
+            | {"tried": str(len(members)), "reason": reason[:200]}
         )
-    several = len({cell["data"] for cell in cells}) < len(cells)
-    return cells if several and any(cell["rate"] is not None for cell in cells) else []
+    is_comparable = len({value["data"] for value in values}) < len(values)
+    return values if is_comparable and any(value["rate"] is not None for value in values) else []
 
 
 def memory(rows: Sequence[Row]) -> Values:
-    """Return the peak memory and speed of rows that fit, and the memory needed by the others, with speed 0.
+    """Return the peak memory and speed of rows that fit, and the memory needed by rows that do not fit, with speed 0.
 
-    If no row has a speed, `rate` is None in all values, and the smallest peak comes first. `usable` is the memory of
-    one device, the same in every value. It is None if unknown or far beyond all rows, which `far` then explains.
+    If no row has a speed, `rate` is None in all values, which are sorted by memory. `usable` is the usable memory per
+    device, the same in all values. It is None if unknown, or if it is far larger than all peaks, as `far` then states.
     """
-    named, best = labels(rows), pareto_ids(rows, peak_memory)
-    timed = any(row.ok and row.peak for row in rows)
-    fit = [row for row in rows if row.peak and (row.ok if timed else row.trial.status is Status.ok)]
-    shown = fit + [row for row in rows if row.peak and row.trial.status is Status.does_not_fit]
-    if not fit:
+    row_labels, pareto_front = labels(rows), pareto_ids(rows, peak_memory)
+    has_speeds = any(row.ok and row.peak for row in rows)
+    fitting_rows = [row for row in rows if row.peak and (row.ok if has_speeds else row.trial.status is Status.ok)]
+    shown_rows = fitting_rows + [row for row in rows if row.peak and row.trial.status is Status.does_not_fit]
+    if not fitting_rows:
         return []
-    if not timed:
-        shown = sorted(shown, key=lambda row: row.peak or 0)[:BARS]
+    if not has_speeds:
+        shown_rows = sorted(shown_rows, key=lambda row: row.peak or 0)[:BARS]
     largest, usable = (
-        max(row.peak or 0 for row in shown),
-        min((row.trial.results.memory.usable for row in shown if row.trial.results.memory.usable), default=None),
+        max(row.peak or 0 for row in shown_rows),
+        min((row.trial.results.memory.usable for row in shown_rows if row.trial.results.memory.usable), default=None),
     )
     far = ""
-    if usable is not None and usable > FAR * largest:
-        far = f"Everything fits easily: the limit, {memory_text(usable)} of a device, is far to the right."
+    if usable is not None and usable > FAR_FACTOR * largest:
+        far = f"All layouts fit easily: the limit of {memory_text(usable)} per device is outside the chart."
         usable = None
     unit, scale = ("GiB", 2**30) if largest > 2**30 / 10 else ("MiB", 2**20)
-    with_name = _with_room(fit, named, max(largest, usable or 0)) if timed else set()
+    named_ids = _rows_with_room(fitting_rows, row_labels, max(largest, usable or 0)) if has_speeds else set()
     return [
         {
-            "label": named[row.id],
+            "label": row_labels[row.id],
             "partition": row.about.partition,
             "work": row.work.label,
             "peak": short((row.peak or 0) / scale),
-            "rate": (short(row.rate_per_chip) if row.ok else 0.0) if timed else None,
+            "rate": (short(row.rate_per_chip) if row.ok else 0.0) if has_speeds else None,
             "status": "does not fit" if row.trial.status is Status.does_not_fit else "fits",
-            "front": row.id in best,
+            "front": row.id in pareto_front,
             "unit": unit,
             "usable": None if usable is None else short(usable / scale),
             "far": far,
-            "name": named[row.id] if row.id in with_name else "",
+            "name": row_labels[row.id] if row.id in named_ids else "",
         }
-        for row in shown
+        for row in shown_rows
     ]
 
 
-def _with_room(rows: Sequence[Row], named: dict[str, str], widest: float) -> set[str]:
-    """Return the ids of rows with room for a name next to their point, the best rows first.
+def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: float) -> set[str]:
+    """Return the ids of rows whose name fits next to their point without overlap. Better rows take precedence.
 
-    `widest` is the largest memory of the chart, in bytes.
+    `widest` is the largest memory in the chart, in bytes.
     """
     highest = max(row.rate_per_chip or 0.0 for row in rows)
-    places: dict[str, tuple[float, float]] = {}
+    name_positions: dict[str, tuple[float, float]] = {}
     for row in rows:
         x, y = (row.peak or 0) / widest, (row.rate_per_chip or 0.0) / highest
-        length = LETTER * max(map(len, named.values()))
-        if all(abs(x - other_x) > length or abs(y - other_y) > LINE for other_x, other_y in places.values()):
-            places[row.id] = (x, y)
-    return set(places) if len(places) <= NAMES else set()
+        length = LETTER_WIDTH * max(map(len, row_labels.values()))
+        if all(
+            abs(x - other_x) > length or abs(y - other_y) > LINE_HEIGHT for other_x, other_y in name_positions.values()
+        ):
+            name_positions[row.id] = (x, y)
+    return set(name_positions) if len(name_positions) <= MAX_NAMES else set()
 
 
 def parts(rows: Sequence[Row]) -> Values:
-    """Return the parts of a step of the best rows, matrix products first. Communication has `axes` and comes last."""
-    shown = [row for row in rows if row.ok and row.parts][:BARS]
-    by_axes = {(p.kind.value, axes_text(p.mesh_axes)): p for row in shown for p in row.parts if p.kind.by_axes}
-    order = [*PART_NAMES.values(), *(part_name(p.kind, p.mesh_axes) for _, p in sorted(by_axes.items()))]
-    unit, scale = _time_unit([row.step_s or 0.0 for row in shown])
-    taken = [(row, {part_name(p.kind, p.mesh_axes): p.seconds for p in row.parts}, row.step_s or 1.0) for row in shown]
+    """Return the step parts of the best rows, matrix products first and communication last. The latter has `axes`."""
+    shown_rows = [row for row in rows if row.ok and row.parts][:BARS]
+    by_axes = {(p.kind.value, axes_text(p.mesh_axes)): p for row in shown_rows for p in row.parts if p.kind.by_axes}
+    order = [
+        *(label for kind, label in PART_LABELS.items() if not kind.by_axes),
+        *(part_name(p.kind, p.mesh_axes) for _, p in sorted(by_axes.items())),
+    ]
+    unit, scale = _time_unit([row.step_s or 0.0 for row in shown_rows])
+    entries = [
+        (row, {part_name(p.kind, p.mesh_axes): p.seconds for p in row.parts}, row.step_s or 1.0) for row in shown_rows
+    ]
     axes = {part_name(p.kind, p.mesh_axes): {"axes": axes_text(p.mesh_axes)} for p in by_axes.values()}
-    return [value | axes.get(value["part"], {}) for value in _stacked(labels(rows), taken, order, {}, unit, scale)]
+    return [value | axes.get(value["part"], {}) for value in _stacked(labels(rows), entries, order, {}, unit, scale)]
 
 
 def part_name(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
-    """Return the label of a part of a step."""
-    return _BY_AXES[kind] + axes_text(mesh_axes) if kind.by_axes else PART_NAMES[kind]
+    """Return the label of a step part in figures: `matrix products`, `waiting over x,y`."""
+    return describe_part(kind, axes_text(mesh_axes)).replace("for communication ", "")  # legends have little room
 
 
 def sent(rows: Sequence[Row]) -> Values:
-    """Return the bytes that one device sends by mesh axes, for the best rows and for rows without a speed."""
-    shown = [row for row in rows if row.sent][:BARS]
-    order = sorted({axes for row in shown for axes in row.sent}, key=lambda axes: (axes.count(","), axes))
-    largest = max((sum(row.sent.values()) for row in shown), default=0.0)
+    """Return the bytes that each device sends, by mesh axes, for the best rows that have them."""
+    shown_rows = [row for row in rows if row.sent][:BARS]
+    order = sorted({axes for row in shown_rows for axes in row.sent}, key=lambda axes: (axes.count(","), axes))
+    largest = max((sum(row.sent.values()) for row in shown_rows), default=0.0)
     unit, scale = ("GB", 1e-9) if largest >= 1e9 else ("MB", 1e-6) if largest >= 1e6 else ("kB", 1e-3)
-    taken = [(row, row.sent, sum(row.sent.values()) or 1.0) for row in shown]
-    return _stacked(labels(rows), taken, order, {}, unit, scale)
+    entries = [(row, row.sent, sum(row.sent.values()) or 1.0) for row in shown_rows]
+    return _stacked(labels(rows), entries, order, {}, unit, scale)
 
 
 def wall_times(rows: Sequence[Row]) -> Values:
-    """Return the wall time of trainings by kind, the longest first. They are labelled by name if the names differ."""
-    spent = [(row, row.goodput.seconds, row.goodput.wall_s) for row in rows if row.goodput and row.goodput.wall_s]
-    spent = sorted(spent, key=lambda entry: -entry[2])[:BARS]
-    names = {row.id: row.trial.name for row, *_ in spent}
-    named = names if len(set(names.values())) == len(names) else labels(rows)
-    longest = max((wall_s for *_, wall_s in spent), default=0.0)
+    """Return the wall time of trainings by kind, longest first. The labels are the names of the runs if they differ."""
+    entries = [(row, row.goodput.seconds, row.goodput.wall_s) for row in rows if row.goodput and row.goodput.wall_s]
+    entries = sorted(entries, key=lambda entry: -entry[2])[:BARS]
+    names = {row.id: row.trial.name for row, *_ in entries}
+    row_labels = names if len(set(names.values())) == len(names) else labels(rows)
+    longest = max((wall_s for *_, wall_s in entries), default=0.0)
     unit, scale = next((unit, scale) for unit, scale in _LONG_UNITS if longest * scale >= 2 or unit == "s")
-    return _stacked(named, spent, list(KINDS), KINDS, unit, scale)
+    return _stacked(row_labels, entries, list(KINDS), KINDS, unit, scale)
 
 
 def pairs(rows: Sequence[Row]) -> Values:
-    """Return steps predicted and measured of the same layout, in milliseconds."""
-    named = labels(rows)
+    """Return the predicted and measured step times of the same layouts, in milliseconds."""
+    row_labels = labels(rows)
     return [
         {
-            "label": named[pair.a.id],
+            "label": row_labels[pair.a.id],
             "partition": pair.a.about.partition,
             "x": short(1e3 * (pair.a.step_s or 0.0)),
             "y": short(1e3 * (pair.b.step_s or 0.0)),
@@ -225,51 +220,60 @@ def pairs(rows: Sequence[Row]) -> Values:
 
 
 def prices(rows: Sequence[Row]) -> Values:
-    """Return price and speed of rows that have both; empty if all prices are the same."""
-    named = labels(rows)
+    """Return the price and speed of rows that have both. Empty if all prices are equal."""
+    row_labels = labels(rows)
     priced = [row for row in rows if row.ok and row.price]
     if len({short(row.price) for row in priced}) < 2:
         return []
-    best = pareto_ids(priced, chip_price)
+    pareto_front = pareto_ids(priced, chip_price)
     return [
         {
-            "label": named[row.id],
+            "label": row_labels[row.id],
             "target": row.group.target,
             "work": row.work.label,
             "price": short(row.price),
             "per_million": short(row.per_million),
             "rate": short(row.rate_per_chip),
-            "front": row.id in best,
+            "front": row.id in pareto_front,
         }
         for row in priced
     ]
 
 
 def _stacked(
-    named: dict[str, str],
-    taken: Sequence[tuple[Row, dict[str, float], float]],
+    row_labels: dict[str, str],
+    entries: Sequence[tuple[Row, dict[str, float], float]],
     order: Sequence[str],
-    words: dict[str, str],
+    part_labels: dict[str, str],
     unit: str,
     scale: float,
 ) -> Values:
-    """Return a value for every part of every row. `taken` are rows with their amounts by part and their total."""
-    parts: Values = []
+    """Return a data value for every part of every row.
+
+    Args:
+        row_labels: Labels by row id.
+        entries: Rows, with their amounts by part and their total.
+        order: All parts, in order.
+        part_labels: Labels of parts, if they differ from the parts.
+        unit: Unit of the chart.
+        scale: Factor from amounts to `unit`.
+    """
+    values: Values = []
     for part in order:
-        for row, amounts, whole in taken:
+        for row, amounts, total in entries:
             if amounts.get(part):
-                parts.append(
+                values.append(
                     {
-                        "label": named[row.id],
-                        "part": words.get(part, part),
+                        "label": row_labels[row.id],
+                        "part": part_labels.get(part, part),
                         "order": order.index(part),
                         "amount": short(amounts[part] * scale),
-                        "share": percent(amounts[part] / whole),
+                        "share": percent(amounts[part] / total),
                         "unit": unit,
                     }
                 )
-    ranks = {named[row.id]: i for i, (row, _, _) in enumerate(taken)}
-    return sorted(parts, key=lambda v: ranks[v["label"]])
+    ranks = {row_labels[row.id]: i for i, (row, _, _) in enumerate(entries)}
+    return sorted(values, key=lambda v: ranks[v["label"]])
 
 
 def _time_unit(seconds: Sequence[float]) -> tuple[str, float]:
@@ -278,11 +282,11 @@ def _time_unit(seconds: Sequence[float]) -> tuple[str, float]:
 
 
 def short(value: float | None, digits: int = 5) -> float | None:
-    """Round a number to a few digits, because a page of many trials has little room."""
+    """Round a number to a few significant digits, to keep a page with many trials small."""
     return None if value is None else float(f"{value:.{digits}g}")
 
 
-def _si(value: float) -> str:
+def _si_text(value: float) -> str:
     for unit, scale in (("M", 1e6), ("k", 1e3)):
         if value >= scale:
             return f"{value / scale:.3g}{unit}"

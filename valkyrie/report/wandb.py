@@ -1,6 +1,6 @@
-"""The W&B dashboard of sweeps: a saved view of the project's runs, and a report that compares layouts.
+"""Builds the W&B dashboard of sweeps: a saved view of the project's runs, and a report that compares layouts.
 
-`templates/dashboard.yaml` lists its sections and panels. They read the runs that `valkyrie.sweep.tracking` makes.
+`templates/dashboard.yaml` lists the sections and panels. They show the runs that `valkyrie.sweep.tracking` creates.
 """
 
 from __future__ import annotations
@@ -19,36 +19,38 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 EXTRA = "wandb-workspaces"
-"""The extra of this package that installs the library."""
+"""The extra of this package that installs `wandb-workspaces`."""
 
 _NOTE = (
-    "Every run is a layout. Speeds of runs whose config says simulated=true were taken on CPU devices that stand in "
-    "for the mesh, and are not those of an accelerator. Refused layouts are runs too: their summary has the reason."
+    "Each run is a layout. Speeds of runs with simulated=true in their config were measured on CPU devices that "
+    "simulate the mesh, so they do not apply to accelerators. Refused layouts are runs too; their summary has the "
+    "reason."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a dashboard: `--wandb ENTITY/PROJECT`, `--group SWEEP`, `--dry-run`."""
+    """Add the arguments for a dashboard: `--wandb ENTITY/PROJECT`, `--group SWEEP`, `--dry-run`."""
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="build the W&B dashboard of a project's sweeps")
-    parser.add_argument("--group", metavar="SWEEP", help="with --wandb: show one sweep (all of the project otherwise)")
-    parser.add_argument("--dry-run", action="store_true", help="with --wandb: print what would be built; needs no key")
+    parser.add_argument("--group", metavar="SWEEP", help="with --wandb: show only this sweep; default: all")
+    parser.add_argument("--dry-run", action="store_true", help="with --wandb: only print the dashboard; needs no key")
 
 
 def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
-    """Save the view and the report and print their addresses, or print them as JSON; return the exit status.
+    """Save the view and the report and print their addresses. Returns the exit status.
 
-    Raises ValueError if the library, the project's entity or the key is missing, or if W&B refuses.
+    With `dry_run`, prints the dashboard as JSON instead. Raises ValueError if the library, the entity or the API key is
+    missing, or if W&B rejects the dashboard.
     """
     entity, _, name = project.partition("/")
     if not entity or not name or "/" in name:
         raise ValueError(
-            f"--wandb={project} is not a W&B project. Write --wandb ENTITY/PROJECT, such as my-team/valkyrie."
+            f"--wandb={project} is not a W&B project. Use --wandb ENTITY/PROJECT, such as my-team/valkyrie."
         )
     if importlib.util.find_spec("wandb_workspaces") is None:
-        raise ValueError(f"--wandb needs the library wandb-workspaces: uv sync --extra {EXTRA} in the clone.")
+        raise ValueError(f"--wandb needs the package wandb-workspaces. In your clone, run: uv sync --extra {EXTRA}")
     workspace, report = build_dashboard(entity, name, group)
     if dry_run:
-        print(json.dumps(describe(workspace, report), indent=1))
+        print(json.dumps(dashboard_json(workspace, report), indent=1))
         return 0
     import wandb
     from wandb.errors import Error
@@ -56,19 +58,22 @@ def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
     try:
         if not wandb.login(prompt=False):
             raise ValueError(
-                f"--wandb={project} needs a W&B key. Set WANDB_API_KEY (or run `wandb login`), or add --dry-run to "
-                "see what would be built."
+                f"--wandb={project} needs a W&B API key. Set WANDB_API_KEY, run `wandb login`, or add --dry-run to "
+                "only print the dashboard."
             )
         workspace.save()
         report.save()
     except (Error, OSError) as error:
-        raise ValueError(f"--wandb={project}: W&B refused the dashboard ({error}).") from error
+        raise ValueError(f"--wandb={project}: W&B rejected the dashboard ({error}).") from error
     print(f"view: {workspace.url}\nreport: {report.url}")
     return 0
 
 
 def build_dashboard(entity: str, project: str, group: str | None) -> tuple[Workspace, Report]:
-    """Return the saved view, with every section, and the report, with a run set for each stage; of one sweep or all."""
+    """Return a saved view and a report for one sweep, or for all if `group` is None.
+
+    Both have every section. The report has a run set for each stage.
+    """
     import wandb_workspaces.reports.v2.interface as wr
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
@@ -77,7 +82,7 @@ def build_dashboard(entity: str, project: str, group: str | None) -> tuple[Works
 
     sections = yaml.safe_load((files("valkyrie.report") / "templates" / "dashboard.yaml").read_text(encoding="utf-8"))
     title = f"Layouts of {group}" if group else "Layouts of all sweeps"
-    which = [expr.Metric("group") == group] if group else []
+    group_filters = [expr.Metric("group") == group] if group else []
     workspace = ws.Workspace(
         entity=entity,
         project=project,
@@ -85,15 +90,15 @@ def build_dashboard(entity: str, project: str, group: str | None) -> tuple[Works
         sections=[ws.Section(section["name"], panels=_panels(section), is_open=True) for section in sections],
         settings=ws.WorkspaceSettings(max_runs=100),
         runset_settings=ws.RunsetSettings(
-            filters=expr.And(*which) if which else "",
+            filters=expr.And(*group_filters) if group_filters else "",
             groupby=[expr.Config("stage")],
             order=[ws.Ordering(expr.Summary("tokens_per_second_per_chip"), ascending=False)],
             pinned_columns=["summary:status", "summary:tokens_per_second_per_chip", "summary:reason"],
         ),
     )
     runsets = [
-        wr.Runset(entity, project, name=words, filters=expr.And(*which, expr.Config("stage") == stage))
-        for stage, words in STAGES.items()
+        wr.Runset(entity, project, name=stage_label, filters=expr.And(*group_filters, expr.Config("stage") == stage))
+        for stage, stage_label in STAGES.items()
     ]
     blocks: list[Any] = [wr.P(_NOTE)]
     for section in sections:
@@ -102,18 +107,18 @@ def build_dashboard(entity: str, project: str, group: str | None) -> tuple[Works
         entity=entity,
         project=project,
         title=title,
-        description="Which mesh and partition trains fastest, and does it fit?",
+        description="Which mesh and partition train fastest, and do they fit?",
         blocks=blocks,
         width="fluid",
     )
     return workspace, report
 
 
-def describe(workspace: Workspace, report: Report) -> dict[str, object]:
+def dashboard_json(workspace: Workspace, report: Report) -> dict[str, object]:
     """Return the dashboard as JSON values.
 
-    The view is the request itself. Run sets of the report are shown as requested: W&B gives them the id of
-    the project, which takes a key.
+    Run sets of the report are reduced to their name, filters and project, because converting them to W&B's format needs
+    the id of the project, and so an API key.
     """
     from wandb_workspaces.reports.v2.interface import PanelGrid
 
@@ -121,11 +126,14 @@ def describe(workspace: Workspace, report: Report) -> dict[str, object]:
     for block in report.blocks:
         if isinstance(block, PanelGrid):
             runsets = [{"name": r.name, "filters": str(r.filters), "project": r.project} for r in block.runsets]
-            blocks.append({"type": "panel-grid", "runSets": runsets, "panels": [_json(p) for p in block.panels]})
+            blocks.append({"type": "panel-grid", "runSets": runsets, "panels": [_model_json(p) for p in block.panels]})
         else:
-            blocks.append(_json(block))
-    about = {"entity": report.entity, "project": report.project, "title": report.title}
-    return {"workspace": _json(workspace), "report": {**about, "description": report.description, "blocks": blocks}}
+            blocks.append(_model_json(block))
+    report_fields = {"entity": report.entity, "project": report.project, "title": report.title}
+    return {
+        "workspace": _model_json(workspace),
+        "report": {**report_fields, "description": report.description, "blocks": blocks},
+    }
 
 
 def _panels(section: Mapping[str, Any]) -> list[Any]:
@@ -141,17 +149,17 @@ def _panels(section: Mapping[str, Any]) -> list[Any]:
             x, y = map(wr.SummaryMetric, metrics)
             panels.append(wr.ScatterPlot(title=panel["scatter"], x=x, y=y))
         else:
-            columns = [wr.ParallelCoordinatesPlotColumn(_metric(name), label) for name, label in metrics.items()]
+            columns = [wr.ParallelCoordinatesPlotColumn(_parse_metric(name), label) for name, label in metrics.items()]
             panels.append(wr.ParallelCoordinatesPlot(title=panel["coordinates"], columns=columns))
     return panels
 
 
-def _metric(name: str) -> Any:
+def _parse_metric(name: str) -> Any:
     import wandb_workspaces.reports.v2.interface as wr
 
     section, _, key = name.rpartition(":")
     return wr.Config(key) if section == "config" else wr.SummaryMetric(key)
 
 
-def _json(part: Any) -> Any:
-    return json.loads(part._to_model().model_dump_json(by_alias=True, exclude_none=True))
+def _model_json(model: Any) -> Any:
+    return json.loads(model._to_model().model_dump_json(by_alias=True, exclude_none=True))

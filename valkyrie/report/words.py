@@ -1,4 +1,4 @@
-"""Sentences about a sweep: the fastest layout, and the reasons, from the numbers of its trials."""
+"""Writes sentences about a sweep: which layout is fastest, and why, from the results of its trials."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from datetime import date, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
+from valkyrie.parts import label_record_name
 from valkyrie.records import encode
-from valkyrie.report.rank import UNKNOWN, agreement, describe_simplest, same_layout, simplest_partitions
-from valkyrie.report.values import PART_NAMES
+from valkyrie.report.rank import UNKNOWN_REASON, agreement, describe_simplest, same_layout, simplest_partitions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.explain.difference import compare_layouts, compared_quantities
 from valkyrie.sweep.noise import has_spread, within_noise
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
 
 SIMULATED = (
-    "Speeds on simulated devices were taken on CPU devices that stand in for accelerators. Losses, bytes sent and "
-    "compiled memory are real; those speeds, and their order, are not those of any accelerator."
+    "Speeds on simulated devices were measured on CPU devices that simulate accelerators. Neither these speeds nor "
+    "their order applies to accelerators. Losses, bytes sent and compiled memory are real."
 )
-_BY = {"estimate": "estimated", "compile": "compiled", "measure": "measured"}
-"""Adjective for a step time by the stage of a search that it comes from."""
-LISTED = 4
-"""Number of values of a fact at the top of a page."""
-WORKS = 3
-"""Number of works (models, batches and lengths) with sentences."""
-SAME = 1.02
-"""Ratio below which two speeds are called the same."""
-EXPLAINED = 12
-"""Number of layouts, the best first, with sentences for each pair on the page."""
+_STAGE_ADJECTIVES = {"estimate": "estimated", "compile": "compiled", "measure": "measured"}
+"""Adjective for a step time, by the stage of a search that it comes from."""
+MAX_FACT_VALUES = 4
+"""Maximum number of values of a fact at the top of a page."""
+MAX_WORKLOADS = 3
+"""Maximum number of workloads with explanations."""
+EQUAL_RATIO = 1.02
+"""Ratio below which two speeds are called equal."""
+MAX_EXPLAINED = 12
+"""Number of best layouts for which the page explains every pair."""
 
 
 class BigNumber(NamedTuple):
-    """A number of the fastest layout in large print, with its label and a note in small print.
+    """A number in large print, with a label, and a note in small print.
 
-    In a sentence the label comes first, or last with `is_unit`.
+    In a sentence, the label comes before the value, or after it if `is_unit`.
     """
 
     label: str
@@ -52,20 +52,20 @@ class BigNumber(NamedTuple):
 
     @property
     def phrase(self) -> str:
-        """The number in a sentence: `1,000 tokens/s/chip`, `step 128.0 ms (MFU 30%)`."""
+        """The number as part of a sentence, such as `1,000 tokens/s/chip` or `step 128.0 ms (MFU 30%)`."""
         text = f"{self.value} {self.label}" if self.is_unit else f"{self.label} {self.value}"
         return f"{text} ({self.note})" if self.note else text
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer for one kind of speed.
+    """Which layout is fastest, among trials with one kind of speed.
 
     Args:
-        head: The number of layouts and the kind of speed, or the reason why there is no speed.
-        winner: Layout, speed, step time and memory of the fastest layout. Empty if there is no speed.
-        remarks: Sentences about the fastest layout: a simpler one that it equals, others that are as fast.
-        reasons: Sentences on why the best layout of each other partition is slower.
+        head: The number of layouts and the kind of speed, or the reason why there are no speeds.
+        winner: Layout, speed, step time and memory of the fastest layout. Empty if there are no speeds.
+        remarks: Sentences about the fastest layout: a simpler equivalent one, and others that are equally fast.
+        reasons: Sentences that explain why the best layout of each other partition is slower.
     """
 
     head: str
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def sentence(self) -> str:
-        """The head, the numbers of the winner and the remarks as a paragraph."""
+        """The head, the numbers of the fastest layout and the remarks as a paragraph."""
         first = f"{self.head}."
         if self.winner:
             layout, *numbers = self.winner
@@ -85,32 +85,33 @@ class Answer:
 
 
 def answer(group: SpeedKind, rows: Sequence[Row]) -> Answer:
-    """Explain one kind of speed: the fastest layout, and why the best of each other partition is slower.
+    """Return the fastest layout among `rows`, and why the best layout of each other partition is slower.
 
-    `rows` are sorted by speed, the fastest first.
+    `rows` have one kind of speed, and are sorted with the fastest first.
     """
     fast = next((row for row in rows if row.ok), None)
     if fast is None:
         return Answer(_without_speeds(group, rows).rstrip("."))
     timed = sum(row.ok for row in rows)
     head = f"Fastest of {timed} {group.label}" if timed > 1 else f"{group.label[0].upper()}{group.label[1:]}"
-    works = list(dict.fromkeys(row.work for row in rows if row.ok))
+    workloads = list(dict.fromkeys(row.work for row in rows if row.ok))
     reasons: list[str] = []
-    for work in works[:WORKS]:
-        label = f"{work.label}: " if len(works) > 1 else ""
-        reasons += [label + line for line in _explain_work([row for row in rows if row.work == work])]
-    return Answer(head, _winner(fast, len(works) > 1), _remarks(fast, rows), tuple(reasons))
+    for work in workloads[:MAX_WORKLOADS]:
+        label = f"{work.label}: " if len(workloads) > 1 else ""
+        reasons += [label + line for line in _explain_workload([row for row in rows if row.work == work])]
+    return Answer(head, _winner_numbers(fast, len(workloads) > 1), _remarks(fast, rows), tuple(reasons))
 
 
 def search_answer(search: SearchAnswer) -> Answer:
-    """Return the head and the large numbers of a search's best layout, with its cost if that was requested."""
+    """Return the head and the main numbers of the best layout of a search, with its cost if the search has one."""
     best = search.best[0]
     low, high = (duration(seconds) for seconds in (best.low_s, best.high_s))
     layout = f"{best.candidate.mesh} {best.candidate.partition}"
+    step_label = f"step, {_STAGE_ADJECTIVES[best.stage.value]}"
     numbers = [
         BigNumber("layout", layout, " ".join([best.candidate.target, *best.overrides[3:]])),
         BigNumber("tokens/s/chip", f"{best.tokens_per_second_per_chip:,.0f}", f"MFU {percent(best.mfu or 0)}", True),
-        BigNumber(f"step, {_BY[best.stage.value]}", duration(best.step_s), f"{low} to {high}" if best.interval else ""),
+        BigNumber(step_label, duration(best.step_s), f"{low} to {high}" if best.interval else ""),
         BigNumber(
             "peak memory per device",
             memory_text(best.memory or 0),
@@ -130,71 +131,71 @@ def search_answer(search: SearchAnswer) -> Answer:
 
 
 def _without_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
-    """Return a sentence for rows without speeds: the reason, and the least memory and bytes sent if they are known."""
-    done = [row for row in rows if row.trial.status is Status.ok]
-    if not done:
-        return f"No layout {group.label} has a speed: the reasons are below."
-    text = f"No layout {group.label} has a speed: {(done[0].reason or 'no step time is known').rstrip('.')}."
-    several = len({row.work for row in done}) > 1
-    least_memory = min((row for row in done if row.peak), key=lambda row: row.peak or 0, default=None)
+    """Return sentences about rows without speeds: the reason, and the least memory and fewest bytes sent, if known."""
+    ok_rows = [row for row in rows if row.trial.status is Status.ok]
+    if not ok_rows:
+        return f"No layout {group.label} has a speed. The reasons are below."
+    text = f"No layout {group.label} has a speed: {(ok_rows[0].reason or 'the step time is unknown').rstrip('.')}."
+    several_workloads = len({row.work for row in ok_rows}) > 1
+    least_memory = min((row for row in ok_rows if row.peak), key=lambda row: row.peak or 0, default=None)
     if least_memory is not None:
-        text += f" Least memory: {_named(least_memory, several)}, {memory_text(least_memory.peak)} a device."
-    least = min((row for row in done if row.sent), key=lambda row: sum(row.sent.values()), default=None)
-    if least is not None:
-        text += (
-            f" Least sent: {_named(least, several)}, {traffic_text(sum(least.sent.values()))} by a device in a step."
-        )
+        layout = _layout_text(least_memory, several_workloads)
+        text += f" Least memory: {layout}, {memory_text(least_memory.peak)} per device."
+    fewest_sent = min((row for row in ok_rows if row.sent), key=lambda row: sum(row.sent.values()), default=None)
+    if fewest_sent is not None:
+        size = traffic_text(sum(fewest_sent.sent.values()))
+        text += f" Fewest bytes sent: {_layout_text(fewest_sent, several_workloads)}, {size} per device and step."
     return text
 
 
-def _named(row: Row, several: bool) -> str:
-    """Return a row's layout, and its work if there are several."""
-    return f"{row.layout} of {row.work.label}" if several else row.layout
+def _layout_text(row: Row, several_workloads: bool) -> str:
+    """Return a row's layout, and its workload if there are several."""
+    return f"{row.layout} of {row.work.label}" if several_workloads else row.layout
 
 
-def _explain_work(rows: Sequence[Row]) -> list[str]:
-    """Explain why the first row is faster than the best of each other partition, and list partitions without a speed.
+def _explain_workload(rows: Sequence[Row]) -> list[str]:
+    """Explain why the first row is faster than the best row of each other partition. Adds partitions without a speed.
 
-    A row with a partition that equals a simpler one on its mesh counts as the simpler one.
+    A row whose partition is equivalent to a simpler one on its mesh counts for the simpler one.
     """
-    counted, best = simplest_partitions(rows), {}
-    for row in sorted((row for row in rows if row.ok), key=lambda row: row.about.partition != counted[row.id]):
-        best.setdefault(counted[row.id], row)
+    simplest, best = simplest_partitions(rows), {}
+    for row in sorted((row for row in rows if row.ok), key=lambda row: row.about.partition != simplest[row.id]):
+        best.setdefault(simplest[row.id], row)
     best = {row.id: row for row in best.values()}
     fast, *others = [row for row in rows if row.id in best]
     if not others:
         others = [row for row in rows if row.ok and not same_layout(row, fast)][-1:]
-    lines = [because(fast, row) for row in others]
+    lines = [explain_ratio(fast, row) for row in others]
     for partition in dict.fromkeys(row.about.partition for row in rows):
         members = [row for row in rows if row.about.partition == partition]
         timed = [row for row in members if row.ok]
         if not timed and partition != "?":
-            lines.append(_without(partition, members))
-        elif timed and all(counted[row.id] != partition for row in timed):
-            lines.append(_describe_equal(partition, timed, counted))
+            lines.append(_describe_failed_partition(partition, members))
+        elif timed and all(simplest[row.id] != partition for row in timed):
+            lines.append(_describe_equal(partition, timed, simplest))
     return lines
 
 
-def _describe_equal(partition: str, rows: Sequence[Row], counted: dict[str, str]) -> str:
-    """Explain that each row of a partition equals another partition."""
-    meshes = [f"{row.about.mesh} ({describe_simplest(counted[row.id])})" for row in rows]
-    return f"{partition} is compared as another partition, because no mesh here uses all its axes: {'; '.join(meshes)}."
+def _describe_equal(partition: str, rows: Sequence[Row], simplest: dict[str, str]) -> str:
+    """Explain that all rows of a partition are equivalent to rows of simpler partitions."""
+    meshes = [f"{row.about.mesh} ({describe_simplest(simplest[row.id])})" for row in rows]
+    return f"{partition} is equivalent to another partition on each mesh here: {'; '.join(meshes)}."
 
 
-def because(fast: Row, slow: Row) -> str:
-    """Return the ratio of two speeds in a sentence, with the parts of the steps that make the difference."""
+def explain_ratio(fast: Row, slow: Row) -> str:
+    """Compare two speeds in a sentence, followed by the parts of the steps that explain the difference."""
     assert fast.rate_per_chip and slow.rate_per_chip
-    ratio, (a, b) = fast.rate_per_chip / slow.rate_per_chip, names(fast, slow)
-    if within_noise(fast.trial, slow.trial) and (noise := _noise(fast, slow)):
+    ratio, (a, b) = fast.rate_per_chip / slow.rate_per_chip, distinguishing_names(fast, slow)
+    if within_noise(fast.trial, slow.trial) and (noise := _describe_noise(fast, slow)):
         return f"No difference beyond noise between {a} and {b}: {noise}."
-    if ratio < SAME:
-        return f"{a} is as fast as {b}, within {percent(SAME - 1)}."
+    if ratio < EQUAL_RATIO:
+        return f"{a} is as fast as {b}, within {percent(EQUAL_RATIO - 1)}."
     head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x as fast as {b}."
     return " ".join([head, *compare_layouts(_prediction(fast), _prediction(slow), labels=(a, b)).reasons])
 
 
 def _prediction(row: Row) -> Prediction:
-    """Convert a row with a step time to the record that `compare_layouts` compares."""
+    """Convert a row with a step time to a record for `compare_layouts`."""
     results, about = row.trial.results, replace(row.about, layout=row.layout)
     shared = Prediction(about, CompileStatus.ok, memory=results.memory, communication=results.communication)
     return replace(shared, parts=row.parts, step=replace(results.step, step_s=row.step_s))
@@ -202,10 +203,11 @@ def _prediction(row: Row) -> Prediction:
 
 @dataclass(frozen=True)
 class PairedRows:
-    """Comparisons of predicted rows, by their index.
+    """Comparisons of predicted rows.
 
-    `sides` holds the fields of `ComparedQuantities` and the `work` of each row. `why` holds sentences by two indices,
-    such as `0,2`. In them, the first row is A.
+    Args:
+        sides: The fields of `ComparedQuantities`, and the workload as `work`, by the index of the row.
+        why: Sentences that compare two rows, by their indices, such as `0,2`. The first row is A in the sentences.
     """
 
     sides: dict[int, dict[str, object]] = field(default_factory=dict)
@@ -213,7 +215,7 @@ class PairedRows:
 
 
 def compare_rows(rows: Sequence[Row]) -> PairedRows:
-    """Compare predicted rows of equal work, with any batch. Empty if fewer than two rows have parts of a step."""
+    """Compare predicted rows of the same workload, with any batch. Empty if fewer than two rows have step parts."""
     predicted = {
         i: _prediction(row)
         for i, row in enumerate(rows)
@@ -221,47 +223,48 @@ def compare_rows(rows: Sequence[Row]) -> PairedRows:
     }
     if len(predicted) < 2:
         return PairedRows()
-    works = {
+    workloads = {
         i: ", ".join([" ".join([rows[i].work.model, *rows[i].work.varied]), rows[i].work.precision]) for i in predicted
     }
     why: dict[str, list[str]] = {}
-    for i, j in itertools.permutations(list(predicted)[:EXPLAINED], 2):
-        if works[i] == works[j]:
-            with contextlib.suppress(ValueError):  # the same layout twice
+    for i, j in itertools.permutations(list(predicted)[:MAX_EXPLAINED], 2):
+        if workloads[i] == workloads[j]:
+            with contextlib.suppress(ValueError):  # both rows have the same layout
                 why[f"{i},{j}"] = list(compare_layouts(predicted[i], predicted[j]).sentences)
-    return PairedRows({i: _side(prediction) | {"work": works[i]} for i, prediction in predicted.items()}, why)
+    row_sides = {i: _labelled_quantities(prediction) | {"work": workloads[i]} for i, prediction in predicted.items()}
+    return PairedRows(row_sides, why)
 
 
-def _side(prediction: Prediction) -> dict[str, object]:
-    """Return the quantities of a layout that are compared, with the names of parts that the figures use."""
-    names, side = {kind.value: name for kind, name in PART_NAMES.items()}, encode(compared_quantities(prediction))
-    return side | {"seconds": {names.get(part, part): seconds for part, seconds in side["seconds"].items()}}
+def _labelled_quantities(prediction: Prediction) -> dict[str, object]:
+    """Return the compared quantities of a layout, with labels in place of the names of step parts."""
+    quantities = encode(compared_quantities(prediction))
+    return quantities | {"seconds": {label_record_name(name): s for name, s in quantities["seconds"].items()}}
 
 
-def _noise(fast: Row, slow: Row) -> str:
-    """Return the step times of two rows with their ranges; empty for predictions, which have no range."""
+def _describe_noise(fast: Row, slow: Row) -> str:
+    """Return the step times of two rows with their ranges. Empty for predictions, which have no range."""
     if fast.step.p90_s is None or slow.step.p90_s is None:
         return ""
-    of_each = [f"{duration(row.step_s or 0.0)} ({_steps(row)})" for row in (fast, slow)]
-    return f"a step takes {of_each[0]} and {of_each[1]}"
+    step_times = [f"{duration(row.step_s or 0.0)} ({_step_range(row)})" for row in (fast, slow)]
+    return f"a step takes {step_times[0]} and {step_times[1]}"
 
 
-def _steps(row: Row) -> str:
-    least = row.step_s if row.step.min_s is None else row.step.min_s
-    return f"from {duration(least or 0.0)} to {duration(row.step.p90_s or 0.0)}"
+def _step_range(row: Row) -> str:
+    fastest = row.step_s if row.step.min_s is None else row.step.min_s
+    return f"from {duration(fastest or 0.0)} to {duration(row.step.p90_s or 0.0)}"
 
 
-def names(one: Row, other: Row) -> tuple[str, str]:
-    """Name two rows by what differs: their partitions, with the meshes if these differ too, or the layouts."""
-    if one.about.partition == other.about.partition and one.about.mesh == other.about.mesh:
-        return one.layout, other.layout
-    if one.about.mesh == other.about.mesh:
-        return one.about.partition, other.about.partition
-    return f"{one.about.partition} on {one.about.mesh}", f"{other.about.partition} on {other.about.mesh}"
+def distinguishing_names(first: Row, second: Row) -> tuple[str, str]:
+    """Return names that distinguish two rows: partitions, partitions with meshes, or whole layouts."""
+    if first.about.partition == second.about.partition and first.about.mesh == second.about.mesh:
+        return first.layout, second.layout
+    if first.about.mesh == second.about.mesh:
+        return first.about.partition, second.about.partition
+    return f"{first.about.partition} on {first.about.mesh}", f"{second.about.partition} on {second.about.mesh}"
 
 
 def price_lines(rows: Sequence[Row]) -> list[str]:
-    """Return the price of a million tokens under the cheapest layout of each work, if it is not the fastest one."""
+    """Return a line with the cheapest layout of each workload, unless its chips cost the same as the fastest one's."""
     by_work: dict[Workload, list[Row]] = {}
     for row in sorted((row for row in rows if row.ok and row.per_million), key=lambda row: row.per_million or 0.0):
         by_work.setdefault(row.work, []).append(row)
@@ -270,30 +273,30 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
         cheapest, fastest = members[0], max(members, key=lambda row: row.rate_per_chip or 0.0)
         if cheapest.price != fastest.price:
             lines.append(
-                f"Cheapest: {_named(cheapest, len(by_work) > 1)} on {cheapest.group.target}, "
-                f"{cheapest.per_million:.3g} dollars for a million tokens."
+                f"Cheapest: {_layout_text(cheapest, len(by_work) > 1)} on {cheapest.group.target}, "
+                f"{cheapest.per_million:.3g} dollars per million tokens."
             )
-    return lines[:WORKS]
+    return lines[:MAX_WORKLOADS]
 
 
 def agreement_line(rows: Sequence[Row]) -> str | None:
-    """Return how often predictions and measurements agree on the faster of two layouts, or None without such pairs."""
+    """Return how often predictions pick the layout that was measured to be faster, or None if it is unknown."""
     pairs = predicted_and_measured(rows)
     share = agreement(pairs)
     if share is None:
         return None
-    line = f"Of two of these layouts, predictions name the faster one in {percent(share)} of cases (chance: 50%)."
+    line = f"For two of these layouts, predictions pick the faster one in {percent(share)} of cases (chance: 50%)."
     if any(pair.b.group.simulated for pair in pairs):
-        line += " Simulated devices are threads of one processor, without links: expect little of this comparison."
+        line += " Simulated devices are threads on one CPU without links, so this says little about accelerators."
     return line
 
 
-def _winner(row: Row, several: bool) -> tuple[BigNumber, ...]:
-    """Return the large numbers of the fastest layout, with its work if there are several."""
+def _winner_numbers(row: Row, several_workloads: bool) -> tuple[BigNumber, ...]:
+    """Return the main numbers of the fastest layout, and its workload if there are several."""
     assert row.rate_per_chip is not None and row.rate is not None and row.step_s is not None
     usable, dollars = row.trial.results.memory.usable, row.per_million
     numbers = [
-        BigNumber("layout", row.layout, row.work.label if several else ""),
+        BigNumber("layout", row.layout, row.work.label if several_workloads else ""),
         BigNumber("tokens/s/chip", f"{row.rate_per_chip:,.0f}", f"{row.rate:,.0f} tokens/s on all chips", True),
         BigNumber("step", duration(row.step_s), "" if row.step.mfu is None else f"MFU {share_text(row.step.mfu)}"),
     ]
@@ -305,7 +308,7 @@ def _winner(row: Row, several: bool) -> tuple[BigNumber, ...]:
             BigNumber("loss", f"{row.trial.results.loss:.4f}", f"after {row.trial.results.steps or 0:,} steps")
         )
     if dollars:
-        numbers.append(BigNumber("dollars for a million tokens", f"{dollars:.3g}", is_unit=True))
+        numbers.append(BigNumber("dollars per million tokens", f"{dollars:.3g}", is_unit=True))
     return tuple(numbers)
 
 
@@ -317,20 +320,20 @@ def _remarks(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
 
 def _equally_fast(row: Row, rows: Sequence[Row]) -> str:
     others = [r for r in rows if r.ok and r.work == row.work and r is not row]
-    within = f"{percent(SAME - 1)}"
+    tolerance = f"{percent(EQUAL_RATIO - 1)}"
     if has_spread(row.trial):
-        others, within = [r for r in others if within_noise(row.trial, r.trial)], "the spread of the timed steps"
+        others, tolerance = [r for r in others if within_noise(row.trial, r.trial)], "the spread of the step times"
     else:
-        others = [r for r in others if (r.rate_per_chip or 0.0) >= (row.rate_per_chip or 0.0) / SAME]
+        others = [r for r in others if (r.rate_per_chip or 0.0) >= (row.rate_per_chip or 0.0) / EQUAL_RATIO]
     if not others:
         return ""
-    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    return f"As fast, within {within}: {', '.join(r.layout for r in others[:3])}{more}."
+    suffix = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return f"Equally fast, within {tolerance}: {', '.join(r.layout for r in others[:3])}{suffix}."
 
 
-def _without(partition: str, rows: Sequence[Row]) -> str:
-    status = " or ".join(dict.fromkeys("no time" if row.status == "ok" else row.status for row in rows))
-    reason = (rows[0].reason or UNKNOWN).splitlines()[0].rstrip(".")
+def _describe_failed_partition(partition: str, rows: Sequence[Row]) -> str:
+    status = " or ".join(dict.fromkeys("no step time" if row.status == "ok" else row.status for row in rows))
+    reason = (rows[0].reason or UNKNOWN_REASON).splitlines()[0].rstrip(".")
     return f"{partition} has no speed ({status}): {reason}."
 
 
@@ -343,7 +346,7 @@ def title(rows: Sequence[Row], search: SearchAnswer | None) -> str:
 
 
 def facts(rows: Sequence[Row]) -> dict[str, str]:
-    """Return facts for the top of a page, each with its different values: model, batch, precision, hardware, date."""
+    """Return the facts at the top of a page: distinct models, batches, precisions and hardware, and the dates."""
     sizes = {row.work.model: row.trial.results.parameters for row in rows if row.trial.results.parameters}
     models = {row.work.model: "" for row in rows} | {model: f", {size:,} parameters" for model, size in sizes.items()}
     batches = [f"{row.work.batch} x {row.work.seq:,} tokens" for row in rows if row.work.batch and row.work.seq]
@@ -356,12 +359,12 @@ def facts(rows: Sequence[Row]) -> dict[str, str]:
         "date": [f"{day.day} {day:%B %Y}" for day in dates[:1] + dates[-1:]],
     }
     distinct = {name: [*dict.fromkeys(filter(None, texts))] for name, texts in values.items()}
-    more = {name: " ..." * (len(texts) > LISTED) for name, texts in distinct.items()}
-    return {name: " · ".join(texts[:LISTED]) + more[name] for name, texts in distinct.items() if texts}
+    suffix = {name: " ..." * (len(texts) > MAX_FACT_VALUES) for name, texts in distinct.items()}
+    return {name: " · ".join(texts[:MAX_FACT_VALUES]) + suffix[name] for name, texts in distinct.items() if texts}
 
 
 def _date(started: str) -> date | None:
-    """Parse the day of a start in ISO 8601, or None if a file has something else."""
+    """Parse the date of an ISO 8601 time. Returns None if the text is something else."""
     try:
         return datetime.fromisoformat(started).date()
     except ValueError:
@@ -369,7 +372,7 @@ def _date(started: str) -> date | None:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return the number of trials, of each status and of each kind of speed, in one sentence."""
+    """Return a sentence with the number of trials, by status and by kind of speed."""
     parts = [f"{count} {word}" for word, count in Counter(row.status for row in rows).items()]
     kinds = [f"{sum(r.ok for r in members)} {group.label}" for group, members in groups(rows).items()]
     trials = f"{len(rows)} trial{'s' * (len(rows) != 1)}"

@@ -29,7 +29,7 @@
   const missing = (value) => value === null || value === "";
   const SPEED = "tokens_per_second_per_chip";
   const ABOUT = ["rank", "label", SPEED, "step_s", "seen", "alike"];
-  // Columns that the table does not show, because the layout's name or the status has them: filters read them.
+  // Columns that are used by filters but not shown, because the layout's name or the status includes them.
   const HIDDEN = ["outcome", "partition", "mesh", "reason"];
 
   // ---- the ranked table
@@ -61,7 +61,7 @@
     );
   };
   const compared = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
-  // The longest run of neighbouring columns that are empty in a row: its reason is shown there.
+  // Returns the longest range of neighbouring columns that are empty in a row. The reason is shown there.
   const gap = (row) => {
     let best = [0, 0], start = 0;
     columns.forEach((column, i) => {
@@ -155,9 +155,9 @@
   // ---- one layout
   const NAMES = {
     seen: "speed is", outcome: "status", reason: "reason", [SPEED]: "tokens/s/chip", step_s: "step", peak_bytes: "peak memory",
-    roles: "role of each mesh axis", on: "hardware", work: "work", parameters: "parameters", command: "command", folder: "run folder",
-    memory: "memory by use", reported: "peak the devices report", compiled: "compiled in", placement: "placement on the torus", hints: "hints",
-    parts: "where a step goes", sent: "sent by a device in a step", goodput: "wall time", steps: "steps",
+    roles: "role of each mesh axis", on: "hardware", work: "workload", parameters: "parameters", command: "command", folder: "run folder",
+    memory: "memory by use", reported: "peak reported by the devices", compiled: "compile time", placement: "placement on the torus", hints: "hints",
+    parts: "where the step time goes", sent: "sent per device and step", goodput: "wall time", steps: "steps",
   };
   const textAt = (place) => (Array.isArray(place) ? place.map(textAt) : data.texts[place]);
   const fact = (name, value) => {
@@ -188,7 +188,7 @@
   const drawTimeline = (timeline) => {
     const node = byId("timeline");
     node.parentElement.querySelector(".empty").textContent = Object.keys(data.timelines).length
-      ? "This page has timelines of the best layouts only. If the run folder of this one has timeline.json, open it at ui.perfetto.dev."
+      ? "Only the best layouts have a timeline on this page. If the run folder of this layout contains timeline.json, open that file at ui.perfetto.dev."
       : "";
     byId("over-time").hidden = !Object.keys(data.timelines).length;
     if (!timeline) return draw(node, null);
@@ -212,9 +212,9 @@
 
   // ---- two layouts
   const SIDES = [
-    ["seconds", "where a step goes", "seconds"],
-    ["sent", "sent by a device in a step, over", "sent"],
-    ["memory", "memory of one device at the peak", "bytes"],
+    ["seconds", "where the step time goes", "seconds"],
+    ["sent", "sent per device and step, over", "sent"],
+    ["memory", "memory per device at the peak", "bytes"],
   ];
   const LEAST = 0.001;
   const pairRows = (a, b) => SIDES.flatMap(([key, title, kind]) => {
@@ -223,7 +223,7 @@
     const values = names.map((name) => [name, a[key][name] || 0, scale * (b[key][name] || 0)]);
     const least = LEAST * Math.max(...[1, 2].map((i) => values.reduce((sum, row) => sum + row[i], 0)));
     values.sort((x, y) => Math.abs(y[2] - y[1]) - Math.abs(x[2] - x[1]));
-    const sum = ["all", ...[1, 2].map((i) => values.reduce((total, row) => total + row[i], 0))];
+    const sum = ["total", ...[1, 2].map((i) => values.reduce((total, row) => total + row[i], 0))];
     const number = (value, sign) => make("td", { class: "number" }, value ? `${sign}${written[kind](Math.abs(value))}` : "");
     const lines = [...values.filter((row) => Math.max(row[1], row[2]) >= least), sum].map(([name, x, y]) =>
       make("tr", {}, make("td", {}, name), number(x, ""), number(y, ""), number(y - x, y < x ? "−" : "+")));
@@ -234,8 +234,8 @@
     const [a, b] = [data.pairs.sides[i], data.pairs.sides[j]];
     const alike = a.work === b.work;
     const none = i === j ? "These are the same layout."
-      : alike ? "Only the best layouts have an explanation. The numbers of these two are below."
-      : `A is ${a.work}, B is ${b.work}: only layouts of the same model, settings and precision are compared.`;
+      : alike ? "Only pairs of the best layouts have an explanation. The numbers of these two layouts are below."
+      : `A is ${a.work}, but B is ${b.work}. Only layouts with the same model, settings and precision can be compared.`;
     byId("why").replaceChildren(...(data.pairs.why[`${i},${j}`] || [none]).map((line) => make("li", {}, line)));
     byId("sides").hidden = !alike;
     byId("sides").tBodies[0].replaceChildren(...(alike ? pairRows(a, b) : []));
@@ -262,7 +262,7 @@
     const box = byId("torus");
     box.parentElement.hidden = !Object.keys(data.toruses).length;
     if (!torus) {
-      box.replaceChildren(make("p", { class: "empty" }, "The placement of this layout is unknown. Predictions for TPU slices of up to 256 chips have it."));
+      box.replaceChildren(make("p", { class: "empty" }, "The placement of this layout is unknown. It is recorded by predictions for TPU slices of up to 256 chips."));
       return;
     }
     const [rows, across, deep] = [...torus.shape, 1, 1].slice(0, 3);
@@ -276,7 +276,7 @@
       return where;
     };
     const between = (one, other) => {
-      const changed = torus.axes.filter((_, i) => meshOf(torus.at[one])[i] !== meshOf(torus.at[other])[i]);
+      const changed = torus.axes.filter((_, i) => meshOf(torus.devices_by_chip[one])[i] !== meshOf(torus.devices_by_chip[other])[i]);
       return changed.length === 1 ? changed[0][0] : null;
     };
     const used = torus.axes.filter(([, size]) => size > 1).map(([name]) => name);
@@ -310,7 +310,7 @@
         const [dx, dy] = [[0, 18], [18, 0], [11, -9]][axis], [x2, y2] = place(...next);
         links.append(svg("line", { x1: x, y1: y, x2: x + dx, y2: y + dy, ...line }), svg("line", { x1: x2, y1: y2, x2: x2 - dx, y2: y2 - dy, ...line }));
       });
-      const where = meshOf(torus.at[index(a, b, c)]);
+      const where = meshOf(torus.devices_by_chip[index(a, b, c)]);
       const labels = torus.axes.map(([name], i) => [name, where[i]]).filter(([name]) => used.includes(name));
       const chip = svg("circle", { cx: x, cy: y, r: deep > 1 ? 6 : 8, fill: "var(--paper)", stroke: "currentColor", "stroke-width": 1.5 });
       chip.append(svg("title", {}, `chip ${here.slice(0, torus.shape.length).join(",")}: ${labels.map(([name, i]) => `${name}=${i}`).join(" ")}`));
@@ -320,9 +320,9 @@
     const keys = used.map((name) => {
       const swatch = make("i");
       swatch.style.background = colour(name);
-      return make("li", {}, swatch, `${name}${drawn.has(name) ? "" : ": its neighbours share no link"}`);
+      return make("li", {}, swatch, `${name}${drawn.has(name) ? "" : ": neighbours along it are not linked"}`);
     });
-    const note = [...(deep === 1 && rows * across <= 32 ? [make("p", { class: "words" }, `Numbers next to a chip are its positions along ${used.join(", ")}. Grey links join chips that differ along more than one axis.`)] : [])];
+    const note = [...(deep === 1 && rows * across <= 32 ? [make("p", { class: "words" }, `The numbers next to a chip are its positions along ${used.join(", ")}. Grey links join chips that differ along several mesh axes.`)] : [])];
     box.replaceChildren(picture, make("ul", { class: "keys" }, ...keys), ...note, make("p", { class: "words" }, title));
   };
 
@@ -338,7 +338,7 @@
   dark.addEventListener("change", paint);
   byId("theme").addEventListener("click", () => {
     chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-    try { localStorage.setItem("valkyrie-theme", chosen); } catch { /* a page from disk may have no storage */ }
+    try { localStorage.setItem("valkyrie-theme", chosen); } catch { /* pages opened from disk may have no storage */ }
     paint();
   });
   window.addEventListener("beforeprint", () => document.querySelectorAll("details.reason").forEach((one) => { one.open = true; }));

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import CollectiveTrace, Communication
-from valkyrie.parts import PartKind, describe_part
+from valkyrie.parts import PART_LABELS, PartKind, describe_part
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     MeasuredStep,
@@ -124,7 +124,7 @@ def _show_memory(memory: MemoryReport, options: Sequence[Option], console: Conso
         return
     unit = "GiB" if memory.peak >= GIB / 10 else "MiB"
     rows = (memory.split | {"peak": memory.peak}).items()
-    _print_table("memory of one device at the peak", ("what", unit), rows, console)
+    _print_table("memory per device at the peak", ("what", unit), rows, console)
     if memory.reported_peak is not None:
         console.print(f"the devices report a peak of {gib(memory.reported_peak)}")
     if memory.usable is not None and memory.headroom is not None:
@@ -176,7 +176,7 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
             for part in sorted(result.parts, key=lambda part: -part.seconds)
             if part.seconds >= 5e-4 * step.step_s
         ]
-        _print_table("where the time goes", ("what", "ms", "%"), rows, console)
+        _print_table("where the step time goes", ("what", "ms", "%"), rows, console)
 
 
 def describe_range(interval: StepInterval | None) -> str:
@@ -237,7 +237,7 @@ def _show_costs(prediction: Prediction, step_s: float, console: Console) -> None
     rows = []
     for cost in prediction.costs:
         waiting = cost.kind is PartKind.exposed
-        what = f"waiting over {axes_text(cost.mesh_axes)}" if waiting else cost.kind.value
+        what = f"waiting over {axes_text(cost.mesh_axes)}" if waiting else PART_LABELS[cost.kind]
         numbers = cost.seconds, cost.seconds / step_s, cost.calls
         rows.append((*numbers, what, short_cause(cost.op_name), short_source(cost.source)))
     columns = ("ms", "%", "calls", "what", "operation", "source")

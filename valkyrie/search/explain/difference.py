@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from valkyrie.axes import UNATTRIBUTED
-from valkyrie.parts import PartKind, describe_part, seconds_in
+from valkyrie.parts import PartKind, record_name, seconds_in
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.prediction import CompileStatus, PredictedStep, Prediction, short_cause, short_source
 from valkyrie.units import duration, memory_text, percent, traffic_text
@@ -171,9 +171,7 @@ def compare_layouts(
 def compared_quantities(prediction: Prediction) -> ComparedQuantities:
     """Return the compared quantities of a layout. Mesh axes are named with their roles: `x,y (FSDP)`."""
     layout, traffic, memory_report = prediction.layout, prediction.communication, prediction.memory
-    seconds = {
-        describe_part(part.kind, _format_axes(part.mesh_axes, layout)): part.seconds for part in prediction.parts
-    }
+    seconds = {record_name(part.kind, _format_axes(part.mesh_axes, layout)): part.seconds for part in prediction.parts}
     sent_by_axes = (
         {} if traffic is None else {_format_axes(axes, layout): size for axes, size in traffic.by_mesh_axes.items()}
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from valkyrie.config.modes import EXPLAINED, SUMMARY, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.modes.explain import Config as ExplainMode
+from valkyrie.parts import label_record_name
 from valkyrie.paths import unused_path
 from valkyrie.records import write_record
 from valkyrie.runs.folder import key_value, parts_of, run_folder, write_about
@@ -150,11 +152,12 @@ def show(comparison: Difference, console: Console) -> None:
     for letter, name in zip(LETTERS, comparison.names, strict=True):
         console.print(f"{letter}: {name}", style="bold", markup=False)
     seconds = _drop_small(comparison.seconds, _MIN_PART * max(comparison.step_s))
-    _print_quantities("where a step goes", [*seconds, Quantity("step", *comparison.step_s)], duration, console)
-    _print_quantities("bytes a device sends in a step, by mesh axes", comparison.bytes_sent, traffic_text, console)
+    seconds = [replace(quantity, name=label_record_name(quantity.name)) for quantity in seconds]
+    _print_quantities("where the step time goes", [*seconds, Quantity("step", *comparison.step_s)], duration, console)
+    _print_quantities("sent per device and step, by mesh axes", comparison.bytes_sent, traffic_text, console)
     largest = max((max(kind.first, kind.second) for kind in comparison.bytes_at_peak), default=0.0)
     kinds = _drop_small(comparison.bytes_at_peak, _MIN_MEMORY * largest)
-    _print_quantities("memory of one device at the peak", kinds, lambda size: memory_text(int(size)), console)
+    _print_quantities("memory per device at the peak", kinds, lambda size: memory_text(int(size)), console)
     columns = ("", "kind", "over", "waited", "sent", "calls", "cause", "source")
     table = make_table("collectives with the longest waits", columns, right=("waited", "sent", "calls"))
     for letter, uses in zip(LETTERS, comparison.collectives, strict=True):
