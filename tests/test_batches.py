@@ -8,16 +8,16 @@ import pytest
 
 from helpers import compose_config, compose_run
 from valkyrie.config.run import Run
-from valkyrie.parallel.batches import batches_of
+from valkyrie.parallel.batches import resolve_batches
 from valkyrie.problems import ProblemCode
 
 SMALL = ("mesh=2x2x2", "partition=fsdp", "seq=64")
 
 
 def test_tokens_make_sequences_and_microbatches():
-    assert batches_of(32, 1, 1024, 8, 524288, 8) == (512, 8, [])
-    assert batches_of(512, 4, 1024, 8, None, None) == (512, 4, [])
-    assert batches_of(32, 1, 2048, 4, 524288, None) == (256, 1, [])
+    assert resolve_batches(32, 1, 1024, 8, 524288, 8) == (512, 8, [])
+    assert resolve_batches(512, 4, 1024, 8, None, None) == (512, 4, [])
+    assert resolve_batches(32, 1, 2048, 4, 524288, None) == (256, 1, [])
 
 
 def test_a_run_has_them_and_says_so():

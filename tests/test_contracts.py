@@ -102,7 +102,7 @@ def test_lowers_for_32_devices_that_are_not_there(model, partition):
     lowered = program.lower_step()
     assert len(jax.tree.leaves(lowered.out_info)) > len(program.parameter_names)
     for name, spec in program.assembly.specs.items():
-        held = program.layout.stored(spec.axes)
+        held = program.layout.stored_axes(spec.axes)
         for size, axes in zip(spec.shape, held, strict=True):
             assert size % math.prod(run.config.mesh.axes[a] for a in axes) == 0, name
 

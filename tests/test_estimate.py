@@ -20,7 +20,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.models.stack import Stack
 from valkyrie.modes.compile import Config as CompileMode
-from valkyrie.parallel.axis_links import placements_of
+from valkyrie.parallel.axis_links import undominated_placements
 from valkyrie.parallel.mesh import abstract_mesh, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_config
@@ -295,7 +295,7 @@ def test_placements_with_fewer_links_for_every_axis_are_left_out() -> None:
     from valkyrie.hardware.target import topology_of
 
     topology = topology_of(parse_target("v4-128"))  # 4x4x4, every axis a ring
-    placed = placements_of((1, 4, 4, 4), topology, True)
+    placed = undominated_placements((1, 4, 4, 4), topology, True)
     assert [[axis.links for axis in one.axes] for one in placed] == [[0.0, 2.0, 2.0, 2.0]]
     assert placed[0].entries(["w", "x", "y", "z"], [1, 4, 4, 4]) == ["x", "y", "z"]
 

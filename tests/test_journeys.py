@@ -134,7 +134,7 @@ def test_a_mistake_is_answered_at_once_with_what_to_write(tmp_path: Path, line: 
         ("JAX_PLATFORMS", "tpu", "JAX_PLATFORMS=tpu"),
         ("JAX_PLATFORMS", "gpux", "JAX_PLATFORMS=gpux"),
         ("XLA_FLAGS", "--xla_no_such_flag=1", "--xla_no_such_flag"),
-        ("TPU_MESH_CONFIG", "2x2x2", "write sizes joined by commas"),
+        ("TPU_MESH_CONFIG", "2x2x2", "separate the sizes by commas"),
     ],
 )
 def test_an_environment_that_cannot_be_is_named(tmp_path: Path, variable: str, value: str, words: str):

@@ -18,7 +18,7 @@ from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import Memory, PartitionConfig
-from valkyrie.parallel.remat import remat_named
+from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import read_group
 from valkyrie.problems import Problem, ProblemCode
 
@@ -35,7 +35,7 @@ def listed(*parameters: tuple[str, Tensor], follows: dict[str, str] | None = Non
 def layout_of(mesh: str | MeshConfig, partition: PartitionConfig, **asked: Any) -> tuple[Layout | None, list[Problem]]:
     defaults: dict[str, Any] = {
         "microbatches": 1,
-        "remat": remat_named("none"),
+        "remat": load_remat("none"),
         "arrays": ARRAYS["valkyrie_tiny"],
         "known_axes": known_axes(),
         "batch": 32,
@@ -88,18 +88,18 @@ def test_a_layout_without_problems_divides_every_array(
     assert seq % layout.shards("seq") == 0
     for tensor in ARRAYS[model].parameters:
         for split in (
-            layout.stored(tensor.axes),
-            layout.computed(tensor.axes),
-            layout.optimizer(tensor.axes, tensor.shape),
+            layout.stored_axes(tensor.axes),
+            layout.used_axes(tensor.axes),
+            layout.optimizer_axes(tensor.axes, tensor.shape),
         ):
             used = [axis for held in split for axis in held]
             assert len(used) == len(set(used)), (tensor, split)
             for size, held in zip(tensor.shape, split, strict=True):
                 assert size % parts(layout, held) == 0, (tensor, split)
     for tensor in ARRAYS[model].activations:
-        used = [axis for held in layout.activation(tensor.axes) for axis in held]
+        used = [axis for held in layout.activation_axes(tensor.axes) for axis in held]
         assert len(used) == len(set(used)), tensor
-        for size, held in zip(tensor.shape, layout.activation(tensor.axes), strict=True):
+        for size, held in zip(tensor.shape, layout.activation_axes(tensor.axes), strict=True):
             assert size % parts(layout, held) == 0, tensor
 
 
@@ -121,10 +121,10 @@ def test_any_partition_whatever_gives_problems_or_a_layout(mesh: str, parameters
 
 def test_stored_and_computed_placements():
     layout = legal("4x4x2", YAMLS["2d_tp_fsdp"])
-    assert layout.stored(("embed", "mlp")) == (("y", "z"), ("x",))
-    assert layout.computed(("embed", "mlp")) == (("y",), ("x",))
-    assert layout.activation(("batch", "seq", "mlp")) == (("z",), (), ("x",))
-    assert layout.stored((None, "head_dim")) == ((), ())
+    assert layout.stored_axes(("embed", "mlp")) == (("y", "z"), ("x",))
+    assert layout.used_axes(("embed", "mlp")) == (("y",), ("x",))
+    assert layout.activation_axes(("batch", "seq", "mlp")) == (("z",), (), ("x",))
+    assert layout.stored_axes((None, "head_dim")) == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -139,21 +139,21 @@ def test_stored_and_computed_placements():
 def test_zero1_splits_optimizer_state_over_free_data_axes(name: str, expected: tuple[tuple[str, ...], ...]):
     axes, shape = ("embed", "mlp"), (128, 256)
     plain, zero1 = legal("4x4x2", YAMLS[name]), legal("4x4x2", replace(YAMLS[name], zero1=True))
-    assert plain.optimizer(axes, shape) == plain.stored(axes)
-    assert zero1.optimizer(axes, shape) == expected
-    assert zero1.stored(axes) == plain.stored(axes)
+    assert plain.optimizer_axes(axes, shape) == plain.stored_axes(axes)
+    assert zero1.optimizer_axes(axes, shape) == expected
+    assert zero1.stored_axes(axes) == plain.stored_axes(axes)
 
 
 def test_zero1_takes_the_first_dimension_that_divides_and_never_layers():
     layout = legal("4x4x2", replace(YAMLS["2d_tp"], zero1=True))
-    assert layout.optimizer(("layers", "embed", None), (2, 4, 6)) == ((), ("y",), ("z",))
-    assert layout.optimizer(("layers", "embed"), (2, 4)) == ((), ("y",))
+    assert layout.optimizer_axes(("layers", "embed", None), (2, 4, 6)) == ((), ("y",), ("z",))
+    assert layout.optimizer_axes(("layers", "embed"), (2, 4)) == ((), ("y",))
 
 
 def test_names_are_short_and_tell_layouts_apart():
     partition = YAMLS["2d_tp"]
     assert legal("4x4x2", partition).name == "4x4x2-2d_tp"
-    assert legal("4x4x2", partition, microbatches=2, remat=remat_named("full")).name == "4x4x2-2d_tp-mb2-remat_full"
+    assert legal("4x4x2", partition, microbatches=2, remat=load_remat("full")).name == "4x4x2-2d_tp-mb2-remat_full"
     switched = replace(partition, zero1=True, parameter_memory=Memory.host, optimizer_memory=Memory.host)
     assert legal("4x4x2", switched).name == "4x4x2-2d_tp-zero1-params_on_host-optim_on_host"
     placed = replace(parse_mesh("4x4x2"), placement=["z", "x", "y"])
@@ -211,11 +211,16 @@ def test_an_axis_without_a_rule_is_whole_or_as_the_default_says():
     batch = {"batch": ["x"]}
     whole = legal("2x1x1", PartitionConfig("mine", {}, batch))
     assert (
-        whole.stored(("layers", "embed", "mlp", None)) == whole.activation(("heads", "mlp", "embed", None)) == ((),) * 4
+        whole.stored_axes(("layers", "embed", "mlp", None))
+        == whole.activation_axes(("heads", "mlp", "embed", None))
+        == ((),) * 4
     )
     arrays = listed(("filter", Tensor(("layers", "conv"), (3, 8), ("model.layers", None))))
     asked = legal("2x1x2", PartitionConfig("mine", {}, batch, default=["z"]), arrays=arrays)
-    assert asked.stored(("layers", "conv")) == ((), ("z",)) and asked.activation(("seq", "conv")) == ((), ("z",))
+    assert asked.stored_axes(("layers", "conv")) == ((), ("z",)) and asked.activation_axes(("seq", "conv")) == (
+        (),
+        ("z",),
+    )
     (problem,) = problems_of("2x1x3", PartitionConfig("mine", {}, batch, default=["z"]), arrays=arrays)
     assert (problem.axes, problem.legal_sizes, problem.nearest) == (("conv",), (1, 2, 4, 8), (6, 9))
 
@@ -241,16 +246,20 @@ HEADS = Tensor(("heads",), (16,), (None,))
     ("mesh", "rule", "split", "note"),
     [
         ("2x1x1", ["x"], ("x",), ()),
-        ("4x1x1", ["x"], (), ("kv_heads (2) cannot be split like heads: whole over x=4",)),
-        ("2x4x1", ["x", "y"], ("x",), ("kv_heads (2) cannot be split like heads: whole over y=4",)),
-        ("4x2x1", ["x", "y"], (), ("kv_heads (2) cannot be split like heads: whole over x=4·y=2",)),
+        ("4x1x1", ["x"], (), ("kv_heads (2) is not split over x=4, unlike heads, because of its length",)),
+        ("2x4x1", ["x", "y"], ("x",), ("kv_heads (2) is not split over y=4, unlike heads, because of its length",)),
+        ("4x2x1", ["x", "y"], (), ("kv_heads (2) is not split over x=4·y=2, unlike heads, because of its length",)),
     ],
 )
 def test_key_heads_are_split_like_heads_as_far_as_they_divide(mesh, rule, split, note):
     arrays = listed(("q", HEADS), ("k", KEYS), follows={"kv_heads": "heads"})
     both = {"heads": rule, "kv_heads": rule}
     layout = legal(mesh, PartitionConfig("mine", both, both), arrays=arrays)
-    assert layout.stored(("heads", "kv_heads")) == layout.activation(("heads", "kv_heads")) == (tuple(rule), split)
+    assert (
+        layout.stored_axes(("heads", "kv_heads"))
+        == layout.activation_axes(("heads", "kv_heads"))
+        == (tuple(rule), split)
+    )
     assert layout.notes == note
     otherwise = PartitionConfig("mine", {"heads": ["y"], "kv_heads": ["x"]}, {"batch": ["x"]})
     refused = {(p.axes, p.size, p.names) for p in problems_of("4x1x1", otherwise, arrays=arrays)}
@@ -277,10 +286,10 @@ def test_an_axis_that_dispatches_is_not_gathered_and_every_user_of_the_rule_agre
         (replace(gathered, dispatched=frozenset({"experts"})), ((), ("x",), (), ("z",))),
     ):
         layout = legal("2x4x2", partition, arrays=arrays)
-        assert layout.stored(weights.axes) == ((), ("x",), ("y",), ("z",))
-        assert layout.computed(weights.axes) == used
+        assert layout.stored_axes(weights.axes) == ((), ("x",), ("y",), ("z",))
+        assert layout.used_axes(weights.axes) == used
         sizes = {axis: np.array([size]) for axis, size in layout.mesh.axes.items()}
         one = np.ones(1, np.int64)
         candidates = Candidates(partition, layout.parameters, layout.activations, arrays, sizes, {}, one, one)
-        assert tuple(candidates.used(axis) for axis in weights.axes) == used
-        assert tuple(candidates.gathered(axis) for axis in weights.axes) == layout.gathered(weights.axes)
+        assert tuple(candidates.used_axes(axis) for axis in weights.axes) == used
+        assert tuple(candidates.gathered_axes(axis) for axis in weights.axes) == layout.gathered_axes(weights.axes)

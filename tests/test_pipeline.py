@@ -19,7 +19,7 @@ from helpers import (
 from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.hlo import parse
 from valkyrie.parallel.partition import PipelineSchedule, RoleKind
-from valkyrie.parallel.pipeline import SENT_ON
+from valkyrie.parallel.pipeline import SEND_SCOPE
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.records import encode
 from valkyrie.search.compile.alternatives import fuller_layouts
@@ -83,12 +83,12 @@ def test_a_compiled_step_sends_as_often_as_the_formula_says(overrides: tuple[str
     asked = ("mesh=1x1x4", "partition=pp", "microbatches=8", "batch=32", "model.layers=8", "seq=16", *overrides)
     run = small_run("gpt_tiny", *asked)
     module = parse(serialised_module(make_program(run).compile_step()))
-    uses = [use for use in traffic(module, run.config.mesh.axes) if SENT_ON in use.op_name]
+    uses = [use for use in traffic(module, run.config.mesh.axes) if SEND_SCOPE in use.op_name]
     assert {(use.kind, use.mesh_axes) for use in uses} == {("collective-permute", ("z",))}
     pipeline = run.layout.pipeline
     assert pipeline is not None
     assert sum(use.calls for use in uses) == pipeline.permutes == sends
-    assert pipeline.kept == kept
+    assert pipeline.stored_microbatches == kept
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_the_description_of_a_pipeline():
     assert encode(about)["schedule"] == "circular"
     assert all(words in about.described for words in ("2 rounds", "25.0%", "10 times", "5 microbatches"))
     assert run.layout.degrees == {"DP": 4, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, "PP": 2}
-    assert run.layout.accumulated == 1
+    assert run.layout.accumulation_steps == 1
     assert small_run("gpt_tiny", "mesh=2x2x1", "partition=dp").about().pipeline is None
     unused = small_run("gpt_tiny", "mesh=2x2x1", "partition=pp", "microbatches=2").layout
     assert (unused.pipeline, unused.accumulated, unused.roles["z"].kind) == (None, 2, RoleKind.unused)

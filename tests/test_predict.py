@@ -137,8 +137,8 @@ def test_a_module_of_a_cpu_is_refused(tmp_path: Path):
 
 
 def test_a_module_of_another_chip_or_number_of_devices_is_refused(step: Path):
-    assert "8 devices; v5e-4" in refusal(step, STEP, "v5e-4", mesh={"data": 4})
-    assert "4 devices; v5e-8" in refusal(step, STEP, mesh={"a": 2, "b": 2})
+    assert "8 devices, but v5e-4" in refusal(step, STEP, "v5e-4", mesh={"data": 4})
+    assert "4 devices, but v5e-8" in refusal(step, STEP, mesh={"a": 2, "b": 2})
     assert "cores of v4" in refusal(step, STEP, "v4-16")
     fast = STEP.replace('"1200000"', '"300000"')
     assert "3.5 times" in refusal(step, fast)
@@ -209,7 +209,7 @@ def test_what_is_no_program_is_refused():
     with pytest.raises(ValueError, match="leave out slice"):
         valkyrie.predict(valkyrie.compose("model=gpt_tiny", "mesh=2x2x2"), slice=slice)
     for shape, names, words in (
-        ((4, 4), ("a", "b"), "has 16 devices; v5e-4 .* or v5e-16"),
+        ((4, 4), ("a", "b"), "has 16 devices, but v5e-4 .* or v5e-16"),
         ((4,), ("a", "b"), "give each axis a name"),
         ((2, 0), ("a", "b"), "at least 1"),
     ):
@@ -266,7 +266,7 @@ def test_a_jitted_function_is_predicted_as_it_is(tmp_path: Path):
     assert dumped.step_s == pytest.approx(whole.step_s, rel=1e-9)
     with pytest.raises(ValueError, match="no option"):
         valkyrie.predict(jitted, w, x, slice=slice, options={"xla_no_such_option": 1})
-    with pytest.raises(ValueError, match="8 devices; v5e-16"):
+    with pytest.raises(ValueError, match="8 devices, but v5e-16"):
         valkyrie.predict(compiled, slice=valkyrie.slice("v5e-16"))
     with pytest.raises(ValueError, match="v5 lite devices"):
         valkyrie.predict(compiled, slice=valkyrie.slice("v6e-8"))

@@ -22,7 +22,7 @@ from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import layout_with_problems
 from valkyrie.parallel.mesh import AXIS_NAMES, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, resolve_rules
-from valkyrie.parallel.remat import remat_named
+from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import read_group
 from valkyrie.problems import Problem, ProblemCode, ProblemError, check_range, refuse
 
@@ -224,7 +224,7 @@ def test_one_layout_and_arrays_of_layouts_have_the_same_problems(
 ):
     partition = replace(YAMLS[name], schedule=PipelineSchedule[order[0]], rounds=order[1])
     mesh, arrays, known = parse_mesh("x".join(map(str, shape))), ARRAYS[model], known_axes()
-    remat = remat_named("full")
+    remat = load_remat("full")
     _, problems = layout_with_problems(mesh, partition, arrays, microbatches, remat, batch, seq, known)
     parameters, activations, _ = resolve_rules(partition, mesh, arrays.axes, known)
     sizes = {axis: np.array([n]) for axis, n in zip(AXIS_NAMES, shape, strict=True)}

@@ -32,7 +32,7 @@ from valkyrie.config.saved import saved_config
 from valkyrie.machine.replay import Cost
 from valkyrie.models import activation_names
 from valkyrie.parallel.mesh import abstract_mesh
-from valkyrie.parallel.remat import RematConfig, remat_named
+from valkyrie.parallel.remat import RematConfig, load_remat
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.hints import hints
 from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
@@ -83,7 +83,7 @@ def long(model: str) -> Run:
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
 @pytest.mark.parametrize("remat", some_quick([r for r in REMATS if r != "none"], ["dots", "minimal"]))
 def test_what_is_said_to_be_kept_is_what_the_forward_pass_hands_over(model: str, remat: str):
-    run = long(model).changed(remat=remat_named(remat))
+    run = long(model).changed(remat=load_remat(remat))
     expected = saved_bytes(run)
     assert handed_over(run, "tpu") == (expected.on_device, expected.on_host), expected
 
@@ -116,7 +116,7 @@ def test_lists_on_top_of_a_choice():
 @pytest.mark.parametrize(
     ("remat", "label"),
     [
-        *((remat_named(name), name) for name in REMATS),
+        *((load_remat(name), name) for name in REMATS),
         (RematConfig("full", ["all"]), "none"),
         (RematConfig("dots", ["value", "key", "query"]), "save_qkv_proj"),
         (RematConfig("full", [], ["out"]), "offload_out"),
@@ -131,8 +131,8 @@ def test_a_list_has_a_short_stable_name(remat: RematConfig, label: str):
 
 def test_wide_models_keep_their_inputs_alone_unless_asked_otherwise():
     narrow, wide = compose_run("model=gpt_tiny"), compose_run("model=gpt_1b")
-    assert (narrow.config.remat, wide.config.remat) == (remat_named("none"), remat_named("full"))
-    assert compose_run("model=gpt_tiny", "model.embed=2048").config.remat == remat_named("full")
+    assert (narrow.config.remat, wide.config.remat) == (load_remat("none"), load_remat("full"))
+    assert compose_run("model=gpt_tiny", "model.embed=2048").config.remat == load_remat("full")
 
 
 def test_a_run_is_repeated_with_its_lists(tmp_path: Path):

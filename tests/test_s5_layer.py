@@ -173,13 +173,14 @@ def test_activations_are_gathered_once_and_no_gradient_is_summed_where_it_is_ali
     structure, parameters = nnx.split(block.build(site, numerics=FLOAT32, key=jax.random.key(0)))
     by_name = block.parameters(site)
     held = jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.device_put(x, shard.sharding(shard.layout.stored(by_name[path[0].key].axes))), parameters
+        lambda path, x: jax.device_put(x, shard.sharding(shard.layout.stored_axes(by_name[path[0].key].axes))),
+        parameters,
     )
 
     def loss(parameters, u):
         return (nnx.merge(structure, parameters)(u, Boundaries(), shard) ** 2).sum()
 
-    u = jax.device_put(jnp.ones((8, 16, 32)), shard.sharding(shard.layout.activation(("batch", "seq", "embed"))))
+    u = jax.device_put(jnp.ones((8, 16, 32)), shard.sharding(shard.layout.activation_axes(("batch", "seq", "embed"))))
     program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(held, u).compile().as_text() or ""
     gathers_found = [
         line for line in program.splitlines() if re.search(r" = \w+\[\d+,16,\d+\]\S* all-gather(-start)?\(", line)

@@ -212,7 +212,7 @@ def named_slice(name: str, *, slices: int = 1) -> Slice:
 
     target = dataclasses.replace(get_target(name), slices=slices)
     refuse(target.problems())
-    return Slice.of(target)
+    return Slice.from_target(target)
 
 
 def show(run: Run) -> None:
@@ -270,7 +270,7 @@ def predict(
     if not isinstance(slice, TargetConfig):
         raise ValueError('name the slice to predict for: valkyrie.predict(..., slice=valkyrie.slice("v5p-128")).')
     refuse([*check_range("tokens", tokens, above=0), *check_range("flops", flops, above=0)])
-    target, work = Slice.of(slice), ProgramWork(name, tokens, flops)
+    target, work = Slice.from_target(slice), ProgramWork(name, tokens, flops)
     if isinstance(program, str | Path):
         axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)
         if not axes:

@@ -25,7 +25,7 @@ from valkyrie.axes import axes_text
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.parallel.partition import PartitionConfig
-from valkyrie.parallel.remat import remat_named
+from valkyrie.parallel.remat import load_remat
 from valkyrie.parts import write_category
 from valkyrie.paths import read_group, write_atomic
 from valkyrie.search.compile.prediction import MemoryReport
@@ -53,7 +53,7 @@ class Judged:
         shape = ModelVariant(self.shared, parse_run(list(self.shared)))
         config = SpaceConfig(same=Same.roles, remat=list(self.remats), microbatches=list(self.microbatches))
         partitions = {p.name: p for p in read_group("partition", PartitionConfig)}
-        remats = {name: remat_named(name) for name in self.remats}
+        remats = {name: load_remat(name) for name in self.remats}
         cells = enumerate_space(config, [shape], {name: partitions[name] for name in PARTITIONS}, remats)
         return sample_evenly(cells.legal, self.count)
 

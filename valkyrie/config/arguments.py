@@ -64,7 +64,7 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
             argument = f"{key}={os.path.expanduser(value)}"
         elif key == "mesh" and value.isdecimal():
             raise ValueError(
-                f"mesh={value} has 1 axis; a mesh has three (x, y, z) or four (w, x, y, z). Write mesh={value}x1x1."
+                f"mesh={value} has 1 axis, but a mesh has three (x, y, z) or four (w, x, y, z). Use mesh={value}x1x1."
             )
         typed.append(argument)
     return typed

@@ -31,7 +31,7 @@ from valkyrie.hardware.slices import even_shape, parse_shape, shape_text
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
-from valkyrie.parallel.remat import RematConfig, remat_named
+from valkyrie.parallel.remat import RematConfig, load_remat
 from valkyrie.paths import conf_dir, config_files, read_defaults
 from valkyrie.precision import PolicyConfig
 from valkyrie.processes.distributed import DistributedConfig
@@ -241,7 +241,7 @@ def default_remat(embed: int) -> str:
 
 def default_save(embed: int) -> list[str]:
     """Return the names of the activations that the default rematerialisation saves on the device."""
-    return remat_named(default_remat(embed)).save
+    return load_remat(default_remat(embed)).save
 
 
 def default_precision(target: str = "auto") -> str:

@@ -29,12 +29,12 @@ from valkyrie.extensions import Families, add_import_path, remember_modules
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.models import Model, activation_names, known_axes
 from valkyrie.optim import OptimizerConfig
-from valkyrie.parallel.batches import Batches, batches_of
+from valkyrie.parallel.batches import BatchSizes, resolve_batches
 from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.on_target import target_problems
 from valkyrie.parallel.partition import PartitionConfig
-from valkyrie.parallel.problems import nearest_legal, removes
+from valkyrie.parallel.problems import is_removed_by, nearest_legal
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import read_group, write_atomic
 from valkyrie.precision import PolicyConfig
@@ -287,11 +287,11 @@ class Run:
             return replace(self, config=replace(resolved, microbatches=c.microbatches, device_batch=c.device_batch))
         return replace(self, config=resolved, batch_note=batches.describe(c.seq, c.device_batch))
 
-    def _batches(self) -> Batches:
+    def _batches(self) -> BatchSizes:
         c = self.config
         known = c.device_batch is not None and not c.mesh.problems() and not self.config.mode.any_layout
         shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if known else 1
-        return batches_of(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
+        return resolve_batches(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
 
     def problems(self, *, advise: bool = True) -> list[Problem]:
         """Return all problems of this run that can be found without JAX and without a device.
@@ -407,7 +407,7 @@ class Run:
             other = Run(config := with_value(self.config, key, value), config.model)
             return (
                 not config.model.problems()
-                and removes(problem, value, other.arrays)
+                and is_removed_by(problem, value, other.arrays)
                 and (other.layout_problems() <= known)
             )
 

@@ -24,6 +24,6 @@ def log_stablemax(logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows vo
 
 def stablemax_cross_entropy(logits: Float[Array, "*rows vocab"], labels: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
     """Return the cross-entropy of each label, in nats. Negative labels are ignored: their loss is 0."""
-    index = jnp.maximum(labels, 0)[..., None]
-    log_probability = jnp.take_along_axis(log_stablemax(logits), index, axis=-1)[..., 0]
+    log_probabilities = log_stablemax(logits)
+    log_probability = jnp.take_along_axis(log_probabilities, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     return jnp.where(labels < 0, 0.0, -log_probability)

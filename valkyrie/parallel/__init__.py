@@ -1,1 +1,1 @@
-"""Meshes, partitions and layouts: everything that decides where an array lies. Nothing here knows a model."""
+"""Meshes, partitions and layouts, which determine how arrays are sharded. Independent of any model."""

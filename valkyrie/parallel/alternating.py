@@ -1,7 +1,7 @@
 """The 1F1B pipeline schedule: stages alternate between forward and backward passes (arXiv 1806.03377).
 
-One scan over turns computes losses and gradients, and a microbatch goes backward as soon as it has reached the last
-stage. A stage thus stores layer inputs for only a few microbatches, however many there are.
+One scan over turns computes losses and gradients. The backward pass of a microbatch starts as soon as it has reached
+the last stage, so that a stage stores the layer inputs of only a few microbatches.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from jax.sharding import PartitionSpec
 
 from valkyrie.axes import BATCH, LayerFunction, LossHead, Shard
 from valkyrie.parallel.pipeline import (
-    SENT_ON,
+    SEND_SCOPE,
     InStage,
+    constrain_rows,
     fold_in_keys,
+    gather_stages,
     index_tree,
-    of_every_stage,
-    pipelined,
-    placed,
-    sum_for_each_stage,
+    run_pipeline,
+    scatter_sum,
     update_slot,
     where_tree,
 )
@@ -29,7 +29,7 @@ from valkyrie.parallel.schedule import Pipeline
 from valkyrie.precision import ACCUMULATED
 
 
-def alternating(
+def run_1f1b(
     pipeline: Pipeline,
     mesh: Any,
     in_stage: InStage,
@@ -50,46 +50,46 @@ def alternating(
     @jax.custom_vjp
     def apply(*leaves: Any) -> Any:
         layers, x, rows, parameters, head_rows = jax.tree.unflatten(structure, leaves)
-        return head.f(parameters, pipelined(pipeline, mesh, in_stage, f, layers, x, rows), head_rows, shard)
+        return head.f(parameters, run_pipeline(pipeline, mesh, in_stage, f, layers, x, rows), head_rows, shard)
 
     def forward(*primals: Any) -> tuple[Any, Any]:
-        moves = jax.tree.unflatten(structure, [primal.perturbed for primal in primals])
+        has_gradient = jax.tree.unflatten(structure, [primal.perturbed for primal in primals])
         arguments = jax.tree.unflatten(structure, [primal.value for primal in primals])
-        stage = _Stage(pipeline, in_stage, f, head, jax.tree.leaves(moves[2]))
-        along, everywhere = PartitionSpec(pipeline.axis), PartitionSpec()
+        stage = _Stage(pipeline, in_stage, f, head, jax.tree.leaves(has_gradient[2]))
+        stage_spec, replicated_spec = PartitionSpec(pipeline.axis), PartitionSpec()
         run = jax.shard_map(
             stage.run,
             mesh=mesh,
-            in_specs=(along, along, along, everywhere, along),
-            out_specs=((everywhere, along), (along, along, along, everywhere)),
+            in_specs=(stage_spec, stage_spec, stage_spec, replicated_spec, stage_spec),
+            out_specs=((replicated_spec, stage_spec), (stage_spec, stage_spec, stage_spec, replicated_spec)),
             axis_names={pipeline.axis},
             check_vma=False,
         )
         return run(*arguments)
 
     def backward(gradients: Any, cotangents: Any) -> Any:
-        by = jax.tree.leaves(cotangents)[0]
-        of_all = [g for tree in gradients for g in tree] + [None] * len(jax.tree.leaves(head.rows))
-        scaled = zip(of_all, leaves, strict=True)
-        return tuple(None if g is None else (by.astype(g.dtype) * g).astype(leaf.dtype) for g, leaf in scaled)
+        cotangent = jax.tree.leaves(cotangents)[0]
+        leaf_gradients = [g for tree in gradients for g in tree] + [None] * len(jax.tree.leaves(head.rows))
+        scaled = zip(leaf_gradients, leaves, strict=True)
+        return tuple(None if g is None else (cotangent.astype(g.dtype) * g).astype(leaf.dtype) for g, leaf in scaled)
 
     apply.defvjp(forward, backward, symbolic_zeros=True)
     return apply(*leaves)
 
 
-class _Turns(NamedTuple):
+class _StageState(NamedTuple):
     """State of a stage between turns.
 
     Args:
-        waiting: Stream of every microbatch before the first layer. On the first stage, the gradient of a finished
-            microbatch replaces its stream.
+        waiting: Stream of every microbatch before the first layer. On the first stage, the gradient replaces the
+            stream when a microbatch is finished.
         received: Stream from the previous stage.
         returned: Gradient from the next stage.
         inputs: Inputs of layers, by microbatch.
-        layers: Gradients of the learned leaves of layers.
-        rows: Gradients of the leaves of rows with a gradient.
-        head: Gradients of the head's parameters.
-        sums: Sums of the head.
+        layers: Gradients of the floating-point leaves of the layers.
+        rows: Gradients of those leaves of the rows that have one.
+        head: Gradients of the parameters of the head.
+        sums: Sums that the head returns, such as the loss.
     """
 
     waiting: Any
@@ -111,187 +111,189 @@ class _Stage:
     """
 
     def __init__(
-        self, pipeline: Pipeline, in_stage: InStage, f: LayerFunction, head: LossHead, moves: list[bool]
+        self, pipeline: Pipeline, in_stage: InStage, f: LayerFunction, head: LossHead, has_gradient: list[bool]
     ) -> None:
-        """`moves`: whether each leaf of the rows has a gradient."""
-        self._pipeline, self._in_stage, self._f, self._head, self._moves = pipeline, in_stage, f, head, moves
+        """`has_gradient`: Whether each leaf of the rows has a gradient."""
+        self._pipeline, self._in_stage, self._f, self._head = pipeline, in_stage, f, head
+        self._has_gradient = has_gradient
 
     def run(self, layers: Any, x: Any, rows: Any, parameters: Any, head_rows: Any) -> tuple[Any, Any]:
         """Return the values of `head`, and the gradients of layers, stream, rows and parameters of `head`."""
         pipeline = self._pipeline
         stages, count, axis = pipeline.stages, pipeline.microbatches, pipeline.axis
-        self._shard, self._place = self._in_stage(), jax.lax.axis_index(axis)
+        self._shard, self._stage_index = self._in_stage(), jax.lax.axis_index(axis)
         self._layers, self._parameters = layers, parameters
-        self._head_rows = jax.tree.map(self._apart, head_rows)
-        self._rows = jax.tree.map(self._gathered, jax.tree.map(self._apart, rows))
-        turns = self._start(jax.tree.map(self._gathered, jax.tree.map(self._apart, x)))
+        self._head_rows = jax.tree.map(self._split_microbatches, head_rows)
+        self._rows = jax.tree.map(self._gather_rows, jax.tree.map(self._split_microbatches, rows))
+        turns = self._start(jax.tree.map(self._gather_rows, jax.tree.map(self._split_microbatches, x)))
         turns, _ = jax.lax.scan(lambda turns, t: (self._forward(turns, t)[0], None), turns, jnp.arange(stages - 1))
         turns, by_row = jax.lax.scan(self._turn, turns, jnp.arange(stages - 1, stages - 1 + count))
-        none, rest = _zeros(turns.returned), jnp.arange(stages - 1 + count, pipeline.turns)
-        turns, _ = jax.lax.scan(lambda turns, t: (self._backward(turns, none, t), None), turns, rest)
-        first = self._place == 0
-        of_stream = [self._scattered(jnp.where(first, g, 0)) for g in jax.tree.leaves(turns.waiting)]
-        moved = iter(turns.rows)
-        of_rows = [self._scattered(next(moved)) if moves else None for moves in self._moves]
-        grown = iter(turns.layers)
-        of_layers = [next(grown) if _is_learned(leaf) else None for leaf in jax.tree.leaves(layers)]
-        of_parameters = jax.lax.psum(jax.tree.leaves(turns.head), axis)
-        values = jax.lax.psum(turns.sums, axis), jax.tree.map(self._joined, by_row)
-        return values, (of_layers, of_stream, of_rows, of_parameters)
+        zeros, last_turns = _zeros_like(turns.returned), jnp.arange(stages - 1 + count, pipeline.turns)
+        turns, _ = jax.lax.scan(lambda turns, t: (self._backward(turns, zeros, t), None), turns, last_turns)
+        is_first = self._stage_index == 0
+        stream_gradients = [self._scatter_rows(jnp.where(is_first, g, 0)) for g in jax.tree.leaves(turns.waiting)]
+        row_gradients = iter(turns.rows)
+        rows_gradients = [self._scatter_rows(next(row_gradients)) if has else None for has in self._has_gradient]
+        layer_gradients = iter(turns.layers)
+        layers_gradients = [next(layer_gradients) if _is_float(leaf) else None for leaf in jax.tree.leaves(layers)]
+        parameter_gradients = jax.lax.psum(jax.tree.leaves(turns.head), axis)
+        values = jax.lax.psum(turns.sums, axis), jax.tree.map(self._join_microbatches, by_row)
+        return values, (layers_gradients, stream_gradients, rows_gradients, parameter_gradients)
 
-    def _start(self, waiting: Any) -> _Turns:
+    def _start(self, waiting: Any) -> _StageState:
         """Return the state before the first turn."""
-        pipeline, stream = self._pipeline, _zeros(index_tree(waiting, 0))
+        pipeline, stream = self._pipeline, _zeros_like(index_tree(waiting, 0))
         repeats = jax.tree.leaves(self._layers)[0].shape[0]
-        inputs = jax.tree.map(lambda x: jnp.zeros((pipeline.kept, repeats, *x.shape), x.dtype), stream)
-        own, head_rows = jax.tree.map(self._split, stream), index_tree(self._head_rows, 0)
-        sums, _ = jax.eval_shape(lambda p, x: self._head.f(p, x, head_rows, self._shard), self._parameters, own)
-        learned = [leaf for leaf in jax.tree.leaves(self._layers) if _is_learned(leaf)]
-        return _Turns(
+        inputs = jax.tree.map(lambda x: jnp.zeros((pipeline.stored_microbatches, repeats, *x.shape), x.dtype), stream)
+        own_rows, head_rows = jax.tree.map(self._scatter_microbatch, stream), index_tree(self._head_rows, 0)
+        sums, _ = jax.eval_shape(lambda p, x: self._head.f(p, x, head_rows, self._shard), self._parameters, own_rows)
+        learned = [leaf for leaf in jax.tree.leaves(self._layers) if _is_float(leaf)]
+        return _StageState(
             waiting,
             stream,
             stream,
             inputs,
-            _sums_of(learned),
-            _sums_of(self._moving(self._rows)),
-            _sums_of(self._parameters),
-            _zeros(sums),
+            _zero_sums(learned),
+            _zero_sums(self._differentiable_rows(self._rows)),
+            _zero_sums(self._parameters),
+            _zeros_like(sums),
         )
 
-    def _turn(self, turns: _Turns, t: jax.Array) -> tuple[_Turns, Any]:
-        """Run a whole turn. Returns the new state, and the values of `head` for each row of its microbatch."""
+    def _turn(self, turns: _StageState, t: jax.Array) -> tuple[_StageState, Any]:
+        """Run a turn with both passes. Returns the new state, and the values of `head` for each row."""
         turns, leaving = self._forward(turns, t)
-        number = t - (self._pipeline.stages - 1)
-        last = self._place == self._pipeline.stages - 1
-        own = jax.tree.map(lambda x: self._split(jnp.where(last, x, 0)), leaving)
+        microbatch = t - (self._pipeline.stages - 1)
+        is_last = self._stage_index == self._pipeline.stages - 1
+        own_rows = jax.tree.map(lambda x: self._scatter_microbatch(jnp.where(is_last, x, 0)), leaving)
 
         def head(parameters: Any, x: Any) -> Any:
-            return self._head.f(parameters, x, index_tree(self._head_rows, number), self._shard)
+            return self._head.f(parameters, x, index_tree(self._head_rows, microbatch), self._shard)
 
-        (sums, by_row), back = jax.vjp(head, self._parameters, own)
-        (first, *others), structure = jax.tree.flatten((sums, by_row))
-        of_parameters, g = back(jax.tree.unflatten(structure, [jnp.ones_like(first), *map(jnp.zeros_like, others)]))
-        turns = turns._replace(head=_added(turns.head, of_parameters), sums=_added(turns.sums, sums))
-        return self._backward(turns, jax.tree.map(self._merged, g), t), by_row
+        (sums, row_values), vjp = jax.vjp(head, self._parameters, own_rows)
+        (first, *other_leaves), structure = jax.tree.flatten((sums, row_values))
+        cotangents = jax.tree.unflatten(structure, [jnp.ones_like(first), *map(jnp.zeros_like, other_leaves)])
+        parameter_gradients, stream_gradient = vjp(cotangents)
+        turns = turns._replace(head=_add_trees(turns.head, parameter_gradients), sums=_add_trees(turns.sums, sums))
+        return self._backward(turns, jax.tree.map(self._gather_microbatch, stream_gradient), t), row_values
 
-    def _forward(self, turns: _Turns, t: jax.Array) -> tuple[_Turns, Any]:
+    def _forward(self, turns: _StageState, t: jax.Array) -> tuple[_StageState, Any]:
         """Run a microbatch forward. Returns the new state and the stream that leaves this stage."""
-        number = t - self._place
-        microbatch, valid = self._clipped(number)
+        number = t - self._stage_index
+        microbatch, valid = self._clip_microbatch(number)
         rows = index_tree(self._rows, microbatch)
 
         def body(x: Any, layer: Any) -> tuple[Any, Any]:
             return self._f(x, layer, rows, self._shard), x
 
-        entering = where_tree(self._place == 0, index_tree(turns.waiting, microbatch), turns.received)
+        entering = where_tree(self._stage_index == 0, index_tree(turns.waiting, microbatch), turns.received)
         leaving, inputs = jax.lax.scan(body, entering, fold_in_keys(self._layers, microbatch))
-        inputs = update_slot(turns.inputs, inputs, microbatch % self._pipeline.kept, valid)
+        inputs = update_slot(turns.inputs, inputs, microbatch % self._pipeline.stored_microbatches, valid)
         return turns._replace(inputs=inputs, received=self._exchange(leaving, 1)), leaving
 
-    def _backward(self, turns: _Turns, head_gradient: Any, t: jax.Array) -> _Turns:
+    def _backward(self, turns: _StageState, head_gradient: Any, t: jax.Array) -> _StageState:
         """Run a microbatch backward. Returns the new state. Only the last stage uses `head_gradient`."""
         stages = self._pipeline.stages
-        number = t - 2 * (stages - 1) + self._place
-        microbatch, valid = self._clipped(number)
+        number = t - 2 * (stages - 1) + self._stage_index
+        microbatch, valid = self._clip_microbatch(number)
         rows = index_tree(self._rows, microbatch)
-        moving, rows_of = self._moving(rows), self._rows_with(rows)
+        differentiable, replace_rows = self._differentiable_rows(rows), self._rows_with(rows)
 
         def body(carry: tuple[Any, Any], scanned: tuple[Any, Any]) -> tuple[tuple[Any, Any], Any]:
-            (g, of_rows), (layer, x) = carry, scanned
+            (g, row_gradients), (layer, x) = carry, scanned
             leaves, structure = jax.tree.flatten(layer)
 
-            def repeated(x: Any, learned: list[jax.Array], moving: list[jax.Array]) -> Any:
-                fresh = iter(learned)
-                whole = [next(fresh) if _is_learned(leaf) else leaf for leaf in leaves]
-                return self._f(x, jax.tree.unflatten(structure, whole), rows_of(moving), self._shard)
+            def apply_layer(x: Any, learned: list[jax.Array], differentiable: list[jax.Array]) -> Any:
+                next_leaf = iter(learned)
+                all_leaves = [next(next_leaf) if _is_float(leaf) else leaf for leaf in leaves]
+                return self._f(x, jax.tree.unflatten(structure, all_leaves), replace_rows(differentiable), self._shard)
 
-            _, back = jax.vjp(repeated, x, [leaf for leaf in leaves if _is_learned(leaf)], moving)
-            g, of_layer, more = back(g)
-            return (g, _added(of_rows, more)), of_layer
+            _, vjp = jax.vjp(apply_layer, x, [leaf for leaf in leaves if _is_float(leaf)], differentiable)
+            g, layer_gradients, more_row_gradients = vjp(g)
+            return (g, _add_trees(row_gradients, more_row_gradients)), layer_gradients
 
-        g = where_tree(self._place == stages - 1, head_gradient, turns.returned)
-        inputs = index_tree(turns.inputs, microbatch % self._pipeline.kept)
-        start, scanned = (g, _sums_of(moving)), (fold_in_keys(self._layers, microbatch), inputs)
-        (g, of_rows), of_layers = jax.lax.scan(body, start, scanned, reverse=True)
-        so_far = index_tree(turns.rows, microbatch)
+        g = where_tree(self._stage_index == stages - 1, head_gradient, turns.returned)
+        inputs = index_tree(turns.inputs, microbatch % self._pipeline.stored_microbatches)
+        start, scanned = (g, _zero_sums(differentiable)), (fold_in_keys(self._layers, microbatch), inputs)
+        (g, row_gradients), layers_gradients = jax.lax.scan(body, start, scanned, reverse=True)
+        earlier_row_gradients = index_tree(turns.rows, microbatch)
         return turns._replace(
-            waiting=update_slot(turns.waiting, g, microbatch, valid & (self._place == 0)),
+            waiting=update_slot(turns.waiting, g, microbatch, valid & (self._stage_index == 0)),
             returned=self._exchange(g, -1),
-            layers=_added(turns.layers, of_layers, valid),
-            rows=update_slot(turns.rows, _added(so_far, of_rows), microbatch, valid),
+            layers=_add_trees(turns.layers, layers_gradients, valid),
+            rows=update_slot(turns.rows, _add_trees(earlier_row_gradients, row_gradients), microbatch, valid),
         )
 
-    def _clipped(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Clip a number to the range of microbatches. Returns the microbatch and whether it has this number."""
+    def _clip_microbatch(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Clip a number to the range of microbatches. Returns the microbatch, and whether the number was in range."""
         microbatch = jnp.clip(number, 0, self._pipeline.microbatches - 1)
         return microbatch, microbatch == number
 
-    def _exchange(self, tree: Any, by: int) -> Any:
-        """Send arrays `by` stages ahead. Returns the received ones: zeros if there is no sender."""
+    def _exchange(self, tree: Any, offset: int) -> Any:
+        """Send arrays `offset` stages ahead. Returns the received ones: zeros if there is no sender."""
         stages = range(self._pipeline.stages)
-        pairs = [(stage, stage + by) for stage in stages if stage + by in stages]
-        with jax.named_scope(SENT_ON):
+        pairs = [(stage, stage + offset) for stage in stages if stage + offset in stages]
+        with jax.named_scope(SEND_SCOPE):
             return jax.tree.map(lambda x: jax.lax.ppermute(x, self._pipeline.axis, pairs), tree)
 
-    def _moving(self, rows: Any) -> list[jax.Array]:
-        return [leaf for leaf, moves in zip(jax.tree.leaves(rows), self._moves, strict=True) if moves]
+    def _differentiable_rows(self, rows: Any) -> list[jax.Array]:
+        return [leaf for leaf, has in zip(jax.tree.leaves(rows), self._has_gradient, strict=True) if has]
 
     def _rows_with(self, rows: Any) -> Any:
-        """Return a function that replaces the leaves with a gradient."""
+        """Return a function that replaces those leaves of the rows that have a gradient."""
         leaves, structure = jax.tree.flatten(rows)
 
-        def rows_with(moving: list[jax.Array]) -> Any:
-            fresh = iter(moving)
-            both = zip(leaves, self._moves, strict=True)
-            return jax.tree.unflatten(structure, [next(fresh) if moves else leaf for leaf, moves in both])
+        def replace_rows(differentiable: list[jax.Array]) -> Any:
+            next_leaf = iter(differentiable)
+            pairs = zip(leaves, self._has_gradient, strict=True)
+            return jax.tree.unflatten(structure, [next(next_leaf) if has else leaf for leaf, has in pairs])
 
-        return rows_with
+        return replace_rows
 
-    def _apart(self, x: jax.Array) -> jax.Array:
-        """Reshape (rows of a stage, ...) to (microbatch, rows, ...). Devices of the other axes have rows of each."""
+    def _split_microbatches(self, x: jax.Array) -> jax.Array:
+        """Reshape (rows of a stage, ...) to (microbatch, rows, ...). Devices of other mesh axes have rows of each."""
         parts, count = self._shard.size(BATCH), self._pipeline.microbatches
-        apart = x.reshape(parts, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
-        return placed(self._shard, apart, 1)
+        split = x.reshape(parts, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
+        return constrain_rows(self._shard, split, 1)
 
-    def _joined(self, x: jax.Array) -> jax.Array:
-        """Invert `_apart`."""
+    def _join_microbatches(self, x: jax.Array) -> jax.Array:
+        """Invert `_split_microbatches`."""
         parts, count = self._shard.size(BATCH), self._pipeline.microbatches
         return x.reshape(count, parts, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
-    def _gathered(self, x: jax.Array) -> jax.Array:
+    def _gather_rows(self, x: jax.Array) -> jax.Array:
         """Gather (microbatch, rows of one stage, ...) to (microbatch, rows of all stages, ...) on every stage."""
-        return jax.vmap(self._merged)(x)
+        return jax.vmap(self._gather_microbatch)(x)
 
-    def _merged(self, x: jax.Array) -> jax.Array:
-        """Gather a microbatch's rows of each stage on every stage. Devices of the other axes keep their rows."""
+    def _gather_microbatch(self, x: jax.Array) -> jax.Array:
+        """Gather the rows of a microbatch from all stages. Devices along other mesh axes keep their rows."""
         parts, shape = self._shard.size(BATCH), x.shape[1:]
-        own = placed(self._shard, x.reshape(parts, -1, *shape), 0)
-        every = of_every_stage(self._pipeline, own).swapaxes(0, 1)
-        return placed(self._shard, every, 0).reshape(-1, *shape)
+        own_rows = constrain_rows(self._shard, x.reshape(parts, -1, *shape), 0)
+        stage_rows = gather_stages(self._pipeline, own_rows).swapaxes(0, 1)
+        return constrain_rows(self._shard, stage_rows, 0).reshape(-1, *shape)
 
-    def _split(self, x: jax.Array) -> jax.Array:
-        """Sum all rows of a microbatch over stages, and keep this stage's rows. The transpose of `_merged`."""
-        every = x.reshape(self._shard.size(BATCH), self._pipeline.stages, -1, *x.shape[1:])
-        own = sum_for_each_stage(self._pipeline, placed(self._shard, every, 0).swapaxes(0, 1))
-        return placed(self._shard, own, 0).reshape(-1, *x.shape[1:])
+    def _scatter_microbatch(self, x: jax.Array) -> jax.Array:
+        """Sum the rows of a microbatch over stages, and return this stage's. The transpose of `_gather_microbatch`."""
+        stage_rows = x.reshape(self._shard.size(BATCH), self._pipeline.stages, -1, *x.shape[1:])
+        own_rows = scatter_sum(self._pipeline, constrain_rows(self._shard, stage_rows, 0).swapaxes(0, 1))
+        return constrain_rows(self._shard, own_rows, 0).reshape(-1, *x.shape[1:])
 
-    def _scattered(self, x: jax.Array) -> jax.Array:
+    def _scatter_rows(self, x: jax.Array) -> jax.Array:
         """Sum (microbatch, rows, ...) over stages, and return (rows of this stage, ...)."""
-        return self._joined(jax.vmap(self._split)(x))
+        return self._join_microbatches(jax.vmap(self._scatter_microbatch)(x))
 
 
-def _is_learned(leaf: jax.Array) -> bool:
+def _is_float(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _zeros(tree: Any) -> Any:
+def _zeros_like(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
-def _sums_of(tree: Any) -> Any:
-    """Return zeros for gradients, in the dtype in which microbatches are added."""
+def _zero_sums(tree: Any) -> Any:
+    """Return zeros in the dtype in which gradients of microbatches are summed."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, ACCUMULATED.value), tree)
 
 
-def _added(total: Any, more: Any, valid: jax.Array | bool = True) -> Any:
+def _add_trees(total: Any, more: Any, valid: jax.Array | bool = True) -> Any:
     return jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0).astype(a.dtype), total, more)

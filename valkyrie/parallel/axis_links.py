@@ -1,7 +1,7 @@
 """Links that each mesh axis can use under a placement: strides, rings and hops. Needs no device.
 
-A mesh axis is placed in factors on physical axes: between slices, along the torus, and over the cores of a chip. On
-platforms without a torus, the physical axes are the devices of a host, and the hosts.
+A mesh axis is a product of factors, each on a physical axis: between slices, along the torus, or over the cores of a
+chip. On platforms without a torus, the physical axes are the devices of a host, and the hosts.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import NamedTuple
 from valkyrie.hardware.target import Topology
 
 DCN, CORE, HOST = "dcn", "core", "host"
-"""Physical axes in addition to those of the torus: between slices or hosts, within a chip, within a host."""
+"""Physical axes other than those of the torus: between slices or hosts, within a chip, within a host."""
 TORUS_AXES = ("a", "b", "c", "d")
 """Names of a slice's torus axes, in the order of a device's coordinates."""
-MOST_FACTORS = 2
-"""Most mesh axes on one physical axis; more would share its links without any gain."""
-MOST_TRIED = 4000
-"""Most placements of a mesh to compare."""
+MAX_FACTORS = 2
+"""Maximum number of mesh axes on one physical axis. More would share its links without any gain."""
+MAX_PLACEMENTS = 4000
+"""Maximum number of placements of a mesh to compare."""
 
 
 class Factor(NamedTuple):
-    """A factor of a mesh axis on the physical axis `on`, which has `length` positions.
+    """A factor of a mesh axis, placed on a physical axis.
 
     Args:
-        on: Physical axis.
-        size: Positions of the factor.
+        on: Name of the physical axis.
+        size: Number of positions of the factor.
         stride: Distance from one position to the next.
-        length: Positions of the physical axis.
-        ring: The positions close into a ring around the physical axis.
+        length: Number of positions of the physical axis.
+        ring: Whether the positions form a ring around the physical axis.
     """
 
     on: str
@@ -43,12 +43,12 @@ class Factor(NamedTuple):
 
     @property
     def links(self) -> float:
-        """One-way links per chip: two around a ring, one along a line, shared by `stride` interleaved factors."""
+        """One-way links per chip: two in a ring, one in a line, divided by the `stride` factors that share them."""
         return (2 if self.ring else 1) / self.stride if self.on in TORUS_AXES else 0.0
 
     @property
     def hops(self) -> float:
-        """Hops to reach all positions, in both directions of a ring at once."""
+        """Hops to reach all positions, using both directions of a ring."""
         return self.size * self.stride / (2 if self.ring else 1) if self.on in TORUS_AXES else 0.0
 
     def __str__(self) -> str:
@@ -58,7 +58,10 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True)
 class AxisPlacement:
-    """Placement of a mesh axis. `straight` is False if its devices fill only a part of the block of `factors`."""
+    """Placement of a mesh axis on physical axes.
+
+    `straight` is False if the devices of the axis fill only a part of the block that `factors` span.
+    """
 
     size: int
     factors: tuple[Factor, ...]
@@ -71,29 +74,29 @@ class AxisPlacement:
 
     @property
     def ring(self) -> bool:
-        """Whether it has links between chips, and closes into a ring on all of its torus axes."""
+        """Whether it is on the torus, and a ring on each of its torus axes."""
         return bool(self.torus) and self.straight and all(factor.ring for factor in self.torus)
 
     @property
     def links(self) -> float:
-        """One-way links per chip, that is the bandwidth of a collective over it as a multiple of a link's."""
+        """One-way links per chip: the bandwidth of a collective over the axis, as a multiple of that of a link."""
         if not self.torus:
             return 0.0
         return sum((factor.links for factor in self.factors), 0.0) if self.straight else 1.0
 
     @property
     def ring_links(self) -> float:
-        """Links of a single ring through all its devices: at most those of one torus axis."""
+        """Links of a single ring through all devices of the axis: at most those of one torus axis."""
         return min(self.links, max((factor.links for factor in self.factors), default=0.0))
 
     @property
     def hops(self) -> float:
-        """Hops around all its devices."""
+        """Hops around all devices of the axis."""
         return sum((factor.hops for factor in self.factors), 0.0)
 
     @property
     def outer(self) -> int:
-        """Number of slices or hosts that it spans."""
+        """Number of slices or hosts that the axis spans."""
         return math.prod(factor.size for factor in self.factors if factor.on == DCN)
 
     def __str__(self) -> str:
@@ -104,8 +107,8 @@ class AxisPlacement:
             if any(factor.ring for factor in self.torus) and not self.ring:
                 shape = f"ring on {','.join(factor.on for factor in self.torus if factor.ring)} only"
             links = f"{self.links:.3g} link{'s' * (self.links != 1)}"
-            where = ",".join(str(factor) if self.straight else factor.on for factor in self.torus)
-            parts.append(f"torus {where} ({f'{shape}, {links}' if self.straight else 'scattered, 1 link'})")
+            factor_text = ",".join(str(factor) if self.straight else factor.on for factor in self.torus)
+            parts.append(f"torus {factor_text} ({f'{shape}, {links}' if self.straight else 'scattered, 1 link'})")
         if any(factor.on == CORE for factor in self.factors):
             parts.append("the cores of a chip")
         if any(factor.on == DCN for factor in self.factors):
@@ -122,13 +125,13 @@ class Placement:
 
     def entries(self, names: Sequence[str], sizes: Sequence[int]) -> list[str]:
         """Return the entries of `mesh.placement` for axes of these names and sizes."""
-        return entries_of(
+        return placement_entries(
             [(names[axis], factor) for axis, factor in self.factors], dict(zip(names, sizes, strict=True))
         )
 
 
-def entries_of(factors: Sequence[tuple[str, int]], axes: Mapping[str, int]) -> list[str]:
-    """Return factors as `mesh.placement` lists them: adjacent ones of one axis joined, whole axes by name only."""
+def placement_entries(factors: Sequence[tuple[str, int]], axes: Mapping[str, int]) -> list[str]:
+    """Format factors as in `mesh.placement`. Joins adjacent factors of an axis, and names whole axes without a size."""
     joined: list[tuple[str, int]] = []
     for axis, factor in factors:
         if joined and joined[-1][0] == axis:
@@ -139,23 +142,24 @@ def entries_of(factors: Sequence[tuple[str, int]], axes: Mapping[str, int]) -> l
 
 
 def physical_axes(topology: Topology) -> list[tuple[str, int, bool]]:
-    """Return (name, length, whether it wraps) of each physical axis, slowest first."""
+    """Return (name, length, wraps) for each physical axis, slowest first."""
     torus = zip(TORUS_AXES, topology.shape, topology.wrap, strict=False)
     return [(DCN, topology.slices, False), *torus, (CORE, topology.devices_per_chip, False)]
 
 
-def placed_factor(on: str, size: int, stride: int, length: int, wrap: bool) -> Factor:
-    """Return a factor, which is a ring if it spans a physical axis that wraps.
+def make_factor(on: str, size: int, stride: int, length: int, wrap: bool) -> Factor:
+    """Return a factor. It is a ring if it spans a physical axis that wraps.
 
-    An axis of two chips is no ring: they have one link between them, whether it wraps or not.
+    Two chips are never a ring, because they have only one link between them.
     """
     return Factor(on, size, stride, length, wrap and size * stride == length and length > 2)
 
 
 def close_rings(factors: Sequence[Factor], topology: Topology) -> tuple[Factor, ...]:
-    """Return the factors of a mesh axis without rings that do not close on a twisted torus.
+    """Return the factors of a mesh axis, with `ring` cleared where a twisted torus does not close the ring.
 
-    The link past the end of an axis leads to other positions on the longer axes, which the mesh axis must include.
+    On a twisted torus, the link past the end of an axis leads to other positions on the longer axes. The ring closes
+    only if the mesh axis includes these positions.
     """
     if not topology.twisted:
         return tuple(factors)
@@ -164,30 +168,30 @@ def close_rings(factors: Sequence[Factor], topology: Topology) -> tuple[Factor, 
 
 
 @cache
-def placements_of(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
-    """Return the undominated placements of axes of these sizes on one slice.
+def undominated_placements(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
+    """Return the placements of axes of these sizes on one slice, without those that are worse for every axis.
 
-    `torus`: whether a torus joins the chips. Otherwise, a switch joins the devices of each host.
+    `torus`: Whether a torus joins the chips. Otherwise, a switch joins the devices of each host.
     """
     order = sorted(range(len(sizes)), key=lambda axis: -sizes[axis])
-    rank = {axis: number for number, axis in enumerate(order)}
-    ordered = _ordered(tuple(sizes[axis] for axis in order), topology, torus)
+    position_in_order = {axis: number for number, axis in enumerate(order)}
+    sorted_placements = _sorted_placements(tuple(sizes[axis] for axis in order), topology, torus)
     return tuple(
         Placement(
             tuple((order[axis], factor) for axis, factor in placement.factors),
-            tuple(placement.axes[rank[axis]] for axis in range(len(sizes))),
+            tuple(placement.axes[position_in_order[axis]] for axis in range(len(sizes))),
         )
-        for placement in ordered
+        for placement in sorted_placements
     )
 
 
 @cache
-def _ordered(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
-    """Return the placements for sizes in descending order, cached for all other orders."""
+def _sorted_placements(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
+    """Return the placements for sizes in descending order. Cached, so that all other orders share the result."""
     physical = physical_axes(topology)[1:] if torus else [(HOST, topology.devices, False)]
-    best: dict[tuple[float, ...], Placement] = {}
-    for number, filling in enumerate(fillings(tuple(length for _, length, _ in physical), sizes, MOST_FACTORS)):
-        if number == MOST_TRIED:
+    best_placements: dict[tuple[float, ...], Placement] = {}
+    for number, filling in enumerate(iterate_fillings(tuple(length for _, length, _ in physical), sizes, MAX_FACTORS)):
+        if number == MAX_PLACEMENTS:
             break
         axes = tuple(
             AxisPlacement(size, _torus_factors(i, filling, physical, topology))
@@ -195,13 +199,13 @@ def _ordered(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[P
             else AxisPlacement(size, _host_factors(i, filling, topology))
             for i, size in enumerate(sizes)
         )
-        key = tuple(x for axis in axes for x in (axis.links, axis.ring_links, -axis.outer, -axis.hops))
-        if key not in best:
-            best[key] = Placement(tuple(factor for on_axis in filling for factor in on_axis), axes)
+        score = tuple(x for axis in axes for x in (axis.links, axis.ring_links, -axis.outer, -axis.hops))
+        if score not in best_placements:
+            best_placements[score] = Placement(tuple(factor for on_axis in filling for factor in on_axis), axes)
     undominated = []
-    for key, placement in sorted(best.items(), key=lambda item: -sum(item[0])):
-        if not any(all(a >= b for a, b in zip(other, key, strict=True)) for other, _ in undominated):
-            undominated.append((key, placement))
+    for score, placement in sorted(best_placements.items(), key=lambda item: -sum(item[0])):
+        if not any(all(a >= b for a, b in zip(other, score, strict=True)) for other, _ in undominated):
+            undominated.append((score, placement))
     return tuple(placement for _, placement in undominated)
 
 
@@ -217,53 +221,58 @@ def _torus_factors(
         stride = 1
         for other, size in reversed(on_axis):
             if other == axis:
-                factors.append(placed_factor(on, size, stride, length, wrap))
+                factors.append(make_factor(on, size, stride, length, wrap))
             stride *= size
     return close_rings(factors, topology)
 
 
 def _host_factors(axis: int, filling: Filling, topology: Topology) -> tuple[Factor, ...]:
     """Return the factors of an axis on the devices of a host and on hosts."""
-    stride, of_host = 1, math.prod(topology.host_bounds)
+    stride, host_size = 1, math.prod(topology.host_bounds)
     for other, size in reversed(filling[0]):
         if other == axis:
-            inner = max(min(of_host // stride, size), 1)
-            hosts = topology.devices // of_host
-            return Factor(DCN, size // inner, 1, hosts, False), Factor(HOST, inner, stride, of_host, False)
+            host_part = max(min(host_size // stride, size), 1)
+            hosts = topology.devices // host_size
+            return Factor(DCN, size // host_part, 1, hosts, False), Factor(HOST, host_part, stride, host_size, False)
         stride *= size
     return ()
 
 
-def fillings(lengths: tuple[int, ...], sizes: tuple[int, ...], most: int | None = None) -> Iterator[Filling]:
+def iterate_fillings(
+    lengths: tuple[int, ...], sizes: tuple[int, ...], max_axes: int | None = None
+) -> Iterator[Filling]:
     """Yield all ways to fill physical axes of these lengths with factors of mesh axes of these sizes.
 
-    `most`: most mesh axes on one physical axis, each as a single factor, tried from the largest. The last physical axis
-    takes all remaining axes. None: no limit; an axis may have several factors there, tried from the smallest.
+    With `max_axes`, at most that many mesh axes share a physical axis, each with one factor, largest first, except on
+    the last physical axis, which takes all remaining axes. None: no limit. An axis may then have several factors on a
+    physical axis, smallest first.
     """
     if not lengths:
         if math.prod(sizes) == 1:
             yield ()
         return
-    limit = len(sizes) if most is not None and len(lengths) == 1 and len(sizes) > 1 else most
-    for on_first, left in _on_one(lengths[0], sizes, limit, frozenset()):
-        for rest in fillings(lengths[1:], left, most):
-            yield (on_first, *rest)
+    axis_limit = len(sizes) if max_axes is not None and len(lengths) == 1 and len(sizes) > 1 else max_axes
+    for first_filling, remaining in _fill_axis(lengths[0], sizes, axis_limit, frozenset()):
+        for other_fillings in iterate_fillings(lengths[1:], remaining, max_axes):
+            yield (first_filling, *other_fillings)
 
 
-def _on_one(
-    length: int, sizes: tuple[int, ...], most: int | None, used: frozenset[int]
+def _fill_axis(
+    length: int, sizes: tuple[int, ...], max_axes: int | None, used: frozenset[int]
 ) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]]:
-    """Yield factors of mesh axes with the length of a physical axis as product, and the remaining sizes of the axes."""
+    """Yield factors of mesh axes whose product is the length of a physical axis, and the remaining axis sizes."""
     if length == 1:
         yield (), sizes
         return
-    if most == 0:
+    if max_axes == 0:
         return
     for axis, size in enumerate(sizes):
-        whole = 1 if axis in used else math.gcd(length, size)
-        factors = [d for d in range(2, whole + 1) if whole % d == 0]
-        others = frozenset({axis}) if most is None else used | {axis}
-        for factor in factors if most is None else reversed(factors):
-            left = (*sizes[:axis], size // factor, *sizes[axis + 1 :])
-            for rest, after in _on_one(length // factor, left, None if most is None else most - 1, others):
-                yield ((axis, factor), *rest), after
+        divisor = 1 if axis in used else math.gcd(length, size)
+        factors = [d for d in range(2, divisor + 1) if divisor % d == 0]
+        next_used = frozenset({axis}) if max_axes is None else used | {axis}
+        for factor in factors if max_axes is None else reversed(factors):
+            remaining = (*sizes[:axis], size // factor, *sizes[axis + 1 :])
+            for other_factors, final_sizes in _fill_axis(
+                length // factor, remaining, None if max_axes is None else max_axes - 1, next_used
+            ):
+                yield ((axis, factor), *other_factors), final_sizes

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 
-class Batches(NamedTuple):
-    """Sequences of the global batch, its microbatches, and problems with the request."""
+class BatchSizes(NamedTuple):
+    """Sequences of the global batch, number of microbatches, and problems of the settings."""
 
     batch: int
     microbatches: int
@@ -17,13 +17,13 @@ class Batches(NamedTuple):
     def describe(self, seq: int, device_batch: int | None) -> str:
         """Describe the batch in one line."""
         text = f"{self.batch * seq:,} tokens: batch={self.batch} of seq={seq}, microbatches={self.microbatches}"
-        return text if device_batch is None else f"{text} of {device_batch} sequences a device"
+        return text if device_batch is None else f"{text} of {device_batch} sequences per device"
 
 
-def batches_of(
+def resolve_batches(
     batch: int, microbatches: int, seq: int, shards: int, batch_tokens: int | None, device_batch: int | None
-) -> Batches:
-    """Return the sequences and microbatches of a batch.
+) -> BatchSizes:
+    """Return the sequences and the number of microbatches of a batch.
 
     Args:
         batch: Sequences of the global batch, unless `batch_tokens` is set.
@@ -38,19 +38,19 @@ def batches_of(
         if batch_tokens < 1 or seq < 1 or batch_tokens % seq:
             nearest, code = max(batch_tokens // max(seq, 1), 1) * seq, ProblemCode.batch_tokens_not_divisible
             problem = Problem(code, "batch_tokens", batch_tokens, nearest=(nearest,), details={"seq": seq})
-            return Batches(batch, microbatches, [problem])
+            return BatchSizes(batch, microbatches, [problem])
         batch = batch_tokens // seq
     if device_batch is not None:
-        at_once = device_batch * shards
+        shard_sequences = device_batch * shards
         if device_batch < 1:
             problems += check_range("device_batch", device_batch, least=1)
         elif microbatches != 1:
             text = (
-                f"device_batch={device_batch} decides the microbatches, and microbatches={microbatches} is given too. "
-                "Use microbatches=1, or device_batch=null."
+                f"device_batch={device_batch} sets the number of microbatches, so microbatches={microbatches} cannot "
+                "be set too. Use microbatches=1 or device_batch=null."
             )
             problems.append(Problem(ProblemCode.conflict, "device_batch", device_batch, text))
-        elif batch % at_once:
+        elif batch % shard_sequences:
             divisors = [n for n in range(1, batch // shards + 1) if batch % (n * shards) == 0]
             problems.append(
                 Problem(
@@ -64,5 +64,5 @@ def batches_of(
                 )
             )
         else:
-            microbatches = batch // at_once
-    return Batches(batch, microbatches, problems)
+            microbatches = batch // shard_sequences
+    return BatchSizes(batch, microbatches, problems)

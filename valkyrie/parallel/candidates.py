@@ -1,4 +1,4 @@
-"""Layouts as arrays: the sizes of mesh axes of thousands of layouts that share a partition's rules."""
+"""Thousands of layouts with the rules of one partition, as arrays with one entry per layout."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class AxisLinks:
     """Links of a mesh axis, with one entry per layout.
 
     Args:
-        inner: Devices that fast links join: those of a TPU slice, or of a GPU host.
-        inner_rate: Bytes per second that a device sends over them.
-        outer: Groups of such devices: slices, or hosts.
-        outer_rate: Bytes per second that a device sends between them.
+        inner: Number of devices joined by fast links: within a TPU slice, or a GPU host.
+        inner_rate: Bytes per second that a device sends over fast links.
+        outer: Number of such groups of devices: slices, or hosts.
+        outer_rate: Bytes per second that a device sends between groups.
         hops: Links around the axis on the torus.
         ring_rate: Rate of a single ring through all inner devices, which one axis of the torus limits.
     """
@@ -43,11 +43,11 @@ class Candidates:
     Args:
         sizes: Devices along each mesh axis.
         spans: Links of each mesh axis.
-        rounds: Stretches of layers per pipeline stage (circular schedule), else 1.
-        sums_once: Gradients are summed over devices after the last microbatch, as in PyTorch, not after each.
-        shares_loss: Stages share the logits; otherwise the last one has them.
-        sends_parts: Devices with the same activations each send a part of them to the next stage, which gathers them,
-            as in Megatron-LM (arXiv 2104.04473, section 4.1); otherwise each sends all.
+        rounds: Stretches of layers per pipeline stage under the circular schedule, else 1.
+        sums_once: Gradients are summed over devices once, after the last microbatch (PyTorch), instead of after each.
+        shares_loss: Stages share the computation of the logits. Otherwise the last stage does all of it.
+        sends_parts: Devices with the same activations each send a part of them to the next stage, which gathers them
+            (Megatron-LM, arXiv 2104.04473, section 4.1). Otherwise each device sends all of them.
     """
 
     partition: PartitionConfig
@@ -65,11 +65,13 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.microbatches)
 
-    def take(self, chosen: np.ndarray) -> Candidates:
+    def take(self, selection: np.ndarray) -> Candidates:
         """Return the layouts selected by a mask or by indices."""
-        spans = {a: AxisLinks(*(getattr(s, f)[chosen] for f in s.__dataclass_fields__)) for a, s in self.spans.items()}
-        sizes = {axis: size[chosen] for axis, size in self.sizes.items()}
-        microbatches, rounds = self.microbatches[chosen], self.rounds[chosen]
+        spans = {}
+        for axis, links in self.spans.items():
+            spans[axis] = AxisLinks(*(getattr(links, field)[selection] for field in links.__dataclass_fields__))
+        sizes = {axis: size[selection] for axis, size in self.sizes.items()}
+        microbatches, rounds = self.microbatches[selection], self.rounds[selection]
         return replace(self, sizes=sizes, spans=spans, microbatches=microbatches, rounds=rounds)
 
     def parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
@@ -82,7 +84,7 @@ class Candidates:
 
     @cached_property
     def _cache(self) -> dict[tuple[object, ...], np.ndarray]:
-        """Cached products: a step needs the same parts many times."""
+        """Results of `parts` and `split`, which estimates request many times."""
         return {}
 
     def _cached(self, key: tuple[object, ...], compute: Callable[[], np.ndarray]) -> np.ndarray:
@@ -97,7 +99,7 @@ class Candidates:
         return self.parts(tuple(self.sizes))
 
     @cached_property
-    def data(self) -> tuple[str, ...]:
+    def data_axes(self) -> tuple[str, ...]:
         """Mesh axes that split data."""
         return tuple(dict.fromkeys([*self.activations[BATCH], *self.activations[SEQ]]))
 
@@ -106,29 +108,31 @@ class Candidates:
         """Pipeline stages of each layout."""
         return self.parts(self.parameters.get(LAYERS, ()))
 
-    def stored(self, logical: str | None) -> tuple[str, ...]:
+    def stored_axes(self, logical: str | None) -> tuple[str, ...]:
         """Return the mesh axes over which a parameter's logical axis is split in storage."""
         return () if logical is None else self.parameters[logical]
 
-    def used(self, logical: str | None) -> tuple[str, ...]:
+    def used_axes(self, logical: str | None) -> tuple[str, ...]:
         """Return the mesh axes over which a parameter's logical axis is split while it is used."""
-        gathered = self.gathered(logical)
-        return tuple(axis for axis in self.stored(logical) if axis not in gathered)
+        gathered_axes = self.gathered_axes(logical)
+        return tuple(axis for axis in self.stored_axes(logical) if axis not in gathered_axes)
 
-    def gathered(self, logical: str | None) -> tuple[str, ...]:
+    def gathered_axes(self, logical: str | None) -> tuple[str, ...]:
         """Return the mesh axes over which a parameter's logical axis is gathered for use."""
         return gathered_axes(logical, self.parameters, self.activations, self.arrays.dispatched)
 
-    def spread(self, axes: Sequence[str | None]) -> tuple[str, ...]:
-        """Return the mesh axes over which ZeRO-1 spreads a parameter's moments: data axes that do not split it.
+    def zero1_axes(self, axes: Sequence[str | None]) -> tuple[str, ...]:
+        """Return the mesh axes over which ZeRO-1 splits the moments of a parameter: data axes that do not split it.
 
-        Outside of its stages, a pipeline's axis splits data as well.
+        They include the axis of a pipeline, which splits the batch outside of the stages.
         """
-        data = dict.fromkeys([*self.parameters.get(LAYERS, ()), *self.activations[BATCH]])
-        return zero1_axes(data, map(self.stored, axes))
+        data_axes = dict.fromkeys([*self.parameters.get(LAYERS, ()), *self.activations[BATCH]])
+        return zero1_axes(data_axes, map(self.stored_axes, axes))
 
     def split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
-        """Return the number of parts of a logical axis of this length as it is `stored`, `used` or `active`.
+        """Return the number of parts of a logical axis of this length.
+
+        `kind` is `stored` or `used` for parameters, and `active` for activations.
 
         An axis that follows another one is split only as far as its length divides.
         """
@@ -137,46 +141,47 @@ class Candidates:
     def _split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         if logical is None:
             return np.ones(len(self), np.int64)
-        axes = self.activations[logical] if kind == "active" else getattr(self, kind)(logical)
-        whole = self.parts(axes)
+        axes = self.activations[logical] if kind == "active" else getattr(self, f"{kind}_axes")(logical)
+        parts = self.parts(axes)
         if logical not in self.arrays.follows:
-            return whole
+            return parts
         rules = self.activations if kind == "active" else self.parameters
         if rules[logical] != rules[self.arrays.follows[logical]]:
-            return whole
-        limited = np.ones(len(self), np.int64)
+            return parts
+        divisible_parts = np.ones(len(self), np.int64)
         for end in range(1, len(axes) + 1):
-            further = self.parts(axes[:end])
-            limited = np.where(length % further == 0, further, limited)
-        return limited
+            more_parts = self.parts(axes[:end])
+            divisible_parts = np.where(length % more_parts == 0, more_parts, divisible_parts)
+        return divisible_parts
 
     def shard(self, spec: Parameter, kind: str) -> np.ndarray:
-        """Return the elements of a parameter on one device as it is `stored` or `used`."""
-        numbers = np.full(len(self), float(spec.size))
+        """Return the number of elements of a parameter on one device, for `kind` `stored` or `used`."""
+        elements = np.full(len(self), float(spec.size))
         for axis, length in zip(spec.axes, spec.shape, strict=True):
-            numbers = numbers / (self.stages if axis == LAYERS else self.split(axis, kind, length))
-        return numbers
+            elements = elements / (self.stages if axis == LAYERS else self.split(axis, kind, length))
+        return elements
 
     def state_shard(self, spec: Parameter) -> np.ndarray:
-        """Return the elements of a parameter for which one device has optimizer state, as `Layout.optimizer` splits it.
+        """Return the number of elements of a parameter whose optimizer state is on one device.
 
-        ZeRO-1 spreads it over each free data axis, along the first dimension that the axis divides.
+        ZeRO-1 splits it over each free data axis, along the first dimension that the axis divides, as
+        `Layout.optimizer_axes` does.
         """
-        numbers = self.shard(spec, "stored")
+        elements = self.shard(spec, "stored")
         if not self.partition.zero1:
-            return numbers
+            return elements
         splits = [self.split(axis, "stored", n) for axis, n in zip(spec.axes, spec.shape, strict=True)]
-        for size in (self.sizes[axis] for axis in self.spread(spec.axes)):
-            whole = np.ones(len(self), bool)
+        for size in (self.sizes[axis] for axis in self.zero1_axes(spec.axes)):
+            is_unsplit = np.ones(len(self), bool)
             for i, (axis, length) in enumerate(zip(spec.axes, spec.shape, strict=True)):
                 if axis != LAYERS:
-                    divides = whole & (length % (splits[i] * size) == 0)
-                    by = np.where(divides, size, 1)
-                    splits[i], numbers, whole = splits[i] * by, numbers / by, whole & ~divides
-        return numbers
+                    divides = is_unsplit & (length % (splits[i] * size) == 0)
+                    factor = np.where(divides, size, 1)
+                    splits[i], elements, is_unsplit = splits[i] * factor, elements / factor, is_unsplit & ~divides
+        return elements
 
     def problems(self, batch: int, seq: int) -> dict[Problem, np.ndarray]:
-        """Return the problems of sizes, each with a mask of the layouts that have it."""
+        """Return the problems caused by sizes, each with a mask of the layouts that have it."""
         masks: dict[Problem, np.ndarray] = {}
         for check in size_checks(self, self.arrays, batch, seq):
             p = check.problem
@@ -186,12 +191,15 @@ class Candidates:
 
     @property
     def alternates(self) -> bool:
-        """Whether microbatches go backward while others still go forward."""
+        """Whether backward passes of microbatches start before all forward passes are finished (1f1b)."""
         return self.partition.schedule is PipelineSchedule["1f1b"]
 
     @property
     def in_flight(self) -> np.ndarray:
-        """Microbatches for which a stage stores layer inputs, as in `valkyrie.parallel.schedule.Pipeline.kept`."""
-        stages, m = self.stages, self.microbatches
-        kept = np.minimum(2 * stages - 1, m) if self.alternates else self.rounds * m + stages - 1
-        return np.where(stages > 1, kept / self.rounds, 1)
+        """Microbatches for which a stage stores layer inputs (`schedule.Pipeline.stored_microbatches`), per round."""
+        stages, microbatches = self.stages, self.microbatches
+        if self.alternates:
+            stored = np.minimum(2 * stages - 1, microbatches)
+        else:
+            stored = self.rounds * microbatches + stages - 1
+        return np.where(stages > 1, stored / self.rounds, 1)

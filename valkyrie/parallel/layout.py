@@ -19,7 +19,7 @@ from valkyrie.parallel.partition import (
     resolve_rules,
     roles,
 )
-from valkyrie.parallel.problems import Nearest, layout_problems, with_advice
+from valkyrie.parallel.problems import Nearest, add_advice, layout_problems
 from valkyrie.parallel.remat import EVERYTHING, RematConfig
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.problems import Problem, check_range
@@ -75,21 +75,21 @@ class Layout:
 
     @property
     def fused_rules(self) -> tuple[list[str], tuple[object, ...]]:
-        """Mesh axes with several devices in the order of the rules, and the rules after fusing axes (`fuse_axes`)."""
+        """Mesh axes with more than one device, in the order of the rules, and the rules after `fuse_axes`."""
         sizes = {axis: size for axis, size in self.mesh.axes.items() if size > 1}
         rules = [
-            tuple(axis for axis in of_kind[logical] if axis in sizes)
-            for of_kind in (self.parameters, self.activations)
-            for logical in sorted(of_kind)
+            tuple(axis for axis in kind_rules[logical] if axis in sizes)
+            for kind_rules in (self.parameters, self.activations)
+            for logical in sorted(kind_rules)
         ]
         axes = list(dict.fromkeys([*(axis for rule in rules for axis in rule), *sizes]))
         return axes, fuse_axes(axes, sizes, rules)
 
     @property
     def sharding(self) -> str:
-        """A hash shared by the layouts of a model that shard every array the same, whatever the names of their axes.
+        """A hash that is equal for layouts of a model that shard every array in the same way.
 
-        Device order, ZeRO-1 and host memory are not part of it.
+        It ignores the names of mesh axes, device order, ZeRO-1 and host memory.
         """
         return digest(repr(self.fused_rules[1]))[:8]
 
@@ -103,47 +103,47 @@ class Layout:
         return Pipeline(axis, self.mesh.axes[axis], self.microbatches, partition.schedule, partition.rounds)
 
     @property
-    def accumulated(self) -> int:
-        """Parts of the batch over which a step accumulates gradients: 1 for a pipeline."""
+    def accumulation_steps(self) -> int:
+        """Number of parts of the batch over which a step accumulates gradients: 1 for a pipeline."""
         return self.microbatches if self.pipeline is None else 1
 
     @property
-    def in_stage(self) -> Layout:
-        """The layout within a stage of the pipeline, which has only its layers, but all rows of a microbatch."""
+    def stage_layout(self) -> Layout:
+        """The layout within a stage of the pipeline. A stage has only its layers, but all rows of a microbatch."""
         batch = tuple(axis for axis in self.activations[BATCH] if axis not in self.parameters[LAYERS])
         parameters, activations = {**self.parameters, LAYERS: ()}, {**self.activations, BATCH: batch}
         return replace(self, parameters=parameters, activations=activations)
 
     def describe_roles(self) -> str:
-        """Return the roles line: `x=4 MP1(mlp,heads,vocab) · y=4 MP2(embed) · z=2 DP(batch)`."""
+        """Return the roles of the mesh axes: `x=4 MP1(mlp,heads,vocab) · y=4 MP2(embed) · z=2 DP(batch)`."""
         return describe_roles(self.mesh.axes, self.roles)
 
     def shards(self, logical: str) -> int:
         """Return the number of parts into which a logical axis of activations is split."""
         return self.parts(self.activations[logical])
 
-    def stored(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
+    def stored_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split a stored parameter with these logical axes."""
         return tuple(() if a is None else self.parameters[a] for a in axes)
 
-    def gathered(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
+    def gathered_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes over which a parameter is gathered for use (`gathered_axes`)."""
         rules = self.parameters, self.activations, self.dispatched
         return tuple(gathered_axes(axis, *rules) for axis in axes)
 
-    def computed(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
+    def used_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split a parameter while it is used."""
-        entries = zip(self.stored(axes), self.gathered(axes), strict=True)
+        entries = zip(self.stored_axes(axes), self.gathered_axes(axes), strict=True)
         return tuple(tuple(m for m in stored if m not in gathered) for stored, gathered in entries)
 
-    def activation(self, axes: Sequence[Axis]) -> tuple[tuple[str, ...], ...]:
+    def activation_axes(self, axes: Sequence[Axis]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes of an activation. A dimension may have a tuple of logical axes."""
         dimensions = (() if a is None else (a,) if isinstance(a, str) else a for a in axes)
         return tuple(tuple(m for a in logical for m in self.activations[a]) for logical in dimensions)
 
-    def optimizer(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-        """Return the mesh axes of optimizer state: those of its parameter, and under ZeRO-1 the free data axes too."""
-        entries = list(self.stored(axes))
+    def optimizer_axes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+        """Return, per dimension, the mesh axes of optimizer state. ZeRO-1 adds free data axes."""
+        entries = list(self.stored_axes(axes))
         if self.partition.zero1:
             for data in zero1_axes(self.activations[BATCH], entries):
                 for i, size in enumerate(shape):
@@ -154,11 +154,11 @@ class Layout:
         return tuple(entries)
 
     def parts(self, mesh_axes: Sequence[str]) -> int:
-        """Return the number of parts into which these mesh axes split."""
+        """Return the number of parts into which these mesh axes split an array."""
         return math.prod(self.mesh.axes[axis] for axis in mesh_axes)
 
     def split(self, logical: str, kind: str, length: int) -> int:
-        """Return the number of parts of a logical axis of parameters (`stored`) or activations (`active`)."""
+        """Return the number of parts of a logical axis of parameters (`kind` `stored`) or activations (`active`)."""
         return self.parts((self.activations if kind == "active" else self.parameters)[logical])
 
     def sizes(self, mesh_axes: Sequence[str]) -> str:
@@ -167,9 +167,9 @@ class Layout:
 
 
 def zero1_axes(data: Iterable[str], stored: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Return the mesh axes over which ZeRO-1 splits a parameter's moments: data axes that do not split it."""
-    taken = {axis for entry in stored for axis in entry}
-    return tuple(axis for axis in data if axis not in taken)
+    """Return the mesh axes over which ZeRO-1 splits the moments of a parameter: data axes that do not split it."""
+    used = {axis for entry in stored for axis in entry}
+    return tuple(axis for axis in data if axis not in used)
 
 
 def gathered_axes(
@@ -211,29 +211,29 @@ def make_layout(
         remat: Rematerialisation.
         batch: Sequences of the global batch.
         seq: Tokens of a sequence.
-        known_axes: Logical axes of other models, for which a partition may have rules.
-        nearest: Searches the values of a problem's key that remove it and cause no other. Without it, problems name
-            the nearest values that divide.
+        known_axes: Logical axes of all models, for which a partition may have rules.
+        nearest: Searches values of a problem's key that remove the problem and cause no other, or None to suggest the
+            nearest values that divide.
         advise: Whether to search for legal values, which takes longer than finding the problems.
     """
     if problems := mesh.problems() + check_range("microbatches", microbatches, least=1):
         return None, problems
 
-    def on(mesh: MeshConfig) -> tuple[Layout, list[Problem]]:
+    def layout_on(mesh: MeshConfig) -> tuple[Layout, list[Problem]]:
         return layout_with_problems(mesh, partition, arrays, microbatches, remat, batch, seq, known_axes)
 
-    layout, problems = on(mesh)
+    layout, problems = layout_on(mesh)
     if not advise:
         return layout, list(dict.fromkeys(problems))
     identities = {problem.identity for problem in problems}
 
     def legal_sizes(problem: Problem) -> list[int]:
-        """Return the sizes, up to 64, of the problem's only mesh axis that remove it and cause no other."""
+        """Return the sizes up to 64 of the problem's mesh axis that remove the problem and cause no other."""
         (axis,), others = problem.mesh_axes, identities - {problem.identity}
         divisors = [n for n in range(1, 65) if problem.size % n == 0]
-        return [n for n in divisors if {p.identity for p in on(resized(mesh, axis, n))[1]} <= others]
+        return [n for n in divisors if {p.identity for p in layout_on(resized(mesh, axis, n))[1]} <= others]
 
-    return layout, list(dict.fromkeys(with_advice(problem, nearest, legal_sizes) for problem in problems))
+    return layout, list(dict.fromkeys(add_advice(problem, nearest, legal_sizes) for problem in problems))
 
 
 def layout_with_problems(
@@ -260,7 +260,7 @@ def derive_layout(
     *,
     known_axes: Collection[str],
 ) -> tuple[Layout, list[Problem]]:
-    """Return the layout, legal or not, of a partition's rules on a mesh, and all problems of the rules."""
+    """Return the layout of a partition on a mesh, legal or not, and all problems of its rules."""
     parameters, activations, problems = resolve_rules(partition, mesh, arrays.axes, known_axes)
     stages = parameters.get(LAYERS, ())
     if stages:  # outside the stacked layers, the pipeline's axis splits the rows of the batch
@@ -270,28 +270,28 @@ def derive_layout(
 
 
 def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
-    """Split axes that follow another axis only as far as their length divides.
+    """Split each axis that follows another axis only as far as its length divides.
 
-    Applies if the partition splits both the same. For example, key heads are replicated over devices if there are fewer
-    key heads than devices that share the query heads.
+    This applies if the partition splits both axes in the same way. For example, key heads are replicated if there are
+    fewer key heads than devices over which the query heads are split.
     """
     notes = []
-    for axis, other in arrays.follows.items():
+    for axis, leading in arrays.follows.items():
         sizes = {n for t in arrays.parameters for a, n in zip(t.axes, t.shape, strict=True) if a == axis}
         for kind in ("parameters", "activations"):
             rules: Rules = getattr(layout, kind)
-            split = rule = rules[axis]
-            while rule == rules[other] and any(n % layout.parts(split) for n in sizes):
-                split = split[:-1]
-            if split != rule:
-                whole, lengths = layout.sizes(rule[len(split) :]), ", ".join(map(str, sorted(sizes)))
-                notes.append(f"{axis} ({lengths}) cannot be split like {other}: whole over {whole}")
-                layout = replace(layout, **{kind: {**rules, axis: split}})
+            new_rule = rule = rules[axis]
+            while rule == rules[leading] and any(n % layout.parts(new_rule) for n in sizes):
+                new_rule = new_rule[:-1]
+            if new_rule != rule:
+                unsplit, lengths = layout.sizes(rule[len(new_rule) :]), ", ".join(map(str, sorted(sizes)))
+                notes.append(f"{axis} ({lengths}) is not split over {unsplit}, unlike {leading}, because of its length")
+                layout = replace(layout, **{kind: {**rules, axis: new_rule}})
     return replace(layout, notes=tuple(dict.fromkeys(notes)))
 
 
 def fuse_axes(axes: Sequence[str], sizes: Mapping[str, int], rules: Sequence[tuple[str, ...]]) -> tuple[object, ...]:
-    """Fuse axes that are adjacent in all rules. Returns the new sizes, and the rules with axes by position."""
+    """Fuse axes that are adjacent in all rules. Returns the new sizes, and the rules with positions of axes."""
     groups: list[list[str]] = []
     for axis in axes:
         if groups and all(_adjacent(groups[-1][-1], axis, rule) for rule in rules):

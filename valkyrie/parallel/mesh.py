@@ -29,9 +29,9 @@ class MeshConfig:
 
     Args:
         shape: Three (x, y, z) or four (w, x, y, z) sizes.
-        slices: Slices; more than one adds a leading axis `s`.
+        slices: Number of slices. More than one adds a leading axis `s`.
         placement: Mesh axes, or factors of them such as `x:2`, from the slowest to the fastest varying over the devices
-            in physical order (slice, then torus coordinates, core, id). Null lets `jax.experimental.mesh_utils` choose.
+            in physical order (slice, torus coordinates, core, id). null: chosen by `jax.experimental.mesh_utils`.
         names: Roles from the launch environment (`TPU_AXIS_NAMES`), one per axis of `shape`.
     """
 
@@ -68,8 +68,8 @@ def resized(mesh: MeshConfig, axis: str, size: int) -> MeshConfig:
     """Return a mesh with another size of one axis, without a placement."""
     if axis == SLICE_AXIS:
         return replace(mesh, slices=size, placement=None)
-    place = AXIS_NAMES[-len(mesh.shape) :].index(axis)
-    shape = [size if i == place else n for i, n in enumerate(mesh.shape)]
+    position = AXIS_NAMES[-len(mesh.shape) :].index(axis)
+    shape = [size if i == position else n for i, n in enumerate(mesh.shape)]
     return replace(mesh, shape=shape, placement=None)
 
 
@@ -77,22 +77,22 @@ def parse_mesh(name: str) -> MeshConfig:
     """Parse a name like `4x4x2`, `2x4x4x1` or `2s4x4x2`. Raises ValueError with the correct form for other names."""
     match = _PATTERN.fullmatch(name)
     if match is None:
-        raise ValueError(f"mesh={name} is not a mesh. Write sizes joined by x, such as mesh=4x4x2 or mesh=2s4x4x2.")
+        raise ValueError(f"mesh={name} is not a mesh. Join the sizes by x, such as mesh=4x4x2 or mesh=2s4x4x2.")
     slices = int(match[1]) if match[1] else 1
     shape = [int(n) for n in match[2].split("x")]
     prefix = f"{slices}s" if match[1] else ""
     if 0 in shape or slices == 0:
-        raise ValueError(f"mesh={name} has an axis of size 0; the smallest is 1, such as mesh=1x1x1.")
+        raise ValueError(f"mesh={name} has an axis of size 0. Use sizes of at least 1, such as mesh=1x1x1.")
     if len(shape) < 3:
         padded = "x".join(str(n) for n in shape + [1] * (3 - len(shape)))
         raise ValueError(
-            f"mesh={name} has {len(shape)} ax{'i' if len(shape) == 1 else 'e'}s; a mesh has three (x, y, z) "
-            f"or four (w, x, y, z). Write mesh={prefix}{padded}."
+            f"mesh={name} has {len(shape)} ax{'i' if len(shape) == 1 else 'e'}s, but a mesh has three (x, y, z) "
+            f"or four (w, x, y, z). Use mesh={prefix}{padded}."
         )
     if len(shape) > 4:
         joined = prefix + "x".join(str(n) for n in [*shape[:3], math.prod(shape[3:])])
         raise ValueError(
-            f"mesh={name} has {len(shape)} axes; at most four (w, x, y, z) are known, such as mesh={joined}."
+            f"mesh={name} has {len(shape)} axes, but a mesh has at most four (w, x, y, z). Use mesh={joined}."
         )
     return MeshConfig(name=name, shape=shape, slices=slices)
 
@@ -108,7 +108,7 @@ def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshCo
     try:
         shape = [int(n) for n in sizes.split(",")]
     except ValueError:
-        raise ValueError(f"TPU_MESH_CONFIG={sizes}: write sizes joined by commas, such as 4,4,2.") from None
+        raise ValueError(f"TPU_MESH_CONFIG={sizes}: separate the sizes by commas, such as 4,4,2.") from None
     axis_names = environment.get("TPU_AXIS_NAMES")
     names = [n.strip() for n in axis_names.split(",")] if axis_names else None
     if names is not None and len(names) != len(shape):
@@ -132,21 +132,21 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     it. Raises ValueError if there are too few devices, or, without a `placement`, a different number of TPU slices.
     """
     axes = config.axes
-    chosen = list(devices)[: config.size]
-    if len(chosen) < config.size:
-        raise ValueError(f"mesh={config.name} needs {config.size} devices; there are {len(chosen)}.")
-    slices_present = len({getattr(d, "slice_index", 0) or 0 for d in chosen})
+    mesh_devices = list(devices)[: config.size]
+    if len(mesh_devices) < config.size:
+        raise ValueError(f"mesh={config.name} needs {config.size} devices, but there are {len(mesh_devices)}.")
+    slices_present = len({getattr(d, "slice_index", 0) or 0 for d in mesh_devices})
     if config.placement is not None:
-        return placed_mesh(axes, chosen, config.placement)
-    if slices_present > 1 and (config.slices > 1 or platform_of(chosen[0].platform).has_torus):
+        return placed_mesh(axes, mesh_devices, config.placement)
+    if slices_present > 1 and (config.slices > 1 or platform_of(mesh_devices[0].platform).has_torus):
         if config.slices != slices_present:
             raise ValueError(
-                f"mesh={config.name} needs {config.slices} slice{'s' * (config.slices > 1)}; its {config.size} devices "
-                f"are in {slices_present}. Use a mesh that begins with {slices_present}s, with "
+                f"mesh={config.name} needs {config.slices} slice{'s' * (config.slices > 1)}, but its {config.size} "
+                f"devices are in {slices_present}. Use a mesh that begins with {slices_present}s, with "
                 f"{config.size // slices_present} devices in each slice, or set mesh.placement."
             )
-        return placed_mesh(axes, chosen, slices=config.slices)
-    return placed_mesh(axes, chosen)
+        return placed_mesh(axes, mesh_devices, slices=config.slices)
+    return placed_mesh(axes, mesh_devices)
 
 
 def placed_mesh(

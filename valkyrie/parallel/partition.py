@@ -21,7 +21,7 @@ ROLE_SYNONYMS = {
     "tensor": "model",
     "fully_sharded": "fsdp",
 }
-"""Roles of the axis names that other launch scripts use."""
+"""Role for each axis name that other launch scripts use."""
 
 
 class Memory(Enum):
@@ -34,10 +34,10 @@ class Memory(Enum):
 class GradientSum(Enum):
     """The collective that sums the gradient of a parameter whose storage is split over data axes.
 
-    `all_to_all`: every device receives its part from all others and adds the parts in float32, unless an axis of
-    tensor parallelism splits the parameter too. `reduce_scatter`: the platform's own. `auto`: `all_to_all` on chips
-    whose compiler overlaps it with products (those whose options have `xla_tpu_enable_async_all_to_all`),
-    `reduce_scatter` elsewhere.
+    `all_to_all`: each device receives its part from all others and adds the parts in float32. Parameters that tensor
+    parallelism also splits use `reduce_scatter`. `reduce_scatter`: the collective of the platform. `auto`: `all_to_all`
+    on chips whose compiler overlaps it with products (their options include `xla_tpu_enable_async_all_to_all`),
+    `reduce_scatter` on others.
     """
 
     auto = "auto"
@@ -48,9 +48,9 @@ class GradientSum(Enum):
 PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "circular": "circular"})
 """Order in which the stages of a pipeline take microbatches.
 
-`gpipe`: all forward, then all backward (arXiv 1811.06965). `1f1b`: each goes backward as soon as it has reached the
-end, so that the inputs of only a few are kept (arXiv 1806.03377). `circular`: as gpipe, but a stage holds `rounds`
-stretches of layers and microbatches pass it as often: 1 / `rounds` of the bubble (arXiv 2104.04473).
+`gpipe`: all forward passes, then all backward passes (arXiv 1811.06965). `1f1b`: the backward pass of a microbatch
+starts when it has reached the last stage, so that only a few layer inputs are stored (arXiv 1806.03377). `circular`:
+like gpipe, but a stage has `rounds` stretches of layers, which divides the bubble by `rounds` (arXiv 2104.04473).
 """
 
 
@@ -62,10 +62,10 @@ class PartitionConfig:
     without that axis.
 
     Args:
-        default: Mesh axes of logical axes without a rule; none by default, so that these are not split.
-        roles: Names of mesh axes for use in rules. Axis names of a launch environment assign them to other axes.
-        zero1: Splits optimizer state over the data axes too.
-        gradient_sum: How split gradients are summed.
+        default: Mesh axes of logical axes without a rule. Empty: such axes are not split.
+        roles: Names for mesh axes, for use in rules. `TPU_AXIS_NAMES` can assign these names to other axes.
+        zero1: Also split optimizer state over the data axes.
+        gradient_sum: Collective that sums split gradients.
         schedule: Order of the pipeline along the mesh axis that splits `layers`.
         rounds: Stretches of layers per stage under `schedule: circular`.
     """
@@ -84,11 +84,11 @@ class PartitionConfig:
 
 
 def resolve_rules(
-    partition: PartitionConfig, mesh: MeshConfig, axes: Collection[str], known: Collection[str] = ()
+    partition: PartitionConfig, mesh: MeshConfig, axes: Collection[str], other_axes: Collection[str] = ()
 ) -> tuple[Rules, Rules, list[Problem]]:
     """Return the rules for parameters and for activations of a model on a mesh, and the problems of the rules.
 
-    Each of the model's logical axes gets a rule. Rules for logical axes of other models (`known`) are ignored.
+    Each of the model's logical axes gets a rule. Rules for logical axes of other models (`other_axes`) are ignored.
     """
     problems: list[Problem] = []
     roles = _roles_on(partition, mesh, problems)
@@ -99,14 +99,14 @@ def resolve_rules(
         ("parameters", partition.parameters, parameter_axes),
         ("activations", partition.activations, activation_axes),
     ):
-        problems += _unknown_axes(partition.name, kind, config, model_axes, known)
-        entries_of = {logical.removesuffix("?"): entries for logical, entries in config.items()}
+        problems += _unknown_axes(partition.name, kind, config, model_axes, other_axes)
+        entries_by_axis = {logical.removesuffix("?"): entries for logical, entries in config.items()}
         rules: Rules = {}
-        for logical in sorted(model_axes, key=[*entries_of, *model_axes].index):
+        for logical in sorted(model_axes, key=[*entries_by_axis, *model_axes].index):
             default = [] if logical in (BATCH, SEQ, LAYERS) else partition.default
-            entries = entries_of.get(logical, default)
-            where = f"{kind}.{logical}" if logical in entries_of else "default"
-            split = list(_expand(entries, roles, mesh, where, partition.name, problems))
+            entries = entries_by_axis.get(logical, default)
+            rule_key = f"{kind}.{logical}" if logical in entries_by_axis else "default"
+            split = list(_expand(entries, roles, mesh, rule_key, partition.name, problems))
             has_roles = any(entry.removesuffix("?") in roles for entry in entries)
             rules[logical] = tuple(dict.fromkeys(split) if has_roles else split)  # two roles may share an axis
         resolved.append(rules)
@@ -114,29 +114,29 @@ def resolve_rules(
 
 
 def _unknown_axes(
-    name: str, kind: str, rules: Iterable[str], model_axes: Collection[str], known: Collection[str]
+    name: str, kind: str, rules: Iterable[str], model_axes: Collection[str], other_axes: Collection[str]
 ) -> Iterator[Problem]:
     """Yield the problem of every rule for an unknown logical axis, with the nearest name."""
-    legal = [*model_axes, *(axis for axis in known if axis not in (*model_axes, BATCH, SEQ, LAYERS))]
+    legal_axes = [*model_axes, *(axis for axis in other_axes if axis not in (*model_axes, BATCH, SEQ, LAYERS))]
     for logical in rules:
-        if logical.endswith("?") or logical in legal:
+        if logical.endswith("?") or logical in legal_axes:
             continue
-        near = suggest(logical, legal)
+        nearest = suggest(logical, legal_axes)
         yield Problem(
             ProblemCode.unknown_logical_axis,
             f"partition.{kind}.{logical}",
             partition=name,
             axes=(logical,),
-            details={"kind": kind, "near": near, "known": ", ".join(model_axes)},
+            details={"kind": kind, "near": nearest, "known": ", ".join(model_axes)},
         )
 
 
 def _roles_on(partition: PartitionConfig, mesh: MeshConfig, problems: list[Problem]) -> Mapping[str, list[str]]:
     if mesh.names is None or not partition.roles:
         return partition.roles
-    inner = [a for a in mesh.axes if a != "s"]
+    slice_axes = [a for a in mesh.axes if a != "s"]
     axes_by_role: dict[str, list[str]] = {role: [] for role in partition.roles}
-    for axis, name in zip(inner, mesh.names, strict=True):
+    for axis, name in zip(slice_axes, mesh.names, strict=True):
         role = ROLE_SYNONYMS.get(name, name)
         if role in axes_by_role:
             axes_by_role[role].append(axis)
@@ -156,29 +156,29 @@ def _roles_on(partition: PartitionConfig, mesh: MeshConfig, problems: list[Probl
 
 
 def _expand(
-    wanted: Iterable[str],
+    entries: Iterable[str],
     roles: Mapping[str, list[str]],
     mesh: MeshConfig,
-    where: str,
+    rule_key: str,
     name: str,
     problems: list[Problem],
 ) -> Iterable[str]:
-    for entry in wanted:
+    for entry in entries:
         axis, optional = entry.removesuffix("?"), entry.endswith("?")
         if axis in roles:
-            yield from _expand(roles[axis], {}, mesh, where, name, problems)
+            yield from _expand(roles[axis], {}, mesh, rule_key, name, problems)
         elif axis in mesh.axes:
             yield axis
         elif not optional:
-            has = ", ".join(f"{a}={n}" for a, n in mesh.axes.items())
+            mesh_axes = ", ".join(f"{a}={n}" for a, n in mesh.axes.items())
             problems.append(
                 Problem(
                     ProblemCode.missing_mesh_axis,
-                    f"partition.{where}",
+                    f"partition.{rule_key}",
                     partition=name,
                     mesh_axes=(axis,),
                     mesh_sizes=(0,),
-                    details={"rule": where, "mesh": mesh.name, "has": has},
+                    details={"rule": rule_key, "mesh": mesh.name, "has": mesh_axes},
                 )
             )
 
@@ -197,7 +197,7 @@ class RoleKind(Enum):
 
     @property
     def splits_only_data(self) -> bool:
-        """Whether devices along such an axis exchange no activations: they split the batch, or there is only one."""
+        """Whether devices along such an axis exchange no activations, because they only split the batch."""
         return self in (RoleKind.DP, RoleKind.FSDP, RoleKind.unused)
 
 

@@ -18,10 +18,10 @@ from valkyrie.parallel.axis_links import (
     AxisPlacement,
     Factor,
     close_rings,
-    entries_of,
-    fillings,
+    iterate_fillings,
+    make_factor,
     physical_axes,
-    placed_factor,
+    placement_entries,
 )
 from valkyrie.problems import Problem, ProblemCode
 
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     import numpy as np
 
 SLICE_AXIS = "s"
-"""The mesh axis between slices, over the data-centre network; it comes first."""
+"""The mesh axis between slices, over the data-centre network. It is the first axis."""
 
 
 def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: str) -> list[Problem]:
-    """Return the problem of a placement that does not match the axes of a mesh, as a list."""
-    wrong = []
-    factors_of: dict[str, list[int]] = {axis: [] for axis in axes}
+    """Return a problem if a placement does not match the axes of a mesh, as a list of at most one."""
+    mistakes = []
+    factors_by_axis: dict[str, list[int]] = {axis: [] for axis in axes}
     for entry in placement:
         match = re.fullmatch(r"([a-z]+)(?::([1-9][0-9]*))?", entry)
         if match is None or match[1] not in axes:
-            wrong.append(f"{entry} is neither an axis nor a factor of one")
+            mistakes.append(f"{entry} is neither an axis nor a factor of one")
         else:
-            factors_of[match[1]].append(int(match[2] or axes[match[1]]))
-    for axis, factors in factors_of.items():
+            factors_by_axis[match[1]].append(int(match[2] or axes[match[1]]))
+    for axis, factors in factors_by_axis.items():
         if not factors and axes[axis] > 1:
-            wrong.append(f"{axis} is missing")
+            mistakes.append(f"{axis} is missing")
         elif factors and math.prod(factors) != axes[axis]:
-            wrong.append(f"{axis} is {axes[axis]}, but what is listed of it makes {math.prod(factors)}")
-    if not wrong:
+            mistakes.append(f"the factors of {axis} multiply to {math.prod(factors)}, not {axes[axis]}")
+    if not mistakes:
         return []
-    details = {"wrong": "; ".join(wrong), "mesh": mesh, "sizes": _sizes(axes)}
+    details = {"wrong": "; ".join(mistakes), "mesh": mesh, "sizes": _sizes(axes)}
     return [Problem(ProblemCode.placement, "mesh.placement", ",".join(placement), details=details)]
 
 
@@ -64,14 +64,14 @@ def arrange(ordered: np.ndarray, placement: Sequence[str], axes: Mapping[str, in
 def describe_placement(mesh: Any, topology: Topology) -> dict[str, AxisPlacement]:
     """Return the placement of each axis of a `jax.sharding.Mesh` on the torus, from its devices' coordinates."""
     positions = _positions(mesh.devices, topology)
-    return _describe(positions, list(mesh.axis_names), topology)
+    return _describe_positions(positions, list(mesh.axis_names), topology)
 
 
 def describe_entries(placement: Sequence[str], axes: Mapping[str, int], topology: Topology) -> dict[str, AxisPlacement]:
     """Return the placement of each mesh axis on the torus from `mesh.placement`, without devices."""
     import numpy as np
 
-    return _describe(arrange(np.arange(topology.devices), placement, axes), list(axes), topology)
+    return _describe_positions(arrange(np.arange(topology.devices), placement, axes), list(axes), topology)
 
 
 def describe_places(
@@ -82,13 +82,14 @@ def describe_places(
 
     coords = np.array([[p.slice, *p.coords[: len(topology.shape)], p.core] for p in places])
     positions = np.ravel_multi_index(tuple(coords.T), _lengths(topology)).reshape(list(axes.values()))
-    return _describe(np.asarray(positions), list(axes), topology)
+    return _describe_positions(np.asarray(positions), list(axes), topology)
 
 
 def placement_of(mesh: Any, topology: Topology) -> list[str] | None:
     """Return the `mesh.placement` that builds the same `jax.sharding.Mesh`, or None if none does.
 
-    JAX's `mesh_utils` builds meshes without one: snakes over small v5e, v6e, v5p and tpu7x slices.
+    For example, JAX's `mesh_utils` places axes along snakes over small v5e, v6e, v5p and tpu7x slices, which no
+    placement describes.
     """
     import numpy as np
 
@@ -100,15 +101,15 @@ def placement_of(mesh: Any, topology: Topology) -> list[str] | None:
         axis = int(np.argmax(index[stride] > 0))
         step = np.eye(len(names), dtype=int)[axis] * weight[axis]
         repeats = index[::stride] == step * np.arange(len(index) // stride)[:, None]
-        agree = repeats.all(axis=-1)
-        factor = len(agree) if agree.all() else int(np.argmin(agree))
+        matches = repeats.all(axis=-1)
+        factor = len(matches) if matches.all() else int(np.argmin(matches))
         if factor < 2 or len(index) % (stride * factor):
             return None
         factors.append((names[axis], factor))
         weight[axis] *= factor
         stride *= factor
     axes = dict(zip(names, positions.shape, strict=True))
-    entries = entries_of(factors[::-1], axes)
+    entries = placement_entries(factors[::-1], axes)
     if placement_problems(entries, axes, "") or (arrange(np.arange(len(index)), entries, axes) != positions).any():
         return None
     return entries
@@ -122,18 +123,18 @@ def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
     """
     if math.prod(axes.values()) != topology.devices:
         raise ValueError(
-            f"a mesh of {_sizes(axes)} has {math.prod(axes.values())} devices; the topology has {topology.devices}."
+            f"a mesh of {_sizes(axes)} has {math.prod(axes.values())} devices, but the topology has {topology.devices}."
         )
-    between = topology.slices > 1 and axes.get(SLICE_AXIS) == topology.slices
-    inner = {axis: size for axis, size in axes.items() if size > 1 and not (between and axis == SLICE_AXIS)}
+    has_slice_axis = topology.slices > 1 and axes.get(SLICE_AXIS) == topology.slices
+    inner_axes = {axis: size for axis, size in axes.items() if size > 1 and not (has_slice_axis and axis == SLICE_AXIS)}
     lengths = [*topology.shape, topology.devices_per_chip]
-    if not between:
+    if not has_slice_axis:
         lengths.insert(0, topology.slices)
-    first = [(SLICE_AXIS, topology.slices)] if between else []
-    names, sizes = list(inner), tuple(inner.values())
+    slice_factor = [(SLICE_AXIS, topology.slices)] if has_slice_axis else []
+    names, sizes = list(inner_axes), tuple(inner_axes.values())
     return [
-        entries_of([*first, *((names[axis], factor) for on_axis in filling for axis, factor in on_axis)], axes)
-        for filling in fillings(tuple(lengths), sizes)
+        placement_entries([*slice_factor, *((names[axis], n) for factors in filling for axis, n in factors)], axes)
+        for filling in iterate_fillings(tuple(lengths), sizes)
     ]
 
 
@@ -152,7 +153,7 @@ def _positions(devices: np.ndarray, topology: Topology) -> np.ndarray:
 
     flat = list(devices.flat)
     if len(flat) != topology.devices:
-        raise ValueError(f"the mesh has {len(flat)} devices; the topology has {topology.devices}.")
+        raise ValueError(f"the mesh has {len(flat)} devices, but the topology has {topology.devices}.")
     if getattr(flat[0], "coords", None) is None:
         places = np.argsort(np.argsort([device.id for device in flat]))
     else:
@@ -163,7 +164,7 @@ def _positions(devices: np.ndarray, topology: Topology) -> np.ndarray:
     return np.asarray(places).reshape(devices.shape)
 
 
-def _describe(positions: np.ndarray, names: Sequence[str], topology: Topology) -> dict[str, AxisPlacement]:
+def _describe_positions(positions: np.ndarray, names: Sequence[str], topology: Topology) -> dict[str, AxisPlacement]:
     import numpy as np
 
     physical = physical_axes(topology)
@@ -172,28 +173,28 @@ def _describe(positions: np.ndarray, names: Sequence[str], topology: Topology) -
     for dimension, axis in enumerate(names):
         size = positions.shape[dimension]
         factors: list[Factor] = []
-        straight, covered = True, 1
-        for (on, length, wrap), coordinate in zip(physical, coordinates, strict=True):
+        straight, covered_size = True, 1
+        for (physical_axis, length, wrap), coordinate in zip(physical, coordinates, strict=True):
             groups = np.moveaxis(coordinate, dimension, -1).reshape(-1, size)
             values = np.sort(groups - groups.min(axis=1, keepdims=True), axis=1)
-            steps = _progressions(np.unique(values[0])) if (values == values[0]).all() else None
-            if steps is None:
-                straight, steps = False, [(len(np.unique(values)), 1)]
-            covered *= math.prod(count for count, _ in steps)
-            factors += [placed_factor(on, count, by, length, wrap) for count, by in steps]
-        described[axis] = AxisPlacement(size, close_rings(factors, topology), straight and covered == size)
+            progressions = _progressions(np.unique(values[0])) if (values == values[0]).all() else None
+            if progressions is None:
+                straight, progressions = False, [(len(np.unique(values)), 1)]
+            covered_size *= math.prod(count for count, _ in progressions)
+            factors += [make_factor(physical_axis, count, stride, length, wrap) for count, stride in progressions]
+        described[axis] = AxisPlacement(size, close_rings(factors, topology), straight and covered_size == size)
     return described
 
 
 def _progressions(values: np.ndarray) -> list[tuple[int, int]] | None:
-    """Return sorted values as nested progressions (factor, stride), widest first, or None if they are none."""
+    """Write sorted values as nested progressions (factor, stride), widest first. None if that is impossible."""
     import numpy as np
 
     digits: list[tuple[int, int]] = []
     while len(values) > 1:
         stride = int(values[1] - values[0])
-        agree = values - values[0] == stride * np.arange(len(values))
-        factor = len(values) if agree.all() else int(np.argmin(agree))
+        matches = values - values[0] == stride * np.arange(len(values))
+        factor = len(values) if matches.all() else int(np.argmin(matches))
         if len(values) % factor:
             return None
         blocks = values.reshape(-1, factor)

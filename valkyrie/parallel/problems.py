@@ -1,4 +1,4 @@
-"""Why a layout is refused, and the values that would remove each problem. Imports no JAX.
+"""Problems of layouts, and values of settings that remove them. Imports no JAX.
 
 The formulas for sizes (`size_checks`) hold for one layout and for the search's arrays of layouts.
 """
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from valkyrie.parallel.layout import Layout
 
 Nearest = Callable[[Problem], list[int]]
-"""Returns the values of a problem's key, nearest to its own, that remove the problem and cause no other."""
+"""Returns the values of a problem's key that remove the problem and cause no other, nearest to the current value."""
 
 
-def removes(problem: Problem, value: int, arrays: Arrays) -> bool:
-    """Return whether all sizes set by the problem's key are divisible, given the arrays of a model with this value."""
+def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:
+    """Return whether a value of the problem's key makes all sizes divisible. `arrays` are those of a model with it."""
     tensors = [*arrays.parameters, *arrays.activations]
     sizes = [n for t in tensors for n, key in zip(t.shape, t.keys, strict=True) if key == problem.key]
     return not any(n % problem.parts for n in sizes or [value])
 
 
-def with_advice(problem: Problem, nearest: Nearest | None, sizes: Callable[[Problem], list[int]]) -> Problem:
-    """Add the values that remove a problem.
+def add_advice(problem: Problem, nearest: Nearest | None, sizes: Callable[[Problem], list[int]]) -> Problem:
+    """Add values that remove a problem.
 
     Args:
-        problem: Any problem of a layout. Only problems of sizes get advice.
-        nearest: Searches values of its key, or None to take the nearest multiples.
-        sizes: Searches sizes of its only mesh axis.
+        problem: Problem of a layout. Problems that do not concern sizes are returned unchanged.
+        nearest: Searches values of the problem's key, or None to suggest the nearest multiples.
+        sizes: Searches sizes of the problem's mesh axis. Used only if it has exactly one.
     """
     if problem.code not in INDIVISIBLE:
         return problem
@@ -66,7 +66,13 @@ Sizes = Any
 
 @dataclass(frozen=True)
 class SizeCheck:
-    """A problem that depends on sizes of mesh axes (which it lacks), the layouts that have it, and their parts."""
+    """A possible problem of layouts because of the sizes of mesh axes.
+
+    Args:
+        problem: The problem, without sizes of mesh axes.
+        wrong: Whether each layout has it.
+        parts: Number of parts that must divide the size, for each layout.
+    """
 
     problem: Problem
     wrong: Sizes
@@ -76,10 +82,10 @@ class SizeCheck:
 def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: int) -> Iterator[SizeCheck]:
     """Yield all problems that layouts may have because of the sizes of their mesh axes."""
     partition, microbatches, rounds = layouts.partition, layouts.microbatches, layouts.partition.rounds
-    of_batch, of_seq = layouts.activations[BATCH], layouts.activations[SEQ]
-    of_layers = layouts.parameters.get(LAYERS, ())
-    stages, in_sequence = layouts.parts(of_layers), layouts.parts(of_seq)
-    shards = layouts.parts([axis for axis in of_batch if axis not in of_layers])
+    batch_axes, seq_axes = layouts.activations[BATCH], layouts.activations[SEQ]
+    layer_axes = layouts.parameters.get(LAYERS, ())
+    stages, in_sequence = layouts.parts(layer_axes), layouts.parts(seq_axes)
+    shards = layouts.parts([axis for axis in batch_axes if axis not in layer_axes])
 
     def check(
         code: ProblemCode, key: str | None, rule: Sequence[str], wrong: Sizes, parts: Sizes = 0, **fields: Any
@@ -91,41 +97,41 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
     # otherwise those of the whole batch.
     alternates = partition.schedule is PipelineSchedule["1f1b"]
     rows = shards * (stages * microbatches if alternates else _least_common_multiple(stages, microbatches))
-    details = {"microbatch_count": microbatches, "stage_axes": of_layers}
+    details = {"microbatch_count": microbatches, "stage_axes": layer_axes}
     code = ProblemCode.batch_not_divisible
-    yield check(code, BATCH, of_batch, batch % rows != 0, rows, size=batch, details=details)
+    yield check(code, BATCH, batch_axes, batch % rows != 0, rows, size=batch, details=details)
     circular = partition.schedule is PipelineSchedule.circular and rounds > 1
     if circular:
         code, key = ProblemCode.too_few_microbatches, "microbatches"
-        yield check(code, key, of_layers, microbatches < stages, stages, value=microbatches)
+        yield check(code, key, layer_axes, microbatches < stages, stages, value=microbatches)
     if not arrays.stacked:
-        yield check(ProblemCode.no_stack, None, of_layers, stages > 1)
-    yield check(ProblemCode.seq_not_divisible, SEQ, of_seq, seq % in_sequence != 0, in_sequence, size=seq)
+        yield check(ProblemCode.no_stack, None, layer_axes, stages > 1)
+    yield check(ProblemCode.seq_not_divisible, SEQ, seq_axes, seq % in_sequence != 0, in_sequence, size=seq)
     for repeats in dict.fromkeys(arrays.stacked) if circular else ():
         stretches = stages * rounds
         wrong = (repeats % stages == 0) & (repeats % stretches != 0) & (stages > 1)
         fields = {"axes": (LAYERS,), "size": repeats, "details": {"rounds": rounds}}
-        yield check(ProblemCode.rounds_not_divisible, "model.layers", of_layers, wrong, stretches, **fields)
+        yield check(ProblemCode.rounds_not_divisible, "model.layers", layer_axes, wrong, stretches, **fields)
     for (logical, size, key, rule), (kinds, names) in _split_dimensions(layouts, arrays).items():
-        each = [layouts.split(logical, kind, size) for kind in dict.fromkeys(kinds)]
-        wrong = (size % each[0] != 0) | (size % each[-1] != 0)
+        kind_parts = [layouts.split(logical, kind, size) for kind in dict.fromkeys(kinds)]
+        wrong = (size % kind_parts[0] != 0) | (size % kind_parts[-1] != 0)
         fields = {"axes": (logical,), "size": size, "names": tuple(names)}
-        yield check(ProblemCode.not_divisible, key, rule, wrong, each[0], **fields)
+        yield check(ProblemCode.not_divisible, key, rule, wrong, kind_parts[0], **fields)
 
 
 def _split_dimensions(
     layouts: Layout | Candidates, arrays: Arrays
 ) -> dict[tuple[str, int, str | None, tuple[str, ...]], tuple[list[str], list[str]]]:
-    """Return the kinds and names of the arrays with a split dimension: by logical axis, size, config key and rule."""
+    """Group arrays with split dimensions by (logical axis, size, config key, rule). Returns their kinds and names."""
     dimensions: dict[tuple[str, int, str | None, tuple[str, ...]], tuple[list[str], list[str]]] = {}
     stored = ("stored", arrays.parameters, layouts.parameters)
     for kind, tensors, rules in (stored, ("active", arrays.activations, layouts.activations)):
         for tensor, names in tensors.items():
             for logical, size, key in zip(tensor.axes, tensor.shape, tensor.keys, strict=True):
                 if logical is not None and rules[logical]:
-                    kinds, several = dimensions.setdefault((logical, size, key, rules[logical]), ([], []))
+                    kinds, array_names = dimensions.setdefault((logical, size, key, rules[logical]), ([], []))
                     kinds.append(kind)
-                    several += names
+                    array_names += names
     return dimensions
 
 
@@ -138,71 +144,78 @@ def _least_common_multiple(a: Sizes, b: Sizes) -> Sizes:
 
 
 def layout_problems(layout: Layout, arrays: Arrays, batch: int, seq: int) -> list[Problem]:
-    """Return all problems of a layout with a model's arrays, a global batch of sequences, and their length."""
-    of_sizes: dict[ProblemCode, list[Problem]] = defaultdict(list)
+    """Return all problems of a layout for the arrays of a model, a global batch of sequences, and their length."""
+    size_problems: dict[ProblemCode, list[Problem]] = defaultdict(list)
     for check in size_checks(layout, arrays, batch, seq):
         if check.wrong:
-            several = [axis for axis in check.problem.mesh_axes if layout.mesh.axes[axis] > 1]
-            of_sizes[check.problem.code].append(_on_axes(layout, check.problem, several, check.parts))
+            split_axes = [axis for axis in check.problem.mesh_axes if layout.mesh.axes[axis] > 1]
+            size_problems[check.problem.code].append(_with_mesh_axes(layout, check.problem, split_axes, check.parts))
     idle = [axis for axis, role in layout.roles.items() if role.kind is RoleKind.idle]
-    code = ProblemCode
+    code, partition = ProblemCode, layout.partition.name
     return [
-        *(_pipeline_problems(layout, arrays, of_sizes) or _axes_used_twice(layout, arrays)),
-        *of_sizes[code.not_divisible],
-        *of_sizes[code.batch_not_divisible],
-        *of_sizes[code.seq_not_divisible],
-        *(_on_axes(layout, Problem(code.idle_mesh_axis, partition=layout.partition.name), [axis]) for axis in idle),
+        *(_pipeline_problems(layout, arrays, size_problems) or _axes_used_twice(layout, arrays)),
+        *size_problems[code.not_divisible],
+        *size_problems[code.batch_not_divisible],
+        *size_problems[code.seq_not_divisible],
+        *(_with_mesh_axes(layout, Problem(code.idle_mesh_axis, partition=partition), [axis]) for axis in idle),
     ]
 
 
-def _on_axes(layout: Layout, problem: Problem, mesh_axes: Sequence[str], parts: int = 0) -> Problem:
+def _with_mesh_axes(layout: Layout, problem: Problem, mesh_axes: Sequence[str], parts: int = 0) -> Problem:
     """Set the mesh axes of a problem, with their sizes in the layout."""
     sizes = tuple(layout.mesh.axes[axis] for axis in mesh_axes)
     return replace(problem, mesh_axes=tuple(mesh_axes), mesh_sizes=sizes, parts=parts)
 
 
-def _pipeline_problems(layout: Layout, arrays: Arrays, of_sizes: dict[ProblemCode, list[Problem]]) -> list[Problem]:
-    """Return the problems of a pipeline's stages and schedule with the model and the partition."""
+def _pipeline_problems(
+    layout: Layout, arrays: Arrays, size_problems: dict[ProblemCode, list[Problem]]
+) -> list[Problem]:
+    """Return the problems of a pipeline: of its stages, its schedule, the model and the partition."""
     pipeline, partition = layout.pipeline, layout.partition
     if pipeline is None:
         return []
     schedule, rounds, problems, code = partition.schedule.value, partition.rounds, [], ProblemCode
 
     def on_stages(code: ProblemCode, key: str, **fields: Any) -> Problem:
-        return _on_axes(layout, Problem(code, key, partition=partition.name, **fields), [pipeline.axis])
+        return _with_mesh_axes(layout, Problem(code, key, partition=partition.name, **fields), [pipeline.axis])
 
-    if several := [axis for axis in layout.parameters[LAYERS] if layout.mesh.axes[axis] > 1][1:]:
-        also = {"also": layout.sizes(several)}
-        problems.append(on_stages(code.several_stage_axes, "partition.parameters.layers", details=also))
-    for kind, rules, own in (("parameters", layout.parameters, LAYERS), ("activations", layout.activations, BATCH)):
-        if others := tuple(logical for logical, axes in rules.items() if pipeline.axis in axes and logical != own):
+    if other_axes := [axis for axis in layout.parameters[LAYERS] if layout.mesh.axes[axis] > 1][1:]:
+        details = {"also": layout.sizes(other_axes)}
+        problems.append(on_stages(code.several_stage_axes, "partition.parameters.layers", details=details))
+    for kind, rules, expected_axis in (
+        ("parameters", layout.parameters, LAYERS),
+        ("activations", layout.activations, BATCH),
+    ):
+        if other_logical := tuple(
+            logical for logical, axes in rules.items() if pipeline.axis in axes and logical != expected_axis
+        ):
             details = {"kind": kind}
-            problems.append(on_stages(code.stage_axis_shared, f"partition.{kind}", axes=others, details=details))
-    problems += of_sizes[code.no_stack]
+            problems.append(on_stages(code.stage_axis_shared, f"partition.{kind}", axes=other_logical, details=details))
+    problems += size_problems[code.no_stack]
     if rounds < 1 or (rounds == 1) == (schedule == "circular"):
         problems.append(Problem(code.wrong_rounds, "partition.rounds", rounds, details={"schedule": schedule}))
-    problems += of_sizes[code.too_few_microbatches]
+    problems += size_problems[code.too_few_microbatches]
     if pipeline.alternates and len(arrays.stacked) > 1:
         problems.append(on_stages(code.several_stacks, "partition.schedule", size=len(arrays.stacked)))
     if pipeline.alternates and (layout.remat.save or layout.remat.offload):
         problems.append(Problem(code.remat_with_1f1b, "remat", layout.remat.label))
-    return problems + of_sizes[code.rounds_not_divisible]
+    return problems + size_problems[code.rounds_not_divisible]
 
 
 def _axes_used_twice(layout: Layout, arrays: Arrays) -> list[Problem]:
     """Return the problem of each mesh axis that splits two dimensions of an array."""
-    cases: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    tensors = [(tensor, layout.stored(tensor.axes), names) for tensor, names in arrays.parameters.items()]
-    tensors += [(tensor, layout.activation(tensor.axes), names) for tensor, names in arrays.activations.items()]
+    array_names: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    tensors = [(tensor, layout.stored_axes(tensor.axes), names) for tensor, names in arrays.parameters.items()]
+    tensors += [(tensor, layout.activation_axes(tensor.axes), names) for tensor, names in arrays.activations.items()]
     for tensor, split, names in tensors:
-        seen: dict[str, str] = {}
+        logical_by_mesh_axis: dict[str, str] = {}
         for logical, mesh_axes in zip(tensor.axes, split, strict=True):
             for mesh_axis in mesh_axes:
-                if mesh_axis in seen:
-                    cases[mesh_axis, seen[mesh_axis], logical or ""] += names
-                seen[mesh_axis] = logical or ""
+                if mesh_axis in logical_by_mesh_axis:
+                    array_names[mesh_axis, logical_by_mesh_axis[mesh_axis], logical or ""] += names
+                logical_by_mesh_axis[mesh_axis] = logical or ""
     code, name = ProblemCode.mesh_axis_used_twice, layout.partition.name
     return [
-        _on_axes(layout, Problem(code, partition=name, axes=(first, second), names=tuple(names)), [mesh_axis])
-        for (mesh_axis, first, second), names in cases.items()
+        _with_mesh_axes(layout, Problem(code, partition=name, axes=(first, second), names=tuple(names)), [mesh_axis])
+        for (mesh_axis, first, second), names in array_names.items()
     ]

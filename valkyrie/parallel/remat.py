@@ -15,12 +15,12 @@ from valkyrie.paths import config_names, read_config
 from valkyrie.problems import Problem, ProblemCode
 
 ALL, PRODUCTS = "all", "products"
-"""Words of `save`: every activation; the results of all matrix products except those in attention kernels."""
-_LONGEST = 40
+"""Special values of `save`: every activation, or the results of all matrix products outside attention kernels."""
+_MAX_LABEL_LENGTH = 40
 
 
 class ActivationLocation(Enum):
-    """Where an activation is kept for the backward pass: on its device, in host memory, or nowhere (recomputed)."""
+    """Where an activation is stored for the backward pass: on the device, in host memory, or nowhere (recomputed)."""
 
     device = "device"
     host = "host"
@@ -29,12 +29,12 @@ class ActivationLocation(Enum):
 
 @dataclass
 class RematConfig:
-    """Activations that a block keeps for its backward pass, by name. All others are recomputed.
+    """Activations that a block stores for its backward pass, by name. All others are recomputed.
 
     Args:
-        save: Activations kept on the device. `all` is every one, `products` the results of all matrix products except
+        save: Activations stored on the device. `all` is every one, `products` the results of all matrix products except
             those in attention kernels.
-        offload: Activations moved to host memory.
+        offload: Activations stored in host memory.
     """
 
     name: str = "full"
@@ -43,16 +43,16 @@ class RematConfig:
 
     @property
     def label(self) -> str:
-        """A short stable name: that of the choice with these lists, or the names of the activations."""
-        shipped = _shipped()
-        lists = (frozenset(self.save), frozenset(self.offload))
-        if shipped.get(self.name, lists) == lists:
+        """A short stable name: that of the shipped choice with these lists, or the names of the activations."""
+        shipped = _shipped_lists()
+        own_lists = (frozenset(self.save), frozenset(self.offload))
+        if shipped.get(self.name, own_lists) == own_lists:
             return self.name
-        if lists in shipped.values():
-            return next(name for name, shipped_lists in shipped.items() if shipped_lists == lists)
-        words = zip(("save", "offload"), lists, strict=True)
+        if own_lists in shipped.values():
+            return next(name for name, shipped_lists in shipped.items() if shipped_lists == own_lists)
+        words = zip(("save", "offload"), own_lists, strict=True)
         text = "_".join(f"{word}_{'+'.join(sorted(names))}" for word, names in words if names)
-        return text if len(text) <= _LONGEST else f"custom_{digest(text)[:6]}"
+        return text if len(text) <= _MAX_LABEL_LENGTH else f"custom_{digest(text)[:6]}"
 
     @property
     def keeps_everything(self) -> bool:
@@ -60,7 +60,7 @@ class RematConfig:
         return ALL in self.save and not self.offload
 
     def location(self, name: str | None, *, product: bool = False) -> ActivationLocation:
-        """Return where an activation is kept. `product`: whether it is the result of a matrix product."""
+        """Return where an activation is stored. `product`: Whether it is the result of a matrix product."""
         if name in self.offload:
             return ActivationLocation.host
         on_device = name in self.save or ALL in self.save or (product and PRODUCTS in self.save)
@@ -71,20 +71,21 @@ class RematConfig:
 
         Names in a shipped choice are always legal: they may belong to another model's blocks.
         """
-        known, problems = _known_names(), []
+        shipped_names, problems = _shipped_names(), []
         for key, words in (("save", (ALL, PRODUCTS)), ("offload", ())):
-            strange = [name for name in getattr(self, key) if name not in known and name not in words]
-            legal = names() if strange else ()
-            if unknown := [name for name in strange if name not in legal]:
-                also = f"; {ALL} is every one, {PRODUCTS} every matrix product" if words else ""
-                text = f"remat.{key} names {', '.join(unknown)}. This model's activations are {', '.join(legal)}{also}."
+            unshipped = [name for name in getattr(self, key) if name not in shipped_names and name not in words]
+            model_names = names() if unshipped else ()
+            if unknown := [name for name in unshipped if name not in model_names]:
+                also = f", {ALL} (every activation) or {PRODUCTS} (every matrix product)" if words else ""
+                legal = ", ".join(model_names)
+                text = f"remat.{key}: the model has no activation {', '.join(unknown)}. Use {legal}{also}."
                 problems.append(Problem(ProblemCode.unknown_name, f"remat.{key}", unknown, text))
-        if both := [name for name in dict.fromkeys(self.save) if name in self.offload]:
+        if in_both := [name for name in dict.fromkeys(self.save) if name in self.offload]:
             text = (
-                f"remat.save and remat.offload both name {', '.join(both)}: an activation waits on the device or in "
-                "host memory. Leave it out of one."
+                f"remat.save and remat.offload both list {', '.join(in_both)}. An activation is stored either on the "
+                "device or in host memory: remove it from one list."
             )
-            problems.append(Problem(ProblemCode.conflict, "remat.save", both, text))
+            problems.append(Problem(ProblemCode.conflict, "remat.save", in_both, text))
         return problems
 
 
@@ -98,19 +99,20 @@ def shipped_remats() -> tuple[str, ...]:
     return tuple(config_names("remat"))
 
 
-def remat_named(name: str) -> RematConfig:
+def load_remat(name: str) -> RematConfig:
     """Return a choice of `conf/remat`."""
     return read_config("remat", name, RematConfig)
 
 
 @cache
-def _known_names() -> frozenset[str]:
+def _shipped_names() -> frozenset[str]:
     """Return every name in a choice of `conf/remat`."""
-    return frozenset().union(*(lists for both in _shipped().values() for lists in both)) - {ALL, PRODUCTS}
+    names = (name for lists in _shipped_lists().values() for listed in lists for name in listed)
+    return frozenset(names) - {ALL, PRODUCTS}
 
 
 @cache
-def _shipped() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+def _shipped_lists() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
     """Return the lists of every choice in `conf/remat`."""
-    remats = {name: remat_named(name) for name in shipped_remats()}
+    remats = {name: load_remat(name) for name in shipped_remats()}
     return {name: (frozenset(remat.save), frozenset(remat.offload)) for name, remat in remats.items()}

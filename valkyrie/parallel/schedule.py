@@ -24,7 +24,7 @@ class PipelineRecord:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages along a mesh axis. Each has `rounds` stretches of the stacked layers."""
+    """A pipeline of stages along a mesh axis. Each stage has `rounds` stretches of the stacked layers."""
 
     axis: str
     stages: int
@@ -37,14 +37,18 @@ class Pipeline:
         rounds = f" of {self.rounds} rounds" if self.rounds > 1 else ""
         return (
             f"{self.stages} stages over {self.axis}, {self.schedule.value}{rounds}, microbatches={self.microbatches}: "
-            f"stages wait {100 * self.bubble:.1f}% of the time in which they work, send {self.permutes} times a step, "
-            f"and keep inputs of {self.kept} microbatches"
+            f"each stage is idle for {100 * self.bubble:.1f}% of its working time, sends {self.permutes} times per "
+            f"step, and stores the layer inputs of {self.stored_microbatches} microbatches"
         )
 
     def record(self) -> PipelineRecord:
         """Return the record for run folders."""
         return PipelineRecord(
-            **vars(self), bubble=self.bubble, permutes=self.permutes, kept=self.kept, described=self.describe()
+            **vars(self),
+            bubble=self.bubble,
+            permutes=self.permutes,
+            kept=self.stored_microbatches,
+            described=self.describe(),
         )
 
     @property
@@ -54,17 +58,17 @@ class Pipeline:
 
     @property
     def alternates(self) -> bool:
-        """Whether microbatches go backward while others still go forward."""
+        """Whether backward passes of microbatches start before all forward passes are finished (1f1b)."""
         return self.schedule is PipelineSchedule["1f1b"]
 
     @property
     def forward_turns(self) -> int:
-        """Forward passes of a stage through one of its stretches, including idle turns."""
+        """Number of forward turns of a stage, each through one stretch of layers, including idle turns."""
         return self.rounds * self.microbatches + self.stages - 1
 
     @property
     def turns(self) -> int:
-        """Turns of 1f1b. The first stages - 1 are only forward, and the last stages - 1 only backward."""
+        """Number of turns of 1f1b. The first stages - 1 have no backward pass, the last stages - 1 no forward pass."""
         return self.microbatches + 2 * (self.stages - 1)
 
     @property
@@ -74,16 +78,16 @@ class Pipeline:
 
     @property
     def permutes(self) -> int:
-        """Times that a stage sends a microbatch per step, forward and backward."""
+        """Number of times that a stage sends a microbatch per step, forward and backward."""
         return 2 * self.forward_turns
 
     @property
-    def kept(self) -> int:
+    def stored_microbatches(self) -> int:
         """Microbatches for which a stage stores the layer inputs of each stretch.
 
-        Under gpipe and circular, those of all turns, including idle ones. Under 1f1b, a microbatch returns to the first
-        stage 2 (stages - 1) turns after it left, because all stages take each turn (a forward and a backward pass)
-        together. Stages without this lockstep would store only `stages` microbatches.
+        gpipe and circular store those of all turns, including idle ones. Under 1f1b, all stages run each turn (a
+        forward and a backward pass) at the same time, so a microbatch returns to the first stage 2 (stages - 1) turns
+        after it left. Stages that do not wait for each other would store only `stages` microbatches.
         """
         if self.alternates:
             return min(2 * self.stages - 1, self.microbatches)

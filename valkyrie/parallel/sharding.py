@@ -1,4 +1,4 @@
-"""Turns a layout into JAX shardings, and answers a model's `shard(...)` requests on a mesh."""
+"""JAX shardings of a layout, and the `Shard` that models use on a mesh."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.axes import BATCH, SEQ, Axis, LayerFunction, LossHead, SplitAxes, apply_head, scan_layers
 from valkyrie.hardware.platforms import platform_of
-from valkyrie.parallel.alternating import alternating
+from valkyrie.parallel.alternating import run_1f1b
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import GradientSum
-from valkyrie.parallel.pipeline import pipelined, without_copies
+from valkyrie.parallel.pipeline import run_pipeline, save_without_copies
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -26,7 +26,7 @@ def to_spec(split: Sequence[tuple[str, ...]]) -> PartitionSpec:
 
 
 class MeshShard:
-    """The `Shard` of a layout on a mesh: placements are sharding constraints, `map` is `jax.shard_map`."""
+    """The `Shard` of a layout on a mesh, made of sharding constraints and `jax.shard_map`."""
 
     def __init__(
         self, layout: Layout, mesh: AnyMesh, backend: str | None = None, gradient_sum: GradientSum = GradientSum.auto
@@ -44,11 +44,11 @@ class MeshShard:
 
     def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
         """Constrain `x` to the sharding of activations with these logical axes."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.activation(axes)))
+        return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.activation_axes(axes)))
 
     def gather_for_use(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Gather a parameter for its product over the axes that split data."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.computed(axes)))
+        """Gather a parameter for use, over the mesh axes that split data."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.used_axes(axes)))
 
     def gather_table(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Gather a parameter for row look-ups. Within a pipeline stage, it is replicated.
@@ -62,7 +62,7 @@ class MeshShard:
 
     def shard_for_storage(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Constrain a parameter, or its gradient, to its sharding between steps."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.stored(axes)))
+        return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.stored_axes(axes)))
 
     def gradient(
         self,
@@ -79,23 +79,24 @@ class MeshShard:
         parallelism splits too are excluded, because the compiler would gather the parts over that axis.
         """
         data = {*self.mesh_axes_of(BATCH), *self.mesh_axes_of(SEQ)}
-        split = [tuple(m for m in entry if m in data) for entry in self.layout.gathered(axes)]
-        in_parts = self._sends_parts and any(split)
-        if not in_parts or any(self.layout.mesh.axes[m] > 1 for entry in self.layout.computed(axes) for m in entry):
+        split = [tuple(m for m in entry if m in data) for entry in self.layout.gathered_axes(axes)]
+        sends_parts = self._sends_parts and any(split)
+        if not sends_parts or any(self.layout.mesh.axes[m] > 1 for entry in self.layout.used_axes(axes) for m in entry):
             total = f(*operands)
             return self.shard_for_storage(self.gather_for_use(total, *axes) if whole else total, *axes)
-        summed = tuple(m for m in self.layout.mesh.axes if m in data and not any(m in entry for entry in split))
+        scattered = {m for entry in split for m in entry}
+        other_data_axes = tuple(m for m in self.layout.mesh.axes if m in data and m not in scattered)
         rows = to_spec((self.mesh_axes_of(BATCH), self.mesh_axes_of(SEQ)))
 
-        def own_part(*local: jax.Array) -> jax.Array:
+        def sum_own_part(*local: jax.Array) -> jax.Array:
             total = f(*local)
             for dim, entry in enumerate(split):
                 if entry:
                     total = _scatter(total.astype(reduction), entry, dim)
-            return jax.lax.psum(total.astype(reduction), summed) if summed else total
+            return jax.lax.psum(total.astype(reduction), other_data_axes) if other_data_axes else total
 
         parts = jax.shard_map(
-            own_part,
+            sum_own_part,
             mesh=self.mesh,  # pyright: ignore[reportArgumentType]
             in_specs=tuple(rows for _ in operands),
             out_specs=to_spec(split),
@@ -118,15 +119,15 @@ class MeshShard:
         if pipeline is None:
             return apply_head(head, scan_layers(f, layers, x, rows, self), self)
         if head is not None and pipeline.alternates:
-            return alternating(pipeline, self.mesh, self._in_stage, self, f, layers, x, rows, head)
+            return run_1f1b(pipeline, self.mesh, self._in_stage, self, f, layers, x, rows, head)
         if self.layout.remat.keeps_everything:
-            f = without_copies(f)
-        return apply_head(head, pipelined(pipeline, self.mesh, self._in_stage, f, layers, x, rows), self)
+            f = save_without_copies(f)
+        return apply_head(head, run_pipeline(pipeline, self.mesh, self._in_stage, f, layers, x, rows), self)
 
     def _in_stage(self) -> MeshShard:
         """Return the `Shard` within a stage, over the other axes. Inside `jax.shard_map` over the pipeline's axis."""
         mesh = jax.sharding.get_abstract_mesh()
-        return MeshShard(self.layout.in_stage, mesh, self.backend, self._gradient_sum)
+        return MeshShard(self.layout.stage_layout, mesh, self.backend, self._gradient_sum)
 
     def map(
         self,
@@ -137,7 +138,7 @@ class MeshShard:
         checked: bool | None = None,
     ) -> Callable[..., Any]:
         """Return `f` run once per device on its local shards of arguments with these logical axes."""
-        activation = self.layout.activation
+        activation = self.layout.activation_axes
         in_specs = tuple(PartitionSpec() if axes is None else to_spec(activation(axes)) for axes in in_axes)
         out_specs = (
             [to_spec(activation(axes)) for axes in out_axes]
@@ -145,7 +146,7 @@ class MeshShard:
             else to_spec(activation(out_axes))
         )
         if checked is None:
-            # JAX's kernels do not declare the axes along which their results vary, so the check would fail on a TPU.
+            # JAX's TPU kernels do not declare the mesh axes over which their results vary, so the check would fail.
             checked = not platform_of(self.backend or jax.default_backend()).runs_pallas_tpu
         manual = _manual_axes(self.mesh)
         return jax.shard_map(
@@ -164,7 +165,7 @@ def _manual_axes(mesh: AnyMesh) -> tuple[str, ...]:
 
 
 def _scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Return this device's part, along a dimension, of the sum over mesh axes in float32. Inside `jax.shard_map`."""
+    """Sum over mesh axes in float32, and return this device's part along `dim`. Call it inside `jax.shard_map`."""
     count = math.prod(jax.lax.axis_size(axis) for axis in axes)
     parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
     received = jax.lax.all_to_all(parts, axes, dim, dim)

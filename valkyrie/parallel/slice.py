@@ -1,4 +1,4 @@
-"""Slices, and meshes on them: of devices to compile for, or of device positions. Needs no TPU."""
+"""Slices, and meshes of their devices, to compile for or to compute positions. Needs no TPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Slice(TargetConfig):
-    """A slice: chip, hosts, topology, prices, and meshes of devices to compile for."""
+    """A slice, with meshes of its devices to compile for."""
 
     def __repr__(self) -> str:
         return f"<Slice {self.describe()}>"
 
     @classmethod
-    def of(cls, target: TargetConfig) -> Slice:
+    def from_target(cls, target: TargetConfig) -> Slice:
         """Return the slice of a target."""
         return cls(**{field.name: getattr(target, field.name) for field in fields(target)})
 
@@ -48,33 +48,35 @@ class Slice(TargetConfig):
         return placed_mesh(axes, devices, placement, self.slices)
 
     def places(self, shape: Sequence[int], names: Sequence[str]) -> tuple[Position, ...]:
-        """Return the positions of the devices of such a mesh, flattened. Needs no libtpu."""
-        grid = placed_grid(self.axes(shape, names, None), described_devices(self), slices=self.slices)
+        """Return the positions of the devices of a mesh, flattened. Needs no libtpu."""
+        grid = placed_grid(self.axes(shape, names, None), list_device_stubs(self), slices=self.slices)
         return tuple(Position(d.slice_index, tuple(d.coords), d.core_on_chip) for d in grid.flat)
 
     def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:
         """Return the axes of a mesh by name. Raises ValueError if this slice has no such mesh."""
-        title = f"a mesh of {' x '.join(str(n) for n in shape) or 'no axes'}"
+        mesh_text = f"a mesh of {' x '.join(str(n) for n in shape) or 'no axes'}"
         if not platform_of(self.platform).compiles_without_devices or self.devices is None:
-            raise ValueError(f"{self.describe()} is no TPU slice: only those are compiled for without a device.")
+            raise ValueError(f"{self.describe()} is not a TPU slice. Only TPU programs compile without a device.")
         if len(shape) != len(names) or len(set(names)) != len(names) or not shape:
-            raise ValueError(f"{title} with the names {', '.join(names) or 'none'}: give each axis a name of its own.")
+            raise ValueError(
+                f"{mesh_text} has the names {', '.join(names) or '(none)'}. Pass a different name for each axis."
+            )
         if any(n < 1 for n in shape):
-            raise ValueError(f"{title}: each axis must be at least 1.")
+            raise ValueError(f"{mesh_text} has a size below 1. Use sizes of at least 1.")
         if math.prod(shape) != self.devices:
             resized = self.resized(math.prod(shape)) if self.slices == 1 else None
-            instead = "" if resized is None else f", or {resized.name}, which has {resized.devices}"
+            alternative = "" if resized is None else f", or {resized.name}, which has {resized.devices}"
             raise ValueError(
-                f"{title} has {math.prod(shape)} devices; {self.describe()} has {self.devices}. "
-                f"Use a mesh of {self.devices}{instead}."
+                f"{mesh_text} has {math.prod(shape)} devices, but {self.describe()} has {self.devices}. "
+                f"Use a mesh of {self.devices}{alternative}."
             )
         axes = dict(zip(names, map(int, shape), strict=True))
         if placement is not None:
             refuse(placement_problems(placement, axes, "x".join(map(str, shape))))
         if placement is None and shape[0] % self.slices:
             raise ValueError(
-                f"{title}: its first axis, {names[0]}={shape[0]}, lies across the {self.slices} slices, which do not "
-                "divide it."
+                f"{mesh_text}: the first axis spans the slices, but {names[0]}={shape[0]} is not divisible by "
+                f"{self.slices} slices."
             )
         return axes
 
@@ -92,13 +94,13 @@ class DeviceStub:
     platform: str = "tpu"
 
 
-def described_devices(target: TargetConfig) -> list[DeviceStub]:
-    """Return the devices of a slice, numbered and ordered host by host as libtpu does, from the topology alone."""
+def list_device_stubs(target: TargetConfig) -> list[DeviceStub]:
+    """Return the devices of a slice, computed from its topology, numbered and ordered by host as in libtpu."""
     topology, chip = topology_of(target), target.chip
     assert chip is not None
     kind = chip.device_kinds[0] if chip.device_kinds else chip.name
     shape = (*topology.shape, *(1,) * (3 - len(topology.shape)))
-    places = (
+    positions = (
         (slice_, (a, b, c), core)
         for slice_ in range(topology.slices)
         for c in range(shape[2])
@@ -106,10 +108,10 @@ def described_devices(target: TargetConfig) -> list[DeviceStub]:
         for a in range(shape[0])
         for core in range(topology.devices_per_chip)
     )
-    devices = [DeviceStub(i, kind, coords, core, slice_) for i, (slice_, coords, core) in enumerate(places)]
+    devices = [DeviceStub(i, kind, coords, core, slice_) for i, (slice_, coords, core) in enumerate(positions)]
     bounds = (*topology.host_bounds, *(1,) * (3 - len(topology.host_bounds)))
 
-    def host(device: DeviceStub) -> tuple[int, ...]:
-        return device.slice_index, *(n // by for n, by in zip(device.coords[::-1], bounds[::-1], strict=True))
+    def host_key(device: DeviceStub) -> tuple[int, ...]:
+        return device.slice_index, *(n // bound for n, bound in zip(device.coords[::-1], bounds[::-1], strict=True))
 
-    return sorted(devices, key=lambda device: (host(device), device.id))
+    return sorted(devices, key=lambda device: (host_key(device), device.id))

@@ -22,7 +22,7 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.models.block import BLOCK_INPUT, SavedActivation
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import Memory, resolve_rules
-from valkyrie.parallel.remat import ActivationLocation, RematConfig, remat_named, shipped_remats
+from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remats
 from valkyrie.precision import ACCUMULATED
 from valkyrie.records import read_record
 
@@ -128,7 +128,7 @@ class MemoryEstimator:
         layouts, total, policy = self.layouts, np.zeros(len(self.layouts)), self.run.config.precision
         itemsize = policy.compute.itemsize + policy.reduction.itemsize
         for spec in self.run.model.parameters().values():
-            data = [m for axis in spec.axes for m in layouts.gathered(axis)]
+            data = [m for axis in spec.axes for m in layouts.gathered_axes(axis)]
             if LAYERS in spec.axes and data:
                 layers = spec.shape[spec.axes.index(LAYERS)] / layouts.stages
                 total = total + itemsize * (layouts.shard(spec, "used") / layers) * (layouts.parts(data) > 1)
@@ -250,7 +250,7 @@ def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
 
 def legal_remats(run: Run) -> dict[str, RematConfig]:
     """Return the legal choices of `remat` for a run by label, including its own custom lists."""
-    remats = {name: remat_named(name) for name in shipped_remats()}
+    remats = {name: load_remat(name) for name in shipped_remats()}
     remats.setdefault(run.config.remat.label, run.config.remat)
     return {name: remat for name, remat in remats.items() if not run.changed(remat=remat).layout_problems()}
 

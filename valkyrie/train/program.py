@@ -74,7 +74,9 @@ class StepProgram:
         """Shapes, dtypes and shardings of the global batch."""
         arrays = self.task.batch(self.run.config.batch, self.run.config.seq)
         return {
-            name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.shard.sharding(self.layout.activation(a.axes)))
+            name: jax.ShapeDtypeStruct(
+                a.shape, a.dtype, sharding=self.shard.sharding(self.layout.activation_axes(a.axes))
+            )
             for name, a in arrays.items()
         }
 
@@ -223,7 +225,7 @@ class StepProgram:
     def _gathered(self, spec: Parameter) -> int:
         """Return the elements of one layer's parameter that a device holds while it is used."""
         parts = [
-            math.prod(self.layout.mesh.axes[m] for m in mesh_axes) for mesh_axes in self.layout.computed(spec.axes)
+            math.prod(self.layout.mesh.axes[m] for m in mesh_axes) for mesh_axes in self.layout.used_axes(spec.axes)
         ]
         sizes = zip(spec.shape, parts, spec.axes, strict=True)
         return math.prod(size // part for size, part, axis in sizes if axis != "layers")

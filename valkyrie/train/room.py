@@ -11,7 +11,7 @@ from valkyrie.foreign_errors import allocated_bytes, is_out_of_memory
 from valkyrie.host_memory import free_memory
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
-from valkyrie.parallel.remat import remat_named
+from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import config_files, read_config, read_defaults
 from valkyrie.train.memory import ExpectedMemory, expected_memory
 from valkyrie.units import gib, memory_text
@@ -142,7 +142,7 @@ def _lighter(program: StepProgram, available: int, count: int) -> str:
     """Suggest changes of remat, microbatches and batch under which the estimate fits."""
     run, config = program.run, program.run.config
     halves = [config.microbatches * 2**n for n in range(1, 8)]
-    full = remat_named("full")
+    full = load_remat("full")
     variants = [[("remat=full", run.changed(remat=full))] if config.remat.label != full.name else []]
     variants.append([(f"microbatches={n}", run.changed(microbatches=n)) for n in halves])
     variants.append([(f"batch={config.batch // 2**n}", run.changed(batch=config.batch // 2**n)) for n in range(1, 8)])

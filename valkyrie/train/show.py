@@ -38,7 +38,7 @@ def show_run(run: Run, console: Console) -> None:
     for name, spec in parameters.items():
         itemsize = 4 if spec.float32 else run.config.precision.parameter.itemsize
         size = int(shards.shard(spec, "stored").item()) * itemsize
-        table.add_row(name, describe_split(spec, layout.stored(spec.axes)), f"{size:,}")
+        table.add_row(name, describe_split(spec, layout.stored_axes(spec.axes)), f"{size:,}")
     console.print(table, soft_wrap=False)
     count = sum(spec.size for spec in parameters.values())
     console.print(

@@ -19,7 +19,7 @@ def matrix_spread(shard: MeshShard) -> Spread:
 
     def rows_columns(spec: Parameter) -> Split:
         first, *others = (axis for axis in spec.axes if axis != LAYERS)
-        rows, *columns = shard.layout.stored((first, *others))
+        rows, *columns = shard.layout.stored_axes((first, *others))
         return rows, tuple(axis for entry in columns for axis in entry)
 
     def constrain(stack: jax.Array, split: Split) -> jax.Array:

@@ -86,13 +86,13 @@ def state_shardings(
     replicated = NamedSharding(shard.mesh, PartitionSpec())  # pyright: ignore[reportArgumentType] - both kinds of mesh serve
 
     def of_parameter(path: Any, leaf: Any) -> NamedSharding:
-        return shard.sharding(layout.stored(specs[leaf_name(path)].axes), on_parameters)
+        return shard.sharding(layout.stored_axes(specs[leaf_name(path)].axes), on_parameters)
 
     def of_optimizer(path: Any, leaf: Any) -> NamedSharding:
         name = _parameter_behind(leaf_name(path), specs)
         if name is None or leaf.shape != specs[name].shape:
             return replicated
-        return shard.sharding(layout.optimizer(specs[name].axes, specs[name].shape), on_optimizer)
+        return shard.sharding(layout.optimizer_axes(specs[name].axes, specs[name].shape), on_optimizer)
 
     parameters = jax.tree_util.tree_map_with_path(of_parameter, abstract.parameters)
     return TrainState(
@@ -101,7 +101,7 @@ def state_shardings(
         optimizer=jax.tree_util.tree_map_with_path(of_optimizer, abstract.optimizer),
         ema=None if abstract.ema is None else parameters,
         key=replicated,
-        carry={name: shard.sharding(layout.activation(array.axes)) for name, array in carry.items()} or None,
+        carry={name: shard.sharding(layout.activation_axes(array.axes)) for name, array in carry.items()} or None,
     )
 
 

@@ -74,7 +74,7 @@ def _gradients(
         return outcome.objective, (outcome.sums, outcome.carry)
 
     gradient = jax.grad(objective, has_aux=True)
-    count = program.layout.accumulated
+    count = program.layout.accumulation_steps
     if count == 1:
         gradients, (sums, carry) = gradient(parameters, batch, key)
         return gradients, sums, carry

@@ -10,7 +10,7 @@ from valkyrie.axes import BATCH
 from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
-from valkyrie.parallel.remat import RematConfig, remat_named
+from valkyrie.parallel.remat import RematConfig, load_remat
 from valkyrie.paths import read_group
 from valkyrie.search.compile.prediction import FullerRemat, OtherPartition, Saving
 from valkyrie.train.memory import expected_memory
@@ -86,7 +86,7 @@ def _bytes_sent_for_data(run: Run) -> int | None:
     gathered, summed = (jnp.dtype(kind.value).itemsize for kind in (policy.compute, policy.reduction))
     shards, total = layout.shards(BATCH), 0.0
     for spec in run.model.parameters().values():
-        split = math.prod(layout.parts(axes) for axes in layout.stored(spec.axes))
+        split = math.prod(layout.parts(axes) for axes in layout.stored_axes(spec.axes))
         total += 2 * math.prod(spec.shape) * (gathered * (1 - 1 / split) + summed * (1 - 1 / shards))
     return int(layout.microbatches * total)
 
@@ -121,7 +121,7 @@ def _full_remat_changes(run: Run) -> list[tuple[str, Run]]:
     """Return runs with full remat and 2, 4, 8, ... times the microbatches."""
     variants, count = [], run.config.microbatches * 2
     while count <= run.config.batch:
-        changed = run.changed(remat=remat_named("full"), microbatches=count)
+        changed = run.changed(remat=load_remat("full"), microbatches=count)
         variants.append((f"remat=full microbatches={count}", changed))
         count *= 2
     return variants

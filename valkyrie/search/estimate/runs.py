@@ -62,4 +62,4 @@ def axis_placements(target: TargetConfig, layout: Layout) -> dict[str, AxisPlace
     topology = topology_of(target)
     if placement is not None:
         return describe_entries(placement, axes, topology)
-    return describe_places(Slice.of(target).places(list(axes.values()), list(axes)), axes, topology)
+    return describe_places(Slice.from_target(target).places(list(axes.values()), list(axes)), axes, topology)

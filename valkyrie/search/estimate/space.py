@@ -18,7 +18,7 @@ from valkyrie.axes import BATCH, LAYERS
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig, topology_of
-from valkyrie.parallel.axis_links import Placement, placements_of
+from valkyrie.parallel.axis_links import Placement, undominated_placements
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import layout_with_problems
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh, resized
@@ -269,7 +269,8 @@ def _partition_space(
             counts = [batch // (device_batch * shards * stages)]
         else:
             counts = _microbatch_counts(batch, shards, stages) if microbatches is None else [microbatches]
-        placements = placements_of(tuple(n for axis, n in sizes.items() if axis != SLICE_AXIS), topology, torus)
+        inner_sizes = tuple(n for axis, n in sizes.items() if axis != SLICE_AXIS)
+        placements = undominated_placements(inner_sizes, topology, torus)
         rows += [_Row(sizes, placement, count) for placement in placements for count in counts]
     if not rows:
         return LayoutSpace([], refused, duplicates)

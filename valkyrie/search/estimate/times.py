@@ -221,8 +221,8 @@ class StepEstimator:
         `first` is True if no earlier product has gathered the same operand.
         """
         layouts, network = self.layouts, self.network
-        inputs = [(a, n, layouts.activations[a], layouts.used(a)) for a, n in product.input_axes]
-        outputs = [(a, n, layouts.activations[a], layouts.used(a)) for a, n in product.output_axes]
+        inputs = [(a, n, layouts.activations[a], layouts.used_axes(a)) for a, n in product.input_axes]
+        outputs = [(a, n, layouts.activations[a], layouts.used_axes(a)) for a, n in product.output_axes]
         width = 4 if product.float32 else self.work.itemsize
         operand_bytes = self.rows * width * product.components
         for axis, n, _, _ in inputs:
@@ -259,10 +259,10 @@ class StepEstimator:
         XLA does this if a logical axis of the parameter is split over both data axes and other mesh axes, because it
         cannot scatter a sum within a shard. `other` is the size of the other factor in bytes per device.
         """
-        layouts, stored = self.layouts, self.layouts.stored(logical)
-        data = tuple(axis for axis in stored if axis in layouts.data)
+        layouts, stored = self.layouts, self.layouts.stored_axes(logical)
+        data = tuple(axis for axis in stored if axis in layouts.data_axes)
         parts = layouts.parts(data)
-        both = (parts > 1) & (layouts.parts(layouts.used(logical)) > 1)
+        both = (parts > 1) & (layouts.parts(layouts.used_axes(logical)) > 1)
         seconds = self.network.gather(layouts, data, other * parts)
         return np.where(both, self.efficiency.whole_batches * seconds, 0.0)
 
@@ -284,7 +284,7 @@ class StepEstimator:
     @cached_property
     def _table_collectives(self) -> np.ndarray:
         """Seconds of the sums over a split vocabulary: embeddings, and gradients of the last hidden states."""
-        layouts, vocab = self.layouts, self.layouts.used("vocab")
+        layouts, vocab = self.layouts, self.layouts.used_axes("vocab")
         stream = self.rows * self.work.embed * self.work.itemsize
         free = [a for a in layouts.activations["embed"] if a not in layouts.activations["vocab"]]
         rows = stream / layouts.parts(free)
@@ -309,10 +309,10 @@ class StepEstimator:
         layouts, seconds = self.layouts, np.zeros(len(self.layouts))
         itemsize = self.work.run.config.precision.reduction.itemsize
         for spec in self.work.parameters.values():
-            split, stored = self._gathered_axes(spec), [m for axis in spec.axes for m in layouts.stored(axis)]
+            split, stored = self._gathered_axes(spec), [m for axis in spec.axes for m in layouts.stored_axes(axis)]
             # Data axes that split the parameter are left out: the reduce-scatter covers them, or (experts) the shard
             # has received the tokens of all devices.
-            summed_axes = tuple(axis for axis in layouts.data if axis not in stored)
+            summed_axes = tuple(axis for axis in layouts.data_axes if axis not in stored)
             bytes_ = self.layouts.shard(spec, "used") * itemsize
             seconds += self.network.scatter(layouts, split, bytes_)
             scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
@@ -347,11 +347,11 @@ class StepEstimator:
         if self.layouts.partition.zero1:
             for spec in self.work.parameters.values():
                 bytes_ = 4 * self.layouts.shard(spec, "used") / self.layouts.parts(self._gathered_axes(spec))
-                seconds += self.network.gather(self.layouts, self.layouts.spread(spec.axes), bytes_, one_ring=True)
+                seconds += self.network.gather(self.layouts, self.layouts.zero1_axes(spec.axes), bytes_, one_ring=True)
         return seconds
 
     def _gathered_axes(self, spec: Parameter) -> tuple[str, ...]:
-        return tuple(m for axis in spec.axes for m in self.layouts.gathered(axis))
+        return tuple(m for axis in spec.axes for m in self.layouts.gathered_axes(axis))
 
     @cached_property
     def _stage_sends(self) -> np.ndarray:
@@ -360,7 +360,7 @@ class StepEstimator:
         width = self.work.embed / layouts.split("embed", "active", self.work.embed)
         bytes_, axes = self.rows * width * self.work.itemsize, layouts.parameters.get(LAYERS, ())
         if layouts.sends_parts:
-            split = (*axes, *layouts.data, *layouts.activations["embed"])
+            split = (*axes, *layouts.data_axes, *layouts.activations["embed"])
             replicated = [axis for axis in layouts.sizes if axis not in split]
             send_s = self.network.exchange(layouts, axes, bytes_ / layouts.parts(replicated))
             return 2 * layouts.rounds * (send_s + self.network.gather(layouts, replicated, bytes_))
