@@ -75,7 +75,7 @@ def test_a_completion_compiles_or_not_and_passes_or_not() -> None:
     ]
     assert results[1].reason.endswith("status 1")
     assert "program.cpp:3:" in results[2].reason and "error" in results[2].reason
-    assert results[3].reason == "it wrote nothing"
+    assert results[3].reason == "the completion is empty"
     slow = judge(problem, "    for (volatile int i = 0;; i = i + 1) {}\n}", Limits(1.0))
     assert slow.compiled and not slow.passed and " 1 s" in slow.reason
 
@@ -317,7 +317,7 @@ def test_a_sandbox_that_fails_on_the_way_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: object) -> None:
-        raise SandboxError("no sandbox was made: all is used up")
+        raise SandboxError("the sandbox could not be created: no namespaces left")
 
     monkeypatch.setattr("valkyrie.train.code.judge_all", fail)
     monkeypatch.setattr(of_config, "missing_judge", lambda config: [])

@@ -95,7 +95,7 @@ def test_a_mistake_is_one_message(command: Any, case: str):
     arguments = MISTAKES[case]
     refused = command(*arguments)
     assert refused.run is None
-    lines = [line for line in refused.err.splitlines() if not line.startswith("  - Legal with ")]
+    lines = [line for line in refused.err.splitlines() if not line.startswith("  - Partitions that work with ")]
     head = lines[0] if len(lines) == 1 else lines[1].replace("  - ", "valkyrie-train: ", 1)
     assert head.startswith("valkyrie-train: ") and len(lines) <= 2
     assert (refused.status, refused.out) == (2, "")

@@ -201,8 +201,8 @@ def test_what_is_no_program_is_refused():
     slice = valkyrie.slice("v5e-4")
     for program, more, words in (
         (len, {"slice": slice}, "takes a jitted function"),
-        (jax.jit(jnp.sin), {}, "name the slice"),
-        ("step.hlo", {"slice": slice}, "name the mesh of this module"),
+        (jax.jit(jnp.sin), {}, "Name the slice"),
+        ("step.hlo", {"slice": slice}, "Name the mesh axes of this module"),
     ):
         with pytest.raises(ValueError, match=words):
             valkyrie.predict(program, **more)

@@ -169,7 +169,7 @@ def test_sizes_are_not_part_of_the_identity():
 @pytest.mark.parametrize(
     ("bounds", "inside", "outside", "text"),
     [
-        ({"least": 1}, 1, 0, "k=0: at least 1 is needed."),
+        ({"least": 1}, 1, 0, "k=0: must be at least 1."),
         ({"least": 0}, 0, -1, "k=-1: must be at least 0."),
         ({"above": 0, "most": 1}, 1, 1.5, "k=1.5: must be above 0 and at most 1."),
         ({"least": 0, "below": 2}, 1.5, 2, "k=2: must be at least 0 and below 2."),

@@ -148,7 +148,7 @@ class Result:
 
     def _replayed(self) -> Replay:
         if self.replay is None:
-            raise ValueError(f"there is no timeline of this result: {self.reason or 'no step was replayed'}.")
+            raise ValueError(f"This result has no timeline: {self.reason or 'no step was predicted'}.")
         return self.replay
 
 
@@ -268,13 +268,13 @@ def predict(
     from valkyrie.search.compile.predict import ProgramWork, predict_file, predict_function
 
     if not isinstance(slice, TargetConfig):
-        raise ValueError('name the slice to predict for: valkyrie.predict(..., slice=valkyrie.slice("v5p-128")).')
+        raise ValueError('Name the slice to predict for: valkyrie.predict(..., slice=valkyrie.slice("v5p-128")).')
     refuse([*check_range("tokens", tokens, above=0), *check_range("flops", flops, above=0)])
     target, work = Slice.from_target(slice), ProgramWork(name, tokens, flops)
     if isinstance(program, str | Path):
         axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)
         if not axes:
-            raise ValueError('name the mesh of this module, in its order: mesh={"data": 8, "model": 4}.')
+            raise ValueError('Name the mesh axes of this module, in order: mesh={"data": 8, "model": 4}.')
         predicted = predict_file(Path(program), target, axes, places=places, work=work)
     else:
         if isinstance(mesh, Mapping):
@@ -297,7 +297,8 @@ def _refuse_with_a_run(arguments: Sequence[Any], named: Mapping[str, Any], **giv
     unread = [*named, *(key for key, value in given.items() if value is not None)]
     if arguments or unread:
         raise ValueError(
-            f"a run has its slice, mesh and shapes: leave out {', '.join(unread) or 'the further arguments'}, or "
+            f"A run already sets its slice, mesh and shapes. Leave out "
+            f"{', '.join(unread) or 'the other arguments'}, or "
             "compose the run with other values."
         )
 

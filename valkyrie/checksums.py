@@ -75,7 +75,7 @@ def _size_damage(path: Path, name: str, expected: int) -> Problem | None:
     if not path.is_file():
         return Problem(ProblemCode.missing, value=name, text=f"{name} is missing")
     size = path.stat().st_size
-    return None if size == expected else _damage(name, f"{name} has {size:,} bytes of {expected:,}")
+    return None if size == expected else _damage(name, f"{name} has {size:,} bytes instead of {expected:,}")
 
 
 def _damage(name: str, text: str) -> Problem:

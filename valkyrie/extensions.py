@@ -59,15 +59,17 @@ class Families:
             return import_module(f"{self.package}.{name}").Config
         if name not in self:
             raise ValueError(
-                f"{self.key}={name} is not known. Known: {', '.join(self.names())}, or the name of a module of yours "
-                "next to the YAMLs of --config-dir."
+                f"{self.key}={name} is not known. Known: {', '.join(self.names())}, or the name of a Python module "
+                "in the folder of --config-dir."
             )
         config = getattr(self._import(name), "Config", None)
         if not isinstance(config, type):
-            raise ValueError(f"{self.key}={name} is a module without a class Config. A family's module defines one.")
+            raise ValueError(
+                f"{self.key}={name}: the module {name} has no class Config. Define one that describes the family."
+            )
         if not issubclass(config, self.base):
             base = f"{self.base.__module__}.{self.base.__name__}"
-            raise ValueError(f"{self.key}={name} is a module whose class Config must derive from {base}.")
+            raise ValueError(f"{self.key}={name}: the class Config of the module {name} must derive from {base}.")
         return config
 
     def with_key(self, key: str) -> list[str]:
@@ -84,7 +86,7 @@ class Families:
             if isinstance(error, SyntaxError) and error.filename:
                 file, line = error.filename, error.lineno
             reason = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
-            raise ValueError(f"{self.key}={name} cannot be imported. {file}, line {line}: {reason}.") from error
+            raise ValueError(f"{self.key}={name} cannot be imported: {file}, line {line}: {reason}.") from error
 
     def user_folder(self, name: str) -> Path | None:
         """Return the folder of a user's module, or None for a family that ships with Valkyrie."""

@@ -55,7 +55,7 @@ def open_to_append(path: Path) -> IO[bytes]:
         return os.fdopen(os.open(path, flags, 0o666), "a+b", buffering=0)
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
-            raise ValueError(f"{path} is a link, and is not written through. Delete it.") from None
+            raise ValueError(f"{path} is a symbolic link. Valkyrie does not write through links: delete it.") from None
         raise
 
 
@@ -95,7 +95,7 @@ def disk_errors(path: Path, elsewhere: str | None = None) -> Iterator[None]:
         raise
     except OSError as error:
         elsewhere = elsewhere or ("VALKYRIE_CACHE=DIR" if path.is_relative_to(cache_root()) else "runs=DIR")
-        remedy = f"{'Free some room there, or write' if is_full(error) else 'Write'} elsewhere with {elsewhere}."
+        remedy = f"{'Free some space there, or write' if is_full(error) else 'Write'} elsewhere with {elsewhere}."
         raise DiskError(f"{path} cannot be written ({error_reason(error)}). {remedy}") from error
 
 

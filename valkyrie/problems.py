@@ -97,7 +97,7 @@ class Range:
         words = " and ".join(f"{word} {_plain(number)}" for word, number in bounds.items() if number is not None)
         if not math.isfinite(value):
             return f"must be a finite number, {words}"
-        return f"{words} is needed" if self == Range(least=self.least) and self.least else f"must be {words}"
+        return f"must be {words}"
 
 
 Identity = tuple[ProblemCode, str | None, tuple[str, ...], tuple[str, ...]]
@@ -246,36 +246,37 @@ def alternatives(key: str | None, values: Iterable[object]) -> str:
 
 _TEXTS = {
     ProblemCode.not_finite: "{self.key}={value}: must be a finite number.",
-    ProblemCode.too_large: "{self.key}={value}: whole numbers go up to {most}.",
+    ProblemCode.too_large: "{self.key}={value}: must be a whole number from -{most} to {most}.",
     ProblemCode.mesh_shape: (
-        "mesh.shape={value} with mesh.slices={slices}: 3 sizes (x, y, z) or 4 (w, x, y, z) are needed, each at least 1."
+        "mesh.shape={value} with mesh.slices={slices}: use 3 sizes (x, y, z) or 4 (w, x, y, z), each at least 1."
     ),
     ProblemCode.mesh_names: (
-        "mesh.names=[{value}] and the {count} axes of mesh={mesh} ({own}): write one name for each, or null."
+        "mesh.names=[{value}] does not name each of the {count} axes of mesh={mesh} ({own}). Write one name per "
+        "axis, or null."
     ),
     ProblemCode.placement: (
         "mesh.placement=[{value}]: {wrong}. List the axes of mesh={mesh} ({sizes}) from the slowest to the fastest "
-        "over the torus, each whole (x) or in factors that make it (x:2,y,x:2)."
+        "varying on the torus, each as a whole (x) or split into factors (x:2,y,x:2)."
     ),
     ProblemCode.unknown_logical_axis: (
-        "partition={self.partition} has a rule for {kind}.{axes}, which is no logical axis of {kind}. {hint} The "
-        "model has {known}."
+        "partition={self.partition} has a rule for {kind}.{axes}, which is not a logical axis of {kind}. "
+        "{hint} This model has {known}."
     ),
     ProblemCode.unknown_role: (
-        "the environment names mesh axis {over} {self.value!r} (TPU_AXIS_NAMES); partition={self.partition} knows the "
-        "roles {known}."
+        "TPU_AXIS_NAMES gives mesh axis {over} the role {self.value}, but the roles of partition={self.partition} are "
+        "{known}."
     ),
     ProblemCode.missing_mesh_axis: (
-        "partition={self.partition} puts {rule} on mesh axis {axis}, which mesh={mesh} does not have; it "
-        "has {has}. Use a mesh with that axis{such_as}, or write {axis}? in the partition."
+        "partition={self.partition} puts {rule} on mesh axis {axis}, but mesh={mesh} has only {has}. "
+        "Use a mesh with that axis{such_as}, or write {axis}? in the partition."
     ),
     ProblemCode.idle_mesh_axis: (
-        "partition={self.partition} leaves mesh axis {over} idle: its devices would repeat each other's work. Use a "
+        "partition={self.partition} leaves mesh axis {over} idle: devices along it would do the same work. Use a "
         "mesh with {axis}=1, or a partition that uses {axis}."
     ),
     ProblemCode.mesh_axis_used_twice: (
-        "partition={self.partition} spends mesh axis {axis} twice on {names}: on {self.axes[0]} and on "
-        "{self.axes[1]}. Give one of them another axis."
+        "partition={self.partition} uses mesh axis {axis} twice for {names}: for {self.axes[0]} and for "
+        "{self.axes[1]}. Put one of them on another mesh axis."
     ),
     ProblemCode.not_divisible: (
         "partition={self.partition} puts {axes} ({self.size}) of {names} on {over}: {self.size} is not divisible by "
@@ -289,36 +290,37 @@ _TEXTS = {
         "seq={self.size} is not divisible by {self.parts}: partition={self.partition} splits it over {over}."
     ),
     ProblemCode.batch_tokens_not_divisible: "batch_tokens={value} is not a multiple of seq={seq}.",
-    ProblemCode.device_batch_not_divisible: (
-        "{batch} does not divide into parts of device_batch={value} sequences{at_a_time}."
-    ),
+    ProblemCode.device_batch_not_divisible: ("{batch} is not a multiple of device_batch={value} sequences{at_a_time}."),
     ProblemCode.several_stage_axes: (
-        "partition={self.partition} puts layers on {over} and on {also}: a pipeline lies on one axis. Use one."
+        "partition={self.partition} puts layers on {over} and on {also}, but a pipeline uses one mesh axis. Put layers "
+        "on one of them."
     ),
     ProblemCode.stage_axis_shared: (
-        "partition={self.partition} puts {kind}.{axes} on {over}, which holds the stages of a pipeline "
-        "(parameters.layers). Give {pronoun} another axis."
+        "partition={self.partition} puts {kind}.{axes} on {over}, which already has the pipeline stages "
+        "(parameters.layers). Put {pronoun} on another mesh axis."
     ),
     ProblemCode.no_stack: (
-        "partition={self.partition} puts layers on {over}, and this model has no stack of equal layers to make stages "
-        "of: it passes its few layers again and again. Use a mesh with {axis}=1, or another partition."
+        "partition={self.partition} puts layers on {over}, but this model has no stack of equal layers to split into "
+        "pipeline stages: it applies the same few layers repeatedly. Use a mesh with {axis}=1, or another partition."
     ),
-    ProblemCode.wrong_rounds: "partition.rounds={value}: under schedule={schedule} a stage holds {held}. Use {use}.",
+    ProblemCode.wrong_rounds: "partition.rounds={value}: with schedule={schedule}, a stage has {held}. Use {use}.",
     ProblemCode.too_few_microbatches: (
-        "microbatches={value}: under schedule=circular the first stage begins the next round when the last one has "
-        "ended, which takes {self.parts} ({over}). Use microbatches={self.parts}, or partition.schedule=gpipe."
+        "microbatches={value}: with schedule=circular, the first stage gets a microbatch back only after all "
+        "stages, so at least one microbatch per stage ({over}) is needed. Use microbatches={self.parts}, or "
+        "partition.schedule=gpipe."
     ),
     ProblemCode.several_stacks: (
-        "partition={self.partition} with schedule=1f1b: this model has {self.size} stacks of equal layers one after "
-        "the other, and a microbatch comes back as soon as it has passed one. Use partition.schedule=gpipe."
+        "partition={self.partition} with schedule=1f1b: the backward pass of a microbatch follows its forward pass "
+        "through one stack of equal layers, but this model has {self.size} stacks in sequence. Use "
+        "partition.schedule=gpipe."
     ),
     ProblemCode.remat_with_1f1b: (
-        "remat={value}: under schedule=1f1b layers are made again from their inputs: nothing else is kept. Use "
-        "remat=full, or partition.schedule=gpipe."
+        "remat={value}: schedule=1f1b saves only the inputs of layers and recomputes the rest. Use remat=full, or "
+        "partition.schedule=gpipe."
     ),
     ProblemCode.rounds_not_divisible: (
-        "partition={self.partition} with schedule=circular makes {self.parts} stretches ({over} times rounds={rounds}) "
-        "of layers ({self.size}): {self.size} is not divisible by {self.parts}."
+        "partition={self.partition} with schedule=circular splits the layers ({self.size}) into {self.parts} "
+        "stretches ({over} times rounds={rounds}): {self.size} is not divisible by {self.parts}."
     ),
 }
 """Message templates by code. Placeholders are the fields of a problem, its details and its clauses."""
@@ -333,7 +335,7 @@ def _microbatches(problem: Problem) -> str:
 
 def _batch(problem: Problem) -> str:
     tokens = problem.details["batch_tokens"]
-    return f"batch={problem.size}" if tokens is None else f"batch_tokens={tokens}, {problem.size} sequences,"
+    return f"batch={problem.size}" if tokens is None else f"batch_tokens={tokens} ({problem.size} sequences)"
 
 
 def _at_a_time(problem: Problem) -> str:
@@ -351,7 +353,7 @@ def _such_as(problem: Problem) -> str:
 
 
 def _rounds_held(problem: Problem) -> str:
-    return "2 or more stretches of layers" if problem.details["schedule"] == "circular" else "one stretch"
+    return "2 or more stretches of layers" if problem.details["schedule"] == "circular" else "one stretch of layers"
 
 
 def _rounds_to_use(problem: Problem) -> str:
@@ -381,7 +383,7 @@ def _advice(problem: Problem) -> str:
     values = problem.nearest
     if problem.code is not ProblemCode.not_divisible and problem.code is not ProblemCode.rounds_not_divisible:
         if not values and problem.code is ProblemCode.device_batch_not_divisible:
-            return f" Use a batch that {problem.parts} divides."
+            return f" Use a batch that is a multiple of {problem.parts}."
         return f" Use {alternatives(problem.key, values)}." if values else ""
     advice = []
     if len(problem.mesh_axes) == 1 and problem.legal_sizes is not None:

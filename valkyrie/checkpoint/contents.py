@@ -64,8 +64,8 @@ def read_info(path: Any) -> CheckpointInfo:
         return load(CheckpointInfo, (path / "about" / "metadata").read_text(), "about/metadata")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"the checkpoint {path} is damaged ({type(error).__name__}: {first_line(error)[:200]}). Delete that folder "
-            "to go on from an older one."
+            f"The checkpoint {path} is damaged ({type(error).__name__}: {first_line(error)[:200]}). Delete that folder "
+            "to continue from an older one."
         ) from error
 
 
@@ -103,8 +103,8 @@ def refuse_other_model(path: Any, saved: Mapping[str, tuple[int, ...]], built: M
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(
-            f"the checkpoint of step {path.name} in {path.parent} is of another model: {problems[0]}{more}. "
-            f"Use the model it was trained with (resume={_run_of(path)} takes its settings), or another "
+            f"The checkpoint of step {path.name} in {path.parent} is of another model: {problems[0]}{more}. "
+            f"Use the model that it was trained with (resume={_run_of(path)} uses its settings), or another "
             "name=."
         )
 
@@ -125,15 +125,17 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
         if key == "optimizer.name" or (key.startswith("optimizer.") and "null" in values)
     }
     if options:
-        differs = "; ".join(f"{key}={was} was saved, {now} is asked for" for key, (now, was) in options.items())
+        differs = "; ".join(
+            f"it was saved with {key}={was}, and this run has {key}={now}" for key, (now, was) in options.items()
+        )
         again = " ".join(f"{key}={was}" for key, (_, was) in options.items())
     else:
         name, more = min(saved ^ wanted_names), len(saved ^ wanted_names) - 1
         differs = f"{name} is only in the {'checkpoint' if name in saved else 'run'} (and {more} more)"
-        again = "the optimizer options it was saved with"
+        again = "the optimizer settings that it was saved with"
     raise ValueError(
-        f"the checkpoint of step {path.name} in {path.parent} is intact, but of another optimizer: {differs}. "
-        f"Use {again} (resume={_run_of(path)} takes its settings), or another name=."
+        f"The checkpoint of step {path.name} in {path.parent} is intact, but of another optimizer: {differs}. "
+        f"Use {again} (resume={_run_of(path)} uses its settings), or another name=."
     )
 
 
@@ -143,13 +145,14 @@ def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, wanted: M
         return
     if saved["name"] == wanted["name"]:
         raise ValueError(
-            f"data.tokenizer={wanted['name']} is not the one that the checkpoint of step {path.name} in {path.parent} "
-            f"was trained with: its file has changed (fingerprint {saved['fingerprint']}, now "
+            f"data.tokenizer={wanted['name']} has changed since the checkpoint of step {path.name} in {path.parent} "
+            f"was saved (fingerprint {saved['fingerprint']}, now "
             f"{wanted['fingerprint']}). Restore the old file, or use another name=."
         )
     raise ValueError(
-        f"the checkpoint of step {path.name} in {path.parent} was trained with tokenizer={saved['name']}, this run has "
-        f"tokenizer={wanted['name']}, which has other ids. Use data.tokenizer={saved['name']}, or another name=."
+        f"The checkpoint of step {path.name} in {path.parent} was trained with tokenizer={saved['name']}, but this "
+        f"run has tokenizer={wanted['name']}, which assigns other ids. Use data.tokenizer={saved['name']}, or another "
+        "name=."
     )
 
 

@@ -77,7 +77,9 @@ class Durable(Tier):
                 break
             damages.append(f"the checkpoint of step {step} in {self.path} is damaged: {damage}")
         else:
-            raise ValueError(f"{'; '.join(damages)}. There is no other: start the run again, or resume another.")
+            raise ValueError(
+                f"{'; '.join(damages)}. There is no other checkpoint. Start the run again, or resume another run."
+            )
         for line, bad in zip(damages, steps, strict=False):
             print(f"{line}. Continuing from step {step}.", file=sys.stderr)
             self._set_aside(bad)
@@ -99,11 +101,16 @@ def _check_folder(path: Path, folder: Path) -> None:
     """Raise ValueError if saving would delete what is not this run's: Orbax deletes the oldest folder with a number."""
     real = path.resolve()
     if real.parent != folder.resolve() and (real.parent / "run.yaml").is_file():
-        raise ValueError(f"{path} is a link into the run folder {real.parent}, whose checkpoints would be deleted.")
+        raise ValueError(
+            f"{path} is a link into the run folder {real.parent}, and saving here would delete that run's "
+            "checkpoints. Delete the link."
+        )
     for entry in real.iterdir():
         names = {file.name for file in entry.iterdir()} if entry.name.isdigit() and entry.is_dir() else set()
         if names and not names & _CONTENTS:
-            raise ValueError(f"{entry} is not a checkpoint, and old checkpoints are deleted here. Move it elsewhere.")
+            raise ValueError(
+                f"{entry} is not a checkpoint, but this run would delete it like an old one. Move it elsewhere."
+            )
 
 
 def _preservation_policy(config: CheckpointConfig) -> Any:

@@ -35,7 +35,7 @@ def folder_problems(folder: str | None) -> list[Problem]:
         return []
     if scheme not in _PACKAGES:
         schemes = " or ".join(f"{known}://" for known in _PACKAGES)
-        text = f"checkpoint.folder={folder}: {scheme}:// is not known. Use {schemes}, or a folder of a disk."
+        text = f"checkpoint.folder={folder}: {scheme}:// is not supported. Use {schemes}, or a local folder."
         return [Problem(ProblemCode.unknown_name, "checkpoint.folder", folder, text)]
     return package_problems("checkpoint.folder", str(folder), scheme, _PACKAGES[scheme])
 
@@ -64,7 +64,7 @@ def checkpoint_root(run_folder: Path) -> Any:
         return run_folder / FOLDER
     path = pointer.read_text().strip()
     if problems := folder_problems(path):
-        raise ValueError(f"{run_folder} has its checkpoints elsewhere. {problems[0]}")
+        raise ValueError(f"{pointer} names another location for checkpoints, which cannot be used. {problems[0]}")
     return parse_path(path)
 
 
@@ -86,8 +86,8 @@ def record_root(run_folder: Path, folder: str | None) -> None:
     if saved_steps(run_folder):
         remedy = "checkpoint.folder=null" if now is None else f"checkpoint.folder={now.rpartition('/')[0]}"
         raise ValueError(
-            f"checkpoint.folder={folder or 'null'}: {run_folder} has its checkpoints in {checkpoint_root(run_folder)}. "
-            f"Use {remedy}, or another name=."
+            f"checkpoint.folder={folder or 'null'}: the checkpoints of {run_folder} are in "
+            f"{checkpoint_root(run_folder)}. Use {remedy}, or another name=."
         )
     if wanted is None:
         pointer.unlink()

@@ -114,7 +114,7 @@ class Tier(ABC):
             )
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors for damaged files
             raise ValueError(
-                f"the {self.label}checkpoint of step {step} in {self.path} cannot be read ({type(error).__name__}: "
+                f"The {self.label}checkpoint of step {step} in {self.path} cannot be read ({type(error).__name__}: "
                 f"{first_line(error)[:200]}). Delete {self.folder_of(step)} to continue from an older one."
             ) from error
         return restored["state"], dict(restored["data"])
@@ -187,7 +187,7 @@ class Tier(ABC):
         if self._together:
             self._broken = True
             raise NotSavedError(
-                f"{what}. All processes end. Started again, they continue from the one before."
+                f"{what}. All processes stop. Start them again to continue from the previous checkpoint."
             ) from error
         _reported_errors().clear()  # they hold the arrays that were not written
         with contextlib.suppress(Exception):  # it raises the same error again
@@ -199,8 +199,10 @@ class Tier(ABC):
             self.last_saved = max(steps_in(self.path), default=None)
             if in_bucket(self.path) or self.path.parent.is_dir():
                 self._manager = self._open()
-        newest = "no good one yet" if self.last_saved is None else f"the newest good one is of step {self.last_saved}"
-        remedy = " Free some room there." if is_full(error) else ""
+        newest = (
+            "there is no earlier one" if self.last_saved is None else f"the newest one is of step {self.last_saved}"
+        )
+        remedy = " Free some space there." if is_full(error) else ""
         return f"{what}; {newest}.{remedy}"
 
 

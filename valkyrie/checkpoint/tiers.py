@@ -87,7 +87,9 @@ class Checkpoints:
         """Return what `newest` returns. ValueError if there is no checkpoint."""
         restored = self.newest(abstract_state, changed=changed)
         if restored is None:
-            raise ValueError(f"{self.durable.path} has no finished checkpoint. Start the run again, or resume another.")
+            raise ValueError(
+                f"{self.durable.path} has no finished checkpoint. Start the run again, or resume another run."
+            )
         return restored
 
     def newest(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored | None:
@@ -109,7 +111,7 @@ class Checkpoints:
         elif durable is not None:
             restored = self._read_durable(durable, abstract_state, changed or {}, reason)
         elif reason and self._team.leads:
-            print(f"starting at step 0: no durable checkpoint is saved yet{reason}", file=sys.stderr)
+            print(f"starting at step 0: there is no durable checkpoint yet{reason}", file=sys.stderr)
         if self.fast is not None:
             self.fast.forget_after(0 if restored is None else restored.step)
         return restored
@@ -144,7 +146,7 @@ class Checkpoints:
             if needed:
                 raise
             if self._team.leads:
-                print(f"{error} They are ignored, because a fast one is intact.", file=sys.stderr)
+                print(f"{error} They are ignored, because a fast checkpoint is intact.", file=sys.stderr)
             self._team.broadcast_from_leader("damaged ones set aside", self.durable.set_all_aside)
             self.durable.reload(None)
             return None
@@ -162,9 +164,9 @@ class Checkpoints:
             return max(common), ""
         for process, answer in enumerate(answers):
             if answer["refused"]:
-                return None, f"; no fast one is used (process {process}: {answer['refused'][0]})"
+                return None, f"; no fast checkpoint is used (process {process}: {answer['refused'][0]})"
         incomplete = any(answer["steps"] for answer in answers)
-        return None, "; no fast one is complete on all processes" if incomplete else ""
+        return None, "; no fast checkpoint is complete on all processes" if incomplete else ""
 
     def wait(self) -> str | None:
         """Wait until all current saves are on disk. Returns None, or why one failed."""

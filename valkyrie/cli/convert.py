@@ -22,7 +22,7 @@ def _convert(words: list[str]) -> None:
     parser = _parser()
     arguments, overrides = parser.parse_known_args(words)
     if wrong := [word for word in overrides if "=" not in word or word.startswith("--")]:
-        parser.error(f"{wrong[0]} is neither an option nor a setting KEY=VALUE.")
+        parser.error(f"{wrong[0]} is neither a flag nor KEY=VALUE.")
     arguments.run(arguments, overrides)
 
 
@@ -36,16 +36,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     load.set_defaults(run=_from)
     load.add_argument(
-        "folder", type=Path, help="folder with config.json and model.safetensors, or several files with their index"
+        "folder", type=Path, help="folder with config.json and model.safetensors (or several files and their index)"
     )
     load.add_argument("--name", help="name of the run; default: the name of the folder")
-    tokenizers = "bytes, gpt2, an encoding of tiktoken, or a tokenizer.json; default: tokenizer.json of the folder"
+    tokenizers = "bytes, gpt2, a tiktoken encoding, or a tokenizer.json; default: the folder's tokenizer.json"
     load.add_argument("--tokenizer", help=tokenizers)
 
     save = commands.add_parser("to-hf", help="convert a trained run to a Hugging Face folder")
     save.set_defaults(run=_to)
-    save.add_argument("trained", metavar="RUN", help="a run's name, its folder, or latest")
-    save.add_argument("folder", type=Path, help="a new folder")
+    save.add_argument("trained", metavar="RUN", help="name or folder of the run, or latest")
+    save.add_argument("folder", type=Path, help="new folder to write")
     save.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     save.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     dtypes = ("float32", "bfloat16", "float16")
@@ -70,7 +70,7 @@ def _from(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     print(f"{folder} in {time.perf_counter() - began:.1f} s")
     again = f"{command_name()} resume={shlex.quote(folder.name if folder.parent == Path('runs') else str(folder))}"
     print(f'next: {again} mode=generate prompt="class "')
-    print(f"      {again} data=text 'data.paths=[~/books/**/*.txt]' steps=1000   # trains it further")
+    print(f"      {again} data=text 'data.paths=[~/books/**/*.txt]' steps=1000   # continues its training")
 
 
 def _to(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -79,9 +79,9 @@ def _to(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     began = time.perf_counter()
     if overrides:
-        raise ValueError(f"{overrides[0]}: to-hf takes no settings.")
+        raise ValueError(f"{overrides[0]}: to-hf does not take settings. Leave it out.")
     if not arguments.file_gb > 0:
-        raise ValueError(f"--file-gb {arguments.file_gb:g}: must be above 0.")
+        raise ValueError(f"--file-gb {arguments.file_gb:g}: must be above 0, such as 5.")
     folder = to_folder(
         find_run(arguments.runs, arguments.trained),
         arguments.folder.expanduser(),

@@ -41,21 +41,21 @@ def _parser() -> argparse.ArgumentParser:
     prepare.set_defaults(run=_prepare)
     prepare.add_argument("source", nargs="?", default="stdlib", choices=_SOURCES)
     prepare.add_argument("paths", nargs="*", help="files, directories or globs, for text; gs://, s3:// too")
-    named = "bytes, gpt2, an encoding of tiktoken, FILE.tiktoken, tokenizer.json, or the name of a trained one"
+    named = "bytes, gpt2, a tiktoken encoding, FILE.tiktoken, tokenizer.json, or the name of a tokenizer you trained"
     prepare.add_argument("--tokenizer", default="bytes", help=named)
     prepare.add_argument("--validation-fraction", type=float, default=defaults.validation_fraction)
     prepare.add_argument("--max-bytes", type=int, default=None, help="bytes of text after which reading stops")
     prepare.add_argument("--shard-tokens", type=int, default=defaults.shard_tokens)
-    prepare.add_argument("--workers", type=int, default=None, help="threads that tokenise; default: one per CPU core")
+    prepare.add_argument("--workers", type=int, default=None, help="tokenising threads; default: one per CPU core")
     prepare.add_argument("--field", default=defaults.field, help="key of .jsonl files with the text")
     prepare.add_argument("--column", default=defaults.column, help="column of .parquet files with the text")
     prepare.add_argument("--cache-dir", default=str(cache_root() / "data"), help="folder of the shards")
 
-    tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text: one file, tokenizer.json")
+    tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text and write it to a tokenizer.json")
     tokenizer.set_defaults(run=_train_tokenizer)
     tokenizer.add_argument("paths", nargs="+", help="files, directories or globs; gs://, s3:// too")
     tokenizer.add_argument("--vocab", type=int, default=65536, help="number of ids, including BOS")
-    where = "a name, by which data.tokenizer=NAME finds it from every folder, or the path of a .json"
+    where = "a name for data.tokenizer=NAME, usable from every folder, or the path of a .json file"
     tokenizer.add_argument("--save", default="tokenizer.json", metavar="NAME", help=where)
     tokenizer.add_argument(
         "--pattern", default="cl100k", help="pattern that splits text into words: r50k, cl100k, o200k, nanochat"
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     tokenizer.add_argument("--field", default=defaults.field, help="key of .jsonl files with the text")
     tokenizer.add_argument("--column", default=defaults.column, help="column of .parquet files with the text")
 
-    verify = commands.add_parser("verify", help="read every shard and compare it with its checksum")
+    verify = commands.add_parser("verify", help="check every shard against its checksum")
     verify.set_defaults(run=_verify)
     verify.add_argument("path", help="the directory that prepare printed")
 
@@ -78,14 +78,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _prepare(arguments: argparse.Namespace) -> None:
     if arguments.paths and arguments.source != "text":
-        raise ValueError(f"{arguments.source} takes no paths: use valkyrie-data prepare text {arguments.paths[0]}")
+        raise ValueError(
+            f"{arguments.source} does not take paths. Use valkyrie-data prepare text {arguments.paths[0]}."
+        )
     source = SOURCES.config_class(arguments.source)
     known, defaults = {field.name for field in fields(source)}, text.Config()
     values = {key: value for key, value in vars(arguments).items() if hasattr(defaults, key) and key != "tokenizer"}
     for key, value in list(values.items()):
         if key not in known:
             if value != getattr(defaults, key):
-                raise ValueError(f"--{key.replace('_', '-')}: {arguments.source} does not have this option.")
+                raise ValueError(f"--{key.replace('_', '-')} does not apply to {arguments.source}. Leave it out.")
             del values[key]
     config = source(name=arguments.source, **values)
     assert isinstance(config, DocumentConfig), "one of the choices"
@@ -120,7 +122,7 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
         refuse_tokenizer_name(arguments.save)
     path = Path(arguments.save).expanduser() if own_file else trained_path(arguments.save)
     if path.exists():
-        raise ValueError(f"{path} exists already, and runs may depend on it. Use another --save NAME, or delete it.")
+        raise ValueError(f"{path} already exists, and runs may depend on it. Use another --save NAME, or delete it.")
     config = text.Config(
         paths=arguments.paths,
         field=arguments.field,
@@ -130,13 +132,13 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
     config.raise_problems()
     start, counted = time.perf_counter(), Counted()
     ids = train_tokenizer(texts_of(config, counted), arguments.vocab, arguments.pattern, path)
-    fewer = f", not {arguments.vocab:,}: this text has no more pairs" if ids < arguments.vocab else ""
+    fewer = f", not {arguments.vocab:,}, because the text has no more pairs to merge" if ids < arguments.vocab else ""
     print(
         f"{ids:,} ids{fewer}; trained on {counted.documents:,} documents with {counted.bytes:,} bytes "
         f"in {time.perf_counter() - start:.1f} s"
     )
     name = str(path) if own_file else arguments.save
-    print(f"{path}, fingerprint {fingerprint_of(name)}: use it as data.tokenizer={name}")
+    print(f"{path} (fingerprint {fingerprint_of(name)}). Use it with data.tokenizer={name}")
 
 
 def _verify(arguments: argparse.Namespace) -> None:
@@ -157,7 +159,7 @@ def _show(arguments: argparse.Namespace) -> None:
     from valkyrie.data.tokenizer import load_tokenizer
 
     if arguments.tokens < 1:
-        raise ValueError(f"--tokens {arguments.tokens}: use 1 or more.")
+        raise ValueError(f"--tokens {arguments.tokens}: must be at least 1.")
     prepared = open_prepared(arguments.path)
     console = Console()
     source = ", ".join(f"{name}={value}" for name, value in prepared.source.items() if value not in (None, []))

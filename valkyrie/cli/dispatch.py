@@ -46,7 +46,7 @@ def dispatch() -> None:
     try:
         here = os.getcwd()
     except OSError:
-        fail(COMMAND, "the current folder is gone: somebody deleted it. cd to another.")
+        fail(COMMAND, "the current folder was deleted. Change to another folder (cd).")
     if strange := bytes_not_utf8(here):
         fail(
             COMMAND,
@@ -126,5 +126,5 @@ def _with_choices(run: Run, problems: Sequence[Problem]) -> str:
     """Return the problems, with the legal partitions if this partition is a cause."""
     lines = [str(problem) for problem in problems]
     if any(problem.partition for problem in problems) and (legal := run.legal_partitions()):
-        lines.append(f"Legal with mesh={run.config.mesh.name} as it stands: partition={', '.join(legal)}.")
+        lines.append(f"Partitions that work with mesh={run.config.mesh.name}: partition={', '.join(legal)}.")
     return "\n".join(lines)

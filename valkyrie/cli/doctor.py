@@ -19,20 +19,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="valkyrie-doctor",
         usage="valkyrie-doctor [-h] [--dry-run STEPS] [OVERRIDES]",
-        description="Look at what a training needs, on this host and the others, before it is started. The overrides "
-        "are those of valkyrie-train; on several hosts start it on each of them, as the training.",
+        description="Check before a training that its hosts have what it needs. Takes the overrides of valkyrie-train. "
+        "On several hosts, start it on each of them, like the training.",
         epilog="Example: valkyrie-doctor --dry-run 5 target=v4-64 mesh=4x4x2 model=valkyrie_1b batch=64",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--dry-run", type=_steps, metavar="STEPS", help="take so many steps of the real layout on random tokens"
+        "--dry-run", type=_steps, metavar="STEPS", help="run STEPS steps of the real layout on random tokens"
     )
     return parser
 
 
 def _steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of steps: write --dry-run 5")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of steps. Write --dry-run 5")
     return int(text)
 
 

@@ -33,15 +33,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="valkyrie-launch",
         usage="valkyrie-launch [-h] [--restarts N] [--run] [-cd FOLDER] [ACTION] KEY=VALUE ... [-- OVERRIDES]",
-        description=f"Start a training where it is to run: target=local in processes of this machine; for the other "
-        f"engines ({', '.join(ENGINES.names())}), or a slice of TPUs by its name, print the commands that do, or run "
-        "them.",
+        description="Start a training on this machine (target=local), or print the commands that start it elsewhere: "
+        f"on a TPU slice by its name, or with another engine ({', '.join(ENGINES.names())}). --run runs them.",
         epilog="Example: valkyrie-launch target=local processes=4 --restarts 3 -- model=gpt_tiny mesh=2x2x2",
     )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=f"{', '.join(ACTIONS)}; target= and its keys")
-    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="starts after a crash, 3 if not given")
+    parser.add_argument(
+        "--restarts", type=int, default=3, metavar="N", help="maximum number of restarts after a crash; default: 3"
+    )
     parser.add_argument("--run", action="store_true", help="run the commands instead of printing them")
-    parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="folder with launch engines of your own")
+    parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="folder with your own launch engines")
     return parser
 
 
@@ -51,7 +52,7 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
     word = next((word for word in parsed.words[:1] if word in ACTIONS), None)
     words = parsed.words[1:] if word else parsed.words
     if word and overrides is not None:
-        raise ValueError(f"{word} takes no settings of a training: leave out what is behind --.")
+        raise ValueError(f"{word} does not take settings of a training. Leave out everything after --.")
     if word == "dockerfile":
         sys.stdout.write(dockerfile(extra_of(words)))
         return 0
@@ -65,7 +66,8 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
     if overrides is None:
         ahead_of = " ".join(words)
         raise ValueError(
-            f"the training's settings are missing. Write them behind --: valkyrie-launch {ahead_of} -- model=gpt_tiny"
+            f"The settings of the training are missing. Write them after --: valkyrie-launch {ahead_of} -- "
+            "model=gpt_tiny"
         )
     return _train(config, overrides, command, parsed.run)
 
@@ -73,13 +75,15 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
 def _act(config: EngineConfig, words: Sequence[str], word: str, run: bool) -> int:
     """Print or run the one command of an action."""
     if config.runs_at_once:
-        raise ValueError(f"{word}: target={config.target} rents nothing and runs in the foreground. Ctrl-C ends it.")
+        raise ValueError(
+            f"{word} does not apply to target={config.target}, which runs in the foreground. Stop it with Ctrl-C."
+        )
     if word != "list" and not any(given.startswith("name=") for given in words):
-        raise ValueError(f"{word} needs the name of the run: write name=NAME.")
+        raise ValueError(f"{word} needs the name of the run. Write name=NAME.")
     calls = {step.action: step for step in config.plan(()).later if isinstance(step, Call) and step.action}
     if word not in calls:
-        there = f" There {'is' if len(calls) == 1 else 'are'} {', '.join(calls)}." if calls else ""
-        raise ValueError(f"{word}: target={config.target} has nothing of the kind.{there}")
+        there = f" Available: {', '.join(calls)}." if calls else ""
+        raise ValueError(f"{word} is not available for target={config.target}.{there}")
     if run:
         return calls[word].run()
     print(calls[word].text())
@@ -94,7 +98,7 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
         _refuse_wrong(config, overrides)
     plan = config.plan(overrides)
     if added:
-        say(f"name={config.name} added, by which a restart continues")
+        say(f"added name={config.name}, so that a restart continues this run")
     if not run and not config.runs_at_once:
         sys.stdout.write(plan.text())
         return 0
@@ -121,7 +125,7 @@ def extra_of(words: Sequence[str]) -> str:
         return "tpu"
     extras = {"extra=tpu": "tpu", "extra=cuda": "cuda", "extra=none": ""}
     if len(words) > 1 or words[0] not in extras:
-        raise ValueError(f"dockerfile {' '.join(words)}: write one of {', '.join(extras)}, or nothing for tpu.")
+        raise ValueError(f"dockerfile {' '.join(words)}: write one of {', '.join(extras)}, or nothing for extra=tpu.")
     return extras[words[0]]
 
 

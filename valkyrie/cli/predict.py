@@ -28,24 +28,29 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="valkyrie-predict",
-        description="Predict the step of a compiled module on a TPU slice: step time, what it waits for, and why.",
+        description="Predict the step time of a compiled module on a TPU slice, and which collectives it waits for.",
         epilog="Example: valkyrie-predict step.hlo --target v4-64 --mesh data=8,model=4",
     )
     parser.add_argument(
-        "module", type=Path, help="HLO text or a proto, after optimisation: *.after_optimizations.txt or .hlo.pb"
+        "module", type=Path, help="optimised HLO as text (*.after_optimizations.txt) or as a proto (.hlo.pb)"
     )
-    parser.add_argument("--target", required=True, metavar="SLICE", help="the slice it was compiled for, such as v4-64")
-    parser.add_argument("--slices", type=int, default=1, help="how many such slices, joined by the data-centre network")
-    parser.add_argument("--mesh", required=True, help="its mesh axes in order, such as data=8,model=4")
+    parser.add_argument(
+        "--target", required=True, metavar="SLICE", help="slice that the module was compiled for, such as v4-64"
+    )
+    parser.add_argument(
+        "--slices", type=int, default=1, help="number of slices, connected by the data-centre network; default: 1"
+    )
+    parser.add_argument("--mesh", required=True, help="mesh axes of the module in order, such as data=8,model=4")
     parser.add_argument(
         "--places",
         type=Path,
-        help="a JSON list of where each device of the mesh lies, as slice:x,y,z:core; by default as mesh_utils lays it",
+        help="JSON list with the position of each device of the mesh, as slice:x,y,z:core; default: as placed by "
+        "jax.experimental.mesh_utils",
     )
-    parser.add_argument("--tokens", type=float, help="tokens of a step, for tokens per second")
-    parser.add_argument("--flops", type=float, help="FLOPs of the model in a step, for MFU")
+    parser.add_argument("--tokens", type=float, help="tokens per step, to report tokens per second")
+    parser.add_argument("--flops", type=float, help="FLOPs of the model per step, to report MFU")
     parser.add_argument("--timeline", type=Path, help="write the step as a timeline for https://ui.perfetto.dev")
-    parser.add_argument("--html", type=Path, help="write the report as a page")
+    parser.add_argument("--html", type=Path, help="write the report as an HTML page")
     parser.add_argument("--json", type=Path, help="write the report as JSON")
     return parser
 

@@ -27,18 +27,18 @@ def _run(words: list[str]) -> int | None:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="valkyrie-report",
-        description="Rank the layouts of sweeps: one page that opens from disk, or Markdown, or CSV.",
+        description="Rank the layouts of sweeps. Writes a standalone HTML page, Markdown or CSV.",
         epilog="Example: valkyrie-report runs/laptop_8 --format md",
     )
     parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="a sweep's folder, or a folder of sweeps")
     parser.add_argument(
         "--output",
         type=Path,
-        help="the file to write; by default report.html in the first PATH, or the screen (-) for md and csv",
+        help="output file; default: report.html in the first PATH, or stdout (-) for md and csv",
     )
-    parser.add_argument("--format", choices=("html", "md", "csv"), help="html by default")
+    parser.add_argument("--format", choices=("html", "md", "csv"), help="output format; default: html")
     add_arguments(parser)
-    both = "two sweeps side by side, by name or folder"
+    both = "compare two sweeps, given by name or folder"
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=both)
     return parser
 
@@ -46,14 +46,14 @@ def _parser() -> argparse.ArgumentParser:
 def _refuse_ignored(arguments: argparse.Namespace) -> None:
     """Raise ValueError for arguments that would be ignored."""
     if arguments.wandb is None and (arguments.group is not None or arguments.dry_run):
-        raise ValueError("--group and --dry-run go with --wandb ENTITY/PROJECT.")
+        raise ValueError("--group and --dry-run need --wandb ENTITY/PROJECT.")
     if arguments.wandb is not None:
         others = {"PATH": arguments.paths, "--format": arguments.format, "--output": arguments.output}
         others["--compare"] = arguments.compare
         if ignored := [name for name, value in others.items() if value]:
-            raise ValueError(f"--wandb builds a dashboard of what W&B has: leave out {', '.join(ignored)}.")
+            raise ValueError(f"--wandb builds a dashboard from the data in W&B. Leave out {', '.join(ignored)}.")
     if arguments.compare and arguments.format == "csv":
-        raise ValueError("--compare has no place in csv, a line for each trial. Use --format html or --format md.")
+        raise ValueError("--compare is not supported with --format csv. Use --format html or --format md.")
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -66,8 +66,8 @@ def _report(arguments: argparse.Namespace) -> None:
     named = arguments.compare or []
     paths = [*arguments.paths, *(Path(name) for name in named if Path(name).is_dir())]
     if not paths:
-        problem = f"--compare {' '.join(named)} names no folder here" if named else "no path was given"
-        raise ValueError(f"{problem}. Give a sweep's folder, or a folder of them: valkyrie-report runs")
+        problem = f"--compare {' '.join(named)}: neither is a folder" if named else "PATH is missing"
+        raise ValueError(f"{problem}. Name the folder of a sweep, or a folder with sweeps: valkyrie-report runs")
     rows = read_rows(paths)
     comparison = compare(rows, *named) if named else None
     kind = arguments.format or "html"

@@ -73,8 +73,8 @@ def missing_judge(config: CodeEvalConfig) -> list[Problem]:
     problems = [Problem(ProblemCode.missing, key, value, f"{key}={value}: {why}.") for why in missing if why]
     if config.sandbox and not problems and (why := trouble()):
         text = (
-            f"What the model writes would be run, and there is no sandbox for it: {why}. Where its programs may read "
-            "your files and use the network, as in a separate container: code_eval.sandbox=false."
+            f"code_eval.sandbox=true: there is no sandbox here to run the model's programs in ({why}). If they may "
+            "read your files and use the network, such as in a separate container, use code_eval.sandbox=false."
         )
         problems.append(Problem(ProblemCode.missing, "code_eval.sandbox", True, text))
     return problems

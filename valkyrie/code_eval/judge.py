@@ -62,11 +62,11 @@ def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> Co
     limits, completion = limits or Limits(), cut(problem, text)
     about = (problem.name, problem.language, problem.difficulty, completion)
     if not completion.strip():
-        return CompletionResult(*about, compiled=False, passed=False, reason="it wrote nothing", seconds=0.0)
+        return CompletionResult(*about, compiled=False, passed=False, reason="the completion is empty", seconds=0.0)
     passed, ended = _run(problem, completion, limits)
     reason = "passed" if passed else _why_not(ended, limits)
     if passed and _run(problem, completion, limits, fails=True)[0]:
-        passed, reason = False, "it also passes tests that always fail"
+        passed, reason = False, "passes tests that always fail"
     return CompletionResult(*about, ended[0].ok, passed, reason, round(ended[-1].seconds, 4))
 
 
@@ -145,18 +145,18 @@ def _share(values: Sequence[float | bool]) -> float:
 def _why_not(ended: Sequence[Ended], limits: Limits) -> str:
     """Return a short reason why a completion did not pass."""
     last = ended[-1]
-    what = "the compiler" if len(ended) == 1 else "it"
+    what = "the compiler" if len(ended) == 1 else "the program"
     if last.limit == "time":
-        return f"{what} took longer than {'its time' if len(ended) == 1 else f'{limits.time_s:g} s'}"
+        return f"{what} took longer than {COMPILE_S if len(ended) == 1 else limits.time_s:g} s"
     if last.limit == "output":
         return f"{what} printed too much"
     if len(ended) == 1:
         lines = [line for line in last.output.splitlines() if "error" in line.lower()] or last.output.splitlines()
         return f"does not compile: {lines[0].strip()[:200] if lines else f'status {last.status}'}"
     if last.status == 0:
-        return "it ended before its tests"
+        return "the program exited before its tests were done"
     if last.status > 128:
         with_name = {number.value: number.name for number in signal.Signals}
-        return f"it was killed by {with_name.get(last.status - 128, f'signal {last.status - 128}')}"
+        return f"the program was killed by {with_name.get(last.status - 128, f'signal {last.status - 128}')}"
     printed = last.output.strip().splitlines()
-    return f"its tests failed with status {last.status}{f': {printed[-1][:200]}' if printed else ''}"
+    return f"the tests failed with status {last.status}{f': {printed[-1][:200]}' if printed else ''}"

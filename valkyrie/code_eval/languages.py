@@ -66,15 +66,15 @@ class Cpp(JudgeLanguage):
         """Return an error if the tests do not have exactly one `main`, or the prompt leaves no function open."""
         mains = list(_MAIN.finditer(tests))
         if len(mains) != 1 or closing_brace(tests[mains[0].end() :]) is None:
-            return "tests of C++ must have one `int main() {...}`, which returns 0 if all tests pass"
-        return None if prompt.rstrip().endswith("{") else "the prompt of C++ must end with the { of its function"
+            return "C++ tests must have one `int main() {...}` that returns 0 if all tests pass"
+        return None if prompt.rstrip().endswith("{") else "a C++ prompt must end with the { of its function"
 
     def missing(self, isolated: bool) -> str | None:
         """Return an error if there is no compiler."""
         if compiler(isolated) is not None:
             return None
-        where = f" (in {' or '.join(_SEEN)}, which a sandbox shows)" if isolated else ""
-        return f"no C++ compiler was found{where}: {', '.join(COMPILERS)}. Install one: apt install g++"
+        where = f" in {' or '.join(_SEEN)}, which are visible in the sandbox" if isolated else ""
+        return f"none of the C++ compilers {', '.join(COMPILERS)} was found{where}. Install one: apt install g++"
 
     def build(
         self, prompt: str, completion: str, tests: str, *, word: int, isolated: bool, fails: bool = False
@@ -105,13 +105,15 @@ class Python(JudgeLanguage):
 
     def trouble(self, prompt: str, tests: str) -> str | None:
         """Return an error if the prompt does not end with a line break."""
-        return None if prompt.endswith("\n") else "the prompt of Python must end with a line break"
+        return None if prompt.endswith("\n") else "a Python prompt must end with a line break"
 
     def missing(self, isolated: bool) -> str | None:
         """Return an error if this Python cannot be mounted in a sandbox."""
         if not isolated or python_inside() is not None:
             return None
-        return "this Python is installed right in the home folder, which a sandbox does not show. Use another Python"
+        return (
+            "the home folder, which is hidden in the sandbox, is inside the folder of this Python. Use another Python"
+        )
 
     def build(
         self, prompt: str, completion: str, tests: str, *, word: int, isolated: bool, fails: bool = False

@@ -38,7 +38,9 @@ def read_problems(name: str) -> tuple[CodingProblem, ...]:
     path = Path(__file__).parent / "problems" / f"{name}.jsonl" if name in OWN else Path(name).expanduser()
     if not path.is_file():
         known = ", ".join(OWN)
-        raise ValueError(f"code_eval.problems={name}: there is no such file. Use {known}, or the path of a .jsonl.")
+        raise ValueError(
+            f"code_eval.problems={name}: there is no such file. Use {known}, or the path of a .jsonl file."
+        )
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -54,7 +56,7 @@ def read_problems(name: str) -> tuple[CodingProblem, ...]:
         more = f"; and {len(troubles) - 5} more" if len(troubles) > 5 else ""
         raise ValueError(f"code_eval.problems={name}: {listed}{more}.")
     if not problems:
-        raise ValueError(f"code_eval.problems={name} has no problems.")
+        raise ValueError(f"code_eval.problems={name} is empty. Write one problem per line.")
     return problems
 
 

@@ -146,14 +146,14 @@ def python_inside() -> tuple[str, str] | None:
 def trouble() -> str | None:
     """Return a short reason why programs cannot be isolated on this machine, or None."""
     if platform.system() != "Linux":
-        return f"a sandbox needs Linux, and this is {platform.system()}"
+        return f"the sandbox needs Linux, but this is {platform.system()}"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"{', '.join(missing)} of util-linux {'is' if len(missing) == 1 else 'are'} not installed"
     try:
         (ended,) = run_steps({}, [SandboxStep(("true",), 10.0, 256)])
     except (SandboxError, OSError) as error:
         return str(error)
-    return None if ended.ok else f"a sandbox ended with status {ended.status}: {ended.output.strip()[-300:]}"
+    return None if ended.ok else f"the sandbox exited with status {ended.status}: {ended.output.strip()[-300:]}"
 
 
 def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> list[Ended]:
@@ -212,7 +212,9 @@ class _Watch:
                     return [*self.done, self._end(137, over)]
                 if over or not selector.get_map():
                     output = " ".join(_text(self.output).split())[-300:]
-                    raise SandboxError(f"no sandbox was made: {output or 'it did not start in time'}")
+                    raise SandboxError(
+                        f"the sandbox could not be created: {output or f'it did not start within {_SETUP_S:g} s'}"
+                    )
 
     def _handle(self, line: bytes) -> bool:
         """Process one line from the script. Returns whether the script is done."""

@@ -125,7 +125,7 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
         argument = next(a for a in arguments if "target.chip." in a or key_value(a)[0].count(".") > 1)
         parent = key_value(argument)[0].rpartition(".")[0]
         chip = " Name a target with a chip, such as target=v5e-8." if parent.startswith("target.chip") else ""
-        raise ValueError(f"{argument}: there is no {parent} to set it in.{chip}") from error
+        raise ValueError(f"{argument}: {parent} is null, so it has no keys.{chip}") from error
 
 
 def parse_run(arguments: Sequence[str]) -> Run:
@@ -144,8 +144,8 @@ def load_run(folder: Path, overrides: Sequence[str]) -> Run:
     typed = read_arguments(overrides)
     if refused := {"name", "resume"} & {key_value(override)[0] for override in typed}:
         raise ValueError(
-            f"{refused.pop()}= is not for load: it goes on with the run in {folder}. For another run, compose one: "
-            "valkyrie.compose(..., 'name=NAME')."
+            f"{refused.pop()}= cannot be passed to load, which continues the run in {folder}. To start another run, "
+            "use valkyrie.compose(..., 'name=NAME')."
         )
     try:
         for override in OverridesParser.create().parse_overrides(parts_of(typed)[1]):
@@ -162,7 +162,7 @@ def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
     """
     flags = parts_of(arguments)[0]
     if unknown := [flag for flag in flags if flag.startswith("-") and flag.partition("=")[0] not in CONFIG_FLAGS]:
-        raise ValueError(f"{unknown[0]} is a flag of valkyrie-train: here only KEY=VALUE is read.")
+        raise ValueError(f"{unknown[0]} is a flag of valkyrie-train. Only KEY=VALUE is supported here.")
     folders = config_dirs(flags)
     add_import_path(folders)
     primary = find_primary(arguments, folder=folder)
@@ -175,9 +175,9 @@ def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
 def _refuse_what_sets_no_value(override: Override) -> None:
     line, key = override.input_line, override.key_or_group
     if override.is_delete():
-        raise ValueError(f"{line} removes a key, which a run cannot do without. Write {key}=null, or leave it out.")
+        raise ValueError(f"{line} removes a key that every run needs. Write {key}=null, or leave it out.")
     if override.is_sweep_override():
-        raise ValueError(f"{line} names several values, and a run has one. Write {key}=VALUE.")
+        raise ValueError(f"{line} has several values, but a run takes one. Write {key}=VALUE.")
 
 
 def _list_of_paths(value: str, multirun: bool) -> str:
@@ -213,7 +213,7 @@ def _chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
 
 def _slice_of(chip: str, units: int, chips: str | None, searching: bool) -> list[str]:
     if chips is None:
-        raise ValueError(f"target.chip={chip} does not say how many: add target.chips=N, or write target={chip}-N.")
+        raise ValueError(f"target.chip={chip} needs a number of chips. Add target.chips=N, or write target={chip}-N.")
     if not chips.isdecimal() or int(chips) < 1:
-        raise ValueError(f"target.chips={chips}: a whole number of at least 1 is needed.")
+        raise ValueError(f"target.chips={chips}: must be a whole number, at least 1.")
     return [f"target={chip}-{int(chips) * units}", *(["mode.shapes=true"] if searching else [])]

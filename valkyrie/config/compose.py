@@ -151,7 +151,7 @@ def register() -> Path:
             OmegaConf.register_new_resolver(earlier, resolver)
     folder = conf_dir()
     if not (folder / "train.yaml").is_file():
-        raise RuntimeError(f"the configuration that ships with valkyrie is missing: {folder / 'train.yaml'}")
+        raise RuntimeError(f"{folder / 'train.yaml'} is missing from this installation of Valkyrie. Install it again.")
     return folder
 
 
@@ -277,7 +277,8 @@ def tiny_model_for(experiment: str | None) -> str:
         if name in config_files("model"):
             return name
     raise ValueError(
-        f"size=tiny has no model for experiment={experiment}. Name a small one: model=NAME, without size=tiny."
+        f"size=tiny: there is no tiny model for experiment={experiment}. Leave out size=tiny and choose a small model: "
+        "model=NAME."
     )
 
 

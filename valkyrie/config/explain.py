@@ -58,7 +58,7 @@ def _refusal(error: Exception, folders: Sequence[str]) -> Problem | str:
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
     if isinstance(error, ConfigCompositionException) and (argument := ambiguous_argument(str(error))):
-        return f"{argument} names several values, and a run has one. For a sweep over them add -m."
+        return f"{argument} has several values, but a run takes one. Add -m for a sweep over them."
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
         return str(error)
     refused = _refusal_behind(error)
@@ -79,22 +79,22 @@ def _no_choice(missing_file: str, options: Sequence[str], folders: Sequence[str]
     """Return the message for a choice without a file, `GROUP/NAME.yaml`, with the available choices."""
     group, _, name = missing_file.removesuffix(".yaml").rpartition("/")
     if not group:
-        return f"there is no {name}.yaml in the folder of --config-path."
+        return f"--config-name {name}: there is no {name}.yaml in the folder of --config-path."
     extra = _EXTRAS.get(group, {}).get(name)
     if extra:
-        return f"{group}={name} comes with the extra {extra}: uv sync --extra {extra} in the clone."
+        return f"{group}={name} needs the extra {extra}. Install it in your clone: uv sync --extra {extra}."
     first, _, inner = group.partition("/")
     if first in _GROUPS and inner and group != "target/chip":
         path = Path(inner) / f"{name}.yaml"
         folder = path.parent.parent if path.parent.name == first else path.parent
         return (
-            f"{first}={path} is a path, and a choice is a name. For FOLDER/{first}/{name}.yaml write "
+            f"{first}={path} is a path, but a choice is a name. To use FOLDER/{first}/{name}.yaml, write "
             f"--config-dir FOLDER {first}={name}"
             + (f", here --config-dir {folder}." if path.parent.name == first else ".")
         )
     if group in FAMILIES and name == f"{group}_schema":
         schemas = ", ".join(f"{family}_schema" for family in FAMILIES[group].names())
-        return f"{group}/{name}: the schema depends on the family. In `defaults:` write one of {schemas}."
+        return f"{group}/{name}: the schema depends on the family. Write one of {schemas} in `defaults:`."
     other = next((f for folder in folders if (f := Path(folder) / group / f"{name}.yml").is_file()), None)
     if other is not None:
         return f"{group}={name}: {other} is not read, because its name ends in .yml. Rename it to {name}.yaml."
@@ -110,8 +110,8 @@ def _no_package(where: str) -> str:
     group, _, name = where.partition("/")
     file = f"{where}.yaml" if name else f"the file of {group}="
     return (
-        f"{file} must begin with the line '# @package _global_'. Without it, its settings are read as those of a group "
-        f"{group}, and there is no such group."
+        f"{file} must begin with the line '# @package _global_'. Without it, Hydra puts its settings into a group "
+        f"{group}, which does not exist."
     )
 
 
@@ -133,14 +133,14 @@ def _wrong_file(message: str) -> str | None:
             f"instead of '/{group}: NAME'."
         )
     if argument := swept_hydra_key(message):
-        return f"{argument}: Hydra's own settings cannot be swept over. Sweep over keys of a run: seed=1,2."
+        return f"{argument}: a sweep cannot vary Hydra's own settings. Vary keys of a run, such as seed=1,2."
     if unexpected := unexpected_key(message):
         return f"{unexpected} is not a key of this choice of {unexpected.rpartition('.')[0]}. Leave it out."
     if scalar := scalar_for_group(message):
         file, value = scalar
         return (
-            f"{file}.yaml: {value} is in the place of the settings of a group. A choice is made in the "
-            f"defaults list: defaults: ['override /GROUP: {value}']."
+            f"{file}.yaml sets a group to the name {value}. Choose it in the defaults list instead: "
+            f"defaults: ['override /GROUP: {value}']."
         )
     return None
 
@@ -150,19 +150,19 @@ def _unreadable(error: OverrideParseException) -> str:
     key, sign, value = error.override.partition("=")
     reason = first_line(error)
     if not sign:
-        return f"{key} cannot be read as KEY=VALUE."
+        return f"{key} is not of the form KEY=VALUE."
     for opening, closing in ("[]", "{}", "()"):
         if value.count(opening) != value.count(closing):
             return f"{error.override}: {opening} and {closing} do not match."
     group = key.lstrip("+").partition(".")[0]
     if key in _GROUPS:
-        return f"{error.override}: a choice is one name. valkyrie-train --help lists those of {group}."
+        return f"{error.override}: write one name. valkyrie-train --help lists the choices of {group}."
     if key in _NUMBERS:
-        return f"{error.override}: {key} is a number, or true or false. Write only that behind =."
+        return f"{error.override}: {key} takes a number, true or false. Write nothing else after =."
     if needs_quotes(reason) or " " in value:
         quoted = "['...']" if value.startswith("[") else "'...'"
-        return f'{error.override} has signs that are read only in quotes. Write {key}="{quoted}".'
-    return f"{error.override} cannot be read as KEY=VALUE: {reason.partition(' expecting ')[0]}."
+        return f'{error.override} has characters that need quotes. Write {key}="{quoted}".'
+    return f"{error.override} cannot be parsed as KEY=VALUE: {reason.partition(' expecting ')[0]}."
 
 
 def _refusal_behind(error: BaseException | None) -> ValueError | None:

@@ -39,7 +39,7 @@ def check_file(path: Path) -> None:
     """Raise ValueError for a file that is not UTF-8, is not YAML, or has aliases that expand to too many values."""
     body = path.read_bytes()
     if body.startswith(codecs.BOM_UTF8):
-        raise ValueError(f"{path} begins with a byte order mark. Save it as UTF-8 without one.")
+        raise ValueError(f"{path} starts with a byte order mark. Save it as UTF-8 without one.")
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -52,8 +52,8 @@ def check_file(path: Path) -> None:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {first_line(error)}.") from None
     if count > MOST_VALUES:
-        size = "without end" if math.isinf(count) else f"to {count:,.0f} values"
-        raise ValueError(f"{path}: its aliases (*NAME) expand {size}; at most {MOST_VALUES:,} are read.")
+        size = "infinitely" if math.isinf(count) else f"to {count:,.0f} values"
+        raise ValueError(f"{path}: its aliases (*NAME) expand {size}. At most {MOST_VALUES:,} values are allowed.")
 
 
 def check_folder(folder: str) -> None:
@@ -70,7 +70,7 @@ def check_folder(folder: str) -> None:
         if own.is_file() and own.read_bytes() != shipped.read_bytes():
             group, name = path.parent, f"my_{path.stem}"
             raise ValueError(
-                f"{own} would never be read: {group}={path.stem} is a file that ships with Valkyrie. Rename yours to "
+                f"{own} would be ignored, because {group}={path.stem} ships with Valkyrie. Rename your file to "
                 f"{name}.yaml and write {group}={name}."
             )
 

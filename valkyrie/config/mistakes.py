@@ -58,13 +58,13 @@ def _refuse_dashes(flag: str, following: str) -> None:
     if key.partition(".")[0].partition("/")[0] in _KEYS:
         if not sign:
             value = "VALUE" if "=" in following or following.startswith("-") or not following else following
-        raise ValueError(f"{flag}: settings are written without dashes: {key}={value}.")
+        raise ValueError(f"{flag}: write settings without dashes: {key}={value}.")
 
 
 def _refuse_no_assignment(here: str, following: str) -> None:
     match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", here)  # a prompt may begin with blanks
     if match and match[2] != "=" and match[1].partition(".")[0] in _KEYS:
-        raise ValueError(f"{here}: a setting is written KEY=VALUE, without blanks: {match[1]}={match[3]}.")
+        raise ValueError(f"{here}: write settings as KEY=VALUE, without blanks: {match[1]}={match[3]}.")
     empty = re.fullmatch(r"[\w.]+=", here) is not None and here.rstrip("=").partition(".")[0] in _KEYS
     if empty and re.match(r"[\w.]", following) and "=" not in following:
         raise ValueError(f"{here} {following}: write {here}{following}, without a blank after =.")
@@ -72,18 +72,20 @@ def _refuse_no_assignment(here: str, following: str) -> None:
         raise ValueError(f"{here}: write mode={here}.")
     if here.partition(".")[0] in _KEYS and "=" not in here:
         value = "VALUE" if "=" in following or not following else following
-        raise ValueError(f"{here} has no value. Write {here}={value}, with = and without blanks.")
+        raise ValueError(f"{here} has no value. Write {here}={value}, without blanks.")
 
 
 def _refuse_for_hydra(argument: str, key: str, value: str) -> None:
     """Reject arguments that Hydra's parser or its search path would answer in its own terms."""
     if key == "hydra.searchpath" and "valkyrie://groups" not in value:
-        raise ValueError(f"{argument} replaces the folders that ship. For your own files: --config-dir FOLDER.")
+        raise ValueError(
+            f"{argument} removes the configs that ship with Valkyrie. To add your own, use --config-dir FOLDER."
+        )
     if key == "mesh" and re.fullmatch(r"(\d+s)?\d+([^\w.,:+-]\d+)+", value):
         sizes = re.sub(r"[^\w]", "x", value)
-        raise ValueError(f"{argument}: sizes are joined by the letter x: mesh={sizes}.")
+        raise ValueError(f"{argument}: join the sizes of a mesh with the letter x: mesh={sizes}.")
     if re.fullmatch(r"(choice|range|glob|interval|shuffle|sort)\(\s*\)", value):
-        raise ValueError(f"{argument} has nothing to choose from. Write {key}=1,2,3.")
+        raise ValueError(f"{argument} lists no values. Write {key}=1,2,3.")
     if key.partition(".")[0] in _KEYS and re.fullmatch(r"[\w.+-]+,", value):
         raise ValueError(f"{argument} ends with a comma. Write {argument.rstrip(',')}.")
 
@@ -94,8 +96,8 @@ def _refuse_search_in_sweep(overrides: Sequence[str]) -> None:
         targets = values.get("target", "v4-8,v5e-8").strip("[]")
         targets = targets if "," in targets else "v4-8,v5e-8"
         raise ValueError(
-            f"mode=search cannot be part of a sweep. It compares slices itself: target=[{targets}], without -m. For "
-            "other values, run one search for each."
+            f"mode=search cannot be part of a sweep. To compare slices, write target=[{targets}] without -m. To "
+            "vary other keys, run one search for each value."
         )
 
 
@@ -104,7 +106,7 @@ def _refuse_names(argument: str, key: str, value: str) -> None:
     group = key.partition(".")[0]
     named = group in _CHOSEN and key == f"{group}.name"
     if named and (group in ("mesh", "target") or value in config_names(group)):
-        raise ValueError(f"{argument} changes a name and none of the settings. Write {group}={value}.")
+        raise ValueError(f"{argument} changes only the name, not the settings. Write {group}={value}.")
     if key in _CHOSEN and value.startswith("["):
         raise ValueError(f"{argument}: {key}= takes one choice, not a list{_one_of(key, value)}")
     if key in _CHOSEN and key != "task" and value == "null":
@@ -117,15 +119,15 @@ def _one_of(key: str, value: str) -> str:
     if key == "mesh" or len(choices) < 2:
         return f": {key}={'x'.join(choices) or 'NAME'}."
     each = " or ".join(f"{key}={choice}" for choice in choices)
-    return f". Use {each}; for a sweep over them: valkyrie-train -m {key}={','.join(choices)}"
+    return f". Use {each}, or run a sweep over them: valkyrie-train -m {key}={','.join(choices)}"
 
 
 def _refuse_several(argument: str, key: str, value: str) -> None:
     if re.fullmatch(r"\d+(s?,\d+)+", value) and key == "mesh":
-        raise ValueError(f"{argument}: the sizes of a mesh are joined by x: mesh={value.replace(',', 'x')}.")
+        raise ValueError(f"{argument}: join the sizes of a mesh with the letter x: mesh={value.replace(',', 'x')}.")
     is_text = key in ("prompt", "data.paths")  # a comma is part of it
     if key.partition(".")[0] in _KEYS and not is_text and re.fullmatch(r"[\w.+-]+(,[\w.+-]+)+", value):
         raise ValueError(
-            f"{argument} names several values, and a run has one. For a sweep over them add -m: "
+            f"{argument} has several values, but a run takes one. Add -m for a sweep over them: "
             f"valkyrie-train -m {argument}"
         )

@@ -95,7 +95,9 @@ def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Pr
     if missing := missing_key(str(error)):
         for key, text in texts.items():
             if re.search(rf"\$\{{{re.escape(missing)}}}", text):
-                return Problem(ProblemCode.malformed, key, text, f"{key}={text}: there is no key {missing}.")
+                return Problem(
+                    ProblemCode.malformed, key, text, f"{key}={text} refers to {missing}, which does not exist."
+                )
     references = {key: re.findall(r"\$\{(\w[\w.]*)\}", text) for key, text in texts.items()}
     for key in references if is_recursive(str(error)) else ():
         chain = [key]
@@ -159,26 +161,26 @@ def _wrong_value(key: str | None, message: str) -> str:
     value, needed, *_ = [*parts, "", ""]
     match kind:
         case WrongValue.not_a_number if value == "":
-            return f"{key}= has no value: a variable that is not set?"
+            return f"{key}= has no value. Is a shell variable not set?"
         case WrongValue.not_a_number:
             number = {"Integer": "a whole number", "Float": "a number"}.get(needed, needed)
             whole = re.fullmatch(r"(\d+)\.0", value)  # 1e6 is a float to YAML
-            return f"{key}={value}: {number} is needed.{f' Write {key}={whole[1]}.' if whole else ''}"
+            return f"{key}={value}: must be {number}.{f' Write {key}={whole[1]}.' if whole else ''}"
         case WrongValue.not_a_bool:
-            return f"{key}={value}: true or false is needed."
+            return f"{key}={value}: must be true or false."
         case WrongValue.null:
-            return f"{key}=null: a value is needed."
+            return f"{key}=null: must have a value."
         case WrongValue.not_a_choice:
-            return f"{key}={value}: use one of {needed}."
+            return f"{key}={value}: must be one of {needed}."
         case WrongValue.not_a_list:
-            return f"{key}: a list is needed, as {key}=[...]."
+            return f"{key}: must be a list: {key}=[...]."
         case WrongValue.not_a_group if key == "target.chip":
             return (
                 f"{key}={value} is not known. Known chips: {', '.join(known_chips())}. Write {key}=NAME "
-                "target.chips=N, or the slice as its cloud names it, such as target=v4-64."
+                "target.chips=N, or the cloud's name of the slice, such as target=v4-64."
             )
         case WrongValue.not_a_group:
-            return f"{key}={value}: {key} is a group of settings. Set one of them, {key}.KEY=VALUE."
+            return f"{key}={value}: {key} is a group of settings. Set one of its keys: {key}.KEY=VALUE."
     return f"{key}: {message}." if key else f"{message}."
 
 

@@ -254,9 +254,7 @@ class Run:
             drop_foreign_keys(composed, group)
             known_types = (dict, families.config_class(family))
             if group == "data" and OmegaConf.get_type(composed.data) not in known_types:
-                raise ValueError(
-                    f"data.source={family} changes the source and none of the settings. Write data={family}."
-                )
+                raise ValueError(f"data.source={family} changes the source but not its settings. Write data={family}.")
             schema[group] = OmegaConf.structured(families.config_class(family))
             folders.append(families.user_folder(family))
         try:
@@ -311,8 +309,10 @@ class Run:
         problems += c.mode.problems()
         problems += check_range("trial.limit_s", c.trial.limit_s, above=0, otherwise="null")
         problems += check_range("temperature", c.temperature, least=0)
-        problems += check_range("top_k", c.top_k, least=1, otherwise="null to sample among all tokens")
-        problems += check_range("sample_every", c.sample_every, least=1, otherwise="null for no samples on the way")
+        problems += check_range("top_k", c.top_k, least=1, otherwise="null to sample from all tokens")
+        problems += check_range(
+            "sample_every", c.sample_every, least=1, otherwise="null for no samples during training"
+        )
         problems += check_range("sample_tokens", c.sample_tokens, least=0)
         problems += check_range("seed", c.seed, least=0, most=SEEDS - 1)
         problems += self._name_problems()
@@ -332,16 +332,15 @@ class Run:
         if name is None:
             return []
         if not name.strip() or {".", ".."} & {name, *Path(name).parts}:
-            text = f"name={name!r} names no folder under runs={self.config.runs}. Use a word, or null."
+            text = f"name={name!r} is not the name of a folder in runs={self.config.runs}. Use a word, or null."
         elif strange := re.search(r"[^\w .+@/-]", name):
-            text = f"name={name}: a name with {strange[0]} could not be typed after resume=. Use letters, digits, ., _ "
-            text += "or -."
+            text = f"name={name}: {strange[0]} is not allowed in a name. Use letters, digits, ., _ or -."
         elif (length := max(len(os.fsencode(part)) for part in Path(name).parts)) > _LONGEST_NAME:
             text = (
-                f"name= has {length} bytes; the name of a folder has at most {_LONGEST_NAME} here. Use a shorter one."
+                f"name= has {length} bytes, but a folder name can have at most {_LONGEST_NAME} here. Use a shorter name."
             )
         elif name == "latest" and not self.config.mode.reads_run:
-            text = "name=latest could never be resumed: resume=latest means the newest run. Use another name."
+            text = "name=latest is not allowed, because resume=latest means the newest run. Use another name."
         return [Problem(ProblemCode.malformed, "name", name, text)] if text else []
 
     def legal_partitions(self) -> list[str]:
@@ -433,14 +432,14 @@ class Run:
         if (setting := self._writes()) and not task.is_text:
             key, value = setting
             text = (
-                f"{key}={value} continues a text, and model={self.model.name} answers puzzles. Use mode=eval to see "
-                "how many it solves."
+                f"{key}={value} needs a model that generates text, but model={self.model.name} solves puzzles. Use "
+                "mode=eval to see how many it solves."
             )
             problems.append(Problem(ProblemCode.unsupported, key, value, text))
         if not problems and c.microbatches > 1 and task.carry(self.model, c.precision.compute.value, c.batch, c.seq):
             text = (
-                f"microbatches={c.microbatches}: the task {task.name} of model={self.model.name} hands state from each "
-                "step to the next, for the whole batch at once. Use microbatches=1."
+                f"microbatches={c.microbatches}: the task {task.name} of model={self.model.name} carries state from "
+                "step to step for the whole batch. Use microbatches=1."
             )
             problems.append(Problem(ProblemCode.unsupported, "microbatches", c.microbatches, text))
         return problems

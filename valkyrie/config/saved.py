@@ -81,7 +81,7 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
     resume, reads = values.get("resume"), reads_run(values.get("mode"))
     if resume == "":
         raise ValueError(
-            "resume= is empty: a variable that is not set? Write resume=latest, resume=NAME or its folder."
+            "resume= has no value. Is a shell variable not set? Write resume=latest, resume=NAME or resume=FOLDER."
         )
     if resume in (None, "null"):
         if not reads:
@@ -91,8 +91,8 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
     folder, name = find_run(runs, resume), values.get("name", "null")
     if not reads and name != "null" and (runs / name).resolve() != folder.resolve():
         raise ValueError(
-            f"resume={resume} goes on with the run {folder.name}, and name={name} is another. Leave out name= to go on "
-            f"with {folder.name}, or resume= to train {name}."
+            f"resume={resume} continues the run {folder.name}, but name={name} is another run. Leave out name= to "
+            f"continue {folder.name}, or leave out resume= to train {name}."
         )
     return folder
 
@@ -113,7 +113,9 @@ def composed_file(arguments: Sequence[str]) -> Path | None:
     if not re.search(r"^defaults\s*:", file.read_text(), re.MULTILINE):
         return file
     if file.name == RUN:
-        raise ValueError(f"{file} is not the record of a run: it has a defaults list. Rename it if it is your own.")
+        raise ValueError(
+            f"{file} has a defaults list, which the record of a run never has. If you wrote the file, rename it."
+        )
     return None
 
 
@@ -151,8 +153,9 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
     wrong = [group for group in GROUPS if group in groups and not isinstance(values.get(group), DictConfig)]
     if missing or (wrong and not is_record):
         raise ValueError(
-            f"{file} has no defaults list, so it must hold every setting, and {', '.join([*missing, *wrong])} "
-            f"{'is' if len(missing + wrong) == 1 else 'are'} not in it. To set a few, move it to FOLDER/experiment/"
+            f"{file} has no defaults list, so it must set every key, but {', '.join([*missing, *wrong])} "
+            f"{'is' if len(missing + wrong) == 1 else 'are'} missing. To set only some keys, move it to "
+            "FOLDER/experiment/"
             f"{file.stem}.yaml with the first line '# @package _global_', and use --config-dir FOLDER "
             f"experiment={file.stem}."
         )

@@ -20,7 +20,7 @@ class Config(ModeConfig):
     """
 
     description: ClassVar[str] = (
-        "fit the constants of the estimate, and the factor of replays, to compiled or measured trials"
+        "fit the constants of the estimate and the correction of replays to compiled or measured trials"
     )
     needs: ClassVar[Needs] = Needs.nothing
     short_keys: ClassVar[tuple[str, ...]] = ("paths",)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Config(ModeConfig):
     """Settings of `mode=checkpoints`."""
 
-    description: ClassVar[str] = "list the checkpoints of a trained run and compare their files with their checksums"
+    description: ClassVar[str] = "list the checkpoints of a trained run and verify their checksums"
     needs: ClassVar[Needs] = Needs.nothing
     reads_run: ClassVar[bool] = True
     any_model: ClassVar[bool] = True

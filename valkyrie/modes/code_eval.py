@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Config(ModeConfig):
     """Settings of `mode=code_eval`."""
 
-    description: ClassVar[str] = "let a trained run complete functions, compile and test them in a sandbox"
+    description: ClassVar[str] = "let a trained run complete functions, and compile and test them in a sandbox"
     reads_run: ClassVar[bool] = True
 
     name: str = "code_eval"

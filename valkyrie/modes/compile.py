@@ -24,7 +24,7 @@ class Config(CompilingMode):
     """
 
     description: ClassVar[str] = (
-        "compile the step for its target, without the target: does it fit, and how long is a step"
+        "compile the step for its target, without that hardware: does it fit, and how long is a step"
     )
     needs: ClassVar[Needs] = Needs.compiler
     results: ClassVar[str | None] = SUMMARY

@@ -20,7 +20,7 @@ class Config(CompilingMode):
         second: the other layout, likewise.
     """
 
-    description: ClassVar[str] = "say why one of two layouts is faster: what each waits for, computes twice and keeps"
+    description: ClassVar[str] = "explain why one of two layouts is faster: what each waits for, recomputes and saves"
     needs: ClassVar[Needs] = Needs.nothing
     short_keys: ClassVar[tuple[str, ...]] = ("first", "second")
     any_layout: ClassVar[bool] = True

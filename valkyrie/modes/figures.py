@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 class Config(ModeConfig):
     """Settings of `mode=figures`."""
 
-    description: ClassVar[str] = (
-        "time products, memory and collectives of the devices of this machine, as figures of a chip"
-    )
+    description: ClassVar[str] = "time matrix products, memory and collectives on the devices of this machine"
     timed: ClassVar[bool] = True
     any_model: ClassVar[bool] = True
     any_layout: ClassVar[bool] = True

@@ -19,7 +19,7 @@ class Config(ModeConfig):
         keep: name for saving the text and the model's state to the run folder. The next call continues from there.
     """
 
-    description: ClassVar[str] = "print the prompt and what a trained run makes of it"
+    description: ClassVar[str] = "continue a prompt with a trained run"
     reads_run: ClassVar[bool] = True
 
     name: str = "generate"

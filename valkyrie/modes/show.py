@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Config(ModeConfig):
     """Settings of `mode=show`."""
 
-    description: ClassVar[str] = "every parameter with its placement and bytes; stops there"
+    description: ClassVar[str] = "print every parameter with its placement and bytes"
     needs: ClassVar[Needs] = Needs.nothing
     any_model: ClassVar[bool] = True
 

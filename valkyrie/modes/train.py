@@ -17,7 +17,7 @@ _NO_TRAINING = frozenset({"mode", "checkpoint", "log_every", "prompt", "sample_t
 class Config(ModeConfig):
     """Settings of `mode=train`."""
 
-    description: ClassVar[str] = "train, evaluate, print a sample"
+    description: ClassVar[str] = "train, evaluate and print a sample"
     results: ClassVar[str | None] = METRICS
     tracked: ClassVar[bool] = True
     not_decided_by: ClassVar[frozenset[str]] = NO_RESULT | _NO_TRAINING

@@ -21,7 +21,7 @@ class Config(CompilingMode):
             only by `time_limit_s`.
     """
 
-    description: ClassVar[str] = "find the compiler options with which the step is shortest, by compile alone"
+    description: ClassVar[str] = "find the compiler options with the shortest predicted step"
     needs: ClassVar[Needs] = Needs.compiler
     predicts: ClassVar[bool] = True
     trial_limit_s: ClassVar[float | None] = None

@@ -74,13 +74,16 @@ class Config(Task):
     def problems(self, model: Any, seq: int) -> list[Problem]:
         """Return a problem if the model is not recursive, or if its MLP mixer has weights for another `seq`."""
         if not isinstance(model, trm.Config):
-            text = f"task={self.name} trains models of model.family=trm, not of the family of model={model.name}."
+            text = (
+                f"task={self.name} trains only models of model.family=trm, and model={model.name} is not one. "
+                "Use model=trm_mlp."
+            )
             return [Problem(ProblemCode.unsupported, "model", model.name, text)]
         if model.has_attention or seq == model.context:
             return []
         text = (
             f"seq={seq}: model.mixer=mlp has weights for puzzles of model.context={model.context} cells. "
-            f"Use model.context={seq}, and leave out seq."
+            f"Leave out seq, and use model.context={seq}."
         )
         return [Problem(ProblemCode.conflict, "seq", seq, text)]
 
@@ -95,7 +98,7 @@ class Config(Task):
         settings = " ".join(f"model.{key}={value}" for key, value in needed.items() if has[key] != value)
         text = (
             f"data={data.name} has puzzles of {shape.cells} cells with {shape.vocab_size} values and "
-            f"{shape.identifiers} identifiers, and model={model.name} is for {has['context']} cells, "
+            f"{shape.identifiers} identifiers, but model={model.name} is for {has['context']} cells, "
             f"{has['vocab_size']} values and {has['puzzles']} identifiers. Use {settings}."
         )
         return [Problem(ProblemCode.conflict, "data", data.name, text)]

@@ -26,5 +26,5 @@ class TrialLauncher(Launcher):
         from valkyrie.sweep.launcher import launch
 
         if type(self.jobs) is not int:
-            raise ValueError(f"hydra.launcher.jobs={self.jobs}: a whole number of at least 1 is needed.")
+            raise ValueError(f"hydra.launcher.jobs={self.jobs}: must be a whole number, at least 1.")
         return launch(self.hydra_context, self.config, job_overrides, initial_job_idx, self.jobs)
