@@ -80,7 +80,9 @@ def dispatch() -> None:
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise
-        fail(COMMAND, error_text(error if isinstance(error, OSError) else explain(error, config_dirs(sys.argv[1:]))))
+        # Hydra's MissingConfigException is an OSError too, and needs an explanation.
+        is_plain = isinstance(error, OSError) and not isinstance(error, HydraException)
+        fail(COMMAND, error_text(error if is_plain else explain(error, config_dirs(sys.argv[1:]))))
     except SweepEndError as error:
         if show_traceback:
             raise

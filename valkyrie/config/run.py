@@ -336,9 +336,7 @@ class Run:
         elif strange := re.search(r"[^\w .+@/-]", name):
             text = f"name={name}: {strange[0]} is not allowed in a name. Use letters, digits, ., _ or -."
         elif (length := max(len(os.fsencode(part)) for part in Path(name).parts)) > _LONGEST_NAME:
-            text = (
-                f"name= has {length} bytes, but a folder name can have at most {_LONGEST_NAME} here. Use a shorter name."
-            )
+            text = f"name= has {length} bytes, but a folder name can have at most {_LONGEST_NAME}. Use a shorter one."
         elif name == "latest" and not self.config.mode.reads_run:
             text = "name=latest is not allowed, because resume=latest means the newest run. Use another name."
         return [Problem(ProblemCode.malformed, "name", name, text)] if text else []
