@@ -23,7 +23,7 @@ from valkyrie.parallel.placement import (
     arrange,
     describe_entries,
     describe_placement,
-    placement_of,
+    find_placement,
     placement_problems,
     placements,
 )
@@ -115,7 +115,7 @@ def test_every_placement_is_built_and_told_again():
             assert config.problems() == []
             mesh = build_mesh(config, jax.devices())
             assert dict(mesh.shape) == axes
-            assert placement_of(mesh, topology) == entries
+            assert find_placement(mesh, topology) == entries
             assert describe_placement(mesh, topology) == describe_entries(entries, axes, topology)
 
 
@@ -216,7 +216,7 @@ def test_devices_that_fill_no_block_are_called_scattered():
     placed = describe_placement(mesh, torus(2, 2))
     assert "a,b (scattered" in str(placed["y"])
     assert not placed["y"].straight
-    assert placement_of(mesh, torus(2, 2)) is None
+    assert find_placement(mesh, torus(2, 2)) is None
 
 
 @needs_libtpu
@@ -235,7 +235,7 @@ def test_the_choice_of_mesh_utils_is_told(target: str, mesh: str, entries: list[
     topology, devices = topology_of(parse_target(target)), compile_devices(parse_target(target))
     built = build_mesh(parse_mesh(mesh), devices)
     placed = describe_placement(built, topology)
-    recognised = placement_of(built, topology)
+    recognised = find_placement(built, topology)
     assert (recognised is None) == (entries is None)
     if recognised == entries:
         assert f"x={placed['x']}" == words

@@ -231,8 +231,8 @@ def _row_axes(shard: Shard, batch: int) -> Axis:
 def _key_head_axes(shard: Shard) -> tuple[str | None, tuple[str, ...]]:
     """Return the logical axis of key heads during attention, and the mesh axes that shard only query heads.
 
-    Query heads and key heads are sharded by separate rules. If the mesh axes of key heads are the first ones of query
-    heads (or none), each device picks the key heads of its queries. Otherwise key heads are gathered.
+    Query heads and key heads are sharded by separate rules. If the mesh axes of key heads are a prefix of those of
+    query heads, each device selects the key heads of its query heads. Otherwise key heads are gathered.
     """
     heads, key_heads = shard.mesh_axes_of("heads"), shard.mesh_axes_of("kv_heads")
     if heads[: len(key_heads)] == key_heads:

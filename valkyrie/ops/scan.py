@@ -174,7 +174,7 @@ def _forward(
 def _backward(
     plan: _Recurrence, saved: _Saved, g: States
 ) -> tuple[Eigenvalues, States, Carry | None, Float32[Array, "batch seq"] | None]:
-    """Return the gradients: a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}, and its products with the states."""
+    """Return the gradients. That of bu is a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}."""
     lam_bar, h, h0, entering, keep = saved
     a, _ = _evaluate(plan._replace(reverse=not plan.reverse), conj(lam_bar), g, None, _next_visited_keep(plan, keep))
     first, before, after = _visit_slices(plan.reverse)

@@ -24,7 +24,7 @@ class AxisLinks:
         inner_rate: Bytes per second that a device sends over fast links.
         outer: Number of such groups of devices: slices, or hosts.
         outer_rate: Bytes per second that a device sends between groups.
-        hops: Links around the axis on the torus.
+        hops: Number of links around the axis on the torus.
         ring_rate: Rate of a single ring through all inner devices, which one axis of the torus limits.
     """
 

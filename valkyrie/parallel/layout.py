@@ -229,9 +229,9 @@ def make_layout(
 
     def legal_sizes(problem: Problem) -> list[int]:
         """Return the sizes up to 64 of the problem's mesh axis that remove the problem and cause no other."""
-        (axis,), others = problem.mesh_axes, identities - {problem.identity}
+        (axis,), other_problems = problem.mesh_axes, identities - {problem.identity}
         divisors = [n for n in range(1, 65) if problem.size % n == 0]
-        return [n for n in divisors if {p.identity for p in layout_on(resized(mesh, axis, n))[1]} <= others]
+        return [n for n in divisors if {p.identity for p in layout_on(resized(mesh, axis, n))[1]} <= other_problems]
 
     return layout, list(dict.fromkeys(add_advice(problem, nearest, legal_sizes) for problem in problems))
 

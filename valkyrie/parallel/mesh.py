@@ -53,7 +53,7 @@ class MeshConfig:
         return math.prod(self.shape) * self.slices
 
     def problems(self) -> list[Problem]:
-        """Return all reasons why no such mesh exists."""
+        """Return the problems of the settings."""
         if len(self.shape) not in (3, 4) or any(n < 1 for n in self.shape) or self.slices < 1:
             return [Problem(ProblemCode.mesh_shape, "mesh.shape", self.shape, details={"slices": self.slices})]
         problems = [] if self.placement is None else placement_problems(self.placement, self.axes, self.name)

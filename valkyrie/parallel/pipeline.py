@@ -112,7 +112,7 @@ def _microbatches(pipeline: Pipeline, shard: Shard, tree: Any) -> Any:
 
 
 def _scatter_rows(pipeline: Pipeline, shard: Shard, tree: Any, has_rows: jax.Array) -> Any:
-    """Scatter arrays (microbatch, rows, ...) from the stage with `has_rows` to (rows of a stage, ...) on each."""
+    """Scatter arrays (microbatch, rows, ...) from the stage with `has_rows` to all stages: (rows of a stage, ...)."""
     parts = shard.size(BATCH)
 
     def scatter(x: jax.Array) -> jax.Array:

@@ -85,7 +85,7 @@ def describe_places(
     return _describe_positions(np.asarray(positions), list(axes), topology)
 
 
-def placement_of(mesh: Any, topology: Topology) -> list[str] | None:
+def find_placement(mesh: Any, topology: Topology) -> list[str] | None:
     """Return the `mesh.placement` that builds the same `jax.sharding.Mesh`, or None if none does.
 
     For example, JAX's `mesh_utils` places axes along snakes over small v5e, v6e, v5p and tpu7x slices, which no

@@ -100,7 +100,7 @@ def shipped_remats() -> tuple[str, ...]:
 
 
 def load_remat(name: str) -> RematConfig:
-    """Return a choice of `conf/remat`."""
+    """Load a choice of `conf/remat` by name."""
     return read_config("remat", name, RematConfig)
 
 

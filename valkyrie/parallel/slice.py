@@ -34,8 +34,8 @@ class Slice(TargetConfig):
     ) -> jax.sharding.Mesh:
         """Return a JAX mesh of this slice's devices, placed on its torus as in training.
 
-        Programs can be compiled for these devices, but not run: libtpu describes them without a TPU. The first axis
-        spans several slices. Raises ValueError if the slice has a different number of devices.
+        Programs can be compiled for these devices, but not run, because libtpu only describes them. If there are
+        several slices, the first axis spans them. Raises ValueError if the slice has a different number of devices.
 
         Args:
             shape: Sizes of the axes.

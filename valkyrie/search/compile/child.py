@@ -229,11 +229,11 @@ def _describe_placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     """Return a line for each mesh axis with its place on the torus, and a line with the setting that places them."""
     if not platform_of(run.config.target.platform).has_torus:
         return ()
-    from valkyrie.parallel.placement import describe_placement, placement_of, placements
+    from valkyrie.parallel.placement import describe_placement, find_placement, placements
 
     topology = topology_of(run.config.target)
     lines = [f"{name}={axis}" for name, axis in describe_placement(mesh, topology).items() if axis.size > 1]
-    placement, count = placement_of(mesh, topology), len(placements(run.config.mesh.axes, topology))
+    placement, count = find_placement(mesh, topology), len(placements(run.config.mesh.axes, topology))
     if placement is not None:
         lines.append(f"mesh.placement=[{','.join(placement)}], one of {count} on this torus")
     return tuple(lines)
