@@ -21,7 +21,7 @@ import jax
 import valkyrie
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import parse_out_of_memory
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import config_names, write_atomic
 from valkyrie.train.memory import ERRORS, expected_memory
@@ -40,18 +40,18 @@ REMATS = ("none", "dots", "full", "minimal_with_context")
 
 def main() -> None:
     """Compare every legal layout and print the errors of the estimate."""
-    parser = argparse.ArgumentParser(description="The estimate of mode=show against the compiler.")
-    parser.add_argument("--only", nargs="*", default=[], help="only layouts whose name holds one of these words")
-    parser.add_argument("--json", type=Path, default=HERE / "memory.json", help="where results are kept")
-    parser.add_argument("--kept", action="store_true", help="no compile: only layouts whose bytes are kept")
-    parser.add_argument("--ship", action="store_true", help=f"write the interval to {ERRORS.name}")
-    asked = parser.parse_args()
-    kept = {r["layout"]: r for r in json.loads(asked.json.read_text())} if asked.json.is_file() else {}
+    parser = argparse.ArgumentParser(description="Compare the memory estimate of mode=show with the compiler.")
+    parser.add_argument("--only", nargs="*", default=[], help="only layouts with one of these words in their name")
+    parser.add_argument("--json", type=Path, default=HERE / "memory.json", help="file for the results")
+    parser.add_argument("--kept", action="store_true", help="compile nothing: only layouts with stored results")
+    parser.add_argument("--ship", action="store_true", help=f"also write the errors to {ERRORS.name}")
+    args = parser.parse_args()
+    stored = {r["layout"]: r for r in json.loads(args.json.read_text())} if args.json.is_file() else {}
     for model, overrides in MODELS.items():
         for partition in config_names("partition"):
             for remat in REMATS:
                 name = f"{model} {partition} {remat}"
-                if (asked.only and not any(word in name for word in asked.only)) or (asked.kept and name not in kept):
+                if (args.only and not any(word in name for word in args.only)) or (args.kept and name not in stored):
                     continue
                 try:
                     run = valkyrie.compose(
@@ -60,20 +60,20 @@ def main() -> None:
                 except ValueError as error:
                     print(f"{name}: left out: {str(error).splitlines()[0][:100]}", flush=True)
                     continue
-                result = compare(run, kept.get(name, {}).get("needed"))
-                kept[name] = {"layout": name} | result
+                result = compare(run, stored.get(name, {}).get("needed"))
+                stored[name] = {"layout": name} | result
                 print(name, result, flush=True)
-                write_atomic(asked.json, json.dumps(list(kept.values()), indent=1) + "\n")
-    told = summary(list(kept.values()))
-    print(json.dumps(told, indent=1))
-    if asked.ship:
-        write_atomic(ERRORS, json.dumps(told, indent=1) + "\n")
+                write_atomic(args.json, json.dumps(list(stored.values()), indent=1) + "\n")
+    errors = summary(list(stored.values()))
+    print(json.dumps(errors, indent=1))
+    if args.ship:
+        write_atomic(ERRORS, json.dumps(errors, indent=1) + "\n")
 
 
 def compare(run: Run, needed: int | None) -> dict[str, Any]:
-    """Return the memory of a step in bytes, estimated and from the compiler. Skips the compile if `needed` is set."""
+    """Return the memory of a step in bytes, estimated and from the compiler. Compiles only if `needed` is None."""
     began = time.perf_counter()
-    devices = platform_of(run.config.target.platform).compile_devices(run.config.target, run.config.mesh.size)
+    devices = get_platform(run.config.target.platform).compile_devices(run.config.target, run.config.mesh.size)
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend="tpu")
     expected = expected_memory(run, program.abstract_state)
     if needed is None:

@@ -23,7 +23,7 @@ import valkyrie
 from valkyrie.config.run import Run
 from valkyrie.paths import write_atomic
 
-KEPT = Path(__file__).with_suffix(".json")
+RESULTS = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Promise:
     Args:
         experiment: Name of the experiment.
         rate: Promised rate as text, or None if no rate was promised.
-        asked: Overrides of the experiment for the requested layout, or empty if the layout was left open.
+        requested: Overrides of the experiment for the requested layout, or empty if no layout was requested.
         layout: Description of the requested layout, or None.
     """
 
     experiment: str
     rate: str | None = None
-    asked: tuple[str, ...] = ()
+    requested: tuple[str, ...] = ()
     layout: str | None = None
 
 
@@ -74,45 +74,45 @@ PROMISES = [
     ),
 ]
 """Rates are published or promised by the operators of these systems. The rate of gpt_16b is from google/paxml."""
-ELSEWHERE = {"multihost_v5p_128": ("target=v5p-256",)}
+LARGER_SLICES = {"multihost_v5p_128": ("target=v5p-256",)}
 """Overrides for requested layouts that need more chips than the experiment's slice has."""
 
 
 def main() -> None:
     """Compile missing results and print the table."""
-    parser = argparse.ArgumentParser(description="What was promised, what is possible, what is predicted.")
-    parser.add_argument("--kept", action="store_true", help="compile nothing: the table of the kept results")
-    parser.add_argument("--only", nargs="*", default=[], help="only experiments whose name holds one of these words")
-    asked = parser.parse_args()
-    kept = json.loads(KEPT.read_text()) if KEPT.is_file() else {}
-    for promise in [] if asked.kept else PROMISES:
-        if not asked.only or any(word in promise.experiment for word in asked.only):
-            kept[promise.experiment] = results_of(promise)
-            write_atomic(KEPT, json.dumps(kept, indent=1) + "\n")
-    print(table(kept))
+    parser = argparse.ArgumentParser(description="Print promised, possible and predicted rates of the experiments.")
+    parser.add_argument("--kept", action="store_true", help="compile nothing: print the table of stored results")
+    parser.add_argument("--only", nargs="*", default=[], help="only experiments with one of these words in their name")
+    args = parser.parse_args()
+    stored = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for promise in [] if args.kept else PROMISES:
+        if not args.only or any(word in promise.experiment for word in args.only):
+            stored[promise.experiment] = compile_layouts(promise)
+            write_atomic(RESULTS, json.dumps(stored, indent=1) + "\n")
+    print(table(stored))
 
 
-def results_of(promise: Promise) -> dict[str, Any]:
+def compile_layouts(promise: Promise) -> dict[str, Any]:
     """Return the predictions of the experiment's layout and, if a different one was requested, of that layout."""
-    results = {"best": predicted(promise, ())}
-    if promise.asked:
-        results["asked"] = predicted(promise, promise.asked)
+    results = {"best": predict_layout(promise, ())}
+    if promise.requested:
+        results["asked"] = predict_layout(promise, promise.requested)
     return results
 
 
-def predicted(promise: Promise, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the prediction of an experiment with overrides. If the layout is illegal, compile it with `ELSEWHERE`.
+def predict_layout(promise: Promise, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the prediction of an experiment with overrides. Uses `LARGER_SLICES` if it is illegal.
 
     `refused` in the result is the reason that the experiment's slice was refused. Raises ValueError for an illegal
-    layout without an entry in `ELSEWHERE`.
+    layout without an entry in `LARGER_SLICES`.
     """
     try:
-        run, refused = composed(promise, overrides), None
+        run, refused = compose_run(promise, overrides), None
     except ValueError as error:
-        if not overrides or promise.experiment not in ELSEWHERE:
+        if not overrides or promise.experiment not in LARGER_SLICES:
             raise
-        overrides = (*overrides, *ELSEWHERE[promise.experiment])
-        run, refused = composed(promise, overrides), str(error)
+        overrides = (*overrides, *LARGER_SLICES[promise.experiment])
+        run, refused = compose_run(promise, overrides), str(error)
     print(f"{promise.experiment} {' '.join(overrides)}", flush=True)
     result = valkyrie.predict(run, quiet=True)
     target = run.config.target
@@ -139,38 +139,41 @@ def predicted(promise: Promise, overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def composed(promise: Promise, overrides: Sequence[str]) -> Run:
+def compose_run(promise: Promise, overrides: Sequence[str]) -> Run:
     """Return the run of an experiment with overrides. Raises ValueError if it is illegal."""
     return valkyrie.compose(f"experiment={promise.experiment}", *overrides, "mode=compile")
 
 
-def table(kept: dict[str, dict[str, Any]]) -> str:
+def table(stored: dict[str, dict[str, Any]]) -> str:
     """Return the table in Markdown."""
-    titles = ("promised", "possible by the chips' peak", "the layout asked for, predicted", "best layout, predicted")
+    titles = ("promised", "possible by the chips' peak", "requested layout, predicted", "best layout, predicted")
     lines = [f"| `+experiment=` | {' | '.join(titles)} |", "|---|---|---:|---|---|"]
     for promise in PROMISES:
-        results = kept.get(promise.experiment)
+        results = stored.get(promise.experiment)
         if results is None:
             continue
-        best, asked = results["best"], results.get("asked")
+        best, requested = results["best"], results.get("asked")
         promised = "; ".join(text for text in (promise.rate, promise.layout) if text)
         cells = [promised, f"{best['possible']:,.0f} {best['unit']}"]
-        cells += ["left open" if asked is None else described(asked, best), described(best, best)]
+        cells += [
+            "none" if requested is None else format_prediction(requested, best),
+            format_prediction(best, best),
+        ]
         lines.append(f"| `{promise.experiment}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def described(result: dict[str, Any], best: dict[str, Any]) -> str:
+def format_prediction(result: dict[str, Any], best: dict[str, Any]) -> str:
     """Return the cell of a prediction: rate, step, MFU, memory, and the slice if it differs from the experiment's."""
-    where = "" if result["target"] == best["target"] else f" on {result['target']}"
+    note = "" if result["target"] == best["target"] else f" on {result['target']}"
     if result["refused"]:
-        where = f"refused: {best['chips']} chips;{where}"
+        note = f"refused: {best['chips']} chips;{note}"
     if result["status"] != "ok":
-        return f"{where} {result['reason']}".strip()
+        return f"{note} {result['reason']}".strip()
     rate = f"{result['count'] / result['step_s']:,.0f} {result['unit']}"
     facts = [rate, f"{1e3 * result['step_s']:,.0f} ms", f"MFU {100 * result['mfu']:.1f}%"]
     facts.append(f"{result['peak_gib']:.1f} of {result['usable_gib']:.1f} GiB")
-    return f"{where} {', '.join(facts)} (`{result['layout']}`)".strip()
+    return f"{note} {', '.join(facts)} (`{result['layout']}`)".strip()
 
 
 if __name__ == "__main__":

@@ -24,19 +24,19 @@ TIMED = ("meet", "versions", "configuration", "jax")
 
 
 def main() -> None:
-    """Start the processes, or run as one of them."""
+    """Start the processes and print the times, or run as one of the processes."""
     parser = argparse.ArgumentParser(description="Time the start of a run of several processes.")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--member", type=Path, help="be one process, which meets the others in this folder")
-    asked = parser.parse_args()
-    if asked.member:
-        return member(asked.member, asked.processes)
-    print(f"{asked.processes} processes on {os.cpu_count()} cores; seconds of the slowest, medians of {asked.repeats}")
+    parser.add_argument("--member", type=Path, help="run as one of the processes, which share this folder")
+    args = parser.parse_args()
+    if args.member:
+        return member(args.member, args.processes)
+    print(f"{args.processes} processes on {os.cpu_count()} cores; seconds of the slowest, medians of {args.repeats}")
     print("| | meet | compare versions | compare configuration | together | jax.distributed.initialize |")
     print("|---|---:|---:|---:|---:|---:|")
     for agree in (True, False):
-        starts = [start(asked.processes, agree) for _ in range(asked.repeats)]
+        starts = [start(args.processes, agree) for _ in range(args.repeats)]
         row = {name: statistics.median(times[name] for times in starts) for name in (*TIMED, "agreed")}
         cells = [row["meet"], row["versions"], row["configuration"], row["agreed"], row["jax"]]
         print(f"| {'as a run starts' if agree else 'JAX alone'} | {' | '.join(f'{s:.2f}' for s in cells)} |")
@@ -46,7 +46,7 @@ def start(processes: int, agree: bool) -> dict[str, float]:
     """Start the processes once. Return the seconds of the slowest process, by activity."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "asked").write_text(json.dumps({"agree": agree, "address": f"127.0.0.1:{free_port()}"}))
+        (folder / "settings").write_text(json.dumps({"agree": agree, "address": f"127.0.0.1:{free_port()}"}))
         command = [sys.executable, __file__, "--processes", str(processes), "--member", name]
         children = [
             subprocess.Popen(command, env=os.environ | {"MEMBER": str(i)}, stdout=subprocess.DEVNULL)
@@ -55,7 +55,7 @@ def start(processes: int, agree: bool) -> dict[str, float]:
         for child in children:
             assert child.wait() == 0
         times = [json.loads(path.read_text()) for path in folder.glob("times-*")]
-    return {name: max(each[name] for each in times) for name in times[0]}
+    return {name: max(member_times[name] for member_times in times) for name in times[0]}
 
 
 def member(folder: Path, processes: int) -> None:
@@ -68,28 +68,28 @@ def member(folder: Path, processes: int) -> None:
     from valkyrie.train.processes import agree_on_configuration, agree_on_versions
 
     jax.config.update("jax_platforms", "cpu")
-    asked, index = json.loads((folder / "asked").read_text()), int(os.environ["MEMBER"])
-    run, place = compose("name=startup"), Place(asked["address"], processes, index)
+    settings, index = json.loads((folder / "settings").read_text()), int(os.environ["MEMBER"])
+    run, place = compose("name=startup"), Place(settings["address"], processes, index)
     (folder / f"ready-{index}").touch()
     while len(list(folder.glob("ready-*"))) < processes:
         time.sleep(0.01)
     began, times, team = time.perf_counter(), dict.fromkeys(TIMED, 0.0), None
 
-    def took(name: str, since: float) -> float:
+    def record(name: str, since: float) -> float:
         times[name] = time.perf_counter() - since
         return time.perf_counter()
 
     now = began
-    if asked["agree"]:
+    if settings["agree"]:
         team = Connected(place, timeout_s=60, heartbeat_s=60)
-        now = took("meet", now)
+        now = record("meet", now)
         agree_on_versions(team)
-        now = took("versions", now)
+        now = record("versions", now)
         agree_on_configuration(team, run)
-        now = took("configuration", now)
+        now = record("configuration", now)
     agreed = time.perf_counter() - began
     start_jax(DistributedConfig(), place)
-    took("jax", now)
+    record("jax", now)
     (folder / f"times-{index}").write_text(json.dumps(times | {"agreed": agreed}))
     if team is not None:
         team.finish()

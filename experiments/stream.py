@@ -35,20 +35,20 @@ STARTING = 12
 
 
 def main() -> None:
-    """Write the shards and time both sides in alternation."""
-    parser = argparse.ArgumentParser(description="Time a stream of shards beside tiktoken alone.")
+    """Write the shards, then time the stream and tiktoken in alternation."""
+    parser = argparse.ArgumentParser(description="Compare the speed of a stream of shards with that of tiktoken alone.")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        texts = write(Path(name), asked.mib * 2**20)
-        sides = {"tiktoken": lambda: alone(texts)}
+        texts = write_shards(Path(name), args.mib * 2**20)
+        sides = {"tiktoken": lambda: tiktoken_speed(texts)}
         for packing in Packing:
-            sides[f"stream, packing={packing.value}"] = partial(streamed, Path(name), packing, asked.mib)
-        turns = [{side: run() for side, run in sides.items()} for _ in range(asked.repeats)]
+            sides[f"stream, packing={packing.value}"] = partial(stream_speed, Path(name), packing, args.mib)
+        turns = [{side: run() for side, run in sides.items()} for _ in range(args.repeats)]
     size = statistics.mean(map(len, texts))
-    print(f"{asked.mib} MiB of Python in {SHARDS} shards, documents of {size:,.0f} characters, {os.cpu_count()} cores")
-    print("| | million tokens/s | beside tiktoken |")
+    print(f"{args.mib} MiB of Python in {SHARDS} shards, documents of {size:,.0f} characters, {os.cpu_count()} cores")
+    print("| | million tokens/s | relative to tiktoken |")
     print("|---|---:|---:|")
     for side in sides:
         speed = statistics.median(turn[side] for turn in turns) / 1e6
@@ -56,7 +56,7 @@ def main() -> None:
         print(f"| {side} | {speed:.2f} | {ratio:.2f} |")
 
 
-def write(folder: Path, size: int) -> list[str]:
+def write_shards(folder: Path, size: int) -> list[str]:
     """Write shards with at least `size` characters of text. Return the texts of all except the last shard.
 
     The last shard is for validation.
@@ -76,16 +76,16 @@ def write(folder: Path, size: int) -> list[str]:
     return [text for shard in range(SHARDS - 1) for text in texts[shard::SHARDS]]
 
 
-def alone(texts: list[str]) -> float:
+def tiktoken_speed(texts: list[str]) -> float:
     """Return tokens per second of tiktoken with one thread per core."""
     tokenizer = load_tokenizer("gpt2")
     assert isinstance(tokenizer, TiktokenTokenizer)
     start = time.perf_counter()
-    found = tokenizer.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
-    return sum(map(len, found)) / (time.perf_counter() - start)
+    tokens = tokenizer.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+    return sum(map(len, tokens)) / (time.perf_counter() - start)
 
 
-def streamed(folder: Path, packing: Packing, mib: int) -> float:
+def stream_speed(folder: Path, packing: Packing, mib: int) -> float:
     """Return tokens per second of batches, over about one epoch."""
     config = Config(paths=[str(folder)], packing=packing)
     data = open_stream(config, "gpt2")

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from valkyrie.compiled.hlo import Module, parse
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.platforms.tpu import ENVIRONMENT
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import ChipConfig, TargetConfig, Topology
@@ -33,7 +33,7 @@ needs_libtpu = pytest.mark.skipif(
 
 def compile_devices(target: TargetConfig) -> list[Any]:
     """Return the devices of a slice to compile for."""
-    return platform_of(target.platform).compile_devices(target, target.devices or 1)
+    return get_platform(target.platform).compile_devices(target, target.devices or 1)
 
 
 CHIPS = {

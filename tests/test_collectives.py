@@ -11,9 +11,9 @@ from machines import CHIPS, machine, torus
 from valkyrie.compiled.collectives import payload
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.position import Position
-from valkyrie.hardware.target import Topology, topology_of
+from valkyrie.hardware.target import Topology, build_topology
 from valkyrie.machine import assumptions
-from valkyrie.machine.network import LinkModel, LinkTraffic, Machine, algorithm
+from valkyrie.machine.network import LinkModel, LinkTraffic, Machine, parse_algorithm
 from valkyrie.parallel.axis_links import DCN
 
 BYTES = 64e6
@@ -156,7 +156,7 @@ def test_a_chip_has_its_share_of_the_network_whatever_its_hosts(name):
     """A v5e-8 is one host of 8 chips, a v5e-16 has 4 hosts of 4; Cloud TPU gives a chip 3.125 GB/s, on v6e 12.5."""
     target = replace(parse_target(name), slices=2)
     assert target.chip is not None
-    topology = topology_of(target)
+    topology = build_topology(target)
     places = [Position(s, c, 0) for s in (0, 1) for c in np.ndindex(topology.shape)]
     found = LinkModel(Machine(target.chip, topology, tuple(places), {})).between_slices("collective-permute", BYTES, 2)
     assert BYTES / (found.seconds - found.latency) == pytest.approx({"v5e": 3.125e9, "v6e": 12.5e9}[target.chip.name])
@@ -172,7 +172,7 @@ def config(emitter: str, debug: str) -> dict:
     return {"collective_algorithm_config": {"emitter": emitter, "debug": debug}}
 
 
-ONE_RING = config("1DAllGatherNonMajorDimImbalanced", "\ngroup_size = 16 \nhas_reordering_map: true \n")
+ONE_RING_EMITTERS = config("1DAllGatherNonMajorDimImbalanced", "\ngroup_size = 16 \nhas_reordering_map: true \n")
 TWO_DIMS = config(
     "RotatedPincerEmitter",
     "\nStrategyND{colors:2 phases:2 cores:{4 4},{4 4} num_dims:2 active_dims:110 dim_sizes:4,4 "
@@ -187,7 +187,7 @@ def test_v4s_gathers_beside_products_are_one_ring_in_the_order_of_the_mesh():
     """From the end of a row, the ring goes back over the whole row and shares its links with the other members."""
     net, ids = network((4, 4, 4), wrap=(False, False, False))
     planes = ids[0].reshape(4, 16)
-    found = net.collective("all-gather", planes, BYTES, algorithm(BESIDE_PRODUCTS))
+    found = net.collective("all-gather", planes, BYTES, parse_algorithm(BESIDE_PRODUCTS))
     one_link_of_a_row = 15 / 16 * BYTES / LINK
     assert seconds_of_links(found, "all-gather") == pytest.approx(one_link_of_a_row)
     by_rows_and_columns = net.collective("all-gather", planes, BYTES)
@@ -197,12 +197,12 @@ def test_v4s_gathers_beside_products_are_one_ring_in_the_order_of_the_mesh():
 def test_the_compilers_one_ring_through_a_plane_uses_two_links():
     net, ids = network((4, 4, 4))
     planes = ids[0].reshape(4, 16)
-    found = net.collective("all-gather", planes, BYTES, algorithm(ONE_RING))
+    found = net.collective("all-gather", planes, BYTES, parse_algorithm(ONE_RING_EMITTERS))
     assert seconds_of_links(found, "all-gather") == pytest.approx(15 / 16 * BYTES / (2 * LINK))
 
 
 def test_the_compilers_orders_of_dimensions_are_read():
-    how = algorithm(TWO_DIMS)
+    how = parse_algorithm(TWO_DIMS)
     assert how is not None and how.sizes == (4, 4) and how.orders == ((0, 1), (1, 0))
     net, ids = network((4, 4, 4))
     planes = ids[0].reshape(4, 16)
@@ -210,7 +210,7 @@ def test_the_compilers_orders_of_dimensions_are_read():
 
 
 def test_an_algorithm_that_is_not_stated_is_none():
-    assert algorithm({}) is None
+    assert parse_algorithm({}) is None
 
 
 def test_a_chip_without_link_bandwidth_is_refused_by_its_file():

@@ -25,7 +25,7 @@ from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.config.modes import MODULE, TEXT
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import Allocation, is_out_of_memory
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine.replay import Replay
 from valkyrie.paths import source_digest
@@ -136,7 +136,7 @@ def test_what_the_tpu_compiler_needs_for_temporaries_has_the_arguments_in_it():
 def test_a_tpu_s_peak_is_the_compiler_s_not_its_temporaries_which_count_arrays_twice(backend: str, peak: int):
     sizes = {"argument": 100, "output": 90, "alias": 80, "temp": 900, "generated_code": 7, "host_temp": 500}
     analysis = SimpleNamespace(peak_memory_in_bytes=700, **{f"{k}_size_in_bytes": n for k, n in sizes.items()})
-    assert platform_of(backend).peak_bytes(analysis) == peak
+    assert get_platform(backend).peak_bytes(analysis) == peak
 
 
 @needs_libtpu
@@ -168,12 +168,12 @@ def test_activations_in_host_memory_are_not_in_the_peak_of_a_tpu(layers: int, ke
     lowered = jax.jit(jax.grad(loss)).lower(w, x)
     with without_cache():
         compiled = lowered.compile()
-        alone = peak_without_host(compiled, lowered.compile, [], platform_of("tpu"))
+        alone = peak_without_host(compiled, lowered.compile, [], get_platform("tpu"))
     sizes = compiled.memory_analysis()
     activation, weights = 2 * rows * width, 2 * 2 * layers * width**2
     assert sizes is not None and sizes.host_temp_size_in_bytes == (0 if keeps else layers * activation)
     held = layers if keeps else 0
-    assert held + 2 <= (platform_of("tpu").peak_bytes(sizes) - weights) / activation <= held + 7
+    assert held + 2 <= (get_platform("tpu").peak_bytes(sizes) - weights) / activation <= held + 7
     assert (alone is None) == keeps and (alone is None or 2 <= (alone - weights) / activation <= 5)
 
 
@@ -205,13 +205,13 @@ def test_what_is_refused_by_a_few_per_cent_is_compiled_once_more_with_options_th
         return "compiled"
 
     if calls == 2 and helps:
-        compiled, used = compile_within_memory(options, compiling_it, platform_of(platform))
+        compiled, used = compile_within_memory(options, compiling_it, get_platform(platform))
         saved = [*options, Option("xla_tpu_order_dot_after_layout", "false", TO_FIT)]
         assert (compiled, used) == ("compiled", saved), "what the user set stays"
         assert attempts[1] == {option.name: option.value for option in saved}
     else:
         with pytest.raises(RuntimeError, match=needs):
-            compile_within_memory(options, compiling_it, platform_of(platform))
+            compile_within_memory(options, compiling_it, get_platform(platform))
     assert len(attempts) == calls
 
 

@@ -13,7 +13,7 @@ from machines import needs_libtpu
 from runs import SINGLE, TINY, command, start
 from valkyrie.problems import ProblemCode
 from valkyrie.train import devices
-from valkyrie.train.devices import Devices, acquire, missing_devices
+from valkyrie.train.devices import Devices, acquire_devices, missing_devices
 
 
 def stand_in(size: int = 2, kind: str = "TPU v4", platform: str = "tpu") -> list[SimpleNamespace]:
@@ -32,27 +32,27 @@ def test_simulated_devices_are_said_aloud() -> None:
 
 
 def test_a_mesh_takes_as_many_devices_as_it_has() -> None:
-    devices = acquire(some_run("mesh=1x2x1"))
+    devices = acquire_devices(some_run("mesh=1x2x1"))
     assert len(devices.devices) == 2
     assert devices.simulated
 
 
 def test_too_few_devices_are_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError) as caught:
-        acquire(some_run("mesh=4x4x2", "partition=fsdp", "batch=32"))
+        acquire_devices(some_run("mesh=4x4x2", "partition=fsdp", "batch=32"))
     assert all(part in str(caught.value) for part in ("needs 32 devices", "8 x cpu", "mesh=1x1x8"))
 
 
 def test_other_chips_than_the_target_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda platform=None: stand_in(4))
     with pytest.raises(ValueError) as caught:
-        acquire(some_run("target=v5e-4", "mesh=1x2x2"))
-    assert all(part in str(caught.value) for part in ("wants v5e chips", "x TPU v4", "target=auto"))
+        acquire_devices(some_run("target=v5e-4", "mesh=1x2x2"))
+    assert all(part in str(caught.value) for part in ("needs v5e chips", "x TPU v4", "target=auto"))
 
 
 def test_a_chip_is_known_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda platform=None: stand_in(4))
-    devices = acquire(some_run("mesh=1x2x2"))
+    devices = acquire_devices(some_run("mesh=1x2x2"))
     assert devices.chip is not None and devices.chip.name == "v4"
     assert not devices.simulated
     assert devices.note.startswith("4 x TPU")
@@ -61,7 +61,7 @@ def test_a_chip_is_known_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tpu_slice_is_used_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda platform=None: stand_in(4))
     with pytest.raises(ValueError) as caught:
-        acquire(some_run("mesh=1x1x2"))
+        acquire_devices(some_run("mesh=1x1x2"))
     assert "needs 2 devices" in str(caught.value)
 
 
@@ -144,7 +144,7 @@ def test_a_platform_of_the_environment_that_is_not_here_is_named(
     monkeypatch.setattr(jax, "devices", fail)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(ValueError) as caught:
-        acquire(some_run("mesh=1x1x1"))
+        acquire_devices(some_run("mesh=1x1x1"))
     message = str(caught.value)
     assert message.startswith("JAX_PLATFORMS=cuda ") and "JAX_PLATFORMS=cpu" in message and "(set" not in message
 

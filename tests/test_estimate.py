@@ -34,7 +34,7 @@ from valkyrie.search.estimate.runs import estimate_runs, stack_runs
 from valkyrie.search.estimate.times import StepEstimator
 from valkyrie.search.estimate.work import step_work
 from valkyrie.search.request import parse_request
-from valkyrie.train.memory import MemoryEstimator, expected_memory, layouts_of
+from valkyrie.train.memory import MemoryEstimator, expected_memory, layout_arrays
 from valkyrie.train.program import StepProgram
 
 COMPILED = Path(__file__).parents[1] / "experiments" / "search" / "compiled.json"
@@ -86,7 +86,7 @@ def test_memory_is_that_of_mode_show(model: str) -> None:
 def test_zero1_spreads_only_what_a_data_axis_divides() -> None:
     run = parse_run(["model=gpt_tiny", "mesh=3x2x2", "partition=dp", "partition.zero1=true", "batch=96", "mode=show"])
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
-    estimate = MemoryEstimator(run, layouts_of([run])).under(run.config.remat).optimizer.item()
+    estimate = MemoryEstimator(run, layout_arrays([run])).under(run.config.remat).optimizer.item()
     assert estimate == pytest.approx(expected_memory(run, program.abstract_state).optimizer, rel=1e-3)
 
 
@@ -292,9 +292,9 @@ def test_a_ring_through_hosts_is_as_fast_as_their_network_cards() -> None:
 
 def test_placements_with_fewer_links_for_every_axis_are_left_out() -> None:
     from valkyrie.hardware.names import parse_target
-    from valkyrie.hardware.target import topology_of
+    from valkyrie.hardware.target import build_topology
 
-    topology = topology_of(parse_target("v4-128"))  # 4x4x4, every axis a ring
+    topology = build_topology(parse_target("v4-128"))  # 4x4x4, every axis a ring
     placed = undominated_placements((1, 4, 4, 4), topology, True)
     assert [[axis.links for axis in one.axes] for one in placed] == [[0.0, 2.0, 2.0, 2.0]]
     assert placed[0].entries(["w", "x", "y", "z"], [1, 4, 4, 4]) == ["x", "y", "z"]

@@ -14,7 +14,7 @@ import pytest
 from helpers import assembly_of, compose_run, small, some_quick
 from valkyrie.data.tokenizer import load_tokenizer
 from valkyrie.models.assembly import Assembly
-from valkyrie.train.continued import Text, begin, load, save
+from valkyrie.train.continued import Text, begin_text, load_text, save_text
 from valkyrie.train.generate import Completer, generate, sample
 
 BYTES = load_tokenizer("bytes")
@@ -153,13 +153,13 @@ def words(model: str, text: Text | str, tokens: int, **options: Any) -> str:
 @pytest.mark.parametrize("model", ["valkyrie_tiny", "gpt_tiny", "nanochat_tiny"])
 def test_a_kept_text_goes_on_as_if_it_had_not_been_interrupted(model: str, tmp_path: Path) -> None:
     assembly, parameters = tiny_model(model)
-    whole, part = begin(BYTES, "def f"), begin(BYTES, "def f")
+    whole, part = begin_text(BYTES, "def f"), begin_text(BYTES, "def f")
     words(model, whole, 40)
     assert len(whole.ids) > 27, "the document ended early"
     for tokens in (7, 1, 12, 20):
         words(model, part, tokens)
-        save(part, tmp_path / "texts" / "a.npz")
-        part = load(
+        save_text(part, tmp_path / "texts" / "a.npz")
+        part = load_text(
             tmp_path / "texts" / "a.npz", jax.eval_shape(lambda p: assembly.module(p).init_state(1, 1), parameters)
         )
     assert part.ids == whole.ids and part.read == whole.read and part.ended == whole.ended
@@ -169,37 +169,37 @@ def test_a_kept_text_goes_on_as_if_it_had_not_been_interrupted(model: str, tmp_p
 
 
 def test_a_prompt_in_the_middle_is_read_after_the_state() -> None:
-    split, whole = begin(BYTES, "ab"), begin(BYTES, "ab")
+    split, whole = begin_text(BYTES, "ab"), begin_text(BYTES, "ab")
     words("valkyrie_tiny", split, 5, temperature=0.0)
     whole.ids += split.ids[3:]
     for text in (split, whole):
-        text.add(BYTES, "xyz")
+        text.append(BYTES, "xyz")
     assert words("valkyrie_tiny", split, 8, temperature=0.0) == words("valkyrie_tiny", whole, 8, temperature=0.0)
     assert split.ids == whole.ids
 
 
 def test_an_ended_text_goes_on_with_a_prompt_only(recite: Any) -> None:
-    text = begin(BYTES, "a")
+    text = begin_text(BYTES, "a")
     assert recite(b"bc", 9, text) == ["b", "c"] and text.ended
     assert recite(b"bc", 9, text) == []
-    text.add(BYTES, "d")
+    text.append(BYTES, "d")
     assert not text.ended
 
 
 def test_a_damaged_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
-    save(begin(BYTES, "a"), path)
+    save_text(begin_text(BYTES, "a"), path)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"a\.npz is damaged"):
-        load(path, None)
-    save(Text([BYTES.bos_id, 97], read=1, state=[np.zeros(3)]), path)
+        load_text(path, None)
+    save_text(Text([BYTES.bos_id, 97], read=1, state=[np.zeros(3)]), path)
     with pytest.raises(ValueError, match="by another model"):
-        load(path, [np.zeros(3), np.zeros(3)])
+        load_text(path, [np.zeros(3), np.zeros(3)])
 
 
 def test_a_text_kept_before_it_is_read_begins_later(tmp_path: Path) -> None:
-    save(begin(BYTES, "ab", step=3), tmp_path / "a.npz")
-    kept = load(tmp_path / "a.npz", [np.zeros(3)])
+    save_text(begin_text(BYTES, "ab", step=3), tmp_path / "a.npz")
+    kept = load_text(tmp_path / "a.npz", [np.zeros(3)])
     assert (kept.ids, kept.prompt, kept.step, kept.state) == ([BYTES.bos_id, *b"ab"], "ab", 3, None)
 
 

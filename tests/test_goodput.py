@@ -225,10 +225,10 @@ def test_a_window_of_steps_is_traced(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 def test_the_processes_of_one_host_trace_into_files_of_their_own(tmp_path: Path) -> None:
     for index in range(2):
-        with profile.Window("1-1", tmp_path, team=Team(2, index)) as window:
-            assert window.opens(1)
+        with profile.ProfileWindow("1-1", tmp_path, team=Team(2, index)) as window:
+            assert window.starts_at(1)
             assert window.open(1, ()) is None
-            assert not window.opens(2) and window.closes(1)
+            assert not window.starts_at(2) and window.ends_at(1)
     files = sorted(file.name.rpartition("-")[2] for file in tmp_path.rglob("*.xplane.pb"))
     assert files == ["0.xplane.pb", "1.xplane.pb"]
     assert len({file.parent for file in tmp_path.rglob("*.xplane.pb")}) == 1, "hosts of one run"
@@ -243,15 +243,15 @@ def test_the_loop_waits_for_data_only_where_the_devices_have_nothing_to_do() -> 
 
     meter, done = Meter(1, 1, 1.0, None), threading.Event()
     meter.start()
-    meter.dispatched(done.wait)
-    with meter.waiting():
+    meter.step_dispatched(done.wait)
+    with meter.waiting_for_data():
         time.sleep(0.02)
-    meter.finished()
+    meter.step_finished()
     assert meter.spent["data"] == 0
-    with meter.waiting():
+    with meter.waiting_for_data():
         done.set()
         time.sleep(0.3)
-    meter.finished()
+    meter.step_finished()
     meter.close()
     assert 0.05 < meter.spent["data"] <= meter.steps[0] < 1
     assert meter.rates()["data_wait"] == pytest.approx(meter.spent["data"] / meter.steps[0])

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from helpers import assert_golden_message, compose_run
 from machines import compile_devices, needs_libtpu
-from valkyrie.hardware.chips import known_chips, with_shipped_figures
+from valkyrie.hardware.chips import add_shipped_figures, known_chips
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import tpu as compiling
-from valkyrie.hardware.slices import parse_shape, shape_text
+from valkyrie.hardware.slices import format_shape, parse_shape
 from valkyrie.hardware.target import (
     ChipConfig,
     TargetConfig,
-    topology_of,
+    build_topology,
     usable_hbm,
 )
 from valkyrie.paths import conf_dir
@@ -72,7 +72,7 @@ def test_a_program_has_no_more_memory_than_there_is():
 def test_axes_close_by_the_rule_of_the_chip(
     name: str, topology: str | None, wrap: tuple[bool, ...], bounds: tuple[int, ...]
 ):
-    torus = topology_of(target(name, topology=topology) if topology else target(name))
+    torus = build_topology(target(name, topology=topology) if topology else target(name))
     assert (torus.wrap, torus.host_bounds) == (wrap, bounds)
 
 
@@ -88,17 +88,17 @@ def test_a_topology_decides_chips_and_hosts():
 
 def test_slices_multiply():
     two = target("v4-64", slices=2)
-    assert (two.devices, topology_of(two).devices, topology_of(two).chips) == (64, 64, 32)
+    assert (two.devices, build_topology(two).devices, build_topology(two).chips) == (64, 64, 32)
     assert two.hosts == 8 and "of 2 slices" in two.describe()
     assert [problem.key for problem in target("v4-64", slices=0).problems()] == ["target.slices"]
 
 
 def test_a_target_without_a_torus_is_a_row_of_chips():
-    torus = topology_of(parse_target("cpu32"))
+    torus = build_topology(parse_target("cpu32"))
     assert (torus.shape, torus.wrap, torus.devices) == ((32,), (False,), 32)
-    assert topology_of(parse_target("h100-16")).host_bounds == (8,)
+    assert build_topology(parse_target("h100-16")).host_bounds == (8,)
     with pytest.raises(ValueError, match=r"^target=auto "):
-        topology_of(TargetConfig())
+        build_topology(TargetConfig())
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_topology_that_does_not_exist_is_refused_with_its_neighbours(name: str
     asked = target(name, topology=topology)
     (problem,) = asked.problems()
     with pytest.raises(ValueError) as refused:
-        topology_of(asked)
+        build_topology(asked)
     assert str(refused.value) == str(problem)
     assert_golden_message("hardware", [f"target={name}", f"target.topology={topology}"], str(problem))
 
@@ -133,7 +133,7 @@ def test_a_chip_whose_figures_contradict_each_other_is_refused(figures: dict[str
     wrong = dataclasses.replace(slice_, chip=dataclasses.replace(slice_.chip, **figures))
     (problem,) = wrong.problems()
     with pytest.raises(ValueError, match=f"^{re.escape(str(problem))}$"):
-        topology_of(wrong)
+        build_topology(wrong)
     settings = [f"target.chip.{key}={value}".replace(" ", "") for key, value in figures.items()]
     assert_golden_message("hardware", ["target=v4-64", *settings], str(problem))
 
@@ -145,11 +145,11 @@ def test_neighbours_exist_and_enclose(chip: ChipConfig, data: st.DataObject):
     near = chip.slices.nearest_to(shape)
     assert near and shape not in near
     for other in near:
-        assert TargetConfig(chip=chip, topology=shape_text(other)).problems() == []
-    asked = TargetConfig(name="mine", chip=chip, topology=shape_text(shape))
+        assert TargetConfig(chip=chip, topology=format_shape(other)).problems() == []
+    asked = TargetConfig(name="mine", chip=chip, topology=format_shape(shape))
     if asked.problems() == []:
         assert chip.wrap != "cubes_of_4" or asked.chips in (1, 4, 8, 16, 32) or not any(n % 4 for n in shape)
-        assert parse_shape(asked.topology) == topology_of(asked).shape
+        assert parse_shape(asked.topology) == build_topology(asked).shape
 
 
 def test_what_is_kept_of_a_compile_does_not_outlive_the_rules_of_slices(monkeypatch: pytest.MonkeyPatch):
@@ -168,7 +168,7 @@ def test_what_is_kept_of_a_compile_does_not_outlive_the_rules_of_slices(monkeypa
 def test_libtpu_has_the_slice_with_these_hosts(name: str, capfd: pytest.CaptureFixture[str]):
     slice_ = parse_target(name)
     devices = compile_devices(slice_)
-    torus = topology_of(slice_)
+    torus = build_topology(slice_)
     assert slice_.chip is not None
     assert len(devices) == torus.devices
     assert {device.device_kind for device in devices} <= set(slice_.chip.device_kinds)
@@ -187,7 +187,7 @@ def test_slices_carry_their_index():
 
 @needs_libtpu
 def test_what_only_libtpu_refuses_is_one_line_with_neighbours(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiling, "_options", lambda _: {"chips_per_host_bounds": (3, 2, 1)})
+    monkeypatch.setattr(compiling, "_topology_options", lambda _: {"chips_per_host_bounds": (3, 2, 1)})
     with pytest.raises(ValueError) as refused:
         compile_devices(parse_target("v4-64"))
     for part in ("refused by libtpu", '"v4:2x4x4"', '"3x2x1"', "topology=2x2x4 (16", "topology=4x4x4 (64"):
@@ -210,8 +210,8 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch: pytest.Monkey
 
 def test_a_pod_of_any_side_needs_no_code():
     chip = ChipConfig(name="small", platform="tpu", ici_axes=2, wrap="axes_of_8", host_bounds=[2, 2])
-    assert chip.slices.default(64) == (8, 8) and chip.slices.rings((4, 8)) == (False, True)
-    assert chip.slices.default(128) is None
+    assert chip.slices.default_shape(64) == (8, 8) and chip.slices.closed_axes((4, 8)) == (False, True)
+    assert chip.slices.default_shape(128) is None
     (problem,) = dataclasses.replace(chip, wrap="axes").problems()
     assert (problem.key, problem.value) == ("target.chip.wrap", "axes")
 
@@ -219,7 +219,7 @@ def test_a_pod_of_any_side_needs_no_code():
 def test_a_chip_saved_before_it_had_a_figure_takes_the_shipped_one():
     v4 = known_chips()["v4"]
     saved = {"name": "v4", "hbm_gbs": 1000.0, "host_gbs": 8.0}
-    filled = with_shipped_figures(saved)
+    filled = add_shipped_figures(saved)
     assert (filled["cores"], filled["host_gbs"], filled["hbm_gbs"]) == (2, 8.0, 1000.0)
     assert filled["splash_bundles"]["dq"]["step"] == v4.splash_bundles["dq"].step
-    assert with_shipped_figures({"name": "mine"}) == {"name": "mine"}
+    assert add_shipped_figures({"name": "mine"}) == {"name": "mine"}

@@ -30,7 +30,7 @@ def steps(meter: Meter, clock: Clock, *seconds: float, paused: float = 0.0) -> N
         clock.now += taken
         with meter.paused() if paused else contextlib.nullcontext():
             clock.now += paused
-        meter.finished()
+        meter.step_finished()
 
 
 def test_first_step_is_kept_apart_and_the_rest_are_by_median(clock: Clock) -> None:

@@ -27,12 +27,12 @@ from helpers import (
 )
 from valkyrie.axes import Parameter
 from valkyrie.config.run import Run
-from valkyrie.optim import Schedule, Training, learning_rate, make_optimizer, with_family
+from valkyrie.optim import Schedule, Training, convert_old_settings, learning_rate, make_optimizer
 from valkyrie.optim.families.muon import AdamGroup, Config, momentum_schedule
 from valkyrie.optim.muon import Recipe, muon, orthogonal
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
-from valkyrie.train.memory import MemoryEstimator, expected_memory, layouts_of
+from valkyrie.train.memory import MemoryEstimator, expected_memory, layout_arrays
 from valkyrie.train.program import StepProgram
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
@@ -137,7 +137,7 @@ def test_the_estimate_counts_its_state_and_its_products():
 def test_the_estimated_memory_is_that_of_the_arrays():
     arguments = ("mesh=2x2x2", "partition=fsdp", "optimizer=muon", "optimizer.beta2=null", "target=v5e-8")
     run = small_run("nanochat_tiny", *arguments)
-    (estimate,) = MemoryEstimator(run, layouts_of([run])).under(run.config.remat).optimizer
+    (estimate,) = MemoryEstimator(run, layout_arrays([run])).under(run.config.remat).optimizer
     state = expected_memory(run, StepProgram(run, abstract_mesh(run.config.mesh)).abstract_state)
     assert math.isclose(estimate, state.optimizer, rel_tol=1e-2)
 
@@ -154,9 +154,9 @@ def test_settings_saved_before_optimizers_had_families_are_read():
     values = {"name": "muon", "kind": "muon", "learning_rate": 0.02, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-10}
     values |= {"ssm_learning_rate_ratio": 0.5, "muon": {"beta2": 0.9, "momentum": 0.95}}
     expected = {"name": "muon", "family": "muon", "learning_rate": 0.02, "epsilon": 1e-10}
-    assert with_family(values) == expected | {"beta2": 0.9, "momentum": 0.95}
+    assert convert_old_settings(values) == expected | {"beta2": 0.9, "momentum": 0.95}
     adamw = {"name": "adamw", "kind": "adamw", "beta2": 0.95, "muon": None}
-    assert with_family(adamw) == {"name": "adamw", "family": "adamw", "beta2": 0.95}
+    assert convert_old_settings(adamw) == {"name": "adamw", "family": "adamw", "beta2": 0.95}
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from helpers import specs_of
-from valkyrie.optim import OptimizerConfig, Schedule, Training, learning_rate, make_optimizer, rises_if_extended
+from valkyrie.optim import OptimizerConfig, Schedule, Training, learning_rate, make_optimizer, rate_rises_if_extended
 from valkyrie.optim.families.adamw import Config
 from valkyrie.problems import ProblemCode
 
@@ -121,4 +121,4 @@ def test_the_default_recipe_is_fine() -> None:
     ],
 )
 def test_a_longer_run_raises_the_rate_again_only_if_the_schedule_stretches(settings: dict[str, object], rises: bool):
-    assert rises_if_extended(Config(**settings), 100, 200) is rises
+    assert rate_rises_if_extended(Config(**settings), 100, 200) is rises

@@ -17,7 +17,7 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.paths import conf_dir
 from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.search.compile.runner import compile_layout
-from valkyrie.train.options import CHIP, VALKYRIE, YOU, Option, options_of, refusal
+from valkyrie.train.options import CHIP, VALKYRIE, YOU, Option, collect_options, explain_refusal
 from valkyrie.train.program import StepProgram
 
 KEY = "target.chip.xla_options"
@@ -74,14 +74,14 @@ def test_a_default_that_a_later_compiler_refuses_is_left_out_with_it(monkeypatch
     chip, fused = known_chips()["v5p"], "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
     for version, kept in (("0.0.42.1", True), ("0.0.46", False), ("0.1.0", False)):
         monkeypatch.setattr("valkyrie.train.options.metadata.version", lambda name, version=version: version)
-        assert (fused in [option.name for option in options_of(chip, {})]) is kept
+        assert (fused in [option.name for option in collect_options(chip, {})]) is kept
     mine = replace(chip, xla_options=chip.xla_options | {fused: "maybe"})
-    assert Option(fused, "maybe", YOU) in options_of(mine, {}), "what the user writes stands"
+    assert Option(fused, "maybe", YOU) in collect_options(mine, {}), "what the user writes stands"
 
 
 def test_an_option_of_no_default_that_is_null_is_not_named():
     chip = ChipConfig(name="mine", xla_options={"xla_other": None, "xla_flag": True})
-    assert options_of(chip, {}) == [Option("xla_flag", "true", YOU)]
+    assert collect_options(chip, {}) == [Option("xla_flag", "true", YOU)]
 
 
 def test_a_list_is_no_value_of_an_option(command: Any):
@@ -91,16 +91,16 @@ def test_a_list_is_no_value_of_an_option(command: Any):
 
 
 def test_what_the_compiler_says_of_an_option_in_plain_words():
-    unknown = refusal("INVALID_ARGUMENT: No such compile option: 'xla_enable_async_all_gathers'")
+    unknown = explain_refusal("INVALID_ARGUMENT: No such compile option: 'xla_enable_async_all_gathers'")
     assert unknown is not None
     assert unknown.startswith(f"{KEY}.xla_enable_async_all_gathers: the compiler")
     assert f"Did you mean {GATHERS}?" in unknown
-    unreadable = refusal(f"INVALID_ARGUMENT: Failed to parse 'maybe' into flag {GATHERS}: Options are: auto.")
+    unreadable = explain_refusal(f"INVALID_ARGUMENT: Failed to parse 'maybe' into flag {GATHERS}: Options are: auto.")
     assert unreadable is not None
     assert unreadable.startswith(f"{KEY}.{GATHERS}=maybe: the compiler")
     assert unreadable.endswith("Options are: auto.")
     out_of_memory = "RESOURCE_EXHAUSTED: out of memory"
-    assert refusal(out_of_memory) is None
+    assert explain_refusal(out_of_memory) is None
 
 
 @needs_libtpu

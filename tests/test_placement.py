@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from machines import compile_devices, needs_libtpu
 from valkyrie.hardware.names import parse_target
-from valkyrie.hardware.target import Topology, topology_of
+from valkyrie.hardware.target import Topology, build_topology
 from valkyrie.parallel.axis_links import Factor
 from valkyrie.parallel.mesh import MeshConfig, build_mesh, parse_mesh
 from valkyrie.parallel.placement import (
@@ -232,7 +232,7 @@ def test_devices_that_fill_no_block_are_called_scattered():
 )
 def test_the_choice_of_mesh_utils_is_told(target: str, mesh: str, entries: list[str] | None, words: str):
     """Which axis JAX lays where differs between its versions; the words for one choice do not."""
-    topology, devices = topology_of(parse_target(target)), compile_devices(parse_target(target))
+    topology, devices = build_topology(parse_target(target)), compile_devices(parse_target(target))
     built = build_mesh(parse_mesh(mesh), devices)
     placed = describe_placement(built, topology)
     recognised = find_placement(built, topology)

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from valkyrie.hardware.platforms import Platform, platform_of, platforms
+from valkyrie.hardware.platforms import Platform, get_platform, platforms
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 
 
 def test_a_platform_is_found_by_its_name_and_by_those_of_its_backend() -> None:
     assert [platform.name for platform in platforms()] == ["any", "cpu", "gpu", "tpu"]
-    assert platform_of("cuda") is platform_of("gpu")
+    assert get_platform("cuda") is get_platform("gpu")
     with pytest.raises(ValueError, match="platform=abacus"):
-        platform_of("abacus")
+        get_platform("abacus")
 
 
 @pytest.mark.parametrize("platform", platforms(), ids=lambda platform: platform.name)

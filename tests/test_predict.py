@@ -189,7 +189,7 @@ RAGGED = """  o = s32[4]{0:T(128)} constant({0,1,2,3})
 
 @pytest.mark.parametrize(
     ("added", "note"),
-    [(HOST, "messages to the host, such as callbacks"), (RAGGED, "a ragged-all-to-all is taken to send its whole")],
+    [(HOST, "messages to the host, such as callbacks"), (RAGGED, "a ragged-all-to-all is assumed to send its whole")],
 )
 def test_what_others_programs_do_besides_is_named_in_notes(step: Path, added: str, note: str):
     step.write_text(STEP.replace("  ROOT d", added.replace("TILED", TILED) + "  ROOT d"))
@@ -281,7 +281,7 @@ def test_a_jitted_function_is_predicted_as_it_is(tmp_path: Path):
 def test_a_function_refused_by_a_few_per_cent_is_compiled_once_more(monkeypatch: pytest.MonkeyPatch):
     limit = "xla_tpu_max_hbm_size_mib"
     more = train_options.Option(limit, "12000", train_options.TO_FIT)
-    monkeypatch.setattr(train_options, "with_saving", lambda options: [more])
+    monkeypatch.setattr(train_options, "add_saving_options", lambda options: [more])
     slice = valkyrie.slice("v5e-8")
     rows = NamedSharding(slice.mesh((8,), ("data",)), PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((8 * 2**17, 16384), jnp.bfloat16, sharding=rows)  # 4 GiB, and as much of the result

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "experiments"))
 promised = import_module("promised")  # a script, found by the line above
 
-KEPT = json.loads(promised.KEPT.read_text())
+KEPT = json.loads(promised.RESULTS.read_text())
 
 
 def test_the_page_has_the_table_that_the_script_prints():
@@ -23,12 +23,12 @@ def test_the_page_has_the_table_that_the_script_prints():
 
 @pytest.mark.parametrize("promise", promised.PROMISES, ids=lambda promise: promise.experiment)
 def test_the_kept_results_are_of_the_layouts_that_the_experiments_have(promise):
-    for overrides, which in ((), "best"), (promise.asked, "asked"):
+    for overrides, which in ((), "best"), (promise.requested, "asked"):
         if which not in KEPT[promise.experiment]:
-            assert not promise.asked
+            assert not promise.requested
             continue
         stored = KEPT[promise.experiment][which]
-        run = promised.composed(promise, stored["overrides"])
+        run = promised.compose_run(promise, stored["overrides"])
         assert tuple(stored["overrides"])[: len(overrides)] == overrides
         assert (stored["layout"], stored["target"]) == (run.layout.name, run.config.target.name)
         assert stored["count"] == run.config.batch * (run.config.seq if stored["unit"] == "tokens/s" else 1)

@@ -20,7 +20,7 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train import room
 from valkyrie.train.devices import Devices, missing_devices
-from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, estimate_errors, layouts_of
+from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, estimate_errors, layout_arrays
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import DoesNotFit, check_room, explain_oom
 from valkyrie.train.show import verdict
@@ -203,7 +203,7 @@ def test_the_estimate_of_a_tpu_is_told_with_how_far_off_it_was():
 def test_the_estimate_of_a_tpu_counts_the_weights_that_a_layer_gathers_and_the_loss_or_the_gradients():
     def activations(*overrides: str) -> tuple[float, float]:
         run = compose_run("model=gpt_tiny", "mesh=2x2x1", "batch=8", "seq=64", "remat=full", *overrides)
-        memory = MemoryEstimator(run, layouts_of([run]))
+        memory = MemoryEstimator(run, layout_arrays([run]))
         return memory.under(run.config.remat).activations.item(), memory.gathered.item()
 
     simulated, _ = activations("partition=fsdp", "target=cpu4")
@@ -215,5 +215,5 @@ def test_the_estimate_of_a_tpu_counts_the_weights_that_a_layer_gathers_and_the_l
 @pytest.mark.parametrize("model", ["gpt_tiny", "nanochat_tiny", "trm_tiny", "valkyrie_tiny"])
 def test_every_model_of_a_family_can_be_named_instead(model: str) -> None:
     run = compose_run(f"model={model}", *(["data=sudoku"] if model == "trm_tiny" else []))
-    sizes = room._family(run)  # pyright: ignore[reportPrivateUsage]
+    sizes = room._family_sizes(run)  # pyright: ignore[reportPrivateUsage]
     assert sizes[model] == run.model.parameter_count() and len(sizes) >= 2

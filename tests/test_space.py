@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from helpers import MODELS, assembly_of, compose_run, learned
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import simulated, topology_of
+from valkyrie.hardware.target import build_topology, simulated_target
 from valkyrie.models import known_axes
 from valkyrie.models.s5 import Activation
 from valkyrie.parallel.layout import Layout, make_layout
@@ -132,7 +132,7 @@ def test_every_cell_is_legal_none_is_missing_none_is_there_twice(
     placed: bool,
 ):
     partition = partition_of(*drawn)
-    target = simulated(devices)
+    target = simulated_target(devices)
     base = tiny("cpu8")
     run = Run(replace(base.config, batch=batch, seq=seq, target=target), base.model)
     space = SpaceConfig(microbatches=microbatches, same=same, placements=["all" if placed else "default"])
@@ -140,7 +140,7 @@ def test_every_cell_is_legal_none_is_missing_none_is_there_twice(
     brute = {}
     for name in shapes_of_three(devices):
         mesh = parse_mesh(name)
-        for placement in placements(mesh.axes, topology_of(target)) if placed else [None]:
+        for placement in placements(mesh.axes, build_topology(target)) if placed else [None]:
             for count in microbatches or [1]:
                 layout = sound(run, replace(mesh, placement=placement), partition, count)
                 if layout is not None:
@@ -165,7 +165,7 @@ def test_every_cell_is_legal_none_is_missing_none_is_there_twice(
 def test_roles_count_once_whatever_the_mesh(drawn: tuple[list[str], list[str], bool], devices: int):
     partition = partition_of(*drawn)
     base = tiny("cpu8")
-    run = Run(replace(base.config, target=simulated(devices)), base.model)
+    run = Run(replace(base.config, target=simulated_target(devices)), base.model)
     enumerated = enumerate_space(SpaceConfig(same=Same.roles), [ModelVariant((), run)], {"drawn": partition})
 
     def devices_of_roles(layout: Layout) -> tuple[object, ...]:

@@ -20,8 +20,8 @@ from valkyrie.config.compose import default_mesh, default_precision
 from valkyrie.hardware import chips
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.names import parse_target
-from valkyrie.hardware.slices import Slices, Wrap, shape_text
-from valkyrie.hardware.target import topology_of
+from valkyrie.hardware.slices import Slices, Wrap, format_shape
+from valkyrie.hardware.target import build_topology
 from valkyrie.paths import read_config
 from valkyrie.problems import ProblemCode
 
@@ -48,7 +48,7 @@ def test_a_name_is_the_slice_that_its_cloud_means(name: str, topology: str, host
     assert (target.name, target.topology, target.hosts) == (name, topology, int(hosts))
     assert target.platform == "tpu"
     assert target.problems() == []
-    torus = topology_of(target)
+    torus = build_topology(target)
     assert (torus.chips, torus.devices) == (target.chips, target.devices)
     assert name == f"{target.chip.name}-{target.chips * target.chip.units_in_name}"
     some = "chip" if target.chips == 1 else "chips"
@@ -87,16 +87,16 @@ def test_between_the_nearest_slices_of_a_size_there_is_none(word: str, chips: in
         (below if math.prod(shape) < chips else above).append(math.prod(shape))
     assert (len(below), len(above)) == (chips > 1, slices.largest is None or chips < slices.largest)
     between = range((below or [0])[0] + 1, (above or [chips + 1])[0])
-    assert {n for n in between if slices.default(n) is not None} <= {chips}
+    assert {n for n in between if slices.default_shape(n) is not None} <= {chips}
 
 
 @pytest.mark.parametrize("word", ["v3", "v4", "v5e", "tpu7x"])
 def test_every_shape_is_one_target_by_one_name(word: str):
     chip = known_chips()[word]
     shapes = [s for s in itertools.product([1, 2, 4, 8, 12, 16], repeat=chip.ici_axes or 0) if chip.slices.exists(s)]
-    targets = [parse_target(f"{word}-{shape_text(shape)}") for shape in shapes]
-    assert [topology_of(target).shape for target in targets] == shapes
-    assert [parse_target(f"{word}:{shape_text(shape)}") for shape in shapes] == targets
+    targets = [parse_target(f"{word}-{format_shape(shape)}") for shape in shapes]
+    assert [build_topology(target).shape for target in targets] == shapes
+    assert [parse_target(f"{word}:{format_shape(shape)}") for shape in shapes] == targets
     assert [parse_target(target.name) for target in targets] == targets
     assert len({target.name for target in targets}) == len(shapes) > 8
 
@@ -134,7 +134,7 @@ def test_a_name_reads_the_file_of_its_chip_alone_and_no_file_twice(monkeypatch: 
     monkeypatch.setattr(
         chips, "read_config", lambda group, name, schema: [read.append(name), read_config(group, name, schema)][1]
     )
-    chips._chip.cache_clear()
+    chips._load_chip.cache_clear()
     for name in ("v4-64", "v4-128", "v5p-8"):
         assert parse_target(name).name == name
     assert read == ["v4", "v5p"]
@@ -241,7 +241,7 @@ def test_tab_completion_offers_a_target_of_each_chip(command: Any, monkeypatch: 
 
 def test_a_chip_without_a_known_rule_takes_any_shape_of_whole_hosts():
     free = Slices(3, Wrap(), 1000, (2, 2, 1))
-    assert [free.default(n) for n in (1, 2, 4, 8, 12, 16, 1004)] == [
+    assert [free.default_shape(n) for n in (1, 2, 4, 8, 12, 16, 1004)] == [
         (1, 1, 1),
         (1, 1, 2),
         (2, 2, 1),
@@ -251,7 +251,7 @@ def test_a_chip_without_a_known_rule_takes_any_shape_of_whole_hosts():
         None,
     ]
     assert free.exists((2, 6, 5)) and not free.exists((3, 3, 3))
-    assert Slices(2, Wrap(), None, ()).default(10**12) == (10**6, 10**6)
+    assert Slices(2, Wrap(), None, ()).default_shape(10**12) == (10**6, 10**6)
 
 
 def test_a_number_beyond_all_reason_is_refused_like_any():

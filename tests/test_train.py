@@ -276,7 +276,7 @@ def _check_terminal(tmp_path: Path, here: int, there: int, stack: contextlib.Exi
     bar = r"\d{2,}/100000 .*loss \d\.\d{4} .*tokens/s simulated.*left"
     assert re.search(bar, seen := read_terminal(here, bar, 90)), seen[-2000:]
     os.write(here, b"\x03")
-    seen = read_terminal(here, r"Go on with", 60)
+    seen = read_terminal(here, r"Resume with", 60)
     assert job.wait(60) == 130
     assert "stopping after" in seen and re.search(r"step \d+, saved", seen)
     assert f"Goonwith:valkyrie-trainresume={tmp_path / 'run'}" in re.sub(r"\s", "", seen), "the terminal wraps it"

@@ -29,7 +29,7 @@ from valkyrie.search.tune.compiler_options import CompilerOption, all_options, o
 from valkyrie.search.tune.mode import attempt_lines, experiment_yaml, option_gains, training_command
 from valkyrie.search.tune.tune import tune
 from valkyrie.search.tune.tuned import Tuned, Verdict
-from valkyrie.train.options import KEY, TO_FIT, Option, options_of
+from valkyrie.train.options import KEY, TO_FIT, Option, collect_options
 from valkyrie.units import parse_seconds
 
 LAYOUT = ("model=s5_tiny", "mesh=2x2x1", "target=v4-8", "batch=8", "seq=64")
@@ -57,7 +57,7 @@ class OptionCompiler:
     to_fit: dict[str, str] = field(default_factory=dict)
 
     def compile_layout(self, run: Run, limit_s: float, use_cache: bool, progress: Callable[[str], None]) -> CompiledRun:
-        options = options_of(run.config.target.chip, {})
+        options = collect_options(run.config.target.chip, {})
         values = {option.name: option.value for option in options}
         block = run.model.blocks["s5"] if isinstance(run.model, Stack) else None
         if isinstance(block, S5) and block.scan is not ScanImpl.auto:

@@ -12,7 +12,7 @@ from machines import compile_devices, needs_libtpu
 from valkyrie.config.arguments import parse_run
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.position import Position
-from valkyrie.hardware.target import Topology, topology_of
+from valkyrie.hardware.target import Topology, build_topology
 from valkyrie.machine.torus import Torus
 from valkyrie.parallel.axis_links import undominated_placements
 from valkyrie.parallel.placement import describe_entries
@@ -111,11 +111,11 @@ def test_estimates_lay_mesh_axes_as_layouts_do(sizes: tuple[int, ...]) -> None:
 def test_a_twisted_slice_is_named_as_google_cloud_names_it() -> None:
     target = parse_target("v4-4x4x8_twisted")
     assert (target.name, target.topology, target.chips, target.hosts) == ("v4-4x4x8_twisted", "4x4x8_twisted", 128, 32)
-    assert topology_of(target).twisted and not topology_of(parse_target("v4-256")).twisted
+    assert build_topology(target).twisted and not build_topology(parse_target("v4-256")).twisted
     for name, reason in {
         "v4-4x4x4_twisted": "n x n x 2n or n x 2n x 2n",
-        "v4-8x4x4_twisted": "such as 4x4x8_twisted",
-        "tpu7x-4x4x8_twisted": "slices of tpu7x are not twisted. Leave _twisted out.",
+        "v4-8x4x4_twisted": "Use 4x4x8_twisted",
+        "tpu7x-4x4x8_twisted": "tpu7x has no twisted slices. Leave out _twisted.",
     }.items():
         with pytest.raises(ValueError, match=reason):
             parse_target(name)
@@ -133,4 +133,4 @@ def test_libtpu_has_the_twisted_slices(name: str) -> None:
     target = parse_target(name)
     devices = compile_devices(target)
     assert len(devices) == target.chips
-    assert {tuple(d.coords) for d in devices} == set(itertools.product(*map(range, topology_of(target).shape)))
+    assert {tuple(d.coords) for d in devices} == set(itertools.product(*map(range, build_topology(target).shape)))

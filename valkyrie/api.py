@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import jax
 
     from valkyrie.machine.replay import Replay
-    from valkyrie.train.trainer import Fitted
+    from valkyrie.train.trainer import FitResult
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Trained:
     run: Run
     folder: Path
     summary: dict[str, Any]
-    fitted: Fitted = dataclasses.field(repr=False)
+    fitted: FitResult = dataclasses.field(repr=False)
 
     @property
     def parameters(self) -> Any:
@@ -357,9 +357,9 @@ def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0
     Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none.
     """
     from valkyrie.train.devices import prepare_devices
-    from valkyrie.train.prepare import restore, tokenizer_of, trained_folder
+    from valkyrie.train.prepare import load_run_tokenizer, restore, trained_folder
 
-    folder, tokenizer = trained_folder(run), tokenizer_of(run)
+    folder, tokenizer = trained_folder(run), load_run_tokenizer(run)
     devices = prepare_devices(run)
     from valkyrie.train.generate import generate as pieces
 

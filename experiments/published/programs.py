@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import topology_of
+from valkyrie.hardware.target import build_topology
 from valkyrie.paths import source_digest
 
 FIGURES = ("name", "peak_tflops", "hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "devices", "ici_axes")
@@ -20,11 +20,11 @@ def program_of(run: Run) -> str:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compiling needs only a description of the chips
     import jax
 
-    from valkyrie.hardware.platforms import platform_of
+    from valkyrie.hardware.platforms import get_platform
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.train.program import StepProgram
 
-    devices = platform_of(run.config.target.platform).compile_devices(run.config.target, run.config.mesh.size)
+    devices = get_platform(run.config.target.platform).compile_devices(run.config.target, run.config.mesh.size)
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend=devices[0].platform)
     limit = jax.config.values["jax_traceback_in_locations_limit"]
     jax.config.update("jax_traceback_in_locations_limit", 0)  # otherwise kernels include source paths and lines
@@ -40,7 +40,7 @@ def replay_of(run: Run) -> str:
     """Return a digest of the replay of a run: its sources, the topology, and the chip's figures."""
     chip = run.config.target.chip
     figures = [getattr(chip, name) for name in FIGURES]
-    text = repr([source_digest("compiled", "machine"), topology_of(run.config.target), figures])
+    text = repr([source_digest("compiled", "machine"), build_topology(run.config.target), figures])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ from hydra.plugins.config_source import ConfigSource
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from valkyrie.hardware.chips import CHIPS, known_chips
+from valkyrie.hardware.chips import CHIP_GROUP, known_chips
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.paths import config_names, read_config
@@ -30,14 +30,14 @@ class Chips(Mapping[str, ChipConfig]):
     """Every chip with a file, in the package or in a folder of the user. Files are read on access."""
 
     def __getitem__(self, name: str) -> ChipConfig:
-        own = None if name in config_names(CHIPS) else _of_a_folder(f"{CHIPS}/{name}", ChipConfig)
+        own = None if name in config_names(CHIP_GROUP) else _of_a_folder(f"{CHIP_GROUP}/{name}", ChipConfig)
         return own or known_chips()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(choice_names(CHIPS))
+        return iter(choice_names(CHIP_GROUP))
 
     def __len__(self) -> int:
-        return len(choice_names(CHIPS))
+        return len(choice_names(CHIP_GROUP))
 
 
 def get_target(name: str) -> TargetConfig:

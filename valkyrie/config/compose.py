@@ -24,10 +24,10 @@ from valkyrie.config.choices import Chips, choice_names, get_target
 from valkyrie.config.files import check_folder, use_checked_files
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import FAMILIES, RunConfig
-from valkyrie.hardware.chips import CHIPS
+from valkyrie.hardware.chips import CHIP_GROUP
 from valkyrie.hardware.names import parse_target
-from valkyrie.hardware.platforms import platform_of, platforms
-from valkyrie.hardware.slices import even_shape, parse_shape, shape_text
+from valkyrie.hardware.platforms import get_platform, platforms
+from valkyrie.hardware.slices import even_shape, format_shape, parse_shape
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
@@ -131,7 +131,7 @@ class ValkyrieSource(ConfigSource):
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """List the groups and one target per chip. There are too many meshes to list; schemas are only for YAMLs."""
         if config_path == "target" and results_filter is not ObjectType.GROUP:
-            return ["cpu8", *(f"{chip}-8" for chip in choice_names(CHIPS))]
+            return ["cpu8", *(f"{chip}-8" for chip in choice_names(CHIP_GROUP))]
         return ["mesh", *FAMILIES] if config_path == "" and results_filter is not ObjectType.CONFIG else []
 
 
@@ -214,11 +214,11 @@ def default_mesh(target: str = "auto") -> str:
     chosen = get_target(target)
     if chosen.chips is not None:
         sizes = parse_shape(chosen.topology) or (chosen.chips,)
-        if platform_of(chosen.platform).runs_on_host:
+        if get_platform(chosen.platform).runs_on_host:
             sizes = even_shape(chosen.chips, 3)
         last = sizes[-1] * (chosen.chip.devices if chosen.chip else 1)
-        return shape_text((*[1] * (3 - len(sizes)), *sizes[:-1], last))
-    count = 0 if platform_of(chosen.platform).runs_on_host else accelerators()
+        return format_shape((*[1] * (3 - len(sizes)), *sizes[:-1], last))
+    count = 0 if get_platform(chosen.platform).runs_on_host else accelerators()
     return f"1x1x{count}" if count else SIMULATED_MESH
 
 
@@ -246,7 +246,7 @@ def default_save(embed: int) -> list[str]:
 
 def default_precision(target: str = "auto") -> str:
     """Return the default precision policy: bfloat16 products on accelerators, float32 on a CPU."""
-    simulated = platform_of(get_target(target).platform).is_simulated(accelerators())
+    simulated = get_platform(get_target(target).platform).is_simulated(accelerators())
     return "float32" if simulated else "bf16_mixed"
 
 

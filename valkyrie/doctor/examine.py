@@ -14,8 +14,8 @@ from valkyrie.doctor import disks, host
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Check, Examined, Finding, FindingsTable, findings_of
 from valkyrie.processes.distributed import find_place, join, start_jax
 from valkyrie.processes.team import ALONE, Connected, Team
-from valkyrie.train.devices import acquire, configure_jax
-from valkyrie.train.processes import abort_all_on_error, agree_on_configuration, agree_on_versions, only_first_prints
+from valkyrie.train.devices import acquire_devices, configure_jax
+from valkyrie.train.processes import abort_all_on_error, agree_on_configuration, agree_on_versions, silence_workers
 
 if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
@@ -94,7 +94,7 @@ def examine(run: Run, console: Console, steps: int | None) -> int:
     if not isinstance(team, Connected):
         return _with_all(Examined(run), FindingsTable(console), own, steps)
     with abort_all_on_error(team, "valkyrie-doctor"):
-        only_first_prints(team)
+        silence_workers(team)
         table = FindingsTable(console, team.exchange("hosts", socket.gethostname()))
         own.append(Finding("processes", FINE, f"{team.count} have met at {team.place.coordinator}"))
         examined = Examined(run, team.count, team)
@@ -124,7 +124,7 @@ def _devices(run: Run, team: Team) -> tuple[Devices | None, list[Finding]]:
         start_jax(run.config.distributed, team.place)
     try:
         configure_jax(run)
-        devices = acquire(run, team)
+        devices = acquire_devices(run, team)
     except ValueError as error:
         return None, [Finding("devices", FAILS, str(error))]
     import jax

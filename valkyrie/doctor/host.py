@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from valkyrie.config.compose import accelerators
 from valkyrie.doctor.disks import state_bytes
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Examined
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.host_memory import free_memory
 from valkyrie.processes.locks import LockState, lock
 from valkyrie.runs.folder import installed_version
@@ -36,7 +36,7 @@ def chips(examined: Examined) -> Answers:
         yield from ((FAILS, str(problem)) for problem in problems)
         return
     target, mesh, count = examined.run.config.target, examined.run.config.mesh, accelerators()
-    platform = platform_of(target.platform)
+    platform = get_platform(target.platform)
     if not count:
         each = f", {mesh.size // examined.processes} a process," if examined.processes > 1 else ""
         text = f"no accelerator that JAX can use: {mesh.size} simulated CPU devices{each} on {os.cpu_count()} cores"
@@ -53,7 +53,7 @@ def chips(examined: Examined) -> Answers:
 def expected_processes(examined: Examined) -> Answers:
     """Compare the number of processes with the hosts of the target."""
     target = examined.run.config.target
-    if not accelerators() or target.chip is None or not platform_of(target.platform).uses_every_device:
+    if not accelerators() or target.chip is None or not get_platform(target.platform).uses_every_device:
         return
     hosts = target.hosts * target.slices
     if target.chips is not None and examined.processes != hosts and not missing_devices(examined.run):
@@ -115,7 +115,7 @@ def _locked() -> tuple[str, ...] | None:
 def versions(examined: Examined) -> Answers:
     """Check that the installed packages are those that Valkyrie and JAX require."""
     wrong = list(dict.fromkeys(_unmet_requirements()))
-    platform = platform_of(examined.run.config.target.platform)
+    platform = get_platform(examined.run.config.target.platform)
     if platform.plugins and not any(map(installed_version, platform.plugins)):
         wrong.append(f"{platform.plugins[0]} is not installed, without which JAX finds no {platform.name.upper()}")
     shown = ", ".join(f"{name} {found}" for name in _SHOWN if (found := installed_version(name)))
@@ -150,7 +150,7 @@ def host_memory(examined: Examined) -> Answers:
     if free is None:
         yield WARNING, "this system does not tell how much is free"
         return
-    simulated = not accelerators() and platform_of(examined.run.config.target.platform).is_simulated(0)
+    simulated = not accelerators() and get_platform(examined.run.config.target.platform).is_simulated(0)
     needed = (3 if simulated else 1) * state_bytes(examined.run) // examined.processes
     what = "the state, gradients and a copy to save" if simulated else "the copy of the state that is saved"
     text = f"{memory_text(free)} free; {what} take {memory_text(needed)}"

@@ -1,4 +1,4 @@
-"""The chips that are described in `conf/target/chip`, by name."""
+"""Chips described in `conf/target/chip`, by name."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from functools import cache
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import config_names, read_config
 
-CHIPS = "target/chip"
+CHIP_GROUP = "target/chip"
 """The config group of chips."""
 
 
-class _Shipped(Mapping[str, ChipConfig]):
-    """The chips in `conf/target/chip`. A file is read when its chip is first needed."""
+class _ShippedChips(Mapping[str, ChipConfig]):
+    """Chips in `conf/target/chip`. Reads the file of a chip when the chip is first used."""
 
     def __getitem__(self, name: str) -> ChipConfig:
-        return _chip(name)
+        return _load_chip(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(config_names(CHIPS))
+        return iter(config_names(CHIP_GROUP))
 
     def __len__(self) -> int:
-        return len(config_names(CHIPS))
+        return len(config_names(CHIP_GROUP))
 
 
 def known_chips() -> Mapping[str, ChipConfig]:
     """Return all chips in `conf/target/chip` by name. `[]` and `get` also accept aliases."""
-    return _Shipped()
+    return _ShippedChips()
 
 
-def chip_of(device_kind: str) -> ChipConfig | None:
+def chip_for_device_kind(device_kind: str) -> ChipConfig | None:
     """Return the chip that JAX reports as this `device_kind`, or None if unknown."""
     for chip in known_chips().values():
         if device_kind in chip.device_kinds:
@@ -39,24 +39,24 @@ def chip_of(device_kind: str) -> ChipConfig | None:
     return None
 
 
-def chips_rented_as(key: str) -> list[str]:
-    """Return the names of the chips with a name at a cloud, that is with this key in `ChipConfig.rented_as`."""
-    return [chip.name for chip in known_chips().values() if key in chip.rented_as]
+def chips_rented_as(cloud: str) -> list[str]:
+    """Return the names of the chips that a cloud rents out: those with the key `cloud` in `ChipConfig.rented_as`."""
+    return [chip.name for chip in known_chips().values() if cloud in chip.rented_as]
 
 
-def with_shipped_figures(saved: Mapping[str, object]) -> dict[str, object]:
-    """Add figures that chips had no key for when a `run.yaml` was written."""
+def add_shipped_figures(saved: Mapping[str, object]) -> dict[str, object]:
+    """Add today's figures for keys that chips lacked when an older `run.yaml` was written."""
     name = str(saved.get("name"))
-    if name not in config_names(CHIPS):
+    if name not in config_names(CHIP_GROUP):
         return dict(saved)
-    shipped = asdict(_chip(name))
-    return {key: shipped[key] for key in ("cores", "host_gbs", "splash_bundles")} | dict(saved)
+    figures = asdict(_load_chip(name))
+    return {key: figures[key] for key in ("cores", "host_gbs", "splash_bundles")} | dict(saved)
 
 
 @cache
-def _chip(name: str) -> ChipConfig:
-    if name in config_names(CHIPS):
-        return read_config(CHIPS, name, ChipConfig)
+def _load_chip(name: str) -> ChipConfig:
+    if name in config_names(CHIP_GROUP):
+        return read_config(CHIP_GROUP, name, ChipConfig)
     for chip in known_chips().values():
         if name in chip.aliases:
             return chip

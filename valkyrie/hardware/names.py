@@ -12,17 +12,19 @@ from fractions import Fraction
 
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.platforms import platforms
-from valkyrie.hardware.slices import SliceShape, nearest_hint, parse_shape, says_twisted, shortened
-from valkyrie.hardware.target import ChipConfig, TargetConfig, simulated, slice_of
+from valkyrie.hardware.slices import SliceShape, is_twisted_name, nearest_hint, parse_shape, shortened
+from valkyrie.hardware.target import ChipConfig, TargetConfig, make_slice, simulated_target
 from valkyrie.problems import suggest
 
-MOST_SIMULATED = 4096
+MAX_SIMULATED = 4096
 """Most CPU devices that a process can simulate."""
 _NAME = re.compile(r"(.+)([-:])([^-:]*)")
 
 
 def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), files: Sequence[str] = ()) -> TargetConfig:
-    """Parse a target name. Raises ValueError with the nearest valid names. The target gets its shortest name.
+    """Parse a target name. Raises ValueError with the nearest valid names.
+
+    The result has the shortest name of its slice.
 
     `CHIP-N` is the cloud's name of a slice: N counts `units_in_name` per chip, and the shape is the default for this
     size. `CHIP-AxBxC`, or libtpu's form `CHIP:AxBxC`, lists the chips along each axis.
@@ -30,79 +32,83 @@ def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), fil
     Args:
         name: The name.
         chips: Known chips by name.
-        files: Names of targets that have a file.
+        files: Names of the targets with a file in `conf/target`.
     """
     if devices := re.fullmatch(r"cpu([1-9][0-9]*)", name):
-        if len(devices[1]) > 4 or int(devices[1]) > MOST_SIMULATED:
-            raise ValueError(f"target={shortened(name)}: at most {MOST_SIMULATED} CPU devices can be simulated.")
-        return simulated(int(devices[1]))
+        if len(devices[1]) > 4 or int(devices[1]) > MAX_SIMULATED:
+            raise ValueError(f"target={shortened(name)}: at most {MAX_SIMULATED} CPU devices can be simulated.")
+        return simulated_target(int(devices[1]))
     match = _NAME.fullmatch(name)
-    word, sign, size = match.groups() if match else (name, "", "")
-    chip = chips.get(word)
+    prefix, separator, size = match.groups() if match else (name, "", "")
+    chip = chips.get(prefix)
     if chip is None:
-        raise ValueError(_unknown(name, word, sign + size, chips, files))
-    if word not in (chip.name, *chip.aliases):
-        raise ValueError(f"target={name}: target/chip/{word}.yaml says name: {chip.name}. Write name: {word} there.")
-    if size.isdecimal() and (sign == "-" or chip.ici_axes is None):
-        return slice_of(chip, _shape_of_size(chip, name, int(size)))
+        raise ValueError(_unknown_target_message(name, prefix, separator + size, chips, files))
+    if prefix not in (chip.name, *chip.aliases):
+        raise ValueError(
+            f"target={name}: target/chip/{prefix}.yaml says name: {chip.name}. Write name: {prefix} there."
+        )
+    if size.isdecimal() and (separator == "-" or chip.ici_axes is None):
+        return make_slice(chip, _parse_size(chip, name, int(size)))
     if not size or chip.ici_axes is None:
-        wrong = "has no torus" if size else "does not say how many chips"
-        raise ValueError(f"target={name} {wrong}. {_how_to_write(chip)}")
-    refusal = chip.slices.refusal(size, chip.name, _writer(chip), f"target={chip.name}-")
+        reason = "has no torus" if size else "has no number of chips"
+        raise ValueError(f"target={name} {reason}. {_syntax_hint(chip)}")
+    refusal = chip.slices.refusal(size, chip.name, _target_formatter(chip), f"target={chip.name}-")
     if refusal is not None:
         raise ValueError(f"target={name}{refusal}")
     shape = parse_shape(size)
     assert shape is not None
-    return slice_of(chip, shape, twisted=says_twisted(size))
+    return make_slice(chip, shape, twisted=is_twisted_name(size))
 
 
-def example_of(chip: ChipConfig) -> TargetConfig:
+def example_slice(chip: ChipConfig) -> TargetConfig:
     """Return a small slice of a chip: the one named `CHIP-8` if it exists."""
-    shape = chip.slices.default(8 // chip.units_in_name) or chip.slices.nearest(Fraction(8, chip.units_in_name))[-1]
-    return slice_of(chip, shape)
+    shape = (
+        chip.slices.default_shape(8 // chip.units_in_name) or chip.slices.nearest(Fraction(8, chip.units_in_name))[-1]
+    )
+    return make_slice(chip, shape)
 
 
-def _shape_of_size(chip: ChipConfig, name: str, size: int) -> SliceShape:
+def _parse_size(chip: ChipConfig, name: str, size: int) -> SliceShape:
     """Return the shape of the slice named `CHIP-SIZE`. Raises ValueError with the nearest slices."""
-    slices, (chips, rest) = chip.slices, divmod(size, chip.units_in_name)
-    shape = None if rest else slices.default(chips)
+    slices, (chips, remainder) = chip.slices, divmod(size, chip.units_in_name)
+    shape = None if remainder else slices.default_shape(chips)
     if shape is not None:
         return shape
-    counts = f"{chip.name}-N counts cores, {chip.units_in_name} in a chip" if chip.units_in_name > 1 else ""
-    aside = f" ({counts})" if counts else ""
-    if rest:
+    counts = f"{chip.name}-N counts cores, {chip.units_in_name} per chip" if chip.units_in_name > 1 else ""
+    note = f" ({counts})" if counts else ""
+    if remainder:
         reason = f"{counts}, and {size} is not a multiple of {chip.units_in_name}"
     elif slices.largest is not None and chips > slices.largest:
-        reason = f"{slices.rule(chips)}{aside}"
+        reason = f"{slices.size_rule(chips)}{note}"
     else:
-        rule = slices.rule(chips)
-        reason = f"none has {chips} chips{aside}. {rule[0].upper()}{rule[1:]}"
-    hint = nearest_hint(slices.nearest(Fraction(size, chip.units_in_name)), _writer(chip))
+        rule = slices.size_rule(chips)
+        reason = f"no slice has {chips} chips{note}. {rule[0].upper()}{rule[1:]}"
+    hint = nearest_hint(slices.nearest(Fraction(size, chip.units_in_name)), _target_formatter(chip))
     raise ValueError(f"target={name} is not a slice of {chip.name}: {reason}. {hint}")
 
 
-def _writer(chip: ChipConfig) -> Callable[[SliceShape], str]:
-    return lambda shape: f"target={slice_of(chip, shape).name}"
+def _target_formatter(chip: ChipConfig) -> Callable[[SliceShape], str]:
+    return lambda shape: f"target={make_slice(chip, shape).name}"
 
 
-def _how_to_write(chip: ChipConfig) -> str:
-    example = example_of(chip)
-    what = f"cores, {chip.units_in_name} in a chip" if chip.units_in_name > 1 else "chips"
+def _syntax_hint(chip: ChipConfig) -> str:
+    example = example_slice(chip)
+    unit = f"cores, {chip.units_in_name} per chip" if chip.units_in_name > 1 else "chips"
     shape = "" if example.topology is None else f", or the chips along each axis: target={chip.name}-{example.topology}"
-    return f"Write target={chip.name}-N, where N counts {what}, such as target={example.name}{shape}."
+    return f"Write target={chip.name}-N, where N counts {unit}, such as target={example.name}{shape}."
 
 
-def _unknown(name: str, word: str, size: str, chips: Iterable[str], files: Sequence[str]) -> str:
+def _unknown_target_message(name: str, prefix: str, size: str, chips: Iterable[str], files: Sequence[str]) -> str:
     """Return the error message for an unknown chip, with the nearest names."""
-    near = [f"{chip}{size}" for chip in difflib.get_close_matches(word.lower(), list(chips))] if size else []
-    near = near or [*filter(None, [suggest(name, files)])]
-    if any(word.lower() in (platform.name, *platform.aliases) for platform in platforms()):
-        near = ["auto"]
-    if word.startswith("cpu"):
-        near = ["cpu8"]
-    hint = f" Did you mean {' or '.join(f'target={other}' for other in near)}?" if near else ""
+    suggestions = [f"{chip}{size}" for chip in difflib.get_close_matches(prefix.lower(), list(chips))] if size else []
+    suggestions = suggestions or [*filter(None, [suggest(name, files)])]
+    if any(prefix.lower() in (platform.name, *platform.aliases) for platform in platforms()):
+        suggestions = ["auto"]
+    if prefix.startswith("cpu"):
+        suggestions = ["cpu8"]
+    hint = f" Did you mean {' or '.join(f'target={suggestion}' for suggestion in suggestions)}?" if suggestions else ""
     return (
-        f"target={name} is not known.{hint} Known chips: {', '.join(chips)}. A target is CHIP-N as its cloud names it "
-        "(v4-64, v5e-8, h100-8), CHIP-AxBxC for the chips along each axis (v4-4x4x16), cpuN for simulated devices "
-        f"(cpu8){', or a file: ' if files else ''}{', '.join(files)}."
+        f"target={name} is unknown.{hint} Known chips: {', '.join(chips)}. Write CHIP-N as the cloud names it (v4-64, "
+        "v5e-8, h100-8), CHIP-AxBxC with the chips along each axis (v4-4x4x16), cpuN for simulated devices (cpu8)"
+        f"{', or the name of a file: ' if files else ''}{', '.join(files)}."
     )

@@ -24,8 +24,8 @@ SliceShape = tuple[int, ...]
 class Wrap:
     """The shapes of a torus, and the axes that close into rings, as named in a chip's YAML.
 
-    `axes_of_16`: A square pod of that side, cut into n x n and n x 2n. An axis with the length of the pod closes.
-    `cubes_of_4`: Built of cubes of that side. All axes close if all are whole cubes.
+    `axes_of_16`: Parts of a square pod of that side, n x n or n x 2n. An axis as long as the pod closes.
+    `cubes_of_4`: Cubes of that side, joined. All axes close if each consists of whole cubes.
     `none`: Any shape, without rings.
 
     Args:
@@ -57,10 +57,10 @@ class Wrap:
         return None if self.side is None else _LONGEST_AXIS**3 if self.cubes else self.side**2
 
 
-_BELOW_A_CUBE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-"""Slices smaller than a cube of 4x4x4, the only size of cubes."""
+_SHAPES_BELOW_CUBE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+"""Slices smaller than a 4x4x4 cube, the only cube size in use."""
 _LONGEST_AXIS = 256
-"""Longest axis in chips: up to 96 cubes, AXLearn lists exactly the v5p sizes that have a shape within it."""
+"""Longest axis, in chips: of all sizes up to 96 cubes, AXLearn lists exactly those v5p slices that fit within it."""
 
 
 @dataclass(frozen=True)
@@ -83,124 +83,131 @@ class Slices:
     single_host: int | None = None
     twists: bool = False
 
-    def default(self, chips: int) -> SliceShape | None:
-        """Return the shape nearest to a cube of a slice with this number of chips, or None if none exists."""
+    def default_shape(self, chips: int) -> SliceShape | None:
+        """Return the most cube-like shape with this number of chips, or None if there is no such slice."""
         return next(iter(self.shapes(chips)), None)
 
     def shapes(self, chips: int) -> list[SliceShape]:
-        """Return all shapes of slices with this number of chips, the nearest to a cube first."""
-        shapes = [shape for shape in self._of_size(chips) if self._fits_hosts(shape)]
+        """Return all slice shapes with this number of chips, most cube-like first."""
+        shapes = [shape for shape in self._candidate_shapes(chips) if self._fits_hosts(shape)]
         return sorted(shapes, key=lambda shape: (sum(shape), max(shape)))
 
     def exists(self, shape: SliceShape) -> bool:
         """Return whether a slice of this shape exists, with its axes in this order."""
         if len(shape) != (self.axes or 1) or not self._fits_hosts(shape):
             return False
-        of_size = self._of_size(math.prod(shape))
-        return bool(of_size) and (self.wrap.side is None or tuple(sorted(shape)) in {tuple(sorted(s)) for s in of_size})
+        candidates = self._candidate_shapes(math.prod(shape))
+        return bool(candidates) and (
+            self.wrap.side is None or tuple(sorted(shape)) in {tuple(sorted(s)) for s in candidates}
+        )
 
-    def rule(self, chips: int) -> str:
-        """Return the rule that rules out slices of this number of chips, or some of their shapes."""
+    def size_rule(self, chips: int) -> str:
+        """Return the rule on sizes and shapes that a slice with this number of chips breaks, as text for a message."""
         if self.largest is not None and chips > self.largest:
-            return f"the largest has {self.largest} chips, this one would have {chips}"
+            return f"the largest slice has {self.largest} chips, and this one would have {chips}"
         side = self.wrap.side
         if side is not None and self.wrap.cubes:
-            small = ", ".join(shape_text(s) for s in _below_a_cube(side))
-            cube = shape_text([side] * 3)
-            return f"below a cube of {cube} there are {small}; from there on every axis is a multiple of {side}"
+            small = ", ".join(format_shape(s) for s in _shapes_below_cube(side))
+            cube = format_shape([side] * 3)
+            return f"slices below a {cube} cube are {small}; in larger ones, every axis is a multiple of {side}"
         if side is not None:
-            return f"slices are n x n or n x 2n chips, n a power of 2, with sides up to {side}"
-        return f"beyond one host of {shape_text(self.host_bounds)} chips there are only whole hosts"
+            return f"slices have n x n or n x 2n chips, where n is a power of 2 and no side exceeds {side}"
+        return f"slices larger than one host of {format_shape(self.host_bounds)} chips consist of whole hosts"
 
-    def refusal(self, topology: str, chip: str, written: Callable[[SliceShape], str], key: str) -> str | None:
-        """Return the rest of an error message after `target.topology=4x4x3`, with the nearest slices, or None if legal.
+    def refusal(self, topology: str, chip: str, format_slice: Callable[[SliceShape], str], key: str) -> str | None:
+        """Return why a topology is not a slice, with the nearest slices, or None if it is one.
+
+        The text continues a message that begins with the topology as the user typed it.
 
         Args:
             topology: Chips along each axis, such as `4x4x8_twisted`.
             chip: Name of the chip.
-            written: Writes a slice as it is requested.
-            key: What precedes a shape in a request, such as `target.topology=`.
+            format_slice: Formats a slice as the user would request it.
+            key: Text before a shape in a request, such as `target.topology=`.
         """
         shape = parse_shape(topology)
         if shape is None or len(shape) != self.axes:
-            such = shape_text([4] * (self.axes or 1))
-            return f": a {chip} slice is a torus of {self.axes} axes. Write the chips along each, such as {key}{such}."
+            example = format_shape([4] * (self.axes or 1))
+            return f": a {chip} slice has {self.axes} axes. Write the chips along each axis, such as {key}{example}."
         if not self.exists(shape):
-            turned = tuple(sorted(shape, reverse=True))
-            if self.exists(turned):
-                reason = f"hosts of {shape_text(self.host_bounds)} chips do not fit into it. Write {written(turned)}."
+            reordered = tuple(sorted(shape, reverse=True))
+            if self.exists(reordered):
+                hosts = format_shape(self.host_bounds)
+                reason = f"hosts of {hosts} chips do not fit into it. Write {format_slice(reordered)}."
             else:
-                reason = f"{self.rule(math.prod(shape))}. {nearest_hint(self.nearest_to(shape), written)}"
+                reason = f"{self.size_rule(math.prod(shape))}. {nearest_hint(self.nearest_to(shape), format_slice)}"
             return f" is not a slice of {chip}: {reason}"
-        if not says_twisted(topology) or self.is_twisted(shape):
+        if not is_twisted_name(topology) or self.has_twist(shape):
             return None
         if not self.twists:
-            return f": slices of {chip} are not twisted. Leave {TWISTED} out."
+            return f": {chip} has no twisted slices. Leave out {TWISTED}."
         return (
-            f": twisted tori are n x n x 2n or n x 2n x 2n chips, n a multiple of 4, such as 4x4x8{TWISTED} or "
-            f"4x8x8{TWISTED}. Use one of those, or leave {TWISTED} out."
+            f": twisted slices have n x n x 2n or n x 2n x 2n chips, where n is a multiple of 4. Use 4x4x8{TWISTED} or "
+            f"4x8x8{TWISTED}, or leave out {TWISTED}."
         )
 
     def nearest(self, chips: int | Fraction) -> list[SliceShape]:
-        """Return the next smaller and the next larger slice than this number of chips, if they exist."""
+        """Return the next slices below and above this number of chips, as far as they exist."""
         largest = self.largest or self.wrap.largest or math.ceil(chips) + math.prod(self.host_bounds)
-        below = (self.default(n) for n in range(min(math.ceil(chips) - 1, largest), 0, -1))
-        above = (self.default(n) for n in range(math.floor(chips) + 1, largest + 1))
+        below = (self.default_shape(n) for n in range(min(math.ceil(chips) - 1, largest), 0, -1))
+        above = (self.default_shape(n) for n in range(math.floor(chips) + 1, largest + 1))
         return [shape for sizes in (below, above) if (shape := next(filter(None, sizes), None))]
 
     def nearest_to(self, shape: SliceShape) -> list[SliceShape]:
-        """Return the slices nearest to a shape: another of as many chips, the next smaller, the next larger."""
+        """Return the slices nearest to a shape: one with as many chips, the next smaller and the next larger one."""
         chips, sides = math.prod(shape), [math.log(side) for side in sorted(shape)]
 
         def distance(other: SliceShape) -> float:
             return sum(abs(math.log(a) - b) for a, b in zip(sorted(other), sides, strict=True))
 
         nearest = []
-        for size in (chips, *(math.prod(default) for default in self.nearest(chips))):
-            others = [s for s in self._of_size(size) if self._fits_hosts(s) and sorted(s) != sorted(shape)]
-            nearest += [min(others, key=distance)] if others else []
+        for size in (chips, *(math.prod(nearest_shape) for nearest_shape in self.nearest(chips))):
+            other_shapes = [
+                s for s in self._candidate_shapes(size) if self._fits_hosts(s) and sorted(s) != sorted(shape)
+            ]
+            nearest += [min(other_shapes, key=distance)] if other_shapes else []
         return nearest
 
-    def host(self, shape: SliceShape) -> SliceShape:
+    def host_shape(self, shape: SliceShape) -> SliceShape:
         """Return the chips of a host along each axis of a slice."""
         if not self.host_bounds or math.prod(shape) <= (self.single_host or 0):
             return shape
         return tuple(min(bound, side) for bound, side in zip(self.host_bounds, shape, strict=True))
 
-    def hosts(self, shape: SliceShape) -> int:
+    def host_count(self, shape: SliceShape) -> int:
         """Return the number of hosts of a slice."""
-        return -(-math.prod(shape) // math.prod(self.host(shape)))
+        return -(-math.prod(shape) // math.prod(self.host_shape(shape)))
 
-    def rings(self, shape: SliceShape) -> tuple[bool, ...]:
+    def closed_axes(self, shape: SliceShape) -> tuple[bool, ...]:
         """Return for each axis of a slice whether it closes into a ring."""
         if self.wrap.side is not None and self.wrap.cubes:
             return (all(length % self.wrap.side == 0 for length in shape),) * len(shape)
         return tuple(length == self.wrap.side for length in shape)
 
-    def is_twisted(self, shape: SliceShape) -> bool:
+    def has_twist(self, shape: SliceShape) -> bool:
         """Return whether a slice of this shape also comes as a twisted torus."""
         n = shape[0]
         return self.twists and n % 4 == 0 and shape in ((n, n, 2 * n), (n, 2 * n, 2 * n))
 
-    def _of_size(self, chips: int) -> list[SliceShape]:
-        """Return the shapes of this number of chips in Cloud TPU's notation; without a wrap rule, the most even."""
+    def _candidate_shapes(self, chips: int) -> list[SliceShape]:
+        """Return the shapes with this number of chips, in Cloud TPU's notation; the most even one without a rule."""
         if chips < 1 or (self.largest is not None and chips > self.largest):
             return []
         if self.wrap.side is None:
-            return self._of_hosts(chips)
-        return _of_cubes(chips, self.wrap.side) if self.wrap.cubes else _of_squares(chips, self.wrap.side)
+            return self._host_shapes(chips)
+        return _cube_shapes(chips, self.wrap.side) if self.wrap.cubes else _square_shapes(chips, self.wrap.side)
 
-    def _of_hosts(self, chips: int) -> list[SliceShape]:
-        """Return the most even shape of whole hosts, or of a part of one."""
+    def _host_shapes(self, chips: int) -> list[SliceShape]:
+        """Return the most even shape made of whole hosts, or of a part of one host."""
         axes, bounds = self.axes or 1, self.host_bounds or (1,) * (self.axes or 1)
-        hosts, rest = divmod(chips, math.prod(bounds))
-        if rest:
-            return [] if hosts else [even_shape(chips, axes)]
-        return [tuple(n * bound for n, bound in zip(even_shape(hosts, axes), bounds, strict=True))]
+        count, remainder = divmod(chips, math.prod(bounds))
+        if remainder:
+            return [] if count else [even_shape(chips, axes)]
+        return [tuple(n * bound for n, bound in zip(even_shape(count, axes), bounds, strict=True))]
 
     def _fits_hosts(self, shape: SliceShape) -> bool:
-        whole = all(side % bound == 0 for side, bound in zip(shape, self.host_bounds, strict=False))
-        return whole or math.prod(shape) < math.prod(self.host_bounds)
+        has_whole_hosts = all(side % bound == 0 for side, bound in zip(shape, self.host_bounds, strict=False))
+        return has_whole_hosts or math.prod(shape) < math.prod(self.host_bounds)
 
 
 def parse_shape(topology: str | None) -> SliceShape | None:
@@ -211,7 +218,7 @@ def parse_shape(topology: str | None) -> SliceShape | None:
     return tuple(int(n) for n in shape.split("x"))
 
 
-def says_twisted(topology: str | None) -> bool:
+def is_twisted_name(topology: str | None) -> bool:
     """Return whether a topology names a twisted torus."""
     return (topology or "").endswith(TWISTED)
 
@@ -221,7 +228,7 @@ def shortened(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:12]}... ({len(text)} characters)"
 
 
-def shape_text(shape: Iterable[int]) -> str:
+def format_shape(shape: Iterable[int]) -> str:
     """Format a shape: `8x8x12`."""
     return "x".join(str(n) for n in shape)
 
@@ -234,26 +241,28 @@ def even_shape(chips: int, axes: int) -> SliceShape:
     return tuple(sorted((side, *even_shape(chips // side, axes - 1))))
 
 
-def nearest_hint(shapes: Iterable[SliceShape], written: Callable[[SliceShape], str]) -> str:
-    """Return the sentence that names the nearest slices with their chips."""
-    named = [f"{written(shape)} ({math.prod(shape)} chip{'s' * (math.prod(shape) > 1)})" for shape in shapes]
-    return f"Nearest: {', '.join(named)}."
+def nearest_hint(shapes: Iterable[SliceShape], format_slice: Callable[[SliceShape], str]) -> str:
+    """Return a sentence with the nearest slices and their numbers of chips."""
+    descriptions = [
+        f"{format_slice(shape)} ({math.prod(shape)} chip{'s' * (math.prod(shape) > 1)})" for shape in shapes
+    ]
+    return f"Nearest: {', '.join(descriptions)}."
 
 
-def _below_a_cube(side: int) -> list[SliceShape]:
-    return [shape for shape in _BELOW_A_CUBE if max(shape) <= side]
+def _shapes_below_cube(side: int) -> list[SliceShape]:
+    return [shape for shape in _SHAPES_BELOW_CUBE if max(shape) <= side]
 
 
-def _of_cubes(chips: int, side: int) -> list[SliceShape]:
-    cubes, rest = divmod(chips, side**3)
-    if rest or not cubes:
-        return [shape for shape in _below_a_cube(side) if math.prod(shape) == chips]
+def _cube_shapes(chips: int, side: int) -> list[SliceShape]:
+    cubes, remainder = divmod(chips, side**3)
+    if remainder or not cubes:
+        return [shape for shape in _shapes_below_cube(side) if math.prod(shape) == chips]
     longest = _LONGEST_AXIS // side
     sides = [n for n in range(1, min(cubes, longest) + 1) if cubes % n == 0]
     pairs = ((i, j) for i in sides for j in sides if i <= j and cubes % (i * j) == 0)
     return [(side * i, side * j, side * k) for i, j in pairs if j <= (k := cubes // (i * j)) <= longest]
 
 
-def _of_squares(chips: int, longest: int) -> list[SliceShape]:
+def _square_shapes(chips: int, longest: int) -> list[SliceShape]:
     sides = [2**i for i in range(longest.bit_length())]
     return [(a, b) for a in sides for b in sides if a * b == chips and b in (a, 2 * a) and (a, b) != (1, 2)]

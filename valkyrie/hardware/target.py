@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from valkyrie.hardware.platforms import platform_of, platform_problems
-from valkyrie.hardware.slices import TWISTED, Slices, SliceShape, Wrap, parse_shape, says_twisted, shape_text
+from valkyrie.hardware.platforms import get_platform, platform_problems
+from valkyrie.hardware.slices import TWISTED, Slices, SliceShape, Wrap, format_shape, is_twisted_name, parse_shape
 from valkyrie.precision import DType
 from valkyrie.problems import Problem, ProblemCode, check_range, refuse
 
@@ -19,10 +19,10 @@ class ReplayConfig:
     """Correction of replayed step times on a chip, fitted to the user's own measurements by `mode=calibrate`.
 
     Args:
-        factor: Multiplies a replayed time; null for the factor of published runs.
-        low: Least ratio of measured to predicted seconds, each predicted from other models and batches; null if too
-            few were measured.
-        high: Largest such ratio.
+        factor: Factor on replayed times; null for the factor from published runs.
+        low: Lowest ratio of measured to predicted step time, with each step predicted from other models and batches;
+            null if too few were measured.
+        high: Highest such ratio.
         rows: Number of measured steps.
         models: Number of models and batches among them.
     """
@@ -64,7 +64,7 @@ class ChipConfig:
 
     Args:
         peak_tflops: Dense TFLOP/s by dtype.
-        hbm_gib: Memory. The compiler leaves `usable_hbm_gib` of it to a program.
+        hbm_gib: Memory in GiB, of which the compiler leaves `usable_hbm_gib` to a program.
         hbm_gbs: Memory bandwidth in GB/s.
         clock_ghz: Clock of the matrix units.
         devices: JAX devices in a chip.
@@ -74,7 +74,7 @@ class ChipConfig:
         wrap: When an axis closes into a ring (`Wrap`).
         twists: Slices also come as twisted tori.
         host_bounds: Chips of a host, by axis.
-        single_host_chips: Chips that a host may have if it is the only one.
+        single_host_chips: Largest slice on a single host, in chips, if it exceeds `host_bounds`.
         dcn_gbs_per_host: GB/s one way out of a host of `host_bounds` over the data-centre network; larger hosts have
             proportionally more.
         switch_gbs: GB/s one way from a chip to the others of its host through a switch (NVLink).
@@ -88,7 +88,7 @@ class ChipConfig:
         rented_as: Names at clouds: `tpu_vm_type` and `tpu_vm_runtime` at Google's TPU VMs, `gke`, `skypilot`.
         usd_per_hour: Price on demand; `spot_usd_per_hour` for interruptible chips. Users set both.
         compiler_name: libtpu's name of the chip, with the `compiler_options` that select it.
-        xla_options: Options that steps are compiled with; null removes one.
+        xla_options: Compiler options of a step; null removes an option.
         xla_options_until: Last libtpu version that accepts an option.
         device_kinds: Names that JAX reports.
         estimate: Efficiencies that `mode=search` assumes (`valkyrie.search.estimate.efficiency`).
@@ -145,20 +145,20 @@ class ChipConfig:
 
     def problems(self) -> list[Problem]:
         """Return every contradiction in its figures."""
-        if wrong := platform_problems("target.chip.platform", self.platform):
-            return wrong
+        if invalid := platform_problems("target.chip.platform", self.platform):
+            return invalid
         problems = []
         for name in ("devices", "ici_axes", "max_chips", "cores", "units_in_name", "single_host_chips"):
             problems += check_range(f"target.chip.{name}", getattr(self, name), least=1)
         if self.host_bounds and (len(self.host_bounds) != (self.ici_axes or 1) or min(self.host_bounds) < 1):
             text = (
-                f"target.chip.host_bounds={self.host_bounds}: write the chips of a host along each axis of the torus, "
-                f"which target.chip.ici_axes={self.ici_axes} of this chip has, each at least 1."
+                f"target.chip.host_bounds={self.host_bounds} does not match target.chip.ici_axes={self.ici_axes}. "
+                "Write the chips of a host along each axis of the torus, each at least 1."
             )
             problems.append(Problem(ProblemCode.conflict, "target.chip.host_bounds", self.host_bounds, text))
-        above_0 = ("hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "ici_link_gbs", "dcn_gbs_per_host")
-        above_0 += ("switch_gbs", "host_gbs")
-        figures = {name: getattr(self, name) for name in above_0}
+        positive = ("hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "ici_link_gbs", "dcn_gbs_per_host")
+        positive += ("switch_gbs", "host_gbs")
+        figures = {name: getattr(self, name) for name in positive}
         figures |= {f"replay.{name}": getattr(self.replay, name) for name in ("factor", "low", "high")}
         figures |= {f"peak_tflops.{dtype}": peak for dtype, peak in self.peak_tflops.items()}
         for name, figure in figures.items():
@@ -169,8 +169,8 @@ class ChipConfig:
             problems += check_range(f"target.chip.replay.{name}", getattr(self.replay, name), least=0)
         if self.calibrated not in (None, self.name):
             text = (
-                f"target.chip.calibrated={self.calibrated}: what was fitted to {self.calibrated} says nothing of "
-                f"{self.name}. Use a slice of {self.calibrated}, or leave the experiment out that sets it."
+                f"target.chip.calibrated={self.calibrated}: these constants were fitted to {self.calibrated}, but the "
+                f"target has {self.name}. Use a slice of {self.calibrated}, or leave out the experiment that sets them."
             )
             problems.append(Problem(ProblemCode.conflict, "target.chip.calibrated", self.calibrated, text))
         for name, value in self.xla_options.items():
@@ -184,8 +184,8 @@ class ChipConfig:
             return [*problems, Problem(ProblemCode.unknown_name, "target.chip.wrap", self.wrap, str(error))]
         if axes not in (None, self.ici_axes):
             text = (
-                f"target.chip.wrap={self.wrap} is for a torus of {axes} axes, target.chip.ici_axes="
-                f"{self.ici_axes} for another. Use target.chip.ici_axes={axes}, or target.chip.wrap=none."
+                f"target.chip.wrap={self.wrap} is for a torus of {axes} axes, but target.chip.ici_axes={self.ici_axes}"
+                f". Use target.chip.ici_axes={axes}, or target.chip.wrap=none."
             )
             problems.append(Problem(ProblemCode.conflict, "target.chip.wrap", self.wrap, text))
         return problems
@@ -196,8 +196,8 @@ class TargetConfig:
     """The requested hardware. `auto` uses the devices of this machine.
 
     Args:
-        topology: Physical torus (`4x4x2`), which determines `chips`, and `hosts` if that changes `chips`.
-        hosts: Machines that hold the chips of a slice.
+        topology: Physical torus (`4x4x2`). It determines `chips`, and `hosts` too if `chips` changes.
+        hosts: Hosts of a slice.
         slices: Slices joined by the data-centre network.
     """
 
@@ -217,7 +217,7 @@ class TargetConfig:
             return  # contradicts both name and topology: reported by `problems`
         self.chips = math.prod(shape)
         if len(shape) == chip.ici_axes and not chip.problems():
-            self.hosts = chip.slices.hosts(shape)
+            self.hosts = chip.slices.host_count(shape)
 
     @property
     def devices(self) -> int | None:
@@ -229,12 +229,12 @@ class TargetConfig:
         if self.chips is None or self.chip is None:
             return self.name
         size = self._size_in_name()
-        custom = size.isdigit() and int(size) != self.chips * self.chip.units_in_name
-        title = f"{self.name} with topology {self.topology}" if custom and self.topology else self.name
+        is_resized = size.isdigit() and int(size) != self.chips * self.chip.units_in_name
+        title = f"{self.name} with topology {self.topology}" if is_resized and self.topology else self.name
         shape = f" {self.topology}" if self.topology and title == self.name and size != self.topology else ""
-        each = f" in each of {self.slices} slices" if self.slices > 1 else ""
+        per_slice = f" in each of {self.slices} slices" if self.slices > 1 else ""
         hosts = f"{self.hosts} host{'s' * (self.hosts > 1)}"
-        return f"{title} ({self.chips} {self.chip.name} chip{'s' * (self.chips > 1)}{shape}, {hosts}{each})"
+        return f"{title} ({self.chips} {self.chip.name} chip{'s' * (self.chips > 1)}{shape}, {hosts}{per_slice})"
 
     def record(self) -> TargetRecord:
         """Return the record for run folders."""
@@ -243,30 +243,30 @@ class TargetConfig:
             chip=self.chip.name if self.chip else None,
             chips=self.chips,
             topology=(self.topology or "").removesuffix(TWISTED) or None,
-            twisted=says_twisted(self.topology),
+            twisted=is_twisted_name(self.topology),
             hosts=self.hosts,
             slices=self.slices,
             described=self.describe(),
         )
 
     def problems(self) -> list[Problem]:
-        """Return the first reason why no such hardware exists, or all problems of the chip."""
+        """Return the first problem of the target, or all problems of its chip. Empty if this hardware exists."""
         chip, override = self.chip, f"target.topology={self.topology}"
-        if wrong := platform_problems("target.platform", self.platform):
-            return wrong
+        if invalid := platform_problems("target.platform", self.platform):
+            return invalid
         for key in ("chips", "hosts", "slices"):
-            if wrong := check_range(f"target.{key}", getattr(self, key), least=1):
-                return wrong
-        if chip is not None and (wrong := chip.problems()):
-            return wrong
+            if invalid := check_range(f"target.{key}", getattr(self, key), least=1):
+                return invalid
+        if chip is not None and (invalid := chip.problems()):
+            return invalid
         if contradiction := self._contradiction():
             return [Problem(ProblemCode.conflict, "target.chips", self.chips, contradiction)]
         if chip is None:
             return [] if self.topology is None else [self._no_torus()]
         if self.slices > 1 and chip.ici_axes and chip.dcn_gbs_per_host is None:
             text = (
-                f"target.slices={self.slices}: no bandwidth between slices of {chip.name} is published. Set "
-                "target.chip.dcn_gbs_per_host, in GB/s one way out of a host, or use one slice."
+                f"target.slices={self.slices}: the bandwidth between slices of {chip.name} is not published. Set "
+                "target.chip.dcn_gbs_per_host, in GB/s one way out of a host, or use target.slices=1."
             )
             return [Problem(ProblemCode.missing, "target.chip.dcn_gbs_per_host", text=text)]
         if self.topology is None:
@@ -275,16 +275,16 @@ class TargetConfig:
             return [self._no_torus()]
         if "x" in self._size_in_name() and self._size_in_name() != self.topology:
             text = (
-                f"target={self.name} names a topology, and {override} another one. Use "
-                f"target={chip.name}-{self.topology}, or leave target.topology out."
+                f"target={self.name} and {override} name different topologies. Use "
+                f"target={chip.name}-{self.topology}, or leave out target.topology."
             )
             return [Problem(ProblemCode.conflict, "target.topology", self.topology, text)]
         refusal, shape = (
-            chip.slices.refusal(self.topology, chip.name, topology_text, "target.topology="),
+            chip.slices.refusal(self.topology, chip.name, topology_override, "target.topology="),
             parse_shape(self.topology),
         )
-        if refusal is None and shape is not None and self.hosts not in (1, hosts := chip.slices.hosts(shape)):
-            refusal = f" has {hosts} host{'s' * (hosts > 1)}, not target.hosts={self.hosts}. Leave target.hosts out."
+        if refusal is None and shape is not None and self.hosts not in (1, hosts := chip.slices.host_count(shape)):
+            refusal = f" has {hosts} host{'s' * (hosts > 1)}, not target.hosts={self.hosts}. Leave out target.hosts."
         return (
             []
             if refusal is None
@@ -294,27 +294,29 @@ class TargetConfig:
     def resized(self, devices: int) -> TargetConfig | None:
         """Return one slice with this number of devices of the same kind, or None if none exists."""
         if self.chip is None:
-            return simulated(devices) if platform_of(self.platform).runs_on_host else None
-        chips, rest = divmod(devices, self.chip.devices)
-        shape = None if rest else self.chip.slices.default(chips)
-        return None if shape is None else slice_of(self.chip, shape)
+            return simulated_target(devices) if get_platform(self.platform).runs_on_host else None
+        chips, remainder = divmod(devices, self.chip.devices)
+        shape = None if remainder else self.chip.slices.default_shape(chips)
+        return None if shape is None else make_slice(self.chip, shape)
 
     def nearest(self, devices: int) -> list[TargetConfig]:
         """Return the next smaller and the next larger slice of the same chip."""
         if self.chip is None:
             return []
-        return [slice_of(self.chip, shape) for shape in self.chip.slices.nearest(Fraction(devices, self.chip.devices))]
+        return [
+            make_slice(self.chip, shape) for shape in self.chip.slices.nearest(Fraction(devices, self.chip.devices))
+        ]
 
     def _size_in_name(self) -> str:
         """Return the `64` of `v4-64` or the `4x4x2` of `v4-4x4x2`; empty for other names."""
-        word, _, size = self.name.rpartition("-")
-        return size if self.chip is not None and word == self.chip.name else ""
+        prefix, _, size = self.name.rpartition("-")
+        return size if self.chip is not None and prefix == self.chip.name else ""
 
     def _chips_in_name(self) -> int | None:
-        """Return the chips in its name: 32 for `v4-64` and `v4-2x4x4`, 8 for `cpu8`, None for other names."""
+        """Return the number of chips in its name: 32 for `v4-64` and `v4-2x4x4`, 8 for `cpu8`, None for other names."""
         if self.chip is None:
             size = self.name.removeprefix("cpu")
-            return int(size) if platform_of(self.platform).runs_on_host and size.isdecimal() else None
+            return int(size) if get_platform(self.platform).runs_on_host and size.isdecimal() else None
         size = self._size_in_name()
         if size.isdecimal():
             return int(size) // max(self.chip.units_in_name, 1)
@@ -322,17 +324,17 @@ class TargetConfig:
         return None if shape is None else math.prod(shape)
 
     def _contradiction(self) -> str | None:
-        """Return why its chips contradict its name or topology, or None."""
-        named, shape = self._chips_in_name(), parse_shape(self.topology)
-        if self.chips is None or named in (None, self.chips) or (shape and math.prod(shape) == self.chips):
+        """Return an error message if its chips contradict its name or topology, else None."""
+        named_count, shape = self._chips_in_name(), parse_shape(self.topology)
+        if self.chips is None or named_count in (None, self.chips) or (shape and math.prod(shape) == self.chips):
             return None
         noun = "chips" if self.chip else "devices"
         resized = self.resized(self.chips * (self.chip.devices if self.chip else 1))
-        other = f"Use target={resized.name}, or leave" if resized else "Leave"
-        return f"target={self.name} is {named} {noun}, and target.chips={self.chips} another number. {other} it out."
+        advice = f"Use target={resized.name}, or leave" if resized else "Leave"
+        return f"target={self.name} has {named_count} {noun}, but target.chips={self.chips}. {advice} out target.chips."
 
     def _no_torus(self) -> Problem:
-        text = f"target={self.name} has no torus, so target.topology={self.topology} means nothing. Leave it out."
+        text = f"target={self.name} has no torus. Leave out target.topology={self.topology}."
         return Problem(ProblemCode.topology, "target.topology", self.topology, text)
 
 
@@ -391,21 +393,21 @@ class Topology:
 
     @property
     def shifts(self) -> tuple[tuple[int, ...], ...]:
-        """Shift along all axes, in chips, of a step past the end of each axis.
+        """Shift along all axes, in chips, for a step past the end of each axis.
 
         Twisted tori of n x n x 2n and n x 2n x 2n chips: Camara et al., "Twisted torus topologies for enhanced
         interconnection networks" (2010), as in the TPU v4 paper (arXiv 2304.01433, section 2.8).
         """
         shortest = min(self.shape)
-        long = tuple(shortest if self.twisted and length > shortest else 0 for length in self.shape)
-        none = (0,) * len(self.shape)
-        return tuple(long if length == shortest else none for length in self.shape)
+        long_shift = tuple(shortest if self.twisted and length > shortest else 0 for length in self.shape)
+        no_shift = (0,) * len(self.shape)
+        return tuple(long_shift if length == shortest else no_shift for length in self.shape)
 
     def closes(self, axis: int, cover: Mapping[int, tuple[int, int]]) -> bool:
         """Return whether positions around an axis form a ring together with the positions on the other axes.
 
-        `cover`: Number of positions on each axis, and their stride. On a twisted torus, a step past the end of an axis
-        leads to other positions of the longer axes, which must be covered.
+        `cover`: (number of positions, stride) by axis. On a twisted torus, a step past the end of an axis changes the
+        positions on the longer axes, so that those must be covered too.
         """
         shifts = enumerate(self.shifts[axis])
         return all(
@@ -424,7 +426,7 @@ class Topology:
         return self.chips * self.devices_per_chip * self.slices
 
 
-def topology_of(target: TargetConfig) -> Topology:
+def build_topology(target: TargetConfig) -> Topology:
     """Return the torus of a target. Targets without one (CPU, GPU) are a single axis of chips that does not wrap.
 
     Raises ValueError if the target leaves the chips to the machine or its torus does not exist.
@@ -432,38 +434,38 @@ def topology_of(target: TargetConfig) -> Topology:
     refuse(target.problems())
     if target.chips is None:
         raise ValueError(
-            f"target={target.name} is whatever the machine has, so nothing is known of its links. Name the hardware, "
-            "such as target=v4-64, or target=cpu8 for simulated devices."
+            f"target={target.name} does not name its hardware, so its links are unknown. Use a target such as "
+            "target=v4-64, or target=cpu8 for simulated devices."
         )
     chip, shape = target.chip, parse_shape(target.topology)
     devices = chip.devices if chip else 1
     if chip is None or shape is None:
         bounds = (-(-target.chips // target.hosts),)
         return Topology((target.chips,), (False,), bounds, target.slices, devices)
-    bounds = shape if target.hosts == 1 else chip.slices.host(shape)
-    twisted = says_twisted(target.topology)
-    return Topology(shape, chip.slices.rings(shape), bounds, target.slices, devices, twisted)
+    bounds = shape if target.hosts == 1 else chip.slices.host_shape(shape)
+    twisted = is_twisted_name(target.topology)
+    return Topology(shape, chip.slices.closed_axes(shape), bounds, target.slices, devices, twisted)
 
 
-def slice_of(chip: ChipConfig, shape: SliceShape, *, twisted: bool = False) -> TargetConfig:
+def make_slice(chip: ChipConfig, shape: SliceShape, *, twisted: bool = False) -> TargetConfig:
     """Return a chip's slice of this shape under its shortest name: `v4-64`, `v4-4x4x2`, `v4-4x4x8_twisted`."""
     chips = math.prod(shape)
-    text = shape_text(shape) + (TWISTED if twisted else "")
-    size = chips * chip.units_in_name if chip.slices.default(chips) == shape and not twisted else text
+    text = format_shape(shape) + (TWISTED if twisted else "")
+    size = chips * chip.units_in_name if chip.slices.default_shape(chips) == shape and not twisted else text
     topology = None if chip.ici_axes is None else text
-    return TargetConfig(f"{chip.name}-{size}", chip.platform, chip, chips, topology, chip.slices.hosts(shape))
+    return TargetConfig(f"{chip.name}-{size}", chip.platform, chip, chips, topology, chip.slices.host_count(shape))
 
 
-def simulated(devices: int) -> TargetConfig:
+def simulated_target(devices: int) -> TargetConfig:
     """Return a target of simulated CPU devices."""
     return TargetConfig(f"cpu{devices}", "cpu", chips=devices)
 
 
-def topology_text(shape: SliceShape) -> str:
+def topology_override(shape: SliceShape) -> str:
     """Return the override that requests a shape: `target.topology=4x4x2`."""
-    return f"target.topology={shape_text(shape)}"
+    return f"target.topology={format_shape(shape)}"
 
 
 def usable_hbm(chip: ChipConfig | None) -> int | None:
     """Return the bytes of one device's memory that a program may use, or None if unknown."""
-    return None if chip is None else platform_of(chip.platform).usable_memory(chip)
+    return None if chip is None else get_platform(chip.platform).usable_memory(chip)

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from valkyrie.extensions import Families
 from valkyrie.hardware.names import parse_target
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.launch.engine import EngineConfig
 from valkyrie.problems import suggest
 
@@ -61,7 +61,7 @@ def _engine(target: str) -> tuple[type[EngineConfig], dict[str, str]]:
         near = suggest(target, ENGINES.names())
         wrong = f"target={target} is no place to run. Did you mean target={near}?" if near else error
         raise ValueError(f"{wrong} {_how_to_write()}") from None
-    if not platform_of(hardware.platform).rented_as_slices:
+    if not get_platform(hardware.platform).rented_as_slices:
         raise ValueError(f"target={target}: only slices of TPUs are rented by name. {_how_to_write()}")
     return ENGINES.config_class(TPU_ENGINE), {"slice": target}
 

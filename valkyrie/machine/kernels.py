@@ -14,7 +14,7 @@ from valkyrie.compiled.loops import origin
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
 
-UNKNOWN_CHIP = "v5p"
+FALLBACK_CHIP = "v5p"
 """Fallback chip for kernel cycle counts. Adds a note to the report."""
 
 
@@ -30,17 +30,22 @@ class KernelCost:
 
 def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
     """Return the cost of a `tpu_custom_call`, with a note about assumptions."""
-    moved = hbm_bytes(instruction)
+    hbm_traffic = hbm_bytes(instruction)
     config = instruction.config.get("custom_call_config", {})
     estimate = config.get("cost_estimate")
     if estimate:
         flops, bytes_ = float(estimate.get("flops", 0)), float(estimate.get("bytes_accessed", 0))
-        return KernelCost(flops, bytes_ or moved)
+        return KernelCost(flops, bytes_ or hbm_traffic)
     blocks = _splash_blocks(instruction)
     if blocks is not None:
-        return _splash(instruction, blocks, moved, chip)
+        return _splash_cost(instruction, blocks, hbm_traffic, chip)
     name = instruction.name.rstrip("0123456789.")
-    return KernelCost(0.0, moved, None, f"kernel {name} states no cost: charged its bytes at HBM bandwidth, no FLOPs")
+    return KernelCost(
+        0.0,
+        hbm_traffic,
+        None,
+        f"kernel {name} has no cost estimate: counted as its bytes at HBM bandwidth, without FLOPs",
+    )
 
 
 class _SplashBlocks(NamedTuple):
@@ -60,8 +65,8 @@ def _splash_blocks(instruction: Instruction) -> _SplashBlocks | None:
     return _SplashBlocks(part, sizes[f"block_q{part}"], sizes[f"block_kv{part}"])
 
 
-def _splash(instruction: Instruction, blocks: _SplashBlocks, moved: float, chip: ChipConfig) -> KernelCost:
-    """Return the cost of splash attention: its non-empty blocks, and the grid steps that skip the others.
+def _splash_cost(instruction: Instruction, blocks: _SplashBlocks, hbm_traffic: float, chip: ChipConfig) -> KernelCost:
+    """Return the cost of splash attention: the blocks that its mask does not skip, and all steps of the grid.
 
     A forward block takes two products of block_q x block_kv x head size, a dq block three, and a dkv block four, or
     five if it also computes dq. The forward and dq kernels go along rows of blocks. The dkv kernel goes down columns,
@@ -69,8 +74,8 @@ def _splash(instruction: Instruction, blocks: _SplashBlocks, moved: float, chip:
     """
     part, block_q, block_kv = blocks
     arrays = [o.shape.dims for o in instruction.operands if len(o.shape.dims) >= 3 and o.shape.dtype in ("bf16", "f32")]
-    *outer, length, head_dim = arrays[0]
-    *kv_outer, keys, _ = arrays[1]
+    *outer_dims, length, head_dim = arrays[0]
+    *kv_outer_dims, keys, _ = arrays[1]
     # The fused kernel returns dq once per column of blocks, with one more dimension than the queries.
     fused = part == "_dkv" and any(len(result.dims) > len(arrays[0]) for result in instruction.shape.parts)
     products = {"": 2, "_dkv": 5 if fused else 4, "_dq": 3}[part]
@@ -78,32 +83,34 @@ def _splash(instruction: Instruction, blocks: _SplashBlocks, moved: float, chip:
     visited = _blocks_visited(mask)
     notes = []
     if not chip.splash_bundles:
-        notes.append(f"the cycles of splash attention on {chip.name} are not known: those of {UNKNOWN_CHIP} are taken")
+        notes.append(f"the cycles of splash attention on {chip.name} are unknown: those of {FALLBACK_CHIP} are used")
     if visited is None:
-        notes.append(f"the mask of {instruction.name} was not found: every block is counted")
+        notes.append(f"the mask of {instruction.name} was not found: no block is assumed to be skipped")
         rows, columns = length // block_q, keys // block_kv
         visited = rows * columns
     else:
         rows, columns = mask.shape.dims[1:]
-    heads = math.prod(outer)
-    kind = {"": "forward", "_dkv": "dkv_dq" if fused else "dkv", "_dq": "dq"}[part]
-    step, block, end = _cycles(kind, block_q, block_kv, head_dim, chip)
-    ends = math.prod(kv_outer) * columns if part == "_dkv" else heads * rows
+    heads = math.prod(outer_dims)
+    kernel = {"": "forward", "_dkv": "dkv_dq" if fused else "dkv", "_dq": "dq"}[part]
+    step, block, end = _cycles(kernel, block_q, block_kv, head_dim, chip)
+    ends = math.prod(kv_outer_dims) * columns if part == "_dkv" else heads * rows
     cycles = heads * (rows * columns * step + visited * block) + ends * end
-    return KernelCost(2.0 * products * block_q * block_kv * head_dim * heads * visited, moved, cycles, "; ".join(notes))
+    return KernelCost(
+        2.0 * products * block_q * block_kv * head_dim * heads * visited, hbm_traffic, cycles, "; ".join(notes)
+    )
 
 
-def _cycles(kind: str, block_q: int, block_kv: int, head_dim: int, chip: ChipConfig) -> tuple[float, float, float]:
+def _cycles(kernel: str, block_q: int, block_kv: int, head_dim: int, chip: ChipConfig) -> tuple[float, float, float]:
     """Return the cycles of one core for a grid step, a block, and the ends of a row (dkv: column) of blocks."""
-    bundles = (chip.splash_bundles or known_chips()[UNKNOWN_CHIP].splash_bundles)[kind]
+    bundles = (chip.splash_bundles or known_chips()[FALLBACK_CHIP].splash_bundles)[kernel]
     lanes = -(-head_dim // 128)
-    step = _scaled(bundles.step, block_q / 512, 2, lanes)
-    block = _scaled(bundles.block, block_q * block_kv / 512**2, 4, lanes)
-    end = _scaled(bundles.ends, (block_kv if kind.startswith("dkv") else block_q) / 512, 2, lanes)
+    step = _interpolate(bundles.step, block_q / 512, 2, lanes)
+    block = _interpolate(bundles.block, block_q * block_kv / 512**2, 4, lanes)
+    end = _interpolate(bundles.ends, (block_kv if kernel.startswith("dkv") else block_q) / 512, 2, lanes)
     return step, block, end
 
 
-def _scaled(bundles: Sequence[int], size: float, large_size: int, lanes: int) -> float:
+def _interpolate(bundles: Sequence[int], size: float, large_size: int, lanes: int) -> float:
     """Interpolate bundles: a constant, plus parts in `size` (of a block, 1 at 512) and in `size` x `lanes`."""
     small, large, wide = bundles
     per_size = (large - small) / (large_size - 1)
@@ -118,14 +125,14 @@ def _blocks_visited(mask: Instruction) -> float | None:
     dims = mask.shape.dims
     if len(dims) != 3:
         return None
-    end = origin(mask)
-    if end.opcode == "fusion" and end.called[0].root is not None:
-        end = origin(end.called[0].root)
-    if end.opcode == "dynamic-slice":
-        end = origin(end.operands[0])
-    values = bytes(end.message.literal.s8s) if end.opcode == "constant" else b""
-    if end.opcode == "constant" and not values:
-        return 0.0 if end.shape.elements else None
+    producer = origin(mask)
+    if producer.opcode == "fusion" and producer.called[0].root is not None:
+        producer = origin(producer.called[0].root)
+    if producer.opcode == "dynamic-slice":
+        producer = origin(producer.operands[0])
+    values = bytes(producer.message.literal.s8s) if producer.opcode == "constant" else b""
+    if producer.opcode == "constant" and not values:
+        return 0.0 if producer.shape.elements else None
     if len(values) == 1:
         return float(math.prod(dims[1:])) if values[0] else 0.0
     size = math.prod(dims)

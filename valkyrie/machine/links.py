@@ -1,7 +1,7 @@
-"""Transfers in flight share links fairly, and no link is idle while a transfer could use it.
+"""Fluid model of links: transfers in flight share them fairly, and no link is idle while a transfer could use it.
 
-A fluid model: on its own, a transfer uses each of its links for a known share of its time. Transfers that together need
-more than all of a link slow down by the same factor until it suffices.
+A transfer without others uses each of its links for a known share of its time. Transfers that together exceed the
+capacity of a link slow down by the same factor until they fit.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _DONE = 1e-12
+"""Latency and work below this count as zero, in seconds."""
 
 
 @dataclass(eq=False)
@@ -19,44 +20,44 @@ class Transfer:
     Args:
         latency: Seconds before bytes move.
         work: Seconds to move the bytes if no other transfer shares the links.
-        needs: Share of each link in use during that time.
-        about: Name, and collective or None for a copy.
+        link_shares: Share of that time during which each link is in use.
+        tag: (name, collective), or (name, None) for a copy.
         between_devices: False for a copy between memories of one device.
     """
 
     latency: float
     work: float
-    needs: dict[str, float]
-    about: Any = None
+    link_shares: dict[str, float]
+    tag: Any = None
     between_devices: bool = True
     started: float = 0.0
     ended: float | None = None
-    _left: float = field(init=False)
+    _remaining_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._left = self.work
+        self._remaining_s = self.work
 
     @property
     def finished(self) -> bool:
         """Whether all bytes have arrived."""
-        return self.latency <= _DONE and self._left <= _DONE
+        return self.latency <= _DONE and self._remaining_s <= _DONE
 
     def advance(self, seconds: float, rate: float) -> None:
         """Advance the transfer; `rate` is its speed as a share of its speed without others."""
         if self.latency > _DONE:
             self.latency = max(self.latency - seconds, 0.0)
         else:
-            self._left -= seconds * rate
+            self._remaining_s -= seconds * rate
 
     def remaining(self, rate: float) -> float:
         """Return the seconds until its latency ends, or until its bytes have arrived at this rate."""
         if self.latency > _DONE:
             return self.latency
-        return max(self._left, 0.0) / rate if rate > 0 else float("inf")
+        return max(self._remaining_s, 0.0) / rate if rate > 0 else float("inf")
 
 
 class Links:
-    """A clock with the transfers in flight. `sending_s`: seconds during which any was between devices."""
+    """A clock and the transfers in flight. `sending_s`: seconds with at least one transfer between devices."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -87,9 +88,9 @@ class Links:
 
     def _step(self, end: float) -> None:
         """Advance the clock to the next change of a transfer, at most to `end`."""
-        rates = _shares(self.active)
-        pause = min(t.remaining(rate) for t, rate in zip(self.active, rates, strict=True))
-        seconds = min(pause, end - self.now)
+        rates = _fair_rates(self.active)
+        until_change = min(t.remaining(rate) for t, rate in zip(self.active, rates, strict=True))
+        seconds = min(until_change, end - self.now)
         self.now += seconds
         if any(transfer.between_devices for transfer in self.active):
             self.sending_s += seconds
@@ -100,7 +101,7 @@ class Links:
         self.active = [t for t in self.active if t.ended is None]
 
 
-def _shares(transfers: list[Transfer]) -> list[float]:
+def _fair_rates(transfers: list[Transfer]) -> list[float]:
     """Return each transfer's speed as a share of its speed without others.
 
     All speeds rise together; a transfer stops rising once one of its links is full.
@@ -110,20 +111,20 @@ def _shares(transfers: list[Transfer]) -> list[float]:
     if len(moving) == 1:
         rates[moving[0]] = 1.0
         return rates
-    room: dict[str, float] = {link: 1.0 for i in moving for link in transfers[i].needs}
+    spare: dict[str, float] = {link: 1.0 for i in moving for link in transfers[i].link_shares}
     while moving:
-        wanted: dict[str, float] = {}
+        demand: dict[str, float] = {}
         for i in moving:
-            for link, share in transfers[i].needs.items():
-                wanted[link] = wanted.get(link, 0.0) + share
-        rise = min([1.0 - rates[moving[0]], *(room[link] / want for link, want in wanted.items() if want > 0)])
+            for link, share in transfers[i].link_shares.items():
+                demand[link] = demand.get(link, 0.0) + share
+        rise = min([1.0 - rates[moving[0]], *(spare[link] / needed for link, needed in demand.items() if needed > 0)])
         for i in moving:
             rates[i] += rise
-        for link, want in wanted.items():
-            room[link] -= rise * want
-        full = {link for link in wanted if room[link] <= 1e-9}
-        stay = [i for i in moving if rates[i] < 1.0 - 1e-9 and not full & transfers[i].needs.keys()]
-        if len(stay) == len(moving):
+        for link, needed in demand.items():
+            spare[link] -= rise * needed
+        full = {link for link in demand if spare[link] <= 1e-9}
+        rising = [i for i in moving if rates[i] < 1.0 - 1e-9 and not full & transfers[i].link_shares.keys()]
+        if len(rising) == len(moving):
             break
-        moving = stay
+        moving = rising
     return rates

@@ -22,7 +22,7 @@ from valkyrie.machine import assumptions
 from valkyrie.machine.torus import Crossings, Dimension, Torus
 from valkyrie.parallel.axis_links import CORE, DCN
 
-ONE_RING = ("1DAllGather", "BarnaCoreAllGather")
+ONE_RING_EMITTERS = ("1DAllGather", "BarnaCoreAllGather")
 """Prefixes of the emitters that gather along a single ring through the whole group."""
 
 
@@ -38,7 +38,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """One run of a collective.
+    """Cost of one run of a collective.
 
     Args:
         seconds: Duration if nothing else uses the links, including `latency`.
@@ -65,24 +65,26 @@ class _Algorithm:
     orders: tuple[tuple[int, ...], ...] = ()
 
 
-def algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
+def parse_algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
     """Parse the algorithm from an instruction's backend configuration. Returns None if there is none.
 
     `1DAllGather*` are single rings. So are the gathers on v4 that overlap with products on a separate core
     (`BarnaCore*`).
     """
-    chosen = config.get("collective_algorithm_config", {})
-    text = chosen.get("debug", "")
-    if chosen.get("emitter", "").startswith(ONE_RING):
+    settings = config.get("collective_algorithm_config", {})
+    text = settings.get("debug", "")
+    if settings.get("emitter", "").startswith(ONE_RING_EMITTERS):
         return _Algorithm(one_ring=True, reordered="has_reordering_map: true" in text)
     sizes = re.search(r"dim_sizes:([\d,]+)", text)
     if "phases:1 " in text:
         return _Algorithm(one_ring=True)
     if not sizes:
         return None
-    used = re.search(r"dim_used:((?:\{[\d ]+\},?)+)", text)
-    listed = [tuple(map(int, order.split())) for order in re.findall(r"\{([\d ]+)\}", used[1])] if used else []
-    orders = [order for order in listed if len(set(order)) == len(order)]  # an unused part is written {0 0}
+    order_lists = re.search(r"dim_used:((?:\{[\d ]+\},?)+)", text)
+    listed_orders = (
+        [tuple(map(int, order.split())) for order in re.findall(r"\{([\d ]+)\}", order_lists[1])] if order_lists else []
+    )
+    orders = [order for order in listed_orders if len(set(order)) == len(order)]  # an unused part is written {0 0}
     dims = sorted({d for order in orders for d in order})
     return _Algorithm(
         sizes=tuple(int(n) for n in sizes[1].split(",")),
@@ -93,16 +95,16 @@ def algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
 class LinkModel:
     """Costs of collectives on the links of a machine."""
 
-    def __init__(self, machine: Machine, own: np.ndarray | None = None) -> None:
-        """`own`: mask of the devices that replica groups number, or None for all."""
+    def __init__(self, machine: Machine, mask: np.ndarray | None = None) -> None:
+        """`mask`: True for the devices that the program's replica groups refer to, or None for all devices."""
         chip = machine.chip
         if chip.ici_link_gbs is None:
             raise ValueError(
                 f"A replay on {chip.name} needs its link bandwidth: ici_link_gbs is not set in "
                 f"conf/target/chip/{chip.name}.yaml. Set it, or use a target whose chip has it."
             )
-        counted = [p for i, p in enumerate(machine.positions) if own is None or own[i]]
-        self._torus = Torus(machine.topology, counted)
+        positions = [p for i, p in enumerate(machine.positions) if mask is None or mask[i]]
+        self._torus = Torus(machine.topology, positions)
         self._link = chip.ici_link_gbs * 1e9
         self._hop = (chip.hop_us or 1.0) * 1e-6
         host_devices = math.prod(chip.host_bounds) * chip.devices
@@ -123,11 +125,11 @@ class LinkModel:
             return self.permute(collective.pairs, collective.full_bytes)
         if collective.groups is None:
             return LinkTraffic()
-        how = algorithm(collective.config)
-        return self.collective(collective.kind, collective.groups, collective.full_bytes, how)
+        algorithm = parse_algorithm(collective.config)
+        return self.collective(collective.kind, collective.groups, collective.full_bytes, algorithm)
 
     def collective(
-        self, kind: str, groups: np.ndarray, full_bytes: float, how: _Algorithm | None = None
+        self, kind: str, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None = None
     ) -> LinkTraffic:
         """Return the cost of one collective that all groups run at the same time; `full_bytes` as in `payload`."""
         members = groups.shape[1]
@@ -135,46 +137,46 @@ class LinkModel:
             return LinkTraffic()
         slices = len(np.unique(self._torus.slices(groups[0])))
         if slices > 1:
-            return self._between(kind, groups, full_bytes, slices)
-        return _achieved(kind, self._within(kind, groups, full_bytes, how))
+            return self._across_slices(kind, groups, full_bytes, slices)
+        return _at_achieved_rate(kind, self._within_slice(kind, groups, full_bytes, algorithm))
 
-    def permute(self, pairs: np.ndarray, each_bytes: float) -> LinkTraffic:
+    def permute(self, pairs: np.ndarray, message_bytes: float) -> LinkTraffic:
         """Return the cost of simultaneous messages of `each_bytes` between (source, target) pairs."""
-        if not len(pairs) or each_bytes <= 0:
+        if not len(pairs) or message_bytes <= 0:
             return LinkTraffic()
         source, target = pairs.T
-        far = self._torus.slices(source) != self._torus.slices(target)
-        near = self._torus.crossings(source[~far], target[~far])
-        busy = self._busy(near, each_bytes)
-        by_axis = dict.fromkeys(near, each_bytes)
-        hops = sum(crossings.hops for crossings in near.values())
+        crosses_slices = self._torus.slices(source) != self._torus.slices(target)
+        crossings = self._torus.crossings(source[~crosses_slices], target[~crosses_slices])
+        busy = self._busy(crossings, message_bytes)
+        by_axis = dict.fromkeys(crossings, message_bytes)
+        hops = sum(c.hops for c in crossings.values())
         latency = assumptions.COLLECTIVE_START_S + hops * self._hop
-        if far.any():
-            busy[DCN] = each_bytes / self._dcn
-            by_axis[DCN] = each_bytes
+        if crosses_slices.any():
+            busy[DCN] = message_bytes / self._dcn
+            by_axis[DCN] = message_bytes
             latency += assumptions.DCN_LATENCY_S
-        traffic = LinkTraffic(latency + max(busy.values(), default=0.0), latency, busy, each_bytes, by_axis)
-        return _achieved("collective-permute", traffic)
+        traffic = LinkTraffic(latency + max(busy.values(), default=0.0), latency, busy, message_bytes, by_axis)
+        return _at_achieved_rate("collective-permute", traffic)
 
-    def between_slices(self, kind: str, each_bytes: float, slices: int) -> LinkTraffic:
+    def between_slices(self, kind: str, input_bytes: float, slices: int) -> LinkTraffic:
         """Return the cost of collectives with one device from each of `slices` slices, for all devices at once.
 
         `each_bytes`: Input of each device. The host's runtime sends it over the host's network, through PCIe.
         """
-        full = each_bytes * slices if kind == "all-gather" else each_bytes
+        full = input_bytes * slices if kind == "all-gather" else input_bytes
         sent = payload(kind, full, slices)
         busy = sent / self._dcn
         latency = assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
         return LinkTraffic(latency + busy, latency, {DCN: busy}, sent, {DCN: sent})
 
-    def _within(self, kind: str, groups: np.ndarray, full: float, how: _Algorithm | None) -> LinkTraffic:
+    def _within_slice(self, kind: str, groups: np.ndarray, full: float, algorithm: _Algorithm | None) -> LinkTraffic:
         if kind in ("all-to-all", "ragged-all-to-all"):
             return self._all_to_all(groups, full)
         dims = self._torus.dimensions(groups)
-        if dims is None or (how is not None and how.one_ring and len(dims) > 1):
-            phases = [self._one_ring(groups, full, how)]
+        if dims is None or (algorithm is not None and algorithm.one_ring and len(dims) > 1):
+            phases = [self._one_ring(groups, full, algorithm)]
         else:
-            phases = self._ring_phases(dims, full, how)
+            phases = self._ring_phases(dims, full, algorithm)
         passes = 2 if kind == "all-reduce" else 1
         busy: dict[str, float] = {}
         by_axis: dict[str, float] = {}
@@ -189,29 +191,29 @@ class LinkModel:
         transfer = passes * sum(max((s for s, _ in phase.loads.values()), default=0.0) for phase in phases)
         return LinkTraffic(latency + transfer, latency, busy, payload(kind, full, groups.shape[1]), by_axis)
 
-    def _between(self, kind: str, groups: np.ndarray, full: float, slices: int) -> LinkTraffic:
+    def _across_slices(self, kind: str, groups: np.ndarray, full: float, slices: int) -> LinkTraffic:
         """Scatter within each slice, exchange the parts over the network, gather within each slice."""
         members = groups.shape[1]
         inside = members // slices
         order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")
         local = np.take_along_axis(groups, order, axis=1).reshape(-1, inside)
         sent = payload(kind, full / inside if kind != "all-to-all" else full, slices)
-        near = LinkTraffic()
+        within = LinkTraffic()
         if inside > 1:
-            near = _achieved(kind, self._within(kind, local, full, None))
-        far = sent / self._dcn
-        latency = near.latency + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
+            within = _at_achieved_rate(kind, self._within_slice(kind, local, full, None))
+        between_s = sent / self._dcn
+        latency = within.latency + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
         return LinkTraffic(
-            seconds=near.seconds + latency - near.latency + far,
+            seconds=within.seconds + latency - within.latency + between_s,
             latency=latency,
-            busy=near.busy | {DCN: far},
-            bytes_sent=near.bytes_sent + sent,
-            bytes_by_axis=near.bytes_by_axis | {DCN: sent},
+            busy=within.busy | {DCN: between_s},
+            bytes_sent=within.bytes_sent + sent,
+            bytes_by_axis=within.bytes_by_axis | {DCN: sent},
         )
 
     def _all_to_all(self, groups: np.ndarray, full: float) -> LinkTraffic:
         members = groups.shape[1]
-        each = full / members
+        message_bytes = full / members
         key = groups.tobytes()
         if key not in self._all_to_all_crossings:
             sums: dict[str, Crossings] = {}
@@ -220,18 +222,18 @@ class LinkModel:
                     sums[axis] = sums[axis].plus(new) if axis in sums else new
             self._all_to_all_crossings[key] = sums
         by_axis = self._all_to_all_crossings[key]
-        busy = self._busy(by_axis, each)
+        busy = self._busy(by_axis, message_bytes)
         latency = assumptions.COLLECTIVE_START_S + sum(c.hops for c in by_axis.values()) * self._hop
-        bytes_by_axis = {axis: crossings.share * each for axis, crossings in by_axis.items()}
+        bytes_by_axis = {axis: crossings.share * message_bytes for axis, crossings in by_axis.items()}
         sent = payload("all-to-all", full, members)
         return LinkTraffic(latency + max(busy.values()), latency, busy, sent, bytes_by_axis)
 
-    def _one_ring(self, groups: np.ndarray, full: float, how: _Algorithm | None) -> _Phase:
+    def _one_ring(self, groups: np.ndarray, full: float, algorithm: _Algorithm | None) -> _Phase:
         """One ring through all members, in both directions."""
         members = groups.shape[1]
         sent = full * (members - 1) / members
         axes = self._torus.axes(groups)
-        if how is None or how.reordered:
+        if algorithm is None or algorithm.reordered:
             loads = {axis: (sent / 2 / self._rate(axis), sent / len(axes)) for axis in axes}
             return _Phase(loads, members / 2)
         by_axis = self._torus.ring_crossings(groups)
@@ -239,9 +241,9 @@ class LinkModel:
         loads = {axis: (sent * c.load / 2 / self._rate(axis), sent * c.share / share) for axis, c in by_axis.items()}
         return _Phase(loads, sum(c.hops for c in by_axis.values()) * members / 2)
 
-    def _ring_phases(self, dims: Sequence[Dimension], full: float, how: _Algorithm | None) -> list[_Phase]:
+    def _ring_phases(self, dims: Sequence[Dimension], full: float, algorithm: _Algorithm | None) -> list[_Phase]:
         """Rings along one dimension after another. Each part of the array starts with a different dimension."""
-        orders = _orders(dims, how)
+        orders = _orders(dims, algorithm)
         pieces = [full / len(orders)] * len(orders)
         phases = []
         for step in range(len(dims)):
@@ -257,12 +259,15 @@ class LinkModel:
             phases.append(_Phase(loads, hops))
         return phases
 
-    def _busy(self, by_axis: dict[str, Crossings], each: float) -> dict[str, float]:
+    def _busy(self, by_axis: dict[str, Crossings], message_bytes: float) -> dict[str, float]:
         """Return the seconds of the busiest link, by axis and direction, for messages of `each` bytes."""
         busy = {}
         for axis, crossings in by_axis.items():
             up, down = _links(axis)
-            busy |= {up: crossings.up * each / self._rate(axis), down: crossings.down * each / self._rate(axis)}
+            busy |= {
+                up: crossings.up * message_bytes / self._rate(axis),
+                down: crossings.down * message_bytes / self._rate(axis),
+            }
         return {link: seconds for link, seconds in busy.items() if seconds > 0}
 
     def _rate(self, axis: str) -> float:
@@ -282,24 +287,24 @@ def _links(axis: str) -> tuple[str, str]:
     return f"{axis}+", f"{axis}-"
 
 
-def _achieved(kind: str, ideal: LinkTraffic) -> LinkTraffic:
+def _at_achieved_rate(kind: str, traffic: LinkTraffic) -> LinkTraffic:
     """Return the traffic at the rate that links reach in practice. The network between slices is not changed."""
-    share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
-    busy = {axis: seconds / (1.0 if axis == DCN else share) for axis, seconds in ideal.busy.items()}
-    transfer = (ideal.seconds - ideal.latency) / share
-    return replace(ideal, seconds=ideal.latency + transfer, busy=busy)
+    efficiency = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
+    busy = {axis: seconds / (1.0 if axis == DCN else efficiency) for axis, seconds in traffic.busy.items()}
+    transfer = (traffic.seconds - traffic.latency) / efficiency
+    return replace(traffic, seconds=traffic.latency + transfer, busy=busy)
 
 
-def _orders(dims: Sequence[Dimension], how: _Algorithm | None) -> list[tuple[int, ...]]:
+def _orders(dims: Sequence[Dimension], algorithm: _Algorithm | None) -> list[tuple[int, ...]]:
     """Return the order of dimensions for each part of the array: the compiler's, or every rotation."""
     count = len(dims)
-    if how is not None and how.orders and sorted(how.sizes) == sorted(d.size for d in dims):
-        free = list(range(count))
-        match = {}
-        for theirs, size in enumerate(how.sizes):
-            ours = next(i for i in free if dims[i].size == size)
-            free.remove(ours)
-            match[theirs] = ours
-        if all(len(order) == count for order in how.orders):
-            return [tuple(match[d] for d in order) for order in how.orders]
+    if algorithm is not None and algorithm.orders and sorted(algorithm.sizes) == sorted(d.size for d in dims):
+        unmatched = list(range(count))
+        index_map = {}
+        for compiler_index, size in enumerate(algorithm.sizes):
+            index = next(i for i in unmatched if dims[i].size == size)
+            unmatched.remove(index)
+            index_map[compiler_index] = index
+        if all(len(order) == count for order in algorithm.orders):
+            return [tuple(index_map[d] for d in order) for order in algorithm.orders]
     return [tuple((first + i) % count for i in range(count)) for first in range(count)]

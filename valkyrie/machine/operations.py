@@ -2,8 +2,8 @@
 
 The compiler's estimates of matrix products are used unchanged: 8192^3 in bfloat16 reaches 0.93 of peak on v4, 0.88 on
 v5e, 0.90 on v5p, and 0.897 on v6e with 96 MiB of scoped VMEM, where 0.90 was measured (tpu-recipes). In ten train steps
-hardly any was below its bytes at the full rate of HBM. Estimates of elementwise operations are corrected
-(`ELEMENTWISE_FLOOR`). Products and kernels without an estimate run at most at the chip's bfloat16 peak.
+hardly any of them was shorter than moving the bytes at the full rate of HBM. Estimates of elementwise operations
+are corrected (`ELEMENTWISE_FLOOR`). Products and kernels without an estimate run at most at the chip's bfloat16 peak.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from valkyrie.machine import assumptions
 from valkyrie.machine.kernels import kernel_cost
 from valkyrie.parts import PartKind
 
-_FREE = {
+_FREE_OPCODES = {
     "parameter",
     "constant",
     "tuple",
@@ -75,45 +75,47 @@ class OpCosts:
             self._cache[instruction] = self._cost(instruction)
         return self._cache[instruction]
 
-    def background(self, instruction: Instruction) -> tuple[float, str]:
-        """Return the seconds of an asynchronous operation on its own, and the link that it uses (empty: none)."""
+    def background_cost(self, instruction: Instruction) -> tuple[float, str]:
+        """Return the seconds of an asynchronous operation without others, and the link that it uses, or "" for none."""
         if instruction.opcode == "copy-start":
             target, source = instruction.shape.leaves[:2]
             if HOST in (target.memory, source.memory):
                 return target.padded_bytes / self._host, "to host" if target.memory == HOST else "from host"
-            return self._copied(target.padded_bytes, (target.memory == HBM) + (source.memory == HBM))
+            return self._copy_cost(target.padded_bytes, (target.memory == HBM) + (source.memory == HBM))
         inner = [i for c in instruction.called for i in _leaves(c)]
         if inner and all(i.opcode in ("slice", "dynamic-slice", "copy", _UPDATE) for i in inner):
             moved = sum((i.operands[1] if i.opcode == _UPDATE else i).shape.padded_bytes for i in inner)
             memories = {s.memory for i in inner for s in (i.shape, i.operands[0].shape)}
             if HOST in memories:
                 return moved / self._host, "to host" if inner[-1].shape.memory == HOST else "from host"
-            return self._copied(moved, 1)
+            return self._copy_cost(moved, 1)
         return sum(self.cost(i).seconds for i in inner), ""
 
-    def _copied(self, size: int, passes: int) -> tuple[float, str]:
+    def _copy_cost(self, size: int, passes: int) -> tuple[float, str]:
         return size * max(passes, 1) / (self._hbm * assumptions.HBM_EFFICIENCY), "HBM"
 
     def _cost(self, instruction: Instruction) -> OpCost:
-        if instruction.opcode in _FREE or instruction.target in _FREE_TARGETS:
+        if instruction.opcode in _FREE_OPCODES or instruction.target in _FREE_TARGETS:
             return OpCost(PartKind.compute, 0.0)
         if instruction.target == _KERNEL:
             return self._kernel(instruction)
         flops = product_flops(instruction)
-        moved = hbm_bytes(instruction) / (self._hbm * assumptions.HBM_EFFICIENCY)
+        traffic_s = hbm_bytes(instruction) / (self._hbm * assumptions.HBM_EFFICIENCY)
         if instruction.cycles is not None:
             seconds = instruction.cycles / self._clock
             if not flops and is_elementwise(instruction):
-                seconds = min(seconds, max(moved, seconds * assumptions.ELEMENTWISE_FLOOR))
-            otherwise = PartKind.memory if moved > seconds / 2 else PartKind.compute
-            return OpCost(PartKind.matmul if flops else otherwise, seconds, flops)
+                seconds = min(seconds, max(traffic_s, seconds * assumptions.ELEMENTWISE_FLOOR))
+            kind = PartKind.memory if traffic_s > seconds / 2 else PartKind.compute
+            return OpCost(PartKind.matmul if flops else kind, seconds, flops)
         if flops:
-            return OpCost(PartKind.matmul, max(flops / self._peak, moved), flops)
+            return OpCost(PartKind.matmul, max(flops / self._peak, traffic_s), flops)
         if sum(leaf.bytes for leaf in instruction.shape.leaves) < _SCALAR_BYTES:
             return OpCost(PartKind.compute, 0.0)
         if instruction.opcode == "custom-call":
-            self.notes[f"custom call {instruction.target} has no estimate: charged its bytes at HBM bandwidth"] = None
-        return OpCost(PartKind.memory, moved)
+            self.notes[
+                f"custom call {instruction.target} has no cost estimate: counted as its bytes at HBM bandwidth"
+            ] = None
+        return OpCost(PartKind.memory, traffic_s)
 
     def _kernel(self, instruction: Instruction) -> OpCost:
         work = kernel_cost(instruction, self._chip)
@@ -133,6 +135,6 @@ def _leaves(computation: Computation) -> list[Instruction]:
     for i in computation.instructions:
         if i.opcode in ("call", "async-start"):
             leaves += [leaf for c in i.called for leaf in _leaves(c)]
-        elif i.opcode not in _FREE and not i.opcode.endswith(("-done", "-update")):
+        elif i.opcode not in _FREE_OPCODES and not i.opcode.endswith(("-done", "-update")):
             leaves.append(i)
     return leaves

@@ -90,12 +90,12 @@ class Replay:
 
 def replay(module: Module, machine: Machine) -> Replay:
     """Replay one step on a machine. Raises ValueError if devices do not match, or the chip lacks figures."""
-    return _Player(module, machine).play()
+    return _Replayer(module, machine).play()
 
 
 @dataclass
-class _Frame:
-    """Totals of a part of the program: everything in a Replay, and its duration."""
+class _Totals:
+    """Totals over a part of the program: the entries of a Replay, and the duration."""
 
     seconds: dict[tuple[PartKind, tuple[str, ...]], float] = field(default_factory=dict)
     flops: float = 0.0
@@ -125,7 +125,7 @@ class _Frame:
         new = collective.use(torus_axes)
         return self.uses.setdefault(new.key, new)
 
-    def add(self, other: _Frame, times: int, start: float, name: str) -> None:
+    def add(self, other: _Totals, times: int, start: float, name: str) -> None:
         """Add a part that ran `times` times from `start` on, with the spans of its first and last run."""
         self.flops += times * other.flops
         self.sending_s += times * other.sending_s
@@ -145,7 +145,7 @@ class _Frame:
             self.spans.append(TimelineSpan("compute", title, "loop", name, "", begin, duration))
 
 
-class _Player:
+class _Replayer:
     def __init__(self, module: Module, machine: Machine) -> None:
         self._module = module
         slices = [position.slice for position in machine.positions]
@@ -154,25 +154,25 @@ class _Player:
         self._ops = OpCosts(machine.chip)
         self._links = Links()
         self._started: dict[Instruction | int, Transfer] = {}
-        self._sent: dict[str, Transfer] = {}
-        self._frame = _Frame()
-        self._bodies: dict[Computation, _Frame] = {}
+        self._sends: dict[str, Transfer] = {}
+        self._totals = _Totals()
+        self._alone: dict[Computation, _Totals] = {}
         self._notes: dict[str, None] = {}
 
     def play(self) -> Replay:
         if not self._module.scheduled:
-            self._notes["the module is not scheduled: instructions are taken in the order they are listed"] = None
+            self._notes["the module is not scheduled: instructions are replayed in the order of the file"] = None
         self._run(self._module.entry)
-        frame = self._frame
+        totals = self._totals
         notes = [*self._notes, *self._ops.notes]
         return Replay(
             step_s=self._links.now,
-            parts=[StepPart(kind, axes, seconds) for (kind, axes), seconds in frame.seconds.items()],
-            flops=frame.flops,
-            sending_s=frame.sending_s + self._links.sending_s,
-            collectives=sorted(frame.uses.values(), key=lambda u: -u.bytes_sent),
-            costs=sorted(frame.costs.values(), key=lambda c: -c.seconds),
-            spans=sorted(frame.spans, key=lambda s: s.start_s),
+            parts=[StepPart(kind, axes, seconds) for (kind, axes), seconds in totals.seconds.items()],
+            flops=totals.flops,
+            sending_s=totals.sending_s + self._links.sending_s,
+            collectives=sorted(totals.uses.values(), key=lambda u: -u.bytes_sent),
+            costs=sorted(totals.costs.values(), key=lambda c: -c.seconds),
+            spans=sorted(totals.spans, key=lambda s: s.start_s),
             notes=notes,
         )
 
@@ -185,60 +185,60 @@ class _Player:
         if opcode == "while":
             self._loop(instruction)
         elif opcode == "conditional":
-            self._branch(instruction)
+            self._longest_branch(instruction)
         elif opcode == "call":
             self._run(instruction.called[0])
         elif opcode in ("send", "recv", "send-done", "recv-done"):
             self._host_message(instruction)
         elif opcode.endswith("-done"):
-            self._await(instruction)
+            self._wait_for_start(instruction)
         elif opcode.endswith("-start"):
             self._start(instruction)
         elif collective_kind(opcode):
-            self._wait(self._begin(instruction.name, self._collectives.read(instruction)))
+            self._wait(self._begin_transfer(instruction.name, self._collectives.read(instruction)))
         elif opcode == "fusion" and (inner := inner_collectives(instruction.called[0])):
             self._fused(instruction, inner)
         else:
-            self._work(instruction)
+            self._compute(instruction)
 
-    def _work(self, instruction: Instruction) -> None:
+    def _compute(self, instruction: Instruction) -> None:
         cost = self._ops.cost(instruction)
         if cost.seconds <= 0 and not cost.flops:
             return
-        frame, links = self._frame, self._links
+        totals, links = self._totals, self._links
         op_name, source = cause(instruction)
-        frame.spans.append(
+        totals.spans.append(
             TimelineSpan("compute", instruction.name, cost.kind.value, op_name, source, links.now, cost.seconds)
         )
-        frame.spend(cost.kind, cost.seconds, op_name, source)
-        frame.flops += cost.flops
+        totals.spend(cost.kind, cost.seconds, op_name, source)
+        totals.flops += cost.flops
         links.pass_time(cost.seconds)
 
     def _fused(self, instruction: Instruction, inner: list[Instruction]) -> None:
-        """A fusion that starts, continues or ends an asynchronous collective, or contains a synchronous one."""
+        """Replay a fusion that starts, continues or ends an asynchronous collective, or contains a synchronous one."""
         starts, ends = (wrapped_collectives(target, instruction.called[0]) for target in (ASYNC_START, ASYNC_DONE))
-        carried = [i for i in inner if FUSED in i.config]
-        if not carried and not starts and not ends:
+        async_parts = [i for i in inner if FUSED in i.config]
+        if not async_parts and not starts and not ends:
             collective = self._collectives.read(inner[0], fused_kind(instruction, inner[0]), instruction)
-            self._wait(self._begin(instruction.name, collective))
+            self._wait(self._begin_transfer(instruction.name, collective))
             return
         for i in starts:
             collective = self._collectives.read(i, within=instruction)
-            self._started[i.message.channel_id] = self._begin(instruction.name, collective)
+            self._started[i.message.channel_id] = self._begin_transfer(instruction.name, collective)
         if instruction.cycles is not None:
-            self._work(instruction)
+            self._compute(instruction)
         for i in ends:
             transfer = self._started.pop(i.message.channel_id, None)
             if transfer is not None:
                 self._wait(transfer)
 
-    def _begin(self, name: str, collective: Collective) -> Transfer:
+    def _begin_transfer(self, name: str, collective: Collective) -> Transfer:
         cost = self._network.traffic(collective)
         work = cost.seconds - cost.latency
-        needs = {link: busy / work for link, busy in cost.busy.items()} if work > 0 else {}
-        transfer = Transfer(cost.latency, work, needs, about=(name, collective))
+        link_shares = {link: busy / work for link, busy in cost.busy.items()} if work > 0 else {}
+        transfer = Transfer(cost.latency, work, link_shares, tag=(name, collective))
         if collective.kind == "ragged-all-to-all":
-            self._notes["a ragged-all-to-all is taken to send its whole buffer, evenly to all of its group"] = None
+            self._notes["a ragged-all-to-all is assumed to send its whole buffer, evenly to its group"] = None
         self._links.start(transfer)
         return transfer
 
@@ -249,108 +249,110 @@ class _Player:
             collective = self._collectives.read(
                 instruction if collective_kind(opcode) else inner[0], within=instruction
             )
-            self._started[instruction] = self._begin(instruction.name, collective)
+            self._started[instruction] = self._begin_transfer(instruction.name, collective)
             return
-        seconds, link = self._ops.background(instruction)
-        needs, about = {link: 1.0} if link else {}, (instruction.name, None)
-        transfer = Transfer(assumptions.DMA_START_S, seconds, needs, about, between_devices=False)
+        seconds, link = self._ops.background_cost(instruction)
+        link_shares, tag = {link: 1.0} if link else {}, (instruction.name, None)
+        transfer = Transfer(assumptions.DMA_START_S, seconds, link_shares, tag, between_devices=False)
         self._started[instruction] = transfer
         self._links.start(transfer)
 
-    def _await(self, instruction: Instruction) -> None:
+    def _wait_for_start(self, instruction: Instruction) -> None:
         start = instruction.operands[0]
         while start.opcode == "async-update":
             start = start.operands[0]
         transfer = self._started.pop(start, None)
         if transfer is None:
-            self._notes[f"{instruction.name} waits for {start.name}, which was not seen to start"] = None
+            self._notes[f"{instruction.name} waits for {start.name}, of which no start was found"] = None
             return
         self._wait(transfer)
 
     def _host_message(self, instruction: Instruction) -> None:
-        """A message to the host. A collective between slices starts with `send` and ends with `recv-done`."""
+        """Replay a message to the host. A collective between slices starts with `send` and ends with `recv-done`."""
         key = instruction.attributes.get("_xla_host_transfer_rendezvous", instruction.name)
         if is_between_slices(instruction):
-            self._sent[key] = self._begin(instruction.name, self._collectives.between_slices(instruction))
+            self._sends[key] = self._begin_transfer(instruction.name, self._collectives.between_slices(instruction))
         elif instruction.opcode == "recv-done":
             received = instruction.operands[0]
-            transfer = self._sent.pop(received.attributes.get("_xla_host_transfer_rendezvous", ""), None)
+            transfer = self._sends.pop(received.attributes.get("_xla_host_transfer_rendezvous", ""), None)
             if transfer is not None:
                 self._wait(transfer)
         elif instruction.opcode == "send":
-            self._notes["messages to the host, such as callbacks and debug prints, are taken to take no time"] = None
+            self._notes["messages to the host, such as callbacks and debug prints, are assumed to take no time"] = None
 
     def _wait(self, transfer: Transfer) -> None:
-        frame, links = self._frame, self._links
+        totals, links = self._totals, self._links
         begin = links.now
         waited = links.wait(transfer)
-        name, collective = transfer.about
+        name, collective = transfer.tag
         ended = links.now if transfer.ended is None else transfer.ended
-        taken = ended - transfer.started
+        duration = ended - transfer.started
         if collective is None:
-            frame.spans.append(TimelineSpan(COPIES, name, "copy", "", "", transfer.started, taken))
+            totals.spans.append(TimelineSpan(COPIES, name, "copy", "", "", transfer.started, duration))
             if waited > 0:
-                frame.spans.append(
+                totals.spans.append(
                     TimelineSpan("compute", f"wait for {name}", PartKind.copies.value, "", "", begin, waited)
                 )
-                frame.spend(PartKind.copies, waited, "wait for a copy between memories", "")
+                totals.spend(PartKind.copies, waited, "wait for a copy between memories", "")
             return
         traffic = self._network.traffic(collective)
-        use = frame.use(collective, tuple(traffic.bytes_by_axis))
+        use = totals.use(collective, tuple(traffic.bytes_by_axis))
         use.calls += 1
         use.bytes_sent += traffic.bytes_sent or collective.bytes_sent
-        use.busy_s += taken
+        use.busy_s += duration
         use.exposed_s += waited
         for axis, sent in traffic.bytes_by_axis.items():
             use.bytes_by_torus_axis[axis] = use.bytes_by_torus_axis.get(axis, 0.0) + sent
-        where = (collective.op_name, collective.source)
-        if taken > 0:
-            frame.spans.append(TimelineSpan(collective.label, name, collective.kind, *where, transfer.started, taken))
+        origin = (collective.op_name, collective.source)
+        if duration > 0:
+            totals.spans.append(
+                TimelineSpan(collective.label, name, collective.kind, *origin, transfer.started, duration)
+            )
         if waited > 0:
             category = write_category(PartKind.exposed, collective.mesh_axes)
-            frame.spans.append(TimelineSpan("compute", f"wait for {name}", category, *where, begin, waited))
-            frame.spend(PartKind.exposed, waited, *where, mesh_axes=collective.mesh_axes)
+            totals.spans.append(TimelineSpan("compute", f"wait for {name}", category, *origin, begin, waited))
+            totals.spend(PartKind.exposed, waited, *origin, mesh_axes=collective.mesh_axes)
 
     def _loop(self, instruction: Instruction) -> None:
         count = trip_count(instruction)
         if count is None:
-            self._notes[f"how often {instruction.name} ({instruction.op_name}) runs is not known: once assumed"] = None
+            self._notes[f"the trip count of {instruction.name} ({instruction.op_name}) is unknown: 1 is assumed"] = None
             count = 1
         body = condition_and_body(instruction)[1]
         played = 0
         while self._links.active and played < min(count, _EXPLICIT_ITERATIONS):
             self._run(body)
-            self._turn(instruction, 1)
+            self._add_loop_overhead(instruction, 1)
             played += 1
-        rest = count - played
-        if rest > 0:
-            frame = self._body(body)
-            self._frame.add(frame, rest, self._links.now, instruction.name)
-            self._links.pass_time(rest * frame.duration)
-            self._turn(instruction, rest)
+        remaining = count - played
+        if remaining > 0:
+            totals = self._replay_alone(body)
+            self._totals.add(totals, remaining, self._links.now, instruction.name)
+            self._links.pass_time(remaining * totals.duration)
+            self._add_loop_overhead(instruction, remaining)
 
-    def _turn(self, loop: Instruction, times: int) -> None:
-        """Add the scalar work between iterations."""
+    def _add_loop_overhead(self, loop: Instruction, times: int) -> None:
+        """Add the scalar work of a loop's iterations."""
         seconds = times * assumptions.LOOP_ITERATION_S
-        self._frame.spend(PartKind.compute, seconds, "loop control", loop.source, float(times))
+        self._totals.spend(PartKind.compute, seconds, "loop control", loop.source, float(times))
         self._links.pass_time(seconds)
 
-    def _body(self, body: Computation) -> _Frame:
-        """Return one run of a computation without transfers from outside in flight."""
-        if body not in self._bodies:
-            frame, links = self._frame, self._links
-            self._frame, self._links = _Frame(), Links()
+    def _replay_alone(self, body: Computation) -> _Totals:
+        """Replay a computation once, without transfers from outside in flight, and return its totals."""
+        if body not in self._alone:
+            totals, links = self._totals, self._links
+            self._totals, self._links = _Totals(), Links()
             self._run(body)
-            self._frame.duration = self._links.now
-            self._frame.sending_s += self._links.sending_s
-            self._bodies[body] = self._frame
-            self._frame, self._links = frame, links
-        return self._bodies[body]
+            self._totals.duration = self._links.now
+            self._totals.sending_s += self._links.sending_s
+            self._alone[body] = self._totals
+            self._totals, self._links = totals, links
+        return self._alone[body]
 
-    def _branch(self, instruction: Instruction) -> None:
-        """Take the longest branch."""
-        frames = [self._body(branch) for branch in instruction.called]
-        longest = max(frames, key=lambda f: f.duration)
-        self._frame.add(longest, 1, self._links.now, instruction.name)
+    def _longest_branch(self, instruction: Instruction) -> None:
+        """Replay the branches and add the longest."""
+        branches = [self._replay_alone(branch) for branch in instruction.called]
+        longest = max(branches, key=lambda f: f.duration)
+        self._totals.add(longest, 1, self._links.now, instruction.name)
         self._links.pass_time(longest.duration)
-        self._notes["where the program branches, the longest branch is taken"] = None
+        self._notes["the longest branch of a conditional is assumed to run"] = None

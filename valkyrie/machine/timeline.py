@@ -68,7 +68,7 @@ def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[TraceEvent]:
 
 
 def _event(span: TimelineSpan, tid: int) -> TraceEvent:
-    about = {"op_name": span.op_name, "source": span.source}
+    details = {"op_name": span.op_name, "source": span.source}
     return {
         "ph": "X",
         "pid": 0,
@@ -77,7 +77,7 @@ def _event(span: TimelineSpan, tid: int) -> TraceEvent:
         "cat": span.category,
         "ts": round(span.start_s * _MICROSECONDS, 3),
         "dur": round(span.duration_s * _MICROSECONDS, 3),
-        "args": {key: value for key, value in about.items() if value},
+        "args": {key: value for key, value in details.items() if value},
     }
 
 

@@ -22,9 +22,9 @@ class Crossings:
     """Messages over the links of an axis.
 
     Args:
-        loads: Crossings of every link down and up, or one entry for both between the cores of a chip.
-        hops: Longest route.
-        share: Messages per sender along the axis.
+        loads: Crossings of every link, descending and ascending; a single entry between the cores of a chip.
+        hops: Hops of the longest route.
+        share: Messages per sender that use the axis.
     """
 
     loads: np.ndarray
@@ -53,7 +53,7 @@ class Crossings:
 
 @dataclass(frozen=True)
 class Dimension:
-    """A torus axis of a group: members along it, load of its busiest link per byte sent, hops around the ring."""
+    """A torus axis of a group: members along it, load of its busiest link per byte sent, hops of a ring."""
 
     axis: str
     size: int
@@ -72,7 +72,7 @@ class Torus:
         self._coords = np.array([p.coords[: len(self._shape)] for p in positions])
         self._core = np.array([p.core for p in positions])
         self._slice = np.array([p.slice for p in positions])
-        self._known: dict[bytes, list[Dimension] | None] = {}
+        self._dimensions_by_group: dict[bytes, list[Dimension] | None] = {}
 
     def slices(self, group: np.ndarray) -> np.ndarray:
         """Return the slice of each member."""
@@ -81,39 +81,39 @@ class Torus:
     def dimensions(self, groups: np.ndarray) -> list[Dimension] | None:
         """Return the torus axes of groups that are boxes, with the load of a ring along each, or None for others."""
         key = groups.tobytes()
-        if key not in self._known:
-            self._known[key] = self._find_dimensions(groups)
-        return self._known[key]
+        if key not in self._dimensions_by_group:
+            self._dimensions_by_group[key] = self._find_dimensions(groups)
+        return self._dimensions_by_group[key]
 
     def _find_dimensions(self, groups: np.ndarray) -> list[Dimension] | None:
-        places = np.concatenate([self._coords[groups], self._core[groups][..., None]], axis=-1)
+        coords = np.concatenate([self._coords[groups], self._core[groups][..., None]], axis=-1)
         names = [*TORUS_AXES[: len(self._shape)], CORE]
-        sizes = [len(np.unique(places[0, :, d])) for d in range(len(names))]
+        sizes = [len(np.unique(coords[0, :, d])) for d in range(len(names))]
         if math.prod(sizes) != groups.shape[1]:
             return None
         dimensions = []
         for d, size in enumerate(sizes):
             if size == 1:
                 continue
-            others = [places[..., e] for e in reversed(range(len(names))) if e != d]
-            order = np.lexsort((places[..., d], *others))
+            other_coords = [coords[..., e] for e in reversed(range(len(names))) if e != d]
+            order = np.lexsort((coords[..., d], *other_coords))
             lines = np.take_along_axis(groups, order, axis=1).reshape(-1, size)
-            twisted = d < len(self._shape) and bool(self._shifts[d].any()) and self._is_ring(d, places[0])
+            twisted = d < len(self._shape) and bool(self._shifts[d].any()) and self._is_ring(d, coords[0])
             by_axis = self.ring_crossings(self._join_lines(lines, d) if twisted else lines)
             if set(by_axis) != {names[d]}:
                 return None
             crossings = by_axis[names[d]]
-            span = int(np.ptp(places[0, :, d]))
-            hops = 0 if names[d] == CORE else size * crossings.hops / 2 if self._is_ring(d, places[0]) else span
+            span = int(np.ptp(coords[0, :, d]))
+            hops = 0 if names[d] == CORE else size * crossings.hops / 2 if self._is_ring(d, coords[0]) else span
             dimensions.append(Dimension(names[d], size, crossings.load / 2, float(hops)))
         return dimensions
 
     def ring_crossings(self, rings: np.ndarray) -> dict[str, Crossings]:
         """Return the crossings by messages from every member to both of its neighbours."""
-        there, back = np.roll(rings, -1, axis=1), np.roll(rings, 1, axis=1)
+        successors, predecessors = np.roll(rings, -1, axis=1), np.roll(rings, 1, axis=1)
         return self.crossings(
             np.concatenate([rings.ravel(), rings.ravel()]),
-            np.concatenate([there.ravel(), back.ravel()]),
+            np.concatenate([successors.ravel(), predecessors.ravel()]),
             np.repeat([1, -1], rings.size),
         )
 
@@ -127,8 +127,8 @@ class Torus:
         """
         by_axis: dict[str, Crossings] = {}
         senders = max(len(np.unique(source)), 1)
-        message, distances, weight = self._ways(self._coords[source], self._coords[target], sense)
-        at, slice_ = self._coords[source][message], self._slice[source][message]
+        message, distances, weight = self._routes(self._coords[source], self._coords[target], sense)
+        coords, slice_ = self._coords[source][message], self._slice[source][message]
         for axis, length in enumerate(self._shape):
             distance = distances[:, axis]
             if not distance.any():
@@ -137,73 +137,77 @@ class Torus:
             loads = np.zeros((2, int(self._slice.max()) + 1, *self._shape))
             for hop in range(int(np.abs(distance).max())):
                 moving = np.abs(distance) > hop
-                links = ((step[moving] > 0).astype(int), slice_[moving], *at[moving].T)
+                links = ((step[moving] > 0).astype(int), slice_[moving], *coords[moving].T)
                 np.add.at(loads, links, weight[moving])
-                at[moving, axis] += step[moving]
-                over = np.where(moving, at[:, axis] // length, 0)
-                at = (at + over[:, None] * self._shifts[axis]) % self._shape
+                coords[moving, axis] += step[moving]
+                wraps = np.where(moving, coords[:, axis] // length, 0)
+                coords = (coords + wraps[:, None] * self._shifts[axis]) % self._shape
             share = float(weight[distance != 0].sum()) / senders
             by_axis[TORUS_AXES[axis]] = Crossings(loads, int(np.abs(distance).max()), share)
-        across = self._core[source] != self._core[target]
-        if across.any():
-            loads = np.full((1,), np.count_nonzero(across) / senders)
-            by_axis[CORE] = Crossings(loads, 0, float(np.count_nonzero(across)) / senders)
+        crosses_cores = self._core[source] != self._core[target]
+        if crosses_cores.any():
+            loads = np.full((1,), np.count_nonzero(crosses_cores) / senders)
+            by_axis[CORE] = Crossings(loads, 0, float(np.count_nonzero(crosses_cores)) / senders)
         return by_axis
 
-    def _ways(
-        self, at: np.ndarray, to: np.ndarray, sense: np.ndarray | None
+    def _routes(
+        self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the shortest routes between coordinates: index of the message, distance along each axis, weight."""
         if self._twisted:
-            return self._twisted_ways(to - at, sense)
-        sense = np.where(at.sum(axis=1) % 2, -1, 1) if sense is None else sense
-        distances = to - at
+            return self._twisted_routes(target - source, sense)
+        sense = np.where(source.sum(axis=1) % 2, -1, 1) if sense is None else sense
+        distances = target - source
         for axis, (length, wrap) in enumerate(zip(self._shape, self._wrap, strict=True)):
             if wrap:
                 distance = (distances[:, axis] + length // 2) % length - length // 2
                 halfway = 2 * np.abs(distance) == length
                 distances[:, axis] = np.where(halfway, sense * np.abs(distance), distance)
-        return np.arange(len(at)), distances, np.ones(len(at))
+        return np.arange(len(source)), distances, np.ones(len(source))
 
-    def _twisted_ways(self, between: np.ndarray, sense: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _twisted_routes(
+        self, offsets: np.ndarray, sense: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the shortest routes on a twisted torus, where passing the end of an axis shifts the other coordinates.
 
         A message is spread over all shortest routes. With a `sense`, +1 takes the first and -1 the last of them.
         """
         ends = np.array(list(itertools.product(range(-2, 3), repeat=len(self._shape))))
-        ways = between[:, None, :] + ends * np.array(self._shape) - ends @ self._shifts
-        far = np.abs(ways).sum(axis=-1)
-        short = far == far.min(axis=1, keepdims=True)
+        routes = offsets[:, None, :] + ends * np.array(self._shape) - ends @ self._shifts
+        lengths = np.abs(routes).sum(axis=-1)
+        is_shortest = lengths == lengths.min(axis=1, keepdims=True)
         if sense is not None:
-            count = short.cumsum(axis=1)
-            short &= count == np.where(sense > 0, 1, count[:, -1])[:, None]
-        message, way = np.nonzero(short)
-        return message, ways[message, way], 1.0 / short.sum(axis=1)[message]
+            count = is_shortest.cumsum(axis=1)
+            is_shortest &= count == np.where(sense > 0, 1, count[:, -1])[:, None]
+        message, route = np.nonzero(is_shortest)
+        return message, routes[message, route], 1.0 / is_shortest.sum(axis=1)[message]
 
     def _join_lines(self, lines: np.ndarray, d: int) -> np.ndarray:
         """Return rings of two lines each along an axis of a twisted torus: past the end of one, the other begins."""
-        device = {tuple(at): number for number, at in zip(lines.ravel(), self._coords[lines.ravel()], strict=True)}
-        line_of = {number: line for line in lines for number in line}
+        device = {
+            tuple(coords): index for index, coords in zip(lines.ravel(), self._coords[lines.ravel()], strict=True)
+        }
+        line_by_device = {index: line for line in lines for index in line}
         rings = []
         for line in lines:
-            begin = tuple((self._coords[line[0]] + self._shifts[d]) % self._shape)
-            other = line_of[device[begin]]
-            if line[0] < other[0]:
-                rings.append(np.concatenate([line, other]))
+            next_coords = tuple((self._coords[line[0]] + self._shifts[d]) % self._shape)
+            next_line = line_by_device[device[next_coords]]
+            if line[0] < next_line[0]:
+                rings.append(np.concatenate([line, next_line]))
         return np.array(rings)
 
     def axes(self, groups: np.ndarray) -> list[str]:
         """Return the torus axes along which members of a group differ."""
-        places = np.concatenate([self._coords[groups[0]], self._core[groups[0]][:, None]], axis=-1)
+        coords = np.concatenate([self._coords[groups[0]], self._core[groups[0]][:, None]], axis=-1)
         names = [*TORUS_AXES[: len(self._shape)], CORE]
-        return [name for d, name in enumerate(names) if len(np.unique(places[:, d])) > 1]
+        return [name for d, name in enumerate(names) if len(np.unique(coords[:, d])) > 1]
 
-    def _is_ring(self, d: int, places: np.ndarray) -> bool:
+    def _is_ring(self, d: int, coords: np.ndarray) -> bool:
         """Return whether equally spaced positions go around an axis once and return to their start."""
-        at = np.unique(places[:, d])
-        steps = np.diff(at, append=at[0] + self._shape[d])
+        values = np.unique(coords[:, d])
+        steps = np.diff(values, append=values[0] + self._shape[d])
         if not self._wrap[d] or self._shape[d] <= 2 or not (steps == steps[0]).all():
             return False
-        held = {tuple(place) for place in places[:, : len(self._shape)]}
-        back = (places[:, : len(self._shape)] + self._shifts[d]) % self._shape
-        return all(tuple(place) in held for place in back)
+        occupied = {tuple(coord) for coord in coords[:, : len(self._shape)]}
+        shifted = (coords[:, : len(self._shape)] + self._shifts[d]) % self._shape
+        return all(tuple(coord) in occupied for coord in shifted)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.choices import RopeStretch
 
 UNSTRETCHED = RopeStretch()
@@ -45,7 +45,7 @@ def rotate(
         frequencies = _stretch_frequencies(frequencies, stretch)
     angles = (positions[..., None].astype(jnp.float32) * frequencies)[..., None, :]
     cos, sin = (jnp.concatenate([f(angles)] * 2, axis=-1) for f in (jnp.cos, jnp.sin))
-    by_product = platform_of(backend or jax.default_backend()).rotates_by_product
+    by_product = get_platform(backend or jax.default_backend()).rotates_by_product
     return _rotate_pairs(_quarter_turn_by_product if by_product else _quarter_turn, x, cos, sin)
 
 

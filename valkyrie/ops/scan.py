@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32
 
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.choices import STATES, ScanImpl
 from valkyrie.ops.scan_complex import (
     Carry,
@@ -55,7 +55,7 @@ def resolve_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
     if impl is not ScanImpl.auto:
         return impl
     backend = jax.default_backend() if backend is None else backend
-    default = platform_of(backend).scan
+    default = get_platform(backend).scan
     if default is None:
         names = ", ".join(form.value for form in FORMS)
         raise ValueError(f"scan=auto has no default for backend {backend!r}. Use one of {names}.")
@@ -69,7 +69,7 @@ def supports_vma_check(impl: ScanImpl, backend: str | None = None) -> bool:
     replicated over a mesh axis and divides them again, which sends arrays of shape (batch, seq, state) for nothing.
     """
     backend = jax.default_backend() if backend is None else backend
-    return resolve_impl(impl, backend) is not ScanImpl.kernel or platform_of(backend).runs_pallas_tpu
+    return resolve_impl(impl, backend) is not ScanImpl.kernel or get_platform(backend).runs_pallas_tpu
 
 
 def linear_recurrence(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.choices import ScanImpl
 from valkyrie.ops.scan_complex import (
     Carry,
@@ -133,7 +133,7 @@ FORMS: dict[ScanImpl, Form] = {
 
 def form_for_backend(impl: ScanImpl, backend: str) -> Form:
     """Return the function of an implementation on a backend. The kernel is interpreted unless on a TPU."""
-    is_interpreted = impl is ScanImpl.kernel and not platform_of(backend).runs_pallas_tpu
+    is_interpreted = impl is ScanImpl.kernel and not get_platform(backend).runs_pallas_tpu
     return partial(kernel, interpret=True) if is_interpreted else FORMS[impl]
 
 

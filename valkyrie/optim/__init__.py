@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     import optax
 
-    from valkyrie.optim.muon import Spread
+    from valkyrie.optim.muon import StackSharding
 
 NOT_AVERAGED = frozenset({"puzzle", "fixed"})
 """Groups that `ema_decay` does not average: tables with rarely updated rows, and parameters that never change."""
@@ -40,12 +40,12 @@ class Training:
     Args:
         steps: optimizer steps of the run.
         compute: name of the dtype of the model's matrix products.
-        spread: sharding of Muon's stacks of matrices, or None for a single device.
+        stack_sharding: sharding of Muon's stacks of matrices, or None for a single device.
     """
 
     steps: int
     compute: str = ACCUMULATED.value
-    spread: Spread | None = None
+    stack_sharding: StackSharding | None = None
 
 
 @dataclass
@@ -56,8 +56,7 @@ class OptimizerConfig:
         family: the module that defines the optimizer.
         learning_rate: peak of the schedule.
         warmup_steps: steps of linear warm-up.
-        decay_steps: length of the schedule in steps, null for that of the run. The rate stays at its last value after
-            it.
+        decay_steps: length of the schedule in steps, null for the length of the run. The rate is constant afterwards.
         final_ratio: last learning rate over the peak; 1 for no decay.
         schedule: `trapezoid` holds the peak until the last `warmdown` of the steps.
         warmdown: fraction of the steps over which `trapezoid` decays.
@@ -121,7 +120,7 @@ class OptimizerConfig:
         all_rules: dict[Hashable, optax.GradientTransformation] = {**rules}
         if NOT_AVERAGED & set(jax.tree.leaves(labels)):
             ratio = (self.puzzle_learning_rate or self.learning_rate) / self.learning_rate
-            steps = optax.scale_by_learning_rate(scaled(rate, ratio))
+            steps = optax.scale_by_learning_rate(scale_schedule(rate, ratio))
             all_rules["puzzle"] = optax.chain(sign_used_rows(self.weight_decay), steps)
             all_rules["fixed"] = optax.set_to_zero()
         return optax.partition(all_rules, labels)
@@ -187,7 +186,7 @@ class AdamLike(OptimizerConfig, ABC):
         import optax
 
         def rule(ratio: float, decay: float) -> optax.GradientTransformation:
-            steps = optax.scale_by_learning_rate(scaled(rate, ratio))
+            steps = optax.scale_by_learning_rate(scale_schedule(rate, ratio))
             return optax.chain(self.directions(), optax.add_decayed_weights(decay), steps)
 
         ssm = rule(self.ssm_learning_rate_ratio, 0.0)
@@ -202,7 +201,7 @@ class AdamLike(OptimizerConfig, ABC):
 FAMILIES = Families("optimizer.family", "valkyrie.optim.families", OptimizerConfig)
 
 
-def with_family(saved: Mapping[str, Any]) -> dict[str, Any]:
+def convert_old_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the optimizer settings of an old `run.yaml` to the current keys.
 
     Before optimizers had families, all shared one set of keys: `kind` named the optimizer, and `muon` held the settings
@@ -212,8 +211,8 @@ def with_family(saved: Mapping[str, Any]) -> dict[str, Any]:
         return dict(saved)
     family = str(saved["kind"])
     values = {**saved, **(saved.get("muon") or {}), "family": family}
-    known = FAMILIES.config_class(family).__dataclass_fields__
-    return {key: value for key, value in values.items() if key in known}
+    field_names = FAMILIES.config_class(family).__dataclass_fields__
+    return {key: value for key, value in values.items() if key in field_names}
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -233,7 +232,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
-def rises_if_extended(config: OptimizerConfig, steps: int, longer: int) -> bool:
+def rate_rises_if_extended(config: OptimizerConfig, steps: int, longer: int) -> bool:
     """Return whether extending a run of `steps` steps to `longer` raises its learning rate by stretching the schedule.
 
     It does not for a constant schedule (`final_ratio=1`) or one with a fixed length (`decay_steps`).
@@ -248,18 +247,18 @@ def _trapezoid(config: OptimizerConfig, length: int) -> optax.Schedule:
     """Return a schedule that warms up, holds the peak, and decays linearly over the last `warmdown` of the steps."""
     import jax.numpy as jnp
 
-    down = max(round(config.warmdown * length), 1)
-    warmup = min(config.warmup_steps, length - down)
+    decay_steps = max(round(config.warmdown * length), 1)
+    warmup = min(config.warmup_steps, length - decay_steps)
 
     def rate(step: Any) -> Any:
-        left = jnp.clip((length - step) / down, 0, 1)
-        up = jnp.minimum((step + 1) / max(warmup, 1), 1)
-        return config.learning_rate * jnp.minimum(up, left + (1 - left) * config.final_ratio)
+        remaining = jnp.clip((length - step) / decay_steps, 0, 1)
+        warmed_up = jnp.minimum((step + 1) / max(warmup, 1), 1)
+        return config.learning_rate * jnp.minimum(warmed_up, remaining + (1 - remaining) * config.final_ratio)
 
     return rate
 
 
-def scaled(schedule: optax.Schedule, ratio: float) -> optax.Schedule:
+def scale_schedule(schedule: optax.Schedule, ratio: float) -> optax.Schedule:
     """Return a schedule multiplied by a ratio."""
     return schedule if ratio == 1.0 else lambda step: ratio * schedule(step)
 
@@ -279,13 +278,13 @@ def make_optimizer(config: OptimizerConfig, specs: Any, training: Training) -> o
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     inner = optax.chain(*clip, config.transformation(specs, training))
 
-    def wide(tree: Any) -> Any:
+    def to_accumulated(tree: Any) -> Any:
         return optax.tree.cast(tree, ACCUMULATED.value)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return inner.update(wide(updates), state, wide(params))
+        return inner.update(to_accumulated(updates), state, to_accumulated(params))
 
-    return optax.GradientTransformation(lambda params: inner.init(wide(params)), update)
+    return optax.GradientTransformation(lambda params: inner.init(to_accumulated(params)), update)
 
 
 def is_parameter(node: Any) -> bool:

@@ -1,7 +1,8 @@
 """Muon (Jordan 2024), as in nanochat: orthogonalized momentum, so that each step has equal size in every direction.
 
 Matrices of the same shape are stacked over all layers and parameters, the stack is split over all devices, and each
-device orthogonalizes whole matrices. Devices only communicate twice, each time all parameters in the compute dtype.
+device orthogonalizes whole matrices. Devices only communicate twice per step, and exchange all parameters in the
+compute dtype each time.
 Iterating on sharded matrices would instead all-reduce a square matrix twice in each of five iterations.
 """
 
@@ -30,24 +31,24 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 """Coefficients of five steps of the Polar Express (arXiv 2505.16932), safety factor 2e-2 and cushion 2."""
-MARGIN = 1.01
+NORM_MARGIN = 1.01
 """Before the first step, a matrix is divided by its norm times this margin."""
 
 
-class Spread(NamedTuple):
+class StackSharding(NamedTuple):
     """Sharding of stacks of matrices. The default is for a single device.
 
     Args:
         devices: Number of devices that a stack is split over.
         sharding_key: Returns a key that is equal for parameters with equally sharded matrices.
-        as_stored: Shards a stack (matrices, rows, columns) like the parameter is stored between steps.
-        by_matrix: Shards the first dimension of a stack over all devices.
+        shard_as_stored: Shards a stack (matrices, rows, columns) like the parameter between steps.
+        shard_by_matrix: Shards the first dimension of a stack over all devices.
     """
 
     devices: int = 1
     sharding_key: Callable[[Parameter], Hashable] = lambda spec: None
-    as_stored: Callable[[Array, Parameter], Array] = lambda stack, spec: stack
-    by_matrix: Callable[[Array], Array] = lambda stack: stack
+    shard_as_stored: Callable[[Array, Parameter], Array] = lambda stack, spec: stack
+    shard_by_matrix: Callable[[Array], Array] = lambda stack: stack
 
 
 class Recipe(NamedTuple):
@@ -68,65 +69,68 @@ class MuonState(NamedTuple):
     second: Any
 
 
-def muon(recipe: Recipe, specs: Any, spread: Spread | None = None) -> optax.GradientTransformation:
+def muon(recipe: Recipe, specs: Any, sharding: StackSharding | None = None) -> optax.GradientTransformation:
     """Build the transformation of the matrices in `specs`, a tree with masked nodes for other parameters.
 
     Rows are a parameter's first dimension after `layers`; columns are all later dimensions, flattened.
     """
-    spread = spread or Spread()
+    sharding = sharding or StackSharding()
 
     def init(params: Any) -> MuonState:
         second = None
         if recipe.beta2 is not None:
-            second = jax.tree.map(lambda p, s: jnp.zeros(_kept_shape(s), jnp.float32), params, specs)
+            second = jax.tree.map(lambda p, s: jnp.zeros(_second_moment_shape(s), jnp.float32), params, specs)
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), second)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
-        part = recipe.momentum(state.count)
-        momentum = jax.tree.map(lambda m, g: part * m + (1 - part) * g, state.momentum, updates)
-        ahead = jax.tree.map(lambda m, g: part * m + (1 - part) * g, momentum, updates)
-        leaves, structure = jax.tree.flatten(ahead)
-        of_leaves = jax.tree.leaves(jax.tree.map(lambda _, s: s, ahead, specs), is_leaf=is_parameter)
+        beta = recipe.momentum(state.count)
+        momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.momentum, updates)
+        lookahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, momentum, updates)
+        leaves, structure = jax.tree.flatten(lookahead)
+        leaf_specs = jax.tree.leaves(jax.tree.map(lambda _, s: s, lookahead, specs), is_leaf=is_parameter)
         values = jax.tree.leaves(params)
         second = [None] * len(leaves) if state.second is None else jax.tree.leaves(state.second)
         directions: list[Any] = [None] * len(leaves)
-        for members in _stacks(of_leaves, spread):
-            stacked = [leaves[i] for i in members], [second[i] for i in members], [of_leaves[i] for i in members]
-            for i, direction, new in zip(members, *_directions(*stacked, recipe, spread), strict=True):
+        for members in _group_into_stacks(leaf_specs, sharding):
+            stacked = [leaves[i] for i in members], [second[i] for i in members], [leaf_specs[i] for i in members]
+            for i, direction, new in zip(members, *_directions(*stacked, recipe, sharding), strict=True):
                 directions[i], second[i] = direction, new
         rate, decay = recipe.rate(state.count), recipe.decay(state.count)
-        steps = [_step(o, p, rate * _scale(s), decay) for o, p, s in zip(directions, values, of_leaves, strict=True)]
-        kept_second = None if state.second is None else jax.tree.unflatten(structure, second)
-        return jax.tree.unflatten(structure, steps), MuonState(state.count + 1, momentum, kept_second)
+        steps = [
+            _leaf_update(d, p, rate * _rate_factor(s), decay)
+            for d, p, s in zip(directions, values, leaf_specs, strict=True)
+        ]
+        new_second = None if state.second is None else jax.tree.unflatten(structure, second)
+        return jax.tree.unflatten(structure, steps), MuonState(state.count + 1, momentum, new_second)
 
     return optax.GradientTransformation(init, update)
 
 
-def _stacks(specs: list[Parameter], spread: Spread) -> list[list[int]]:
+def _group_into_stacks(specs: list[Parameter], sharding: StackSharding) -> list[list[int]]:
     """Group parameters with the same matrix shape and sharding into stacks. Returns the indices of each stack."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for i, spec in enumerate(specs):
-        groups[(*matrix_shape(spec)[1:], spec.output_first, spread.sharding_key(spec))].append(i)
+        groups[(*matrix_shape(spec)[1:], spec.output_first, sharding.sharding_key(spec))].append(i)
     return list(groups.values())
 
 
 def _directions(
-    leaves: list[Array], second: list[Any], specs: list[Parameter], recipe: Recipe, spread: Spread
+    leaves: list[Array], second: list[Any], specs: list[Parameter], recipe: Recipe, sharding: StackSharding
 ) -> tuple[list[Array], list[Any]]:
     """Return the orthogonal directions of a stack's parameters and the new mean squares of their rows or columns."""
     spec, counts = specs[0], [matrix_shape(s)[0] for s in specs]
     _, rows, columns = matrix_shape(spec)
     stack = jnp.concatenate([leaf.astype(recipe.compute).reshape(-1, rows, columns) for leaf in leaves])
-    padding = -len(stack) % spread.devices
-    stack = jnp.pad(spread.as_stored(stack, spec), ((0, padding), (0, 0), (0, 0)))
-    made = orthogonal(spread.by_matrix(stack), spec.output_first)
+    padding = -len(stack) % sharding.devices
+    stack = jnp.pad(sharding.shard_as_stored(stack, spec), ((0, padding), (0, 0), (0, 0)))
+    directions = orthogonal(sharding.shard_by_matrix(stack), spec.output_first)
     if recipe.beta2 is not None:
-        before = jnp.pad(jnp.concatenate([s.reshape(-1, s.shape[-1]) for s in second]), ((0, padding), (0, 0)))
-        made, after = _evened(made, before, recipe.beta2, _kept_axis(spec))
-        after = jnp.split(after[: len(after) - padding], _ends(counts))
-        second = [new.reshape(_kept_shape(s)) for new, s in zip(after, specs, strict=True)]
-    made = spread.as_stored(spread.by_matrix(made), spec)
-    parts = jnp.split(made[: len(made) - padding], _ends(counts))
+        old_squares = jnp.pad(jnp.concatenate([s.reshape(-1, s.shape[-1]) for s in second]), ((0, padding), (0, 0)))
+        directions, new_squares = _normalise(directions, old_squares, recipe.beta2, _second_moment_axis(spec))
+        new_squares = jnp.split(new_squares[: len(new_squares) - padding], _split_points(counts))
+        second = [new.reshape(_second_moment_shape(s)) for new, s in zip(new_squares, specs, strict=True)]
+    directions = sharding.shard_as_stored(sharding.shard_by_matrix(directions), spec)
+    parts = jnp.split(directions[: len(directions) - padding], _split_points(counts))
     return [part.reshape(s.shape).astype(jnp.float32) for part, s in zip(parts, specs, strict=True)], second
 
 
@@ -136,59 +140,61 @@ def orthogonal(stack: Float[Array, "n rows columns"], output_first: bool) -> Flo
     First scales the vectors of the outputs (rows if `output_first`, else columns) to equal norms (MuonEq, arXiv
     2603.28254).
     """
-    wide, rows = stack.astype(jnp.float32), stack.shape[-2 if output_first else -1]
-    norms = jnp.linalg.norm(wide, axis=-1 if output_first else -2, keepdims=True)
-    target = jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True) / rows**0.5
-    even = stack * (target / jnp.maximum(norms, 1e-6)).astype(stack.dtype)
-    made = jax.vmap(lambda x: orthogonalize_via_newton_schulz(x, jnp.asarray(_COEFFICIENTS, x.dtype), eps=1e-6))(even)
-    size = jnp.linalg.norm(made.astype(jnp.float32), axis=(-2, -1), keepdims=True)
-    return made * (min(stack.shape[-2:]) ** 0.5 / jnp.maximum(size, 1e-6)).astype(made.dtype)
+    as_float32, rows = stack.astype(jnp.float32), stack.shape[-2 if output_first else -1]
+    norms = jnp.linalg.norm(as_float32, axis=-1 if output_first else -2, keepdims=True)
+    target_norm = jnp.linalg.norm(as_float32, axis=(-2, -1), keepdims=True) / rows**0.5
+    balanced = stack * (target_norm / jnp.maximum(norms, 1e-6)).astype(stack.dtype)
+    result = jax.vmap(lambda x: orthogonalize_via_newton_schulz(x, jnp.asarray(_COEFFICIENTS, x.dtype), eps=1e-6))(
+        balanced
+    )
+    norm = jnp.linalg.norm(result.astype(jnp.float32), axis=(-2, -1), keepdims=True)
+    return result * (min(stack.shape[-2:]) ** 0.5 / jnp.maximum(norm, 1e-6)).astype(result.dtype)
 
 
-_COEFFICIENTS = np.array([[c / MARGIN ** (2 * i + 1) for i, c in enumerate(POLAR_EXPRESS[0])], *POLAR_EXPRESS[1:]])
+_COEFFICIENTS = np.array([[c / NORM_MARGIN ** (2 * i + 1) for i, c in enumerate(POLAR_EXPRESS[0])], *POLAR_EXPRESS[1:]])
 """Coefficients of the Polar Express, with the division by the margin folded into the first step."""
 
 
-def _evened(
-    made: Float[Array, "n rows columns"], before: Float[Array, "n kept"], beta2: float, kept: int
-) -> tuple[Float[Array, "n rows columns"], Float[Array, "n kept"]]:
+def _normalise(
+    directions: Float[Array, "n rows columns"], old_squares: Float[Array, "n length"], beta2: float, axis: int
+) -> tuple[Float[Array, "n rows columns"], Float[Array, "n length"]]:
     """Divide rows (or columns) by their running root mean squares, keeping the norm of each matrix.
 
     NorMuon, arXiv 2510.05491.
     """
-    squares = jnp.mean(jnp.square(made.astype(jnp.float32)), axis=3 - kept)
-    after = beta2 * before + (1 - beta2) * squares
-    scale = jax.lax.rsqrt(jnp.maximum(after, 1e-10))
+    squares = jnp.mean(jnp.square(directions.astype(jnp.float32)), axis=3 - axis)
+    new_squares = beta2 * old_squares + (1 - beta2) * squares
+    scale = jax.lax.rsqrt(jnp.maximum(new_squares, 1e-10))
     norm = jnp.sqrt(jnp.sum(squares, axis=-1, keepdims=True))
-    new = jnp.sqrt(jnp.sum(squares * jnp.square(scale), axis=-1, keepdims=True))
-    scale = scale * norm / jnp.maximum(new, 1e-10)
-    return made * jnp.expand_dims(scale, 3 - kept).astype(made.dtype), after
+    new_norm = jnp.sqrt(jnp.sum(squares * jnp.square(scale), axis=-1, keepdims=True))
+    scale = scale * norm / jnp.maximum(new_norm, 1e-10)
+    return directions * jnp.expand_dims(scale, 3 - axis).astype(directions.dtype), new_squares
 
 
-def _kept_axis(spec: Parameter) -> int:
-    """Return the dimension over which NorMuon keeps second moments: the larger of outputs and inputs."""
-    _, first, rest = matrix_shape(spec)
-    outputs, inputs = (first, rest) if spec.output_first else (rest, first)
+def _second_moment_axis(spec: Parameter) -> int:
+    """Return the dimension of a stack along which NorMuon stores second moments: the larger of outputs and inputs."""
+    _, rows, columns = matrix_shape(spec)
+    outputs, inputs = (rows, columns) if spec.output_first else (columns, rows)
     return 1 if spec.output_first == (outputs >= inputs) else 2
 
 
-def _kept_shape(spec: Parameter) -> tuple[int, ...]:
+def _second_moment_shape(spec: Parameter) -> tuple[int, ...]:
     shape = matrix_shape(spec)
-    return (shape[0], shape[_kept_axis(spec)])
+    return (shape[0], shape[_second_moment_axis(spec)])
 
 
-def _scale(spec: Parameter) -> float:
+def _rate_factor(spec: Parameter) -> float:
     """Return the learning rate factor of a matrix: sqrt(outputs / inputs), at least 1."""
-    _, first, rest = matrix_shape(spec)
-    return max(1.0, first / rest if spec.output_first else rest / first) ** 0.5
+    _, rows, columns = matrix_shape(spec)
+    return max(1.0, rows / columns if spec.output_first else columns / rows) ** 0.5
 
 
-def _step(direction: Array, value: Array, rate: Any, decay: Any) -> Array:
-    """Return the update. Decays only the elements that the step also shrinks (cautious weight decay)."""
+def _leaf_update(direction: Array, value: Array, rate: Any, decay: Any) -> Array:
+    """Return the update of a parameter. Decays only elements that the step also shrinks (cautious weight decay)."""
     agrees = direction * value >= 0
     return -rate * (direction + decay * jnp.where(agrees, value, 0))
 
 
-def _ends(counts: list[int]) -> list[int]:
+def _split_points(counts: list[int]) -> list[int]:
     """Return the split points between parts of these lengths."""
     return [sum(counts[: i + 1]) for i in range(len(counts) - 1)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.placement import SLICE_AXIS, arrange, placement_problems
 from valkyrie.problems import Problem, ProblemCode
 
@@ -138,7 +138,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     slices_present = len({getattr(d, "slice_index", 0) or 0 for d in mesh_devices})
     if config.placement is not None:
         return placed_mesh(axes, mesh_devices, config.placement)
-    if slices_present > 1 and (config.slices > 1 or platform_of(mesh_devices[0].platform).has_torus):
+    if slices_present > 1 and (config.slices > 1 or get_platform(mesh_devices[0].platform).has_torus):
         if config.slices != slices_present:
             raise ValueError(
                 f"mesh={config.name} needs {config.slices} slice{'s' * (config.slices > 1)}, but its {config.size} "

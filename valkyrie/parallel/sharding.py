@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.axes import BATCH, SEQ, Axis, LayerFunction, LossHead, SplitAxes, apply_head, scan_layers
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.alternating import run_1f1b
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import GradientSum
@@ -147,7 +147,7 @@ class MeshShard:
         )
         if checked is None:
             # JAX's TPU kernels do not declare the mesh axes over which their results vary, so the check would fail.
-            checked = not platform_of(self.backend or jax.default_backend()).runs_pallas_tpu
+            checked = not get_platform(self.backend or jax.default_backend()).runs_pallas_tpu
         manual = _manual_axes(self.mesh)
         return jax.shard_map(
             f,

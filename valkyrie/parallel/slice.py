@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
-from valkyrie.hardware.target import TargetConfig, topology_of
+from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.parallel.mesh import placed_grid, placed_mesh
 from valkyrie.parallel.placement import placement_problems
 from valkyrie.problems import refuse
@@ -44,7 +44,7 @@ class Slice(TargetConfig):
                 torus. None lets `jax.experimental.mesh_utils` choose.
         """
         axes = self.axes(shape, names, placement)
-        devices = platform_of(self.platform).compile_devices(self, math.prod(shape))
+        devices = get_platform(self.platform).compile_devices(self, math.prod(shape))
         return placed_mesh(axes, devices, placement, self.slices)
 
     def places(self, shape: Sequence[int], names: Sequence[str]) -> tuple[Position, ...]:
@@ -55,7 +55,7 @@ class Slice(TargetConfig):
     def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:
         """Return the axes of a mesh by name. Raises ValueError if this slice has no such mesh."""
         mesh_text = f"a mesh of {' x '.join(str(n) for n in shape) or 'no axes'}"
-        if not platform_of(self.platform).compiles_without_devices or self.devices is None:
+        if not get_platform(self.platform).compiles_without_devices or self.devices is None:
             raise ValueError(f"{self.describe()} is not a TPU slice. Only TPU programs compile without a device.")
         if len(shape) != len(names) or len(set(names)) != len(names) or not shape:
             raise ValueError(
@@ -96,7 +96,7 @@ class DeviceStub:
 
 def list_device_stubs(target: TargetConfig) -> list[DeviceStub]:
     """Return the devices of a slice, computed from its topology, numbered and ordered by host as in libtpu."""
-    topology, chip = topology_of(target), target.chip
+    topology, chip = build_topology(target), target.chip
     assert chip is not None
     kind = chip.device_kinds[0] if chip.device_kinds else chip.name
     shape = (*topology.shape, *(1,) * (3 - len(topology.shape)))

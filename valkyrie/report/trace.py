@@ -12,7 +12,7 @@ from valkyrie.axes import axes_text
 from valkyrie.config.modes import SUMMARY, TIMELINE
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.position import Position
-from valkyrie.hardware.target import Topology, topology_of
+from valkyrie.hardware.target import Topology, build_topology
 from valkyrie.parts import read_category
 from valkyrie.records import RecordError
 from valkyrie.report.records import read_json
@@ -132,7 +132,7 @@ def read_torus(row: Row) -> TorusDrawing | None:
 def torus_of(about: LayoutRecord) -> Topology | None:
     """Return the torus of a layout's target, or None if the target has no torus or its chip is unknown."""
     target = about.hardware.config(known_chips()) if about.hardware is not None else None
-    return None if target is None or target.problems() else topology_of(target)
+    return None if target is None or target.problems() else build_topology(target)
 
 
 def _positions(row: Row) -> tuple[Position, ...]:

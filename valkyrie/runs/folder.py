@@ -24,8 +24,8 @@ from valkyrie.checkpoint.location import FOLDER
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run
 from valkyrie.extensions import check_modules
-from valkyrie.hardware.chips import with_shipped_figures
-from valkyrie.optim import OptimizerConfig, learning_rate, with_family
+from valkyrie.hardware.chips import add_shipped_figures
+from valkyrie.optim import OptimizerConfig, convert_old_settings, learning_rate
 from valkyrie.paths import disk_errors, unused_path, write_atomic
 from valkyrie.problems import first_line, suggest
 from valkyrie.processes.locks import WRITER
@@ -198,10 +198,10 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
     check_modules([str(folder) for folder in config.get("modules") or []], file)
     if isinstance(config.get("optimizer"), DictConfig):
         saved: Any = OmegaConf.to_container(config.optimizer, resolve=False)
-        config.optimizer = with_family(saved)
+        config.optimizer = convert_old_settings(saved)
     if isinstance(OmegaConf.select(config, "target.chip", throw_on_missing=False), DictConfig):
         chip: Any = OmegaConf.to_container(config.target.chip, resolve=False)
-        config.target.chip = with_shipped_figures(chip)
+        config.target.chip = add_shipped_figures(chip)
     return config
 
 

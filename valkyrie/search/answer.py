@@ -10,7 +10,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from valkyrie.axes import axes_text
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.runs.columns import terminal_table
@@ -174,7 +174,7 @@ def launch_command(request: SearchRequest, row: RankedLayout, tuned: Sequence[st
     Returns None for several slices if the platform's launch engine cannot join slices.
     """
     target = next(target for target in request.targets if target.name == row.candidate.target)
-    rented = platform_of(target.platform).rented_as_slices
+    rented = get_platform(target.platform).rented_as_slices
     if target.slices > 1 and not rented:
         return None
     words = [f"target={target.name}"] if rented else ["target=skypilot", f"slice={target.name}"]

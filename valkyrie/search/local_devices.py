@@ -14,7 +14,7 @@ from rich.console import Console
 
 from valkyrie.config.compose import accelerators
 from valkyrie.config.modes import FIGURES
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.modes.figures import Config as FiguresMode
 from valkyrie.parallel.mesh import parse_mesh
@@ -49,12 +49,12 @@ def cannot_measure_reason(request: SearchRequest) -> str | None:
 def has_devices(target: TargetConfig) -> bool:
     """Check whether the machines that run this command have the devices of a target, judging by device files."""
     local_devices = accelerators() * process_count()
-    return platform_of(target.platform).runs_on_host or (target.slices == 1 and local_devices >= (target.chips or 1))
+    return get_platform(target.platform).runs_on_host or (target.slices == 1 and local_devices >= (target.chips or 1))
 
 
 def needs_cpu_figures(target: TargetConfig) -> bool:
     """Check whether a target consists of CPU devices of this machine whose speed has not been set."""
-    return platform_of(target.platform).runs_on_host and target.chip is None
+    return get_platform(target.platform).runs_on_host and target.chip is None
 
 
 def add_measured_figures(request: SearchRequest, folder: Path, console: Console) -> SearchRequest:

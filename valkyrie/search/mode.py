@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.problems import INDIVISIBLE
 from valkyrie.processes.ending import INTERRUPTED
@@ -296,7 +296,7 @@ def _no_compiler(request: SearchRequest) -> dict[str, str]:
     """Return the requested slices for which this machine cannot compile, by name, with the reasons."""
     missing = {}
     for target in request.targets:
-        platform = platform_of(target.platform)
+        platform = get_platform(target.platform)
         if not platform.compiles_without_devices:
             missing[target.name] = "only TPU programs can be compiled without the devices"
         elif (reason := platform.missing_compiler(target)) is not None:

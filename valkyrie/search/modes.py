@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from valkyrie.checksums import digest
 from valkyrie.config.modes import MEASURED, MODULE, SUMMARY, TEXT, TIMELINE, TRACE, settings_for
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.machine.timeline import write_timeline
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.modes.measure import Config as MeasureMode
@@ -26,7 +26,7 @@ from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import summarise
 from valkyrie.train.devices import prepare_devices
-from valkyrie.train.processes import Team, together
+from valkyrie.train.processes import Team, join_processes
 from valkyrie.train.screen import make_console
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
     """
     from valkyrie.search.compile.show import show
 
-    if note := platform_of(run.config.target.platform).compile_note:
+    if note := get_platform(run.config.target.platform).compile_note:
         console.print(note, style="bold yellow")
     compiled, prediction, replay = compile_and_summarise(run, console, watch)
     if prediction.status is CompileStatus.refused:
@@ -74,7 +74,7 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
 
 def measure_mode(run: Run) -> int:
     """Time the run's step on the local devices, print the result, and return the exit status."""
-    with together(run) as team:
+    with join_processes(run) as team:
         return _measure(run, team)
 
 

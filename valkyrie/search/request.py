@@ -9,8 +9,8 @@ from valkyrie.config.modes import settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.names import parse_target
-from valkyrie.hardware.platforms import platform_of
-from valkyrie.hardware.target import ChipConfig, TargetConfig, slice_of
+from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.target import ChipConfig, TargetConfig, make_slice
 from valkyrie.modes.search import Config as SearchMode
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
@@ -128,7 +128,7 @@ def _requested_slices(run: Run, mode: SearchMode) -> list[TargetConfig]:
     targets = named_slices or [target]
     refuse([problem for t in targets for problem in t.problems()])
     for t in targets:
-        if t.chips is not None and (t.chip is not None or platform_of(t.platform).runs_on_host):
+        if t.chips is not None and (t.chip is not None or get_platform(t.platform).runs_on_host):
             continue
         if t.chips is not None:
             raise ValueError(
@@ -159,8 +159,8 @@ def _available_shapes(target: TargetConfig) -> list[TargetConfig]:
     if chip is None or chips is None or chip.ici_axes is None:
         return [target]
     shapes = chip.slices.shapes(chips)
-    slices = [slice_of(chip, shape) for shape in shapes]
-    slices += [slice_of(chip, shape, twisted=True) for shape in shapes if chip.slices.is_twisted(shape)]
+    slices = [make_slice(chip, shape) for shape in shapes]
+    slices += [make_slice(chip, shape, twisted=True) for shape in shapes if chip.slices.has_twist(shape)]
     return [replace(shape, slices=target.slices) for shape in slices] or [target]
 
 

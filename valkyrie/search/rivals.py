@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.slices import parse_shape
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.search.answer_record import RankedLayout, Stage
@@ -31,7 +31,7 @@ def rivals_on(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> 
     """Return the rivals on a slice whose partitions are part of the search. The rule needs a torus with three axes."""
     partitions, ranked_here = {partition.name for partition in request.partitions}, ranked.for_target(target.name)
     rivals = []
-    torus = parse_shape(target.topology) or () if platform_of(target.platform).has_torus else ()
+    torus = parse_shape(target.topology) or () if get_platform(target.platform).has_torus else ()
     if "2d_tp" in partitions and len(torus) == 3:
         rivals.append(
             _fastest(PAPER_RULE, (layout for layout in ranked_here.for_partition("2d_tp") if _matches_torus(layout)))

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from valkyrie.config.run import Run, known_axes
-from valkyrie.hardware.platforms import platform_of
-from valkyrie.hardware.target import topology_of
+from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.target import build_topology
 from valkyrie.parallel.layout import Layout, derive_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, Role, RoleKind
@@ -127,7 +127,7 @@ def _distinct_meshes(
     Appends a problem to `skipped` for each duplicate or unusable mesh. If the partition can use no mesh at all, yields
     the first one, so that its refusal is recorded.
     """
-    platform = platform_of(run.config.target.platform)
+    platform = get_platform(run.config.target.platform)
     has_torus = platform.has_torus or (has_accelerators and platform.jax_name is None)
 
     def layout_on(mesh: MeshConfig) -> tuple[Layout, list[Problem]]:
@@ -253,7 +253,7 @@ def _with_placements(space: SpaceConfig, run: Run, mesh: MeshConfig) -> Iterator
     target = run.config.target
     for entry in space.placements:
         if entry == ALL and target.devices in (None, mesh.size):
-            yield from (replace(mesh, placement=p) for p in placements(mesh.axes, topology_of(target)))
+            yield from (replace(mesh, placement=p) for p in placements(mesh.axes, build_topology(target)))
         elif entry in (ALL, DEFAULT):
             yield mesh  # with ALL, a mesh of another size than the target: its cell is refused
         else:

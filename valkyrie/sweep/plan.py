@@ -11,7 +11,7 @@ from valkyrie.checksums import digest
 from valkyrie.config.modes import MODES, ModeConfig, Needs
 from valkyrie.config.run import Run
 from valkyrie.config.saved import SAVED_RUN, SETTINGS
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.paths import conf_dir
 from valkyrie.problems import Problem
 from valkyrie.processes.child import python_module
@@ -251,7 +251,7 @@ def _missing_requirements(run: Run) -> list[str]:
     """Return messages about a compiler or devices that a legal run needs and this machine lacks. Starts no JAX."""
     needs = run.config.mode.needs
     if needs is Needs.compiler:
-        missing = platform_of(run.config.target.platform).missing_compiler(run.config.target)
+        missing = get_platform(run.config.target.platform).missing_compiler(run.config.target)
         return [missing] if missing else []
     return [str(problem) for problem in missing_devices(run)] if needs is Needs.devices else []
 

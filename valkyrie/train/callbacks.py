@@ -1,4 +1,4 @@
-"""Callbacks of a training: profiling, evaluation, saving, sampling and logging between its steps."""
+"""Callbacks of the training loop: profiling, evaluation, saving, sampling and logging."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from valkyrie.runs.tracking import Tracker
 from valkyrie.train.code import CodeEvaluation
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.meter import Meter
-from valkyrie.train.profile import Window
+from valkyrie.train.profile import ProfileWindow
 from valkyrie.train.program import StepProgram
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
 
 
 class DivergedError(RuntimeError):
-    """The loss or a gradient is not finite; the message names the step and the first such parameter."""
+    """The loss or a gradient is not finite. The message names the step and the first such parameter."""
 
 
 class FolderGoneError(RuntimeError):
@@ -36,7 +36,7 @@ class FolderGoneError(RuntimeError):
 
 @dataclass
 class Progress:
-    """A training in progress, as its callbacks see it.
+    """State of a training that callbacks read and update.
 
     Args:
         start: Step of the checkpoint that this process continues from, 0 for a new run.
@@ -137,17 +137,17 @@ class RefuseDivergence(Callback):
         values, names = metrics.values, progress.program.parameter_names
         if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
             return
-        bad = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
-        where = (
-            f"the first parameter whose gradient is not finite is {names[bad[0]]} ({len(bad)} of {len(names)} are not)"
-            if bad.size
-            else "every gradient is finite"
+        nonfinite = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
+        finding = (
+            f"{len(nonfinite)} of {len(names)} gradients are not finite, first that of {names[nonfinite[0]]}"
+            if nonfinite.size
+            else "All gradients are finite"
         )
         saved = self.checkpoints.last_saved
-        last = "no checkpoint was saved before it" if saved is None else f"the last good checkpoint is of step {saved}"
+        last = "No checkpoint was saved before" if saved is None else f"The last good checkpoint is of step {saved}"
         raise DivergedError(
-            f"step {metrics.step}: loss is {float(values['loss'])} and the gradient norm "
-            f"{float(values['grad_norm'])}; {where}; {last}. Lower optimizer.learning_rate, or find the operation "
+            f"step {metrics.step}: the loss is {float(values['loss'])} and the gradient norm "
+            f"{float(values['grad_norm'])}. {finding}. {last}. Lower optimizer.learning_rate, or find the operation "
             "with debug=nans."
         )
 
@@ -156,15 +156,15 @@ class RefuseDivergence(Callback):
 class Profile(Callback):
     """Traces a window of steps with JAX's profiler."""
 
-    window: Window
+    window: ProfileWindow
 
     def before_step(self, progress: Progress, step: int) -> None:
-        if self.window.opens(step):
+        if self.window.starts_at(step):
             with progress.meter.paused():
                 progress.warn(self.window.open(step, progress.state))
 
     def is_due(self, progress: Progress) -> bool:
-        return self.window.closes(progress.step) and not progress.stopping
+        return self.window.ends_at(progress.step) and not progress.stopping
 
     def on_step(self, progress: Progress) -> None:
         with progress.meter.paused():
@@ -172,7 +172,7 @@ class Profile(Callback):
                 progress.screen.say(line)
 
     def on_end(self, progress: Progress) -> None:
-        self.on_step(progress)  # writes a trace that was cut short; after the save, in case a preemption is near
+        self.on_step(progress)  # writes an incomplete trace; runs after the save, because a preemption may be near
 
 
 @dataclass
@@ -208,7 +208,7 @@ class Save(Callback):
     checkpoints: Checkpoints
     loader: Loader[Any]
     unsaved: str | None = None
-    """Why the last state could not be saved, and how to continue; None if it was."""
+    """Error message if the last state could not be saved, with how to continue, else None."""
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
         if not metrics.logged:
@@ -216,12 +216,12 @@ class Save(Callback):
         progress.warn(self.checkpoints.poll())
         if progress.tracker.gone:
             raise FolderGoneError(
-                f"step {metrics.step}: the run folder {progress.tracker.folder} is gone, deleted or with its disk. "
-                "Stopped, for nothing from here on could be saved."
+                f"step {metrics.step}: the run folder {progress.tracker.folder} no longer exists. Training stopped "
+                "because it cannot be saved."
             )
 
     def is_due(self, progress: Progress) -> bool:
-        return self._fast_due(progress) or self._durable_due(progress)
+        return self._is_fast_due(progress) or self._is_durable_due(progress)
 
     def on_step(self, progress: Progress) -> None:
         # The fast checkpoint comes first: a preemption may leave no time for the durable one.
@@ -229,9 +229,9 @@ class Save(Callback):
         metrics = progress.evaluation if progress.evaluated == step else None
         progress.ledger.write(step)  # so that goodput counts the time lost if the run continues from here
         with progress.meter.paused("save"):
-            if self._fast_due(progress):
+            if self._is_fast_due(progress):
                 progress.warn(self.checkpoints.save_fast(step, state, position))
-            if self._durable_due(progress):
+            if self._is_durable_due(progress):
                 progress.warn(self.checkpoints.save(step, state, position, metrics))
 
     def on_end(self, progress: Progress) -> None:
@@ -241,24 +241,25 @@ class Save(Callback):
             if self.checkpoints.last_saved != progress.step:
                 failed = self.checkpoints.save(progress.step, progress.state, self.loader.state())
                 if failed := failed or self.checkpoints.wait():
-                    self.unsaved = f"{failed} {self._advice(progress.tracker.folder)}"
+                    self.unsaved = f"{failed} {self._how_to_continue(progress.tracker.folder)}"
 
-    def _fast_due(self, progress: Progress) -> bool:
+    def _is_fast_due(self, progress: Progress) -> bool:
         every = progress.program.run.config.checkpoint.fast.every
         return progress.stopping or progress.is_multiple_of(every) and not progress.finished
 
-    def _durable_due(self, progress: Progress) -> bool:
+    def _is_durable_due(self, progress: Progress) -> bool:
         every = progress.program.run.config.checkpoint.every
         return progress.stopping or progress.finished or progress.is_multiple_of(every)
 
-    def _advice(self, folder: Path) -> str:
+    def _how_to_continue(self, folder: Path) -> str:
         """Return how to continue after the last state could not be saved."""
-        fast = self.checkpoints.fast
-        if fast is not None and fast.last_saved is not None:
-            return f"The fast checkpoint of step {fast.last_saved} is kept in {fast.path}: start again with room."
+        fast_tier = self.checkpoints.fast
+        if fast_tier is not None and fast_tier.last_saved is not None:
+            step, path = fast_tier.last_saved, fast_tier.path
+            return f"The fast checkpoint of step {step} is in {path}. Free disk space, then resume."
         if self.checkpoints.last_saved is None:
-            return "Train again where there is room: runs=DIR."
-        return f"Then go on from there: {command_name()} resume={shlex.quote(str(folder))}"
+            return "Train on a disk with more space: runs=DIR."
+        return f"Then resume: {command_name()} resume={shlex.quote(str(folder))}"
 
 
 @dataclass
@@ -269,7 +270,7 @@ class Sample(Callback):
 
     def is_due(self, progress: Progress) -> bool:
         every = progress.program.run.config.sample_every
-        return self.evaluator.writes and progress.is_multiple_of(every) and not progress.stopping
+        return self.evaluator.generates_text and progress.is_multiple_of(every) and not progress.stopping
 
     def on_step(self, progress: Progress) -> None:
         with progress.meter.paused("evaluation"):

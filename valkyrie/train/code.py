@@ -1,4 +1,4 @@
-"""Evaluation by code: the model completes functions, and process 0 runs their tests. Results are rates and a table."""
+"""Code evaluation: the model completes functions, and process 0 runs their tests. Results are rates and a table."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CodeEvaluation:
         """
         if self._device is not None:
             parameters = jax.device_put(parameters, self._device)
-        began, problems = time.monotonic(), [p for p in self.problems for _ in range(self.config.samples)]
+        started_at, problems = time.monotonic(), [p for p in self.problems for _ in range(self.config.samples)]
         texts = self._complete(
             parameters,
             [problem.prompt for problem in problems],
@@ -64,8 +64,8 @@ class CodeEvaluation:
         )
         rates, line = {}, ""
         if jax.process_index() == 0:
-            rates, line = self._judge(problems, texts, step, folder, began, stopped)
-        if jax.process_count() > 1:  # otherwise the others wait in their next step, which the watchdog times
+            rates, line = self._judge(problems, texts, step, folder, started_at, stopped)
+        if jax.process_count() > 1:  # otherwise the others wait in the next step, where the watchdog would end them
             sync_global_devices("code evaluation")
         return rates, line
 
@@ -75,11 +75,11 @@ class CodeEvaluation:
         texts: list[str] | None,
         step: int,
         folder: Path,
-        began: float,
+        started_at: float,
         stopped: Callable[[], bool],
     ) -> tuple[dict[str, float], str]:
         """Judge completions whose sampling began at `began`. Returns (rates, a line about them)."""
-        sampled, config = time.monotonic(), self.config
+        sampled_at, config = time.monotonic(), self.config
         limits = Limits(config.time_s, config.memory_mib, config.sandbox)
         try:
             pairs = None if texts is None else list(zip(problems, texts, strict=True))
@@ -87,9 +87,9 @@ class CodeEvaluation:
         except SandboxError as error:
             return {}, f"step {step}: code was not judged: {error}"
         if results is None:
-            return {}, f"step {step}: code was not judged, for the training stops"
+            return {}, f"step {step}: code was not judged because the training is stopping"
         self.results = results
-        seconds = {"sampling_s": sampled - began, "judging_s": time.monotonic() - sampled}
+        seconds = {"sampling_s": sampled_at - started_at, "judging_s": time.monotonic() - sampled_at}
         rates = summary(self.problems, self.results)
         unwritten = self._write(folder, step, rates, seconds)
         return rates, f"step {step}: {describe(rates)}{unwritten}"
@@ -109,18 +109,18 @@ def describe(rates: dict[str, float]) -> str:
     """Format the rates: `cpp: 12.0% of completions compile, 0.0% pass their tests, pass@1 0.0%`."""
     parts = []
     for language in [key.removesuffix("_compile_rate") for key in rates if key.endswith("_compile_rate")]:
-        at = [f"pass@{k} {100 * rates[f'{language}_pass@{k}']:.1f}%" for k in _numbers(rates, language)]
+        pass_rates = [f"pass@{k} {100 * rates[f'{language}_pass@{k}']:.1f}%" for k in _sample_counts(rates, language)]
         compiled, passed = rates[f"{language}_compile_rate"], rates[f"{language}_pass_rate"]
         shares = f"{100 * compiled:.1f}% of completions compile, {100 * passed:.1f}% pass their tests"
-        parts.append(f"{language}: {shares}, {', '.join(at)}")
+        parts.append(f"{language}: {shares}, {', '.join(pass_rates)}")
     return "; ".join(parts)
 
 
 def table(results: Sequence[CompletionResult], evaluation: CodeEvaluation) -> Table:
     """Return the table of compile and pass counts by language and difficulty."""
-    shown = Table()
+    result = Table()
     for column in ("language", "difficulty", "problems", "samples", "compile", "pass", "problems solved"):
-        shown.add_column(column, justify="left" if column in ("language", "difficulty") else "right")
+        result.add_column(column, justify="left" if column in ("language", "difficulty") else "right")
     for language in languages_of(evaluation.problems):
         for difficulty in DIFFICULTIES:
             group = [r for r in results if (r.language, r.difficulty) == (language, difficulty)]
@@ -129,9 +129,9 @@ def table(results: Sequence[CompletionResult], evaluation: CodeEvaluation) -> Ta
             compiled, passed = sum(r.compiled for r in group), sum(r.passed for r in group)
             problems, solved = {r.problem for r in group}, {r.problem for r in group if r.passed}
             counts = (len(problems), len(group), compiled, passed, len(solved))
-            shown.add_row(language, difficulty, *map(str, counts))
-    return shown
+            result.add_row(language, difficulty, *map(str, counts))
+    return result
 
 
-def _numbers(rates: dict[str, float], language: str) -> list[int]:
+def _sample_counts(rates: dict[str, float], language: str) -> list[int]:
     return sorted(int(key.rpartition("@")[2]) for key in rates if key.startswith(f"{language}_pass@"))

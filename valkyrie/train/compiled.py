@@ -12,7 +12,7 @@ from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.communication import Communication, sum_communication
 from valkyrie.compiled.hlo import parse
 from valkyrie.config.run import Debug
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.sharding import AnyMesh
 from valkyrie.problems import first_line
 from valkyrie.train.program import StepProgram, serialised_module
@@ -33,8 +33,8 @@ class StepExecutable(NamedTuple):
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
             return sum_communication(traffic(parse(serialised_module(self.program)), axes))
-        except Exception as error:  # another version of XLA may write anything; a training does not end for it
-            say(f"the bytes that a step sends could not be read ({type(error).__name__}: {first_line(error)})")
+        except Exception as error:  # the format changes between versions of XLA; that must not end a training
+            say(f"the bytes sent by a step could not be read ({type(error).__name__}: {first_line(error)})")
             return None
 
 
@@ -43,16 +43,16 @@ def compile_step(program: StepProgram) -> StepExecutable:
     began = time.perf_counter()
     compiled = program.compile_step()
     seconds, peak = time.perf_counter() - began, _peak_bytes(compiled, program.backend)
-    step = _checked(program.step) if program.run.config.debug is Debug.nans else compiled
+    step = _with_nan_checks(program.step) if program.run.config.debug is Debug.nans else compiled
     return StepExecutable(step, compiled, seconds, None if peak is None else peak / GIB)
 
 
 def _peak_bytes(compiled: jax.stages.Compiled, backend: str) -> int | None:
     sizes = compiled.memory_analysis()
-    return None if sizes is None else platform_of(backend).peak_bytes(sizes)
+    return None if sizes is None else get_platform(backend).peak_bytes(sizes)
 
 
-def _checked(step: Any) -> Any:
+def _with_nan_checks(step: Any) -> Any:
     """Return the step under `jax.debug_nans`. JAX resets the global switch when any such context is left."""
 
     def advance(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -1,4 +1,4 @@
-"""Texts that are generated in several calls: tokens and streaming state, saved in the run folder."""
+"""Texts generated over several commands: tokens and streaming state, saved in the run folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.paths import disk_errors, write_atomic
 
-_ABOUT, _ABOUT_IT = "about", ("ids", "prompt", "read", "step", "ended")
+_METADATA, _METADATA_FIELDS = "about", ("ids", "prompt", "read", "step", "ended")
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Text:
     Args:
         ids: Tokens so far, BOS first.
         prompt: Text that it began with.
-        read: Number of tokens that the state has read.
+        read: Number of tokens that `state` includes.
         step: Step of the model's checkpoint.
         ended: Whether the model has sampled the end of the document.
         state: Streaming state of the model after `read` tokens, or None before any.
@@ -42,17 +42,17 @@ class Text:
         """Return its UTF-8 bytes, which may end within a character."""
         return tokenizer.decode_bytes(self.ids[1:])
 
-    def add(self, tokenizer: Tokenizer, prompt: str) -> None:
+    def append(self, tokenizer: Tokenizer, prompt: str) -> None:
         """Append text for the model to read."""
-        added = [int(i) for i in tokenizer.encode_ordinary(prompt)]
-        self.ids += added
-        self.ended = self.ended and not added
+        new_ids = [int(i) for i in tokenizer.encode_ordinary(prompt)]
+        self.ids += new_ids
+        self.ended = self.ended and not new_ids
 
-    def unread(self, step: int) -> Text:
+    def reread(self, step: int) -> Text:
         """Return the same text, to be read from the start by the model of another checkpoint."""
         return Text(self.ids, self.prompt, step=step, ended=self.ended)
 
-    def take(self, token: int, tokenizer: Tokenizer) -> bool:
+    def append_token(self, token: int, tokenizer: Tokenizer) -> bool:
         """Append a sampled token, or end the document at a BOS. Returns whether the document continues."""
         self.ended = token == tokenizer.bos_id
         if not self.ended:
@@ -60,52 +60,52 @@ class Text:
         return not self.ended
 
 
-def begin(tokenizer: Tokenizer, prompt: str, step: int = 0) -> Text:
+def begin_text(tokenizer: Tokenizer, prompt: str, step: int = 0) -> Text:
     """Return a new document that begins with a prompt."""
     text = Text([tokenizer.bos_id], prompt, step=step)
-    text.add(tokenizer, prompt)
+    text.append(tokenizer, prompt)
     return text
 
 
-def save(text: Text, path: Path, *, writes: bool = True) -> None:
-    """Write a text with its state atomically. Every process must call this; the one that `writes` does so."""
+def save_text(text: Text, path: Path, *, writes: bool = True) -> None:
+    """Write a text and its state atomically. Every process must call this; only the one with `writes` writes."""
     from jax.experimental.multihost_utils import process_allgather
 
-    about = {name: getattr(text, name) for name in _ABOUT_IT}
+    metadata = {name: getattr(text, name) for name in _METADATA_FIELDS}
     leaves = [np.asarray(process_allgather(leaf, tiled=True)) for leaf in jax.tree.leaves(text.state)]
     if not writes:
         return
-    arrays, content = {str(i): _plain(leaf) for i, leaf in enumerate(leaves)}, io.BytesIO()
-    np.savez(content, allow_pickle=False, **{_ABOUT: np.array(json.dumps(about)), **arrays})
+    arrays, content = {str(i): _builtin_dtype(leaf) for i, leaf in enumerate(leaves)}, io.BytesIO()
+    np.savez(content, allow_pickle=False, **{_METADATA: np.array(json.dumps(metadata)), **arrays})
     with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
     write_atomic(path, content.getvalue())
 
 
-def load(path: Path, like: Any) -> Text:
-    """Return a saved text, with its state in the dtypes of `like`, a state of the same model.
+def load_text(path: Path, template: Any) -> Text:
+    """Return a saved text, with its state in the dtypes of `template`, a state of the same model.
 
     Raises ValueError if the file is damaged or from another model.
     """
     try:
         with path.open("rb") as opened, np.load(opened) as file:
-            about = json.loads(str(file[_ABOUT]))
+            metadata = json.loads(str(file[_METADATA]))
             arrays = [file[str(i)] for i in range(len(file.files) - 1)]
-        text = Text(**{name: about[name] for name in _ABOUT_IT})
+        text = Text(**{name: metadata[name] for name in _METADATA_FIELDS})
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged ({error}). Delete it to begin that text anew.") from error
+        raise ValueError(f"{path} is damaged ({error}). Delete it to start the text over.") from error
     if not text.read:  # saved before any token was read
         return text
-    leaves, structure = jax.tree.flatten(like)
+    leaves, structure = jax.tree.flatten(template)
     if len(leaves) != len(arrays) or any(a.ndim != b.ndim for a, b in zip(arrays, leaves, strict=True)):
-        raise ValueError(f"{path} was made by another model than this run's. Delete it to begin that text anew.")
+        raise ValueError(f"{path} was written by another model. Delete it to start the text over.")
     typed = [a.view(b.dtype) if a.dtype != b.dtype else a for a, b in zip(arrays, leaves, strict=True)]
     text.state = jax.tree.unflatten(structure, typed)
     return text
 
 
-def grown(state: Any, like: Any) -> Any:
-    """Pad every array of a state with zeros to its shape in a larger one.
+def pad_state(state: Any, template: Any) -> Any:
+    """Pad every array of a state with zeros to its shape in `template`, a larger state.
 
     This is correct for key caches: they are filled from the start, and a full one already has its final size.
     """
@@ -115,9 +115,9 @@ def grown(state: Any, like: Any) -> Any:
             return small
         return np.pad(np.asarray(small), [(0, b - a) for a, b in zip(small.shape, large.shape, strict=True)])
 
-    return jax.tree.map(grow, state, like)
+    return jax.tree.map(grow, state, template)
 
 
-def _plain(array: np.ndarray) -> np.ndarray:
+def _builtin_dtype(array: np.ndarray) -> np.ndarray:
     """Return an array in a built-in NumPy dtype: bfloat16 as integers with the same bits."""
     return array if array.dtype.isbuiltin else array.view(f"u{array.dtype.itemsize}")

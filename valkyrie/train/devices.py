@@ -14,13 +14,13 @@ from typing import Any
 from valkyrie.config.compose import accelerators
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import no_device_reason
-from valkyrie.hardware.chips import chip_of
-from valkyrie.hardware.platforms import platform_of, platforms
+from valkyrie.hardware.chips import chip_for_device_kind
+from valkyrie.hardware.platforms import get_platform, platforms
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import cache_problem, cache_root
 from valkyrie.problems import Problem, ProblemCode, refuse
 from valkyrie.processes.team import ALONE, Team
-from valkyrie.train.host import too_many_simulated, unknown_flags
+from valkyrie.train.host import simulation_refusal, unknown_flags_message
 
 
 @dataclass(frozen=True)
@@ -43,106 +43,99 @@ class Devices:
         count = len(self.devices)
         if self.simulated:
             devices = f"{count} CPU devices" if count > 1 else "1 CPU device"
-            stand = "stand in" if count > 1 else "stands in"
+            verb = "stand in" if count > 1 else "stands in"
             return (
-                f"SIMULATED: {devices} on {os.cpu_count()} cores {stand} for the mesh. Losses are real; speeds are not "
+                f"SIMULATED: {devices} on {os.cpu_count()} cores {verb} for the mesh. Losses are real; speeds are not "
                 "those of any accelerator."
             )
         return f"{count} x {self.devices[0].device_kind}"
 
 
 def missing_devices(run: Run) -> list[Problem]:
-    """Return why this machine lacks the target's devices, judging by device files. Imports no JAX."""
+    """Return problems if this machine lacks the target's devices, judging by device files. Imports no JAX."""
     target, mesh = run.config.target, run.config.mesh
-    if unknown := unknown_flags(flags := os.environ.get("XLA_FLAGS", "")):
-        return [Problem(ProblemCode.unknown_name, "XLA_FLAGS", flags, unknown)]
+    if message := unknown_flags_message(flags := os.environ.get("XLA_FLAGS", "")):
+        return [Problem(ProblemCode.unknown_name, "XLA_FLAGS", flags, message)]
     if os.environ.get("JAX_DISABLE_JIT", "").lower() in ("y", "yes", "t", "true", "on", "1"):
         text = (
-            "JAX_DISABLE_JIT=1 is set: steps are compiled ahead of time and cannot run without jit. Unset it; to find "
+            "JAX_DISABLE_JIT=1 is set, but steps are compiled ahead of time and cannot run without jit. Unset it. To "
+            "find the operation that produces a NaN, use debug=nans."
         )
-        return [
-            Problem(
-                ProblemCode.unsupported,
-                "JAX_DISABLE_JIT",
-                "1",
-                text + "the operation that makes a NaN, use debug=nans.",
-            )
-        ]
-    forced, platform = os.environ.get("JAX_PLATFORMS"), platform_of(target.platform)
-    whole = [platform.name for platform in platforms() if platform.uses_every_device]
-    if forced in whole and not accelerators():
-        text = _not_here(f"this machine has no {forced.upper()} that JAX can use")
-        return [Problem(ProblemCode.missing, "JAX_PLATFORMS", forced, text)]
+        return [Problem(ProblemCode.unsupported, "JAX_DISABLE_JIT", "1", text)]
+    forced_platform, platform = os.environ.get("JAX_PLATFORMS"), get_platform(target.platform)
+    slice_platforms = [platform.name for platform in platforms() if platform.uses_every_device]
+    if forced_platform in slice_platforms and not accelerators():
+        text = _platforms_message(f"this machine has no {forced_platform.upper()} that JAX can use")
+        return [Problem(ProblemCode.missing, "JAX_PLATFORMS", forced_platform, text)]
     if platform.is_simulated(accelerators()):
-        text = None if run.config.force else too_many_simulated(mesh.name, mesh.size)
+        text = None if run.config.force else simulation_refusal(mesh.name, mesh.size)
         return [Problem(ProblemCode.device_count, "mesh", mesh.name, text, size=mesh.size)] if text else []
     if platform.jax_name is None or accelerators():
         return []
     text = (
-        f"target={target.describe()} is not this machine: it has no accelerator that JAX can use "
-        f"({os.cpu_count()} CPU cores). Run this where the chips are, use target=auto, or plan for them with mode=show "
-        "or mode=compile."
+        f"target={target.describe()} is not this machine, which has no accelerator that JAX can use "
+        f"({os.cpu_count()} CPU cores). Run on the target, use target=auto, or plan with mode=show or mode=compile."
     )
     return [Problem(ProblemCode.missing, "target", target.name, text)]
 
 
-def _not_here(reason: str) -> str:
-    """Return the error message for the JAX_PLATFORMS of the environment."""
+def _platforms_message(reason: str) -> str:
+    """Return the error message for an unusable JAX_PLATFORMS in the environment."""
     return (
-        f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} is set in the environment, and {reason}. Unset it to take the "
-        "devices that there are, or set JAX_PLATFORMS=cpu to simulate."
+        f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} is set in the environment, but {reason}. Unset it to use the "
+        "available devices, or set JAX_PLATFORMS=cpu to simulate."
     )
 
 
-def acquire(run: Run, team: Team = ALONE) -> Devices:
+def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
     """Return the devices for the run's mesh. Raises ValueError if the machine has too few, or a different chip.
 
     Call it before anything else initialises a JAX backend, which fixes the number of CPU devices.
     """
     config = run.config
     mesh, target = config.mesh, config.target
-    _let_simulated_devices_wait(mesh.size // team.count)
+    _configure_simulated_devices(mesh.size // team.count)
     import jax
 
     if mesh.size % team.count:
         raise ValueError(
-            f"mesh={mesh.name} has {mesh.size} devices, which {team.count} processes cannot share: each has the same "
-            f"number. Use a mesh of a multiple of {team.count} devices, or other processes."
+            f"mesh={mesh.name} has {mesh.size} devices, which do not divide evenly among {team.count} processes. Use a "
+            f"mesh with a multiple of {team.count} devices, or another number of processes."
         )
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # the backend is already initialised; the check below decides
             jax.config.update("jax_num_cpu_devices", mesh.size // team.count)
-    platform = platform_of(target.platform).jax_name
+    platform = get_platform(target.platform).jax_name
     try:
         devices = jax.devices(platform)
     except (RuntimeError, AssertionError) as error:  # JAX has an empty AssertionError if no backend initialises
-        why = no_device_reason(error)
-        reason = f"JAX finds no {f'{platform} ' if platform else ''}device here{f' ({why})' if why else ''}"
+        cause = no_device_reason(error)
+        reason = f"JAX finds no {f'{platform} ' if platform else ''}device here{f' ({cause})' if cause else ''}"
         if os.environ.get("JAX_PLATFORMS"):
-            raise ValueError(_not_here(reason)) from error
+            raise ValueError(_platforms_message(reason)) from error
         raise ValueError(f"target={target.describe()}: {reason}.") from error
-    kind, found = devices[0].device_kind, platform_of(devices[0].platform)
+    kind, actual_platform = devices[0].device_kind, get_platform(devices[0].platform)
     if target.chip is not None and kind not in target.chip.device_kinds:
         raise ValueError(
-            f"target={target.describe()} wants {target.chip.name} chips; this machine has {len(devices)} x {kind}. "
-            "Use target=auto to take them."
+            f"target={target.describe()} needs {target.chip.name} chips, but this machine has {len(devices)} x {kind}. "
+            "Use target=auto to train on those."
         )
-    if len(devices) < mesh.size or (found.uses_every_device and len(devices) != mesh.size):
+    if len(devices) < mesh.size or (actual_platform.uses_every_device and len(devices) != mesh.size):
         raise ValueError(
-            f"mesh={mesh.name} needs {mesh.size} devices; this machine has {len(devices)} x {kind}. "
+            f"mesh={mesh.name} needs {mesh.size} devices, but this machine has {len(devices)} x {kind}. "
             f"Use a mesh of {len(devices)} devices, such as mesh=1x1x{len(devices)}, or target=cpu to simulate."
         )
     if team.count > 1:
         team.agree("devices", {"their order": [str(device) for device in devices]})
-    chip = target.chip or chip_of(kind)
-    return Devices(tuple(devices[: mesh.size]), devices[0].platform, chip, simulated=found.runs_on_host)
+    chip = target.chip or chip_for_device_kind(kind)
+    return Devices(tuple(devices[: mesh.size]), devices[0].platform, chip, simulated=actual_platform.runs_on_host)
 
 
 def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Team = ALONE) -> Devices:
     """Configure JAX and return the run's devices. Raises ValueError if this machine lacks them."""
     refuse(missing_devices(run))
     configure_jax(run, say)
-    return acquire(run, team)
+    return acquire_devices(run, team)
 
 
 def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
@@ -155,12 +148,14 @@ def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
     if only_libtpu_without_a_tpu():
         jax.config.update("jax_platforms", "cpu")  # without a TPU, libtpu writes many lines to stderr
     cache = cache_root() / "xla"
-    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")  # the disk may fill up
+    warnings.filterwarnings(
+        "ignore", "Error (reading|writing) persistent compilation cache"
+    )  # a full disk must not flood the output
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        pass  # the user's own
+        pass  # the user has set a cache
     elif trouble := cache_problem(cache):
         if say is not None:
-            say(f"{trouble} Compiled programs are not kept.")
+            say(f"{trouble} Compiled programs will not be cached.")
     else:
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
@@ -172,26 +167,26 @@ def only_libtpu_without_a_tpu() -> bool:
     """Return whether libtpu is the only installed JAX plugin, on a machine without a TPU."""
     if os.environ.get("JAX_PLATFORMS") or accelerators():
         return False
-    others = find_spec("jax_plugins") is not None or bool(entry_points(group="jax_plugins"))
-    return find_spec("libtpu") is not None and not others
+    has_other_plugins = find_spec("jax_plugins") is not None or bool(entry_points(group="jax_plugins"))
+    return find_spec("libtpu") is not None and not has_other_plugins
 
 
-_THREADS_A_DEVICE = 4
+_THREADS_PER_DEVICE = 4
 """A simulated device computes while it waits in up to three collectives at once, each on a separate thread."""
 
 
-def _let_simulated_devices_wait(count: int) -> None:
-    """Give simulated devices enough threads and time to meet in collectives.
+def _configure_simulated_devices(count: int) -> None:
+    """Set the environment so that simulated devices have enough threads and time for their collectives.
 
-    XLA starts one thread per device; if all of them wait in a collective, the last participant has none left. It reads
+    XLA starts one thread per device; if all of them wait in a collective, its last participant cannot run. XLA reads
     `NPROC` before it counts cores. Its default timeout ends the process after 40 s on a busy machine.
     """
-    set_already = int(os.environ["NPROC"]) if os.environ.get("NPROC", "").isdigit() else os.cpu_count() or 1
-    os.environ["NPROC"] = str(max(_THREADS_A_DEVICE * count, set_already))
+    current_threads = int(os.environ["NPROC"]) if os.environ.get("NPROC", "").isdigit() else os.cpu_count() or 1
+    os.environ["NPROC"] = str(max(_THREADS_PER_DEVICE * count, current_threads))
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_cpu_collective_call_terminate_timeout_seconds" not in flags:
-        patience = (
+        timeouts = (
             "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 "
             "--xla_cpu_collective_call_terminate_timeout_seconds=1200"
         )
-        os.environ["XLA_FLAGS"] = f"{flags} {patience}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} {timeouts}".strip()

@@ -10,7 +10,7 @@ import numpy as np
 from valkyrie.data.batches import Dataset
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.train.generate import continuation
-from valkyrie.train.options import refusals_in_plain_words
+from valkyrie.train.options import explain_option_errors
 from valkyrie.train.program import StepProgram
 
 
@@ -24,22 +24,22 @@ class Evaluator:
         self._references = jax.tree.map(lambda x: jax.device_put(x, replicated), references)
 
     def __call__(self, parameters: Any, batches: int | None) -> dict[str, float]:
-        """Return the task's metrics over the first `batches` of the validation split (None: all)."""
+        """Return the task's metrics over the first `batches` batches of the validation split, or over all if None."""
         program = self._program
         sums: list[dict[str, jax.Array]] = []
         with program.loader(self._prepared, "validation") as loader:
             for number, batch in enumerate(loader):
                 if batches is not None and number >= batches:
                     break
-                with refusals_in_plain_words():
+                with explain_option_errors():
                     result = program.evaluate(parameters, program.place(batch), self._references)
                 sums.append(jax.block_until_ready(result))
-        total = {key: float(np.sum([np.asarray(s[key], np.float64) for s in sums])) for key in sums[0]}
-        return program.task.evaluation(total)
+        totals = {key: float(np.sum([np.asarray(s[key], np.float64) for s in sums])) for key in sums[0]}
+        return program.task.evaluation(totals)
 
     @property
-    def writes(self) -> bool:
-        """Whether the model writes text."""
+    def generates_text(self) -> bool:
+        """Whether the model generates text."""
         return self._tokenizer is not None
 
     def sample(self, parameters: Any) -> str:

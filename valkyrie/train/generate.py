@@ -13,7 +13,7 @@ import numpy as np
 
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.models.assembly import Assembly
-from valkyrie.train.continued import Text, begin, grown
+from valkyrie.train.continued import Text, begin_text, pad_state
 
 if TYPE_CHECKING:
     from valkyrie.train.program import StepProgram
@@ -25,8 +25,8 @@ def sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | N
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, top_k)[0][..., -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
+        threshold = jax.lax.top_k(logits, top_k)[0][..., -1:]
+        logits = jnp.where(logits < threshold, -jnp.inf, logits)
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
 
 
@@ -47,27 +47,27 @@ def generate(
     those sampled in one go, except for rounding with unbounded attention, since a longer cache is summed in another
     order. Bytes of an incomplete character are held back.
     """
-    text = begin(tokenizer, prompt) if isinstance(prompt, str) else prompt
+    text = begin_text(tokenizer, prompt) if isinstance(prompt, str) else prompt
     if tokens == 0 or text.ended:
         return
-    known, key = tokenizer.vocab_size, jax.random.key(seed)
+    vocab_size, key = tokenizer.vocab_size, jax.random.key(seed)
 
     @partial(jax.jit, donate_argnums=2)
     def advance(parameters: Any, token: jax.Array, state: Any, key: jax.Array, position: Any) -> tuple[jax.Array, Any]:
         logits, state = assembly.module(parameters).step(token, state)
-        return sample(logits[:, :known], jax.random.fold_in(key, position), temperature, top_k), state
+        return sample(logits[:, :vocab_size], jax.random.fold_in(key, position), temperature, top_k), state
 
-    last = len(text.ids) + tokens
-    empty = jax.jit(lambda p: assembly.module(p).init_state(1, last))
-    text.state = empty(parameters) if text.state is None else grown(text.state, jax.eval_shape(empty, parameters))
+    length = len(text.ids) + tokens
+    empty = jax.jit(lambda p: assembly.module(p).init_state(1, length))
+    text.state = empty(parameters) if text.state is None else pad_state(text.state, jax.eval_shape(empty, parameters))
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(text.bytes(tokenizer))
-    while len(text.ids) < last:
+    while len(text.ids) < length:
         token = jnp.full((1,), text.ids[text.read], jnp.int32)
         sampled, text.state = advance(parameters, token, text.state, key, np.int32(text.read))
         text.read += 1
         if text.read == len(text.ids):
-            if not text.take(int(np.asarray(sampled)[0]), tokenizer):
+            if not text.append_token(int(np.asarray(sampled)[0]), tokenizer):
                 break
             yield decoder.decode(tokenizer.decode_bytes(text.ids[-1:]))
     if (rest := decoder.decode(b"", final=True)) or not text.ended:
@@ -109,7 +109,7 @@ class Completer:
         everywhere: Callable[[jax.Array], jax.Array] = lambda tokens: tokens,
     ) -> None:
         """`everywhere` replicates the tokens, so that each of several processes has them."""
-        known, self._tokenizer = tokenizer.vocab_size, tokenizer
+        vocab_size, self._tokenizer = tokenizer.vocab_size, tokenizer
 
         def advance(
             parameters: Any, state: Any, token: jax.Array, prompts: jax.Array, keys: jax.Array, first: jax.Array
@@ -121,7 +121,9 @@ class Completer:
                 token = jnp.where(prompt_token >= 0, prompt_token, token)
                 logits, state = assembly.module(parameters).step(token, state)
                 row_keys = jax.vmap(lambda key: jax.random.fold_in(key, position))(keys)
-                token = jax.vmap(lambda row, key: sample(row, key, temperature, top_k))(logits[:, :known], row_keys)
+                token = jax.vmap(lambda row, key: sample(row, key, temperature, top_k))(
+                    logits[:, :vocab_size], row_keys
+                )
                 return (state, token), token
 
             columns = (prompts.T, first + jnp.arange(prompts.shape[1]))
@@ -162,7 +164,7 @@ class Completer:
         texts: list[str] = []
         for first in range(0, len(ids), batch):
             rows = [min(number, len(ids) - 1) for number in range(first, first + batch)]
-            batches = self._texts(parameters, [ids[r] for r in rows], keys[np.array(rows)], length, tokens)
+            batches = self._sample_texts(parameters, [ids[r] for r in rows], keys[np.array(rows)], length, tokens)
             for batch_texts in batches:
                 if stopped():
                     return None
@@ -171,7 +173,7 @@ class Completer:
             texts += [text for text, _ in batch_texts]
         return texts[: len(ids)]
 
-    def _texts(
+    def _sample_texts(
         self, parameters: Any, ids: Sequence[Sequence[int]], keys: jax.Array, length: int, tokens: int
     ) -> Iterator[list[tuple[str, bool]]]:
         """Yield the texts so far, each with whether it is complete, after every `_CHUNK` tokens."""
@@ -184,9 +186,11 @@ class Completer:
             end = first + _CHUNK
             state, token, new = self._advance(parameters, state, token, prompts[:, first:end], keys, np.int32(first))
             sampled[:, first:end] = np.asarray(new)
-            yield [self._text(row[len(prompt) - 1 : end], tokens) for prompt, row in zip(ids, sampled, strict=True)]
+            yield [
+                self._decode_text(row[len(prompt) - 1 : end], tokens) for prompt, row in zip(ids, sampled, strict=True)
+            ]
 
-    def _text(self, sampled: np.ndarray, tokens: int) -> tuple[str, bool]:
+    def _decode_text(self, sampled: np.ndarray, tokens: int) -> tuple[str, bool]:
         """Return the text of sampled tokens, and whether it is complete."""
         ids, ends = sampled[:tokens], np.flatnonzero(sampled[:tokens] == self._tokenizer.bos_id)
         complete = bool(len(ends)) or len(ids) == tokens

@@ -1,7 +1,7 @@
 """Memory of a training step on one device, for one layout or for thousands at once. Imports no JAX.
 
-Parameters, gradients, optimizer state and the average follow from shapes; activations are an estimate from what blocks
-declare (`SavedActivation`).
+Parameters, gradients, optimizer state and the average follow from shapes. Activations are estimated from the sizes that
+blocks declare (`SavedActivation`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.config.run import Run, known_axes
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.models.block import BLOCK_INPUT, SavedActivation
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import Memory, resolve_rules
@@ -36,7 +36,7 @@ Bytes = TypeVar("Bytes", int, np.ndarray)
 
 @dataclass(frozen=True)
 class ExpectedMemory(Generic[Bytes]):
-    """Peak memory of a step by part, in bytes of one device: of one layout, or one entry per layout."""
+    """Peak memory of a step by part, in bytes per device. Numbers for one layout, arrays for several."""
 
     parameters: Bytes
     gradients: Bytes
@@ -57,7 +57,7 @@ class ExpectedMemory(Generic[Bytes]):
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes per device saved for the backward pass under one layout, by activation, on the device and on the host."""
+    """Bytes per device saved for the backward pass, by activation, in device and in host memory."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -86,7 +86,7 @@ class MemoryErrors:
 
 
 class MemoryEstimator:
-    """Memory of a step of each layout. Parts that do not depend on remat are computed once for all policies.
+    """Memory of a step under each layout. Parts that do not depend on remat are computed once for all policies.
 
     Args:
         run: Model, batch, precision and optimizer.
@@ -112,15 +112,17 @@ class MemoryEstimator:
         """Return the bytes saved for the backward pass, by location and by activation."""
         sizes: dict[ActivationLocation, dict[str, np.ndarray]] = {location: {} for location in ActivationLocation}
         for activation, bytes_ in self.activations:
-            by_name, name = sizes[location_of(activation, remat)], activation.name or UNNAMED
+            by_name, name = sizes[saved_location(activation, remat)], activation.name or UNNAMED
             by_name[name] = by_name[name] + bytes_ if name in by_name else bytes_
         return sizes
 
     @cached_property
     def activations(self) -> list[tuple[SavedActivation, np.ndarray]]:
-        """Activations that a backward pass may read, with their bytes over all microbatches in flight."""
-        waiting = self.layouts.in_flight / self.layouts.stages
-        return [(activation, self._bytes(activation) * waiting) for activation in self.run.model.saved_activations()]
+        """Activations that a backward pass may read, with their bytes over all microbatches in flight on a stage."""
+        microbatches = self.layouts.in_flight / self.layouts.stages
+        return [
+            (activation, self._bytes(activation) * microbatches) for activation in self.run.model.saved_activations()
+        ]
 
     @cached_property
     def gathered(self) -> np.ndarray:
@@ -128,50 +130,50 @@ class MemoryEstimator:
         layouts, total, policy = self.layouts, np.zeros(len(self.layouts)), self.run.config.precision
         itemsize = policy.compute.itemsize + policy.reduction.itemsize
         for spec in self.run.model.parameters().values():
-            data = [m for axis in spec.axes for m in layouts.gathered_axes(axis)]
-            if LAYERS in spec.axes and data:
+            data_axes = [m for axis in spec.axes for m in layouts.gathered_axes(axis)]
+            if LAYERS in spec.axes and data_axes:
                 layers = spec.shape[spec.axes.index(LAYERS)] / layouts.stages
-                total = total + itemsize * (layouts.shard(spec, "used") / layers) * (layouts.parts(data) > 1)
+                total = total + itemsize * (layouts.shard(spec, "used") / layers) * (layouts.parts(data_axes) > 1)
         return total
 
     @cached_property
     def _at_rest(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Bytes of parameters, gradients, optimizer state and the average of parameters."""
         layouts, config = self.layouts, self.run.config
-        parameters, reduced, added, moments, average = (np.zeros(len(layouts)) for _ in range(5))
+        parameters, reduced_gradients, accumulated, moments, average = (np.zeros(len(layouts)) for _ in range(5))
         for spec in self.run.model.parameters().values():
-            numbers = layouts.shard(spec, "stored")
-            parameters += numbers * (4 if spec.float32 else config.precision.parameter.itemsize)
-            reduced += numbers * config.precision.reduction.itemsize
-            added += numbers * ACCUMULATED.itemsize
+            elements = layouts.shard(spec, "stored")
+            parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
+            reduced_gradients += elements * config.precision.reduction.itemsize
+            accumulated += elements * ACCUMULATED.itemsize
             moments += config.optimizer.state_bytes(spec) * layouts.state_shard(spec)
-            average += numbers * ACCUMULATED.itemsize * (config.optimizer.ema_decay is not None)
-        gradients = np.minimum(parameters, reduced) + np.where(layouts.microbatches > 1, added, 0)
+            average += elements * ACCUMULATED.itemsize * (config.optimizer.ema_decay is not None)
+        gradients = np.minimum(parameters, reduced_gradients) + np.where(layouts.microbatches > 1, accumulated, 0)
         return parameters, gradients, moments, average
 
     def _activations(self, remat: RematConfig, gradients: np.ndarray) -> np.ndarray:
         """Return the bytes of saved activations and of the working sets of a group of blocks and of the loss."""
         saved, unnamed = np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for activation, bytes_ in self.activations:
-            if location_of(activation, remat) is ActivationLocation.device:
+            if saved_location(activation, remat) is ActivationLocation.device:
                 saved = saved + bytes_
                 unnamed = unnamed + (bytes_ if activation.name is None else 0.0)
-        loss, group = self._working
-        platform = platform_of(self.run.config.target.platform)
+        loss, group = self._working_sets
+        platform = get_platform(self.run.config.target.platform)
         return platform.activation_bytes(saved, unnamed, loss, group, gradients, self.gathered)
 
     @cached_property
-    def _working(self) -> tuple[np.ndarray, np.ndarray]:
+    def _working_sets(self) -> tuple[np.ndarray, np.ndarray]:
         """Bytes of the working sets of one part of the loss (its logits) and of one group of blocks."""
-        layouts, model, m = self.layouts, self.run.model, self.layouts.microbatches
-        loss, group, piped = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
+        layouts, model, microbatches = self.layouts, self.run.model, self.layouts.microbatches
+        loss, group, is_pipelined = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
         for activation in model.working_activations():
             bytes_ = self._bytes(activation)
             group, loss = (group + bytes_, loss) if activation.positions is None else (group, loss + bytes_)
-        if piped.any():  # the first stage holds the residual stream of all microbatches
+        if is_pipelined.any():  # the first stage holds the residual stream of all microbatches
             stream = next(activation for activation in model.saved_activations() if activation.name == BLOCK_INPUT)
-            group = group + np.where(piped, m * self._bytes(replace(stream, count=1)), 0.0)
-        return loss / layouts.stages * np.where(piped & (not layouts.alternates), m, 1), group
+            group = group + np.where(is_pipelined, microbatches * self._bytes(replace(stream, count=1)), 0.0)
+        return loss / layouts.stages * np.where(is_pipelined & (not layouts.alternates), microbatches, 1), group
 
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
         """Return the bytes of an activation of one microbatch on one device of a stage."""
@@ -180,14 +182,14 @@ class MemoryEstimator:
         positions = config.seq / layouts.parts(layouts.activations[SEQ])
         if activation.positions is not None:
             positions = np.minimum(positions, activation.positions)
-        numbers = config.batch / layouts.microbatches / layouts.parts(layouts.activations[BATCH]) * positions
+        elements = config.batch / layouts.microbatches / layouts.parts(layouts.activations[BATCH]) * positions
         for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):
-            numbers = numbers * length / layouts.split(axis, "active", length)
-        return activation.count * numbers * (4 if activation.float32 else config.precision.compute.itemsize)
+            elements = elements * length / layouts.split(axis, "active", length)
+        return activation.count * elements * (4 if activation.float32 else config.precision.compute.itemsize)
 
 
-def layouts_of(runs: Sequence[Run]) -> Candidates:
-    """Return the layouts of runs with one partition and the same mesh axes as arrays, without links."""
+def layout_arrays(runs: Sequence[Run]) -> Candidates:
+    """Return the layouts of several runs as arrays, without links. The runs share a partition and mesh axes."""
     config, layouts = runs[0].config, [run.layout for run in runs]
     parameters, activations, _ = resolve_rules(config.partition, config.mesh, runs[0].arrays.axes, known_axes())
     return Candidates(
@@ -203,11 +205,11 @@ def layouts_of(runs: Sequence[Run]) -> Candidates:
 
 
 def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = None) -> ExpectedMemory[int]:
-    """Return the memory of a run under `remat` (None: its own), without arrays in host memory.
+    """Return the memory of a run under `remat`, or under its own policy if None, without arrays in host memory.
 
-    The size of the optimizer state is read from `abstract_state`, its shapes with shardings.
+    The size of the optimizer state comes from `abstract_state`, which has shapes and shardings.
     """
-    memory = MemoryEstimator(run, layouts_of([run])).under(remat or run.config.remat)
+    memory = MemoryEstimator(run, layout_arrays([run])).under(remat or run.config.remat)
     on_device = run.layout.partition.optimizer_memory is Memory.device
     parts = {name: int(bytes_.item()) for name, bytes_ in vars(memory).items()}
     return ExpectedMemory(**parts | {"optimizer": _shard_bytes(abstract_state.optimizer) if on_device else 0})
@@ -221,8 +223,8 @@ def _shard_bytes(abstract: Any) -> int:
 
 
 def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
-    """Return the bytes that a run saves for its backward pass under `remat` (None: its own)."""
-    saved = MemoryEstimator(run, layouts_of([run])).saved(remat or run.config.remat)
+    """Return the bytes that a run saves for its backward pass under `remat`, or under its own policy if None."""
+    saved = MemoryEstimator(run, layout_arrays([run])).saved(remat or run.config.remat)
     locations = saved[ActivationLocation.device], saved[ActivationLocation.host]
     return SavedBytes(
         *({name: size for name, n in by_name.items() if (size := int(n.item()))} for by_name in locations)
@@ -230,17 +232,21 @@ def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
 
 
 def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Return the named activations that a run recomputes: the bytes per device to save each, and what else that spares.
+    """Return the named activations that a run recomputes, each with the bytes per device needed to save it.
 
-    Saving an activation also spares those that are only needed to recompute it; their names come with the bytes.
+    Each also lists the activations that are only needed to recompute it, and not at all once it is saved.
     """
     layout, remat = run.layout, run.config.remat
-    if layout.pipeline is not None and layout.pipeline.alternates:  # 1f1b always saves layer inputs only
+    if (
+        layout.pipeline is not None and layout.pipeline.alternates
+    ):  # 1F1B always saves layer inputs only, whatever remat says
         return {}
     sizes: dict[str, float] = defaultdict(float)
     needed: dict[str, dict[str, None]] = defaultdict(dict)
-    for activation, bytes_ in MemoryEstimator(run, layouts_of([run])).activations:
-        recomputed = location_of(activation, remat) is ActivationLocation.nowhere and not _is_spared(activation, remat)
+    for activation, bytes_ in MemoryEstimator(run, layout_arrays([run])).activations:
+        recomputed = saved_location(activation, remat) is ActivationLocation.nowhere and not _is_not_needed(
+            activation, remat
+        )
         if recomputed and activation.name is not None and activation.count:
             sizes[activation.name] += bytes_.item()
             if activation.needed_for is not None:
@@ -255,15 +261,15 @@ def legal_remats(run: Run) -> dict[str, RematConfig]:
     return {name: remat for name, remat in remats.items() if not run.changed(remat=remat).layout_problems()}
 
 
-def location_of(activation: SavedActivation, remat: RematConfig) -> ActivationLocation:
-    """Return where an activation is kept: nowhere if it is only needed to recompute one that is saved."""
+def saved_location(activation: SavedActivation, remat: RematConfig) -> ActivationLocation:
+    """Return where an activation is saved: nowhere if it is only needed to recompute a saved one."""
     location = remat.location(activation.name, product=activation.product)
     if location is ActivationLocation.nowhere and activation.never_recomputed:
         return ActivationLocation.device
-    return ActivationLocation.nowhere if _is_spared(activation, remat) else location
+    return ActivationLocation.nowhere if _is_not_needed(activation, remat) else location
 
 
-def _is_spared(activation: SavedActivation, remat: RematConfig) -> bool:
+def _is_not_needed(activation: SavedActivation, remat: RematConfig) -> bool:
     saved_for = activation.needed_for
     return saved_for is not None and remat.location(saved_for) is not ActivationLocation.nowhere
 

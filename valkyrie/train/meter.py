@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
-Spent = Literal["setup", "compile", "restore", "save", "evaluation", "other"]
+TimeKind = Literal["setup", "compile", "restore", "save", "evaluation", "other"]
 """Kinds of time that are not steps, a subset of `goodput.KINDS`."""
 
 
@@ -39,32 +39,32 @@ class Meter:
         """Start the clock of the next step."""
         self._since, self._paused, self._waited = time.perf_counter(), 0.0, 0.0
 
-    def finished(self) -> float:
+    def step_finished(self) -> float:
         """Record a finished step and return its seconds since the end of the previous one, or since `start`."""
         now = time.perf_counter()
-        taken, waited = now - self._since - self._paused, self._waited
+        duration, wait = now - self._since - self._paused, self._waited
         self._since, self._paused, self._waited = now, 0.0, 0.0
         if self.first is None:
-            self.first = taken
+            self.first = duration
         else:
-            self.steps.append(taken)
-            self.waits.append(waited)
-        self.spent["steps"] += taken - waited
-        self.spent["data"] += waited
-        return taken
+            self.steps.append(duration)
+            self.waits.append(wait)
+        self.spent["steps"] += duration - wait
+        self.spent["data"] += wait
+        return duration
 
     @contextlib.contextmanager
-    def paused(self, kind: Spent = "other") -> Iterator[None]:
+    def paused(self, kind: TimeKind = "other") -> Iterator[None]:
         """Count the time inside as this kind instead of as part of a step."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             yield
         finally:
-            taken = time.perf_counter() - began
-            self._paused += taken
-            self.spent[kind] += taken
+            duration = time.perf_counter() - start_time
+            self._paused += duration
+            self.spent[kind] += duration
 
-    def dispatched(self, wait: Callable[[], object]) -> None:
+    def step_dispatched(self, wait: Callable[[], object]) -> None:
         """Record that a step was dispatched. `wait` returns when the devices have finished it."""
 
         def finish_time() -> float:
@@ -74,15 +74,15 @@ class Meter:
         self._finish_time = self._thread.submit(finish_time)
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting_for_data(self) -> Iterator[None]:
         """Time the fetching of the next batch. Counts as waiting once the devices have finished the last step."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         yield
         last = self._finish_time
         if last is None:
-            self._waited += max(time.perf_counter() - began, 0.0)
+            self._waited += max(time.perf_counter() - start_time, 0.0)
         elif last.done() and last.exception() is None:
-            self._waited += max(time.perf_counter() - max(began, last.result()), 0.0)
+            self._waited += max(time.perf_counter() - max(start_time, last.result()), 0.0)
 
     def close(self) -> None:
         """End the thread that waits for the devices, after the current step."""

@@ -1,4 +1,4 @@
-"""`mode=train`, `show`, `eval`, `generate`, `code_eval`. JAX is imported only after cheaper checks have passed."""
+"""Modes `train`, `eval`, `generate`, `code_eval`, `checkpoints` and `show`. JAX is imported after cheaper checks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from valkyrie.checkpoint import NotSavedError, stored_checkpoints
 from valkyrie.config.modes import CODE_EVAL, settings_for
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.modes.generate import Config as GenerateMode
-from valkyrie.optim import rises_if_extended
+from valkyrie.optim import rate_rises_if_extended
 from valkyrie.processes.ending import INTERRUPTED, PREEMPTED
 from valkyrie.runs.folder import command_name, kept_text, run_folder
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.wandb_writer import TRAFFIC
 from valkyrie.train.devices import configure_jax, prepare_devices
-from valkyrie.train.prepare import prepare_run, refuse_without_judge, restore, tokenizer_of, trained_folder
-from valkyrie.train.processes import Team, together
+from valkyrie.train.prepare import load_run_tokenizer, prepare_run, refuse_without_judge, restore, trained_folder
+from valkyrie.train.processes import Team, join_processes
 from valkyrie.train.room import explain_oom
 from valkyrie.train.screen import make_console
 from valkyrie.units import traffic_text
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from valkyrie.train.continued import Text
     from valkyrie.train.devices import Devices
     from valkyrie.train.program import StepProgram
-    from valkyrie.train.trainer import Fitted
+    from valkyrie.train.trainer import FitResult
 
 
 def train(run: Run) -> int:
     """Train, evaluate, print a sample, the run folder and the next commands; return the exit status."""
     began = time.time()
-    with together(run) as team:
+    with join_processes(run) as team:
         return _train(run, team, began)
 
 
@@ -56,18 +56,21 @@ def _train(run: Run, team: Team, began: float) -> int:
     try:
         fitted = fit(run, *prepared, folder, console, team=team, began=began)
     except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:
-        print(f"valkyrie-train: {_where(error) if isinstance(error, FloatingPointError) else error}", file=sys.stderr)
-        if team.count > 1:  # the error may be of this process alone: SystemExit also ends the others, which wait for it
+        print(
+            f"valkyrie-train: {_nan_message(error) if isinstance(error, FloatingPointError) else error}",
+            file=sys.stderr,
+        )
+        if team.count > 1:  # SystemExit also ends the other processes, which wait for this one
             sys.exit(1)
         return 1
-    name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # names are only resolved in there
-    again = f"{command_name()} resume={shlex.quote(name)}"
+    name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # `resume` looks up names only there
+    resume_command = f"{command_name()} resume={shlex.quote(name)}"
     if fitted.interrupted:
-        console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Go on with: {again}")
+        console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Resume with: {resume_command}")
         return PREEMPTED if fitted.preempted else INTERRUPTED
     _report(console, fitted, prepared.devices)
-    if (spent := read_goodput(folder)) is not None:
-        console.print(spent.describe())
+    if (goodput := read_goodput(folder)) is not None:
+        console.print(goodput.describe())
     is_text = fitted.program.task.is_text
     if run.config.sample_tokens and is_text and prepared.tokenizer is not None:
         console.rule("sample")
@@ -76,16 +79,18 @@ def _train(run: Run, team: Team, began: float) -> int:
         console.rule()
     console.print(f"run folder: {folder}")
     longer = 2 * max(run.config.steps, fitted.summary["steps"])
-    rises = rises_if_extended(run.config.optimizer, fitted.summary["steps"], longer)
-    rate = f", its learning rate rises again, to decay over {longer} steps" if rises else ""
-    console.print(f"next: {again} steps={longer}   # continues training{rate}")
-    console.print(f'      {again} mode=generate prompt="class "' if is_text else f"      {again} mode=eval")
+    rate_rises = rate_rises_if_extended(run.config.optimizer, fitted.summary["steps"], longer)
+    rate_note = f"; the learning rate rises again and decays over {longer} steps" if rate_rises else ""
+    console.print(f"next: {resume_command} steps={longer}   # continues training{rate_note}")
+    console.print(
+        f'      {resume_command} mode=generate prompt="class "' if is_text else f"      {resume_command} mode=eval"
+    )
     return 0
 
 
 def evaluate(run: Run) -> int:
     """Evaluate a trained run on its whole validation split and print the result; return the exit status."""
-    with together(run) as team:
+    with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         console = make_console()
         prepared = prepare_run(run, console, team)
@@ -103,16 +108,16 @@ def evaluate(run: Run) -> int:
 
 def generate(run: Run) -> int:
     """Print the prompt and its continuation by a trained run, as it is sampled; return the exit status."""
-    with together(run) as team:
+    with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         keep = settings_for(GenerateMode, run.config.mode).keep
         path = None if keep is None else kept_text(folder, keep)
-        tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
+        tokenizer, console, devices = load_run_tokenizer(run), make_console(), prepare_devices(run, _to_stderr, team)
         program, step, parameters = restore(run, devices, folder, team)
         console.print(f"{folder.name} at step {step}", style="dim")
         with explain_oom(run, devices):
             if path is not None:
-                _continue_kept_text(program, step, parameters, tokenizer, path, team)
+                _continue_saved_text(program, step, parameters, tokenizer, path, team)
             else:
                 sys.stdout.write(run.config.prompt)
                 _print_continuation(program, parameters, tokenizer, run.config.prompt)
@@ -121,10 +126,10 @@ def generate(run: Run) -> int:
 
 def code_eval(run: Run) -> int:
     """Sample solutions to coding problems, print pass rates, write `code_eval.json`; return the exit status."""
-    with together(run) as team:
+    with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         refuse_without_judge(run, team)
-        tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
+        tokenizer, console, devices = load_run_tokenizer(run), make_console(), prepare_devices(run, _to_stderr, team)
         program, step, parameters = restore(run, devices, folder, team)
         from valkyrie.train.code import CodeEvaluation, table
 
@@ -154,13 +159,13 @@ def list_checkpoints(run: Run) -> int:
 
 
 def show(run: Run) -> int:
-    """Print the parameters with shardings and bytes, the roles of mesh axes, and the expected memory."""
+    """Print the parameters with shardings and bytes, the roles of mesh axes, and the estimated memory."""
     import jax
 
     from valkyrie.train.show import show_run
 
     configure_jax(run)
-    jax.config.update("jax_platforms", "cpu")  # whatever the environment sets: no device is needed
+    jax.config.update("jax_platforms", "cpu")  # overrides the environment, because no device is needed
     show_run(run, make_console())
     return 0
 
@@ -169,34 +174,36 @@ def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _continue_kept_text(
+def _continue_saved_text(
     program: StepProgram, step: int, parameters: Any, tokenizer: Tokenizer, path: Path, team: Team
 ) -> None:
     """Print the text saved as `mode.keep` and its continuation, and save both with the state, also on Ctrl-C."""
     import jax
 
-    from valkyrie.train.continued import begin, load, save
+    from valkyrie.train.continued import begin_text, load_text, save_text
 
     prompt = program.run.config.prompt
     if not team.broadcast_from_leader("kept text", path.exists):
-        text = begin(tokenizer, prompt, step)
+        text = begin_text(tokenizer, prompt, step)
     else:
-        text = load(path, jax.eval_shape(lambda p: program.assembly.module(p).init_state(1, 1), parameters))
+        text = load_text(path, jax.eval_shape(lambda p: program.assembly.module(p).init_state(1, 1), parameters))
         if text.step != step:
-            _to_stderr(f"{path.stem} was made at step {text.step}; the model of step {step} reads it again.")
-            text = text.unread(step)
+            _to_stderr(
+                f"{path.stem} was written at step {text.step}. The model of step {step} reads it from the start."
+            )
+            text = text.reread(step)
         if prompt != text.prompt:
-            text.add(tokenizer, prompt)
+            text.append(tokenizer, prompt)
     sys.stdout.write(text.bytes(tokenizer).decode(errors="ignore"))
     try:
         _print_continuation(program, parameters, tokenizer, text)
     except KeyboardInterrupt:
         if team.count == 1:
-            save(text, path)
+            save_text(text, path)
         raise
-    save(text, path, writes=team.leads)
-    over = " It has ended: give it a prompt to go on." if text.ended else ""
-    _to_stderr(f"kept in {path}, {len(text.ids) - 1:,} tokens.{over}")
+    save_text(text, path, writes=team.leads)
+    ending = " The text has ended; continue it with prompt=." if text.ended else ""
+    _to_stderr(f"saved in {path} ({len(text.ids) - 1:,} tokens).{ending}")
 
 
 def _print_continuation(program: StepProgram, parameters: Any, tokenizer: Tokenizer, text: str | Text) -> None:
@@ -208,8 +215,8 @@ def _print_continuation(program: StepProgram, parameters: Any, tokenizer: Tokeni
     sys.stdout.write("\n")
 
 
-def _report(console: Console, fitted: Fitted, devices: Devices) -> None:
-    summary, word = fitted.summary, " simulated" if devices.simulated else ""
+def _report(console: Console, fitted: FitResult, devices: Devices) -> None:
+    summary, label = fitted.summary, " simulated" if devices.simulated else ""
     if summary["compile_s"] is None:
         return
     parts = [f"compile {summary['compile_s']:.1f} s"]
@@ -217,18 +224,18 @@ def _report(console: Console, fitted: Fitted, devices: Devices) -> None:
         parts.append(f"first step {summary['first_step_s']:.2f} s")
     if summary["step_s"] is not None:
         parts.append(f"then {1e3 * summary['step_s']:.0f} ms a step (p90 {1e3 * summary['step_p90_s']:.0f} ms)")
-        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s{word}")
+        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s{label}")
     if summary["mfu"] is not None:
         parts.append(f"MFU {100 * summary['mfu']:.1f}% of {devices.chip.name if devices.chip else ''} peak")
     console.print(", ".join(parts))
     traffic = summary.get(TRAFFIC) or {}
     if total := traffic.get("bytes"):
-        listed = ", ".join(f"{axes} {traffic_text(size)}" for axes, size in traffic["bytes_by_mesh_axes"].items())
-        console.print(f"a device sends {traffic_text(total)} in a step, by mesh axes: {listed}")
+        by_axes = ", ".join(f"{axes} {traffic_text(size)}" for axes, size in traffic["bytes_by_mesh_axes"].items())
+        console.print(f"a device sends {traffic_text(total)} in a step, by mesh axes: {by_axes}")
 
 
-def _where(error: FloatingPointError) -> str:
-    """Return the message of `debug=nans`, with the innermost line of this package."""
+def _nan_message(error: FloatingPointError) -> str:
+    """Return the message for `debug=nans`, with the innermost line of this package in the traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}valkyrie{os.sep}" in f.filename]
-    deepest = frames[-1]
-    return f"debug=nans: {error}, at {deepest.filename}:{deepest.lineno} in {deepest.name}: {deepest.line}"
+    innermost = frames[-1]
+    return f"debug=nans: {error}, at {innermost.filename}:{innermost.lineno} in {innermost.name}: {innermost.line}"

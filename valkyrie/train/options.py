@@ -1,4 +1,4 @@
-"""Compiler options of a step: their origin, and explanations of the compiler's refusals."""
+"""Compiler options of a step with their origins, and explanations of errors about them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from valkyrie.problems import suggest
 
 KEY = "target.chip.xla_options"
 CHIP, YOU, VALKYRIE = "chip default", "you", "Valkyrie"
-"""Origins of an option: the chip's YAML, the command line or an experiment, or Valkyrie, from the model's size."""
+"""Origins of an option: the chip's YAML; the command line or an experiment; or Valkyrie, by the size of the model."""
 
 TO_FIT = "needed to fit"
-"""Origin of options that were added because the program slightly exceeded the memory without them."""
+"""Origin of options added because the program slightly exceeded the memory without them."""
 SAVING_MEMORY = {"xla_tpu_order_dot_after_layout": "false", "xla_jf_enable_multi_output_fusion": "false"}
 """TPU options that save memory: 3 to 9% of the peak in measurements (experiments/LOG.md)."""
 
@@ -39,27 +39,27 @@ class Option:
         return f"{self.name} removed" if self.value is None else f"{self.name}={self.value}"
 
 
-def options_of(chip: ChipConfig | None, computed: dict[str, str]) -> list[Option]:
+def collect_options(chip: ChipConfig | None, computed: dict[str, str]) -> list[Option]:
     """Return all options, including removed defaults.
 
     Args:
         chip: The chip. An option with the value of the chip's shipped YAML counts as its default. Defaults that the
             installed compiler no longer accepts (`xla_options_until`) are left out.
-        computed: Valkyrie's options, which those of the chip override.
+        computed: Options set by Valkyrie. Options of the chip override them.
     """
-    written = dict(chip.xla_options) if chip else {}
+    requested = dict(chip.xla_options) if chip else {}
     shipped = known_chips()[chip.name].xla_options if chip and chip.name in known_chips() else {}
-    for name in [name for name, until in (chip.xla_options_until if chip else {}).items() if _later_than(until)]:
-        if name in shipped and written.get(name) == shipped[name]:
-            del written[name]
-    options = [Option(name, value, VALKYRIE) for name, value in computed.items() if name not in written]
-    for name, value in written.items():
+    for name in [name for name, until in (chip.xla_options_until if chip else {}).items() if _is_libtpu_after(until)]:
+        if name in shipped and requested.get(name) == shipped[name]:
+            del requested[name]
+    options = [Option(name, value, VALKYRIE) for name, value in computed.items() if name not in requested]
+    for name, value in requested.items():
         if value is not None or name in shipped or name in computed:
             options.append(Option(name, option_text(value), CHIP if shipped.get(name, ...) == value else YOU))
     return options
 
 
-def with_saving(options: Sequence[Option]) -> list[Option]:
+def add_saving_options(options: Sequence[Option]) -> list[Option]:
     """Add the options that save memory, except those that the user set."""
     set_by_user = {option.name for option in options if option.set_by == YOU}
     saving = {name: value for name, value in SAVING_MEMORY.items() if name not in set_by_user}
@@ -73,42 +73,42 @@ def option_text(value: object) -> str | None:
 
 
 @contextlib.contextmanager
-def refusals_in_plain_words() -> Iterator[None]:
+def explain_option_errors() -> Iterator[None]:
     """Turn XLA's errors about options into OptionRefused."""
     import jax  # not at the top: reports print options without JAX
 
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if reason := refusal(str(error)):
+        if reason := explain_refusal(str(error)):
             raise OptionRefused(reason) from None
         raise
 
 
-def refusal(message: str) -> str | None:
+def explain_refusal(message: str) -> str | None:
     """Explain a compiler error about an option. Returns None for other errors."""
     if name := unknown_option(message):
         names = {option for chip in known_chips().values() for option in chip.xla_options}
-        near = suggest(name, sorted(names))
-        hint = f" Did you mean {near}?" if near else ""
+        suggestion = suggest(name, sorted(names))
+        hint = f" Did you mean {suggestion}?" if suggestion else ""
         remedy = f"Leave it out, or write {KEY}.{name}=null."
-        return f"{KEY}.{name}: {_compiler()} has no option of this name.{hint} {remedy}"
-    if unreadable := unreadable_option(message):
-        name, value, why = unreadable
-        because = f" {why}." if why else ""
-        return f"{KEY}.{name}={value}: {_compiler()} cannot read this value.{because}"
+        return f"{KEY}.{name}: {_compiler()} has no such option.{hint} {remedy}"
+    if details := unreadable_option(message):
+        name, value, reason = details
+        cause = f" {reason}." if reason else ""
+        return f"{KEY}.{name}={value}: {_compiler()} cannot parse this value.{cause}"
     return None
 
 
-def _later_than(version: str) -> bool:
+def _is_libtpu_after(version: str) -> bool:
     """Return whether a libtpu later than this version is installed."""
     try:
-        return _numbers(metadata.version("libtpu")) > _numbers(version)
+        return _version_numbers(metadata.version("libtpu")) > _version_numbers(version)
     except metadata.PackageNotFoundError:
         return False
 
 
-def _numbers(version: str) -> list[int]:
+def _version_numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 

@@ -10,7 +10,7 @@ from valkyrie.data.config import sources_of
 from valkyrie.problems import refuse
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import changed_settings, find_run
-from valkyrie.train.devices import acquire, configure_jax, missing_devices
+from valkyrie.train.devices import acquire_devices, configure_jax, missing_devices
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,24 +38,24 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
     refuse_other_data(run)
     if run.config.mode.name == "train" and run.config.code_eval_every is not None:
         refuse_without_judge(run, team)
-    tokenizer = tokenizer_of(run) if run.task.is_text else None
-    data = _prepared_together(run, console, team)
+    tokenizer = load_run_tokenizer(run) if run.task.is_text else None
+    data = _prepare_data(run, console, team)
     console.print(data.describe(), highlight=False)
     if note := run.config.data.note(data):
         console.print(note, style="yellow")
     configure_jax(run, console.print)
-    devices = acquire(run, team)
+    devices = acquire_devices(run, team)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     return Inputs(devices, data, tokenizer)
 
 
 def refuse_other_data(run: Run) -> None:
-    """Raise ValueError if the run's task is not for its kind of data: text, puzzles, or a user's."""
+    """Raise ValueError if the run's task needs another kind of data: text, puzzles, or one that a user added."""
     task, data = run.task, run.config.data
     if task.data_kind != data.kind:
         choices = ", ".join(f"data={name}" for name in sources_of(task.data_kind)) or "a source of that kind"
         raise ValueError(
-            f"model={run.model.name} trains on {task.data_kind}, and data={data.name} is {data.kind}. Use {choices}."
+            f"model={run.model.name} trains on {task.data_kind}, but data={data.name} has {data.kind}. Use {choices}."
         )
     refuse(task.data_problems(run.model, run.config.seq, data))
 
@@ -72,8 +72,8 @@ def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
         raise ValueError("\n".join(messages))
 
 
-def _prepared_together(run: Run, console: Console, team: Team) -> Dataset:
-    """Prepare the data on process 0 first. The others then find it, unless they have separate caches."""
+def _prepare_data(run: Run, console: Console, team: Team) -> Dataset:
+    """Prepare the data, on process 0 first. The others then find it in the cache, unless they have separate caches."""
     if not team.leads:
         team.wait("data of process 0")
     data = run.config.data.open(run.tokenizer, team, console.print)
@@ -83,19 +83,19 @@ def _prepared_together(run: Run, console: Console, team: Team) -> Dataset:
     return data
 
 
-def tokenizer_of(run: Run) -> Tokenizer:
+def load_run_tokenizer(run: Run) -> Tokenizer:
     """Return the tokenizer of a run. Raises ValueError if it has more ids than the model has rows."""
     from valkyrie.data.tokenizer import load_tokenizer, vocab_size_of
 
     if not run.task.is_text:
-        raise ValueError(f"model={run.model.name} answers puzzles: it has no tokenizer and continues no text.")
+        raise ValueError(f"model={run.model.name} solves puzzles: it has no tokenizer and cannot continue text.")
 
     ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
     if ids > rows:
         key = "data.tokenizer" if run.tokenizer != run.model.tokenizer else "model.tokenizer"
         raise ValueError(
-            f"{key}={run.tokenizer} has {ids:,} ids, but model.vocab_size={rows} is all that the model has. "
-            f"Use model.vocab_size={ids} or above, or a tokenizer of at most {rows:,} ids."
+            f"{key}={run.tokenizer} has {ids:,} ids, but model.vocab_size={rows}. "
+            f"Use model.vocab_size={ids} or more, or a tokenizer with at most {rows:,} ids."
         )
     return load_tokenizer(run.tokenizer)
 

@@ -26,13 +26,13 @@ LOGS = "logs"
 """Subfolder of a run folder for the output of all processes except the first."""
 
 
-_NEWS_S = 2.0
-"""Seconds to wait for the message that names the process that failed first. Its failure breaks collectives and saves
-elsewhere."""
+_FIRST_FAILURE_S = 2.0
+"""Seconds to wait for the message about the process that failed first, because its failure breaks collectives and saves
+of the others."""
 
 
 @contextlib.contextmanager
-def together(run: Run) -> Iterator[Team]:
+def join_processes(run: Run) -> Iterator[Team]:
     """Join the processes of a run and start JAX among them. Yields the team, or `ALONE` for a single process.
 
     The processes first compare code versions and configurations. Only process 0 prints. An error ends all processes,
@@ -46,7 +46,7 @@ def together(run: Run) -> Iterator[Team]:
     with abort_all_on_error(team):
         agree_on_versions(team)
         agree_on_configuration(team, run)
-        only_first_prints(team)
+        silence_workers(team)
         start_jax(config, team.place)
         yield team
         team.finish()
@@ -63,8 +63,8 @@ def agree_on_configuration(team: Team, run: Run) -> None:
     team.agree("configuration", {key: repr(value) for key, value in flatten(settings).items()})
 
 
-def only_first_prints(team: Team) -> None:
-    """Silence all processes except the first, and native libraries in that one."""
+def silence_workers(team: Team) -> None:
+    """Hide the output of all processes except the first, and of native libraries in the first."""
     if team.leads:
         _only_python_prints()
     else:
@@ -80,15 +80,15 @@ def check_shared(team: Team, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
     name = team.exchange("probe", probe.name)[0]
-    seen = team.exchange("probe seen", (folder / name).exists())
+    saw_probe = team.exchange("probe seen", (folder / name).exists())
     if team.leads:
         probe.unlink()
-    blind = [index for index, sees in enumerate(seen) if not sees]
-    if blind:
-        named = f"process{'es' * (len(blind) > 1)} {', '.join(map(str, blind[:16]))}"
+    missing_on = [index for index, saw in enumerate(saw_probe) if not saw]
+    if missing_on:
+        processes = f"process{'es' * (len(missing_on) > 1)} {', '.join(map(str, missing_on[:16]))}"
         raise ValueError(
-            f"{folder}: what process 0 writes there is not seen by {named}. Checkpoints need a folder that all hosts "
-            "share: runs=DIR, checkpoint.folder=gs://BUCKET/DIR, or distributed=off to train on one host."
+            f"{folder}: {processes} cannot see the files that process 0 writes there. Checkpoints need a folder that "
+            "all hosts share: runs=DIR, checkpoint.folder=gs://BUCKET/DIR, or distributed=off to train on one host."
         )
 
 
@@ -101,29 +101,29 @@ def print_to_log(team: Team, folder: Path) -> None:
 
 @contextlib.contextmanager
 def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[None]:
-    """End all processes at an error. JAX's own shutdown would wait for the others."""
+    """End all processes after an error in this one. JAX's own shutdown would wait for the others."""
     try:
         yield
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
-        if status == 1:  # may be a save that failed because another process died
-            time.sleep(_NEWS_S)
-        _end(team, status, f"it ended with status {status}")
+        if status == 1:  # possibly a save that failed because another process died
+            time.sleep(_FIRST_FAILURE_S)
+        _end_all(team, status, f"it ended with status {status}")
     except (ValueError, OSError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-        who = "" if team.leads else f"process {team.index}: "
-        print(f"{command}: {who}{explain(error, [])}", file=sys.stderr)
-        from valkyrie.train.room import DoesNotFit  # imports NumPy, which help and `--cfg` do without
+        prefix = "" if team.leads else f"process {team.index}: "
+        print(f"{command}: {prefix}{explain(error, [])}", file=sys.stderr)
+        from valkyrie.train.room import DoesNotFit  # here because it imports NumPy, which help and `--cfg` do not need
 
-        _end(team, DOES_NOT_FIT if isinstance(error, DoesNotFit) else REFUSED, str(explain(error, [])))
+        _end_all(team, DOES_NOT_FIT if isinstance(error, DoesNotFit) else REFUSED, str(explain(error, [])))
     except BaseException as error:
-        time.sleep(_NEWS_S)
+        time.sleep(_FIRST_FAILURE_S)
         traceback.print_exc()
-        _end(team, 1, f"{type(error).__name__}: {first_line(error)[:300]}")
+        _end_all(team, 1, f"{type(error).__name__}: {first_line(error)[:300]}")
 
 
-def _end(team: Team, status: int, reason: str) -> None:
+def _end_all(team: Team, status: int, reason: str) -> None:
     team.fail(status, reason)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -132,10 +132,10 @@ def _end(team: Team, status: int, reason: str) -> None:
 
 
 def _only_python_prints() -> None:
-    """Silence native libraries on stdout: Gloo prints a line for each device and collective."""
-    own = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, errors="replace")
+    """Hide what native libraries print to stdout: Gloo prints a line for each device and collective."""
+    python_stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, errors="replace")
     _print_to(Path(os.devnull))
-    sys.stdout = own
+    sys.stdout = python_stdout
 
 
 def _print_to(path: Path, *, errors: bool = False) -> None:

@@ -31,15 +31,15 @@ def tracing(folder: Path) -> Iterator[list[Path]]:
 
     Raises RuntimeError if a trace is already running, OSError if the folder cannot be written.
     """
-    before, written = set(folder.rglob(f"*{_XPLANE}")), []
+    existing, new_files = set(folder.rglob(f"*{_XPLANE}")), []
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python calls would fill most of a trace, without information on devices
     with jax.profiler.trace(str(folder), profiler_options=options):
-        yield written
-    written += sorted(set(folder.rglob(f"*{_XPLANE}")) - before)
+        yield new_files
+    new_files += sorted(set(folder.rglob(f"*{_XPLANE}")) - existing)
 
 
-class Window:
+class ProfileWindow:
     """The traced steps of a training: `profile=100-105` traces steps 100 to 105.
 
     The profiler names its files by host and second, so each process traces into a temporary folder. Its files are then
@@ -52,7 +52,7 @@ class Window:
         self._trace: contextlib.ExitStack | None = None
         self._name = ""
 
-    def __enter__(self) -> Window:
+    def __enter__(self) -> ProfileWindow:
         return self
 
     def __exit__(
@@ -60,50 +60,50 @@ class Window:
     ) -> None:
         self.close()
 
-    def missed(self, start: int) -> str | None:
-        """Return a warning if all steps of the window are done when a run continues after `start`, else None."""
+    def missed_warning(self, start: int) -> str | None:
+        """Return a warning if a run that continues after step `start` has no step of the window left, else None."""
         if self._steps is None or self._steps[1] > start:
             return None
-        return f"profile={self._steps[0]}-{self._steps[1]} traces nothing: {start} steps are done already"
+        return f"profile={self._steps[0]}-{self._steps[1]} traces nothing: the run has already finished {start} steps"
 
-    def opens(self, step: int) -> bool:
+    def starts_at(self, step: int) -> bool:
         """Return whether the trace begins with this step. A run that continues inside the window traces its rest."""
         return self._trace is None and self._steps is not None and self._steps[0] <= step <= self._steps[1]
 
-    def closes(self, step: int) -> bool:
+    def ends_at(self, step: int) -> bool:
         """Return whether this is the last traced step."""
         return self._trace is not None and self._steps is not None and step == self._steps[1]
 
-    def open(self, step: int, before: Any) -> str | None:
+    def open(self, step: int, state: Any) -> str | None:
         """Start the trace once the arrays of `before` are ready. Returns the error message, or None."""
         assert self._steps is not None
         self._name = f"steps-{step}-{self._steps[1]}"
-        jax.block_until_ready(before)
+        jax.block_until_ready(state)
         try:
             with contextlib.ExitStack() as stack:
                 temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="valkyrie-profile-")))
                 stack.callback(self._move_files, temporary)
                 stack.enter_context(tracing(temporary))
                 self._trace = stack.pop_all()
-        except (RuntimeError, OSError) as error:  # a training does not end for its profile
+        except (RuntimeError, OSError) as error:  # a failed profile must not end the training
             self._steps = None
-            return _failed(error)
+            return _failure_message(error)
         return None
 
     def close(self) -> str | None:
-        """End the trace. Returns how to view it, why it could not be written, or None if none was running."""
+        """End the trace. Returns how to view it, or an error message, or None if no trace was running."""
         if self._trace is None:
             return None
         trace, self._trace, self._steps = self._trace, None, None
         try:
             trace.close()
-        except (RuntimeError, OSError) as error:  # as above
-            return _failed(error)
+        except (RuntimeError, OSError) as error:  # as in `open`
+            return _failure_message(error)
         view = f"xprof --logdir {shlex.quote(str(self._folder))}   # pip install xprof"
-        return f"traced {self._name.replace('-', ' ', 1)}. Look at it: {view}"
+        return f"traced {self._name.replace('-', ' ', 1)}. View it with: {view}"
 
     def _move_files(self, temporary: Path) -> None:
-        """Move the files of this process to those of the others."""
+        """Move the files of this process into the run folder, next to those of the other processes."""
         target = self._folder / "plugins" / "profile" / self._name
         target.mkdir(parents=True, exist_ok=True)
         host = socket.gethostname().partition(".")[0]
@@ -113,5 +113,5 @@ class Window:
                 shutil.move(file, target / f"{name}{kind}")
 
 
-def _failed(error: Exception) -> str:
-    return f"the profile could not be taken ({type(error).__name__}: {first_line(error)})"
+def _failure_message(error: Exception) -> str:
+    return f"the profile could not be written ({type(error).__name__}: {first_line(error)})"

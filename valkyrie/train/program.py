@@ -1,4 +1,4 @@
-"""The step program, which training, evaluation, compilation and measurement share, on any mesh."""
+"""The step program, shared by training, evaluation, compilation and measurement, on any mesh."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from valkyrie.axes import Parameter
 from valkyrie.config.run import Run
-from valkyrie.hardware.chips import chip_of
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.chips import chip_for_device_kind
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.models.assembly import Assembly
 from valkyrie.models.layers import Checkpoint
@@ -26,10 +26,10 @@ from valkyrie.parallel.partition import GradientSum, Memory
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
 from valkyrie.tasks import Array
-from valkyrie.train.options import Option, option_text, options_of, refusals_in_plain_words
-from valkyrie.train.rematerialise import checkpoint_of
-from valkyrie.train.spread import matrix_spread
-from valkyrie.train.state import TrainState, init_state, state_shardings, state_with
+from valkyrie.train.options import Option, collect_options, explain_option_errors, option_text
+from valkyrie.train.rematerialise import make_block_checkpoint
+from valkyrie.train.spread import matrix_stack_sharding
+from valkyrie.train.state import TrainState, init_state, state_from_parameters, state_shardings
 from valkyrie.train.step import eval_step, train_step
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class StepProgram:
     """The jitted functions of a run on a mesh. All shapes and shardings are known before an array exists.
 
-    On an abstract mesh it can be lowered but not run. `backend`: platform that it will run on (None: JAX's default).
+    On an abstract mesh it can be lowered but not run. `backend`: platform to run on, or None for JAX's default.
     """
 
     def __init__(self, run: Run, mesh: AnyMesh, backend: str | None = None) -> None:
@@ -54,13 +54,13 @@ class StepProgram:
         structure = jax.tree.structure(self.assembly.abstract_parameters)
         specs = jax.tree.unflatten(structure, self.assembly.specs.values())
         self.groups = jax.tree.map(lambda spec: spec.group, specs, is_leaf=is_parameter)
-        training = Training(config.steps, config.precision.compute.value, matrix_spread(self.shard))
+        training = Training(config.steps, config.precision.compute.value, matrix_stack_sharding(self.shard))
         self.optimizer = make_optimizer(config.optimizer, specs, training)
         self.schedule = learning_rate(config.optimizer, config.steps)
         self._keep_ema = config.optimizer.ema_decay is not None
         assert not self.carry or self.layout.microbatches == 1, "refused by Run.problems"
         if isinstance(mesh, jax.sharding.Mesh):
-            _check_memories(self.layout.partition.parameter_memory, self.layout.partition.optimizer_memory, mesh)
+            _check_memory_kinds(self.layout.partition.parameter_memory, self.layout.partition.optimizer_memory, mesh)
 
     @cached_property
     def abstract_state(self) -> TrainState:
@@ -90,11 +90,11 @@ class StepProgram:
         """The jitted function from a seed to the state before the first step, sharded."""
         return jax.jit(self._init, out_shardings=self.shardings)
 
-    def begin_with(self, parameters: Any) -> TrainState:
+    def init_with_parameters(self, parameters: Any) -> TrainState:
         """Return the state before the first step with these parameters, which are donated."""
 
         def begin(parameters: Any, seed: Any) -> TrainState:
-            return state_with(parameters, self.optimizer, self._keep_ema, seed, self.carry)
+            return state_from_parameters(parameters, self.optimizer, self._keep_ema, seed, self.carry)
 
         return jax.jit(begin, donate_argnums=0, out_shardings=self.shardings)(parameters, self.run.config.seed)
 
@@ -123,7 +123,7 @@ class StepProgram:
     def compile_step(self) -> jax.stages.Compiled:
         """Compile the train step for the mesh. Raises OptionRefused if the compiler rejects an option."""
         lowered = self.lower_step()
-        with refusals_in_plain_words():
+        with explain_option_errors():
             return lowered.compile()
 
     def lower_step(self) -> jax.stages.Lowered:
@@ -131,7 +131,7 @@ class StepProgram:
         traced = self.step.trace(self.abstract_state, self.abstract_batch)
         if isinstance(self.mesh, jax.sharding.Mesh):
             return traced.lower()
-        return traced.lower(lowering_platforms=(platform_of(self.backend).lowering_name,))
+        return traced.lower(lowering_platforms=(get_platform(self.backend).lowering_name,))
 
     @property
     def backend(self) -> str:
@@ -141,7 +141,7 @@ class StepProgram:
     @property
     def sampling_device(self) -> Any:
         """The single device to sample on if all devices share this host's cores, or None to sample on the mesh."""
-        if not platform_of(self.backend).runs_on_host or jax.process_count() > 1:
+        if not get_platform(self.backend).runs_on_host or jax.process_count() > 1:
             return None
         assert isinstance(self.mesh, jax.sharding.Mesh)
         return self.mesh.devices.flat[0]
@@ -174,10 +174,10 @@ class StepProgram:
         )
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Return global arrays on the mesh, made of this process's rows of the batch (`places`)."""
-        return {name: self._placed(array, batch[name]) for name, array in self.abstract_batch.items()}
+        """Return the global arrays of a batch on the mesh, from the rows that this process has (`places`)."""
+        return {name: self._place_array(array, batch[name]) for name, array in self.abstract_batch.items()}
 
-    def _placed(self, array: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
+    def _place_array(self, array: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "an array of the batch has dimensions"
             start, stop, _ = index[0].indices(array.shape[0])
@@ -188,7 +188,7 @@ class StepProgram:
 
     def checkpoint(self) -> Checkpoint:
         """Return the wrapper of blocks for the layout's remat."""
-        return checkpoint_of(self.layout.remat, self.backend)
+        return make_block_checkpoint(self.layout.remat, self.backend)
 
     def _init(self, seed: int | jax.Array) -> TrainState:
         return init_state(self.assembly, self.optimizer, self._keep_ema, seed, self.carry)
@@ -211,18 +211,18 @@ class StepProgram:
         They are the same for training and for compiling without devices.
         """
         itemsize = jnp.dtype(self.run.config.precision.reduction.value).itemsize
-        gathered = (self._gathered(spec) for spec in self.assembly.specs.values() if "vocab" not in spec.axes)
-        platform = platform_of(self.backend)
-        return options_of(self._chip(self.mesh, self.backend), platform.step_options(max(gathered) * itemsize))
+        gathered = (self._gathered_size(spec) for spec in self.assembly.specs.values() if "vocab" not in spec.axes)
+        platform = get_platform(self.backend)
+        return collect_options(self._chip(self.mesh, self.backend), platform.step_options(max(gathered) * itemsize))
 
     def _chip(self, mesh: AnyMesh, backend: str | None) -> ChipConfig | None:
         """Return the target's chip, or that of the devices; None if it is not of the backend's platform."""
         chip = self.run.config.target.chip
         if chip is None and isinstance(mesh, jax.sharding.Mesh):
-            chip = chip_of(mesh.devices.flat[0].device_kind)
+            chip = chip_for_device_kind(mesh.devices.flat[0].device_kind)
         return chip if chip is not None and chip.platform == (backend or jax.default_backend()) else None
 
-    def _gathered(self, spec: Parameter) -> int:
+    def _gathered_size(self, spec: Parameter) -> int:
         """Return the elements of one layer's parameter that a device holds while it is used."""
         parts = [
             math.prod(self.layout.mesh.axes[m] for m in mesh_axes) for mesh_axes in self.layout.used_axes(spec.axes)
@@ -232,8 +232,8 @@ class StepProgram:
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """Force float32 products under a float32 policy, instead of TF32 or a single bfloat16 pass."""
-        full = self.run.config.precision.compute is DType.float32
-        return jax.default_matmul_precision("highest") if full else contextlib.nullcontext()
+        is_float32 = self.run.config.precision.compute is DType.float32
+        return jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext()
 
 
 def serialised_module(compiled: jax.stages.Compiled) -> bytes:
@@ -244,7 +244,7 @@ def serialised_module(compiled: jax.stages.Compiled) -> bytes:
 
 
 def _gradient_sum(chip: ChipConfig | None) -> GradientSum:
-    """Return the collective for `gradient_sum=auto`: all-to-all on chips whose compiler overlaps it with products."""
+    """Return the collective for `gradient_sum=auto`: all-to-all if the chip's compiler overlaps it with products."""
     overlaps = chip is not None and option_text(chip.xla_options.get(_ASYNC_ALL_TO_ALL)) == "true"
     return GradientSum.all_to_all if overlaps else GradientSum.reduce_scatter
 
@@ -252,14 +252,14 @@ def _gradient_sum(chip: ChipConfig | None) -> GradientSum:
 _ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
 
 
-def _check_memories(parameters: Memory, optimizer: Memory, mesh: jax.sharding.Mesh) -> None:
+def _check_memory_kinds(parameters: Memory, optimizer: Memory, mesh: jax.sharding.Mesh) -> None:
     device = mesh.devices.flat[0]
-    on_host = platform_of(device.platform).runs_on_host
+    on_host = get_platform(device.platform).runs_on_host
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     for key, memory in (("parameter_memory", parameters), ("optimizer_memory", optimizer)):
         if memory is Memory.host and ("pinned_host" not in kinds or on_host):
-            has = "have no other than the host's" if on_host else f"have {', '.join(kinds)}"
+            available = "use the memory of the host" if on_host else f"have {', '.join(kinds)}"
             raise ValueError(
-                f"partition.{key}=host needs devices with memory_kind=pinned_host beside memory of their own; "
-                f"{device.device_kind} devices {has}. Use partition.{key}=device."
+                f"partition.{key}=host needs devices with separate memory and memory_kind=pinned_host, but "
+                f"{device.device_kind} devices {available}. Use partition.{key}=device."
             )

@@ -1,4 +1,4 @@
-"""Turns `remat` into a policy of `jax.checkpoint`: which activations are saved, offloaded, or recomputed."""
+"""Policies of `jax.checkpoint` for `remat`: which activations are saved, offloaded, or recomputed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.models.layers import Checkpoint
 from valkyrie.parallel.remat import ALL, PRODUCTS, RematConfig
 
 Policy = Callable[..., Any]
 
 
-def checkpoint_of(remat: RematConfig, backend: str) -> Checkpoint:
-    """Return the wrapper of a group of blocks that saves and offloads the activations named by `remat`."""
+def make_block_checkpoint(remat: RematConfig, backend: str) -> Checkpoint:
+    """Return a wrapper for groups of blocks that saves and offloads the activations named by `remat`."""
     if remat.keeps_everything:
         return lambda block: block
     policy = _policy(remat, backend)
@@ -25,23 +25,23 @@ def checkpoint_of(remat: RematConfig, backend: str) -> Checkpoint:
 def _policy(remat: RematConfig, backend: str) -> Policy:
     """Return the policy. On a CPU, offloaded activations are saved: device and host memory are the same."""
     policies = jax.checkpoint_policies
-    named, listed = _of_names(remat, backend), {*remat.save, *remat.offload}
+    named_policy, listed_names = _named_policy(remat, backend), {*remat.save, *remat.offload}
     if ALL in remat.save:
-        others = policies.everything_saveable
+        default = policies.everything_saveable
     elif PRODUCTS in remat.save:
-        others = policies.dots_with_no_batch_dims_saveable
+        default = policies.dots_with_no_batch_dims_saveable
     else:
-        return named
+        return named_policy
 
     def policy(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
-        is_listed = primitive.name == "name" and parameters["name"] in listed
-        return (named if is_listed else others)(primitive, *arguments, **parameters)
+        is_listed = primitive.name == "name" and parameters["name"] in listed_names
+        return (named_policy if is_listed else default)(primitive, *arguments, **parameters)
 
     return policy
 
 
-def _of_names(remat: RematConfig, backend: str) -> Policy:
-    if not remat.offload or platform_of(backend).runs_on_host:
+def _named_policy(remat: RematConfig, backend: str) -> Policy:
+    if not remat.offload or get_platform(backend).runs_on_host:
         return jax.checkpoint_policies.save_only_these_names(*remat.save, *remat.offload)
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=remat.save,

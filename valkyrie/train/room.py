@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from valkyrie.train.program import StepProgram
 
 _CPU_ERROR = 2.0
-"""Factor by which simulated devices may exceed the estimate: a step of valkyrie_tiny at seq=4096 took 18 GiB, not 9."""
+"""Most that simulated devices exceed the estimate: a step of valkyrie_tiny at seq=4096 took 18 GiB instead of 9."""
 
-_ON_A_SLICE = "mode=compile target=v5p-64 says whether a slice has the room"
+_ON_A_SLICE = "To check whether it fits a slice: mode=compile target=v5p-64"
 
 
 class DoesNotFit(ValueError):
@@ -33,31 +33,33 @@ class DoesNotFit(ValueError):
 def check_room(
     program: StepProgram, devices: Devices, *, training: bool = True, say: Callable[[str], Any] | None = None
 ) -> None:
-    """Refuse a run whose arrays cannot fit into the memory of its devices; warn through `say` if it may not fit.
+    """Raise an error if a run's arrays exceed the memory of its devices; warn through `say` if it may not fit.
 
-    A refusal counts only arrays whose sizes follow from shapes: parameters, optimizer state, the average, and gradients
+    The error counts only arrays whose sizes follow from shapes: parameters, optimizer state, the average, and gradients
     when `training`. It is a ValueError for simulated devices, which share the host's memory, and DoesNotFit for others.
-    `force=true` and unknown memory sizes refuse nothing.
+    There is none with `force=true` or if the memory size is unknown.
     """
     run = program.run
     available = _available(devices)
     if available is None:
         return
-    expected = expected_memory(run, program.abstract_state)
+    estimate = expected_memory(run, program.abstract_state)
     count = len(devices.devices) if devices.simulated else 1
-    sure, likely = count * _certain(expected, training), count * expected.total
-    where = _where(devices, available)
-    if sure > available and not run.config.force:
+    known_bytes, expected_bytes = count * _known_bytes(estimate, training), count * estimate.total
+    memory_note = _describe_memory(devices, available)
+    if known_bytes > available and not run.config.force:
         arrays = "parameters, optimizer state and gradients" if training else "parameters and optimizer state"
         refusal = f"{run.model.name}, mesh={run.config.mesh.name} partition={run.config.partition.name}: {arrays} "
-        refusal += f"alone take {memory_text(sure)}, and {where}. {_smaller(run, available, count, training)} "
-        raise (ValueError if devices.simulated else DoesNotFit)(f"{refusal}force=true goes on regardless.")
-    if not training or say is None or likely * (_CPU_ERROR if devices.simulated else 1.0) <= available:
+        refusal += f"alone take {memory_text(known_bytes)}, but {memory_note}. "
+        refusal += f"{_suggest_smaller(run, available, count, training)} "
+        raise (ValueError if devices.simulated else DoesNotFit)(f"{refusal}force=true runs it anyway.")
+    if not training or say is None or expected_bytes * (_CPU_ERROR if devices.simulated else 1.0) <= available:
         return
+    likelihood = "likely does not" if expected_bytes > available else "may not"
     say(
-        f"memory: {'likely does not' if likely > available else 'may not'} fit: about {memory_text(likely)} expected "
-        f"({memory_text(count * expected.activations)} of them activations, an estimate that may err by a factor of "
-        f"two), and {where}. {_lighter(program, available, count)}"
+        f"memory: {likelihood} fit: about {memory_text(expected_bytes)} expected "
+        f"({memory_text(count * estimate.activations)} of them activations, which may be off by a factor of two), "
+        f"but {memory_note}. {_suggest_lighter(program, available, count)}"
     )
 
 
@@ -74,13 +76,13 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
         from valkyrie.train.program import StepProgram
 
         size = allocated_bytes(str(error))
-        wanted = "" if size is None else f" when {memory_text(size)} more were asked for"
+        requested = "" if size is None else f" while allocating {memory_text(size)}"
         program = StepProgram(run, abstract_mesh(run.config.mesh), backend=devices.platform)
         available, count = _available(devices), len(devices.devices) if devices.simulated else 1
-        where = "" if available is None else f"; {_where(devices, available)}"
-        lighter = _lighter(program, available or 0, count)
+        memory_note = "" if available is None else f"; {_describe_memory(devices, available)}"
+        suggestion = _suggest_lighter(program, available or 0, count)
         raise DoesNotFit(
-            f"{run.model.name} under {run.layout.name} ran out of memory{wanted}{where}. {lighter}"
+            f"{run.model.name} under {run.layout.name} ran out of memory{requested}{memory_note}. {suggestion}"
         ) from None
 
 
@@ -95,7 +97,7 @@ def _available(devices: Devices) -> int | None:
     return None if chip is None or chip.hbm_gib is None else int(chip.hbm_gib / chip.devices * 2**30)
 
 
-def _where(devices: Devices, available: int) -> str:
+def _describe_memory(devices: Devices, available: int) -> str:
     if devices.simulated:
         count = len(devices.devices)
         shared = f", which its {count} simulated devices share" if count > 1 else ""
@@ -103,56 +105,58 @@ def _where(devices: Devices, available: int) -> str:
     return f"a {devices.devices[0].device_kind} has {gib(available)}"
 
 
-def _certain(expected: ExpectedMemory[int], training: bool) -> int:
+def _known_bytes(estimate: ExpectedMemory[int], training: bool) -> int:
     """Return the bytes of arrays with known shapes, including gradients when training."""
-    return expected.at_rest + (expected.gradients if training else 0)
+    return estimate.at_rest + (estimate.gradients if training else 0)
 
 
-def _smaller(run: Run, available: int, count: int, training: bool) -> str:
+def _suggest_smaller(run: Run, available: int, count: int, training: bool) -> str:
     """Suggest a partition or a model whose arrays fit."""
     from valkyrie.train.program import StepProgram
 
     def size(other: Run) -> int:
         program = StepProgram(other, abstract_mesh(other.config.mesh), backend="cpu")
-        return count * _certain(expected_memory(other, program.abstract_state), training)
+        return count * _known_bytes(expected_memory(other, program.abstract_state), training)
 
     if not training:
-        return f"Do this on a mesh of more devices, or where it was trained. {_ON_A_SLICE}."
-    tries, now = [], size(run)
-    split = run.changed(partition=read_config("partition", "fsdp", PartitionConfig))
-    if run.config.partition.name != "fsdp" and not split.problems() and size(split) <= available:
-        tries.append("partition=fsdp")
-    largest = run.model.parameter_count() * available / now
-    kind = run.model.name.split("_")[0]
-    fitting = [(name.startswith(kind), n, name) for name, n in _family(run).items() if n <= largest]
+        return f"Use a mesh with more devices, or the one it was trained on. {_ON_A_SLICE}."
+    suggestions, current = [], size(run)
+    fsdp = run.changed(partition=read_config("partition", "fsdp", PartitionConfig))
+    if run.config.partition.name != "fsdp" and not fsdp.problems() and size(fsdp) <= available:
+        suggestions.append("partition=fsdp")
+    largest = run.model.parameter_count() * available / current
+    prefix = run.model.name.split("_")[0]
+    fitting = [(name.startswith(prefix), n, name) for name, n in _family_sizes(run).items() if n <= largest]
     if fitting:
-        tries.append(f"model={max(fitting)[-1]}")
-    use = f"Use {' or '.join(tries)}. " if tries else ""
-    return f"{use}{_ON_A_SLICE}."
+        suggestions.append(f"model={max(fitting)[-1]}")
+    advice = f"Use {' or '.join(suggestions)}. " if suggestions else ""
+    return f"{advice}{_ON_A_SLICE}."
 
 
-def _family(run: Run) -> dict[str, int]:
+def _family_sizes(run: Run) -> dict[str, int]:
     """Return the parameter counts of the models of the run's family, by name."""
     schema = f"{run.model.family}_schema"
     names = [name for name, path in sorted(config_files("model").items()) if schema in read_defaults(path)]
     return {name: read_config("model", name, type(run.model)).parameter_count() for name in names}
 
 
-def _lighter(program: StepProgram, available: int, count: int) -> str:
+def _suggest_lighter(program: StepProgram, available: int, count: int) -> str:
     """Suggest changes of remat, microbatches and batch under which the estimate fits."""
     run, config = program.run, program.run.config
     halves = [config.microbatches * 2**n for n in range(1, 8)]
-    full = load_remat("full")
-    variants = [[("remat=full", run.changed(remat=full))] if config.remat.label != full.name else []]
+    full_remat = load_remat("full")
+    variants = [[("remat=full", run.changed(remat=full_remat))] if config.remat.label != full_remat.name else []]
     variants.append([(f"microbatches={n}", run.changed(microbatches=n)) for n in halves])
     variants.append([(f"batch={config.batch // 2**n}", run.changed(batch=config.batch // 2**n)) for n in range(1, 8)])
-    tries = []
+    suggestions = []
     for variant in variants:
         for change, other in variant:
             if other.config.batch < 1 or other.problems():
                 continue
             if (size := count * expected_memory(other, program.abstract_state).total) <= available:
-                tries.append(f"{change} (about {memory_text(size)})")
+                suggestions.append(f"{change} (about {memory_text(size)})")
                 break
-    fits = f"By the same estimate these fit: {', '.join(tries)}" if tries else "Use a smaller batch= or seq="
-    return f"{fits}; or a smaller model. {_ON_A_SLICE}."
+    advice = (
+        f"By the same estimate, these fit: {', '.join(suggestions)}" if suggestions else "Use a smaller batch= or seq="
+    )
+    return f"{advice}; or a smaller model. {_ON_A_SLICE}."

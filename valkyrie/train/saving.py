@@ -45,5 +45,5 @@ def refuse_unknown_best(config: CheckpointConfig, task: Task) -> None:
     names = task.evaluation(defaultdict(lambda: 1.0))
     if config.best not in names:
         raise ValueError(
-            f"checkpoint.best={config.best}: the evaluation of {task.name} has {', '.join(names)}. Use one of them."
+            f"checkpoint.best={config.best} is not a metric of {task.name}. Use one of {', '.join(names)}."
         )

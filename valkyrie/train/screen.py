@@ -1,4 +1,4 @@
-"""Progress of a run: a live bar in a terminal, plain lines elsewhere."""
+"""Progress output of a run: a live bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class _Console(Console):
 class Screen:
     """A progress bar with loss, rate, MFU and time left, or one line every `log_every` steps in a file or a pipe.
 
-    `unread`: the reader of the output (such as `head`) or the terminal is gone. Nothing more is written then.
+    `is_closed`: the reader of the output (such as `head`) or the terminal is gone. Nothing is written after that.
     """
 
     def __init__(self, console: Console, steps: int, done: int, simulated: bool) -> None:
         self.console, self._steps, self._simulated = console, steps, simulated
-        self.unread, self._full = False, False
+        self.is_closed, self._disk_full = False, False
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -63,28 +63,28 @@ class Screen:
     def step(self, step: int, record: Mapping[str, float | None], *, line: bool) -> None:
         """Show a finished step; `line` also prints it if there is no live bar."""
         text = self.describe(record)
-        with self._unread_is_noted():
+        with self._detecting_closed_output():
             self._bar.update(self._task, completed=step, text=text)
             if line and not self.console.is_terminal:
                 self.console.print(f"step {step}/{self._steps}  {text}", highlight=False)
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print a line above the bar."""
-        with self._unread_is_noted():
+        with self._detecting_closed_output():
             self.console.print(text, style=style, highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
-    def _unread_is_noted(self) -> Iterator[None]:
+    def _detecting_closed_output(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if is_full(error):  # stdout is a file on a full disk: training is worth more than its output
-                if not self._full:
-                    _warn("the output cannot be written (no space left on device): training goes on")
-                self._full = True
+                if not self._disk_full:
+                    _warn("the output cannot be written (no space left on device); training continues")
+                self._disk_full = True
                 return
             # A closed pipe (EPIPE) or a terminal that is gone (EIO): the trainer saves before it stops.
-            self.unread = True
+            self.is_closed = True
             _warn("stdout is closed: saving and stopping after this step")
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

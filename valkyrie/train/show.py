@@ -1,4 +1,4 @@
-"""`mode=show`: parameters and their shardings, roles of mesh axes, and expected memory. Allocates nothing."""
+"""`mode=show`: parameters and their shardings, roles of mesh axes, and estimated memory. Allocates nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 from valkyrie.axes import Parameter
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import EVERYTHING
@@ -19,7 +19,7 @@ from valkyrie.train.memory import (
     MemoryEstimator,
     estimate_errors,
     expected_memory,
-    layouts_of,
+    layout_arrays,
     legal_remats,
     saved_bytes,
 )
@@ -30,7 +30,7 @@ from valkyrie.units import GIB
 def show_run(run: Run, console: Console) -> None:
     """Print the tables of a run."""
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
-    layout, parameters, shards = program.layout, run.model.parameters(), layouts_of([run])
+    layout, parameters, shards = program.layout, run.model.parameters(), layout_arrays([run])
     table = _table(f"{run.model.name} under {layout.name}")
     table.add_column("parameter", overflow="fold", no_wrap=console.width >= 110)
     table.add_column("shape: logical axis / mesh axes", overflow="fold")
@@ -57,10 +57,10 @@ def show_run(run: Run, console: Console) -> None:
     _print_remats(console, run, expected)
 
 
-def describe_split(spec: Parameter, split: Sequence[Sequence[str]]) -> str:
+def describe_split(spec: Parameter, mesh_axes_by_dimension: Sequence[Sequence[str]]) -> str:
     """Format a parameter's dimensions with the mesh axes that split them: `8 layers · 5632 mlp/x · 2048 embed/yz`."""
     parts = []
-    for size, axis, mesh_axes in zip(spec.shape, spec.axes, split, strict=True):
+    for size, axis, mesh_axes in zip(spec.shape, spec.axes, mesh_axes_by_dimension, strict=True):
         parts.append(f"{size}{f' {axis}' if axis else ''}{'/' + ''.join(mesh_axes) if mesh_axes else ''}")
     return " · ".join(parts)
 
@@ -83,33 +83,34 @@ def _print_memory(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
     chip = run.config.target.chip
     usable = usable_hbm(chip)
     if chip is not None and usable is not None:
-        whose = f"a {chip.name} {'chip' if chip.devices == 1 else 'device'}"
-        measured = platform_of(chip.platform).has_estimate_errors
-        console.print(verdict(memory, usable, whose, measured=measured), soft_wrap=True)
+        device_name = f"a {chip.name} {'chip' if chip.devices == 1 else 'device'}"
+        measured = get_platform(chip.platform).has_estimate_errors
+        console.print(verdict(memory, usable, device_name, measured=measured), soft_wrap=True)
 
 
-def verdict(memory: ExpectedMemory[int], usable: int, whose: str, *, measured: bool) -> str:
-    """Return the sentence on whether a step fits into the usable bytes of a device.
+def verdict(memory: ExpectedMemory[int], usable: int, device_name: str, *, measured: bool) -> str:
+    """Return a sentence on whether a step fits into the usable bytes of a device.
 
-    `measured`: whether errors of the estimate were measured on the platform; otherwise a factor of two is assumed.
+    `measured`: whether errors of the estimate were measured on the platform. Otherwise a factor of two is assumed.
     """
     errors = estimate_errors()
     ratios = (errors.low, errors.high) if measured else (0.5, 2.0)
     low, high = (max(memory.at_rest, ratio * memory.total) for ratio in ratios)
-    word = "does not fit" if low > usable else "should fit" if high <= usable else "may not fit"
+    judgement = "does not fit" if low > usable else "should fit" if high <= usable else "may not fit"
     source = (
-        f"it was for {errors.layouts} layouts of {errors.models} models" if measured else "it may be, a factor of two"
+        f"its error on {errors.layouts} layouts of {errors.models} models" if measured else "an error of a factor of 2"
     )
-    numbers = f"{memory.total / GIB:.1f} GiB, {low / GIB:.1f} to {high / GIB:.1f} GiB by how far off {source}"
-    return f"{word}: an estimate of {numbers}; {whose} has {usable / GIB:.1f} GiB usable. mode=compile says for certain"
+    estimate = f"{memory.total / GIB:.1f} GiB ({low / GIB:.1f} to {high / GIB:.1f} GiB with {source})"
+    usable_gib = f"{usable / GIB:.1f} GiB"
+    return f"{judgement}: estimated {estimate}; {device_name} has {usable_gib} usable. To be certain, run mode=compile"
 
 
 def _print_remats(console: Console, run: Run, memory: ExpectedMemory[int]) -> None:
     table = _table("memory of each remat on one device, GiB (estimate)")
     table.add_column("remat=")
-    for column in ("kept on the device", "in host memory", "total"):
+    for column in ("saved on the device", "in host memory", "total"):
         table.add_column(column, justify="right")
-    estimator = MemoryEstimator(run, layouts_of([run]))
+    estimator = MemoryEstimator(run, layout_arrays([run]))
     rows = []
     for name, remat in legal_remats(run).items():
         saved, activations = saved_bytes(run, remat), int(estimator.under(remat).activations.item())

@@ -40,7 +40,7 @@ class TrainState(NamedTuple):
 
     @property
     def averaged(self) -> Any:
-        """The parameters to evaluate and use: their average if there is one."""
+        """The parameters to evaluate and to sample from: the average if there is one."""
         return self.parameters if self.ema is None else self.ema
 
 
@@ -53,10 +53,10 @@ def init_state(
 ) -> TrainState:
     """Return the state before the first step. The same seed gives the same state on any mesh."""
     init_key, _ = jax.random.split(jax.random.key(seed))
-    return state_with(assembly.init(init_key), optimizer, keep_ema, seed, carry)
+    return state_from_parameters(assembly.init(init_key), optimizer, keep_ema, seed, carry)
 
 
-def state_with(
+def state_from_parameters(
     parameters: Any,
     optimizer: optax.GradientTransformation,
     keep_ema: bool,
@@ -83,13 +83,13 @@ def state_shardings(
     host = {Memory.host: "pinned_host", Memory.device: None}
     on_parameters = host[layout.partition.parameter_memory]
     on_optimizer = host[layout.partition.optimizer_memory]
-    replicated = NamedSharding(shard.mesh, PartitionSpec())  # pyright: ignore[reportArgumentType] - both kinds of mesh serve
+    replicated = NamedSharding(shard.mesh, PartitionSpec())  # pyright: ignore[reportArgumentType] - abstract meshes work too
 
     def of_parameter(path: Any, leaf: Any) -> NamedSharding:
         return shard.sharding(layout.stored_axes(specs[leaf_name(path)].axes), on_parameters)
 
     def of_optimizer(path: Any, leaf: Any) -> NamedSharding:
-        name = _parameter_behind(leaf_name(path), specs)
+        name = _matching_parameter(leaf_name(path), specs)
         if name is None or leaf.shape != specs[name].shape:
             return replicated
         return shard.sharding(layout.optimizer_axes(specs[name].axes, specs[name].shape), on_optimizer)
@@ -105,7 +105,7 @@ def state_shardings(
     )
 
 
-def _parameter_behind(path: str, specs: Collection[str]) -> str | None:
+def _matching_parameter(path: str, specs: Collection[str]) -> str | None:
     """Return the name of the parameter that a dotted path in the optimizer state ends with."""
     parts = path.split(".")
     for start in range(len(parts)):
@@ -115,12 +115,12 @@ def _parameter_behind(path: str, specs: Collection[str]) -> str | None:
     return None
 
 
-def on_device(tree: Any, shardings: Any) -> Any:
+def copy_to_device(tree: Any, shardings: Any) -> Any:
     """Copy the host-memory arrays of a traced tree to device memory."""
 
-    def bring(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def copy(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         if sharding.memory_kind != "pinned_host":
             return x
         return jax.device_put(x, sharding.with_memory_kind("device"))
 
-    return jax.tree.map(bring, tree, shardings)
+    return jax.tree.map(copy, tree, shardings)

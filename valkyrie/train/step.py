@@ -11,7 +11,7 @@ import optax
 
 from valkyrie.optim import NOT_AVERAGED
 from valkyrie.precision import ACCUMULATED
-from valkyrie.train.state import TrainState, on_device
+from valkyrie.train.state import TrainState, copy_to_device
 
 if TYPE_CHECKING:
     from valkyrie.train.program import StepProgram
@@ -26,8 +26,8 @@ def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[T
     `leaf_norms` (squared gradient norms by parameter, in the order of `program.parameter_names`).
     """
     shardings = program.shardings
-    parameters = on_device(state.parameters, shardings.parameters)
-    moments = on_device(state.optimizer, shardings.optimizer)
+    parameters = copy_to_device(state.parameters, shardings.parameters)
+    moments = copy_to_device(state.optimizer, shardings.optimizer)
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     gradients, sums, carry = _gradients(program, parameters, batch, state.carry, key)
     weight = jnp.maximum(sums["weight"], 1.0)
@@ -37,8 +37,8 @@ def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[T
     parameters = optax.apply_updates(parameters, updates)
     ema, decay = state.ema, program.run.config.optimizer.ema_decay
     if ema is not None and decay is not None:
-        ema = on_device(ema, shardings.ema)
-        ema = jax.tree.map(partial(_averaged, decay), ema, parameters, program.groups)
+        ema = copy_to_device(ema, shardings.ema)
+        ema = jax.tree.map(partial(_update_ema, decay), ema, parameters, program.groups)
     metrics = {
         **program.task.metrics(sums),
         "grad_norm": jnp.sqrt(leaf_norms.sum()),
@@ -48,7 +48,7 @@ def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[T
     return TrainState(state.step + 1, parameters, moments, ema, state.key, carry), metrics
 
 
-def _averaged(decay: float, average: jax.Array, parameter: jax.Array, group: str) -> jax.Array:
+def _update_ema(decay: float, average: jax.Array, parameter: jax.Array, group: str) -> jax.Array:
     if group in NOT_AVERAGED:
         return parameter.astype(average.dtype)
     return decay * average + (1 - decay) * parameter.astype(average.dtype)
@@ -56,20 +56,27 @@ def _averaged(decay: float, average: jax.Array, parameter: jax.Array, group: str
 
 def eval_step(program: StepProgram, parameters: Any, batch: Batch, references: Any) -> dict[str, jax.Array]:
     """Return the task's sums over an evaluation batch; `references` come from `Task.references`."""
-    parameters = on_device(parameters, program.shardings.parameters)
+    parameters = copy_to_device(parameters, program.shardings.parameters)
     return program.task.evaluate(program.assembly.module(parameters), batch, references, shard=program.shard)
 
 
 def _gradients(
     program: StepProgram, parameters: Any, batch: Batch, carry: Any, key: jax.Array
 ) -> tuple[Any, dict[str, jax.Array], Any]:
-    """Return gradients and sums over all tokens, and the carry. Microbatches are added in float32."""
-    drawing = program.run.model.dropout > 0 or program.task.needs_key
+    """Return the sums over all tokens of gradients and metrics, and the carry. Microbatches are added in float32."""
+    needs_key = program.run.model.dropout > 0 or program.task.needs_key
 
-    def objective(parameters: Any, part: Batch, key: jax.Array) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
+    def objective(
+        parameters: Any, microbatch: Batch, key: jax.Array
+    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
         module = program.assembly.module(parameters)
         outcome = program.task.loss(
-            module, part, carry, shard=program.shard, checkpoint=program.checkpoint(), key=key if drawing else None
+            module,
+            microbatch,
+            carry,
+            shard=program.shard,
+            checkpoint=program.checkpoint(),
+            key=key if needs_key else None,
         )
         return outcome.objective, (outcome.sums, outcome.carry)
 
@@ -79,11 +86,11 @@ def _gradients(
         gradients, (sums, carry) = gradient(parameters, batch, key)
         return gradients, sums, carry
 
-    def one(total: tuple[Any, dict[str, jax.Array]], scanned: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        part = {name: program.shard(x, *axes[name]) for name, x in scanned[0].items()}
-        gradients, (sums, _) = gradient(parameters, part, scanned[1])
-        added = jax.tree.map(lambda a, g: a + g.astype(a.dtype), total[0], gradients)
-        return (added, jax.tree.map(jnp.add, total[1], sums)), None
+    def add_microbatch(total: tuple[Any, dict[str, jax.Array]], scanned: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        microbatch = {name: program.shard(x, *axes[name]) for name, x in scanned[0].items()}
+        gradients, (sums, _) = gradient(parameters, microbatch, scanned[1])
+        summed = jax.tree.map(lambda a, g: a + g.astype(a.dtype), total[0], gradients)
+        return (summed, jax.tree.map(jnp.add, total[1], sums)), None
 
     axes = {name: array.axes for name, array in program.task.batch(1, 1).items()}
     start = jax.tree.map(
@@ -95,7 +102,7 @@ def _gradients(
     parts = jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
     _, (shapes, _) = jax.eval_shape(gradient, parameters, jax.tree.map(lambda x: x[0], parts), key)
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    (gradients, sums), _ = jax.lax.scan(one, (start, sums), (parts, jax.random.split(key, count)))
+    (gradients, sums), _ = jax.lax.scan(add_microbatch, (start, sums), (parts, jax.random.split(key, count)))
     return gradients, sums, carry
 
 

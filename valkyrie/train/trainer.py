@@ -46,17 +46,17 @@ from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.meter import Meter
 from valkyrie.train.processes import check_shared, print_to_log
-from valkyrie.train.profile import Window
+from valkyrie.train.profile import ProfileWindow
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, explain_oom
 from valkyrie.train.saving import checkpoint_info, refuse_unknown_best, shared_folder
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
-from valkyrie.train.watchdog import Watchdog, watchdog_of
+from valkyrie.train.watchdog import Watchdog, make_watchdog
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FitResult:
     """The result of a training: the program, the last state, the summary, and whether it was stopped early."""
 
     program: StepProgram
@@ -67,7 +67,7 @@ class Fitted:
 
     @property
     def parameters(self) -> Any:
-        """The parameters to use: their average, if the run keeps one."""
+        """The parameters to use: the average, if the run has one."""
         return self.state.averaged
 
 
@@ -81,7 +81,7 @@ def fit(
     signals: bool = True,
     team: Team = ALONE,
     began: float | None = None,
-) -> Fitted:
+) -> FitResult:
     """Train the run in its folder, from its newest checkpoint if there is one.
 
     Args:
@@ -107,7 +107,9 @@ def fit(
     check_room(program, devices, say=lambda line: console.print(line, style="yellow"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_oom(run, devices))
-        loader = stack.enter_context(program.loader(prepared, "train"))  # before the folder: it refuses too little text
+        loader = stack.enter_context(
+            program.loader(prepared, "train")
+        )  # first, because it may refuse the data before a folder exists
         with disk_errors(folder):
             if team.leads:
                 stack.enter_context(write_lock(folder))
@@ -120,7 +122,7 @@ def fit(
         meter = stack.enter_context(contextlib.closing(_meter(run, devices)))
         ledger = Ledger(folder, began, meter.spent, write=team.leads)
         with meter.paused("setup" if checkpoints.last_saved is None else "restore"), ledger.refusals():
-            start, state = _begin(program, checkpoints, loader, folder, console)
+            start, state = _restore_or_init(program, checkpoints, loader, folder, console)
         ledger.prepared(start)
         if team.leads:
             write_about(run, folder)
@@ -128,19 +130,19 @@ def fit(
             console.print("compiling the step")
         with meter.paused("compile"):
             step = compile_step(program) if start < config.steps else None
-        window = stack.enter_context(Window(config.profile, folder, team=team))
+        window = stack.enter_context(ProfileWindow(config.profile, folder, team=team))
         tracker = _tracker(run, devices, folder, start, write=team.leads)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
         interrupt = Interrupt(several=team.count > 1)
         if signals:
             stack.enter_context(interrupt.listening())
-        watchdog = stack.enter_context(watchdog_of(run, team, folder, signals))
+        watchdog = stack.enter_context(make_watchdog(run, team, folder, signals))
         facts = {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None}
         progress = Progress(program, tracker, screen, meter, ledger, start, start, state, facts)
         progress.warn(tracker.note)
-        screen.say(_opening(start, config.steps, None if step is None else step.compile_s))
-        progress.warn(window.missed(start))
+        screen.say(_opening_line(start, config.steps, None if step is None else step.compile_s))
+        progress.warn(window.missed_warning(start))
         evaluator, save = Evaluator(program, prepared, tokenizer), Save(checkpoints, loader)
         callbacks = [RefuseDivergence(checkpoints), Profile(window), Evaluate(evaluator), save, Sample(evaluator)]
         if tokenizer is not None and config.code_eval_every is not None:
@@ -156,7 +158,7 @@ def fit(
             raise NotSavedError(save.unsaved)
         if progress.finished:
             checkpoints.done()
-    return Fitted(program, progress.state, summary, progress.stopping, interrupt.preempted)
+    return FitResult(program, progress.state, summary, progress.stopping, interrupt.preempted)
 
 
 def _train_steps(
@@ -168,12 +170,12 @@ def _train_steps(
     watchdog: Watchdog,
 ) -> None:
     """Train to the last step, or until an interrupt. The metrics of a step are read while the next one runs."""
-    program, meter, unread = progress.program, progress.meter, None
+    program, meter, pending_metrics = progress.program, progress.meter, None
 
-    def read(metrics: dict[str, jax.Array] | None) -> None:
+    def report_metrics(metrics: dict[str, jax.Array] | None) -> None:
         if metrics is not None:
             values = jax.device_get(metrics)
-            meter.finished()
+            meter.step_finished()
             interrupt.worth_saving = True
             step_metrics = _step_metrics(values, progress)
             for callback in callbacks:
@@ -186,18 +188,18 @@ def _train_steps(
             callback.before_step(progress, step)
         watchdog.step(step)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            with meter.waiting():
+            with meter.waiting_for_data():
                 batch = program.place(next(loader))
             progress.state, metrics = compiled.advance(progress.state, batch)
-        meter.dispatched(partial(jax.block_until_ready, metrics))
+        meter.step_dispatched(partial(jax.block_until_ready, metrics))
         if step == progress.start + 1:
             _record_program(progress, compiled)
-        read(unread)
-        progress.step, unread = step, metrics
-        progress.stopping = interrupt.stops_at(step, also=progress.screen.unread)
+        report_metrics(pending_metrics)
+        progress.step, pending_metrics = step, metrics
+        progress.stopping = interrupt.stops_at(step, also=progress.screen.is_closed)
         if due := [callback for callback in callbacks if callback.is_due(progress)]:
-            read(unread)
-            unread = None
+            report_metrics(pending_metrics)
+            pending_metrics = None
             with watchdog.resting():
                 for callback in due:
                     callback.on_step(progress)
@@ -210,9 +212,11 @@ def _train_steps(
 def _step_metrics(values: dict[str, np.ndarray], progress: Progress) -> StepMetrics:
     """Return the metrics of the last dispatched step."""
     config, step = progress.program.run.config, progress.step
-    first = ("loss", "grad_norm", "learning_rate", "tokens")
-    others = sorted(name for name, value in values.items() if name not in first and np.ndim(value) == 0)
-    record = {name: float(values[name]) for name in (*first, *others)} | progress.meter.rates(config.log_every)
+    first_names = ("loss", "grad_norm", "learning_rate", "tokens")
+    other_names = sorted(name for name, value in values.items() if name not in first_names and np.ndim(value) == 0)
+    record = {name: float(values[name]) for name in (*first_names, *other_names)} | progress.meter.rates(
+        config.log_every
+    )
     logged = step % config.log_every == 0 or step in (1, progress.start + 1, config.steps)
     return StepMetrics(step, values, record, logged)
 
@@ -227,7 +231,7 @@ def _record_program(progress: Progress, compiled: StepExecutable) -> None:
             progress.tracker.summary(progress.facts)
 
 
-def _begin(
+def _restore_or_init(
     program: StepProgram, checkpoints: Checkpoints, loader: Loader[Any], folder: Path, console: Console
 ) -> tuple[int, TrainState]:
     """Restore the newest checkpoint and its data position, or initialise. Returns the finished steps and the state.
@@ -239,8 +243,8 @@ def _begin(
     if restored is None:
         return 0, program.init(run.config.seed)
     step, state, data, source = restored
-    if state.optimizer is None:  # converted weights: the data starts from the beginning
-        state = program.begin_with(state.parameters)
+    if state.optimizer is None:  # converted weights have no data position
+        state = program.init_with_parameters(state.parameters)
     else:
         loader.restore(data)
     if step < run.config.steps:
@@ -252,7 +256,7 @@ def _begin(
     return step, state
 
 
-def _opening(start: int, steps: int, compile_s: float | None) -> str:
+def _opening_line(start: int, steps: int, compile_s: float | None) -> str:
     if compile_s is None:
         return f"already finished ({start} of {steps} steps). To train longer: steps={2 * start}"
     return f"compiled the step in {compile_s:.1f} s; training steps {start + 1} to {steps}"
@@ -266,7 +270,7 @@ def _meter(run: Run, devices: Devices) -> Meter:
 
 
 def _tracker(run: Run, devices: Devices, folder: Path, start: int, *, write: bool) -> Tracker:
-    """Return the tracker, with the fields by which runs are compared: request, layout, devices, peak FLOP/s."""
+    """Return the tracker, with the fields that runs are compared by: request, layout, devices, peak FLOP/s."""
     chip = devices.chip
     fields = encode(run.about()) | {
         "stage": "train",

@@ -20,12 +20,12 @@ from valkyrie.processes.interrupt import show_cursor
 from valkyrie.processes.team import ALONE, NEWS_S, Team
 from valkyrie.train.processes import LOGS
 
-STEPS = 20
-"""A step hangs if it takes longer than the limit and this many times the median of earlier steps."""
-FIRST_S = 1800.0
+HANG_FACTOR = 20
+"""A step hangs if it takes longer than the limit and longer than this many times the median of earlier steps."""
+FIRST_STEP_S = 1800.0
 """Minimum limit of the first step, in seconds: devices connect, kernels are tuned, caches are cold."""
-_REMEDY = "Started again, it goes on from its newest checkpoint; distributed.step_timeout_s is the limit."
-_REMEMBERED = 50
+_REMEDY = "Run the same command to resume from the newest checkpoint. distributed.step_timeout_s sets the limit."
+_KEPT_STEP_TIMES = 50
 _WRITE_S = 5.0
 """Time limit for writing the stacks, in seconds, since the disk may be what hangs."""
 
@@ -43,7 +43,7 @@ class Watchdog:
         team: Team = ALONE,
         log: Path | None = None,
         *,
-        first_s: float = FIRST_S,
+        first_s: float = FIRST_STEP_S,
         remedy: str = _REMEDY,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int, str], object] = end_process,
@@ -51,7 +51,7 @@ class Watchdog:
         """Create a watchdog.
 
         Args:
-            limit_s: Seconds that a step may take; slow trainings get more (`STEPS`). None watches nothing.
+            limit_s: Seconds that a step may take, or more in slow trainings (`HANG_FACTOR`). None watches nothing.
             team: Processes of the run.
             log: File that also gets the stacks.
             first_s: Minimum limit of the first step.
@@ -61,16 +61,16 @@ class Watchdog:
         """
         self._limit_s, self._team, self._log, self._clock, self._end = limit_s, team, log, clock, end
         self._first_s, self._remedy = first_s, remedy
-        self._taken: deque[float] = deque(maxlen=_REMEMBERED)
-        self._now: tuple[int, float] | None = None
-        self._looked, self._seen, self._waited = clock(), self._now, 0.0
-        self._over, self._printed = threading.Event(), threading.Lock()
+        self._step_times: deque[float] = deque(maxlen=_KEPT_STEP_TIMES)
+        self._current: tuple[int, float] | None = None
+        self._checked_at, self._checked_step, self._waited = clock(), self._current, 0.0
+        self._stopped, self._printed = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Watchdog:
         if self._limit_s is not None:
             self._poll_s = min(self._limit_s / 10, 5.0)
             if self._team.count > 1:
-                self._team.on_hang = lambda line: self.print_stacks(f"{line}: what the threads of this process do:")
+                self._team.on_hang = lambda line: self.print_stacks(f"{line}: stacks of all threads of this process:")
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
@@ -78,19 +78,19 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._rest()
-        self._over.set()
+        self._stopped.set()
 
     def step(self, step: int) -> None:
         """Record that a step begins, and that the previous one is nearly done."""
         now = self._clock()
-        if self._now is not None:
-            self._taken.append(now - self._now[1])
-        self._now = (step, now)
+        if self._current is not None:
+            self._step_times.append(now - self._current[1])
+        self._current = (step, now)
 
     def _rest(self) -> None:
-        if self._now is not None:
-            self._taken.append(self._clock() - self._now[1])
-        self._now = None
+        if self._current is not None:
+            self._step_times.append(self._clock() - self._current[1])
+        self._current = None
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -98,22 +98,22 @@ class Watchdog:
         self._rest()
         yield
 
-    def look(self) -> str | None:
+    def check(self) -> str | None:
         """Return a message if the step hangs, else None. Called about every `_poll_s` seconds.
 
         Time during which the process was stopped, for example by Ctrl-Z, does not count.
         """
-        now, before, step = self._clock(), self._looked, self._now
-        self._looked = now
-        if step is not self._seen or step is None:
-            self._seen, self._waited = step, 0.0
+        now, last_check, step = self._clock(), self._checked_at, self._current
+        self._checked_at = now
+        if step is not self._checked_step or step is None:
+            self._checked_step, self._waited = step, 0.0
             return None
-        self._waited += min(now - before, 2 * self._poll_s)
+        self._waited += min(now - last_check, 2 * self._poll_s)
         if self._waited <= self._allowed_s():
             return None
-        taken = tuple(self._taken)[2:]
-        before_it = f"; those before took {statistics.median(taken):.3g} s each" if taken else ""
-        return f"step {step[0]} hangs: nothing has finished for {self._waited:.3g} s{before_it}"
+        step_times = tuple(self._step_times)[2:]
+        usual_time = f"; earlier steps took {statistics.median(step_times):.3g} s each" if step_times else ""
+        return f"step {step[0]} hangs: nothing has finished for {self._waited:.3g} s{usual_time}"
 
     def print_stacks(self, head: str) -> None:
         """Print the stacks of all threads once. Gives up after `_WRITE_S` seconds."""
@@ -124,25 +124,25 @@ class Watchdog:
 
     def _allowed_s(self) -> float:
         assert self._limit_s is not None
-        taken = tuple(self._taken)
-        if len(taken) < 2:  # the metrics of a step are read while the next one runs
+        step_times = tuple(self._step_times)
+        if len(step_times) < 2:  # the metrics of a step are read while the next one runs
             return max(self._limit_s, self._first_s)
-        return max(self._limit_s, STEPS * statistics.median(taken))
+        return max(self._limit_s, HANG_FACTOR * statistics.median(step_times))
 
     def _watch(self) -> None:
-        while not self._over.wait(self._poll_s):
-            if line := self.look():
-                return self._hung(line)
+        while not self._stopped.wait(self._poll_s):
+            if line := self.check():
+                return self._end_process(line)
 
-    def _hung(self, line: str) -> None:
+    def _end_process(self, line: str) -> None:
         """Print the stacks on all processes, and end them."""
-        who = f"process {self._team.index}: " if self._team.count > 1 else ""
-        self.print_stacks(f"{who}{line}: what the threads of this process do:")
+        prefix = f"process {self._team.index}: " if self._team.count > 1 else ""
+        self.print_stacks(f"{prefix}{line}: stacks of all threads of this process:")
         self._team.fail(LOST, line)
         if self._team.count > 1 and self._team.leads:
             time.sleep(NEWS_S)
         with contextlib.suppress(OSError):
-            os.write(2, f"valkyrie-train: {who}{line}. {self._remedy}\n".encode())
+            os.write(2, f"valkyrie-train: {prefix}{line}. {self._remedy}\n".encode())
         self._end(LOST, line)
 
     def _write(self, head: str) -> None:
@@ -159,7 +159,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
 
 
-def watchdog_of(run: Run, team: Team, folder: Path, signals: bool) -> Watchdog:
+def make_watchdog(run: Run, team: Team, folder: Path, signals: bool) -> Watchdog:
     """Return the watchdog of a training.
 
     It watches nothing without `signals`, so that it never ends a notebook's kernel, nor under `debug=nans`, which

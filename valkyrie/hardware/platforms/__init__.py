@@ -20,8 +20,8 @@ from valkyrie.problems import Problem, ProblemCode, ProblemError
 if TYPE_CHECKING:
     from valkyrie.hardware.target import ChipConfig, TargetConfig
 
-ROUNDED = 1.01
-"""Tolerance for published memory sizes, which are rounded: v5p's 95 GiB are 95.73 GiB for the compiler."""
+ROUNDING_TOLERANCE = 1.01
+"""Tolerance for published memory sizes, which are rounded: v5p has 95 GiB, or 95.73 GiB by its compiler."""
 
 
 class Platform(ABC):
@@ -33,8 +33,8 @@ class Platform(ABC):
         jax_name: Argument of `jax.devices`, or None for JAX's default backend.
         lowering_name: Argument of `Traced.lower`.
         extra: Extra of this package that installs it, or None.
-        plugins: Modules by which JAX finds its devices; one is enough.
-        runs_on_host: Devices are the CPU and the memory of the host.
+        plugins: Modules through which JAX finds its devices; one of them is enough.
+        runs_on_host: Its devices are the CPU and memory of the host.
         uses_every_device: A program must run on all devices of a slice.
         has_torus: A torus joins the chips, and the compiler knows their positions.
         rented_as_slices: Clouds rent its chips by the slice.
@@ -77,7 +77,7 @@ class Platform(ABC):
         return []
 
     def is_installed(self) -> bool:
-        """Return whether a plugin by which JAX finds its devices is installed."""
+        """Return whether one of `plugins` is installed."""
         return any(importlib.util.find_spec(plugin) for plugin in self.plugins)
 
     def is_simulated(self, accelerators: int) -> bool:
@@ -99,32 +99,32 @@ class Platform(ABC):
     def usable_memory(self, chip: ChipConfig) -> int | None:
         """Memory of one device that a program may use, in bytes, or None if unknown.
 
-        The smaller of what the compiler leaves to programs and all memory.
+        The smaller of `usable_hbm_gib`, which the compiler leaves to programs, and `hbm_gib`, the whole memory.
         """
-        size, whole = chip.usable_hbm_gib, chip.hbm_gib
-        if size is None or (whole is not None and size > ROUNDED * whole):
-            size = whole
-        return None if size is None else int(size * 2**30 / chip.devices)
+        usable, total = chip.usable_hbm_gib, chip.hbm_gib
+        if usable is None or (total is not None and usable > ROUNDING_TOLERANCE * total):
+            usable = total
+        return None if usable is None else int(usable * 2**30 / chip.devices)
 
     def peak_bytes(self, sizes: Any) -> int:
         """Peak memory of a program per device, in bytes, from XLA's memory analysis.
 
         The default is for backends that state no peak, and allocate all temporaries at once.
         """
-        return at_rest(sizes) + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
+        return resting_bytes(sizes) + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
 
-    def activation_bytes(self, kept: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
-        """Bytes of activations at the peak of a step, to be added to the gradients. Numbers or arrays.
+    def activation_bytes(self, saved: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
+        """Bytes of activations at the peak of a step, in addition to the gradients. All are numbers or arrays.
 
         Args:
-            kept: Bytes saved for the backward pass.
-            unnamed: Part of `kept` that no remat policy names.
+            saved: Bytes saved for the backward pass.
+            unnamed: Part of `saved` that no remat policy names.
             loss: Working set of the loss.
             group: Working set of a group of blocks.
             gradients: Bytes of all gradients.
             gathered: Gathered weights of a layer, and their gradients before the reduction.
         """
-        return kept + loss + group
+        return saved + loss + group
 
     def step_options(self, largest_gradient: int) -> dict[str, str]:
         """Compiler options of a training step in addition to the chip's.
@@ -134,8 +134,8 @@ class Platform(ABC):
         return {}
 
 
-def at_rest(sizes: Any) -> int:
-    """Bytes of the arguments and results of a program, from XLA's memory analysis."""
+def resting_bytes(sizes: Any) -> int:
+    """Bytes of a program's arguments and results, from XLA's memory analysis."""
     return sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
 
@@ -147,7 +147,7 @@ def platforms() -> tuple[Platform, ...]:
 
 
 @cache
-def platform_of(name: str) -> Platform:
+def get_platform(name: str) -> Platform:
     """Return the platform with this name in `target.platform` or in JAX. Raises ValueError if there is none."""
     for platform in platforms():
         if name in (platform.name, *platform.aliases):
@@ -156,7 +156,7 @@ def platform_of(name: str) -> Platform:
 
 
 def platform_problems(key: str, name: str) -> list[Problem]:
-    """Return the problem of a config key with an unknown platform, as a list."""
-    known = [platform.name for platform in platforms()]
-    text = f"{key}={name} is not known. Known: {', '.join(known)}."
-    return [] if name in known else [Problem(ProblemCode.unknown_name, key, name, text)]
+    """Return a list with the problem of a config key that names an unknown platform, or an empty list."""
+    names = [platform.name for platform in platforms()]
+    text = f"{key}={name} is unknown. Known platforms: {', '.join(names)}."
+    return [] if name in names else [Problem(ProblemCode.unknown_name, key, name, text)]

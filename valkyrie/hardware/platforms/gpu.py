@@ -39,14 +39,14 @@ class Gpu(Platform):
             devices = jax.devices(self.jax_name)
         except RuntimeError:
             raise ValueError(
-                f"target={target.describe()}: compiling for a GPU needs a CUDA backend and its driver, and JAX finds "
-                "none here. Run this on a machine with the GPU, after `uv sync --extra cuda` in the clone, or use a "
-                "TPU target: those compile anywhere."
+                f"target={target.describe()}: compiling for a GPU needs a CUDA backend and its driver, but JAX finds "
+                "none. Run `uv sync --extra cuda` in the clone and compile on a machine with this GPU, or use a TPU "
+                "target, which compiles anywhere."
             ) from None
         if len(devices) < size:
             raise ValueError(
-                f"target={target.describe()}: XLA compiles for the GPUs it can see, {len(devices)} x "
-                f"{devices[0].device_kind} here, and the mesh needs {size}."
+                f"target={target.describe()}: XLA compiles only for GPUs that it can see. The mesh needs {size}, but "
+                f"this machine has {len(devices)} x {devices[0].device_kind}."
             )
         return devices
 

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.foreign_errors import topology_reason
-from valkyrie.hardware.platforms import Platform, at_rest
-from valkyrie.hardware.slices import TWISTED, nearest_hint, shape_text
-from valkyrie.hardware.target import TargetConfig, Topology, topology_of, topology_text
+from valkyrie.hardware.platforms import Platform, resting_bytes
+from valkyrie.hardware.slices import TWISTED, format_shape, nearest_hint
+from valkyrie.hardware.target import TargetConfig, Topology, build_topology, topology_override
 
 ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server for minutes
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is ended
+    "TPU_SKIP_MDS_QUERY": "1",  # otherwise libtpu queries a metadata server for minutes
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # otherwise libtpu aborts when a second process loads it
 }
-"""Environment that libtpu needs before it is loaded on a machine without a TPU."""
+"""Environment variables to set before libtpu is loaded on a machine without a TPU."""
 
-OF_UNNAMED, OF_LOSS, OF_GROUP = 0.4, 0.65, 0.5
-"""Factors on three parts of the memory estimate, with the least error over the layouts of experiments/memory.py.
+UNNAMED_FACTOR, LOSS_FACTOR, GROUP_FACTOR = 0.4, 0.65, 0.5
+"""Factors on three parts of the memory estimate, chosen for the least error over the layouts of experiments/memory.py.
 
-Activations without a name take 40% more: the compiler pads them, and norms save more. The logits take 1.3 copies, not
-the two that models count. Half of a group's working set is in memory at a time.
+Activations without a name take 40% more than models count, because the compiler pads them and norms save more. The
+logits take 1.3 copies instead of two. Half of the working set of a group of blocks is in memory at a time.
 """
 
 
@@ -55,8 +55,8 @@ class Tpu(Platform):
         if self.is_installed():
             return None
         return (
-            f"target={target.describe()} is compiled by libtpu, which is not installed here. Install it with "
-            "uv sync --extra tpu in the clone; no TPU is needed."
+            f"target={target.describe()} is compiled by libtpu, which is not installed. Install it with "
+            "`uv sync --extra tpu` in the clone; no TPU is needed."
         )
 
     def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
@@ -65,47 +65,48 @@ class Tpu(Platform):
         They have `coords`, `core_on_chip`, `process_index`, and `slice_index` if there are several slices. Raises
         ValueError if libtpu is missing or has no such slice.
         """
-        topology, chip = topology_of(target), target.chip
+        topology, chip = build_topology(target), target.chip
         if chip is None or chip.compiler_name is None:
             raise ValueError(
-                f"target={target.describe()} is no TPU slice: only those are compiled for without a device."
+                f"target={target.describe()} is not a TPU slice. Only TPU slices can be compiled for without a device."
             )
         for variable, value in ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         from jax.experimental import topologies
 
-        name = f"{chip.compiler_name}:{shape_text(topology.shape)}{TWISTED if topology.twisted else ''}"
+        name = f"{chip.compiler_name}:{format_shape(topology.shape)}{TWISTED if topology.twisted else ''}"
         try:
-            with _quiet() as stderr:
+            with _captured_stderr() as stderr:
                 description = topologies.get_topology_desc(
-                    platform="tpu", topology_name=name, **chip.compiler_options, **_options(topology)
+                    platform="tpu", topology_name=name, **chip.compiler_options, **_topology_options(topology)
                 )
                 devices = list(description.devices)
         except Exception as error:  # libtpu raises several types
-            raise ValueError(self.missing_compiler(target) or _explain(target, topology, error)) from error
+            raise ValueError(self.missing_compiler(target) or _refusal_message(target, topology, error)) from error
         assert len(devices) == topology.devices, (name, len(devices), stderr)
         return devices
 
     def peak_bytes(self, sizes: Any) -> int:
-        """Peak memory per device, in bytes, as stated by the TPU compiler and compared with its limit.
+        """Peak memory per device, in bytes: the number that the TPU compiler compares with its limit.
 
         The compiler's temporaries count some arrays twice (20 GiB for a program that fits into 15.75, see
         experiments/LOG.md). Its stated peak adds to the arguments the larger of the temporaries in HBM and in host
-        memory. If the latter (offloaded activations) are larger, this uses all temporaries in HBM instead, which is at
-        most too high.
+        memory. If those in host memory (offloaded activations) are larger, the result counts all temporaries in HBM
+        instead, an upper bound.
         """
-        if not (stated := sizes.peak_memory_in_bytes):
+        if not (stated_peak := sizes.peak_memory_in_bytes):
             return super().peak_bytes(sizes)
-        resting = at_rest(sizes)
-        of_host = stated - resting <= 1.01 * sizes.host_temp_size_in_bytes  # 1.01: the peak includes small buffers
-        return min(stated, resting + sizes.temp_size_in_bytes) if of_host else stated
+        resting = resting_bytes(sizes)
+        # 1.01: the stated peak includes small buffers.
+        is_host_peak = stated_peak - resting <= 1.01 * sizes.host_temp_size_in_bytes
+        return min(stated_peak, resting + sizes.temp_size_in_bytes) if is_host_peak else stated_peak
 
-    def activation_bytes(self, kept: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
-        """The peak is at the loss, or in the backward pass with gradients and a group's working set."""
+    def activation_bytes(self, saved: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
+        """Bytes of activations at the peak, which is at the loss or in the backward pass of a group of blocks."""
         import numpy as np
 
-        at_loss, backward = OF_LOSS * loss, gradients + OF_GROUP * group + gathered
-        return kept + OF_UNNAMED * unnamed + np.maximum(at_loss, backward) - gradients
+        loss_peak, backward_peak = LOSS_FACTOR * loss, gradients + GROUP_FACTOR * group + gathered
+        return saved + UNNAMED_FACTOR * unnamed + np.maximum(loss_peak, backward_peak) - gradients
 
     def step_options(self, largest_gradient: int) -> dict[str, str]:
         """Set the result size above which XLA turns a product with a scattered result into a loop of small products.
@@ -117,7 +118,7 @@ class Tpu(Platform):
         return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest_gradient // 2**20 + 1)}
 
 
-def _options(topology: Topology) -> dict[str, int | tuple[int | bool, ...]]:
+def _topology_options(topology: Topology) -> dict[str, int | tuple[int | bool, ...]]:
     """Return the options for which libtpu's defaults differ from Cloud TPU: hosts, slices, and rings.
 
     By default, libtpu 0.0.50.1 closes no axis of a 3-D torus, nor the long one of 8x16. With the right options it
@@ -133,24 +134,24 @@ def _options(topology: Topology) -> dict[str, int | tuple[int | bool, ...]]:
     return options
 
 
-def _explain(target: TargetConfig, topology: Topology, error: Exception) -> str:
+def _refusal_message(target: TargetConfig, topology: Topology, error: Exception) -> str:
     assert target.chip is not None
-    nearest = nearest_hint(target.chip.slices.nearest_to(topology.shape), topology_text)
+    nearest = nearest_hint(target.chip.slices.nearest_to(topology.shape), topology_override)
     return f"target={target.describe()} is refused by libtpu: {topology_reason(error)}. {nearest}"
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[list[str]]:
-    """Capture libtpu's standard error. The yielded list gets the lines at the end."""
+def _captured_stderr() -> Iterator[list[str]]:
+    """Capture what libtpu writes to stderr. The yielded list receives the lines on exit."""
     lines: list[str] = []
     with tempfile.TemporaryFile(mode="w+", errors="replace") as file:
-        stream = os.dup(2)
+        saved_stderr = os.dup(2)
         try:
             os.dup2(file.fileno(), 2)
             yield lines
         finally:
-            os.dup2(stream, 2)
-            os.close(stream)
+            os.dup2(saved_stderr, 2)
+            os.close(saved_stderr)
             file.seek(0)
             lines += file.read().splitlines()
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from valkyrie.hardware.chips import chips_rented_as
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.launch.engine import RentedConfig, disk_notes
 from valkyrie.launch.gcloud import accelerator, resource_name
 from valkyrie.launch.plan import Call, Command, Plan, Written, flags, join, yaml_text
@@ -52,7 +52,7 @@ class Config(RentedConfig):
         if problems:
             return problems
         hardware, chip = self.rented
-        if not platform_of(hardware.platform).rented_as_slices:
+        if not get_platform(hardware.platform).rented_as_slices:
             return [f"target=gke slice={self.slice}: only slices of TPUs are known there. Use target=skypilot."]
         if "gke" not in chip.rented_as:
             return [f"slice={self.slice}: GKE has {', '.join(chips_rented_as('gke'))}."]

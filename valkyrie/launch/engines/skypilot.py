@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from valkyrie.hardware.chips import chips_rented_as
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.launch.engine import PORT, RentedConfig, disk_notes
 from valkyrie.launch.gcloud import accelerator, has_usual_shape, resource_name
 from valkyrie.launch.plan import Call, Plan, Written, join, yaml_text
@@ -27,7 +27,7 @@ class Config(RentedConfig):
         if problems := super().problems():
             return problems
         hardware, chip = self.rented
-        if not platform_of(hardware.platform).rented_as_slices:
+        if not get_platform(hardware.platform).rented_as_slices:
             wrong = "skypilot" not in chip.rented_as
             known = f"of GPUs SkyPilot is asked for {', '.join(chips_rented_as('skypilot'))}."
         else:
@@ -57,7 +57,7 @@ def task(config: Config, overrides: Sequence[str]) -> str:
     """Return the task as YAML."""
     hardware, chip = config.rented
     assert hardware.chips is not None
-    platform = platform_of(hardware.platform)
+    platform = get_platform(hardware.platform)
     resources: dict[str, object] = {}
     if config.zone:
         resources["infra"] = f"gcp/{config.zone.rpartition('-')[0]}/{config.zone}"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from valkyrie.hardware.platforms import Platform, platform_of
+from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens
 from valkyrie.ops.attention.local import Method, local_attention, pick_chunk
 from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Pattern
@@ -82,7 +82,7 @@ def attention(
     if impl is AttentionImpl.dense:
         out = reference_attention(q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens)
         return checkpoint_name(out, CONTEXT)
-    method = Method(kernel=platform_of(backend).attention if impl is AttentionImpl.kernel else None, chunk=chunk)
+    method = Method(kernel=get_platform(backend).attention if impl is AttentionImpl.kernel else None, chunk=chunk)
 
     def attend(key_range: KeyRange) -> Array:
         return local_attention(q, k, v, pattern=pattern, method=method, key_range=key_range)
@@ -110,7 +110,7 @@ def choose_implementation(impl: AttentionImpl, backend: str, seq: int, request: 
     chunk would span the sequence. Raises ValueError with the reason for `kernel` if the backend's kernel does not
     support the request.
     """
-    problem = _kernel_problem(platform_of(backend), request)
+    problem = _kernel_problem(get_platform(backend), request)
     if impl is AttentionImpl.kernel and problem is not None:
         raise ValueError(
             f"model.attention.impl=kernel: {problem}. Use model.attention.impl=chunked (memory linear in the sequence "

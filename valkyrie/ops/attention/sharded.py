@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens, take_positions
 from valkyrie.ops.attention.local import Method, chunked_attention, local_attention
 from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Keys, Pattern
@@ -51,7 +51,7 @@ def sharded_attention(
     shards = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
     start = jax.lax.axis_index(axis_names) * q.shape[1]
     backend = jax.default_backend() if backend is None else backend
-    kernel = platform_of(backend).attention
+    kernel = get_platform(backend).attention
     method = Method(kernel=kernel if kernel == "splash" else None, chunk=chunk, interpret=interpret)
 
     def attend(key_range: KeyRange) -> Array:

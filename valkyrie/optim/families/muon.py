@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from valkyrie.axes import LAYERS, PARAMETER_GROUPS, Parameter
-from valkyrie.optim import NOT_AVERAGED, OptimizerConfig, Training, is_parameter, learning_rate, scaled
+from valkyrie.optim import NOT_AVERAGED, OptimizerConfig, Training, is_parameter, learning_rate, scale_schedule
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class AdamGroup:
     weight_decay: float = 0.0
 
 
-_BY_ADAMW = [name for name in PARAMETER_GROUPS if name not in ("matrix", *NOT_AVERAGED)]
+_ADAMW_GROUPS = [name for name in PARAMETER_GROUPS if name not in ("matrix", *NOT_AVERAGED)]
 """The groups that AdamW updates."""
 
 
@@ -85,15 +85,15 @@ class Config(OptimizerConfig):
             return self.weight_decay * (1 + jnp.cos(jnp.pi * jnp.clip(step / length, 0, 1))) / 2
 
         def adamw(group: AdamGroup) -> optax.GradientTransformation:
-            rate = scaled(schedule, group.learning_rate / self.learning_rate)
+            rate = scale_schedule(schedule, group.learning_rate / self.learning_rate)
             return optax.adamw(rate, group.beta1, group.beta2, self.epsilon, weight_decay=group.weight_decay)
 
         labels = jax.tree.map(_label, specs, is_leaf=is_parameter)
-        matrices = jax.tree.map(lambda s, of: s if of == "matrix" else optax.MaskedNode(), specs, labels)
+        matrices = jax.tree.map(lambda s, label: s if label == "matrix" else optax.MaskedNode(), specs, labels)
         recipe = Recipe(schedule, momentum_schedule(self, length), decay, self.beta2, training.compute)
         present = set(jax.tree.leaves(labels))
         rules = {name: adamw(group) for name, group in sorted(self.groups.items()) if name in present}
-        return self.partition({"matrix": muon(recipe, matrices, training.spread), **rules}, labels, schedule)
+        return self.partition({"matrix": muon(recipe, matrices, training.stack_sharding), **rules}, labels, schedule)
 
     def state_bytes(self, parameter: Parameter) -> float:
         """Bytes per element: float32 momentum for matrices, two float32 moments for other parameters.
@@ -123,30 +123,30 @@ class Config(OptimizerConfig):
         problems += [*self.check("epsilon", above=0), *self.check("momentum_warmup", least=1)]
         for name, group in self.groups.items():
             key = f"optimizer.groups.{name}"
-            if name not in _BY_ADAMW:
-                text = f"{key} is no group of parameters that AdamW takes. There are {', '.join(_BY_ADAMW)}."
+            if name not in _ADAMW_GROUPS:
+                text = f"{key}: AdamW updates no parameter group of this name. Use one of {', '.join(_ADAMW_GROUPS)}."
                 problems.append(Problem(ProblemCode.unknown_name, key, text=text))
             for setting in ("learning_rate", "weight_decay"):
                 problems += check_range(f"{key}.{setting}", getattr(group, setting), least=0)
             for setting in ("beta1", "beta2"):
                 problems += check_range(f"{key}.{setting}", getattr(group, setting), least=0, below=1)
-        if missing := ", ".join(name for name in _BY_ADAMW if name not in self.groups):
-            text = f"optimizer.groups lacks {missing}."
+        if missing := ", ".join(name for name in _ADAMW_GROUPS if name not in self.groups):
+            text = f"optimizer.groups has no settings for {missing}. Add them."
             problems.append(Problem(ProblemCode.missing, "optimizer.groups", text=text))
         return problems
 
 
 def momentum_schedule(config: Config, length: int) -> Callable[[Any], Any]:
-    """Return the momentum by step of a schedule of `length` steps: linear rise, constant, linear fall."""
+    """Return the function from a step to its momentum: linear rise, constant, linear fall over `length` steps."""
     import jax.numpy as jnp
 
-    down = max(round(config.warmdown * length), 1)
+    decay_steps = max(round(config.warmdown * length), 1)
 
     def momentum(step: Any) -> Any:
-        part = jnp.clip(step / config.momentum_warmup, 0, 1)
-        risen = config.momentum_start + (config.momentum - config.momentum_start) * part
-        fallen = jnp.clip((step - (length - down)) / down, 0, 1) * (config.momentum - config.momentum_end)
-        return jnp.where(step < config.momentum_warmup, risen, config.momentum - fallen)
+        progress = jnp.clip(step / config.momentum_warmup, 0, 1)
+        warmed_up = config.momentum_start + (config.momentum - config.momentum_start) * progress
+        drop = jnp.clip((step - (length - decay_steps)) / decay_steps, 0, 1) * (config.momentum - config.momentum_end)
+        return jnp.where(step < config.momentum_warmup, warmed_up, config.momentum - drop)
 
     return momentum
 

@@ -28,8 +28,8 @@ from valkyrie.foreign_errors import (
     parse_out_of_memory,
     parse_scratch_memory,
 )
-from valkyrie.hardware.platforms import Platform, platform_of
-from valkyrie.hardware.target import topology_of, usable_hbm
+from valkyrie.hardware.platforms import Platform, get_platform
+from valkyrie.hardware.target import build_topology, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.paths import write_atomic
 from valkyrie.processes.ending import LOST, end_process
@@ -73,7 +73,7 @@ def _compile_run(folder: Path, ignore_cache: bool) -> CompileOutcome:
     run = Run.from_config(saved_config(folder))
     try:
         target = run.config.target
-        devices = platform_of(target.platform).compile_devices(target, run.config.mesh.size)
+        devices = get_platform(target.platform).compile_devices(target, run.config.mesh.size)
     except ValueError as error:
         return CompileOutcome(CompileStatus.refused, str(error))
     from valkyrie.train.options import OptionRefused
@@ -136,12 +136,12 @@ def _compile_step(run: Run, devices: list[Any], folder: Path, ignore_cache: bool
 def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: Path) -> ProgramRecord:
     """Compile a lowered step into a folder. Raises the compiler's errors, except those for lack of memory."""
     from valkyrie.search.compile.executable import program_memory
-    from valkyrie.train.options import refusals_in_plain_words
+    from valkyrie.train.options import explain_option_errors
     from valkyrie.train.program import serialised_module
 
-    run, platform, began = program.run, platform_of(program.backend), time.perf_counter()
+    run, platform, began = program.run, get_platform(program.backend), time.perf_counter()
     try:
-        with refusals_in_plain_words():
+        with explain_option_errors():
             compiled, options = compile_within_memory(program.options, lowered.compile, platform)
     except Exception as error:
         if not is_out_of_memory(str(error)):
@@ -167,14 +167,14 @@ def compile_within_memory(
     If the TPU compiler refuses a program that needs at most `MAX_EXCESS` times the available memory, compiles it again
     with options that save memory. If that does not help either, raises the first error.
     """
-    from valkyrie.train.options import with_saving
+    from valkyrie.train.options import add_saving_options
 
     try:
         return compile(), options
     except Exception as error:
         shortage = parse_shortage(str(error))
         needed, usable = shortage.needed, shortage.usable
-        saving = with_saving(options)
+        saving = add_saving_options(options)
         if (
             not platform.memory_limit_option
             or saving == options
@@ -227,11 +227,11 @@ def _explain_scratch_memory(text: str) -> str | None:
 
 def _describe_placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     """Return a line for each mesh axis with its place on the torus, and a line with the setting that places them."""
-    if not platform_of(run.config.target.platform).has_torus:
+    if not get_platform(run.config.target.platform).has_torus:
         return ()
     from valkyrie.parallel.placement import describe_placement, find_placement, placements
 
-    topology = topology_of(run.config.target)
+    topology = build_topology(run.config.target)
     lines = [f"{name}={axis}" for name, axis in describe_placement(mesh, topology).items() if axis.size > 1]
     placement, count = find_placement(mesh, topology), len(placements(run.config.mesh.axes, topology))
     if placement is not None:

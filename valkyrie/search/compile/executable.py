@@ -11,7 +11,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from valkyrie.compiled.memory import ProgramMemory
-from valkyrie.hardware.platforms import at_rest, platform_of
+from valkyrie.hardware.platforms import get_platform, resting_bytes
 from valkyrie.hardware.position import Position
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.compile.summary import memory_report
@@ -55,14 +55,14 @@ def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | Non
     """
     sizes = compiled.memory_analysis()
     assert sizes is not None, "every backend that compiles for a mesh counts its memory"
-    backend, code = platform_of(platform), sizes.generated_code_size_in_bytes
+    backend, code = get_platform(platform), sizes.generated_code_size_in_bytes
     peak = peak or backend.peak_bytes(sizes)
     host = sizes.host_argument_size_in_bytes + sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes
     return ProgramMemory(
         arguments=sizes.argument_size_in_bytes,
         outputs=sizes.output_size_in_bytes,
         aliased=sizes.alias_size_in_bytes,
-        temporary=max(peak - at_rest(sizes) - (code if backend.peak_has_code else 0), 0),
+        temporary=max(peak - resting_bytes(sizes) - (code if backend.peak_has_code else 0), 0),
         code=code,
         peak=peak,
         host=host + sizes.host_temp_size_in_bytes,

@@ -17,9 +17,9 @@ from valkyrie.compiled.dumped import fastest_product_rate, read_dumped, refuse_o
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.foreign_errors import Allocation, first_lines, is_out_of_memory
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
-from valkyrie.hardware.target import topology_of, usable_hbm
+from valkyrie.hardware.target import build_topology, usable_hbm
 from valkyrie.machine.replay import Cost
 from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
@@ -27,7 +27,7 @@ from valkyrie.search.compile.hints import program_hints
 from valkyrie.search.compile.prediction import CompileStatus, ForeignProgram, MemoryReport, Prediction
 from valkyrie.search.compile.replayed import correct_replay, replay_on
 from valkyrie.search.compile.summary import memory_report, program_step, with_parts
-from valkyrie.train.options import YOU, Option, option_text, refusals_in_plain_words
+from valkyrie.train.options import YOU, Option, explain_option_errors, option_text
 
 if TYPE_CHECKING:
     import jax
@@ -95,14 +95,14 @@ def predict_function(
         _refuse_other_devices(mesh, target)
     texts = {name: text for name, value in (options or {}).items() if (text := option_text(value)) is not None}
     used = [Option(name, text, YOU) for name, text in texts.items()]
-    work, peak, platform = work or ProgramWork(), None, platform_of(target.platform)
+    work, peak, platform = work or ProgramWork(), None, get_platform(target.platform)
     if compiled is None:
 
         def compile(compiler_options: dict[str, str] | None = None) -> Any:
             return lowered.compile(compiler_options=compiler_options or texts or None)
 
         try:
-            with refusals_in_plain_words(), without_cache():
+            with explain_option_errors(), without_cache():
                 compiled, used = compile_within_memory(used, compile, platform)
                 peak = peak_without_host(compiled, compile, used, platform)
         except jax.errors.JaxRuntimeError as error:
@@ -324,7 +324,7 @@ def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
         )
     positions = device_positions(mesh)
     slices = {position.slice for position in positions}
-    shape = topology_of(target).shape
+    shape = build_topology(target).shape
     spread = [len({position.coords[i] for position in positions}) for i in range(len(shape))]
     if len(slices) != target.slices or tuple(spread) != shape:
         torus = "x".join(str(n) for n in spread)

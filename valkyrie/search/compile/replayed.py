@@ -10,9 +10,9 @@ from valkyrie.checksums import digest
 from valkyrie.compiled.collectives import CollectiveUse, traffic
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
-from valkyrie.hardware.target import TargetConfig, topology_of
+from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.machine.network import Machine
 from valkyrie.machine.replay import Replay, replay
 from valkyrie.paths import source_digest, write_atomic
@@ -30,7 +30,7 @@ def replay_program(run: Run, compiled: CompiledRun) -> tuple[Replay | None, list
     """
     target, step = run.config.target, compiled.outcome.step
     assert step is not None, "only a layout that fits is replayed"
-    replay_module = REPLAYS.get(platform_of(target.platform).replay)
+    replay_module = REPLAYS.get(get_platform(target.platform).replay)
     if replay_module is None:
         return None, traffic(parse(compiled.module.read_bytes()), step.axes)
     file = compiled.program / f"replay-{_digest(target)}.json"
@@ -80,7 +80,7 @@ def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positi
     `axes` are the names and sizes of the mesh's axes, in order. `positions` are those of its devices, flattened.
     """
     assert target.chip is not None
-    return replay(module, Machine(target.chip, topology_of(target), tuple(positions), axes))
+    return replay(module, Machine(target.chip, build_topology(target), tuple(positions), axes))
 
 
 REPLAYS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequence[Position]], Replay]] = {

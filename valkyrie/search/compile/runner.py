@@ -16,7 +16,7 @@ from pathlib import Path
 
 from valkyrie.config.modes import MODULE, settings_for
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.paths import cache_problem
 from valkyrie.processes.child import ChildProcess, python_module
@@ -89,7 +89,7 @@ def compile_layout(
     folder, programs = requests_folder() / request_key(run), programs_folder()
     progress = progress or (lambda line: None)
     target = run.config.target
-    if missing := platform_of(target.platform).missing_compiler(target):
+    if missing := get_platform(target.platform).missing_compiler(target):
         return CompiledRun(CompileOutcome(CompileStatus.refused, missing), folder, programs, False, 0.0)
     outcome = read_outcome(folder, settings_for(CompileMode, run.config.mode).hlo) if use_cache else None
     if outcome is not None:
@@ -121,7 +121,7 @@ def _compile_in_child(
     run.save(folder / "run.yaml")
     command = [*python_module("valkyrie.search.compile.child", str(folder), str(os.getpid()))]
     command += ["--ignore-cache"] * (not use_cache)
-    environment = platform_of(run.config.target.platform).compile_environment()
+    environment = get_platform(run.config.target.platform).compile_environment()
     began = time.perf_counter()
     child = ChildProcess(command, environment, folder / "compiler.log")
     try:

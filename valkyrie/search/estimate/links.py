@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.machine import assumptions
 from valkyrie.parallel.axis_links import AxisPlacement
@@ -30,7 +30,7 @@ def axis_links(
     """
     chips_per_host = max(math.prod(chip.host_bounds or [1]), 1)
     host_rate = (chip.dcn_gbs_per_host or 1.0) * 1e9 / chips_per_host / chip.devices
-    torus, links_by_axis = platform_of(chip.platform).has_torus, {}
+    torus, links_by_axis = get_platform(chip.platform).has_torus, {}
     link_rate = (chip.ici_link_gbs or 0.0) * 1e9 / chip.devices if torus else (chip.switch_gbs or 1.0) * 1e9
     for index, name in enumerate(names):
         column = [axes[index] for axes in placements]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
@@ -98,6 +98,6 @@ class CollectiveModel:
 def collective_model(chip: ChipConfig, efficiency: Efficiency) -> CollectiveModel:
     """Return the time model of collectives on a chip with these efficiency constants."""
     hop_s = (chip.hop_us or 0.0) * 1e-6
-    torus = platform_of(chip.platform).has_torus
+    torus = get_platform(chip.platform).has_torus
     e = efficiency
     return CollectiveModel(torus, e.gathers, e.sums, e.outside, e.start_s, hop_s, e.outer_start_s, e.scatters)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import platform_of
-from valkyrie.hardware.target import TargetConfig, topology_of
+from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import Layout
@@ -19,7 +19,7 @@ from valkyrie.search.estimate.links import MIN_LINKS, axis_links, host_axis_link
 from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.times import StepEstimator
 from valkyrie.search.estimate.work import step_work
-from valkyrie.train.memory import layouts_of
+from valkyrie.train.memory import layout_arrays
 
 
 def estimate_runs(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str, float]]:
@@ -43,9 +43,9 @@ def estimate_runs(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str,
 
 def stack_runs(runs: Sequence[Run]) -> Candidates:
     """Stack the layouts of runs into arrays. The runs must share partition, remat policy and names of mesh axes."""
-    layouts, chip = layouts_of(runs), runs[0].config.target.chip
+    layouts, chip = layout_arrays(runs), runs[0].config.target.chip
     assert chip is not None
-    if platform_of(chip.platform).has_torus:
+    if get_platform(chip.platform).has_torus:
         placements = [axis_placements(run.config.target, run.layout) for run in runs]
         axes = list(layouts.sizes)
         spans = axis_links(
@@ -59,7 +59,7 @@ def stack_runs(runs: Sequence[Run]) -> Candidates:
 def axis_placements(target: TargetConfig, layout: Layout) -> dict[str, AxisPlacement]:
     """Return the placement of each mesh axis on the torus of a target, by name."""
     axes, placement = dict(layout.mesh.axes), layout.mesh.placement
-    topology = topology_of(target)
+    topology = build_topology(target)
     if placement is not None:
         return describe_entries(placement, axes, topology)
     return describe_places(Slice.from_target(target).places(list(axes.values()), list(axes)), axes, topology)

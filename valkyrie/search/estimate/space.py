@@ -16,8 +16,8 @@ import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS
 from valkyrie.config.run import Run, known_axes
-from valkyrie.hardware.platforms import platform_of
-from valkyrie.hardware.target import TargetConfig, topology_of
+from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.parallel.axis_links import Placement, undominated_placements
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import layout_with_problems
@@ -27,7 +27,7 @@ from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import INDIVISIBLE, Problem, ProblemCode, ProblemError, alternatives
 from valkyrie.search.estimate.links import axis_links, slice_axis_links
-from valkyrie.train.memory import location_of
+from valkyrie.train.memory import saved_location
 
 MAX_MICROBATCHES = 128
 """Largest number of microbatches to try in a pipeline. More would shorten its bubble by less than one percent."""
@@ -193,7 +193,7 @@ def _distinct_policies(run: Run, remats: Sequence[RematConfig]) -> list[RematCon
     """Return one policy for each distinct set of saved activations of this model, the run's own first."""
     activations, distinct = run.model.saved_activations(), {}
     for remat in [run.config.remat, *remats]:
-        distinct.setdefault(tuple(location_of(entry, remat) for entry in activations), remat)
+        distinct.setdefault(tuple(saved_location(entry, remat) for entry in activations), remat)
     return list(distinct.values())
 
 
@@ -261,7 +261,7 @@ def _partition_space(
         problem = Problem(code, "device_batch", device_batch, partition=partition.name, size=batch)
         refused += Counter({problem: (len(meshes) - len(divisible)) * len(remats)})
         meshes = divisible
-    topology, torus = replace(topology_of(target), slices=1), platform_of(target.platform).has_torus
+    topology, torus = replace(build_topology(target), slices=1), get_platform(target.platform).has_torus
     rows = []
     for sizes in meshes:
         shards, stages = (math.prod(sizes[axis] for axis in rule) for rule in (batch_axes, layer_axes))

@@ -12,7 +12,7 @@ from rich.console import Console
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import EXPLAINED, SUMMARY, settings_for
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.modes.explain import Config as ExplainMode
 from valkyrie.parts import label_record_name
 from valkyrie.paths import unused_path
@@ -118,7 +118,7 @@ def _parse_layout(run: Run, request: str) -> Run | Prediction:
     mode_overrides = [override for override, key in keys if key in ("mode.time_limit_s", "mode.cache")]
     layout_run = parse_run([*flags, *shared, "mode=compile", *mode_overrides, *changes])
     target, problems = layout_run.config.target, [str(problem) for problem in layout_run.problems()]
-    platform = platform_of(target.platform)
+    platform = get_platform(target.platform)
     if platform.replay is None:
         problems.append(f"target={target.name} has no predicted step time. {NO_STEP_ADVICE}")
     elif missing := platform.missing_compiler(target):

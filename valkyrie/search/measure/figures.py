@@ -32,7 +32,7 @@ from valkyrie.records import write_record
 from valkyrie.runs.folder import run_folder, write_about
 from valkyrie.search.measure.figures_file import describe_figures
 from valkyrie.train.devices import prepare_devices
-from valkyrie.train.processes import together
+from valkyrie.train.processes import join_processes
 from valkyrie.train.screen import make_console
 
 REPEATS = 5
@@ -64,7 +64,7 @@ class Link:
 
 def figures_mode(run: Run) -> int:
     """Time the local devices, print their figures, store them in the run folder, and return the exit status."""
-    with together(run) as team:
+    with join_processes(run) as team:
         console = make_console()
         devices = prepare_devices(run, console.print, team).devices
         folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))

@@ -13,7 +13,7 @@ from typing import Any
 
 from valkyrie.config.modes import settings_for
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.runs.folder import key_value
@@ -97,7 +97,7 @@ def tune(
 
 def tuning_refusal(target: TargetConfig) -> str | None:
     """Return an error message if a target has no compiler options to tune, or None if it has some."""
-    if platform_of(target.platform).replay is not None:
+    if get_platform(target.platform).replay is not None:
         return None
     return (
         f"mode=tune predicts the effect of compiler options on TPU slices, and target={target.describe()} is not one. "
