@@ -224,5 +224,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_system_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_outside", lambda isolation: ["sh", "-c", "echo no namespaces here; exit 1", "--"])
+    monkeypatch.setattr(
+        sandbox, "_namespace_command", lambda isolation: ["sh", "-c", "echo no namespaces here; exit 1", "--"]
+    )
     assert "no namespaces here" in (trouble.__wrapped__() or "")

@@ -66,7 +66,7 @@ def test_free_memory_is_the_hosts_within_the_limits_of_its_cgroups(
     (proc / "self" / "cgroup").write_text(
         "5:cpu,cpuacct:/x\n4:memory:/job/task\n" if version == 1 else "0::/job/task\n"
     )
-    names = host_memory._OF_CGROUPS[version]
+    names = host_memory._CGROUP_FILES[version]
     for folder, size in ((root / "job" / "task", None), (root / "job", limit)):
         unlimited = str(2**63 - 4096) if version == 1 else "max"
         (folder / names[0]).write_text(f"{unlimited if size is None else size}\n")

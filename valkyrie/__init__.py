@@ -48,8 +48,8 @@ def __getattr__(name: str) -> Any:
     """Import a name of the API on first use. `import valkyrie` alone imports nothing."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    inside = "named_slice" if name == "slice" else name  # in our modules, `slice` stays the builtin
-    return getattr(import_module("valkyrie.api"), inside)
+    api_name = "named_slice" if name == "slice" else name  # in our modules, `slice` stays the builtin
+    return getattr(import_module("valkyrie.api"), api_name)
 
 
 def __dir__() -> list[str]:

@@ -121,7 +121,7 @@ class Result:
         """
         from valkyrie.machine.timeline import write_timeline
 
-        write_timeline(Path(path), self._replayed().spans, self._title)
+        write_timeline(Path(path), self._require_replay().spans, self._title)
         return Path(path)
 
     def html(self, path: str | Path) -> Path:
@@ -146,7 +146,7 @@ class Result:
             return self.record.program.name
         return f"{self.record.layout.model} {self.record.layout.name}"
 
-    def _replayed(self) -> Replay:
+    def _require_replay(self) -> Replay:
         if self.replay is None:
             raise ValueError(f"This result has no timeline: {self.reason or 'no step was predicted'}.")
         return self.replay
@@ -168,7 +168,7 @@ class Trained:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The entries of `metrics.jsonl`: logged steps (`step`, `loss`, `learning_rate`, ...) and evaluations."""
+        """Entries of `metrics.jsonl`: logged steps (`step`, `loss`, `learning_rate`, ...) and evaluations."""
         from valkyrie.runs.tracking import read_metrics
 
         return [line for line in read_metrics(self.folder / "metrics.jsonl") if "step" in line]
@@ -187,7 +187,7 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
         if not Path(config_dir).is_dir():
             raise ValueError(f"config_dir={config_dir} is not a folder.")
         folder = ["--config-dir", str(Path(config_dir).resolve())]
-    return _checked(parse_run([*folder, *overrides]))
+    return _refuse_illegal(parse_run([*folder, *overrides]))
 
 
 def load(folder: str | Path, *overrides: str) -> Run:
@@ -199,7 +199,7 @@ def load(folder: str | Path, *overrides: str) -> Run:
     """
     from valkyrie.config.arguments import load_run
 
-    return _checked(load_run(Path(folder), overrides))
+    return _refuse_illegal(load_run(Path(folder), overrides))
 
 
 def named_slice(name: str, *, slices: int = 1) -> Slice:
@@ -253,7 +253,7 @@ def predict(
     arguments or programs.
     """
     if isinstance(program, Run):
-        _refuse_with_a_run(
+        _refuse_run_arguments(
             arguments,
             named,
             slice=slice,
@@ -292,13 +292,13 @@ def _predict_run(run: Run, quiet: bool) -> Result:
     return Result(prediction, replay)
 
 
-def _refuse_with_a_run(arguments: Sequence[Any], named: Mapping[str, Any], **given: Any) -> None:
-    """Raise ValueError for arguments that the run already sets."""
-    unread = [*named, *(key for key, value in given.items() if value is not None)]
-    if arguments or unread:
+def _refuse_run_arguments(arguments: Sequence[Any], named: Mapping[str, Any], **options: Any) -> None:
+    """Raise ValueError for arguments of `predict` that a run already sets."""
+    redundant = [*named, *(key for key, value in options.items() if value is not None)]
+    if arguments or redundant:
         raise ValueError(
             f"A run already sets its slice, mesh and shapes. Leave out "
-            f"{', '.join(unread) or 'the other arguments'}, or "
+            f"{', '.join(redundant) or 'the other arguments'}, or "
             "compose the run with other values."
         )
 
@@ -361,11 +361,11 @@ def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0
 
     folder, tokenizer = trained_folder(run), load_run_tokenizer(run)
     devices = prepare_devices(run)
-    from valkyrie.train.generate import generate as pieces
+    from valkyrie.train.generate import generate as generate_pieces
 
     program, _, parameters = restore(run, devices, folder)
     sampling = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": run.config.seed}
-    return "".join(pieces(program.assembly, parameters, tokenizer, prompt, **sampling))
+    return "".join(generate_pieces(program.assembly, parameters, tokenizer, prompt, **sampling))
 
 
 def trials(*paths: str | Path) -> list[Row]:
@@ -387,7 +387,7 @@ def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
     return write_atomic(page_file([Path(path) for path in paths], None if output is None else Path(output)), text)
 
 
-def _checked(run: Run) -> Run:
+def _refuse_illegal(run: Run) -> Run:
     refuse(run.problems())
     return run
 

@@ -29,7 +29,7 @@ Axes = tuple[str | None, ...]
 """One logical axis per array dimension, or None for a dimension that is never sharded."""
 
 LayerFunction = Callable[[Any, Any, Any, "Shard"], Any]
-"""One step of a stack: (stream, one layer, per-row arrays such as document boundaries, Shard) -> stream."""
+"""A function that applies one layer: (stream, layer, per-row arrays such as document boundaries, Shard) -> stream."""
 
 
 class LossHead(NamedTuple):
@@ -44,7 +44,7 @@ class LossHead(NamedTuple):
 
 
 SplitAxes = tuple[Axis, ...]
-"""Like `Axes`, but a dimension may be split over several logical axes."""
+"""Logical axes per array dimension, as in `Axes`, except that one dimension may combine several logical axes."""
 
 
 UNATTRIBUTED = "unattributed"
@@ -86,16 +86,16 @@ class Tensor:
 
 
 PARAMETER_GROUPS: dict[str, str] = {
-    "matrix": "weights of products; decayed",
+    "matrix": "weights of matrix products; decayed",
     "embedding": "the token embedding; decayed",
-    "unembedding": "the matrix of the logits, where it is one of its own; decayed",
-    "value_embedding": "tables of values by token; decayed",
+    "unembedding": "the matrix of the logits, if it is separate from the embedding; decayed",
+    "value_embedding": "tables of attention values by token; decayed",
     "vector": "scales of norms; not decayed",
-    "residual_scale": "scales of the residual stream, one a layer; not decayed",
-    "input_scale": "scales of the first stream, one a layer; not decayed",
+    "residual_scale": "scales of the residual stream, one per layer; not decayed",
+    "input_scale": "scales of the first stream, one per layer; not decayed",
     "scalar": "other scales and small gates; not decayed",
-    "ssm": "state spaces; not decayed, at a rate of their own",
-    "puzzle": "rows of which a batch uses a few; only those change, by their gradient's signs",
+    "ssm": "state space parameters; not decayed, with a separate learning rate",
+    "puzzle": "puzzle embeddings; a step updates only the rows in its batch, by the signs of their gradients",
     "fixed": "never changed",
 }
 """Parameter groups for optimizers, with descriptions."""

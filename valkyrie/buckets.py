@@ -1,4 +1,4 @@
-"""Checks of bucket paths such as `gs://bucket/x`: their scheme and the package that it needs."""
+"""Checks bucket paths such as `gs://bucket/x`: their scheme, and the package that it needs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from valkyrie.problems import Problem, ProblemCode
 
 def url_scheme(path: str) -> str | None:
     """Return the scheme of a bucket path, such as `gs` for `gs://bucket/x`, or None for a path on disk."""
-    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+)://", path)
-    return found[1] if found else None
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+)://", path)
+    return match[1] if match else None
 
 
 def package_problems(key: str, path: str, scheme: str, package: str) -> list[Problem]:

@@ -1,7 +1,7 @@
 """Families of models and optimizers: modules chosen by name, from this package or from a folder of the user.
 
-A folder of the user is named in the command, by `--config-dir` or `modules=`. A run folder names the ones its run used;
-code from these is imported only if a command on this machine has named the same folder before.
+A command names the user's folders with `--config-dir` or `modules=`. A run folder records those of its run.
+Code from a recorded folder is imported only if an earlier command on this machine named the same folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import ModuleType
 
 from valkyrie.paths import cache_root, read_defaults
 
-_NAMED = "VALKYRIE_MODULES"
+_MODULES_VARIABLE = "VALKYRIE_MODULES"
 """Environment variable with the folders named in this command. Child processes inherit it."""
 
 
@@ -99,46 +99,47 @@ def add_import_path(folders: Iterable[str | Path]) -> None:
     for folder in map(str, folders):
         if folder not in sys.path:
             sys.path.append(folder)
-        if os.path.realpath(folder) not in (named := _named()):
-            os.environ[_NAMED] = os.pathsep.join([*named, os.path.realpath(folder)])
+        if os.path.realpath(folder) not in (folders_so_far := _command_folders()):
+            os.environ[_MODULES_VARIABLE] = os.pathsep.join([*folders_so_far, os.path.realpath(folder)])
 
 
 def remember_modules(folders: Iterable[str]) -> None:
     """Record folders of modules that a run on this machine uses, for `check_modules`."""
-    new = sorted({os.path.realpath(folder) for folder in folders} - {*_remembered()})
+    new_folders = sorted({os.path.realpath(folder) for folder in folders} - {*_remembered_folders()})
     with contextlib.suppress(OSError):  # without a cache folder, later commands have to name them again
-        if new:
+        if new_folders:
             cache_root().mkdir(parents=True, exist_ok=True)
-            with _record().open("a") as file:
-                file.writelines(f"{folder}\n" for folder in new)
+            with _remembered_file().open("a") as file:
+                file.writelines(f"{folder}\n" for folder in new_folders)
 
 
 def check_modules(folders: Sequence[str], file: Path) -> None:
     """Raise ValueError if saved settings import code from a folder that no command on this machine has named."""
-    known = {*_named(), *_remembered()}
-    if unknown := [folder for folder in folders if os.path.realpath(folder) not in known]:
+    trusted = {*_command_folders(), *_remembered_folders()}
+    if untrusted := [folder for folder in folders if os.path.realpath(folder) not in trusted]:
         raise ValueError(
-            f"{file} imports Python modules from {', '.join(unknown)}, which no command on this machine has named yet. "
-            f"If you trust that code, add 'modules=[{','.join(unknown)}]', or set {_NAMED}={os.pathsep.join(unknown)}."
+            f"{file} imports Python modules from {', '.join(untrusted)}, but no command on this machine has named that "
+            f"folder yet. If you trust the code, add 'modules=[{','.join(untrusted)}]', or set "
+            f"{_MODULES_VARIABLE}={os.pathsep.join(untrusted)}."
         )
 
 
-def _named() -> list[str]:
-    return [folder for folder in os.environ.get(_NAMED, "").split(os.pathsep) if folder]
+def _command_folders() -> list[str]:
+    return [folder for folder in os.environ.get(_MODULES_VARIABLE, "").split(os.pathsep) if folder]
 
 
-def _remembered() -> list[str]:
+def _remembered_folders() -> list[str]:
     with contextlib.suppress(OSError):
-        return _record().read_text().splitlines()
+        return _remembered_file().read_text().splitlines()
     return []
 
 
-def _record() -> Path:
+def _remembered_file() -> Path:
     return cache_root() / "modules.txt"
 
 
 def has_key(config: object, key: str) -> bool:
-    """Return whether a dataclass has a key, such as `sudoku.side` in its field `sudoku`."""
+    """Return whether a dataclass has a key. A dotted key such as `sudoku.side` is in the nested dataclass `sudoku`."""
     name, _, inner = key.partition(".")
     if not is_dataclass(config):
         return False

@@ -171,11 +171,11 @@ class ScratchMemory:
 def parse_scratch_memory(text: str) -> ScratchMemory | None:
     """Return the kernel that exceeds the scratch memory of a core, or None for other messages."""
     pattern = rf"memory space vmem.*?(?:size {_SIZE} and limit {_SIZE}|Used {_SIZE} of {_SIZE})"
-    used = re.search(pattern, text, re.DOTALL)
-    if used is None:
+    match = re.search(pattern, text, re.DOTALL)
+    if match is None:
         return None
     kernel = re.search(r"allocating on stack for %?([\w.-]+)", text)
-    return ScratchMemory(kernel[1] if kernel else None, float(used[1] or used[5]), float(used[3] or used[7]))
+    return ScratchMemory(kernel[1] if kernel else None, float(match[1] or match[5]), float(match[3] or match[7]))
 
 
 def unknown_option(message: str) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_OF_CGROUPS = {  # by version: files of the limit and the use, and the key of cached files, which can be evicted
+_CGROUP_FILES = {  # by version: files of the limit and the use, and the key of cached files, which can be evicted
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
@@ -40,7 +40,7 @@ def _free_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
         if controllers and "memory" not in controllers.split(","):
             continue
         root = cgroups / "memory" if controllers else cgroups
-        limit_file, used_file, cached = _OF_CGROUPS[1 if controllers else 2]
+        limit_file, used_file, cached = _CGROUP_FILES[1 if controllers else 2]
         inside = root / path.strip("/")
         for folder in (inside, *inside.parents):
             if not folder.is_relative_to(root):

@@ -52,9 +52,9 @@ def seconds_in(parts: Iterable[StepPart], *kinds: PartKind) -> float:
     return sum((part.seconds for part in parts if part.kind in kinds), 0.0)
 
 
-def describe_part(kind: PartKind, over: str) -> str:
+def describe_part(kind: PartKind, mesh_axes_text: str) -> str:
     """Format a part for printing: `matrix products`, or `waiting for communication over x,y` with `over="x,y"`."""
-    return f"{PART_LABELS[kind]} over {over}" if kind.by_axes else PART_LABELS[kind]
+    return f"{PART_LABELS[kind]} over {mesh_axes_text}" if kind.by_axes else PART_LABELS[kind]
 
 
 def record_name(kind: PartKind, over: str) -> str:
@@ -75,7 +75,7 @@ def write_category(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
 def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
     """Parse a category of a timeline file into kind and mesh axes, or None if it is not a part of a step."""
     kind, _, axes = text.partition(" ")
-    if kind not in {known.value for known in PartKind}:
+    if kind not in {member.value for member in PartKind}:
         return None
     return PartKind(kind), tuple(axes.split(",")) if axes else ()
 

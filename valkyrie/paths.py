@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 Schema = TypeVar("Schema")
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_PROBE = 4 * 2**20
-"""Bytes that must be free for a cache. A compiled step is one to ten MiB."""
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_PROBE_BYTES = 4 * 2**20
+"""Bytes that must be free for a cache. A compiled step takes one to ten MiB."""
 
 
 class DiskError(OSError):
@@ -48,7 +48,7 @@ def cache_root() -> Path:
 def open_to_append(path: Path) -> IO[bytes]:
     """Open a file, unbuffered, to read it and to append to it. Creates it if missing.
 
-    ValueError for a symbolic link: a run folder copied from somebody may have links to any file of this user.
+    Raises ValueError for a symbolic link: a run folder from someone else may link to any file of this user.
     """
     try:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -87,7 +87,8 @@ def write_atomic(path: Path, content: str | bytes, elsewhere: str | None = None)
 def disk_errors(path: Path, elsewhere: str | None = None) -> Iterator[None]:
     """Convert OSErrors while writing a file or folder to DiskErrors with the path and a remedy.
 
-    `elsewhere` is the setting for another location, by default that of caches for a path in them, else `runs`.
+    `elsewhere` is the setting that selects another location, for the remedy. The default is `VALKYRIE_CACHE` for a path
+    inside the caches, else `runs`.
     """
     try:
         yield
@@ -111,7 +112,7 @@ def publish_folder(partial: Path, final: Path) -> None:
 def is_full(error: BaseException) -> bool:
     """Return whether an error of the system or of a library means that a disk or a quota is full."""
     number = error.errno if isinstance(error, OSError) else None
-    return number in _FULL or os.strerror(errno.ENOSPC) in str(error)
+    return number in _DISK_FULL or os.strerror(errno.ENOSPC) in str(error)
 
 
 def error_reason(error: BaseException) -> str:
@@ -130,7 +131,7 @@ def cache_problem(folder: Path, elsewhere: str = "VALKYRIE_CACHE=DIR") -> str | 
         with disk_errors(folder, elsewhere):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as probe:
-                probe.write(bytes(_PROBE))
+                probe.write(bytes(_PROBE_BYTES))
     except DiskError as error:
         return str(error)
     return None
@@ -146,30 +147,30 @@ def source_digest(*names: str) -> str:
     digest = hashlib.sha256()
     for name in names:
         path = package / name
-        read = _digest_of_package if path.is_relative_to(package) else _digest_of
-        digest.update(f"{name}\0{read(path)}\0".encode())
+        digest_sources = _digest_package_sources if path.is_relative_to(package) else _digest_sources
+        digest.update(f"{name}\0{digest_sources(path)}\0".encode())
     return digest.hexdigest()
 
 
-def _digest_of(path: Path) -> str:
+def _digest_sources(path: Path) -> str:
     """Return a digest of a module, or of a folder's modules and their relative paths."""
     digest = hashlib.sha256()
-    for file in sorted(_modules_in(path, set())) if path.is_dir() else [path]:
+    for file in sorted(_iter_modules(path, set())) if path.is_dir() else [path]:
         digest.update(f"{file.relative_to(path)}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-_digest_of_package = cache(_digest_of)
+_digest_package_sources = cache(_digest_sources)
 
 
-def _modules_in(folder: Path, entered: set[Path]) -> Iterator[Path]:
+def _iter_modules(folder: Path, visited: set[Path]) -> Iterator[Path]:
     """Yield the modules of a folder and its subfolders. Follows links and visits each folder once."""
-    entered.add(folder.resolve())
+    visited.add(folder.resolve())
     for path in sorted(folder.iterdir()):
         if path.suffix == ".py" and path.is_file():
             yield path
-        elif path.name.isidentifier() and path.is_dir() and path.resolve() not in entered:
-            yield from _modules_in(path, entered)
+        elif path.name.isidentifier() and path.is_dir() and path.resolve() not in visited:
+            yield from _iter_modules(path, visited)
 
 
 def config_names(group: str) -> list[str]:

@@ -13,7 +13,7 @@ Number = int | float
 
 
 class ProblemCode(Enum):
-    """Kind of a problem. Messages of layout codes are in this module; problems with general codes include their own.
+    """Kind of a problem. This module has the messages of layout codes; problems with general codes carry their own.
 
     Layout codes are shared by `valkyrie.parallel.problems` (one layout) and the search (arrays of layouts), or are
     counted by sweeps.
@@ -94,7 +94,7 @@ class Range:
     def describe(self, value: Number) -> str:
         """Return the requirement that a value violates, such as `must be at least 0 and below 1`."""
         bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        words = " and ".join(f"{word} {_plain(number)}" for word, number in bounds.items() if number is not None)
+        words = " and ".join(f"{word} {_number_text(number)}" for word, number in bounds.items() if number is not None)
         if not math.isfinite(value):
             return f"must be a finite number, {words}"
         return f"must be {words}"
@@ -106,7 +106,7 @@ Identity = tuple[ProblemCode, str | None, tuple[str, ...], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class ProblemRecord:
-    """The identity of a problem, as files store it. `code` may be one that only another Valkyrie knows."""
+    """The identity of a problem, as files store it. `code` may be unknown to this version of Valkyrie."""
 
     code: str
     key: str | None = None
@@ -122,7 +122,7 @@ class Problem:
         code: Kind of the problem.
         key: The config key at fault, or None if no key sets it.
         value: The value of that key.
-        text: The message, for general codes. Other codes have theirs in `_TEXTS`.
+        text: The message, for general codes. Other codes have theirs in `_TEMPLATES`.
         allowed: Allowed numbers, for `out_of_range`.
         otherwise: An alternative to a number, such as "null for no clipping", for `out_of_range`.
         partition: The name of the partition with the rules at fault, or None.
@@ -177,16 +177,16 @@ class Problem:
             return self.text
         if self.allowed is not None:
             needed = self.allowed.describe(self.value) + (f", or {self.otherwise}" if self.otherwise else "")
-            return f"{self.key}={_plain(self.value)}: {needed}."
+            return f"{self.key}={_number_text(self.value)}: {needed}."
         words = {
             "axes": ", ".join(self.axes),
             "axis": next(iter(self.mesh_axes), ""),
             "over": self.over,
-            "names": _listed(self.names),
-            "value": _plain(self.value),
+            "names": _first_names(self.names),
+            "value": _number_text(self.value),
             **{name: make(self) for name, make in _CLAUSES.get(self.code, {}).items()},
         }
-        return _TEXTS[self.code].format(self=self, **words, **self.details) + _advice(self)
+        return _TEMPLATES[self.code].format(self=self, **words, **self.details) + _advice(self)
 
     @property
     def over(self) -> str:
@@ -244,7 +244,7 @@ def alternatives(key: str | None, values: Iterable[object]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-_TEXTS = {
+_TEMPLATES = {
     ProblemCode.not_finite: "{self.key}={value}: must be a finite number.",
     ProblemCode.too_large: "{self.key}={value}: must be a whole number from -{most} to {most}.",
     ProblemCode.mesh_shape: (
@@ -326,53 +326,53 @@ _TEXTS = {
 """Message templates by code. Placeholders are the fields of a problem, its details and its clauses."""
 
 
-def _microbatches(problem: Problem) -> str:
+def _microbatches_clause(problem: Problem) -> str:
     count, stage_axes = problem.details["microbatch_count"], problem.details["stage_axes"]
     if stage_axis := next((axis for axis in problem.mesh_axes if axis in stage_axes), None):
         return f", and each of microbatches={count} over all but {stage_axis}"
     return f" times microbatches={count}" if count > 1 else ""
 
 
-def _batch(problem: Problem) -> str:
+def _batch_clause(problem: Problem) -> str:
     tokens = problem.details["batch_tokens"]
     return f"batch={problem.size}" if tokens is None else f"batch_tokens={tokens} ({problem.size} sequences)"
 
 
-def _at_a_time(problem: Problem) -> str:
+def _device_count_clause(problem: Problem) -> str:
     devices = problem.parts
     return f" on {devices} devices ({devices * problem.value} at a time)" if devices > 1 else ""
 
 
-def _near_axis(problem: Problem) -> str:
+def _suggestion_clause(problem: Problem) -> str:
     near = problem.details["near"]
     return f"Did you mean {near}?" if near else f"If it is an axis of another model, write {problem.axes[0]}?."
 
 
-def _such_as(problem: Problem) -> str:
+def _mesh_example_clause(problem: Problem) -> str:
     return {"w": " (four sizes, mesh=2x4x4x2)", "s": " (slices, mesh=2s4x4x2)"}.get(problem.mesh_axes[0], "")
 
 
-def _rounds_held(problem: Problem) -> str:
+def _stretches_clause(problem: Problem) -> str:
     return "2 or more stretches of layers" if problem.details["schedule"] == "circular" else "one stretch of layers"
 
 
-def _rounds_to_use(problem: Problem) -> str:
+def _rounds_advice_clause(problem: Problem) -> str:
     circular = problem.details["schedule"] == "circular"
     return "partition.rounds=2" if circular else "partition.rounds=1, or partition.schedule=circular"
 
 
 _CLAUSES: dict[ProblemCode, dict[str, Callable[[Problem], str]]] = {
-    ProblemCode.unknown_logical_axis: {"hint": _near_axis},
-    ProblemCode.missing_mesh_axis: {"such_as": _such_as},
-    ProblemCode.batch_not_divisible: {"shards": lambda p: p.over or "one shard", "microbatches": _microbatches},
-    ProblemCode.device_batch_not_divisible: {"batch": _batch, "at_a_time": _at_a_time},
+    ProblemCode.unknown_logical_axis: {"hint": _suggestion_clause},
+    ProblemCode.missing_mesh_axis: {"such_as": _mesh_example_clause},
+    ProblemCode.batch_not_divisible: {"shards": lambda p: p.over or "one shard", "microbatches": _microbatches_clause},
+    ProblemCode.device_batch_not_divisible: {"batch": _batch_clause, "at_a_time": _device_count_clause},
     ProblemCode.stage_axis_shared: {"pronoun": lambda p: "them" if len(p.axes) > 1 else "it"},
-    ProblemCode.wrong_rounds: {"held": _rounds_held, "use": _rounds_to_use},
+    ProblemCode.wrong_rounds: {"held": _stretches_clause, "use": _rounds_advice_clause},
 }
-"""Functions for the placeholders of `_TEXTS` that depend on the values."""
+"""Functions for the placeholders of `_TEMPLATES` that depend on the values."""
 
 
-def _plain(value: Any) -> str:
+def _number_text(value: Any) -> str:
     return str(value).removesuffix(".0")
 
 
@@ -398,7 +398,7 @@ def _advice(problem: Problem) -> str:
     return f" Use {', or '.join(advice)}." if advice else ""
 
 
-def _listed(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     """Return the first three names as text, only parameters if there are any."""
     parameters = [name for name in dict.fromkeys(names) if not name.startswith("activation")] or list(names)
     more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""

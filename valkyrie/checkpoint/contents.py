@@ -104,7 +104,7 @@ def refuse_other_model(path: Any, saved: Mapping[str, tuple[int, ...]], built: M
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(
             f"The checkpoint of step {path.name} in {path.parent} is of another model: {problems[0]}{more}. "
-            f"Use the model that it was trained with (resume={_run_of(path)} uses its settings), or another "
+            f"Use the model that it was trained with (resume={_run_name(path)} uses its settings), or another "
             "name=."
         )
 
@@ -126,16 +126,17 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
     }
     if options:
         differs = "; ".join(
-            f"it was saved with {key}={was}, and this run has {key}={now}" for key, (now, was) in options.items()
+            f"it was saved with {key}={saved_value}, and this run has {key}={requested}"
+            for key, (requested, saved_value) in options.items()
         )
-        again = " ".join(f"{key}={was}" for key, (_, was) in options.items())
+        remedy = " ".join(f"{key}={saved_value}" for key, (_, saved_value) in options.items())
     else:
         name, more = min(saved ^ wanted_names), len(saved ^ wanted_names) - 1
         differs = f"{name} is only in the {'checkpoint' if name in saved else 'run'} (and {more} more)"
-        again = "the optimizer settings that it was saved with"
+        remedy = "the optimizer settings that it was saved with"
     raise ValueError(
         f"The checkpoint of step {path.name} in {path.parent} is intact, but of another optimizer: {differs}. "
-        f"Use {again} (resume={_run_of(path)} uses its settings), or another name=."
+        f"Use {remedy} (resume={_run_name(path)} uses its settings), or another name=."
     )
 
 
@@ -156,7 +157,7 @@ def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, wanted: M
     )
 
 
-def _run_of(path: Any) -> str:
+def _run_name(path: Any) -> str:
     """Return the name of the run that a checkpoint belongs to."""
     return (path.parent.parent if path.parent.name == FOLDER else path.parent).name
 
@@ -183,11 +184,11 @@ def local_shards(tree: Any) -> Mapping[str, list[str]]:
 
     def describe(array: Any) -> list[str]:
         indices = array.sharding.addressable_devices_indices_map(tuple(array.shape)).values()
-        return [str(array.dtype), *sorted({_bounds(index, array.shape) for index in indices})]
+        return [str(array.dtype), *sorted({_slices_text(index, array.shape) for index in indices})]
 
     return dict(zip(leaf_names(tree), map(describe, jax.tree.leaves(tree)), strict=True))
 
 
-def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> str:
+def _slices_text(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> str:
     slices = index or ()
     return ",".join("{}:{}".format(*part.indices(size)[:2]) for part, size in zip(slices, shape, strict=True))

@@ -98,7 +98,7 @@ class Durable(Tier):
 
 
 def _check_folder(path: Path, folder: Path) -> None:
-    """Raise ValueError if saving would delete what is not this run's: Orbax deletes the oldest folder with a number."""
+    """Raise ValueError if saving could delete folders of other owners: Orbax deletes the oldest numbered folders."""
     real = path.resolve()
     if real.parent != folder.resolve() and (real.parent / "run.yaml").is_file():
         raise ValueError(

@@ -32,7 +32,7 @@ class Fast(Tier):
     label = "fast "
 
     def __init__(self, path: Path, config: FastConfig, index: int, *, info: CheckpointInfo) -> None:
-        """`path` belongs to this process alone; `index` is the index of the process."""
+        """Open `path`, which only this process uses. `index` is the index of the process."""
         self._keep, self._index = config.keep, index
         with disk_errors(path, elsewhere=_FULL_DISK):
             path.mkdir(parents=True, exist_ok=True)
@@ -116,8 +116,8 @@ def fast_folder(config: FastConfig, run_folder: Path, identity: str) -> Path:
     name, does not reuse older fast checkpoints.
     """
     base = Path(config.folder) if config.folder else Path(tempfile.gettempdir()) / f"valkyrie-{os.getuid()}"
-    known_by = digest(f"{run_folder.resolve()} {identity}")[:12]
-    return base.expanduser().absolute() / f"{run_folder.name}-{known_by}"
+    run_digest = digest(f"{run_folder.resolve()} {identity}")[:12]
+    return base.expanduser().absolute() / f"{run_folder.name}-{run_digest}"
 
 
 def _covers(saved: Mapping[str, list[str]] | None, wanted: Mapping[str, list[str]]) -> bool:

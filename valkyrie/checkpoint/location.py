@@ -34,7 +34,7 @@ def folder_problems(folder: str | None) -> list[Problem]:
     if scheme is None:
         return []
     if scheme not in _PACKAGES:
-        schemes = " or ".join(f"{known}://" for known in _PACKAGES)
+        schemes = " or ".join(f"{known_scheme}://" for known_scheme in _PACKAGES)
         text = f"checkpoint.folder={folder}: {scheme}:// is not supported. Use {schemes}, or a local folder."
         return [Problem(ProblemCode.unknown_name, "checkpoint.folder", folder, text)]
     return package_problems("checkpoint.folder", str(folder), scheme, _PACKAGES[scheme])
@@ -78,22 +78,22 @@ def record_root(run_folder: Path, folder: str | None) -> None:
 
     ValueError if the run already has checkpoints in another place.
     """
-    wanted = None if folder is None else str(configured_root(run_folder, folder))
+    configured = None if folder is None else str(configured_root(run_folder, folder))
     pointer = run_folder / POINTER
-    now = pointer.read_text().strip() if pointer.is_file() else None
-    if now == wanted:
+    recorded = pointer.read_text().strip() if pointer.is_file() else None
+    if recorded == configured:
         return
     if saved_steps(run_folder):
-        remedy = "checkpoint.folder=null" if now is None else f"checkpoint.folder={now.rpartition('/')[0]}"
+        remedy = "checkpoint.folder=null" if recorded is None else f"checkpoint.folder={recorded.rpartition('/')[0]}"
         raise ValueError(
             f"checkpoint.folder={folder or 'null'}: the checkpoints of {run_folder} are in "
             f"{checkpoint_root(run_folder)}. Use {remedy}, or another name=."
         )
-    if wanted is None:
+    if configured is None:
         pointer.unlink()
     else:
         run_folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(pointer, f"{wanted}\n")
+        write_atomic(pointer, f"{configured}\n")
 
 
 def has_saved(run_folder: Path) -> bool:

@@ -20,7 +20,7 @@ from valkyrie.checksums import write_checksums
 from valkyrie.paths import error_reason, is_full
 from valkyrie.problems import first_line
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 """Seconds between two polls while waiting for a save by several processes."""
 
 
@@ -93,9 +93,9 @@ class Tier(ABC):
         from orbax.checkpoint import args
 
         arrays = state_arrays(state)
-        about = replace(self._describe(arrays), step=step).as_json()
+        info = replace(self._describe(arrays), step=step).as_json()
         content = args.Composite(
-            state=self._state_args(arrays), data=args.JsonSave(dict(data)), about=args.JsonSave(dict(about))
+            state=self._state_args(arrays), data=args.JsonSave(dict(data)), about=args.JsonSave(dict(info))
         )
         self.last_saved = step
         try:
@@ -129,7 +129,7 @@ class Tier(ABC):
         try:
             while self._together and self._manager.is_saving_in_progress():
                 self._raise_reported()
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             self._manager.wait_until_finished()
         except Exception as error:  # as in save
             return self._failed(error)
@@ -183,11 +183,11 @@ class Tier(ABC):
         With `together`, raises NotSavedError instead.
         """
         step = self.last_saved
-        what = f"the {self.label}checkpoint of step {step} could not be saved in {self.path} ({error_reason(error)})"
+        failure = f"the {self.label}checkpoint of step {step} could not be saved in {self.path} ({error_reason(error)})"
         if self._together:
             self._broken = True
             raise NotSavedError(
-                f"{what}. All processes stop. Start them again to continue from the previous checkpoint."
+                f"{failure}. All processes stop. Start them again to continue from the previous checkpoint."
             ) from error
         _reported_errors().clear()  # they hold the arrays that were not written
         with contextlib.suppress(Exception):  # it raises the same error again
@@ -203,15 +203,15 @@ class Tier(ABC):
             "there is no earlier one" if self.last_saved is None else f"the newest one is of step {self.last_saved}"
         )
         remedy = " Free some space there." if is_full(error) else ""
-        return f"{what}; {newest}.{remedy}"
+        return f"{failure}; {newest}.{remedy}"
 
 
 @cache
 def _reported_errors() -> list[tuple[str, Exception]]:
-    """Return the growing list of errors, with their texts, that Orbax reports from its threads. None is printed."""
+    """Return the list of (text, error) that Orbax has logged from its threads, which grows. Hides them from stderr."""
     errors: list[tuple[str, Exception]] = []
 
-    def keep(record: logging.LogRecord) -> bool:
+    def collect(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
         if isinstance(error, Exception):
             errors.append((record.getMessage(), error))
@@ -220,7 +220,7 @@ def _reported_errors() -> list[tuple[str, Exception]]:
     logger = logging.getLogger("absl")
     logger.setLevel(logging.ERROR)
     logger.disabled = False  # Hydra disables loggers that were created before it
-    logger.addFilter(keep)
+    logger.addFilter(collect)
     return errors
 
 

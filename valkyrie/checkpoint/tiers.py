@@ -160,8 +160,8 @@ class Checkpoints:
             return None, ""
         steps, refused = self.fast.usable(wanted)
         answers = self._team.exchange("fast checkpoints", {"steps": steps, "refused": refused})
-        if common := set.intersection(*({*answer["steps"]} for answer in answers)):
-            return max(common), ""
+        if shared_steps := set.intersection(*({*answer["steps"]} for answer in answers)):
+            return max(shared_steps), ""
         for process, answer in enumerate(answers):
             if answer["refused"]:
                 return None, f"; no fast checkpoint is used (process {process}: {answer['refused'][0]})"

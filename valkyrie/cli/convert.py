@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     load = commands.add_parser(
         "from-hf", help="convert a Hugging Face folder to a run folder: from-hf FOLDER KEY=VALUE ..."
     )
-    load.set_defaults(run=_from)
+    load.set_defaults(run=_convert_from_hf)
     load.add_argument(
         "folder", type=Path, help="folder with config.json and model.safetensors (or several files and their index)"
     )
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--tokenizer", help=tokenizers)
 
     save = commands.add_parser("to-hf", help="convert a trained run to a Hugging Face folder")
-    save.set_defaults(run=_to)
+    save.set_defaults(run=_convert_to_hf)
     save.add_argument("trained", metavar="RUN", help="name or folder of the run, or latest")
     save.add_argument("folder", type=Path, help="new folder to write")
     save.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _from(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+def _convert_from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     from valkyrie.config.mistakes import refuse_typos
     from valkyrie.convert.load import from_folder
     from valkyrie.runs.folder import command_name
@@ -73,7 +73,7 @@ def _from(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     print(f"      {again} data=text 'data.paths=[~/books/**/*.txt]' steps=1000   # continues its training")
 
 
-def _to(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+def _convert_to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     from valkyrie.convert.save import to_folder
     from valkyrie.runs.folder import find_run
 

@@ -41,8 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     prepare.set_defaults(run=_prepare)
     prepare.add_argument("source", nargs="?", default="stdlib", choices=_SOURCES)
     prepare.add_argument("paths", nargs="*", help="files, directories or globs, for text; gs://, s3:// too")
-    named = "bytes, gpt2, a tiktoken encoding, FILE.tiktoken, tokenizer.json, or the name of a tokenizer you trained"
-    prepare.add_argument("--tokenizer", default="bytes", help=named)
+    tokenizer_help = (
+        "bytes, gpt2, a tiktoken encoding, FILE.tiktoken, tokenizer.json, or the name of a tokenizer you trained"
+    )
+    prepare.add_argument("--tokenizer", default="bytes", help=tokenizer_help)
     prepare.add_argument("--validation-fraction", type=float, default=defaults.validation_fraction)
     prepare.add_argument("--max-bytes", type=int, default=None, help="bytes of text after which reading stops")
     prepare.add_argument("--shard-tokens", type=int, default=defaults.shard_tokens)
@@ -55,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     tokenizer.set_defaults(run=_train_tokenizer)
     tokenizer.add_argument("paths", nargs="+", help="files, directories or globs; gs://, s3:// too")
     tokenizer.add_argument("--vocab", type=int, default=65536, help="number of ids, including BOS")
-    where = "a name for data.tokenizer=NAME, usable from every folder, or the path of a .json file"
-    tokenizer.add_argument("--save", default="tokenizer.json", metavar="NAME", help=where)
+    save_help = "a name for data.tokenizer=NAME, usable from every folder, or the path of a .json file"
+    tokenizer.add_argument("--save", default="tokenizer.json", metavar="NAME", help=save_help)
     tokenizer.add_argument(
         "--pattern", default="cl100k", help="pattern that splits text into words: r50k, cl100k, o200k, nanochat"
     )
@@ -82,10 +84,10 @@ def _prepare(arguments: argparse.Namespace) -> None:
             f"{arguments.source} does not take paths. Use valkyrie-data prepare text {arguments.paths[0]}."
         )
     source = SOURCES.config_class(arguments.source)
-    known, defaults = {field.name for field in fields(source)}, text.Config()
+    keys, defaults = {field.name for field in fields(source)}, text.Config()
     values = {key: value for key, value in vars(arguments).items() if hasattr(defaults, key) and key != "tokenizer"}
     for key, value in list(values.items()):
-        if key not in known:
+        if key not in keys:
             if value != getattr(defaults, key):
                 raise ValueError(f"--{key.replace('_', '-')} does not apply to {arguments.source}. Leave it out.")
             del values[key]
@@ -117,10 +119,10 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
     from valkyrie.data.tokenizer import fingerprint_of, refuse_tokenizer_name
     from valkyrie.data.tokenizer_json import Counted, texts_of, train_tokenizer, trained_path
 
-    own_file = arguments.save.endswith(".json")
-    if not own_file:
+    is_path = arguments.save.endswith(".json")
+    if not is_path:
         refuse_tokenizer_name(arguments.save)
-    path = Path(arguments.save).expanduser() if own_file else trained_path(arguments.save)
+    path = Path(arguments.save).expanduser() if is_path else trained_path(arguments.save)
     if path.exists():
         raise ValueError(f"{path} already exists, and runs may depend on it. Use another --save NAME, or delete it.")
     config = text.Config(
@@ -137,7 +139,7 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
         f"{ids:,} ids{fewer}; trained on {counted.documents:,} documents with {counted.bytes:,} bytes "
         f"in {time.perf_counter() - start:.1f} s"
     )
-    name = str(path) if own_file else arguments.save
+    name = str(path) if is_path else arguments.save
     print(f"{path} (fingerprint {fingerprint_of(name)}). Use it with data.tokenizer={name}")
 
 

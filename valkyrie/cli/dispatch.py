@@ -62,18 +62,18 @@ def dispatch() -> None:
         arguments = expand_shorthand(arguments)
         multirun = multirun_arguments(arguments)
         refuse_typos(arguments, multirun is not None)
-        typed = read_arguments(multirun or arguments, multirun=multirun is not None)
-        primary = find_primary(typed, read=multirun is None or reads_one_run(typed))
+        hydra_arguments = read_arguments(multirun or arguments, multirun=multirun is not None)
+        primary = find_primary(hydra_arguments, read=multirun is None or reads_one_run(hydra_arguments))
         sys.argv[1:] = primary.arguments
         if multirun is not None:
-            with over_processes(typed) as leads, signals_as_exceptions():
+            with over_processes(hydra_arguments) as leads, signals_as_exceptions():
                 config = _compose(primary) if leads else None
         else:
             config = _compose(primary)
         if config is not None:
             run = replace(Run.from_config(config), arguments=tuple(arguments))
             if problems := run.problems():
-                raise ValueError(_with_choices(run, problems))
+                raise ValueError(_describe_problems(run, problems))
             sys.exit(_dispatch(run))
     except BrokenPipeError:
         leave_unread()
@@ -104,7 +104,7 @@ def _compose(primary: Primary) -> DictConfig | None:
         composed.append(config)
         return None
 
-    of_user = os.environ.get(FULL_ERROR)
+    user_setting = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"  # Hydra raises, and `explain` writes the message
     try:
         folder = register()
@@ -116,7 +116,7 @@ def _compose(primary: Primary) -> DictConfig | None:
             raise
         raise ValueError(f"hydra/launcher: {error} hydra/launcher=submitit_local runs on this machine.") from error
     finally:
-        os.environ.pop(FULL_ERROR) if of_user is None else os.environ.update({FULL_ERROR: of_user})
+        os.environ.pop(FULL_ERROR) if user_setting is None else os.environ.update({FULL_ERROR: user_setting})
     return composed[0] if composed else None
 
 
@@ -124,7 +124,7 @@ def _dispatch(run: Run) -> int:
     return run.config.mode.run(run)
 
 
-def _with_choices(run: Run, problems: Sequence[Problem]) -> str:
+def _describe_problems(run: Run, problems: Sequence[Problem]) -> str:
     """Return the problems, with the legal partitions if this partition is a cause."""
     lines = [str(problem) for problem in problems]
     if any(problem.partition for problem in problems) and (legal := run.legal_partitions()):

@@ -47,13 +47,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
-    ahead, overrides = split(arguments)
-    parsed = _parser().parse_intermixed_args(ahead)
-    word = next((word for word in parsed.words[:1] if word in ACTIONS), None)
-    words = parsed.words[1:] if word else parsed.words
-    if word and overrides is not None:
-        raise ValueError(f"{word} does not take settings of a training. Leave out everything after --.")
-    if word == "dockerfile":
+    launch_arguments, overrides = split(arguments)
+    parsed = _parser().parse_intermixed_args(launch_arguments)
+    action = next((action for action in parsed.words[:1] if action in ACTIONS), None)
+    words = parsed.words[1:] if action else parsed.words
+    if action and overrides is not None:
+        raise ValueError(f"{action} does not take settings of a training. Leave out everything after --.")
+    if action == "dockerfile":
         sys.stdout.write(dockerfile(extra_of(words)))
         return 0
     if parsed.config_dir is not None:
@@ -61,32 +61,32 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
             raise ValueError(f"--config-dir {parsed.config_dir} is not a folder.")
         add_import_path([Path(parsed.config_dir).resolve()])
     config = read_config(words, parsed.restarts)
-    if word:
-        return _act(config, words, word, parsed.run)
+    if action:
+        return _act(config, words, action, parsed.run)
     if overrides is None:
-        ahead_of = " ".join(words)
+        launch_words = " ".join(words)
         raise ValueError(
-            f"The settings of the training are missing. Write them after --: valkyrie-launch {ahead_of} -- "
+            f"The settings of the training are missing. Write them after --: valkyrie-launch {launch_words} -- "
             "model=gpt_tiny"
         )
     return _train(config, overrides, command, parsed.run)
 
 
-def _act(config: EngineConfig, words: Sequence[str], word: str, run: bool) -> int:
+def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> int:
     """Print or run the one command of an action."""
     if config.runs_at_once:
         raise ValueError(
-            f"{word} does not apply to target={config.target}, which runs in the foreground. Stop it with Ctrl-C."
+            f"{action} does not apply to target={config.target}, which runs in the foreground. Stop it with Ctrl-C."
         )
-    if word != "list" and not any(given.startswith("name=") for given in words):
-        raise ValueError(f"{word} needs the name of the run. Write name=NAME.")
+    if action != "list" and not any(setting.startswith("name=") for setting in words):
+        raise ValueError(f"{action} needs the name of the run. Write name=NAME.")
     calls = {step.action: step for step in config.plan(()).later if isinstance(step, Call) and step.action}
-    if word not in calls:
-        there = f" Available: {', '.join(calls)}." if calls else ""
-        raise ValueError(f"{word} is not available for target={config.target}.{there}")
+    if action not in calls:
+        available = f" Available: {', '.join(calls)}." if calls else ""
+        raise ValueError(f"{action} is not available for target={config.target}.{available}")
     if run:
-        return calls[word].run()
-    print(calls[word].text())
+        return calls[action].run()
+    print(calls[action].text())
     return 0
 
 
@@ -95,7 +95,7 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
     overrides, added = named(settings, config.name)
     config = replace(config, name=key_values(overrides).get("name") or config.name)
     if run and not config.runs_at_once:
-        _refuse_wrong(config, overrides)
+        _refuse_illegal_training(config, overrides)
     plan = config.plan(overrides)
     if added:
         say(f"added name={config.name}, so that a restart continues this run")
@@ -107,8 +107,8 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
     return config.run(overrides, command)
 
 
-def _refuse_wrong(config: EngineConfig, overrides: Sequence[str]) -> None:
-    """Raise ValueError for a training that could not start where it is sent, before anything is rented for it."""
+def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> None:
+    """Raise ValueError for a training that could not start on its target, before anything is rented."""
     if not trains(overrides) or "resume" in key_values(overrides):
         return  # the settings of a run to resume may be stored elsewhere
     from valkyrie.config.arguments import parse_run

@@ -1,4 +1,4 @@
-"""Shared by the commands: a `main` around each, one-line messages for mistakes, and a quiet end of a pipe."""
+"""Shared parts of the commands: their `main`, one-line error messages, and silent exits when a pipe closes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from valkyrie.processes.interrupt import repair_std_streams
 from valkyrie.units import printable
 
 NOBODY_READS = 141
-"""Exit status if the reader of a pipe has gone. Shells use it for SIGPIPE."""
+"""Exit status after the reader of a pipe closed it. Shells use it for SIGPIPE."""
 
 
 _SHOWN = 160
@@ -96,6 +96,6 @@ def fail(command: str, message: str, status: int = REFUSED) -> NoReturn:
 
 
 def leave_unread() -> NoReturn:
-    """Exit after a BrokenPipeError: the reader of our output has gone, as `head` does, and nothing more is written."""
+    """Exit silently after a BrokenPipeError: the reader of our output, such as `head`, has closed the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(NOBODY_READS)

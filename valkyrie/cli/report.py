@@ -38,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--format", choices=("html", "md", "csv"), help="output format; default: html")
     add_arguments(parser)
-    both = "compare two sweeps, given by name or folder"
-    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=both)
+    compare_help = "compare two sweeps, given by name or folder"
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=compare_help)
     return parser
 
 
@@ -48,9 +48,9 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
     if arguments.wandb is None and (arguments.group is not None or arguments.dry_run):
         raise ValueError("--group and --dry-run need --wandb ENTITY/PROJECT.")
     if arguments.wandb is not None:
-        others = {"PATH": arguments.paths, "--format": arguments.format, "--output": arguments.output}
-        others["--compare"] = arguments.compare
-        if ignored := [name for name, value in others.items() if value]:
+        options = {"PATH": arguments.paths, "--format": arguments.format, "--output": arguments.output}
+        options["--compare"] = arguments.compare
+        if ignored := [name for name, value in options.items() if value]:
             raise ValueError(f"--wandb builds a dashboard from the data in W&B. Leave out {', '.join(ignored)}.")
     if arguments.compare and arguments.format == "csv":
         raise ValueError("--compare is not supported with --format csv. Use --format html or --format md.")
@@ -63,13 +63,13 @@ def _report(arguments: argparse.Namespace) -> None:
     from valkyrie.report.records import read_rows
     from valkyrie.report.text import as_csv, as_markdown
 
-    named = arguments.compare or []
-    paths = [*arguments.paths, *(Path(name) for name in named if Path(name).is_dir())]
+    compared = arguments.compare or []
+    paths = [*arguments.paths, *(Path(name) for name in compared if Path(name).is_dir())]
     if not paths:
-        problem = f"--compare {' '.join(named)}: neither is a folder" if named else "PATH is missing"
+        problem = f"--compare {' '.join(compared)}: neither is a folder" if compared else "PATH is missing"
         raise ValueError(f"{problem}. Name the folder of a sweep, or a folder with sweeps: valkyrie-report runs")
     rows = read_rows(paths)
-    comparison = compare(rows, *named) if named else None
+    comparison = compare(rows, *compared) if compared else None
     kind = arguments.format or "html"
     if kind == "html":
         text = page(rows, comparison)

@@ -1,4 +1,4 @@
-"""`valkyrie-train`. Heavy imports come after Ctrl-C has a handler, so that it never shows a traceback."""
+"""`valkyrie-train`. Installs the Ctrl-C handler before heavy imports, so that Ctrl-C never shows a traceback."""
 
 from __future__ import annotations
 

@@ -60,14 +60,14 @@ def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> Co
     ways around its tests, and under reinforcement learning a model learns them.
     """
     limits, completion = limits or Limits(), cut(problem, text)
-    about = (problem.name, problem.language, problem.difficulty, completion)
+    identity = (problem.name, problem.language, problem.difficulty, completion)
     if not completion.strip():
-        return CompletionResult(*about, compiled=False, passed=False, reason="the completion is empty", seconds=0.0)
+        return CompletionResult(*identity, compiled=False, passed=False, reason="the completion is empty", seconds=0.0)
     passed, ended = _run(problem, completion, limits)
-    reason = "passed" if passed else _why_not(ended, limits)
+    reason = "passed" if passed else _failure_reason(ended, limits)
     if passed and _run(problem, completion, limits, fails=True)[0]:
         passed, reason = False, "passes tests that always fail"
-    return CompletionResult(*about, ended[0].ok, passed, reason, round(ended[-1].seconds, 4))
+    return CompletionResult(*identity, ended[0].ok, passed, reason, round(ended[-1].seconds, 4))
 
 
 def _run(problem: CodingProblem, completion: str, limits: Limits, *, fails: bool = False) -> tuple[bool, list[Ended]]:
@@ -95,17 +95,17 @@ def judge_all(
     `workers` completions are judged at a time (None: one per CPU core).
     """
 
-    def one(pair: tuple[CodingProblem, str]) -> CompletionResult | None:
+    def judge_pair(pair: tuple[CodingProblem, str]) -> CompletionResult | None:
         return None if stopped() else judge(*pair, limits)
 
     count = workers or len(os.sched_getaffinity(0))
     pool = ThreadPoolExecutor(count, thread_name_prefix="judge")
     try:
-        results = list(pool.map(one, pairs))
+        results = list(pool.map(judge_pair, pairs))
     finally:
         pool.shutdown(cancel_futures=True)
-    whole = [result for result in results if result is not None]
-    return whole if len(whole) == len(results) else None
+    finished = [result for result in results if result is not None]
+    return finished if len(finished) == len(results) else None
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -129,12 +129,14 @@ def summary(problems: Sequence[CodingProblem], results: Sequence[CompletionResul
         rates[f"{language}_compile_rate"] = _share([result.compiled for result in judged])
         rates[f"{language}_pass_rate"] = _share([result.passed for result in judged])
         for difficulty in DIFFICULTIES:
-            if some := [result.passed for result in judged if result.difficulty == difficulty]:
-                rates[f"{language}_pass_rate_{difficulty}"] = _share(some)
+            if passed := [result.passed for result in judged if result.difficulty == difficulty]:
+                rates[f"{language}_pass_rate_{difficulty}"] = _share(passed)
         by_problem = [[r.passed for r in judged if r.problem == p.name] for p in problems if p.language == language]
         samples = min(map(len, by_problem))
         for k in sorted({k for k in AT if k <= samples} | {samples}):
-            rates[f"{language}_pass@{k}"] = _share([pass_at_k(len(all_), sum(all_), k) for all_ in by_problem])
+            rates[f"{language}_pass@{k}"] = _share(
+                [pass_at_k(len(outcomes), sum(outcomes), k) for outcomes in by_problem]
+            )
     return rates
 
 
@@ -142,21 +144,21 @@ def _share(values: Sequence[float | bool]) -> float:
     return sum(values) / len(values)
 
 
-def _why_not(ended: Sequence[Ended], limits: Limits) -> str:
+def _failure_reason(ended: Sequence[Ended], limits: Limits) -> str:
     """Return a short reason why a completion did not pass."""
     last = ended[-1]
-    what = "the compiler" if len(ended) == 1 else "the program"
+    program = "the compiler" if len(ended) == 1 else "the program"
     if last.limit == "time":
-        return f"{what} took longer than {COMPILE_S if len(ended) == 1 else limits.time_s:g} s"
+        return f"{program} took longer than {COMPILE_S if len(ended) == 1 else limits.time_s:g} s"
     if last.limit == "output":
-        return f"{what} printed too much"
+        return f"{program} printed too much"
     if len(ended) == 1:
         lines = [line for line in last.output.splitlines() if "error" in line.lower()] or last.output.splitlines()
         return f"does not compile: {lines[0].strip()[:200] if lines else f'status {last.status}'}"
     if last.status == 0:
         return "the program exited before its tests were done"
     if last.status > 128:
-        with_name = {number.value: number.name for number in signal.Signals}
-        return f"the program was killed by {with_name.get(last.status - 128, f'signal {last.status - 128}')}"
+        signal_names = {number.value: number.name for number in signal.Signals}
+        return f"the program was killed by {signal_names.get(last.status - 128, f'signal {last.status - 128}')}"
     printed = last.output.strip().splitlines()
     return f"the tests failed with status {last.status}{f': {printed[-1][:200]}' if printed else ''}"

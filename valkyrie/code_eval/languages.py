@@ -17,7 +17,7 @@ from valkyrie.code_eval.sandbox import python_inside
 COMPILERS = ("g++", "clang++", "c++")
 """C++ compilers in order of preference."""
 _MAIN = re.compile(r"\bint\s+main\s*\([^)]*\)\s*\{")
-_SEEN = ("/usr", "/bin")
+_VISIBLE_FOLDERS = ("/usr", "/bin")
 
 
 class Program(NamedTuple):
@@ -50,8 +50,8 @@ class JudgeLanguage(ABC):
         """Return the files of a program, and how it is compiled and run.
 
         If all tests pass, the run prints `word`, a number of 128 bits, as its last line (`printed`). A program that
-        exits before its tests are done does not. The word is in no file, argument or variable that the completion can
-        read, and the program has it as two halves. With `fails` the tests fail at their end whatever they find.
+        exits before its tests are done does not. The completion cannot read the word from a file, argument or variable,
+        because the program stores it as two halves. With `fails`, the tests always fail at their end.
         """
 
 
@@ -73,7 +73,7 @@ class Cpp(JudgeLanguage):
         """Return an error if there is no compiler."""
         if compiler(isolated) is not None:
             return None
-        where = f" in {' or '.join(_SEEN)}, which are visible in the sandbox" if isolated else ""
+        where = f" in {' or '.join(_VISIBLE_FOLDERS)}, which are visible in the sandbox" if isolated else ""
         return f"none of the C++ compilers {', '.join(COMPILERS)} was found{where}. Install one: apt install g++"
 
     def build(
@@ -83,7 +83,7 @@ class Cpp(JudgeLanguage):
         begins = next(_MAIN.finditer(tests)).end()
         ends = begins + (closing_brace(tests[begins:]) or 0) - 1
         renamed = f"#define main valkyrie_tests\n{tests[:ends]}\nreturn 0; {tests[ends:]}\n#undef main\n"
-        halves = ", ".join(f"0x{number:016x}u" for half in _halves(word) for number in divmod(half, 2**64))
+        halves = ", ".join(f"0x{number:016x}u" for half in _xor_halves(word) for number in divmod(half, 2**64))
         wrapper = (
             f"#include <cstdio>\nint main() {{\n  int status = valkyrie_tests(){' || true' * fails};\n"
             f"  volatile unsigned long long a[] = {{{halves}}};\n"
@@ -123,7 +123,7 @@ class Python(JudgeLanguage):
         executable = sys.executable if not isolated or inside is None else inside[1]
         python = (executable, "-I", "-S", "-B", "-W", "ignore", "-c")
         function = f"{prompt}{completion}\n"
-        left, right = _halves(word)
+        left, right = _xor_halves(word)
         end = f'assert {"" if fails else "not "}list()\nprint(f\'{{int("{left}") ^ int("{right}"):032x}}\')'
         files = {"function.py": function, "program.py": f"{function}\n{tests}\n{end}\n"}
         parse = "compile(open('function.py', encoding='utf-8').read(), 'function.py', 'exec')"
@@ -141,11 +141,11 @@ exec(code, {"__name__": "__main__"})
 
 
 def printed(word: int) -> str:
-    """Return how a program prints its word."""
+    """Format a word as a program prints it."""
     return f"{word:032x}"
 
 
-def _halves(word: int) -> tuple[int, int]:
+def _xor_halves(word: int) -> tuple[int, int]:
     """Return two random numbers of 128 bits with this exclusive or."""
     left = secrets.randbits(128)
     return left, left ^ word
@@ -160,7 +160,7 @@ def compiler(isolated: bool = True, which: Callable[[str], str | None] = shutil.
     """Return the path of the C++ compiler, or None. With `isolated`, only one in a folder visible in the sandbox."""
     for name in COMPILERS:
         path = which(name)
-        if path is not None and (not isolated or any(map(Path(path).resolve().is_relative_to, _SEEN))):
+        if path is not None and (not isolated or any(map(Path(path).resolve().is_relative_to, _VISIBLE_FOLDERS))):
             return path
     return None
 

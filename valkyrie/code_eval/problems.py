@@ -37,18 +37,16 @@ def read_problems(name: str) -> tuple[CodingProblem, ...]:
     """Return the problems of a set in the package (`cpp`, `python`) or a file. ValueError lists invalid lines."""
     path = Path(__file__).parent / "problems" / f"{name}.jsonl" if name in OWN else Path(name).expanduser()
     if not path.is_file():
-        known = ", ".join(OWN)
-        raise ValueError(
-            f"code_eval.problems={name}: there is no such file. Use {known}, or the path of a .jsonl file."
-        )
+        sets = ", ".join(OWN)
+        raise ValueError(f"code_eval.problems={name}: there is no such file. Use {sets}, or the path of a .jsonl file.")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"code_eval.problems={name} cannot be read as UTF-8 text ({error}).") from error
-    read = [(number, _problem(line)) for number, line in enumerate(lines, 1) if line.strip()]
-    troubles = [(number, why) for number, why in read if isinstance(why, str)]
-    problems = tuple(problem for _, problem in read if isinstance(problem, CodingProblem))
-    numbers = {problem.name: number for number, problem in read if isinstance(problem, CodingProblem)}
+    parsed = [(number, _problem(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    troubles = [(number, why) for number, why in parsed if isinstance(why, str)]
+    problems = tuple(problem for _, problem in parsed if isinstance(problem, CodingProblem))
+    numbers = {problem.name: number for number, problem in parsed if isinstance(problem, CodingProblem)}
     repeated = [name for name, count in Counter(problem.name for problem in problems).items() if count > 1]
     troubles += [(numbers[name], f"the name {name} is not unique") for name in repeated]
     if troubles:
@@ -79,15 +77,15 @@ def _problem(line: str) -> CodingProblem | str:
     wrong = [key for key in keys if key in values and not isinstance(values[key], str)]
     if wrong:
         return f"{', '.join(wrong)} must be text"
-    named = str(values["name"]).strip()
-    if not named:
+    problem_name = str(values["name"]).strip()
+    if not problem_name:
         return "name is empty"
     if not str(values.get("tests", "")).strip():
-        return f"the problem {named} has no tests"
+        return f"the problem {problem_name} has no tests"
     if values["language"] not in LANGUAGES:
-        return f"language {values['language']} of {named} is not known: use {', '.join(LANGUAGES)}"
+        return f"language {values['language']} of {problem_name} is not known: use {', '.join(LANGUAGES)}"
     if values["difficulty"] not in DIFFICULTIES:
-        return f"difficulty {values['difficulty']} of {named} is not known: use {', '.join(DIFFICULTIES)}"
+        return f"difficulty {values['difficulty']} of {problem_name} is not known: use {', '.join(DIFFICULTIES)}"
     problem = CodingProblem(**{key: values[key] for key in keys})
     trouble = LANGUAGES[problem.language].trouble(problem.prompt, problem.tests)
-    return f"{trouble} ({named})" if trouble else problem
+    return f"{trouble} ({problem_name})" if trouble else problem

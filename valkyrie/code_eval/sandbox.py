@@ -39,7 +39,7 @@ OUTPUT_BYTES = 64 * 1024
 _FIRST_USER, _USERS = 1_900_000_000, 100_000
 _SETUP_S = 20.0
 """Seconds allowed for creating the namespaces, on a busy machine."""
-_numbers = itertools.count(os.getpid() * 64)
+_user_numbers = itertools.count(os.getpid() * 64)
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ def run_steps(files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolate
                 file.write(text)
         isolation = isolation_of() if isolated else None
         python = python_inside()
-        shown = None if python is None or python[0].startswith("/usr") else python[0]
-        text = script(steps, inputs, root, isolation, shown_folders(), shown)
-        return _watch([*_outside(isolation), "sh", "-c", text], steps, "/" if isolated else str(inputs))
+        python_folder = None if python is None or python[0].startswith("/usr") else python[0]
+        text = script(steps, inputs, root, isolation, shown_folders(), python_folder)
+        return _watch([*_namespace_command(isolation), "sh", "-c", text], steps, "/" if isolated else str(inputs))
 
 
-def _outside(isolation: Isolation | None) -> list[str]:
+def _namespace_command(isolation: Isolation | None) -> list[str]:
     """Return the command that creates the namespaces, or nothing without isolation. They all end with this process."""
     if isolation is None:
         return []
@@ -94,7 +94,7 @@ def isolation_of() -> Isolation:
     """Return how programs are isolated here. For root: as a user ID that no other process has."""
     if os.geteuid() != 0:
         return Isolation(None, nested=False, limits_processes=_counts_by_namespace())
-    user = _FIRST_USER + next(_numbers) % _USERS
+    user = _FIRST_USER + next(_user_numbers) % _USERS
     if not _is_mapped(user):
         user = 65534
     return Isolation(user, nested=_nests(), limits_processes=True)
@@ -161,13 +161,13 @@ def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> lis
 
     The script reports on each step through a socket, its standard input. No step can access that socket.
     """
-    hear, tell = socket.socketpair()
+    our_end, script_end = socket.socketpair()
     path = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
-    with hear:
-        with tell:
+    with our_end:
+        with script_end:
             process = subprocess.Popen(
                 command,
-                stdin=tell.fileno(),
+                stdin=script_end.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
@@ -175,7 +175,7 @@ def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> lis
                 start_new_session=True,
             )
         try:
-            return _Watch(process, hear, steps).ended()
+            return _Watch(process, our_end, steps).ended()
         finally:
             signal_group(process.pid, signal.SIGKILL)
             assert process.stdout is not None
@@ -186,9 +186,9 @@ def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> lis
 class _Watch:
     """Follows a running script: collects its output and the results of its finished steps."""
 
-    def __init__(self, process: subprocess.Popen[bytes], hear: socket.socket, steps: Sequence[SandboxStep]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], our_end: socket.socket, steps: Sequence[SandboxStep]) -> None:
         assert process.stdout is not None
-        self.hear, self.out, self.steps = hear, process.stdout.fileno(), steps
+        self.hear, self.out, self.steps = our_end, process.stdout.fileno(), steps
         self.messages, self.output = b"", b""
         self.done: list[Ended] = []
         self.inside, self.began, self.limit = False, 0.0, time.monotonic() + _SETUP_S
@@ -206,11 +206,11 @@ class _Watch:
                     line, _, self.messages = self.messages.partition(b"\n")
                     if self._handle(line):
                         return self.done
-                over = "time" if time.monotonic() >= self.limit else None
-                over = "output" if len(self.output) > OUTPUT_BYTES else over
-                if self.inside and over:
-                    return [*self.done, self._end(137, over)]
-                if over or not selector.get_map():
+                exceeded = "time" if time.monotonic() >= self.limit else None
+                exceeded = "output" if len(self.output) > OUTPUT_BYTES else exceeded
+                if self.inside and exceeded:
+                    return [*self.done, self._end(137, exceeded)]
+                if exceeded or not selector.get_map():
                     output = " ".join(_text(self.output).split())[-300:]
                     raise SandboxError(
                         f"the sandbox could not be created: {output or f'it did not start within {_SETUP_S:g} s'}"
@@ -234,8 +234,8 @@ class _Watch:
     def _drain(self, selector: selectors.BaseSelector) -> None:
         """Read both pipes: first the messages about steps, then the output printed by then."""
         for pipe in (self.hear.fileno(), self.out):
-            taken = 0
-            while pipe in selector.get_map() and taken <= OUTPUT_BYTES:
+            bytes_read = 0
+            while pipe in selector.get_map() and bytes_read <= OUTPUT_BYTES:
                 try:
                     piece = os.read(pipe, 65536)
                 except (BlockingIOError, ConnectionResetError):
@@ -243,7 +243,7 @@ class _Watch:
                 if not piece:
                     selector.unregister(pipe)
                     break
-                taken += len(piece)
+                bytes_read += len(piece)
                 if pipe == self.out:
                     self.output += piece
                 else:

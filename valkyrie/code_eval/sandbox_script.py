@@ -1,7 +1,7 @@
-"""The shell script that builds a sandbox from inside its namespaces and runs its steps in sequence.
+"""Generates the shell script that builds a sandbox inside its namespaces and runs the steps in sequence.
 
-Through its standard input, a socket, it reports that a step is ready, waits for a line, runs the step and reports its
-exit status.
+The script talks to its parent over a socket, its standard input. For each step it reports that the step is ready, waits
+for a line, runs the step and reports its exit status.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.runs.folder import key_value, key_values, parts_of
 
-_ESCAPED = r"\\[][(){}:=, \t\\]"
+_ESCAPED_CHARACTER = r"\\[][(){}:=, \t\\]"
 """Regex of a character that is special in Hydra's grammar, escaped with a backslash."""
 
 
@@ -47,31 +47,31 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
 
     `multirun`: the arguments are of a sweep, where a key may have several values.
     """
-    typed: list[str] = []
+    hydra_arguments: list[str] = []
     for argument in expand_shorthand(arguments):
         key, sign, value = argument.partition("=")
-        if typed and typed[-1] in CONFIG_PATH:
+        if hydra_arguments and hydra_arguments[-1] in CONFIG_PATH:
             argument = os.path.abspath(argument)
         elif key in CONFIG_PATH and sign:
             argument = f"{key}={os.path.abspath(value)}"
         elif key in ("+experiment", "+sweep") and sign:
             argument = argument[1:]
-        elif key.lstrip("+") in ("prompt", "mode.first", "mode.second") and not _is_for_hydra(value, multirun):
+        elif key.lstrip("+") in ("prompt", "mode.first", "mode.second") and not _is_hydra_syntax(value, multirun):
             argument = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
         elif key.lstrip("+") == "data.paths":
-            argument = f"{key}={_list_of_paths(value, multirun)}"
+            argument = f"{key}={_quote_paths(value, multirun)}"
         elif key in ("runs", "resume") and value.startswith("~"):  # shells do not expand ~ after =
             argument = f"{key}={os.path.expanduser(value)}"
         elif key == "mesh" and value.isdecimal():
             raise ValueError(
                 f"mesh={value} has 1 axis, but a mesh has three (x, y, z) or four (w, x, y, z). Use mesh={value}x1x1."
             )
-        typed.append(argument)
-    return typed
+        hydra_arguments.append(argument)
+    return hydra_arguments
 
 
 def expand_shorthand(arguments: Sequence[str]) -> list[str]:
-    """Expand the abbreviations in arguments. Raises ValueError for meaningless ones.
+    """Expand the abbreviations in arguments. Raises ValueError for incomplete ones.
 
     - `target.chip=v4 target.chips=512` becomes the slice of that size, in any shape under `mode=search`. The chip is
       one of the package or has a file in the folder of `--config-dir`.
@@ -88,7 +88,7 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         key, value = key_value(argument) if "=" in argument else (argument, "")
         if key == "target.chip" and chip is not None:
-            expanded += _slice_of(value, chip.units_in_name, values.get("target.chips"), searching)
+            expanded += _slice_arguments(value, chip.units_in_name, values.get("target.chips"), searching)
         elif key == "target.chips" and chip is not None:
             continue
         elif searching and key == "target" and value.startswith("[") and value.endswith("]"):
@@ -106,7 +106,7 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
-    """Raise ValueError for two mistakes that Hydra and OmegaConf answer without naming the argument.
+    """Raise ValueError for two mistakes that Hydra and OmegaConf report without naming the argument.
 
     - A key of a group that is null, such as `target.chip.hbm_gib=9` where the target has no chip: AssertionError.
     - A config that includes itself: RecursionError.
@@ -114,11 +114,11 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except RecursionError as error:
-        chosen = {key: value for key, value in key_values(arguments).items() if re.fullmatch(r"\w+", value)}
+        choices = {key: value for key, value in key_values(arguments).items() if re.fullmatch(r"\w+", value)}
         folders = config_dirs(arguments)
-        cycles = (find_inclusion_cycle(folders, group, name) for group, name in chosen.items())
-        where = next(filter(None, cycles), "a file of --config-dir")
-        raise ValueError(f"{where}: its defaults list includes the file itself. Delete that entry.") from error
+        cycles = (find_inclusion_cycle(folders, group, name) for group, name in choices.items())
+        file = next(filter(None, cycles), "a file of --config-dir")
+        raise ValueError(f"{file}: its defaults list includes the file itself. Delete that entry.") from error
     except AssertionError as error:
         if not is_key_of_null(str(error)):
             raise
@@ -131,7 +131,7 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
 def parse_run(arguments: Sequence[str]) -> Run:
     """Return the unchecked run for these arguments; ValueError with the same message as the command."""
     try:
-        return _composed(read_arguments(arguments))
+        return _compose(read_arguments(arguments))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise explain(error, config_dirs(arguments)) from error
 
@@ -141,21 +141,21 @@ def load_run(folder: Path, overrides: Sequence[str]) -> Run:
 
     Raises ValueError with the same message as the command.
     """
-    typed = read_arguments(overrides)
-    if refused := {"name", "resume"} & {key_value(override)[0] for override in typed}:
+    hydra_arguments = read_arguments(overrides)
+    if refused := {"name", "resume"} & {key_value(override)[0] for override in hydra_arguments}:
         raise ValueError(
             f"{refused.pop()}= cannot be passed to load, which continues the run in {folder}. To start another run, "
             "use valkyrie.compose(..., 'name=NAME')."
         )
     try:
-        for override in OverridesParser.create().parse_overrides(parts_of(typed)[1]):
-            _refuse_what_sets_no_value(override)
-        return _composed(typed, folder)
+        for override in OverridesParser.create().parse_overrides(parts_of(hydra_arguments)[1]):
+            _refuse_deletion_or_sweep(override)
+        return _compose(hydra_arguments, folder)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise explain(error) from error
 
 
-def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
+def _compose(arguments: Sequence[str], folder: Path | None = None) -> Run:
     """Compose arguments in Hydra's syntax into a run, on top of the settings of `folder` if given.
 
     Does not catch the errors of Hydra and OmegaConf.
@@ -172,7 +172,7 @@ def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
         return replace(Run.from_config(config), arguments=tuple(arguments))
 
 
-def _refuse_what_sets_no_value(override: Override) -> None:
+def _refuse_deletion_or_sweep(override: Override) -> None:
     line, key = override.input_line, override.key_or_group
     if override.is_delete():
         raise ValueError(f"{line} removes a key that every run needs. Write {key}=null, or leave it out.")
@@ -180,11 +180,15 @@ def _refuse_what_sets_no_value(override: Override) -> None:
         raise ValueError(f"{line} has several values, but a run takes one. Write {key}=VALUE.")
 
 
-def _list_of_paths(value: str, multirun: bool) -> str:
+def _quote_paths(value: str, multirun: bool) -> str:
     """Write paths as a Hydra list. Its grammar rejects `~/a/*.txt` and `[~/a/*.txt]`, so each path is quoted."""
     try:
-        read = OverridesParser.create().parse_override(f"data.paths={value}")
-        if (read.is_sweep_override() and multirun) or read.value() is None or isinstance(read.value(), list):
+        override = OverridesParser.create().parse_override(f"data.paths={value}")
+        if (
+            (override.is_sweep_override() and multirun)
+            or override.value() is None
+            or isinstance(override.value(), list)
+        ):
             return value
     except HydraException:
         pass
@@ -193,14 +197,14 @@ def _list_of_paths(value: str, multirun: bool) -> str:
     return f"[{','.join(quoted)}]"
 
 
-def _is_for_hydra(value: str, multirun: bool) -> bool:
+def _is_hydra_syntax(value: str, multirun: bool) -> bool:
     try:
-        read = OverridesParser.create().parse_override(f"prompt={value}")
+        override = OverridesParser.create().parse_override(f"prompt={value}")
     except HydraException:
         return False
-    if read.is_sweep_override() and multirun:
+    if override.is_sweep_override() and multirun:
         return True
-    return value.startswith(("'", '"')) or value.lower() == "null" or re.search(_ESCAPED, value) is not None
+    return value.startswith(("'", '"')) or value.lower() == "null" or re.search(_ESCAPED_CHARACTER, value) is not None
 
 
 def _chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
@@ -211,7 +215,7 @@ def _chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
         return Chips().get(name)
 
 
-def _slice_of(chip: str, units: int, chips: str | None, searching: bool) -> list[str]:
+def _slice_arguments(chip: str, units: int, chips: str | None, searching: bool) -> list[str]:
     if chips is None:
         raise ValueError(f"target.chip={chip} needs a number of chips. Add target.chips=N, or write target={chip}-N.")
     if not chips.isdecimal() or int(chips) < 1:

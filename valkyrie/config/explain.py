@@ -32,7 +32,9 @@ from valkyrie.problems import Problem, ProblemError, first_line, suggest
 _OVERLAYS = ("experiment", "sweep")
 """Groups with YAMLs that set keys of other groups."""
 _GROUPS = (*_OVERLAYS, *GROUPS)
-_NUMBERS = {field.name for field in fields(RunConfig) if str(field.type).partition(" ")[0] in ("int", "float", "bool")}
+_SCALAR_KEYS = {
+    field.name for field in fields(RunConfig) if str(field.type).partition(" ")[0] in ("int", "float", "bool")
+}
 """Keys of a run that are a number, or true or false. Quotes never help there."""
 _EXTRAS = {
     "hydra/launcher": {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"},
@@ -48,34 +50,34 @@ def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
     """
     if isinstance(error, ProblemError):
         return error
-    refusal = _refusal(error, folders)
+    refusal = _rewrite(error, folders)
     return ProblemError([refusal]) if isinstance(refusal, Problem) else ValueError(refusal)
 
 
-def _refusal(error: Exception, folders: Sequence[str]) -> Problem | str:
+def _rewrite(error: Exception, folders: Sequence[str]) -> Problem | str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _no_choice(str(error.missing_cfg_file), list(error.options or ()), folders)
+        return _unknown_choice(str(error.missing_cfg_file), list(error.options or ()), folders)
     if isinstance(error, OverrideParseException):
-        return _unreadable(error)
+        return _unparsable_argument(error)
     if isinstance(error, ConfigCompositionException) and (argument := ambiguous_argument(str(error))):
         return f"{argument} has several values, but a run takes one. Add -m for a sweep over them."
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
         return str(error)
-    refused = _refusal_behind(error)
-    if refused is not None:
-        return str(refused)
+    resolver_error = _resolver_error(error)
+    if resolver_error is not None:
+        return str(resolver_error)
     cause = error.__cause__ or error.__context__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _no_package(cause.full_key) if cause.full_key in _OVERLAYS else problem_from_error(cause)
+        return _missing_package_line(cause.full_key) if cause.full_key in _OVERLAYS else problem_from_error(cause)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return problem_from_error(cause)
-    if isinstance(error, HydraException) and (message := _wrong_file(str(error))):
+    if isinstance(error, HydraException) and (message := _wrong_user_file(str(error))):
         return message
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
     return "; ".join(lines) or type(error).__name__
 
 
-def _no_choice(missing_file: str, options: Sequence[str], folders: Sequence[str]) -> str:
+def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence[str]) -> str:
     """Return the message for a choice without a file, `GROUP/NAME.yaml`, with the available choices."""
     group, _, name = missing_file.removesuffix(".yaml").rpartition("/")
     if not group:
@@ -95,32 +97,32 @@ def _no_choice(missing_file: str, options: Sequence[str], folders: Sequence[str]
     if group in FAMILIES and name == f"{group}_schema":
         schemas = ", ".join(f"{family}_schema" for family in FAMILIES[group].names())
         return f"{group}/{name}: the schema depends on the family. Write one of {schemas} in `defaults:`."
-    other = next((f for folder in folders if (f := Path(folder) / group / f"{name}.yml").is_file()), None)
-    if other is not None:
-        return f"{group}={name}: {other} is not read, because its name ends in .yml. Rename it to {name}.yaml."
-    begun = next((option for option in options if name and option.startswith(name)), None)
-    near = suggest(name, options) or begun
-    hint = f" Did you mean {group}={near}?" if near else ""
+    yml_file = next((f for folder in folders if (f := Path(folder) / group / f"{name}.yml").is_file()), None)
+    if yml_file is not None:
+        return f"{group}={name}: {yml_file} is not read, because its name ends in .yml. Rename it to {name}.yaml."
+    completion = next((option for option in options if name and option.startswith(name)), None)
+    suggestion = suggest(name, options) or completion
+    hint = f" Did you mean {group}={suggestion}?" if suggestion else ""
     form = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
     return f"{group}={name} is not a choice.{hint}{form} Choices: {', '.join(options) or 'none'}."
 
 
-def _no_package(where: str) -> str:
-    """Return the message for an overlay without a package line. `where` is its group or its path among the groups."""
-    group, _, name = where.partition("/")
-    file = f"{where}.yaml" if name else f"the file of {group}="
+def _missing_package_line(overlay: str) -> str:
+    """Return the message for an overlay without a package line. `overlay` is its group or its path among the groups."""
+    group, _, name = overlay.partition("/")
+    file = f"{overlay}.yaml" if name else f"the file of {group}="
     return (
         f"{file} must begin with the line '# @package _global_'. Without it, Hydra puts its settings into a group "
         f"{group}, which does not exist."
     )
 
 
-def _wrong_file(message: str) -> str | None:
+def _wrong_user_file(message: str) -> str | None:
     """Return the message for a mistake in a user's YAML that Hydra reports, or None if it is not recognised."""
     if missing := missing_group(message):
         file, group = missing
         if (overlay := group.partition(".")[0]) in _OVERLAYS and overlay != group:
-            return _no_package(file)
+            return _missing_package_line(file)
         near = suggest(group, _GROUPS)
         hint = f" Did you mean {near}?" if near and near != group else ""
         if group in _GROUPS:
@@ -145,7 +147,7 @@ def _wrong_file(message: str) -> str | None:
     return None
 
 
-def _unreadable(error: OverrideParseException) -> str:
+def _unparsable_argument(error: OverrideParseException) -> str:
     """Return the message for an argument that Hydra cannot parse, with the correct quoting."""
     key, sign, value = error.override.partition("=")
     reason = first_line(error)
@@ -157,7 +159,7 @@ def _unreadable(error: OverrideParseException) -> str:
     group = key.lstrip("+").partition(".")[0]
     if key in _GROUPS:
         return f"{error.override}: write one name. valkyrie-train --help lists the choices of {group}."
-    if key in _NUMBERS:
+    if key in _SCALAR_KEYS:
         return f"{error.override}: {key} takes a number, true or false. Write nothing else after =."
     if needs_quotes(reason) or " " in value:
         quoted = "['...']" if value.startswith("[") else "'...'"
@@ -165,7 +167,7 @@ def _unreadable(error: OverrideParseException) -> str:
     return f"{error.override} cannot be parsed as KEY=VALUE: {reason.partition(' expecting ')[0]}."
 
 
-def _refusal_behind(error: BaseException | None) -> ValueError | None:
+def _resolver_error(error: BaseException | None) -> ValueError | None:
     """Return the ValueError of one of our resolvers that Hydra and OmegaConf wrapped in their errors, or None."""
     while error is not None:
         cause = error.__cause__ or error.__context__

@@ -16,7 +16,7 @@ from valkyrie.paths import conf_dir, read_defaults
 from valkyrie.problems import first_line
 
 MOST_VALUES = 100_000
-"""Most values of a config file after its aliases are expanded. The shipped files have fewer than 100."""
+"""Maximum number of values in a config file after expanding aliases. The shipped files have fewer than 100."""
 
 
 class CheckedFiles(FileConfigSource):
@@ -66,11 +66,11 @@ def check_folder(folder: str) -> None:
     shipped_files = conf_dir()
     for shipped in sorted([*shipped_files.glob("*/*.yaml"), *shipped_files.glob("*/*/*.yaml")]):
         path = shipped.relative_to(shipped_files)
-        own = Path(folder) / path
-        if own.is_file() and own.read_bytes() != shipped.read_bytes():
+        user_file = Path(folder) / path
+        if user_file.is_file() and user_file.read_bytes() != shipped.read_bytes():
             group, name = path.parent, f"my_{path.stem}"
             raise ValueError(
-                f"{own} would be ignored, because {group}={path.stem} ships with Valkyrie. Rename your file to "
+                f"{user_file} would be ignored, because {group}={path.stem} ships with Valkyrie. Rename your file to "
                 f"{name}.yaml and write {group}={name}."
             )
 
@@ -83,7 +83,7 @@ def find_inclusion_cycle(folders: Sequence[str], group: str, name: str) -> str |
     paths = {path.stem: path for folder in folders for path in Path(folder, group).glob("*.yaml")}
     names = [name]
     for current in names:
-        for included in _included(paths.get(current)):
+        for included in _included_configs(paths.get(current)):
             if included == name:
                 return str(paths[current])
             if included in paths and included not in names:
@@ -91,14 +91,14 @@ def find_inclusion_cycle(folders: Sequence[str], group: str, name: str) -> str |
     return None
 
 
-def _included(path: Path | None) -> Iterator[str]:
+def _included_configs(path: Path | None) -> Iterator[str]:
     yield from (entry for entry in ([] if path is None else read_defaults(path)) if isinstance(entry, str))
 
 
 def _count_values(node: yaml.Node | None, counts: dict[int, float]) -> float:
     """Return the number of values of a node with its aliases expanded, infinite if it contains itself."""
     if id(node) not in counts:
-        counts[id(node)] = math.inf  # of an alias inside of the node itself
+        counts[id(node)] = math.inf  # the value of an alias inside the node itself
         children = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []
         pairs = ([child] if isinstance(child, yaml.Node) else child for child in children)
         counts[id(node)] = 1.0 + sum(_count_values(value, counts) for values in pairs for value in values)

@@ -14,9 +14,9 @@ from valkyrie.config.run import RunConfig
 from valkyrie.paths import config_names
 from valkyrie.runs.folder import key_values, parts_of
 
-_CHOSEN = set(GROUPS)
+_GROUPS = set(GROUPS)
 _KEYS = {field.name for field in fields(RunConfig)} | {"experiment", "sweep"}
-_OWN_FLAGS = re.compile(r"--?[A-Za-z]")
+_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def version_text() -> str:
@@ -38,19 +38,19 @@ def refuse_typos(arguments: Sequence[str], multirun: bool) -> None:
                 f"{key}= has bytes that are not UTF-8 ({strange}). Type it in a UTF-8 terminal, or leave them out."
             )
     for here, following in zip_longest(arguments, arguments[1:], fillvalue=""):
-        if _OWN_FLAGS.match(here):
+        if _FLAG.match(here):
             _refuse_dashes(here, following)
     overrides = parts_of(arguments)[1]
     if multirun:
         _refuse_search_in_sweep(overrides)
     for here, following in zip_longest(overrides, overrides[1:], fillvalue=""):
-        _refuse_no_assignment(here, following)
+        _refuse_missing_value(here, following)
     for argument in overrides:
         key, _, value = argument.partition("=")
-        _refuse_names(argument, key.lstrip("+"), value)
-        _refuse_for_hydra(argument, key, value)
+        _refuse_renamed_groups(argument, key.lstrip("+"), value)
+        _refuse_hydra_syntax(argument, key, value)
         if not multirun:
-            _refuse_several(argument, key.lstrip("+"), value)
+            _refuse_several_values(argument, key.lstrip("+"), value)
 
 
 def _refuse_dashes(flag: str, following: str) -> None:
@@ -61,7 +61,7 @@ def _refuse_dashes(flag: str, following: str) -> None:
         raise ValueError(f"{flag}: write settings without dashes: {key}={value}.")
 
 
-def _refuse_no_assignment(here: str, following: str) -> None:
+def _refuse_missing_value(here: str, following: str) -> None:
     match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", here)  # a prompt may begin with blanks
     if match and match[2] != "=" and match[1].partition(".")[0] in _KEYS:
         raise ValueError(f"{here}: write settings as KEY=VALUE, without blanks: {match[1]}={match[3]}.")
@@ -75,8 +75,8 @@ def _refuse_no_assignment(here: str, following: str) -> None:
         raise ValueError(f"{here} has no value. Write {here}={value}, without blanks.")
 
 
-def _refuse_for_hydra(argument: str, key: str, value: str) -> None:
-    """Reject arguments that Hydra's parser or its search path would answer in its own terms."""
+def _refuse_hydra_syntax(argument: str, key: str, value: str) -> None:
+    """Reject arguments for which Hydra would report an unclear error."""
     if key == "hydra.searchpath" and "valkyrie://groups" not in value:
         raise ValueError(
             f"{argument} removes the configs that ship with Valkyrie. To add your own, use --config-dir FOLDER."
@@ -101,28 +101,28 @@ def _refuse_search_in_sweep(overrides: Sequence[str]) -> None:
         )
 
 
-def _refuse_names(argument: str, key: str, value: str) -> None:
+def _refuse_renamed_groups(argument: str, key: str, value: str) -> None:
     """Reject arguments that only rename a group and keep its settings, and values that are not a single choice."""
     group = key.partition(".")[0]
-    named = group in _CHOSEN and key == f"{group}.name"
-    if named and (group in ("mesh", "target") or value in config_names(group)):
+    is_name_key = group in _GROUPS and key == f"{group}.name"
+    if is_name_key and (group in ("mesh", "target") or value in config_names(group)):
         raise ValueError(f"{argument} changes only the name, not the settings. Write {group}={value}.")
-    if key in _CHOSEN and value.startswith("["):
-        raise ValueError(f"{argument}: {key}= takes one choice, not a list{_one_of(key, value)}")
-    if key in _CHOSEN and key != "task" and value == "null":
+    if key in _GROUPS and value.startswith("["):
+        raise ValueError(f"{argument}: {key}= takes one choice, not a list{_choice_hint(key, value)}")
+    if key in _GROUPS and key != "task" and value == "null":
         raise ValueError(f"{argument}: every run has a {key}. Leave it out for the default, or choose one.")
 
 
-def _one_of(key: str, value: str) -> str:
+def _choice_hint(key: str, value: str) -> str:
     """Return the end of the message for a list: how to choose one of its values, or run a sweep over all."""
     choices = [choice for choice in value.strip("[]").replace(" ", "").split(",") if choice]
     if key == "mesh" or len(choices) < 2:
         return f": {key}={'x'.join(choices) or 'NAME'}."
-    each = " or ".join(f"{key}={choice}" for choice in choices)
-    return f". Use {each}, or run a sweep over them: valkyrie-train -m {key}={','.join(choices)}"
+    alternatives = " or ".join(f"{key}={choice}" for choice in choices)
+    return f". Use {alternatives}, or run a sweep over them: valkyrie-train -m {key}={','.join(choices)}"
 
 
-def _refuse_several(argument: str, key: str, value: str) -> None:
+def _refuse_several_values(argument: str, key: str, value: str) -> None:
     if re.fullmatch(r"\d+(s?,\d+)+", value) and key == "mesh":
         raise ValueError(f"{argument}: join the sizes of a mesh with the letter x: mesh={value.replace(',', 'x')}.")
     is_text = key in ("prompt", "data.paths")  # a comma is part of it

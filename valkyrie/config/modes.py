@@ -220,5 +220,5 @@ def without_foreign_keys(mode: Mapping[Any, object]) -> dict[str, object]:
     Keeps keys with a value other than the default, which are rejected later.
     """
     config = get_mode(str(mode.get("name")))
-    own = set() if config is None else {field.name for field in fields(config)}
-    return {key: value for key, value in mode.items() if key in own or _FLAT_KEYS.get(key, mode) != value}
+    valid_keys = set() if config is None else {field.name for field in fields(config)}
+    return {key: value for key, value in mode.items() if key in valid_keys or _FLAT_KEYS.get(key, mode) != value}

@@ -23,7 +23,7 @@ from valkyrie.hardware.slices import shortened
 from valkyrie.problems import Problem, ProblemCode, first_line, suggest
 from valkyrie.trees import flatten
 
-_ELSEWHERE = {
+_SYNONYMS = {
     "lr": "optimizer.learning_rate",
     "wd": "optimizer.weight_decay",
     "warmup": "optimizer.warmup_steps",
@@ -67,9 +67,9 @@ _ELSEWHERE = {
 """Names of keys in other frameworks, and the corresponding key here."""
 LARGEST = 2**31 - 1
 """Largest integer setting. JAX uses 32-bit integers."""
-_LONG = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
+_INT64_KEYS = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
 """64-bit settings, which are not passed to JAX."""
-_FOR_THE_COMPILER = ("target.chip.xla_options.", "target.chip.compiler_options.")
+_COMPILER_PREFIXES = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
 
 def problem_from_error(error: OmegaConfBaseException) -> Problem:
@@ -79,7 +79,7 @@ def problem_from_error(error: OmegaConfBaseException) -> Problem:
     cause = error.__cause__ or error.__context__
     if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
         return Problem(ProblemCode.malformed, error.full_key, text=str(cause))  # a resolver's message
-    text = _wrong_value(error.full_key, first_line(error).rstrip("."))
+    text = _wrong_value_text(error.full_key, first_line(error).rstrip("."))
     return Problem(ProblemCode.malformed, error.full_key, text=text)
 
 
@@ -101,7 +101,9 @@ def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Pr
     references = {key: re.findall(r"\$\{(\w[\w.]*)\}", text) for key, text in texts.items()}
     for key in references if is_recursive(str(error)) else ():
         chain = [key]
-        while following := next((other for other in references.get(chain[-1], ()) if other in references), None):
+        while following := next(
+            (reference for reference in references.get(chain[-1], ()) if reference in references), None
+        ):
             if following in chain:
                 cycle = chain[chain.index(following) :]
                 listed = " and ".join(f"{name}={texts[name]}" for name in cycle)
@@ -116,31 +118,31 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
     """Return the problem of an unknown key. It lists the valid keys and suggests the most similar one."""
     prefix, _, last = full_key.rpartition(".")
     inside = f"{prefix}." if prefix else ""
-    known = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []
-    near = [key for key in known if sorted(key) == sorted(last)]
-    near = near or [key for key in known if key.lower() == last.lower()]
-    near = [f"{inside}{key}" for key in near] or _elsewhere(last, parent, prefix)
-    nearest = suggest(last, known)
-    near = near or ([f"{inside}{nearest}"] if nearest else [])
-    hint = f" Did you mean {near[0]}?" if near else ""
-    group, what = prefix.partition(".")[0], "a key"
+    valid_keys = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []
+    candidates = [key for key in valid_keys if sorted(key) == sorted(last)]
+    candidates = candidates or [key for key in valid_keys if key.lower() == last.lower()]
+    candidates = [f"{inside}{key}" for key in candidates] or _likely_keys(last, parent, prefix)
+    nearest = suggest(last, valid_keys)
+    candidates = candidates or ([f"{inside}{nearest}"] if nearest else [])
+    hint = f" Did you mean {candidates[0]}?" if candidates else ""
+    group, description = prefix.partition(".")[0], "a key"
     families = {families.key.partition(".")[0]: families for families in (MODES, SOURCES, optim.FAMILIES)}.get(group)
     if families is not None:
         if names := families.with_key(full_key.removeprefix(f"{group}.")):
             hint = f" It is a key of {', '.join(f'{group}={name}' for name in names)}."
         if prefix == group:
             family = parent.get(families.key.removeprefix(f"{group}."))
-            what = f"a key of {group if group == 'mode' else families.key}={family}"
+            description = f"a key of {group if group == 'mode' else families.key}={family}"
     where = f" in {prefix}" if prefix else ""
-    text = f"{full_key} is not {what}.{hint} Known{where}: {', '.join(known)}."
+    text = f"{full_key} is not {description}.{hint} Known{where}: {', '.join(valid_keys)}."
     return Problem(ProblemCode.unknown_name, full_key, text=text)
 
 
-def _elsewhere(name: str, parent: Any, prefix: str) -> list[str]:
+def _likely_keys(name: str, parent: Any, prefix: str) -> list[str]:
     """Return the likely intended key: that of another framework's name, or the only key of this name in a group."""
-    meant = _ELSEWHERE.get(name.lower())
-    if meant is not None and (not prefix or meant.startswith(f"{prefix}.")):
-        return [meant]
+    synonym = _SYNONYMS.get(name.lower())
+    if synonym is not None and (not prefix or synonym.startswith(f"{prefix}.")):
+        return [synonym]
     if prefix or not isinstance(parent, DictConfig):
         return []
     matches = [key for key in _keys(parent) if key.rpartition(".")[2] == name]
@@ -155,7 +157,7 @@ def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _keys(inner, f"{prefix}{key}.")
 
 
-def _wrong_value(key: str | None, message: str) -> str:
+def _wrong_value_text(key: str | None, message: str) -> str:
     """Return the message for an illegal value, from OmegaConf's message about it."""
     kind, parts = wrong_value(message) or (None, [])
     value, needed, *_ = [*parts, "", ""]
@@ -188,7 +190,7 @@ def too_large(values: Mapping[str, object]) -> list[Problem]:
     """Return a problem for each integer that does not fit its type, so that nothing is computed with it."""
     problems = []
     for key, value in flatten(values).items():
-        largest = 2**63 - 1 if key in _LONG or key.startswith(_FOR_THE_COMPILER) else LARGEST
+        largest = 2**63 - 1 if key in _INT64_KEYS or key.startswith(_COMPILER_PREFIXES) else LARGEST
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > largest:
                 details = {"most": largest}

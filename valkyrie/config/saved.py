@@ -1,4 +1,4 @@
-"""Saved settings: of a run folder, or of a file given by `--config-path`. Imports no JAX.
+"""Loads saved settings from a run folder or from a file given by `--config-path`. Imports no JAX.
 
 Hydra composes them again and takes each group from the file unless the command line chooses another, so that every
 argument that works for a new run also works for a saved one.
@@ -57,16 +57,16 @@ def find_primary(arguments: Sequence[str], *, folder: Path | None = None, read: 
     file = composed_file(arguments)
     if file is not None:
         values = _settings_in(file, arguments)
-        _offer(values, file)
-        return Primary(SAVED_RUN, None, _without(arguments, (*CONFIG_PATH, *_NAME)))
+        _register_settings(values, file)
+        return Primary(SAVED_RUN, None, _remove_flags(arguments, (*CONFIG_PATH, *_NAME)))
     folder = folder or (run_to_read(arguments) if read else None)
     if folder is None:
         return Primary(config_name(arguments), config_path(arguments), list(arguments))
     saved = saved_config(folder)
     saved.mode = {"name": "train"}
-    values = _whole(saved, folder / RUN)
+    values = _fill_defaults(saved, folder / RUN)
     values.resume = str(folder)
-    _offer(values, None)
+    _register_settings(values, None)
     flags, overrides = parts_of(arguments)
     return Primary(SAVED_RUN, None, [*flags, *(o for o in overrides if key_value(o)[0] != "resume")])
 
@@ -78,18 +78,18 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
     else the latest run.
     """
     values = key_values(arguments)
-    resume, reads = values.get("resume"), reads_run(values.get("mode"))
+    resume, mode_reads_run = values.get("resume"), reads_run(values.get("mode"))
     if resume == "":
         raise ValueError(
             "resume= has no value. Is a shell variable not set? Write resume=latest, resume=NAME or resume=FOLDER."
         )
     if resume in (None, "null"):
-        if not reads:
+        if not mode_reads_run:
             return None
         resume = values.get("name", "latest")
     runs = Path(values.get("runs") or RunConfig.runs)
     folder, name = find_run(runs, resume), values.get("name", "null")
-    if not reads and name != "null" and (runs / name).resolve() != folder.resolve():
+    if not mode_reads_run and name != "null" and (runs / name).resolve() != folder.resolve():
         raise ValueError(
             f"resume={resume} continues the run {folder.name}, but name={name} is another run. Leave out name= to "
             f"continue {folder.name}, or leave out resume= to train {name}."
@@ -121,18 +121,18 @@ def composed_file(arguments: Sequence[str]) -> Path | None:
 
 def config_path(arguments: Sequence[str]) -> str | None:
     """Return the absolute path of the primary config's folder, or None if the arguments name none."""
-    folder = _flag(arguments, CONFIG_PATH)
+    folder = _last_flag_value(arguments, CONFIG_PATH)
     return None if folder is None else os.path.abspath(folder)
 
 
 def config_name(arguments: Sequence[str]) -> str:
     """Return the name of the primary config, by default `train`."""
-    return (_flag(arguments, _NAME) or "train").removesuffix(".yaml")
+    return (_last_flag_value(arguments, _NAME) or "train").removesuffix(".yaml")
 
 
 def config_dirs(arguments: Sequence[str]) -> list[str]:
     """Return the absolute path of the user's config folder: one entry, or none."""
-    folder = _flag(arguments, _DIR)
+    folder = _last_flag_value(arguments, _DIR)
     return [] if folder is None else [str(Path(folder).resolve())]
 
 
@@ -147,20 +147,20 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
     """Return the settings in a file. A `run.yaml` yields the settings of a new run with an unused name."""
     is_record = file.read_bytes().startswith(HEADER.encode())
     values = read_settings(file, whole=is_record)
-    written = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered
-    missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in written | OPTIONAL_GROUPS]
-    groups = written & {*GROUPS} - OPTIONAL_GROUPS
-    wrong = [group for group in GROUPS if group in groups and not isinstance(values.get(group), DictConfig)]
-    if missing or (wrong and not is_record):
+    present = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered
+    missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in present | OPTIONAL_GROUPS]
+    groups = present & {*GROUPS} - OPTIONAL_GROUPS
+    malformed = [group for group in GROUPS if group in groups and not isinstance(values.get(group), DictConfig)]
+    if missing or (malformed and not is_record):
         raise ValueError(
-            f"{file} has no defaults list, so it must set every key, but {', '.join([*missing, *wrong])} "
-            f"{'is' if len(missing + wrong) == 1 else 'are'} missing. To set only some keys, move it to "
+            f"{file} has no defaults list, so it must set every key, but {', '.join([*missing, *malformed])} "
+            f"{'is' if len(missing + malformed) == 1 else 'are'} missing. To set only some keys, move it to "
             "FOLDER/experiment/"
             f"{file.stem}.yaml with the first line '# @package _global_', and use --config-dir FOLDER "
             f"experiment={file.stem}."
         )
     if is_record:
-        values = _whole(values, file)
+        values = _fill_defaults(values, file)
         overrides = key_values(arguments)
         values.resume = None
         if reads_run(overrides.get("mode", str(values.mode.name))) and latest_step(file.parent) is not None:
@@ -170,7 +170,7 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
     return values
 
 
-def _whole(values: DictConfig, file: Path) -> DictConfig:
+def _fill_defaults(values: DictConfig, file: Path) -> DictConfig:
     """Return a `run.yaml` completed with defaults; ValueError names the file and the key."""
     try:
         return OmegaConf.create(Run.from_config(values).record())
@@ -178,8 +178,8 @@ def _whole(values: DictConfig, file: Path) -> DictConfig:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _offer(values: DictConfig, file: Path | None) -> None:
-    """Register these settings with Hydra. `file` lets other processes find them."""
+def _register_settings(values: DictConfig, file: Path | None) -> None:
+    """Register these settings with Hydra. If `file` is given, the jobs of a multirun read the settings from it."""
     add_import_path(values.modules)
     shipped: Any = OmegaConf.load(conf_dir() / "train.yaml")
     after = shipped.defaults[list(shipped.defaults).index("_self_") :]
@@ -189,24 +189,24 @@ def _offer(values: DictConfig, file: Path | None) -> None:
     for group in saved:
         schema = f"{OmegaConf.select(values, FAMILIES[group].key) if group in FAMILIES else group}_schema"
         nested = ["chip/chip_schema@chip"] if group == "target" and values.target.chip is not None else []
-        saved_groups[group] = OmegaConf.create({"defaults": [schema, *nested, "_self_"], **_plain(values[group])})
-    own = {str(key): value for key, value in _plain(values).items() if key not in (*GROUPS, "hydra")}
+        saved_groups[group] = OmegaConf.create({"defaults": [schema, *nested, "_self_"], **_plain_dict(values[group])})
+    top_level = {str(key): value for key, value in _plain_dict(values).items() if key not in (*GROUPS, "hydra")}
     hydra = shipped.hydra
     if file is not None:
         hydra.job.env_set = {SETTINGS: str(file)}
     defaults = ["run_schema", *({group: AS_SAVED if group in saved else None} for group in GROUPS), *after]
     ConfigStore.instance().store(
-        name=SAVED_RUN, node={"defaults": defaults, **own, "hydra": hydra}, provider="valkyrie"
+        name=SAVED_RUN, node={"defaults": defaults, **top_level, "hydra": hydra}, provider="valkyrie"
     )
 
 
-def _plain(values: DictConfig) -> dict[str, object]:
+def _plain_dict(values: DictConfig) -> dict[str, object]:
     plain = OmegaConf.to_container(values, resolve=False)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
 
-def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+def _remove_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Remove some flags and their values from the arguments."""
     remaining, value_follows = [], False
     for argument in arguments:
@@ -217,7 +217,7 @@ def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     return remaining
 
 
-def _flag(arguments: Sequence[str], names: Sequence[str]) -> str | None:
+def _last_flag_value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the last value of a flag, given as `FLAG=VALUE` or `FLAG VALUE`, or None."""
     last_value = None
     for argument, following in zip_longest(arguments, arguments[1:]):

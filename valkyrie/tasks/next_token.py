@@ -72,8 +72,8 @@ class Config(Task):
         rows = [np.random.default_rng([seed, place]).integers(0, vocab_size, seq + 1) for place in places]
         tokens = np.stack(rows).astype(np.int32)
         shape = (len(tokens), seq)
-        whole = {"segment_ids": np.zeros(shape, np.int32), "weights": np.ones(shape, np.float32)}
-        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **whole}
+        constants = {"segment_ids": np.zeros(shape, np.int32), "weights": np.ones(shape, np.float32)}
+        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **constants}
 
     def loss(
         self,

@@ -92,14 +92,14 @@ class Config(Task):
         assert isinstance(data, PuzzleConfig), "data of this kind"
         shape = data.shape()
         needed = {"context": shape.cells, "vocab_size": shape.vocab_size, "puzzles": shape.identifiers}
-        has = {"context": seq, "vocab_size": model.vocab_size, "puzzles": model.puzzles}
-        if seq == shape.cells and all(has[key] >= needed[key] for key in ("vocab_size", "puzzles")):
+        actual = {"context": seq, "vocab_size": model.vocab_size, "puzzles": model.puzzles}
+        if seq == shape.cells and all(actual[key] >= needed[key] for key in ("vocab_size", "puzzles")):
             return []
-        settings = " ".join(f"model.{key}={value}" for key, value in needed.items() if has[key] != value)
+        settings = " ".join(f"model.{key}={value}" for key, value in needed.items() if actual[key] != value)
         text = (
             f"data={data.name} has puzzles of {shape.cells} cells with {shape.vocab_size} values and "
-            f"{shape.identifiers} identifiers, but model={model.name} is for {has['context']} cells, "
-            f"{has['vocab_size']} values and {has['puzzles']} identifiers. Use {settings}."
+            f"{shape.identifiers} identifiers, but model={model.name} is for {actual['context']} cells, "
+            f"{actual['vocab_size']} values and {actual['puzzles']} identifiers. Use {settings}."
         )
         return [Problem(ProblemCode.conflict, "data", data.name, text)]
 
@@ -116,8 +116,8 @@ class Config(Task):
         shape = (batch, seq + model.puzzle_tokens, model.embed)
         states = Array(shape, compute, ("batch", "seq", "embed"))
         rows = {"steps": "int32", "last_steps": "int32", "running": "bool"}
-        of_rows = {name: Array((batch,), dtype, ("batch",)) for name, dtype in rows.items()}
-        return {**self.batch(batch, seq), "high": states, "low": states, **of_rows}
+        row_arrays = {name: Array((batch,), dtype, ("batch",)) for name, dtype in rows.items()}
+        return {**self.batch(batch, seq), "high": states, "low": states, **row_arrays}
 
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
@@ -145,12 +145,12 @@ class Config(Task):
         assert key is not None, "a training step has a key"
         running, (count, cells) = carry["running"], batch["inputs"].shape
 
-        def kept(old: jax.Array, new: jax.Array) -> jax.Array:
+        def select(old: jax.Array, new: jax.Array) -> jax.Array:
             return jnp.where(running.reshape(-1, *[1] * (old.ndim - 1)), old, new)
 
-        current = {name: kept(carry[name], new) for name, new in batch.items()}
+        current = {name: select(carry[name], new) for name, new in batch.items()}
         initial = module.initial_states(count, cells, shard=shard)
-        states = initial._replace(high=kept(carry["high"], initial.high), low=kept(carry["low"], initial.low))
+        states = initial._replace(high=select(carry["high"], initial.high), low=select(carry["low"], initial.low))
         x = module.embed(current["inputs"], current["puzzles"], shard=shard)
         answers = module(states, x, shard=shard, checkpoint=checkpoint)
         steps = jnp.where(running, carry["steps"], 0) + 1
@@ -169,8 +169,8 @@ class Config(Task):
             "finished": (last_steps > 0).sum(dtype=jnp.float32),
         }
         states = {"high": answers.states.high, "low": answers.states.low}
-        of_rows = {"steps": steps, "last_steps": last_steps, "running": ~halted}
-        return BatchLoss(objective, sums, {**current, **states, **of_rows})
+        row_states = {"steps": steps, "last_steps": last_steps, "running": ~halted}
+        return BatchLoss(objective, sums, {**current, **states, **row_states})
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the means over the rows of this step.
