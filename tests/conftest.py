@@ -1,6 +1,6 @@
-"""The environment of tests: eight CPU devices, types checked at run time, fatal warnings, an untouched home folder.
+"""Environment of the tests: eight CPU devices, types checked at run time, and caches outside the home folder.
 
-Everything here happens before JAX starts a backend and before `valkyrie` is imported.
+All of it is set up before JAX starts a backend and before `valkyrie` is imported.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def _check_signatures() -> None:
             file.relative_to(ROOT) for file in (ROOT / "valkyrie").rglob("*.py") if "from jaxtyping" in file.read_text()
         ]
         modules = [".".join(file.with_suffix("").parts) for file in files]
-        jaxtyping.jaxtyped = _where_arrays_are_mentioned(jaxtyping.jaxtyped)
+        jaxtyping.jaxtyped = _only_with_arrays(jaxtyping.jaxtyped)
     jaxtyping.install_import_hook(modules, "beartype.beartype")
 
 
-def _where_arrays_are_mentioned(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
+def _only_with_arrays(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `jaxtyped` that leaves functions and dataclasses without arrays in their annotations unchanged."""
 
     def mentions_arrays(checked: Any) -> bool:
@@ -90,7 +90,7 @@ def _where_arrays_are_mentioned(jaxtyped: Callable[..., Any]) -> Callable[..., A
 
 
 def _read_configs_once() -> None:
-    """Keep what Hydra reads from files of this repository and its own, and the schemas: half the time of composing."""
+    """Cache the configs that Hydra reads: those of this repository, its own, and the schemas. Halves composing time."""
     from hydra._internal.sources_registry import SourcesRegistry
 
     from valkyrie.config.compose import FAMILIES, SCHEMA_PATHS, ValkyrieSource, register
@@ -110,13 +110,13 @@ def _read_configs_once() -> None:
         return family if family.__module__.startswith("valkyrie.") else None  # a user's may change
 
     find = SourcesRegistry.instance().resolve
-    _keep_results(find("file"), version_of_file)
-    _keep_results(find("pkg"), lambda *_: True)
-    _keep_results(find(ValkyrieSource.scheme()), schema)
+    _cache_configs(find("file"), version_of_file)
+    _cache_configs(find("pkg"), lambda *_: True)
+    _cache_configs(find(ValkyrieSource.scheme()), schema)
 
 
 def _compose_commands_once() -> None:
-    """Skip the composition of every command in which Hydra looks for `hydra.mode`: of our files only sweeps set it."""
+    """Skip the extra composition in which Hydra reads `hydra.mode`, unless a sweep is possible: only sweeps set it."""
     from hydra._internal.hydra import Hydra
 
     compose_mode = Hydra.get_mode
@@ -128,18 +128,18 @@ def _compose_commands_once() -> None:
     Hydra.get_mode = get_mode
 
 
-def _keep_results(source: Any, version: Callable[[str, str], object]) -> None:
-    """Load each config of a source once per version, a function of folder and path: None for what changes."""
-    load, kept = source.load_config, dict[tuple[object, ...], bytes]()
+def _cache_configs(source: Any, version: Callable[[str, str], object]) -> None:
+    """Cache the configs of a source. `version(folder, path)` is part of the key; None disables the cache for a file."""
+    load, cache = source.load_config, dict[tuple[object, ...], bytes]()
 
     def load_config(self: Any, config_path: str) -> Any:
-        known = version(self.path, config_path)
-        if known is None:
+        file_version = version(self.path, config_path)
+        if file_version is None:
             return load(self, config_path)
-        key = (self.path, self.provider, config_path, known)
-        if key not in kept:
-            kept[key] = pickle.dumps(load(self, config_path))
-        return pickle.loads(kept[key])
+        key = (self.path, self.provider, config_path, file_version)
+        if key not in cache:
+            cache[key] = pickle.dumps(load(self, config_path))
+        return pickle.loads(cache[key])
 
     source.load_config = load_config
 
@@ -200,7 +200,7 @@ class Command(NamedTuple):
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """A function that composes the run of `valkyrie-train` with some arguments, without running it."""
+    """A function that composes the run of `valkyrie-train` for its arguments, without carrying it out."""
     from valkyrie.cli import dispatch
 
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Composes small runs in-process, makes batches for them, and drives their step program on simulated devices."""
+"""Small runs on simulated devices: composing them, making batches, and running steps."""
 
 from __future__ import annotations
 
@@ -43,34 +43,34 @@ SMALL: dict[str, Any] = {
     "model.attention.kv_heads": 2,
     "model.attention.head_dim": 8,
 }
-"""Settings that shrink a tiny model, so that a test waits for compiling alone. Keys that a family lacks are skipped.
+"""Settings that shrink a tiny model, so that running it takes no time next to compiling it.
 
-The number of layers stays, and with it every scan over repeated blocks.
+Settings that a model family lacks are skipped. The number of layers stays, to keep every scan over repeated blocks.
 """
 
 
 CALM = ("optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
-"""Adam turns a rounding error into a step of the learning rate. A small rate keeps second steps comparable."""
+"""A small learning rate. Adam scales even a rounding error to a step of that size, so second steps would differ."""
 
 
-def names(group: str, pattern: str = "*") -> list[str]:
-    """Return the choices of a config group by their files: a new file is tested the moment it exists."""
+def config_names(group: str, pattern: str = "*") -> list[str]:
+    """Return the choices of a config group, from its files, so that tests cover new files without a change."""
     return sorted(path.stem for path in (conf_dir() / group).glob(f"{pattern}.yaml"))
 
 
-def specs_of(groups: dict[str, str]) -> dict[str, Parameter]:
-    """Return vectors of two numbers in these groups of the optimizer."""
+def vector_specs(groups: dict[str, str]) -> dict[str, Parameter]:
+    """Return specs of parameters of shape (2,), given the optimizer group of each by name."""
     return {name: Parameter((None,), (2,), (None,), group) for name, group in groups.items()}
 
 
-MODELS = names("model", "*_tiny")
+MODELS = config_names("model", "*_tiny")
 LANGUAGE_MODELS = [model for model in MODELS if not model.startswith("trm_")]
-"""The models that predict tokens. The others answer puzzles."""
-OF_THEIR_OWN = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
-"""The models with unique layers. valkyrie contains the layers of S5 and Longformer."""
-PARTITIONS = names("partition")
+"""Models that predict tokens. The others solve puzzles."""
+MODELS_WITH_UNIQUE_LAYERS = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
+"""Models with layers that no other has. valkyrie contains the layers of s5 and longformer."""
+PARTITIONS = config_names("partition")
 PIPELINES = [name for name in PARTITIONS if "layers" in read_config("partition", name, PartitionConfig).parameters]
-"""The partitions with layers on a mesh axis. They refuse models without stacked layers."""
+"""Pipeline partitions: layers are sharded over a mesh axis. They need a model with stacked layers."""
 
 
 def assert_golden_message(file: str, arguments: Sequence[str], message: str) -> None:
@@ -89,13 +89,13 @@ def assert_golden_message(file: str, arguments: Sequence[str], message: str) -> 
     assert entries.get(line) == message
 
 
-def goes_with(model: str, partition: str) -> bool:
-    """Return True if a partition supports a model. Pipelines refuse models without stacked layers."""
+def is_supported(model: str, partition: str) -> bool:
+    """Return whether a partition supports a model."""
     return model in LANGUAGE_MODELS or partition not in PIPELINES
 
 
-def some_quick(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Return the cases of a test, with all but the `quick` ones marked slow."""
+def mark_slow_except(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Mark all cases of a parametrised test as slow except the `quick` ones."""
     return [pytest.param(case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
 
 
@@ -106,7 +106,10 @@ def compose_config(*overrides: str) -> DictConfig:
 
 
 def compose_run(*overrides: str) -> Run:
-    """Return the run of these overrides, which must be legal: a copy, as composing one takes a fifth of a second."""
+    """Return the run of these overrides, which must be legal.
+
+    Runs are composed once and copied, because composing takes a fifth of a second.
+    """
     variables = ("JAX_PLATFORMS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES")
     return copy.deepcopy(_legal_run(overrides, tuple(map(os.environ.get, variables))))
 
@@ -120,13 +123,13 @@ def _legal_run(overrides: tuple[str, ...], environment: tuple[str | None, ...]) 
 
 @cache
 def shared_run(*arguments: str) -> Run:
-    """Return the unchecked run of a command's arguments, composed once: leave it unchanged."""
+    """Return the run of a command's arguments. It may be illegal. It is cached and must not be modified."""
     return parse_run(arguments)
 
 
 @lru_cache
-def small(model: str) -> tuple[str, ...]:
-    """Return the overrides that select a model and shrink it, with a batch to match."""
+def small_overrides(model: str) -> tuple[str, ...]:
+    """Return overrides that select a model and shrink it, its batch and its sequences."""
     composed = compose_config(f"model={model}")
     known = [f"{key}={value}" for key, value in SMALL.items() if OmegaConf.select(composed, key) is not None]
     windows = OmegaConf.select(composed, "model.attention.windows")
@@ -139,13 +142,13 @@ def small(model: str) -> tuple[str, ...]:
 
 def small_run(model: str, *overrides: str) -> Run:
     """Return the run of a shrunken model with further overrides."""
-    return compose_run(*small(model), "mesh=1x1x1", "partition=dp", *overrides)
+    return compose_run(*small_overrides(model), "mesh=1x1x1", "partition=dp", *overrides)
 
 
 def make_batch(run: Run, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return a batch with several documents in a row, weights of 0, 1 and between, and rows of uneven weight.
+    """Return a random batch. Rows have several documents and different sums of weights, which are 0, 0.5 or 1.
 
-    A task without text makes its own random batch.
+    Tasks without text provide their own random batches.
     """
     c, rng, task = run.config, np.random.default_rng(seed), run.task
     if not task.is_text:
@@ -184,36 +187,36 @@ def run_steps(program: StepProgram, count: int = 2, state: TrainState | None = N
     return Steps(metrics, state)
 
 
-def named(tree: Any) -> dict[str, Any]:
+def leaves_by_name(tree: Any) -> dict[str, Any]:
     """Return the leaves of a nested dict by dotted name."""
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
 
 
 def assembly_of(run: Run) -> Assembly:
-    """Return the model of a run without its arrays."""
+    """Return the assembly of a run's model. No arrays are allocated."""
     return Assembly(run.model, Numerics.from_policy(run.config.precision))
 
 
-def learned(assembly: Assembly) -> int:
-    """Return the number of learned parameters of a built model, without fixed arrays and rows of single puzzles."""
+def count_learned(assembly: Assembly) -> int:
+    """Count the learned parameters of a model, without fixed arrays and puzzle embeddings."""
     leaves = zip(jax.tree.leaves(assembly.abstract_parameters), assembly.specs.values(), strict=True)
     return sum(leaf.size for leaf, spec in leaves if spec.group not in NOT_AVERAGED)
 
 
 @lru_cache
 def initial_state(overrides: tuple[str, ...]) -> TrainState:
-    """Return the state before the first step, on the host, for the overrides of a run on one device.
+    """Return the initial state of a run on one device, on the host.
 
-    It is made operation by operation, as compiling an initialisation takes longer than running it. A test compares the
-    compiled initialisation of a mesh with this.
+    Not jitted, because compiling the initialisation takes longer than running it. Another test compares the compiled
+    initialisation with this one.
     """
     program = make_program(compose_run(*overrides, "mesh=1x1x1", "partition=dp"))
     keep_ema = program.run.config.optimizer.ema_decay is not None
     return jax.device_get(init_state(program.assembly, program.optimizer, keep_ema, 0, program.carry))
 
 
-def stirred(host: TrainState) -> TrainState:
-    """Return a host state with small numbers in place of all-zero parameters: else gradients are rounding errors."""
+def fill_zeros(host: TrainState) -> TrainState:
+    """Replace parameters that are all zero by small random numbers. With zeros, some gradients are rounding errors."""
     rng = np.random.default_rng(0)
     parameters = jax.tree.map(
         lambda p: p if np.any(p) else (0.1 * rng.standard_normal(p.shape)).astype(p.dtype), host.parameters
@@ -221,7 +224,7 @@ def stirred(host: TrainState) -> TrainState:
     return host._replace(parameters=parameters)
 
 
-def placed_state(program: StepProgram, host: TrainState) -> TrainState:
+def place_state(program: StepProgram, host: TrainState) -> TrainState:
     """Return a host state placed on the devices of a program."""
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), host, program.abstract_state)
 
@@ -229,19 +232,20 @@ def placed_state(program: StepProgram, host: TrainState) -> TrainState:
 def two_steps(run: Run, host: TrainState) -> Steps:
     """Run two steps from a host state, each on a different batch."""
     program = make_program(run)
-    return run_steps(program, 2, placed_state(program, host))
+    return run_steps(program, 2, place_state(program, host))
 
 
 @lru_cache
 def reference(model: str, *overrides: str) -> Steps:
-    """Return two steps of a shrunken model on one device, which every layout must reproduce."""
-    return two_steps(small_run(model, *overrides), stirred(initial_state((*small(model), *overrides))))
+    """Return two steps of a shrunken model on one device, the reference for every layout."""
+    return two_steps(small_run(model, *overrides), fill_zeros(initial_state((*small_overrides(model), *overrides))))
 
 
 def assert_same_steps(steps: Steps, expected: Steps, rtol: float = 2e-5) -> None:
-    """Compare loss, gradient norm and every parameter's gradient norm of each step.
+    """Compare the loss, token count, gradient norm and gradient norm by parameter of each step.
 
-    A bias of keys without rotary embedding has no gradient: its norm is a rounding error, 1e-9 of the whole.
+    The absolute tolerance is for key biases without rotary embedding: their gradient is zero up to rounding, about
+    1e-9 of the whole.
     """
     for step, (new, old) in enumerate(zip(steps.metrics, expected.metrics, strict=True)):
         for key in ("loss", "grad_norm", "tokens"):

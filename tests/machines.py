@@ -1,4 +1,4 @@
-"""Makes chips, tori and meshes for replays without any device, and compiles small programs for TPUs without a TPU."""
+"""Chips, tori and meshes for replays without devices, and compiling small programs for TPUs without a TPU."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ CHIPS = {
         dcn_gbs_per_host=50.0,
     ),
 }
-"""Published figures of three chips, written out so that these tests do not move with the files of `conf/target`."""
+"""Published figures of three chips. Copied, so that results do not change with the files of `conf/target`."""
 
 
 def torus(shape: Sequence[int], slices: int = 1, wrap: Sequence[bool] | None = None) -> Topology:
-    """Return a topology that wraps by `wrap`, by default as Cloud TPUs of this many dimensions do."""
+    """Return a topology. By default its axes wrap around as on Cloud TPUs with as many dimensions."""
     if wrap is None:
         wrap = [n == 16 for n in shape] if len(shape) == 2 else [all(n % 4 == 0 for n in shape)] * len(shape)
     return Topology(tuple(shape), tuple(wrap), (2, 2, 1)[: len(shape)], slices)
 
 
 def machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None = None) -> Machine:
-    """Return a machine with these mesh axes, by default its slices and torus axes in order."""
+    """Return a machine with these mesh axes, by default one for the slices (if several) and one for each torus axis."""
     places = list(itertools.product(range(topology.slices), *map(range, topology.shape)))
     positions = tuple(Position(s, tuple(coords), 0) for s, *coords in places)
     axes = dict(zip("xyzw", topology.shape, strict=False))
@@ -102,7 +102,7 @@ def tpu_devices(name: str, slices: int = 1) -> list[Any]:
 
 @lru_cache
 def tpu_mesh(name: str, slices: int = 1) -> tuple[Mesh, Machine]:
-    """Return the mesh and machine of a slice such as `v4:4x4x4`: one mesh axis to each torus axis."""
+    """Return the mesh and machine of a slice such as `v4:4x4x4`, with one mesh axis for each torus axis."""
     chip, shape = name.split(":")
     topology = torus([int(n) for n in shape.split("x")], slices)
     devices = {
@@ -115,16 +115,16 @@ def tpu_mesh(name: str, slices: int = 1) -> tuple[Mesh, Machine]:
     return mesh, where
 
 
-def compiled(
+def compile_module(
     function: Callable[..., Any],
     mesh: Mesh,
     *shapes: tuple[tuple[int, ...], Any],
     spec: Any = None,
     options: dict[str, str] | None = None,
 ) -> Module:
-    """Return the module of a function compiled for a mesh; arguments are laid out by `spec`, or replicated.
+    """Compile a function for a mesh and return its HLO module.
 
-    `options` are the compiler's.
+    Arguments are sharded by `spec`, or replicated. `options` are compiler options.
     """
     sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]

@@ -1,4 +1,4 @@
-"""Trials for tests of the report: from real `compile.json` and `measure.json`, and by hand with known numbers."""
+"""Trials for tests of the report: made from a real `compile.json` or `measure.json`, with given numbers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.sweep.trial import Status, Trial, TrialLog, TrialResult, upgrade_line
 
 GOLDENS = Path(__file__).parent / "goldens" / "report"
-"""A tiny model on eight devices: `compile.json` and `timeline.json` for v5e-8, `measure.json` on simulated devices."""
+"""Records of a tiny model: `compile.json` and `timeline.json` for v5e-8, `measure.json` on eight simulated devices."""
 
 
-def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
-    """Return the trial of a stage's summary."""
+def trial_from_summary(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
+    """Convert the summary of a stage to a trial."""
     about = decode(LayoutRecord, summary["about"], stage)
     plain = upgrade_line({"results": summary | {"hints": [_text(hint) for hint in summary.get("hints", [])]}})
     results = decode(TrialResult, plain["results"], stage)
@@ -49,8 +49,8 @@ def _text(hint: str | dict[str, Any]) -> str:
     return hint if isinstance(hint, str) else hint["text"]
 
 
-def golden(stage: str) -> dict[str, Any]:
-    """Return the real summary of a stage."""
+def golden_summary(stage: str) -> dict[str, Any]:
+    """Return the summary of a real run of a stage."""
     return json.loads((GOLDENS / f"{stage}.json").read_text())
 
 
@@ -77,7 +77,7 @@ def trial(
     least: float = 0.99,
     **step: float,
 ) -> Trial:
-    """Return a trial of a layout on 8 chips. Other values are those of the real summary.
+    """Return a trial of a layout on 8 chips. Values that are not given are those of the real summary.
 
     Args:
         layout: Mesh and partition, such as `2x4x1-fsdp`.
@@ -92,7 +92,7 @@ def trial(
         least: Minimum of the step time, as a multiple of the median.
     """
     mesh, _, partition = layout.partition("-")
-    found = trial_of(golden(stage), stage, sweep, layout)
+    found = trial_from_summary(golden_summary(stage), stage, sweep, layout)
     assert found.about is not None
     about = replace(found.about, layout=layout, mesh=mesh, partition=partition)
     about = replace(about, degrees=degrees or about.degrees, sharding=sharding, batch=batch or about.batch)
@@ -129,7 +129,7 @@ def trial(
 
 
 def sweep_folder(folder: Path, trials: Sequence[Trial], *, timelines: int = 0) -> Path:
-    """Write a sweep's folder with these trials, the first `timelines` with the files of a real compile."""
+    """Write a sweep's folder. The first `timelines` trials get the files of a real compile."""
     TrialLog(folder).append(trials)
     for trial in trials[:timelines]:
         run = folder / (trial.folder or trial.name)

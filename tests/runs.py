@@ -1,4 +1,4 @@
-"""Runs tiny trainings as a user does, by the command in this process or in a new one, and reads their results."""
+"""Tiny trainings, started by the command in this process or another one, and their results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TINY = (
     "prompt=a",
     "tracking=off",
 )
-"""The smallest run with every part. Compiling is most of its time."""
+"""Arguments of the smallest run that uses every part. It spends most of its time compiling."""
 SINGLE = ("mesh=1x1x1", "partition=dp")
 
 # A sandbox needs namespaces of Linux, which some containers forbid. The message to the user is tested in any case
@@ -57,7 +57,7 @@ needs_sandbox = pytest.mark.skipif(trouble() is not None, reason=f"no sandbox: {
 
 
 def command(*arguments: str) -> int:
-    """Run `valkyrie-train` in this process and return its exit status. Its output is that of the process."""
+    """Run `valkyrie-train` in this process and return its exit status. It prints to the process's own streams."""
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__  # Hydra closes any other, here pytest's own
     before = sys.argv
     sys.argv = ["valkyrie-train", *arguments]
@@ -72,7 +72,7 @@ def command(*arguments: str) -> int:
 
 
 def spawn(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    """Start Python with these arguments and more environment variables, with its output in pipes."""
+    """Start Python with these arguments and additional environment variables. Its output goes to pipes."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -83,8 +83,8 @@ def spawn(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[st
     )
 
 
-def start(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    """Start a process of `valkyrie-train` with its streams in pipes. It receives SIGHUP even under nohup."""
+def start_training(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    """Start `valkyrie-train` in a new process with its output in pipes. It receives SIGHUP even under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a process inherits what its parent ignores
     try:
         return spawn("-W", "ignore::SyntaxWarning", "-m", "valkyrie.cli.train", *arguments, cwd=cwd, **environment)
@@ -92,36 +92,38 @@ def start(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[st
         signal.signal(signal.SIGHUP, before)
 
 
-def records(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the training records of a run by step. The later record of a repeated step counts."""
+def training_records(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the training records of a run by step. If a step was repeated, its last record."""
     return {r["step"]: r for r in read_metrics(folder / "metrics.jsonl") if "loss" in r}
 
 
-def saved(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """Return every array and the data position of a checkpoint by path, read without building the run's program."""
+def saved_arrays(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
+    """Return the arrays of a checkpoint by path, and its data position, without building the run's program."""
     import orbax.checkpoint as ocp
 
     step = latest_step(folder) if step is None else step
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever devices it was saved from
+    single_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever devices it was saved from
     with closing(ocp.CheckpointManager((folder / "checkpoints").resolve())) as manager:
         args = ocp.args
         restored = manager.restore(
             step,
             args=args.Composite(
-                state=args.StandardRestore(fallback_sharding=one), data=args.JsonRestore(), about=args.JsonRestore()
+                state=args.StandardRestore(fallback_sharding=single_device),
+                data=args.JsonRestore(),
+                about=args.JsonRestore(),
             ),
         )
-    found = {
+    arrays = {
         jax.tree_util.keystr(path): np.asarray(leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(restored["state"])[0]
     }
-    return found | {"data": np.asarray(sorted((k, str(v)) for k, v in restored["data"].items()))}
+    return arrays | {"data": np.asarray(sorted((k, str(v)) for k, v in restored["data"].items()))}
 
 
-def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    """Hold two results of `saved` against each other bit for bit."""
-    assert one.keys() == other.keys()
-    different = [path for path in one if one[path].tobytes() != other[path].tobytes()]
+def assert_same_bits(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Compare two results of `saved_arrays` bit for bit."""
+    assert actual.keys() == expected.keys()
+    different = [path for path in actual if actual[path].tobytes() != expected[path].tobytes()]
     assert not different, different
 
 
@@ -131,24 +133,24 @@ def checkpoints(folder: Path, *, read_only: bool = False, **config: Any) -> Chec
 
 
 @lru_cache
-def _kept() -> tempfile.TemporaryDirectory[str]:
+def _runs_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="valkyrie-runs-", ignore_cleanup_errors=True)
 
 
 @lru_cache
-def trained(*overrides: str, steps: int = 6) -> Path:
-    """Return the folder of a finished tiny run on one device: trained once per session, and not to be changed."""
-    runs = Path(_kept().name) / f"runs-{abs(hash((overrides, steps)))}"
+def trained_run(*overrides: str, steps: int = 6) -> Path:
+    """Return the folder of a finished tiny run on one device. It is shared by all tests, which must not modify it."""
+    runs = Path(_runs_folder().name) / f"runs-{abs(hash((overrides, steps)))}"
     status = command(*TINY, *SINGLE, f"runs={runs}", "name=run", f"steps={steps}", *overrides)
     assert status == 0
     return runs / "run"
 
 
-def copied(folder: Path, to: Path) -> Path:
-    """Copy a run folder, under its name, for a test that changes it."""
+def copy_run(folder: Path, to: Path) -> Path:
+    """Copy a run folder into another folder, for a test that modifies it."""
     return Path(shutil.copytree(folder, to / folder.name))
 
 
-def tiny(runs: Path, *overrides: str, mesh: Sequence[str] = SINGLE) -> tuple[str, ...]:
+def tiny_arguments(runs: Path, *overrides: str, mesh: Sequence[str] = SINGLE) -> tuple[str, ...]:
     """Return the arguments of a tiny run named `run` under a folder."""
     return (*TINY, *mesh, f"runs={runs}", "name=run", *overrides)

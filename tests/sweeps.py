@@ -62,7 +62,7 @@ if "valkyrie.sweep.child" in sys.orig_argv:
 
 
 class Stage:
-    """A folder with a multirun's trials and the part that each partition's trial plays."""
+    """A folder for multiruns with fake trials. Each partition's trial plays a part: `measure`, `fail`, `hang`, ..."""
 
     def __init__(self, folder: Path, **parts: str) -> None:
         self.folder, self.runs = folder, folder / "runs"
@@ -78,14 +78,14 @@ class Stage:
         self.environment["PARTS"] = json.dumps({name.removeprefix("_"): part for name, part in parts.items()})
 
     def enter(self, monkeypatch: pytest.MonkeyPatch, **parts: str) -> None:
-        """Let commands in this process run on this stage, with these parts."""
+        """Make commands in this process use this folder and these parts."""
         self.play(**parts)
         monkeypatch.chdir(self.folder)
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
 
     def arguments(self, *arguments: str) -> list[str]:
-        """Return the arguments of a multirun on this stage."""
+        """Return the arguments of a multirun in this folder."""
         return [
             "-m",
             "model=s5_tiny",
@@ -115,9 +115,9 @@ class Stage:
         return self.runs / "swept"
 
     def trials(self) -> dict[str, Trial]:
-        """Return what is recorded by partition."""
-        found = {trial.about.partition: trial for trial in TrialLog(self.sweep).read()}
-        return dict(sorted(found.items()))
+        """Return the recorded trials by partition."""
+        trials = {trial.about.partition: trial for trial in TrialLog(self.sweep).read()}
+        return dict(sorted(trials.items()))
 
     def lines(self) -> int:
         """Return the number of lines of `trials.jsonl`."""
@@ -128,7 +128,7 @@ class Stage:
         return self.starts.read_text().splitlines() if self.starts.is_file() else []
 
 
-def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[TrialPlan]:
+def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[TrialPlan]:
     """Return the plans of every job of a multirun, without running them."""
     plans: list[TrialPlan] = []
 
@@ -142,18 +142,18 @@ def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> 
     return plans
 
 
-def play(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseException) -> None:
+def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseException) -> None:
     """Set the status of the trials of multiruns by partition, or an exception to raise. No process is started."""
 
     def carry_out(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
-        found = {}
+        trials = {}
         for plan in plans:
             part = parts[plan.about.partition]
             if isinstance(part, BaseException):
                 raise part
-            found[plan.key] = plan.ended(part, None if part is Status.ok else "so it was", plan.key, 1.0)
-            TrialLog(plan.folder).append([found[plan.key]])
-            watcher.ended(plan, found[plan.key], earlier=False)
-        return found
+            trials[plan.key] = plan.ended(part, None if part is Status.ok else "so it was", plan.key, 1.0)
+            TrialLog(plan.folder).append([trials[plan.key]])
+            watcher.ended(plan, trials[plan.key], earlier=False)
+        return trials
 
     monkeypatch.setattr(launcher, "carry_out", carry_out)

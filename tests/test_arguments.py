@@ -13,7 +13,7 @@ import pytest
 
 import valkyrie
 from helpers import assert_golden_message
-from runs import TINY, copied
+from runs import TINY, copy_run
 from valkyrie.runs.folder import run_folder
 
 
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    return copied(made, tmp_path)
+    return copy_run(made, tmp_path)
 
 
 @pytest.mark.parametrize(("target", "mesh"), [("mine", "1x2x2"), ("tuned-8", "1x2x4")])

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from helpers import some_quick
+from helpers import mark_slow_except
 from valkyrie.ops.attention import (
     AttentionImpl,
     AttentionRequest,
@@ -111,7 +111,7 @@ def assert_close(ours, expected, atol=1e-5):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=atol, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", some_quick(CASES, CASES[2:3]), ids=str)
+@pytest.mark.parametrize("case", mark_slow_except(CASES, CASES[2:3]), ids=str)
 def test_dense_is_the_definition_and_chunks_equal_it(case):
     seq, window, causal, dilation, segments, count, chunk = case
     q, k, v, ids, tokens = make(seq, global_tokens=count, segments=segments)
@@ -156,7 +156,7 @@ def test_equals_transformers_longformer(impl):
     np.testing.assert_allclose(np.asarray(out)[real], golden["out"][real], atol=3e-6)
 
 
-@pytest.mark.parametrize("impl", some_quick([AttentionImpl.dense, AttentionImpl.chunked], []))
+@pytest.mark.parametrize("impl", mark_slow_except([AttentionImpl.dense, AttentionImpl.chunked], []))
 def test_bfloat16_stays_close_to_float32(impl):
     q, k, v, ids, tokens = make(40, global_tokens=3, segments=True)
     exact = attention(q, k, v, window=6, segment_ids=ids, global_tokens=tokens, impl=impl, chunk=8)
@@ -184,7 +184,7 @@ def test_memory_of_chunks_is_linear_in_length(dilation):
     assert long < temporaries(AttentionImpl.dense, 2048, window=64, dilation=dilation) / 8
 
 
-@pytest.mark.parametrize("causal", some_quick([True, False], [True]))
+@pytest.mark.parametrize("causal", mark_slow_except([True, False], [True]))
 def test_splash_kernel_with_a_stretch_of_keys_before_the_queries(causal):
     """A shard of the sequence has more keys than queries, and some of the keys are invalid."""
     seq, before, after = 150, 30, 0 if causal else 20

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runs import assert_same_bits, command, records, saved, tiny, trained
+from runs import assert_same_bits, command, saved_arrays, tiny_arguments, trained_run, training_records
 from test_checkpoint import DATA, abstract, assert_equal, make_state
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints, FastConfig, NotSavedError
 from valkyrie.checkpoint.fast import fast_folder
@@ -144,11 +144,11 @@ def test_fast_checkpoints_are_kept_where_the_last_durable_save_fails(
     fast = ("checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
     with monkeypatch.context() as patch:
         patch.setattr(tier, "write_checksums", full)
-        assert command(*tiny(tmp_path, "steps=5", *fast)) == 1
+        assert command(*tiny_arguments(tmp_path, "steps=5", *fast)) == 1
     assert "step 4" in capfd.readouterr().err
     assert command("resume=run", f"runs={tmp_path}") == 0
     assert "from step 4" in capfd.readouterr().out
-    assert saved(tmp_path / "run")["['step']"] == 5
+    assert saved_arrays(tmp_path / "run")["['step']"] == 5
 
 
 def test_a_save_that_fails_on_one_of_several_processes_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -236,7 +236,7 @@ def test_policies_that_make_no_sense_are_refused(tmp_path: Path, capfd: pytest.C
     config = CheckpointConfig(keep_every_h=0.0, keep_best=-1, fast=FastConfig(every=0, keep=0))
     keys = ["keep_every_h", "keep_best", "fast.every", "fast.keep"]
     assert [problem.key for problem in config.problems()] == [f"checkpoint.{key}" for key in keys]
-    assert command(*tiny(tmp_path, "checkpoint.keep_best=1", "checkpoint.best=loss")) == 2
+    assert command(*tiny_arguments(tmp_path, "checkpoint.keep_best=1", "checkpoint.best=loss")) == 2
     assert "checkpoint.best=loss" in capfd.readouterr().err
 
 
@@ -258,15 +258,15 @@ def test_a_killed_training_goes_on_from_its_fast_checkpoint_bit_for_bit(
     with monkeypatch.context() as patch:
         patch.setattr(screen.Screen, "step", shown)
         with pytest.raises(Killed):
-            command(*tiny(tmp_path, "steps=6", *fast))
+            command(*tiny_arguments(tmp_path, "steps=6", *fast))
     assert not os.listdir(tmp_path / "run" / "checkpoints")
     capfd.readouterr()
-    assert command(*tiny(tmp_path, "steps=6", *fast)) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=6", *fast)) == 0
     out = capfd.readouterr().out
     assert "from step 4" in out and "the fast checkpoint" in out
-    whole = trained()
-    assert records(tmp_path / "run")[6]["loss"] == records(whole)[6]["loss"]
-    assert_same_bits(saved(tmp_path / "run"), saved(whole))
+    whole = trained_run()
+    assert training_records(tmp_path / "run")[6]["loss"] == training_records(whole)[6]["loss"]
+    assert_same_bits(saved_arrays(tmp_path / "run"), saved_arrays(whole))
     assert not any((tmp_path / "fast").iterdir()), "it is complete and durably saved"
 
 
@@ -284,14 +284,17 @@ def test_a_full_disk_of_the_fast_tier_costs_a_note(
 
     monkeypatch.setattr(tier, "write_checksums", full)
     fast = ("checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
-    assert command(*tiny(tmp_path, "steps=6", *fast)) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=6", *fast)) == 0
     out = capfd.readouterr().out
     assert "of step 2" in out and "no space left" in out
-    assert saved(tmp_path / "run")["['step']"] == 6
+    assert saved_arrays(tmp_path / "run")["['step']"] == 6
 
 
 def test_a_folder_that_cannot_be_written_is_refused_with_the_setting(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "file").write_text("")
-    assert command(*tiny(tmp_path, "checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'file'}")) == 2
+    assert (
+        command(*tiny_arguments(tmp_path, "checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'file'}"))
+        == 2
+    )
     err = capfd.readouterr().err
     assert "cannot be written" in err and "checkpoint.fast.folder=DIR" in err and "Traceback" not in err

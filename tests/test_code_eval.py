@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import SINGLE, command, copied, needs_sandbox, records, tiny, trained
+from runs import SINGLE, command, copy_run, needs_sandbox, tiny_arguments, trained_run, training_records
 from valkyrie.code_eval import config as of_config
 from valkyrie.code_eval import languages
 from valkyrie.code_eval.config import CodeEvalConfig, missing_judge
@@ -282,7 +282,7 @@ def test_the_path_of_own_problems_is_kept_in_full(tmp_path: Path, monkeypatch: p
 def test_a_training_and_its_mode_leave_every_completion_and_the_rates(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(*tiny(tmp_path, "steps=4", "code_eval_every=2", *CODE)) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=4", "code_eval_every=2", *CODE)) == 0
     out, folder = capfd.readouterr().out, tmp_path / "run"
     rates = [r for r in read_metrics(folder / "metrics.jsonl") if "python_pass_rate" in r]
     assert [r["step"] for r in rates] == [2, 4] and all(0 <= r["python_compile_rate"] <= 1 for r in rates)
@@ -306,9 +306,9 @@ def test_a_training_and_its_mode_leave_every_completion_and_the_rates(
 @needs_sandbox
 @pytest.mark.slow
 def test_it_changes_no_loss(tmp_path: Path) -> None:
-    plain = records(trained())
-    assert command(*tiny(tmp_path, "steps=6", "code_eval_every=3", *CODE)) == 0
-    evaluated = records(tmp_path / "run")
+    plain = training_records(trained_run())
+    assert command(*tiny_arguments(tmp_path, "steps=6", "code_eval_every=3", *CODE)) == 0
+    evaluated = training_records(tmp_path / "run")
     assert {step: r["loss"] for step, r in evaluated.items()} == {step: r["loss"] for step, r in plain.items()}
 
 
@@ -321,14 +321,14 @@ def test_a_sandbox_that_fails_on_the_way_ends_no_training(
 
     monkeypatch.setattr("valkyrie.train.code.judge_all", fail)
     monkeypatch.setattr(of_config, "missing_judge", lambda config: [])
-    assert command(*tiny(tmp_path, "steps=2", "code_eval_every=1", *CODE)) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=2", "code_eval_every=1", *CODE)) == 0
     assert "all is used" in capfd.readouterr().out
 
 
 def test_the_mode_needs_a_run_and_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command("mode=code_eval", f"runs={tmp_path}") == 2
     assert "resume=latest: there is no" in capfd.readouterr().err
-    folder = copied(trained(), tmp_path)
+    folder = copy_run(trained_run(), tmp_path)
     capfd.readouterr()
     assert command("mode=code_eval", f"resume={folder}", "code_eval.problems=none.jsonl") == 2
     assert "code_eval.problems=none.jsonl:" in capfd.readouterr().err

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from helpers import assert_golden_message, compose_config, compose_run, names, some_quick
-from sweeps import plans_of
+from helpers import assert_golden_message, compose_config, compose_run, config_names, mark_slow_except
+from sweeps import multirun_plans
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.compose import GROUPS, accelerators, default_mesh, default_partition
 from valkyrie.config.refusals import unknown_key
@@ -29,9 +29,9 @@ from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
 GOLDEN = Path(__file__).parent / "goldens" / "config_default.yaml"
-CHOICES = {group: names(group) for group in GROUPS}
-EXPERIMENTS = names("experiment")
-SWEEPS = names("sweep")
+CHOICES = {group: config_names(group) for group in GROUPS}
+EXPERIMENTS = config_names("experiment")
+SWEEPS = config_names("sweep")
 WRITTEN_OUT = [n for n in SWEEPS if "/hydra/sweeper:" not in (conf_dir() / "sweep" / f"{n}.yaml").read_text()]
 """Sweeps that list their jobs in the file. `test_sweep_layouts` checks the enumerated ones."""
 
@@ -101,7 +101,7 @@ def test_an_experiment_is_chosen_either_way_and_overridden(command: Any, spellin
 def test_every_sweep_is_a_list_of_legal_runs(
     command: Any, monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]
 ):
-    plans = plans_of(command, monkeypatch, *arguments[:-1], arguments[-1] + name)
+    plans = multirun_plans(command, monkeypatch, *arguments[:-1], arguments[-1] + name)
     assert len(plans) > 1
     assert len({plan.key for plan in plans}) == len({plan.name for plan in plans}) == len(plans)
     assert {str(plan.folder) for plan in plans} == {f"runs/{name}"}
@@ -110,7 +110,9 @@ def test_every_sweep_is_a_list_of_legal_runs(
 
 def test_a_job_of_a_multirun_is_one_run_with_the_same_arguments(command: Any, monkeypatch: pytest.MonkeyPatch):
     """A sweep starts its own multirun. A job that composed the sweep again would restart it endlessly."""
-    first, second = plans_of(command, monkeypatch, "-m", "+sweep=laptop_partitions", "partition=dp,sp", "seq=${batch}")
+    first, second = multirun_plans(
+        command, monkeypatch, "-m", "+sweep=laptop_partitions", "partition=dp,sp", "seq=${batch}"
+    )
     assert [p.about.partition for p in (first, second)] == ["dp", "sp"]
     assert first.run is not None
     config = first.run.config
@@ -121,7 +123,7 @@ def test_a_job_of_a_multirun_is_one_run_with_the_same_arguments(command: Any, mo
 
 @pytest.mark.parametrize(
     "flags",
-    some_quick(
+    mark_slow_except(
         [["--config-dir", "my own"], ["--config-path", "my own", "--config-name", "mine"]], [["--config-dir", "my own"]]
     ),
 )
@@ -135,7 +137,7 @@ def test_a_job_finds_the_configuration_where_the_multirun_did(
     (folder / "mine.yaml").write_text(command("steps=11", "mesh=2x2x2", "--cfg", "job").out)
     asked = [*flags, "-m", 'runs="it\'s here"']
     asked += ["experiment=mine", "mesh=2x2x2,4x2x1"] if flags[0] == "--config-dir" else ["seed=0,1"]
-    plan = plans_of(command, monkeypatch, *asked)[0]
+    plan = multirun_plans(command, monkeypatch, *asked)[0]
     assert plan.run is not None and plan.flags == tuple(flags[:1] + [str(folder)] + flags[2:])
     config = plan.run.config
     assert (config.steps, config.mesh.name, config.seed) == (11, "2x2x2", 0)
@@ -190,7 +192,7 @@ def add_checkpoint(folder: Path) -> None:
 PROMPTS = ["class ", "def f(x):", "é 😀", "'it's \\ \"x\"\\", "x = {1: [2]}  # y, z", " 1e3", "a\nb "]
 
 
-@pytest.mark.parametrize("prompt", some_quick(PROMPTS, ["class ", "'it's \\ \"x\"\\"]))
+@pytest.mark.parametrize("prompt", mark_slow_except(PROMPTS, ["class ", "'it's \\ \"x\"\\"]))
 def test_a_prompt_is_what_was_typed_and_stays_so_when_the_run_goes_on(command: Any, tmp_path: Path, prompt: str):
     run = command(f"prompt={prompt}", "mesh=1x1x1", "partition=dp").run
     assert run.config.prompt == prompt
@@ -220,7 +222,7 @@ def test_several_prompts_are_still_a_sweep(
     command: Any, monkeypatch: pytest.MonkeyPatch, typed: str, prompts: list[str]
 ):
     several = [] if prompts[0] != prompts[1] else ["seed=0,1"]
-    plans = plans_of(command, monkeypatch, "-m", "mesh=1x1x1", f"prompt={typed}", *several)
+    plans = multirun_plans(command, monkeypatch, "-m", "mesh=1x1x1", f"prompt={typed}", *several)
     alone = [plan.run for plan in plans if plan.run is not None]
     assert [run.config.prompt for run in alone] == prompts
     assert [trial_key(run) for run in alone] == [plan.key for plan in plans]
@@ -341,7 +343,7 @@ def test_paths_are_what_was_typed(command: Any, typed: str, paths: list[str]):
 MESH_OF_MINE = "# @package _global_\ndefaults: [override /mesh: 4x1x1]\n"
 
 
-@pytest.mark.parametrize("sizes", some_quick(["4,4,2", "4x4x2", "4,4"], ["4x4x2"]))
+@pytest.mark.parametrize("sizes", mark_slow_except(["4,4,2", "4x4x2", "4,4"], ["4x4x2"]))
 @pytest.mark.parametrize("chosen", ["mesh=4x1x1", "experiment=mine"])
 def test_the_launch_environment_is_not_read_beside_another_mesh(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: str, chosen: str

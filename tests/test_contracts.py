@@ -15,21 +15,21 @@ import pytest
 
 from helpers import (
     MODELS,
-    OF_THEIR_OWN,
+    MODELS_WITH_UNIQUE_LAYERS,
     PARTITIONS,
     assembly_of,
     assert_same_steps,
     compose_run,
-    goes_with,
+    config_names,
+    count_learned,
+    fill_zeros,
     initial_state,
-    learned,
+    is_supported,
     make_program,
-    names,
+    mark_slow_except,
     reference,
-    small,
+    small_overrides,
     small_run,
-    some_quick,
-    stirred,
     two_steps,
 )
 from valkyrie.axes import PARAMETER_GROUPS
@@ -42,7 +42,7 @@ from valkyrie.train.program import StepProgram
 from valkyrie.trees import leaf_names
 
 STEPPED = [("valkyrie_tiny", "2d_tp_fsdp"), ("gpt_tiny", "fsdp")]
-STEPPED += [(model, "2d_tp") for model in OF_THEIR_OWN if model not in dict(STEPPED)]
+STEPPED += [(model, "2d_tp") for model in MODELS_WITH_UNIQUE_LAYERS if model not in dict(STEPPED)]
 """Pairs with steps in the default tests: every model with unique layers, under at least one partition."""
 
 LOWERED = [("valkyrie_tiny", "sp"), ("valkyrie_tiny", "fsdp_tp")]
@@ -56,7 +56,7 @@ def pairs(quick: Collection[tuple[str, str]]) -> list[Any]:
         pytest.param(model, partition, marks=() if (model, partition) in quick else pytest.mark.slow)
         for model in MODELS
         for partition in PARTITIONS
-        if goes_with(model, partition)
+        if is_supported(model, partition)
     ]
 
 
@@ -133,13 +133,13 @@ def test_a_model_that_builds_otherwise_is_refused_by_name(monkeypatch):
     assert "segment_0.block_0.mixer.extra is" in str(error.value) and "float32[4, 16]" in str(error.value)
 
 
-@pytest.mark.parametrize("model", some_quick(MODELS, OF_THEIR_OWN))
+@pytest.mark.parametrize("model", mark_slow_except(MODELS, MODELS_WITH_UNIQUE_LAYERS))
 def test_specs_are_the_initialised_parameters(model):
     run = small_run(model)
-    specs, parameters = assembly_of(run).specs, initial_state(small(model)).parameters
+    specs, parameters = assembly_of(run).specs, initial_state(small_overrides(model)).parameters
     assert list(specs) == leaf_names(parameters)
     assert [spec.shape for spec in specs.values()] == [p.shape for p in jax.tree.leaves(parameters)]
-    assert run.model.parameter_count() == learned(assembly_of(run))
+    assert run.model.parameter_count() == count_learned(assembly_of(run))
 
 
 def test_parameters_are_counted_without_allocating():
@@ -149,7 +149,7 @@ def test_parameters_are_counted_without_allocating():
         counted[model] = run.model.parameter_count()
     assert counted == PARAMETERS
     assert counted["valkyrie_1b"] >= 1.2e9
-    assert set(PARAMETERS) == {m for m in names("model") if not m.endswith("_tiny")}
+    assert set(PARAMETERS) == {m for m in config_names("model") if not m.endswith("_tiny")}
     assert time.process_time() - started < 20
 
 
@@ -167,7 +167,7 @@ def test_initial_state_is_the_same_on_a_mesh():
     state = program.init(0)
     # Random bits are the same everywhere; rotating B and C into the eigenbasis is a product, equal to rounding.
     same = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
-    jax.tree.map(same, jax.device_get(state), initial_state(small("valkyrie_tiny")))
+    jax.tree.map(same, jax.device_get(state), initial_state(small_overrides("valkyrie_tiny")))
     laid = jax.tree.map(
         lambda x, like: x.sharding.is_equivalent_to(like.sharding, x.ndim), state, program.abstract_state
     )
@@ -179,7 +179,7 @@ def test_initial_state_is_the_same_on_a_mesh():
 @pytest.mark.parametrize(("model", "partition"), pairs(STEPPED))
 def test_same_steps_on_eight_devices_as_on_one(model, partition):
     run = small_run(model, "mesh=2x2x2", f"partition={partition}")
-    steps = two_steps(run, stirred(initial_state(small(model))))
+    steps = two_steps(run, fill_zeros(initial_state(small_overrides(model))))
     assert_same_steps(steps, reference(model))
     assert steps.metrics[0]["loss"] != steps.metrics[1]["loss"]
 
@@ -207,7 +207,7 @@ def test_same_steps_on_eight_devices_as_on_one(model, partition):
 def test_same_steps_on_other_meshes(mesh, partition, overrides):
     of_model = tuple(o for o in overrides if not o.startswith(("mesh", "partition")))
     run = small_run("valkyrie_tiny", f"mesh={mesh}", f"partition={partition}", *overrides)
-    steps = two_steps(run, initial_state((*small("valkyrie_tiny"), *of_model)))
+    steps = two_steps(run, initial_state((*small_overrides("valkyrie_tiny"), *of_model)))
     assert_same_steps(steps, reference("valkyrie_tiny", *of_model))
 
 
@@ -220,12 +220,12 @@ def test_windows_that_grow_with_depth_are_segments_of_their_own():
 
 @pytest.mark.parametrize(
     "override",
-    some_quick(["model.attention.causal=false", "model.s5.bidirectional=true"], ["model.s5.bidirectional=true"]),
+    mark_slow_except(["model.attention.causal=false", "model.s5.bidirectional=true"], ["model.s5.bidirectional=true"]),
 )
 def test_a_model_that_sees_the_future_is_only_shown(override: str):
     run = small_run("valkyrie_tiny", "mode=show", override)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 16)))
-    state = initial_state((*small("valkyrie_tiny"), "mode=show", override))
+    state = initial_state((*small_overrides("valkyrie_tiny"), "mode=show", override))
     module, logits = assembly_of(run).module(state.parameters), jax.jit(lambda module, tokens: module.logits(tokens))
     before, after = logits(module, tokens), logits(module, tokens.at[:, -1].add(1) % 61)
     assert np.abs(before[:, 8] - after[:, 8]).max() > 1e-6

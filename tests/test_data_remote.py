@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 
 from buckets import bucket
-from runs import command, tiny
+from runs import command, tiny_arguments
 from valkyrie import buckets as schemes
 from valkyrie.cli.data import main as data_command
 from valkyrie.data import remote
@@ -171,7 +171,7 @@ def test_a_training_reads_its_text_from_a_bucket(
         text = f"document {number} of thirty\n" * (number + 3)
         system.pipe(f"{books}/{number:02d}.txt", text.encode())
         (tmp_path / "books" / f"{number:02d}.txt").write_text(text)
-    asked = [argument for argument in tiny(tmp_path, "steps=1") if not argument.startswith("data")]
+    asked = [argument for argument in tiny_arguments(tmp_path, "steps=1") if not argument.startswith("data")]
     cache = tmp_path / "cache"
     asked += ["data=text", f"data.cache_dir={cache}"]
     assert command(*asked, f"data.paths={books}/*.txt") == 0

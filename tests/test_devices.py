@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from machines import needs_libtpu
-from runs import SINGLE, TINY, command, start
+from runs import SINGLE, TINY, command, start_training
 from valkyrie.problems import ProblemCode
 from valkyrie.train import devices
 from valkyrie.train.devices import Devices, acquire_devices, missing_devices
@@ -94,7 +94,7 @@ def test_host_memory_is_refused_where_there_is_no_other(tmp_path: Path, capfd: p
 @pytest.mark.slow
 def test_thirty_two_devices_are_made_on_a_laptop(tmp_path: Path) -> None:
     arguments = ("model=valkyrie_tiny", "model.layers=2", "data=synthetic", "data.documents=400", "tracking=off")
-    job = start(*arguments, "mesh=4x4x2", "partition=2d_tp", "steps=2", "sample_tokens=2", cwd=tmp_path)
+    job = start_training(*arguments, "mesh=4x4x2", "partition=2d_tp", "steps=2", "sample_tokens=2", cwd=tmp_path)
     out, err = job.communicate(timeout=300)
     assert job.returncode == 0, err
     assert "SIMULATED: 32 CPU" in out
@@ -126,7 +126,7 @@ def test_libtpu_is_left_alone_where_there_is_no_tpu(
 @pytest.mark.slow
 @needs_libtpu
 def test_a_training_on_a_laptop_prints_nothing_to_stderr(tmp_path: Path) -> None:
-    process = start(*TINY, *SINGLE, "steps=2", cwd=tmp_path, JAX_PLATFORMS="")
+    process = start_training(*TINY, *SINGLE, "steps=2", cwd=tmp_path, JAX_PLATFORMS="")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and "SIMULATED" in out
     assert err == ""

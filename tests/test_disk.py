@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from helpers import compose_run
-from runs import TINY, command, tiny
+from runs import TINY, command, tiny_arguments
 from valkyrie.checkpoint import latest_step, tier
 from valkyrie.paths import DiskError, cache_problem, cache_root, disk_errors, write_atomic
 from valkyrie.runs.tracking import Tracker, read_metrics
@@ -56,7 +56,7 @@ def test_what_cannot_be_written_is_named_with_what_to_do(a_file: Path):
 
 
 def test_runs_on_what_is_no_folder_are_one_line(a_file: Path, capsys: pytest.CaptureFixture[str]):
-    assert command(*tiny(a_file / "runs", "steps=1")) == 2
+    assert command(*tiny_arguments(a_file / "runs", "steps=1")) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"valkyrie-train: {a_file / 'runs' / 'run'} ") and err.count("\n") == 1
 
@@ -65,7 +65,7 @@ def test_a_save_that_finds_the_disk_full_is_said_and_the_next_one_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(tier, "write_checksums", full_for(1))
-    assert command(*tiny(tmp_path, "steps=6", "checkpoint.every=2")) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=6", "checkpoint.every=2")) == 0
     out, err = capfd.readouterr()
     folder = tmp_path / "run" / "checkpoints"
     (note,) = [line for line in out.splitlines() if "not be saved" in line]
@@ -77,10 +77,10 @@ def test_a_save_that_finds_the_disk_full_is_said_and_the_next_one_tries_again(
 def test_a_last_state_that_is_not_saved_ends_the_command_with_the_newest_that_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    assert command(*tiny(tmp_path, "steps=2")) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=2")) == 0
     monkeypatch.setattr(tier, "write_checksums", full_for(float("inf")))
     capfd.readouterr()
-    assert command(*tiny(tmp_path, "steps=4")) == 1
+    assert command(*tiny_arguments(tmp_path, "steps=4")) == 1
     out, err = capfd.readouterr()
     assert "step 4" in err.splitlines()[-1] and "step 2" in err
     assert f"resume={tmp_path / 'run'}" in err and "Traceback" not in out + err
@@ -125,7 +125,7 @@ def test_a_cache_is_tried_before_it_is_used(tmp_path: Path, a_file: Path):
 def test_data_is_prepared_elsewhere_where_its_cache_cannot_be_written(
     tmp_path: Path, a_file: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert command(*tiny(tmp_path, "steps=1", f"data.cache_dir={a_file / 'cache'}")) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=1", f"data.cache_dir={a_file / 'cache'}")) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{a_file / 'cache'} cannot be written") and "data.cache_dir=DIR" in out
 

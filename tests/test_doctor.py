@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from helpers import assert_golden_message, compose_run
-from processes import free_address, meet
+from processes import free_address, run_teams
 from runs import TINY
 from valkyrie.cli.doctor import main
 from valkyrie.config.run import Run
@@ -306,7 +306,7 @@ def test_a_clock_that_is_off_that_of_process_0(off: float, verdict: str):
 
 def test_processes_that_differ_are_found(tmp_path: Path):
     runs = [compose_run(*SMALL, f"runs={tmp_path}", f"steps={3 + index}") for index in range(2)]
-    for found in meet(2, lambda team: findings_of(TEAM_CHECKS, Examined(runs[team.index], 2, team))):
+    for found in run_teams(2, lambda team: findings_of(TEAM_CHECKS, Examined(runs[team.index], 2, team))):
         verdicts = {finding.check: finding.verdict for finding in found if finding.check != "same data"}
         assert verdicts == {"same code": FINE, "same settings": FAILS, "clocks": FINE, "shared folder": FINE}
         assert "steps=4" in found[1].text
@@ -316,16 +316,16 @@ def test_data_that_differ_are_found():
     runs = [compose_run(*SMALL, f"data.documents={documents}") for documents in (60, 60, 61)]
     for run in runs[1:]:
         prepare(run.config.data, run.tokenizer)
-    found = meet(3, lambda team: list(disks.same_data(Examined(runs[team.index], 3, team))))
+    found = run_teams(3, lambda team: list(disks.same_data(Examined(runs[team.index], 3, team))))
     assert [verdict for ((verdict, *_),) in found] == [FINE, FINE, FAILS]
     not_there = compose_run(*SMALL, "data.documents=62")
-    alone = meet(2, lambda team: list(disks.same_data(Examined(not_there if team.leads else runs[1], 2, team))))
+    alone = run_teams(2, lambda team: list(disks.same_data(Examined(not_there if team.leads else runs[1], 2, team))))
     assert alone == [[], []]
 
 
 def test_a_folder_that_the_others_do_not_see_is_found(tmp_path: Path):
     runs = [compose_run(*SMALL, f"runs={tmp_path}/{index // 2}") for index in range(3)]
-    found = meet(3, lambda team: list(disks.shared_folder(Examined(runs[team.index], 3, team))))
+    found = run_teams(3, lambda team: list(disks.shared_folder(Examined(runs[team.index], 3, team))))
     assert [verdict for ((verdict, *_),) in found] == [FINE, FINE, FAILS]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers import assert_golden_message, names
+from helpers import assert_golden_message, config_names
 from valkyrie.config.arguments import parse_run
 
 SMALL = ["model=valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp"]
@@ -101,7 +101,7 @@ def test_a_mistake_is_one_message(command: Any, case: str):
     assert (refused.status, refused.out) == (2, "")
     message = head.removeprefix("valkyrie-train: ")
     for group in ("experiment", "sweep"):  # an example that is added changes no golden
-        message = message.replace(", ".join(names(group)), f"{{{group}}}")
+        message = message.replace(", ".join(config_names(group)), f"{{{group}}}")
     assert_golden_message("errors", arguments, message)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from helpers import names, shared_run
+from helpers import config_names, shared_run
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
@@ -58,7 +58,7 @@ def tiny() -> tuple[Run, Ranking]:
     return searched("target=v5e-8", "model=gpt_tiny", "batch=32")
 
 
-@pytest.mark.parametrize("model", [name for name in names("model") if not name.startswith("trm")])
+@pytest.mark.parametrize("model", [name for name in config_names("model") if not name.startswith("trm")])
 def test_products_and_mixing_have_the_flops_of_the_model(model: str) -> None:
     run = parse_run([f"model={model}", "data.tokenizer=bytes", "mode=show"])
     assert isinstance(run.model, Stack)

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from helpers import compose_config, names
+from helpers import compose_config, config_names
 from valkyrie.config.compose import tiny_model_for
 from valkyrie.config.run import Run
 from valkyrie.problems import ProblemCode
 
-EXPERIMENTS = names("experiment")
+EXPERIMENTS = config_names("experiment")
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assembly_of, compose_run, small, some_quick
+from helpers import assembly_of, compose_run, mark_slow_except, small_overrides
 from valkyrie.data.tokenizer import load_tokenizer
 from valkyrie.models.assembly import Assembly
 from valkyrie.train.continued import Text, begin_text, load_text, save_text
@@ -89,7 +89,7 @@ def test_the_end_of_the_document_ends_the_text(recite: Any) -> None:
 
 @lru_cache
 def tiny_model(name: str = "valkyrie_tiny") -> tuple[Assembly, Any]:
-    run = compose_run(*small(name), "model.vocab_size=257", "mesh=1x1x1", "partition=dp")
+    run = compose_run(*small_overrides(name), "model.vocab_size=257", "mesh=1x1x1", "partition=dp")
     assembly = assembly_of(run)
     sharper = jax.tree.map(lambda x: 4 * x, jax.jit(assembly.init)(jax.random.key(6)))
     return assembly, sharper
@@ -215,7 +215,7 @@ def completed(name: str, batch: int, tokens: int = 24, **how: Any) -> list[str] 
     return complete(parameters, PROMPTS, tokens=tokens, batch=batch, **{"seed": 0, **how})
 
 
-@pytest.mark.parametrize("name", some_quick(["valkyrie_tiny", "nanochat_tiny"], ["s5_tiny", "longformer_tiny"]))
+@pytest.mark.parametrize("name", mark_slow_except(["valkyrie_tiny", "nanochat_tiny"], ["s5_tiny", "longformer_tiny"]))
 def test_many_prompts_at_once_are_continued_as_each_alone(name: str) -> None:
     assembly, parameters = tiny_model(name)
     how: Any = {"tokens": 24, "temperature": 0.0, "top_k": None, "seed": 0}

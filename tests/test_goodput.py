@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from runs import TINY, command, copied, tiny, trained
+from runs import TINY, command, copy_run, tiny_arguments, trained_run
 from valkyrie.checkpoint import latest_step
 from valkyrie.processes.team import Team
 from valkyrie.runs.goodput import FILE, KINDS, Ledger, read_goodput, read_starts
@@ -144,7 +144,7 @@ def test_long_times_in_two_units(seconds: float, text: str) -> None:
 
 
 def test_a_training_says_what_its_time_went_to(capfd: pytest.CaptureFixture[str]) -> None:
-    folder = trained("tracking=wandb", "optimizer.warmup_steps=1")
+    folder = trained_run("tracking=wandb", "optimizer.warmup_steps=1")
     lines, told = read_metrics(folder / "metrics.jsonl"), wandb_log(folder)
     summary = lines[-1]["summary"]
     keys = {"goodput", "restarts", "data_wait", "time/total", *(f"time/{kind}" for kind in KINDS)}
@@ -185,7 +185,7 @@ def test_neither_an_unreadable_program_nor_a_profiler_that_fails_ends_a_training
 
     monkeypatch.setattr(compiled, "parse", unreadable)
     monkeypatch.setattr(profile, "tracing", taken)
-    assert command(*tiny(tmp_path, "steps=3", "profile=2-3")) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=3", "profile=2-3")) == 0
     out = capfd.readouterr().out
     assert "KeyError: 'a new" in out and "RuntimeError: Only one" in out
     assert "communication" not in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
@@ -195,13 +195,13 @@ def test_a_run_that_ended_without_a_word_restarts_and_does_its_steps_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The folder of a killed run is made from a finished one: an older checkpoint, and lines without an end."""
-    folder = copied(trained("checkpoint.every=4", "steps=6"), tmp_path)
+    folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     file = folder / FILE
     lines = [line for line in file.read_text().splitlines(keepends=True) if '"end"' not in line]
     file.write_text("".join(lines) + '{"time": 17')
     (folder / "checkpoints" / "6").rename(tmp_path / "6")
     assert latest_step(folder) == 4
-    assert command(*tiny(tmp_path, "checkpoint.every=4", "steps=8", "profile=2-3")) == 0
+    assert command(*tiny_arguments(tmp_path, "checkpoint.every=4", "steps=8", "profile=2-3")) == 0
     assert "profile=2-3 traces nothing" in capfd.readouterr().out
     assert not (folder / "profile").exists()
     summary = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
@@ -211,7 +211,7 @@ def test_a_run_that_ended_without_a_word_restarts_and_does_its_steps_again(
 
 
 def test_a_window_of_steps_is_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command(*tiny(tmp_path, "steps=5", "profile=2-3")) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=5", "profile=2-3")) == 0
     folder = tmp_path / "run" / "profile"
     assert f"xprof --logdir {folder}" in capfd.readouterr().out
     (file,) = folder.glob("plugins/profile/steps-2-3/*.xplane.pb")

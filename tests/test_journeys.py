@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from runs import SINGLE, TINY, copied, records, start
+from runs import SINGLE, TINY, copy_run, start_training, training_records
 from valkyrie.checkpoint import saved_steps
 from valkyrie.runs.tracking import read_metrics
 
@@ -39,7 +39,7 @@ class Ended(NamedTuple):
 def typed(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **environment: str) -> Ended:
     """Return how `valkyrie-train` ends, which must be in time and without a traceback."""
     began = time.monotonic()
-    process = start(*arguments, cwd=cwd, **environment)
+    process = start_training(*arguments, cwd=cwd, **environment)
     try:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -159,7 +159,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def live(made: Path, tmp_path: Path) -> Path:
     """A copy of that run, in the `runs` of an empty directory."""
     (tmp_path / "runs").mkdir()
-    return copied(made, tmp_path / "runs")
+    return copy_run(made, tmp_path / "runs")
 
 
 def test_a_run_is_repeated_resumed_evaluated_and_moved_from_anywhere(live: Path, tmp_path: Path):
@@ -170,8 +170,8 @@ def test_a_run_is_repeated_resumed_evaluated_and_moved_from_anywhere(live: Path,
     assert command == "valkyrie-train"
     repeated = typed(*again, cwd=elsewhere)
     assert repeated.status == 0 and (elsewhere / "runs" / "live").is_dir(), "the name is free there"
-    losses = {step: record["loss"] for step, record in records(live).items()}
-    assert {step: record["loss"] for step, record in records(elsewhere / "runs" / "live").items()} == losses
+    losses = {step: record["loss"] for step, record in training_records(live).items()}
+    assert {step: record["loss"] for step, record in training_records(elsewhere / "runs" / "live").items()} == losses
     beside = typed(*again, cwd=tmp_path)
     assert beside.status == 0 and (tmp_path / "runs" / "live-2").is_dir() and len(saved_steps(live)) == 2
     for arguments, words in {
@@ -184,7 +184,7 @@ def test_a_run_is_repeated_resumed_evaluated_and_moved_from_anywhere(live: Path,
         ended = typed(*arguments, cwd=tmp_path)
         assert ended.status == 0 and words in ended.text, ended.text
     ended = typed(f"resume={live}", "steps=7", cwd=elsewhere)
-    assert ended.status == 0 and "steps=7 (was 6)" in ended.text and sorted(records(live)) == list(range(1, 8))
+    assert ended.status == 0 and "steps=7 (was 6)" in ended.text and sorted(training_records(live)) == list(range(1, 8))
 
 
 def test_settings_that_are_lost_are_named_and_nothing_is_made_up(live: Path, tmp_path: Path):
@@ -217,7 +217,9 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(live: Path, t
 @pytest.fixture
 def running(tmp_path: Path):
     """A training without end in an empty directory, once it takes steps."""
-    process = start(*TRAINING, "steps=1000000", "name=live", "log_every=1", "checkpoint.every=20", cwd=tmp_path)
+    process = start_training(
+        *TRAINING, "steps=1000000", "name=live", "log_every=1", "checkpoint.every=20", cwd=tmp_path
+    )
     try:
         until(process, "step 25/")
         while not saved_steps(tmp_path / "runs" / "live"):

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 import valkyrie.models.language_model
-from helpers import LANGUAGE_MODELS, assembly_of, initial_state, make_batch, small, small_run, some_quick
+from helpers import (
+    LANGUAGE_MODELS,
+    assembly_of,
+    initial_state,
+    make_batch,
+    mark_slow_except,
+    small_overrides,
+    small_run,
+)
 from valkyrie.axes import UNSHARDED
 from valkyrie.config.run import Run
 from valkyrie.models.language_model import Losses
@@ -23,7 +31,7 @@ from valkyrie.tasks.next_token import token_losses
 def built(model: str, *overrides: str) -> tuple[Run, Any]:
     """Return the run of a shrunken model, and its module with initial parameters plus noise."""
     run = small_run(model, *overrides)
-    parameters = initial_state((*small(model), *overrides)).parameters
+    parameters = initial_state((*small_overrides(model), *overrides)).parameters
     rng = np.random.default_rng(0)
     moved = jax.tree.map(lambda p: p + jnp.asarray(0.02 * rng.standard_normal(p.shape), p.dtype), parameters)
     return run, assembly_of(run).module(moved)
@@ -37,7 +45,7 @@ def tokens_of(run: Run, rows: int = 2, seq: int = 32, seed: int = 0) -> jax.Arra
     return jnp.asarray(np.random.default_rng(seed).integers(0, run.model.vocab_size, (rows, seq)), jnp.int32)
 
 
-@pytest.mark.parametrize("model", some_quick(LANGUAGE_MODELS, ["valkyrie_tiny"]))
+@pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_causal(model):
     run, module = built(model)
     logits = jax.jit(module.logits)
@@ -49,7 +57,7 @@ def test_causal(model):
     assert before.shape == (2, 32, run.model.vocab_size)
 
 
-@pytest.mark.parametrize("model", some_quick(LANGUAGE_MODELS, ["valkyrie_tiny"]))
+@pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_every_parameter_gets_a_finite_gradient(model):
     run, module = built(model)
     batch = jax.tree.map(jnp.asarray, make_batch(run))
@@ -103,14 +111,14 @@ def stream(run: Run, module: Any, tokens: jax.Array) -> jax.Array:
     return jax.jit(lambda t: jax.lax.scan(one, start, t)[1])(tokens.T).swapaxes(0, 1)
 
 
-@pytest.mark.parametrize("model", some_quick(LANGUAGE_MODELS, ["valkyrie_tiny"]))
+@pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_streaming_is_the_parallel_form(model):
     run, module = built(model)
     tokens = tokens_of(run)
     np.testing.assert_allclose(stream(run, module, tokens), jax.jit(module.logits)(tokens), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("variant", some_quick(VARIANTS, ["dilated_global"]))
+@pytest.mark.parametrize("variant", mark_slow_except(VARIANTS, ["dilated_global"]))
 def test_streaming_is_the_parallel_form_in_every_variant(variant):
     run, module = built("valkyrie_tiny", *VARIANTS[variant])
     tokens = tokens_of(run, seq=21)
@@ -134,7 +142,7 @@ def packed(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
     )
 
 
-@pytest.mark.parametrize("model", some_quick(LANGUAGE_MODELS, ["valkyrie_tiny"]))
+@pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_packed_documents_lose_what_they_lose_alone(model):
     lengths = (13, 11, 8)
     run, module = built(model)
@@ -154,7 +162,7 @@ def test_packed_documents_lose_what_they_lose_alone(model):
     np.testing.assert_allclose(crossed[:, : lengths[0]], together[:, : lengths[0]], rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", some_quick(LANGUAGE_MODELS, ["valkyrie_tiny"]))
+@pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_padding_changes_nothing(model):
     run, module = built(model)
     losses = jax.jit(lambda m, batch: losses_of(m, batch))

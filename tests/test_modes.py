@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers import some_quick
-from runs import command, copied, start, tiny, trained
+from helpers import mark_slow_except
+from runs import command, copy_run, start_training, tiny_arguments, trained_run
 from valkyrie.config.arguments import parse_run
 from valkyrie.problems import ProblemCode
 from valkyrie.runs.tracking import read_metrics
@@ -18,7 +18,7 @@ def reading(folder: Path, *arguments: str) -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_evaluation_of_a_run_covers_its_validation_split(capfd: pytest.CaptureFixture[str]) -> None:
-    folder = trained("eval_batches=1000")
+    folder = trained_run("eval_batches=1000")
     capfd.readouterr()
     assert command(*reading(folder, "mode=eval")) == 0
     out, err = capfd.readouterr()
@@ -31,10 +31,10 @@ def test_evaluation_of_a_run_covers_its_validation_split(capfd: pytest.CaptureFi
     assert err == ""
 
 
-@pytest.mark.parametrize("prompt", some_quick(["def ", 'x = "é" # 😀', "two\nlines", ""], []))
+@pytest.mark.parametrize("prompt", mark_slow_except(["def ", 'x = "é" # 😀', "two\nlines", ""], []))
 def test_text_begins_with_its_prompt(capfd: pytest.CaptureFixture[str], prompt: str) -> None:
     quoted = "'" + prompt + "'"
-    assert command(*reading(trained(), "mode=generate", f"prompt={quoted}", "sample_tokens=3")) == 0
+    assert command(*reading(trained_run(), "mode=generate", f"prompt={quoted}", "sample_tokens=3")) == 0
     out, err = capfd.readouterr()
     assert re.search(r"\brun\b.*\b6\n" + re.escape(prompt), out)
     assert err == ""
@@ -44,7 +44,7 @@ def test_text_begins_with_its_prompt(capfd: pytest.CaptureFixture[str], prompt: 
 def test_the_same_seed_says_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     said = []
     for seed in (1, 1, 2):
-        assert command(*reading(trained(), "mode=generate", f"seed={seed}", "sample_tokens=12")) == 0
+        assert command(*reading(trained_run(), "mode=generate", f"seed={seed}", "sample_tokens=12")) == 0
         said.append(capfd.readouterr().out)
     assert said[0] == said[1] != said[2]
 
@@ -53,7 +53,7 @@ def test_the_same_seed_says_the_same(capfd: pytest.CaptureFixture[str]) -> None:
 def test_without_resume_the_latest_run_is_read_with_its_settings(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    copied(trained(), tmp_path)
+    copy_run(trained_run(), tmp_path)
     assert command("mode=generate", f"runs={tmp_path}", "sample_tokens=2") == 0
     assert re.search(r"\brun\b.*\b6\n", capfd.readouterr().out)
 
@@ -105,7 +105,7 @@ def test_an_invalid_setting_is_refused_in_one_line(
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused_before_any_data(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str, change: str, values: tuple[str, ...]
 ) -> None:
-    where = tiny(tmp_path) if mode == "train" else reading(trained())
+    where = tiny_arguments(tmp_path) if mode == "train" else reading(trained_run())
     capfd.readouterr()
     assert command(*where, f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change.split()) == 2
     out, err = capfd.readouterr()
@@ -116,7 +116,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_before_any_data(
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
-    job = start(*reading(trained(), "mode=generate", "sample_tokens=500"), cwd=tmp_path)
+    job = start_training(*reading(trained_run(), "mode=generate", "sample_tokens=500"), cwd=tmp_path)
     assert job.stdout is not None and job.stderr is not None
     assert "at step 6" in job.stdout.readline()
     job.stdout.close()
@@ -129,7 +129,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
 def test_checkpoints_are_listed_and_a_damaged_one_is_an_exit_status(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = copied(trained(), tmp_path)
+    folder = copy_run(trained_run(), tmp_path)
     assert command("mode=checkpoints", f"runs={tmp_path}") == 0
     (line,) = capfd.readouterr().out.splitlines()
     assert re.match(r"run .*\b6\b.*\bdurable\b.* [\d.]+ kB,.* 20[\d: +-]+", line)

@@ -13,16 +13,16 @@ import optax
 import pytest
 
 from helpers import (
-    OF_THEIR_OWN,
+    MODELS_WITH_UNIQUE_LAYERS,
     PARTITIONS,
     assert_same_steps,
     compose_config,
-    goes_with,
+    fill_zeros,
     initial_state,
+    is_supported,
     make_program,
-    small,
+    small_overrides,
     small_run,
-    stirred,
     two_steps,
 )
 from valkyrie.axes import Parameter
@@ -160,10 +160,12 @@ def test_settings_saved_before_optimizers_had_families_are_read():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "partition"), [(m, p) for m in OF_THEIR_OWN for p in PARTITIONS if goes_with(m, p)])
+@pytest.mark.parametrize(
+    ("model", "partition"), [(m, p) for m in MODELS_WITH_UNIQUE_LAYERS for p in PARTITIONS if is_supported(m, p)]
+)
 def test_muon_takes_the_same_steps_on_eight_devices_as_on_one(model, partition):
     overrides = ("optimizer=muon", "optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
-    host = stirred(initial_state((*small(model), *overrides)))
+    host = fill_zeros(initial_state((*small_overrides(model), *overrides)))
     alone = two_steps(small_run(model, *overrides), host)
     sharded = two_steps(small_run(model, *overrides, "mesh=2x2x2", f"partition={partition}"), host)
     assert_same_steps(sharded, alone, rtol=1e-4)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import initial_state, make_batch, make_program, small, small_run, two_steps
+from helpers import initial_state, make_batch, make_program, small_overrides, small_run, two_steps
 from valkyrie.axes import UNSHARDED
 from valkyrie.ops.linear import Numerics, linear
 from valkyrie.ops.narrow import narrow_einsum, scale_to
@@ -84,7 +84,7 @@ def test_training_with_narrow_products_learns_as_with_wide_ones(precision: str):
 @pytest.mark.parametrize("partition", ["2d_tp_fsdp", "fsdp", "1d_tp"])
 def test_narrow_products_on_eight_devices_are_those_of_one(partition: str):
     """Equal up to rounding: sums in another order may round a value near one half the other way."""
-    overrides = (*small("gpt_tiny"), "precision=int8", "precision.compute=float32")
+    overrides = (*small_overrides("gpt_tiny"), "precision=int8", "precision.compute=float32")
     host = initial_state(overrides)
     one = two_steps(small_run("gpt_tiny", "precision=int8", "precision.compute=float32"), host)
     many = two_steps(

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from helpers import specs_of
+from helpers import vector_specs
 from valkyrie.optim import OptimizerConfig, Schedule, Training, learning_rate, make_optimizer, rate_rises_if_extended
 from valkyrie.optim.families.adamw import Config
 from valkyrie.problems import ProblemCode
@@ -24,7 +24,7 @@ def parameters() -> dict[str, jnp.ndarray]:
 
 def one_update(config: OptimizerConfig, gradient: float = 0.5, steps: int = 10) -> dict[str, np.ndarray]:
     """Return the change of each parameter, initially 2, in the first update."""
-    optimizer = make_optimizer(config, specs_of(GROUPS), Training(steps))
+    optimizer = make_optimizer(config, vector_specs(GROUPS), Training(steps))
     start = parameters()
     updates, _ = optimizer.update({name: jnp.full(2, gradient) for name in start}, optimizer.init(start), start)
     return {name: np.asarray(update) for name, update in updates.items()}
@@ -73,7 +73,7 @@ def test_adam_is_adam_with_the_betas_given() -> None:
     config = Config(
         learning_rate=0.1, warmup_steps=0, final_ratio=1.0, weight_decay=0.0, clip_norm=None, beta1=0.5, beta2=0.75
     )
-    optimizer = make_optimizer(config, specs_of(GROUPS), Training(3))
+    optimizer = make_optimizer(config, vector_specs(GROUPS), Training(3))
     values, m, v, x = parameters(), 0.0, 0.0, 2.0
     state = optimizer.init(values)
     for step, gradient in enumerate([1.0, -2.0, 0.5], start=1):

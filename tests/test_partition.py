@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import MODELS, PARTITIONS, compose_run, goes_with, some_quick
+from helpers import MODELS, PARTITIONS, compose_run, is_supported, mark_slow_except
 from valkyrie.config.run import Run
 from valkyrie.models import known_axes
 from valkyrie.parallel.layout import Layout
@@ -64,7 +64,7 @@ def test_every_logical_axis_of_a_model_has_a_rule(name: str):
         assert set(activations) == set(axes) - {"layers"} and activations["conv"] == ()
 
 
-@pytest.mark.parametrize(("name", "model"), [(p, m) for p in PARTITIONS for m in MODELS if goes_with(m, p)])
+@pytest.mark.parametrize(("name", "model"), [(p, m) for p in PARTITIONS for m in MODELS if is_supported(m, p)])
 def test_every_partition_is_legal_for_every_tiny_model_on_32_devices(name: str, model: str):
     layout = layout_of("4x4x2", name, model)
     assert layout.name == f"4x4x2-{name}"
@@ -120,7 +120,7 @@ def test_names_of_the_launch_environment_are_roles(names: list[str], expected: d
     assert data_model_fsdp(names) == (expected, [])
 
 
-@pytest.mark.parametrize("axis", some_quick(range(4), [0]))
+@pytest.mark.parametrize("axis", mark_slow_except(range(4), [0]))
 @pytest.mark.parametrize("role", ["replica", "model", "fsdp"])
 def test_a_fourth_axis_has_the_role_that_the_launch_environment_gives_it(role: str, axis: int):
     names = ["data", "model", "fsdp"]

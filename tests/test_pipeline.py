@@ -8,12 +8,12 @@ import pytest
 
 from helpers import (
     assert_same_steps,
+    fill_zeros,
     initial_state,
     make_program,
     reference,
-    small,
+    small_overrides,
     small_run,
-    stirred,
     two_steps,
 )
 from valkyrie.compiled.collectives import traffic
@@ -67,7 +67,7 @@ def test_same_steps_as_on_one_device(model: str, partition: str, mesh: str, over
     of_model = tuple(o for o in overrides if o.startswith(("model.", "batch", "precision")))
     run = small_run(model, f"mesh={mesh}", f"partition={partition}", *overrides)
     assert run.layout.pipeline is not None
-    steps = two_steps(run, stirred(initial_state((*small(model), *of_model))))
+    steps = two_steps(run, fill_zeros(initial_state((*small_overrides(model), *of_model))))
     assert_same_steps(steps, reference(model, *of_model))
 
 

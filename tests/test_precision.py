@@ -13,17 +13,17 @@ import pytest
 
 from helpers import (
     compose_run,
+    config_names,
     initial_state,
+    leaves_by_name,
     make_batch,
     make_program,
-    named,
-    names,
-    small,
+    mark_slow_except,
+    small_overrides,
     small_run,
-    some_quick,
-    specs_of,
+    vector_specs,
 )
-from runs import command, saved, tiny
+from runs import command, saved_arrays, tiny_arguments
 from valkyrie.axes import UNSHARDED
 from valkyrie.ops.linear import Numerics, lookup
 from valkyrie.optim import Training, make_optimizer
@@ -35,7 +35,7 @@ from valkyrie.train.program import StepProgram
 
 TINY = "gpt_tiny"
 SMALLEST = ("model.layers=1", "batch=8", "seq=16")
-POLICIES = [f"precision={name}" for name in names("precision")]
+POLICIES = [f"precision={name}" for name in config_names("precision")]
 REDUCTIONS = [f"precision.reduction={dtype.value}" for dtype in DType]
 CASES = list(itertools.product(POLICIES, REDUCTIONS, (1, 2), ("null", "0.9"), ("false", "true")))
 QUICK = [
@@ -55,7 +55,7 @@ def of_the_dtype(tree: Any) -> set[str]:
     return {x.dtype.name for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-@pytest.mark.parametrize("case", some_quick(CASES, QUICK))
+@pytest.mark.parametrize("case", mark_slow_except(CASES, QUICK))
 def test_a_step_leaves_the_dtype_of_every_array(case: tuple[str, str, int, str, str]):
     policy, reduction, microbatches, ema, zero1 = case
     layout = (f"microbatches={microbatches}", f"partition.zero1={zero1}")
@@ -93,15 +93,15 @@ def test_expected_gradients_are_those_of_a_microbatch_and_their_float32_sum(over
 def test_the_average_moves_by_its_share_of_every_step(precision: str, rounding: float):
     """A thousandth of a step is below bfloat16's precision: an average in bfloat16 would never move."""
     recipe = ("optimizer.ema_decay=0.999", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01")
-    key = (*small(TINY), "model.layers=1", precision, *recipe)
+    key = (*small_overrides(TINY), "model.layers=1", precision, *recipe)
     program, state = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
-    average = {name: np.asarray(p, np.float64) for name, p in named(state.parameters).items()}
+    average = {name: np.asarray(p, np.float64) for name, p in leaves_by_name(state.parameters).items()}
     start = dict(average)
     for seed in range(4):
         state, _ = program.step(jax.device_put(state, program.shardings), program.place(make_batch(program.run, seed)))
-        parameters = named(jax.device_get(state.parameters))
+        parameters = leaves_by_name(jax.device_get(state.parameters))
         average = {name: 0.999 * a + 0.001 * np.asarray(parameters[name], np.float64) for name, a in average.items()}
-    for name, kept in named(jax.device_get(state.ema)).items():
+    for name, kept in leaves_by_name(jax.device_get(state.ema)).items():
         moved = np.asarray(kept, np.float64) - start[name]
         # The parameter that is averaged may be the one before it is rounded, in each of the four steps.
         error = (4 * 0.001 * rounding + 1e-6) * np.abs(start[name]).max()
@@ -113,7 +113,7 @@ def test_second_moments_of_bfloat16_parameters_follow_their_gradients():
     """With beta2=0.999 a step changes a second moment by a thousandth, which bfloat16 rounds away."""
     parameters = {"w": jnp.ones(2, jnp.bfloat16)}
     config = AdamW(beta2=0.999, clip_norm=None, learning_rate=1e-6)
-    optimizer = make_optimizer(config, specs_of({"w": "matrix"}), Training(3000))
+    optimizer = make_optimizer(config, vector_specs({"w": "matrix"}), Training(3000))
 
     def step(_: int, state: Any) -> Any:
         return optimizer.update(jax.tree.map(jnp.ones_like, parameters), state, parameters)[1]
@@ -152,9 +152,9 @@ def test_the_gradient_of_a_frequent_token_is_added_in_float32_under_any_policy()
 @pytest.mark.slow
 def test_training_with_an_average_under_bf16(tmp_path: Path):
     """The average is float32. Evaluation and sampling use it, with bfloat16 activations."""
-    overrides = tiny(
+    overrides = tiny_arguments(
         tmp_path, "precision=bf16", "precision.reduction=float32", "microbatches=2", "optimizer.ema_decay=0.9"
     )
     assert command(*overrides, "steps=3", "sample_tokens=2") == 0
-    averages = [x for name, x in saved(tmp_path / "run").items() if "ema" in name]
+    averages = [x for name, x in saved_arrays(tmp_path / "run").items() if "ema" in name]
     assert averages and {x.dtype.name for x in averages} == {"float32"}

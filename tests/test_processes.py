@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from helpers import compose_run
-from processes import ended, free_address, meet, several
-from runs import TINY, needs_sandbox, spawn, start
+from processes import free_address, run_teams, start_processes, wait_for_processes
+from runs import TINY, needs_sandbox, spawn, start_training
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.child import python_module
 from valkyrie.processes.distributed import DistributedConfig, find_place
@@ -48,14 +48,14 @@ def test_values_are_exchanged_and_those_of_process_0_are_taken():
         team.agree("configuration", {"steps": 7})
         return letters, folder
 
-    assert meet(3, talk) == [(["a", "b", "c"], "runs/0")] * 3
+    assert run_teams(3, talk) == [(["a", "b", "c"], "runs/0")] * 3
 
 
 def test_what_differs_is_named_on_every_process():
     def differ(team: Team) -> None:
         team.agree("configuration", {"steps": 7, "batch": 8 if team.index < 2 else 16})
 
-    for error in meet(4, differ):
+    for error in run_teams(4, differ):
         assert "batch=16" in str(error) and "2, 3, 8" in str(error)
 
 
@@ -66,18 +66,18 @@ def test_an_error_of_process_0_is_raised_by_all():
 
         team.broadcast_from_leader("folder", find)
 
-    assert [str(error) for error in meet(2, look)] == ["no run"] * 2
+    assert [str(error) for error in run_teams(2, look)] == ["no run"] * 2
 
 
 def test_a_process_that_does_not_come_is_named_in_time():
     began = time.monotonic()
-    for error in meet(2, lambda team: None, counts=[3, 3], timeout_s=1.0):
+    for error in run_teams(2, lambda team: None, counts=[3, 3], timeout_s=1.0):
         assert "1 of 3" in str(error) and "in time: 2." in str(error)
     assert time.monotonic() - began < 15
 
 
 def test_a_process_with_another_count_is_named():
-    for error in meet(2, lambda team: None, counts=[2, 4]):
+    for error in run_teams(2, lambda team: None, counts=[2, 4]):
         assert str(error).startswith("process 1 (on ") and "4 processes" in str(error) and str(error).endswith(" 2.")
 
 
@@ -205,8 +205,8 @@ def test_several_processes_train_as_one_does(partition: str, processes: int, tmp
     overrides = [*TINY, "mesh=2x2x2", f"partition={partition}", "steps=10", "name=run", "eval_every=10"]
     for folder in ("one", "many"):
         (tmp_path / folder).mkdir()
-    (alone,) = ended([start(*overrides, cwd=tmp_path / "one")])
-    many = ended(several(processes, *overrides, cwd=tmp_path / "many"))
+    (alone,) = wait_for_processes([start_training(*overrides, cwd=tmp_path / "one")])
+    many = wait_for_processes(start_processes(processes, *overrides, cwd=tmp_path / "many"))
     assert alone[0] == 0, alone[2]
     assert [status for status, _, _ in many] == [0] * processes, many
     np.testing.assert_allclose(losses(tmp_path / "many/runs/run"), losses(tmp_path / "one/runs/run"), rtol=2e-5)
@@ -218,15 +218,15 @@ def test_several_processes_train_as_one_does(partition: str, processes: int, tmp
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path):
     overrides = [*TINY, "partition=fsdp", "name=run", "checkpoint.every=2"]
-    (whole,) = ended(
-        [start(*overrides, "mesh=2x2x1", "steps=6", "runs=whole", "optimizer.decay_steps=6", cwd=tmp_path)]
+    (whole,) = wait_for_processes(
+        [start_training(*overrides, "mesh=2x2x1", "steps=6", "runs=whole", "optimizer.decay_steps=6", cwd=tmp_path)]
     )
     assert whole[0] == 0, whole[2]
     for processes, mesh, steps in ((2, "2x2x1", 2), (1, "4x1x1", 4), (4, "2x2x2", 6)):
-        parts = several(
+        parts = start_processes(
             processes, *overrides, f"mesh={mesh}", f"steps={steps}", "optimizer.decay_steps=6", cwd=tmp_path
         )
-        assert [status for status, _, _ in ended(parts)] == [0] * processes
+        assert [status for status, _, _ in wait_for_processes(parts)] == [0] * processes
     np.testing.assert_allclose(losses(tmp_path / "runs/run"), losses(tmp_path / "whole/run"), rtol=2e-5)
 
 
@@ -239,7 +239,7 @@ def test_a_run_folder_that_only_process_0_sees_is_refused_by_all(tmp_path: Path)
         else:
             check_shared(team, folder)
 
-    for error in meet(3, look):
+    for error in run_teams(3, look):
         assert "by process 2." in str(error)
 
 
@@ -258,16 +258,16 @@ def wait_for_step(folder: Path, step: int) -> None:
 @pytest.mark.parametrize("preempted", [0, 1])
 def test_a_preemption_of_one_process_saves_on_all_at_the_same_step(preempted: int, tmp_path: Path):
     overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=100000", "name=run", "checkpoint.every=null"]
-    processes = several(2, *overrides, cwd=tmp_path)
+    processes = start_processes(2, *overrides, cwd=tmp_path)
     wait_for_step(tmp_path / "runs/run", 5)
     processes[preempted].terminate()
     began = time.monotonic()
-    assert [status for status, _, _ in ended(processes)] == [PREEMPTED] * 2
+    assert [status for status, _, _ in wait_for_processes(processes)] == [PREEMPTED] * 2
     assert time.monotonic() - began < 30
     (step,) = (int(path.name) for path in (tmp_path / "runs/run/checkpoints").iterdir())
     assert step >= 5
-    again = several(2, *overrides, f"steps={step + 2}", cwd=tmp_path)
-    first, _ = ended(again)
+    again = start_processes(2, *overrides, f"steps={step + 2}", cwd=tmp_path)
+    first, _ = wait_for_processes(again)
     assert first[0] == 0 and f"step {step} to" in first[1]
 
 
@@ -275,13 +275,13 @@ def test_a_preemption_of_one_process_saves_on_all_at_the_same_step(preempted: in
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_others_end_when_a_process_is_killed_and_the_run_goes_on_from_its_checkpoint(killed: int, tmp_path: Path):
     overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "checkpoint.every=5"]
-    processes = several(2, *overrides, "steps=100000", cwd=tmp_path)
+    processes = start_processes(2, *overrides, "steps=100000", cwd=tmp_path)
     wait_for_step(tmp_path / "runs/run", 20)
     processes[killed].kill()
     began = time.monotonic()
-    left = ended(processes)[1 - killed]
+    left = wait_for_processes(processes)[1 - killed]
     assert left[0] in (LOST, -6) and time.monotonic() - began < 15  # -6: JAX's own end, where it is faster
-    again = ended(several(2, *overrides, "steps=40", cwd=tmp_path))
+    again = wait_for_processes(start_processes(2, *overrides, "steps=40", cwd=tmp_path))
     assert [status for status, _, _ in again] == [0, 0] and "continuing run" in again[0][1]
 
 
@@ -298,10 +298,10 @@ def test_processes_with_different_settings_are_refused_by_all(change: list[str],
     overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=4", "name=run"]
     given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
     processes = [
-        start(*overrides, *(change if index else []), cwd=tmp_path, **given, JAX_PROCESS_INDEX=str(index))
+        start_training(*overrides, *(change if index else []), cwd=tmp_path, **given, JAX_PROCESS_INDEX=str(index))
         for index in range(2)
     ]
-    for status, _, err in ended(processes):
+    for status, _, err in wait_for_processes(processes):
         assert status == 2 and re.search(pattern, err) and "Traceback" not in err
     assert not (tmp_path / "runs").exists()
 
@@ -309,12 +309,12 @@ def test_processes_with_different_settings_are_refused_by_all(change: list[str],
 @pytest.mark.slow
 def test_several_processes_measure_and_evaluate(tmp_path: Path):
     overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run"]
-    assert [status for status, _, _ in ended(several(2, *overrides, cwd=tmp_path))] == [0, 0]
-    measured = ended(several(2, *overrides, "mode=measure", "mode.repeats=2", cwd=tmp_path))
+    assert [status for status, _, _ in wait_for_processes(start_processes(2, *overrides, cwd=tmp_path))] == [0, 0]
+    measured = wait_for_processes(start_processes(2, *overrides, "mode=measure", "mode.repeats=2", cwd=tmp_path))
     assert [status for status, _, _ in measured] == [0, 0], measured
     assert json.loads((tmp_path / "runs/run-measure/measure.json").read_text())["status"] == "ok"
     for mode in ("mode=eval", "mode=generate"):
-        first, second = ended(several(2, "resume=run", mode, "sample_tokens=3", cwd=tmp_path))
+        first, second = wait_for_processes(start_processes(2, "resume=run", mode, "sample_tokens=3", cwd=tmp_path))
         assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
         assert "at step 2" in first[1] + first[2]
 
@@ -324,12 +324,12 @@ def test_several_processes_measure_and_evaluate(tmp_path: Path):
 def test_one_of_several_processes_judges_code(tmp_path: Path):
     code = ("code_eval.problems=python", "code_eval.samples=1", "code_eval.tokens=4", "code_eval_every=1")
     overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run", *code]
-    results = ended(several(2, *overrides, cwd=tmp_path))
+    results = wait_for_processes(start_processes(2, *overrides, cwd=tmp_path))
     assert [status for status, _, _ in results] == [0, 0], results
     folder = tmp_path / "runs/run"
     assert [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "python_pass_rate" in r] == [1, 2]
     assert (folder / "code_eval.json").is_file()
-    first, second = ended(several(2, "resume=run", "mode=code_eval", cwd=tmp_path))
+    first, second = wait_for_processes(start_processes(2, "resume=run", "mode=code_eval", cwd=tmp_path))
     assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
     assert "step 2: python: " in first[1]
 
@@ -362,7 +362,7 @@ def test_a_write_that_fails_on_one_process_ends_all_instead_of_hanging(tmp_path:
         spawn("-W", "ignore", str(script), *overrides, cwd=tmp_path, **place, JAX_PROCESS_INDEX=str(index))
         for index in range(2)
     ]
-    (first, _, err), (second, _, _) = ended(processes)
+    (first, _, err), (second, _, _) = wait_for_processes(processes)
     assert (first, second) == (69, 1)
     assert "process 1 (on " in err and "with status 1" in err
     log = (tmp_path / "runs/run/logs/process-1.log").read_text()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helpers import compose_run, names
+from helpers import compose_run, config_names
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.search.compile.correction import PublishedRun, published, published_correction, published_interval
 from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, PredictedStep, Prediction
@@ -209,7 +209,7 @@ def test_new_rows_of_a_family_replace_its_shipped_rows(predict: ModuleType, monk
     assert predict.known_runs(SimpleNamespace(rows=Path("others.csv")), anew) == SLOW
 
 
-@pytest.mark.parametrize("experiment", names("experiment/published"))
+@pytest.mark.parametrize("experiment", config_names("experiment/published"))
 def test_parameters_of_published_models(experiment):
     run = compose_run(f"experiment=published/{experiment}", "target=auto")
     assert run.model.parameter_count() == PARAMETERS[experiment]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import compose_run, make_program, named, specs_of
+from helpers import compose_run, leaves_by_name, make_program, vector_specs
 from valkyrie.axes import UNSHARDED
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints
 from valkyrie.config.run import Run
@@ -106,7 +106,7 @@ def test_two_steps_are_those_of_the_reference(variant: str):
         np.testing.assert_allclose(carry["low"], expected["z_L"], **close)
         np.testing.assert_array_equal(carry["steps"], expected["steps"])
         np.testing.assert_array_equal(~carry["running"], expected["halted"])
-        ours_by_norm = {name: np.linalg.norm(g) / 5 for name, g in named(gradients).items()}
+        ours_by_norm = {name: np.linalg.norm(g) / 5 for name, g in leaves_by_name(gradients).items()}
         assert ours_by_norm["initial_high"] == ours_by_norm["initial_low"] == 0
         for name, norm in norms_of(expected).items():
             total = np.sqrt(sum(ours_by_norm[part] ** 2 for part in parts_of(name)))
@@ -135,7 +135,7 @@ def parts_of(name: str) -> list[str]:
 def updated(gradient: Any, table: Any) -> Any:
     """A table after one step of sign descent, as the golden's: rate 0.01, decay 0.5."""
     run = compose_run("model=trm_tiny", *FLAT, "optimizer.learning_rate=0.01", "optimizer.weight_decay=0.5")
-    optimizer = make_optimizer(run.config.optimizer, specs_of({"table": "puzzle"}), Training(10))
+    optimizer = make_optimizer(run.config.optimizer, vector_specs({"table": "puzzle"}), Training(10))
     updates, _ = optimizer.update({"table": gradient}, optimizer.init({"table": table}), {"table": table})
     return table + updates["table"]
 
@@ -166,7 +166,7 @@ def test_the_loss_in_float32_is_that_of_float64():
 
 def test_adam_atan2_by_hand():
     run = compose_run("model=trm_tiny", "optimizer=adam_atan2", *FLAT, "optimizer.learning_rate=0.1")
-    specs = specs_of({"w": "matrix", "v": "vector", "start": "fixed"})
+    specs = vector_specs({"w": "matrix", "v": "vector", "start": "fixed"})
     optimizer = make_optimizer(run.config.optimizer, specs, Training(10))
     rng = np.random.default_rng(0)
     w = {name: rng.standard_normal(3).astype(np.float32) for name in ("start", "v", "w")}

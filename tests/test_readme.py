@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import valkyrie
-from helpers import PARTITIONS, compose_config, compose_run, names
+from helpers import PARTITIONS, compose_config, compose_run, config_names
 from machines import needs_libtpu
-from sweeps import play
+from sweeps import fake_outcomes
 from test_compile_tpu import compile_command
 from test_folder import make_run
 from valkyrie.cli.convert import _parser as convert_parser
@@ -126,7 +126,7 @@ def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, t
     arguments = arguments_of(line)
     if "-m" in arguments:
         monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
-        play(monkeypatch, **dict.fromkeys(PARTITIONS, Status.ok))
+        fake_outcomes(monkeypatch, **dict.fromkeys(PARTITIONS, Status.ok))
         ended, sweeps = command("tracking=off", *arguments), (tmp_path / "runs").iterdir()
         trials = [trial.status for sweep in sweeps for trial in TrialLog(sweep).read()]
         assert ended.status == 0 and trials.count(Status.ok) >= 8, ended.err
@@ -143,7 +143,7 @@ def test_the_sweep_that_is_listed_runs(command: Any, monkeypatch: pytest.MonkeyP
     folder = tmp_path / "mine"
     (folder / "sweep").mkdir(parents=True)
     (folder / "sweep" / "mine.yaml").write_text(listing)
-    play(monkeypatch, **dict.fromkeys(PARTITIONS, Status.ok))
+    fake_outcomes(monkeypatch, **dict.fromkeys(PARTITIONS, Status.ok))
     ended = command("tracking=off", "--config-dir", str(folder), "-m", "+sweep=mine")
     (sweep,) = (tmp_path / "runs").iterdir()
     trials = list(TrialLog(sweep).read())
@@ -237,14 +237,14 @@ def first_column(page: str, heading: str) -> list[str]:
 
 def test_the_lists_of_choices_are_those_of_the_files():
     assert sorted(name for name in first_column(CONF, "Partitions") if re.fullmatch(r"\w+", name)) == PARTITIONS
-    assert sorted(first_column(CONF, "Precision")) == names("precision")
-    assert sorted(first_column(CONF, "Data")) == names("data")
+    assert sorted(first_column(CONF, "Precision")) == config_names("precision")
+    assert sorted(first_column(CONF, "Data")) == config_names("data")
     assert sorted(first_column(CONF, "Modes")) == MODES.names()
-    assert sorted(row[0].strip("`") for row in table(PAGES["sweeps/README.md"], "`+sweep=`")) == names("sweep")
+    assert sorted(row[0].strip("`") for row in table(PAGES["sweeps/README.md"], "`+sweep=`")) == config_names("sweep")
     sized, *others = (row[1] for row in table(section(CONF, "Models"), "family"))
     sizes = re.findall(r"`(tiny|\d+[mb])`", sized)
     named = [f"{family}{size}" for family in re.findall(r"`(\w+_)\*`", sized) for size in sizes]
-    assert sorted(named + [name for row in others for name in re.findall(r"`(\w+)`", row)]) == names("model")
+    assert sorted(named + [name for row in others for name in re.findall(r"`(\w+)`", row)]) == config_names("model")
 
 
 def test_target_names_count_cores_or_chips_as_stated():

@@ -18,13 +18,13 @@ from helpers import (
     MODELS,
     assert_same_steps,
     compose_run,
+    config_names,
     initial_state,
     make_program,
-    names,
+    mark_slow_except,
     reference,
-    small,
+    small_overrides,
     small_run,
-    some_quick,
     two_steps,
 )
 from valkyrie.config.run import Run
@@ -40,7 +40,7 @@ from valkyrie.search.compile.summary import remat_report
 from valkyrie.train.memory import legal_remats, recomputed_activations, saved_bytes
 from valkyrie.train.program import StepProgram
 
-REMATS = names("remat")
+REMATS = config_names("remat")
 
 
 def traced(run: Run, backend: str = "cpu") -> Any:
@@ -81,7 +81,7 @@ def long(model: str) -> Run:
 
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
-@pytest.mark.parametrize("remat", some_quick([r for r in REMATS if r != "none"], ["dots", "minimal"]))
+@pytest.mark.parametrize("remat", mark_slow_except([r for r in REMATS if r != "none"], ["dots", "minimal"]))
 def test_what_is_said_to_be_kept_is_what_the_forward_pass_hands_over(model: str, remat: str):
     run = long(model).changed(remat=load_remat(remat))
     expected = saved_bytes(run)
@@ -183,7 +183,7 @@ def test_every_policy_has_its_bytes():
 
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
-@pytest.mark.parametrize("partition", some_quick(["fsdp", "2d_tp"], ["fsdp"]))
+@pytest.mark.parametrize("partition", mark_slow_except(["fsdp", "2d_tp"], ["fsdp"]))
 def test_names_leave_the_program_alone(model: str, partition: str, monkeypatch: pytest.MonkeyPatch):
     run = small_run(model, "mesh=2x2x2", f"partition={partition}", "remat=none")
     named = make_program(run).lower_step().as_text()
@@ -200,4 +200,4 @@ def test_names_leave_the_program_alone(model: str, partition: str, monkeypatch: 
 def test_lists_leave_the_steps_alone(model: str, partition: str):
     lists = ("remat=full", "remat.save=[query,up,states]", "remat.offload=[out,read]")
     run = small_run(model, "mesh=2x2x2", f"partition={partition}", *lists)
-    assert_same_steps(two_steps(run, initial_state(small(model))), reference(model))
+    assert_same_steps(two_steps(run, initial_state(small_overrides(model))), reference(model))

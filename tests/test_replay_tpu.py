@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from helpers import compose_run
-from machines import CHIPS, compiled, needs_libtpu, tpu_mesh
+from machines import CHIPS, compile_module, needs_libtpu, tpu_mesh
 from valkyrie.compiled.hlo import parse
 from valkyrie.hardware.chips import known_chips
 from valkyrie.machine import assumptions
@@ -48,7 +48,7 @@ def collective(kind: str, axes: tuple[str, ...], slices: int = 1, slice_name: st
         "all-to-all": lambda x: jax.lax.all_to_all(x, axes, 0, 1, tiled=True),
         "collective-permute": lambda x: jax.lax.ppermute(x, axes[0], [(i, (i + 1) % n) for i in range(n)]),
     }
-    return replay(compiled(everywhere(functions[kind], mesh), mesh, SHAPE), machine)
+    return replay(compile_module(everywhere(functions[kind], mesh), mesh, SHAPE), machine)
 
 
 def use_of(done: Replay, kind: str) -> Any:
@@ -114,7 +114,7 @@ def test_an_all_reduce_within_and_between_slices():
 def test_a_matrix_product_runs_near_the_chips_peak(name, share):
     mesh, machine = tpu_mesh(name)
     matrix = ((8192, 8192), jnp.bfloat16)
-    done = replay(compiled(lambda a, b: a @ b, mesh, matrix, matrix), machine)
+    done = replay(compile_module(lambda a, b: a @ b, mesh, matrix, matrix), machine)
     assert done.flops == 2 * 8192**3
     peak = CHIPS[name[:-4].partition(":")[0]].peak_tflops["bfloat16"] * 1e12
     assert done.flops / seconds_in(done.parts, PartKind.matmul) == pytest.approx(share * peak, rel=0.05)
@@ -124,7 +124,7 @@ def test_a_matrix_product_runs_near_the_chips_peak(name, share):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_stream_runs_at_the_memorys_rate(dtype):
     mesh, machine = tpu_mesh("v4:2x2x1")
-    done = replay(compiled(lambda a: a * 2 + 1, mesh, ((2**15, 8192), dtype)), machine)
+    done = replay(compile_module(lambda a: a * 2 + 1, mesh, ((2**15, 8192), dtype)), machine)
     moved = 2 * 2**28 * jnp.dtype(dtype).itemsize
     assert done.step_s == pytest.approx(moved / (assumptions.HBM_EFFICIENCY * 1200e9), rel=0.1)
     assert {part.kind for part in done.parts} == {PartKind.memory}
@@ -142,7 +142,7 @@ def test_loops_multiply_what_they_hold():
     def nested(x, w):
         return jax.lax.scan(lambda x, _: outer(x, _, w), x, length=3)[0]
 
-    done = replay(compiled(nested, mesh, ((1024, 1024), jnp.bfloat16), ((5, 1024, 1024), jnp.bfloat16)), machine)
+    done = replay(compile_module(nested, mesh, ((1024, 1024), jnp.bfloat16), ((5, 1024, 1024), jnp.bfloat16)), machine)
     assert done.flops == 3 * 5 * 2 * 1024**3
 
 
@@ -155,7 +155,7 @@ def test_a_permute_goes_on_beside_a_product():
         return there, w @ w
 
     matrix = ((8192, 8192), jnp.bfloat16)
-    module = compiled(
+    module = compile_module(
         jax.shard_map(ring, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False),
         mesh,
         ((8192, 1024), jnp.bfloat16),
@@ -184,7 +184,9 @@ def test_gathers_beside_products_take_the_same_ring_as_those_alone(options):
 
     shapes = [((2048, 2048), jnp.bfloat16)] * 4
     rows = PartitionSpec(("x", "y", "z"))
-    alone, beside = (replay(compiled(gathered, mesh, *shapes, spec=rows, options=o), machine) for o in ({}, options))
+    alone, beside = (
+        replay(compile_module(gathered, mesh, *shapes, spec=rows, options=o), machine) for o in ({}, options)
+    )
     before, after = (next(u for u in done.collectives if u.kind == "all-gather") for done in (alone, beside))
     assert (before.calls, after.calls) == (3, 3) and after.bytes_sent == before.bytes_sent
     assert after.busy_s == pytest.approx(before.busy_s, rel=0.01)
@@ -208,7 +210,7 @@ def test_a_pallas_kernel_states_its_own_cost():
         )(x)
 
     mesh, machine = tpu_mesh("v4:2x2x1")
-    done = replay(compiled(everywhere(kernel, mesh), mesh, ((64 * 1024, 1024), jnp.float32)), machine)
+    done = replay(compile_module(everywhere(kernel, mesh), mesh, ((64 * 1024, 1024), jnp.float32)), machine)
     assert done.flops == 7_000_000
     expected = 2 * 64 * 4 * MIB / (assumptions.HBM_EFFICIENCY * 1200e9)
     assert seconds_in(done.parts, PartKind.kernel) == pytest.approx(expected, rel=0.01)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reported import GOLDENS, golden, sweep_folder, trial, trial_of
+from reported import GOLDENS, golden_summary, sweep_folder, trial, trial_from_summary
 from valkyrie.problems import ProblemRecord
 from valkyrie.report import figures, values, words
 from valkyrie.report.page import page
@@ -270,7 +270,7 @@ def test_labels_tell_rows_apart(tmp_path: Path):
 
 
 def test_the_kind_of_a_refused_trial_is_that_of_its_target(tmp_path: Path):
-    real = trial_of(golden("measure") | {"simulated": False}, "measure", "hand", "real")
+    real = trial_from_summary(golden_summary("measure") | {"simulated": False}, "measure", "hand", "real")
     refused = trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
     assert {row.group.simulated for row in rows_of(tmp_path / "real", real, refused)} == {False}
     assert {row.group.simulated for row in rows_of(tmp_path / "sim", RAN, refused)} == {True}
@@ -280,7 +280,9 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
     import vl_convert
 
     real = [
-        trial_of(golden(stage), stage, "real", f"{stage}-{name}") for stage in ("compile", "measure") for name in "ab"
+        trial_from_summary(golden_summary(stage), stage, "real", f"{stage}-{name}")
+        for stage in ("compile", "measure")
+        for name in "ab"
     ]
     real = [replace(t, about=replace(t.about, layout=t.name)) for t in real if t.about is not None]
     rows = rows_of(tmp_path, *real)
@@ -308,7 +310,7 @@ def test_timeline_is_reduced_and_keeps_its_time(tmp_path: Path):
 
 
 def test_torus_has_every_device_once(tmp_path: Path):
-    row = rows_of(tmp_path, trial_of(golden("compile"), "compile", "real", "run"), timelines=1)[0]
+    row = rows_of(tmp_path, trial_from_summary(golden_summary("compile"), "compile", "real", "run"), timelines=1)[0]
     drawing = read_torus(row)
     assert drawing is not None
     assert (drawing.shape, drawing.wrap) == ((2, 4), (False, False))
@@ -335,7 +337,7 @@ def test_the_torus_of_a_target(target, overrides, shape, slices, twisted):
 
 
 def test_a_twisted_torus_has_a_picture(tmp_path: Path):
-    summary = golden("compile")
+    summary = golden_summary("compile")
     summary["positions"] = [f"0:{a},{b},{c}:0" for a in range(4) for b in range(4) for c in range(8)]
     twisted = trial("4x4x8-fsdp", 9, target="v4-256", asked=["target.topology=4x4x8_twisted"])
     folder = sweep_folder(tmp_path / "hand", [twisted], timelines=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from reported import golden, sweep_folder, trial, trial_of
+from reported import golden_summary, sweep_folder, trial, trial_from_summary
 from test_report import WRONG
 from test_report_work import for_a_cpu
 from valkyrie.report.page import write_report
@@ -24,12 +24,12 @@ FLAGS = [
     *("--disable-sync", "--no-first-run"),
 ]
 TRIALS = [
-    trial_of(golden("compile"), "compile", "hand", "2x4x1-fsdp"),
+    trial_from_summary(golden_summary("compile"), "compile", "hand", "2x4x1-fsdp"),
     trial("8x1x1-dp", 900, gib=12, price=1.2, degrees={"DP": 8}, sent={"x": 4e6}),
     trial("2x2x2-2d_tp", 5000, gib=4, price=1.2, degrees={"DP": 2, "MP1": 2, "MP2": 2}, sent={"x": 1e6, "y,z": 2e6}),
     trial("1x1x8-dp", None, gib=20, status=Status.does_not_fit),
     trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3"),
-    trial_of(golden("measure"), "measure", "hand", "ran"),
+    trial_from_summary(golden_summary("measure"), "measure", "hand", "ran"),
     trial("2x2x2-2d_tp", 10, stage="measure", target="auto", gib=4),
     trial("8x1x1-dp", 30, stage="measure", target="auto", gib=12),
 ]

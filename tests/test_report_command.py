@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 import valkyrie
 from reported import sweep_folder, trial
-from runs import copied, trained
+from runs import copy_run, trained_run
 from test_report import FSDP, RAN, RAN_TP, TP
 from valkyrie.cli.report import main
 from valkyrie.report.callback import SweepPage
@@ -152,7 +152,7 @@ def test_a_page_that_cannot_be_written_leaves_no_old_one(tmp_path: Path, monkeyp
 
 
 def test_a_training_has_a_page_of_its_own(tmp_path: Path, capsys):
-    folder = copied(trained("checkpoint.every=4", "steps=6"), tmp_path)
+    folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     capsys.readouterr()
     main([str(tmp_path)])
     assert capsys.readouterr().out == f"1 trials: {tmp_path / PAGE}\n"
@@ -168,7 +168,7 @@ def test_a_training_has_a_page_of_its_own(tmp_path: Path, capsys):
 
 
 def test_a_training_that_was_killed_has_the_numbers_of_its_records(tmp_path: Path, capsys):
-    folder = copied(trained("checkpoint.every=4", "steps=6"), tmp_path)
+    folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     metrics = folder / "metrics.jsonl"
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     for record in records:  # older trainings recorded their traffic under the names that it has at W&B

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from reported import golden, sweep_folder, trial, trial_of
+from reported import golden_summary, sweep_folder, trial, trial_from_summary
 from test_report import FSDP, LARGE, TP, rows_of
 from valkyrie.report import figures, specs, values, words
 from valkyrie.report.page import page
@@ -231,7 +231,9 @@ def test_topologies_twists_and_slices_are_ranked_apart(tmp_path: Path, target: s
 
 
 def test_real_devices_at_hand_are_named(tmp_path: Path):
-    real = trial_of(golden("measure") | {"simulated": False, "devices": "8 x NVIDIA H100"}, "measure", "hand", "real")
+    real = trial_from_summary(
+        golden_summary("measure") | {"simulated": False, "devices": "8 x NVIDIA H100"}, "measure", "hand", "real"
+    )
     refused = trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
     predicted = replace(FSDP, about=replace(FSDP.about, layout=real.about.layout))
     rows = rows_of(tmp_path, real, refused, predicted)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import some_quick
-from runs import TINY, assert_same_bits, command, copied, records, saved, tiny, trained
+from helpers import mark_slow_except
+from runs import TINY, assert_same_bits, command, copy_run, saved_arrays, tiny_arguments, trained_run, training_records
 from valkyrie.train import screen
 
 FORMS = {
@@ -37,25 +37,25 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sign
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Assert that logged losses and gradient norms and the last checkpoint equal those of another run bit for bit."""
-    mine, theirs = records(one), records(other)
+    mine, theirs = training_records(one), training_records(other)
     assert mine.keys() == theirs.keys()
     for step in mine:
         for key in ("loss", "grad_norm", "learning_rate"):
             assert mine[step][key] == theirs[step][key], (step, key)
-    assert_same_bits(saved(one), saved(other))
+    assert_same_bits(saved_arrays(one), saved_arrays(other))
 
 
-@pytest.mark.parametrize("form", some_quick(FORMS, ["microbatches and dropout"]))
+@pytest.mark.parametrize("form", mark_slow_except(FORMS, ["microbatches and dropout"]))
 def test_an_interrupted_run_goes_on_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], form: str
 ) -> None:
     number = signal.SIGTERM if form == "average" else signal.SIGINT
-    whole = trained(*FORMS[form], steps=12)
+    whole = trained_run(*FORMS[form], steps=12)
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3, number)
-        assert command(*tiny(tmp_path, "steps=12", *FORMS[form])) == (75 if number == signal.SIGTERM else 130)
+        assert command(*tiny_arguments(tmp_path, "steps=12", *FORMS[form])) == (75 if number == signal.SIGTERM else 130)
     out, err = capfd.readouterr()
-    stopped = saved(tmp_path / "run")["['step']"]
+    stopped = saved_arrays(tmp_path / "run")["['step']"]
     assert 3 <= stopped <= 6
     assert f"stopped at step {stopped}, saved in {tmp_path / 'run'}" in out
     assert "stopping after" in err and "Traceback" not in err
@@ -72,16 +72,16 @@ def back_to(folder: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", some_quick(["latest", "run", "path", "name"], ["latest"]))
+@pytest.mark.parametrize("how", mark_slow_except(["latest", "run", "path", "name"], ["latest"]))
 def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, how: str) -> None:
-    whole = trained("checkpoint.every=3")
-    folder = copied(whole, tmp_path)
+    whole = trained_run("checkpoint.every=3")
+    folder = copy_run(whole, tmp_path)
     back_to(folder, 3)
     overrides = {
         "latest": ["resume=latest", f"runs={tmp_path}"],
         "run": ["resume=run", f"runs={tmp_path}"],
         "path": [f"resume={folder}"],
-        "name": [*tiny(tmp_path), "steps=6", "checkpoint.every=3"],
+        "name": [*tiny_arguments(tmp_path), "steps=6", "checkpoint.every=3"],
     }[how]
     assert command(*overrides) == 0
     assert_same_run(folder, whole)
@@ -89,8 +89,8 @@ def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.slow
 def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = copied(trained(), tmp_path)
-    before = saved(folder)
+    folder = copy_run(trained_run(), tmp_path)
+    before = saved_arrays(folder)
     capfd.readouterr()  # the run it goes on from may have been trained just now
     assert command("resume=run", f"runs={tmp_path}") == 0
     out, err = capfd.readouterr()
@@ -98,10 +98,10 @@ def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pyte
     assert "(6 of 6" in out and "steps=12" in out
     assert "compiled" not in out
     assert "step 6: validation" in out
-    assert_same_bits(saved(folder), before)
+    assert_same_bits(saved_arrays(folder), before)
 
     assert command("resume=run", f"runs={tmp_path}", "steps=8") == 0
-    assert sorted(records(folder)) == list(range(1, 9))
+    assert sorted(training_records(folder)) == list(range(1, 9))
     assert "\nsteps: 8\n" in (folder / "run.yaml").read_text()
     capfd.readouterr()
     assert command("resume=run", f"runs={tmp_path}") == 0
@@ -109,9 +109,9 @@ def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pyte
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = copied(trained(), tmp_path)
+    folder = copy_run(trained_run(), tmp_path)
     before = (folder / "run.yaml").read_text()
-    assert command(*tiny(tmp_path, "model.embed=32", "steps=20")) == 2
+    assert command(*tiny_arguments(tmp_path, "model.embed=32", "steps=20")) == 2
     err = capfd.readouterr().err
     assert "embedding" in err and "(384, 16)" in err and "(384, 32)" in err
     assert "Traceback" not in err and (folder / "run.yaml").read_text() == before
@@ -133,7 +133,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureF
 def test_another_optimizer_is_refused_by_the_option_that_differs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], before: tuple[str, ...], change: str, saved_setting: str
 ) -> None:
-    folder = copied(trained(*before), tmp_path)
+    folder = copy_run(trained_run(*before), tmp_path)
     overrides = ("resume=run", f"runs={tmp_path}", "steps=8", "optimizer.learning_rate=1e-4", change)
     assert command(*overrides) == 2
     (line,) = capfd.readouterr().err.splitlines()
@@ -151,7 +151,7 @@ def test_another_optimizer_is_refused_by_the_option_that_differs(
 def test_other_data_are_refused_with_both_values(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str, pattern: str
 ) -> None:
-    copied(trained(), tmp_path)
+    copy_run(trained_run(), tmp_path)
     assert command("resume=run", f"runs={tmp_path}", "steps=8", change) == 2
     err = capfd.readouterr().err
     assert re.search(pattern, err)
@@ -168,19 +168,19 @@ def _continuing(capfd: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
 @pytest.mark.slow
 def test_a_continued_run_prints_its_changed_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = ("optimizer.learning_rate=1e-4", "optimizer.weight_decay=0")
-    copied(trained(*before), tmp_path)
+    copy_run(trained_run(*before), tmp_path)
     capfd.readouterr()
     unlisted = ("log_every=2", "sample_tokens=1")
-    assert command(*tiny(tmp_path, "steps=7", *before, *unlisted)) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=7", *before, *unlisted)) == 0
     assert _continuing(capfd) == (["6", "7"], "steps=7 (was 6)")
-    assert command(*tiny(tmp_path, "steps=8", "optimizer.weight_decay=0")) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=8", "optimizer.weight_decay=0")) == 0
     changes = "steps=8 (was 7), optimizer.learning_rate=0.024 (was 0.0001)"
     assert _continuing(capfd) == (["7", "8"], changes)
-    assert max(records(tmp_path / "run")) == 8
+    assert max(training_records(tmp_path / "run")) == 8
 
 
 def test_a_damaged_checkpoint_is_refused_without_a_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = copied(trained(), tmp_path)
+    folder = copy_run(trained_run(), tmp_path)
     about = folder / "checkpoints" / "6" / "about" / "metadata"
     about.write_text(about.read_text()[:10])
     assert command("resume=latest", f"runs={tmp_path}") == 2
@@ -200,7 +200,7 @@ def test_a_deleted_run_folder_ends_the_training(
             shutil.rmtree(tmp_path / "run")
 
     monkeypatch.setattr(screen.Screen, "step", shown)
-    assert command(*tiny(tmp_path, "steps=100000")) == 1
+    assert command(*tiny_arguments(tmp_path, "steps=100000")) == 1
     out, err = capfd.readouterr()
     assert "step 4: " in err and f"{tmp_path / 'run'} is gone" in err
     assert "Traceback" not in out + err and not (tmp_path / "run").exists()
@@ -208,14 +208,14 @@ def test_a_deleted_run_folder_ends_the_training(
 
 @pytest.mark.slow
 def test_without_an_interval_only_the_end_is_saved() -> None:
-    assert os.listdir(trained("checkpoint.every=null") / "checkpoints") == ["6"]
-    assert sorted(os.listdir(trained("checkpoint.every=3") / "checkpoints")) == ["3", "6"]
+    assert os.listdir(trained_run("checkpoint.every=null") / "checkpoints") == ["6"]
+    assert sorted(os.listdir(trained_run("checkpoint.every=3") / "checkpoints")) == ["3", "6"]
 
 
 @pytest.mark.slow
 def test_the_order_of_data_follows_its_own_seed_if_it_has_one() -> None:
     losses = {
-        seed: records(trained(*overrides))[1]["loss"]
+        seed: training_records(trained_run(*overrides))[1]["loss"]
         for seed, overrides in {"run": (), "own": ("data.shuffle_seed=0",), "other": ("data.shuffle_seed=9",)}.items()
     }
     assert losses["run"] == losses["own"] != losses["other"]
@@ -227,10 +227,10 @@ def test_a_run_goes_on_under_another_mesh_and_partition(tmp_path: Path) -> None:
     under = ("mesh=2x2x2", "partition=2d_tp", "checkpoint.every=3", "steps=6", "model.mlp=64", "data.documents=200")
     start = [a for a in TINY if not a.startswith(("model", "seq="))]
     assert command(*start, *model, *under, f"runs={tmp_path}", "name=run") == 0
-    whole = records(tmp_path / "run")
+    whole = training_records(tmp_path / "run")
     back_to(tmp_path / "run", 3)
     assert command("resume=run", f"runs={tmp_path}", "mesh=1x2x4", "partition=fsdp") == 0
-    moved = records(tmp_path / "run")
+    moved = training_records(tmp_path / "run")
     for step in (4, 5, 6):
         np.testing.assert_allclose(moved[step]["loss"], whole[step]["loss"], rtol=2e-5)
         np.testing.assert_allclose(moved[step]["grad_norm"], whole[step]["grad_norm"], rtol=1e-4)

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from helpers import compose_run
-from runs import command, tiny
+from runs import command, tiny_arguments
 from valkyrie import host_memory
 from valkyrie.host_memory import free_memory
 from valkyrie.parallel.mesh import abstract_mesh
@@ -171,7 +171,7 @@ def test_the_command_refuses_before_it_makes_a_folder(
     tmp_path: Path, free: Any, capsys: pytest.CaptureFixture[str], mode: str
 ):
     free(2**10)
-    assert command(*tiny(tmp_path / "runs"), f"mode={mode}") == 2
+    assert command(*tiny_arguments(tmp_path / "runs"), f"mode={mode}") == 2
     assert "alone take" in (err := capsys.readouterr().err) and err.count("\n") == 1
     assert not (tmp_path / "runs" / "run").exists()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from helpers import small_run, some_quick
+from helpers import mark_slow_except, small_run
 from valkyrie.axes import UNSHARDED
 from valkyrie.models.block import BlockContext
 from valkyrie.models.layers import Boundaries
@@ -94,7 +94,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
-@pytest.mark.parametrize("packed", some_quick([False, True], [True]), ids=["whole", "packed"])
+@pytest.mark.parametrize("packed", mark_slow_except([False, True], [True]), ids=["whole", "packed"])
 def test_layer_is_the_paper(settings, packed):
     module, u = layer(**settings), drive()
     starts = STARTS if packed else ((), ())

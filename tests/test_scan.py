@@ -15,7 +15,7 @@ import scipy.signal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers import some_quick
+from helpers import mark_slow_except
 from valkyrie.ops.choices import ScanImpl
 from valkyrie.ops.scan import linear_recurrence, recurrence_step, resolve_impl, sharded_linear_recurrence
 from valkyrie.ops.scan_complex import power, powers
@@ -93,8 +93,8 @@ def _differences(
     return gradient
 
 
-@pytest.mark.parametrize("resets", some_quick([True, False], [True]), ids=["resets", "unbroken"])
-@pytest.mark.parametrize("reverse", some_quick([False, True], [True]), ids=["forward", "reverse"])
+@pytest.mark.parametrize("resets", mark_slow_except([True, False], [True]), ids=["resets", "unbroken"])
+@pytest.mark.parametrize("reverse", mark_slow_except([False, True], [True]), ids=["forward", "reverse"])
 def test_values_and_gradients_of_every_form_equal_a_float64_loop(reverse: bool, resets: bool) -> None:
     problem = _problem()
     keep = problem["keep"] if resets else None
@@ -113,7 +113,7 @@ def test_values_and_gradients_of_every_form_equal_a_float64_loop(reverse: bool, 
             np.testing.assert_allclose(_complex(got), want, rtol=1e-5, atol=1e-5, err_msg=impl.value)
 
 
-@pytest.mark.parametrize("seq", some_quick([1, 4, 9], [9]))
+@pytest.mark.parametrize("seq", mark_slow_except([1, 4, 9], [9]))
 def test_blocked_takes_every_length(seq: int) -> None:
     problem = _problem(seq)
     for reverse in (False, True):
@@ -222,9 +222,9 @@ def _mesh(axis_type: AxisType = AxisType.Auto, **shape: int) -> jax.sharding.Mes
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(axis_type,) * len(shape))
 
 
-@pytest.mark.parametrize("check_vma", some_quick([True, False], [True]), ids=["vma", "no_vma"])
+@pytest.mark.parametrize("check_vma", mark_slow_except([True, False], [True]), ids=["vma", "no_vma"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("given", some_quick(["nothing", "all"], ["all"]))
+@pytest.mark.parametrize("given", mark_slow_except(["nothing", "all"], ["all"]))
 def test_a_sequence_split_over_two_mesh_axes_equals_the_whole(given: str, reverse: bool, check_vma: bool) -> None:
     mesh = _mesh(y=2, x=4)
     problem = _problem(seq=24, seed=3)
@@ -264,7 +264,7 @@ def test_a_sequence_split_over_two_mesh_axes_equals_the_whole(given: str, revers
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", some_quick(FORMS, [ScanImpl.associative]), ids=lambda impl: impl.value)
+@pytest.mark.parametrize("impl", mark_slow_except(FORMS, [ScanImpl.associative]), ids=lambda impl: impl.value)
 def test_every_form_runs_split_beside_a_split_batch_and_state(impl: ScanImpl) -> None:
     mesh = _mesh(z=2, y=2, x=2)
     rng = np.random.default_rng(5)
@@ -291,7 +291,7 @@ def test_every_form_runs_split_beside_a_split_batch_and_state(impl: ScanImpl) ->
 
 @pytest.mark.parametrize("impl", FORMS, ids=lambda impl: impl.value)
 @pytest.mark.parametrize(
-    "axis_type", some_quick([AxisType.Auto, AxisType.Explicit], [AxisType.Auto]), ids=["auto", "explicit"]
+    "axis_type", mark_slow_except([AxisType.Auto, AxisType.Explicit], [AxisType.Auto]), ids=["auto", "explicit"]
 )
 def test_a_split_batch_and_state_cost_one_reduction_of_the_gradient(axis_type: AxisType, impl: ScanImpl) -> None:
     mesh = _mesh(axis_type, y=2, x=4)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from helpers import shared_run
-from processes import ended, several
+from processes import start_processes, wait_for_processes
 from runs import TINY
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import FIGURES, MACHINES
@@ -275,7 +275,7 @@ def test_a_search_on_cpu_devices_is_measured(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_search_over_several_processes(tmp_path: Path) -> None:
     arguments = [*TINY, "mode=search", "target=cpu2", "batch=12", "mode.measure=2", "mode.repeats=2", "name=found"]
-    first, second = ended(several(2, *arguments, cwd=tmp_path))
+    first, second = wait_for_processes(start_processes(2, *arguments, cwd=tmp_path))
     assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
     chip = read_figures(tmp_path / "runs/found/figures-cpu2" / FIGURES)
     assert chip.host_bounds == [1] and (chip.dcn_gbs_per_host or 0) > 0 and chip.switch_gbs is None

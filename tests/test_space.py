@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from helpers import MODELS, assembly_of, compose_run, learned
+from helpers import MODELS, assembly_of, compose_run, count_learned
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import build_topology, simulated_target
 from valkyrie.models import known_axes
@@ -294,7 +294,7 @@ def test_parameters_are_counted_as_they_are_built(model: str):
             c, layers=5, attention=replace(c.attention, global_tokens=2, kv_heads=2), feed_forward_after=c.kinds[:1]
         )
         run = Run(run.config, c)
-    assert run.model.parameter_count() == learned(assembly_of(run))
+    assert run.model.parameter_count() == count_learned(assembly_of(run))
 
 
 def test_a_cell_takes_about_a_millisecond():

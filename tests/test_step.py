@@ -18,14 +18,14 @@ from helpers import (
     assert_same_steps,
     compose_run,
     initial_state,
+    leaves_by_name,
     make_batch,
     make_program,
-    named,
-    placed_state,
+    mark_slow_except,
+    place_state,
     reference,
-    small,
+    small_overrides,
     small_run,
-    some_quick,
     two_steps,
 )
 from valkyrie.axes import UNSHARDED
@@ -54,7 +54,7 @@ MIXED = Numerics("float32", "bfloat16", "float32")
 )
 def test_layout_choices_leave_the_steps_alone(mesh, partition, override):
     run = small_run(TINY, f"mesh={mesh}", f"partition={partition}", override)
-    assert_same_steps(two_steps(run, initial_state(small(TINY))), reference(TINY))
+    assert_same_steps(two_steps(run, initial_state(small_overrides(TINY))), reference(TINY))
 
 
 def test_zero1_splits_optimizer_state_and_nothing_else():
@@ -81,7 +81,9 @@ def test_uneven_microbatches_average_over_tokens():
     whole, parts = (make_program(small_run("gpt_tiny", f"microbatches={n}")) for n in (1, 4))
     found = []
     for program in (whole, parts):
-        _, metrics = program.step(placed_state(program, initial_state(small("gpt_tiny"))), program.place(batch))
+        _, metrics = program.step(
+            place_state(program, initial_state(small_overrides("gpt_tiny"))), program.place(batch)
+        )
         found.append(jax.device_get(metrics))
     for key in ("loss", "grad_norm", "tokens", "leaf_norms"):
         np.testing.assert_allclose(found[1][key], found[0][key], rtol=2e-5)
@@ -97,7 +99,9 @@ def compiled(partition: str, *overrides: str) -> Any:
 def test_rematerialisation_saves_memory():
     temp = {}
     for remat in ("none", "dots", "full"):
-        run = compose_run(*small(TINY), "mesh=1x1x1", "partition=dp", "model.layers=16", "seq=128", f"remat={remat}")
+        run = compose_run(
+            *small_overrides(TINY), "mesh=1x1x1", "partition=dp", "model.layers=16", "seq=128", f"remat={remat}"
+        )
         temp[remat] = make_program(run).lower_step().compile().memory_analysis().temp_size_in_bytes
     assert temp["full"] < 0.6 * temp["none"], temp
     assert temp["full"] <= temp["dots"] < temp["none"], temp
@@ -144,7 +148,7 @@ def test_fsdp_gathers_every_parameter_forward_and_backward():
 
 @pytest.mark.parametrize(
     "partition",
-    some_quick(["1d_tp", "fsdp_tp", "data_model_fsdp", "fsdp", "sp"], []),
+    mark_slow_except(["1d_tp", "fsdp_tp", "data_model_fsdp", "fsdp", "sp"], []),
 )
 def test_no_partition_shuffles_everything(partition):
     """An all-to-all of an activation would mean that two neighbouring operations disagree on its sharding."""
@@ -153,7 +157,7 @@ def test_no_partition_shuffles_everything(partition):
     assert not any(positions & set(shape) for shape in moved)
 
 
-@pytest.mark.parametrize("partition", some_quick(["2d_tp", "2d_tp_fsdp"], []))
+@pytest.mark.parametrize("partition", mark_slow_except(["2d_tp", "2d_tp_fsdp"], []))
 def test_logits_are_never_summed_over_devices(partition):
     """Hidden states and attention's rows change from split widths to split positions and rows; nothing larger does."""
     shapes_by_kind = collectives(compiled(partition, "model.vocab_multiple=160").as_text())
@@ -189,7 +193,7 @@ def test_gradient_of_a_product_is_summed_in_float32():
 
 
 def step_of(precision: str) -> Steps:
-    key = (*small(TINY), f"precision={precision}")
+    key = (*small_overrides(TINY), f"precision={precision}")
     return two_steps(small_run(TINY, key[-1]), initial_state(key))
 
 
@@ -208,7 +212,7 @@ def test_bf16_keeps_only_the_state_space_in_float32():
     found, exact = step_of("bf16"), reference(TINY)
     np.testing.assert_allclose(found.metrics[0]["loss"], exact.metrics[0]["loss"], rtol=2e-2)
     np.testing.assert_allclose(found.metrics[0]["grad_norm"], exact.metrics[0]["grad_norm"], rtol=0.1)
-    dtypes = {name: str(x.dtype) for name, x in named(found.state.parameters).items()}
+    dtypes = {name: str(x.dtype) for name, x in leaves_by_name(found.state.parameters).items()}
     wide = {name.rsplit(".", 1)[1] for name, dtype in dtypes.items() if dtype == "float32"}
     assert wide == {"Lambda_re", "Lambda_im", "log_step", "B", "C", "D"}
     assert dtypes["embedding"] == "bfloat16"
@@ -239,11 +243,11 @@ def test_products_take_bfloat16_under_bf16_mixed_and_the_state_space_does_not():
 @lru_cache
 def updated(*overrides: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Any, Any]:
     """Parameters before and after one step, its metrics, and the state after it."""
-    key = (*small(TINY), *overrides)
+    key = (*small_overrides(TINY), *overrides)
     program, host = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
-    state, metrics = program.step(placed_state(program, host), program.place(make_batch(program.run)))
+    state, metrics = program.step(place_state(program, host), program.place(make_batch(program.run)))
     after = jax.device_get(state)
-    return named(host.parameters), named(after.parameters), jax.device_get(metrics), after
+    return leaves_by_name(host.parameters), leaves_by_name(after.parameters), jax.device_get(metrics), after
 
 
 RECIPE = (
@@ -291,22 +295,22 @@ def test_clipping_bounds_the_gradient_not_its_report():
 @pytest.mark.slow
 def test_moving_average():
     before, after, _, state = updated(*RECIPE)
-    for name, average in named(state.ema).items():
+    for name, average in leaves_by_name(state.ema).items():
         np.testing.assert_allclose(average, 0.75 * before[name] + 0.25 * after[name], rtol=1e-5, atol=1e-7)
     assert reference(TINY).state.ema is None
 
 
 @pytest.mark.slow
 def test_dropout_is_drawn_anew_each_step_and_repeats_with_the_state():
-    key = (*small(TINY), "model.dropout=0.5", "optimizer.learning_rate=1e-20")
+    key = (*small_overrides(TINY), "model.dropout=0.5", "optimizer.learning_rate=1e-20")
     program, host = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
     batch = program.place(make_batch(program.run))
-    state, first = program.step(placed_state(program, host), batch)
+    state, first = program.step(place_state(program, host), batch)
     _, second = program.step(state, batch)
-    _, again = program.step(placed_state(program, host), batch)
+    _, again = program.step(place_state(program, host), batch)
     assert first["loss"] == again["loss"]
     assert first["loss"] != second["loss"]
-    sums = program.evaluate(placed_state(program, host).parameters, batch, jnp.ones(61, jnp.int32))
+    sums = program.evaluate(place_state(program, host).parameters, batch, jnp.ones(61, jnp.int32))
     plain = reference(TINY).metrics[0]["loss"]
     np.testing.assert_allclose(sums["loss"] / sums["weight"], plain, rtol=1e-6)
 
@@ -315,9 +319,9 @@ def test_dropout_is_drawn_anew_each_step_and_repeats_with_the_state():
 def test_evaluation_counts_bytes_of_text_only():
     run = small_run(TINY, "mesh=2x2x2", "partition=2d_tp")
     program, batch = make_program(run), make_batch(run)
-    host = initial_state(small(TINY))
+    host = initial_state(small_overrides(TINY))
     length = np.arange(61, dtype=np.int32) % 3
-    sums = jax.device_get(program.evaluate(placed_state(program, host).parameters, program.place(batch), length))
+    sums = jax.device_get(program.evaluate(place_state(program, host).parameters, program.place(batch), length))
     parameters = jax.tree.map(jnp.asarray, host.parameters)
     module = program.assembly.module(parameters)
     losses = jax.jit(lambda b: token_losses(module, b, shard=UNSHARDED, checkpoint=lambda block: block, key=None))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sweeps import play
+from sweeps import fake_outcomes
 from valkyrie.sweep import end
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
@@ -42,7 +42,7 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
 def test_ctrl_c_ends_the_sweep_with_its_table(
     command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, runs: str
 ):
-    play(monkeypatch, dp=Status.ok, fsdp=KeyboardInterrupt(), sp=Status.ok)
+    fake_outcomes(monkeypatch, dp=Status.ok, fsdp=KeyboardInterrupt(), sp=Status.ok)
     ended = command(*ASKED, "partition=dp,fsdp,sp", f"hydra/launcher={runs}")
     assert ended.status == 130
     assert "s5_tiny 2x2x1-dp measure" in ended.out and end.STOPPED in ended.out and "1 ok" in ended.out
@@ -54,7 +54,7 @@ def test_ctrl_c_ends_the_sweep_with_its_table(
 def test_a_record_that_cannot_be_written_ends_a_sweep_with_its_table(
     command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, runs: str
 ):
-    play(
+    fake_outcomes(
         monkeypatch, dp=Status.ok, fsdp=OSError(28, "No space left on device: a trial was not recorded", "trials.jsonl")
     )
     ended = command(*ASKED, "partition=dp,fsdp", f"hydra/launcher={runs}")
@@ -69,7 +69,7 @@ def test_an_error_at_the_end_has_its_own_exit_status(command: Any, tracker: Trac
     def broken(*_: object) -> None:
         raise KeyError("mesh")
 
-    play(monkeypatch, dp=Status.failed)
+    fake_outcomes(monkeypatch, dp=Status.failed)
     monkeypatch.setattr(end, "table", broken)
     ended = command(*ASKED, "partition=dp")
     assert ended.status == 1

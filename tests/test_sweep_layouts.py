@@ -17,8 +17,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 
-from helpers import compose_config, names, some_quick
-from runs import TINY, start
+from helpers import compose_config, config_names, mark_slow_except
+from runs import TINY, start_training
 from valkyrie.config.compose import register
 from valkyrie.config.run import Run
 from valkyrie.paths import conf_dir
@@ -119,7 +119,7 @@ def test_a_cell_is_the_run_that_its_overrides_compose_to(sweep: str):
 @pytest.mark.slow
 def test_partitions_as_shipped_are_those_that_hydra_composes():
     with composer("hydra/sweeper=layouts") as (composing, _):
-        for name in names("partition"):
+        for name in config_names("partition"):
             shipped = composing.choice("partition", name, [])
             assert shipped == Run.from_config(composing.compose([f"partition={name}"])).config.partition
         dp, sp = (composing.choice("partition", name, []) for name in ("dp", "sp"))
@@ -136,7 +136,7 @@ JOBS = [
 SWEPT_KEYS = [[], ["partition.zero1=true"], ["mesh.placement=null"], ["experiment=mine"], ["experiment=sized"]]
 
 
-@pytest.mark.parametrize("fixed", some_quick(SWEPT_KEYS, [["experiment=sized"]]), ids=str)
+@pytest.mark.parametrize("fixed", mark_slow_except(SWEPT_KEYS, [["experiment=sized"]]), ids=str)
 def test_a_run_is_the_one_that_hydra_composes_of_its_overrides(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fixed: list[str]
 ):
@@ -178,7 +178,7 @@ def test_partitions_are_those_of_each_experiment(tmp_path: Path):
 
 
 ENUMERATED = [
-    name for name in names("sweep") if "sweeper: layouts" in (conf_dir() / "sweep" / f"{name}.yaml").read_text()
+    name for name in config_names("sweep") if "sweeper: layouts" in (conf_dir() / "sweep" / f"{name}.yaml").read_text()
 ]
 
 
@@ -297,7 +297,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", some_quick(WRONG, [*WRONG][::3]))
+@pytest.mark.parametrize("case", mark_slow_except(WRONG, [*WRONG][::3]))
 def test_errors_say_what_to_write(command: Any, tmp_path: Path, case: str):
     arguments, said = WRONG[case]
     folder = f"hydra.sweep.dir={tmp_path}/out"
@@ -321,7 +321,7 @@ def rates(folder: Path) -> dict[tuple[str, int], float]:
 def test_a_space_is_measured_and_nothing_of_it_twice(tmp_path: Path):
     given = [*TINY, "mode=measure", "target=cpu8", "mesh=2x2x2", "partition=dp,2d_tp", "microbatches=1,2", "name=s"]
     for _ in range(2):
-        with start("-m", "hydra/sweeper=layouts", *given, cwd=tmp_path) as process:
+        with start_training("-m", "hydra/sweeper=layouts", *given, cwd=tmp_path) as process:
             out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         assert re.findall(r"\d+", out.partition("\n")[0]) == ["4", "3", "1"] and "divisible: x·y·z" in out
@@ -337,7 +337,7 @@ def test_optuna_finds_the_layout_with_the_most_tokens(tmp_path: Path):
         "hydra.sweeper.params={partition:'choice(dp,2d_tp)',microbatches:'choice(1,2)'}",
         "hydra.sweeper.n_trials=5",
     ]
-    with start("-m", "+sweep=laptop_optuna", *TINY, *swept, cwd=tmp_path) as process:
+    with start_training("-m", "+sweep=laptop_optuna", *TINY, *swept, cwd=tmp_path) as process:
         _, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     folder = tmp_path / "runs" / "laptop_optuna"

@@ -10,8 +10,8 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, OmegaConf
 
-from helpers import compose_run, some_quick
-from sweeps import plans_of, play
+from helpers import compose_run, mark_slow_except
+from sweeps import fake_outcomes, multirun_plans
 from test_folder import make_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
@@ -40,14 +40,16 @@ READ = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", some_quick([*READ], ["name=other", "resume=base,other"]))
+@pytest.mark.parametrize("asked", mark_slow_except([*READ], ["name=other", "resume=base,other"]))
 def test_trials_that_read_a_run_are_planned_as_that_run(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: str
 ):
     runs, given = tmp_path / "runs", ["mesh=1x1x1", "partition=dp", "batch=3", "hydra.mode=RUN"]
     make_run(runs, "base", "model=s5_tiny", *given, when=20)
     make_run(runs, "other", "model=gpt_tiny", *given, when=10)
-    plans = plans_of(command, monkeypatch, "-m", "mode=eval", *asked.split(), "data.documents=30,31", "data=synthetic")
+    plans = multirun_plans(
+        command, monkeypatch, "-m", "mode=eval", *asked.split(), "data.documents=30,31", "data=synthetic"
+    )
     assert [plan.refusal for plan in plans] == [None] * 2 * len(READ[asked]), "batch=3 is illegal on the default mesh"
     assert sorted({plan.about.model for plan in plans}) == READ[asked]
     assert all(plan.about.layout == "1x1x1-dp" and plan.name.startswith(plan.about.model) for plan in plans)
@@ -62,10 +64,10 @@ def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     overrides = ["-m", "mode=compile", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "target=cpu"]
-    (plan,) = plans_of(command, monkeypatch, *overrides)
+    (plan,) = multirun_plans(command, monkeypatch, *overrides)
     done = plan.ended(Status.ok, None, "", 1.0)
     assert plan.settled_by(done) and not plan.settled_by(None)
-    (with_hlo,) = plans_of(command, monkeypatch, *overrides, "mode.hlo=true")
+    (with_hlo,) = multirun_plans(command, monkeypatch, *overrides, "mode.hlo=true")
     assert with_hlo.key == plan.key and not with_hlo.settled_by(done), "the module was not left"
     with_hlo.trial_folder.mkdir(parents=True)
     for name in with_hlo.files:
@@ -73,13 +75,13 @@ def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
     assert with_hlo.settled_by(done)
     by_others = replace(done, about=replace(done.about, predicted_by="an older jax"))
     assert not plan.settled_by(by_others)
-    (measured,) = plans_of(command, monkeypatch, *overrides, "mode=measure")
+    (measured,) = multirun_plans(command, monkeypatch, *overrides, "mode=measure")
     assert measured.about.predicted_by is None, "a measurement stays what it was"
 
 
 def test_a_record_has_the_values_that_decide_what_a_step_computes(command: Any, monkeypatch: pytest.MonkeyPatch):
     overrides = ["-m", "model=s5_tiny", "mesh=1x1x1,3x1x1", "partition=dp", "batch=8", "model.dropout=1e-1"]
-    plans = plans_of(command, monkeypatch, *overrides)
+    plans = multirun_plans(command, monkeypatch, *overrides)
     assert [plan.refusal is None for plan in plans] == [True, False]
     for plan in plans:
         values = plan.ended(Status.ok, None, "", 1.0).values
@@ -96,7 +98,7 @@ def test_a_record_says_where_a_configuration_of_ones_own_lies(
     (tmp_path / "my own" / "optimizer").mkdir(parents=True)
     (tmp_path / "my own" / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nname: mine\n")
     overrides = ["--config-dir", "my own", "-m", "optimizer=mine", "mesh=1x1x1", "batch=8"]
-    plans = plans_of(command, monkeypatch, *overrides, "partition=dp", "steps=0,1")
+    plans = multirun_plans(command, monkeypatch, *overrides, "partition=dp", "steps=0,1")
     assert [plan.refusal is None for plan in plans] == [False, True]
     flags = ["--config-dir", str(tmp_path / "my own")]
     assert [plan.ended(Status.ok, None, "", 0.0).flags for plan in plans] == [flags] * 2
@@ -112,16 +114,16 @@ def test_a_search_path_of_the_command_line_reaches_the_trials(
     (tmp_path / "own" / "optimizer").mkdir(parents=True)
     (tmp_path / "own" / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nname: mine\n")
     path = "hydra.searchpath=[valkyrie://groups,file://own]"
-    (plan,) = plans_of(command, monkeypatch, "-m", path, "optimizer=mine", "mesh=1x1x1", "partition=dp")
+    (plan,) = multirun_plans(command, monkeypatch, "-m", path, "optimizer=mine", "mesh=1x1x1", "partition=dp")
     assert plan.run is not None and plan.run.config.optimizer.name == "mine"
 
 
 def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: f"{target.name} needs libtpu.")
     overrides = ["-m", "target=v4-8", "model=s5_tiny", "mesh=1x2x2", "partition=dp"]
-    (compiled,) = plans_of(command, monkeypatch, *overrides, "mode=compile")
+    (compiled,) = multirun_plans(command, monkeypatch, *overrides, "mode=compile")
     assert compiled.refusal == "v4-8 needs libtpu."
-    (shown,) = plans_of(command, monkeypatch, *overrides, "mode=show")
+    (shown,) = multirun_plans(command, monkeypatch, *overrides, "mode=show")
     assert shown.refusal is None
 
 
@@ -136,7 +138,7 @@ def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, mon
 def test_trials_that_disturb_each_other_are_warned_of(
     command: Any, monkeypatch: pytest.MonkeyPatch, asked: list[str], warned: bool
 ):
-    play(monkeypatch, dp=Status.ok, fsdp=Status.ok)
+    fake_outcomes(monkeypatch, dp=Status.ok, fsdp=Status.ok)
     ended = command("-m", "model=s5_tiny", "batch=8", "mesh=1x1x1", "partition=dp,fsdp", "tracking=off", *asked)
     assert (ended.status, "CONCURRENT MEASUREMENTS" in ended.out) == (0, warned)
 
@@ -148,20 +150,20 @@ def test_a_sweeper_of_layouts_has_its_cells_planned_without_hydra(command: Any, 
     asked += ["+hydra.job.env_set.NUMBER='${hydra.job.num}'"]
     load, composed = ConfigLoaderImpl.load_sweep_config, []
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", lambda *a: composed.append(a) or load(*a))
-    plans = plans_of(command, monkeypatch, *asked)
+    plans = multirun_plans(command, monkeypatch, *asked)
     # the shapes and the partitions, and one cell where another sweep of this process came before; never all three cells
     assert 2 <= len(composed) <= 3
     assert [plan.environment for plan in plans] == [{"NUMBER": str(i)} for i in range(3)]
     runs = [compose_run(*(o for o in plan.overrides)) for plan in plans]
     assert [trial_key(run) for run in runs] == [plan.key for plan in plans]
-    alone = plans_of(command, monkeypatch, *asked, "hydra/launcher=basic", "hydra.sweeper.limit=3")
+    alone = multirun_plans(command, monkeypatch, *asked, "hydra/launcher=basic", "hydra.sweeper.limit=3")
     assert [replace(plan, environment={}) for plan in alone] == [replace(plan, environment={}) for plan in plans]
 
 
 def test_a_trial_is_a_run_of_its_own_folder(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Its process reads the run that was planned."""
     overrides = ["-m", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "batch=8", "model.layers=3", "name=a b"]
-    (plan,) = plans_of(command, monkeypatch, *overrides)
+    (plan,) = multirun_plans(command, monkeypatch, *overrides)
     plan.trial_folder.mkdir(parents=True)
     plan.write()
     config = OmegaConf.load(plan.trial_folder / "run.yaml")

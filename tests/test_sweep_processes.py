@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from processes import ended, free_address, several
-from runs import TINY, start
+from processes import free_address, start_processes, wait_for_processes
+from runs import TINY, start_training
 from valkyrie.processes.ending import LOST
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
@@ -24,7 +24,7 @@ def trials(folder: Path) -> dict[str, Trial]:
 
 @pytest.mark.slow
 def test_every_trial_of_a_multirun_runs_on_all_processes(tmp_path: Path):
-    first, second = ended(several(2, *SWEEP, "mesh=2x1x1,3x1x1,2x2x1", cwd=tmp_path))
+    first, second = wait_for_processes(start_processes(2, *SWEEP, "mesh=2x1x1,3x1x1,2x2x1", cwd=tmp_path))
     assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
     done = trials(tmp_path)
     assert {mesh: trial.status for mesh, trial in done.items()} == {
@@ -35,7 +35,7 @@ def test_every_trial_of_a_multirun_runs_on_all_processes(tmp_path: Path):
     assert "3 devices" in str(done["3x1x1"].reason) and "2 processes" in str(done["3x1x1"].reason)
     assert done["2x2x1"].results.devices == "4 x cpu"
     started = {mesh: done[mesh].started for mesh in ("2x1x1", "2x2x1")}
-    again = ended(several(2, *SWEEP, "mesh=2x1x1,2x2x1", cwd=tmp_path))
+    again = wait_for_processes(start_processes(2, *SWEEP, "mesh=2x1x1,2x2x1", cwd=tmp_path))
     assert [status for status, _, _ in again] == [0, 0]
     assert {mesh: trials(tmp_path)[mesh].started for mesh in started} == started
 
@@ -43,9 +43,9 @@ def test_every_trial_of_a_multirun_runs_on_all_processes(tmp_path: Path):
 @pytest.mark.slow
 def test_processes_of_other_arguments_are_refused_before_anything_is_written(tmp_path: Path):
     given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
-    one = start(*SWEEP, "mesh=2x1x1", cwd=tmp_path, **given, JAX_PROCESS_INDEX="0")
-    other = start(*SWEEP, "mesh=2x1x1", "batch=24", cwd=tmp_path, **given, JAX_PROCESS_INDEX="1")
-    for status, _, err in ended([one, other]):
+    one = start_training(*SWEEP, "mesh=2x1x1", cwd=tmp_path, **given, JAX_PROCESS_INDEX="0")
+    other = start_training(*SWEEP, "mesh=2x1x1", "batch=24", cwd=tmp_path, **given, JAX_PROCESS_INDEX="1")
+    for status, _, err in wait_for_processes([one, other]):
         assert status == 2 and "batch=24 on process" in err, err
     assert not (tmp_path / "runs").exists()
 
@@ -53,13 +53,13 @@ def test_processes_of_other_arguments_are_refused_before_anything_is_written(tmp
 @pytest.mark.slow
 def test_a_killed_process_ends_the_multirun_and_the_next_goes_on(tmp_path: Path):
     arguments = [*SWEEP, "mesh=2x1x1,2x2x1", "mode.repeats=2"]
-    processes = several(2, *arguments, cwd=tmp_path)
+    processes = start_processes(2, *arguments, cwd=tmp_path)
     deadline = time.monotonic() + 100
     while not (tmp_path / "runs/many/trials.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(processes[1].pid, signal.SIGKILL)
-    (status, _, err), _ = ended(processes)
+    (status, _, err), _ = wait_for_processes(processes)
     assert status == LOST and "same command" in err, err
     assert trials(tmp_path)["2x1x1"].status is Status.ok
-    assert [status for status, _, _ in ended(several(2, *arguments, cwd=tmp_path))] == [0, 0]
+    assert [status for status, _, _ in wait_for_processes(start_processes(2, *arguments, cwd=tmp_path))] == [0, 0]
     assert {trial.status for trial in trials(tmp_path).values()} == {Status.ok}

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import compose_run, names, some_quick
+from helpers import compose_run, config_names, mark_slow_except
 from valkyrie.config.choices import get_target
 from valkyrie.config.compose import default_mesh, default_precision
 from valkyrie.hardware import chips
@@ -141,7 +141,7 @@ def test_a_name_reads_the_file_of_its_chip_alone_and_no_file_twice(monkeypatch: 
     assert parse_target("v5litepod-8").name == parse_target("v5litepod-8").name == "v5e-8"
     with pytest.raises(ValueError, match=r"^target=v9-8 "):
         parse_target("v9-8")
-    assert sorted(read) == names("target/chip") == list(known_chips())
+    assert sorted(read) == config_names("target/chip") == list(known_chips())
 
 
 @pytest.mark.parametrize("name", ["v5litepod-8", "h100-16", "cpu6"])
@@ -203,7 +203,7 @@ OF_A_FOLDER = {
 }
 
 
-@pytest.mark.parametrize("name", some_quick(OF_A_FOLDER, ["mychip-8", "v4-64", "desk"]))
+@pytest.mark.parametrize("name", mark_slow_except(OF_A_FOLDER, ["mychip-8", "v4-64", "desk"]))
 def test_chips_and_targets_of_a_users_folder_are_chosen_alike(command: Any, mine: str, name: str):
     config = command("--config-dir", mine, f"target={name}", "partition=dp", "batch=192").run.config
     assert (config.target.describe(), config.mesh.name) == OF_A_FOLDER[name]
@@ -222,7 +222,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", some_quick(WRONG, ["mychip-128", "mchip-8"]))
+@pytest.mark.parametrize("name", mark_slow_except(WRONG, ["mychip-128", "mchip-8"]))
 def test_a_users_chip_or_target_is_refused(command: Any, mine: str, name: str):
     refused = command("--config-dir", mine, f"target={name}")
     assert refused.status == 2

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import TINY, assert_same_bits, records, saved
+from runs import TINY, assert_same_bits, saved_arrays, training_records
 from valkyrie.runs.tracking import read_metrics
 
 KILLS = int(os.environ.get("VALKYRIE_KILLS", "4"))
@@ -118,7 +118,7 @@ def test_random_kills_change_nothing(tmp_path: Path):
     lost = lost_steps((tmp_path / "killed/output.txt").read_text())
     assert lost and max(lost) <= 2 * EVERY + 1, (lost, told)  # one may be killed in the middle of a save
     one, other = (tmp_path / name / "runs" / "run" for name in ("whole", "killed"))
-    mine, theirs = records(one), records(other)
+    mine, theirs = training_records(one), training_records(other)
     assert mine.keys() == theirs.keys() == set(range(1, steps + 1)), told
     assert all(mine[step]["loss"] == theirs[step]["loss"] for step in mine), told
-    assert_same_bits(saved(one), saved(other))
+    assert_same_bits(saved_arrays(one), saved_arrays(other))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import wandb
 
-from runs import trained
+from runs import trained_run
 from valkyrie.runs.tracking import Tracker, read_metrics
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, resolve
 from wandb_files import read_wandb, wandb_log
@@ -62,7 +62,7 @@ def test_steps_that_are_done_again_are_dropped_from_the_record(tmp_path: Path) -
 
 
 def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:
-    folder = trained("tracking=wandb", "optimizer.warmup_steps=1")
+    folder = trained_run("tracking=wandb", "optimizer.warmup_steps=1")
     captured = capfd.readouterr()
     assert "wandb" not in captured.out + captured.err
     log, lines = wandb_log(folder), read_metrics(folder / "metrics.jsonl")
@@ -213,4 +213,4 @@ def test_the_command_line_is_stronger_than_the_environment(
 
 
 def test_tracking_off_leaves_no_wandb_folder() -> None:
-    assert not (trained() / "wandb").exists()
+    assert not (trained_run() / "wandb").exists()

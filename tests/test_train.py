@@ -21,7 +21,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runs import SINGLE, TINY, checkpoints, command, records, saved, spawn, start, tiny, trained
+from runs import (
+    SINGLE,
+    TINY,
+    checkpoints,
+    command,
+    saved_arrays,
+    spawn,
+    start_training,
+    tiny_arguments,
+    trained_run,
+    training_records,
+)
 from valkyrie.data.manifest import Prepared, Split
 from valkyrie.data.sources import text as text_source
 from valkyrie.data.sources.synthetic import entropy
@@ -35,8 +46,8 @@ KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_s", "token
 
 def test_a_run_has_a_pulse(tmp_path: Path) -> None:
     arguments = ["steps=60", "optimizer.learning_rate=1e-2", "eval_every=20", "data.documents=300"]
-    assert command(*tiny(tmp_path, *arguments)) == 0
-    steps = records(tmp_path / "run")
+    assert command(*tiny_arguments(tmp_path, *arguments)) == 0
+    steps = training_records(tmp_path / "run")
     assert steps[1]["loss"] == pytest.approx(math.log(257), abs=0.2)
     last = np.mean([steps[step]["loss"] for step in range(51, 61)])
     assert last < 2.0, "the loss does not fall towards the entropy of the data"
@@ -47,9 +58,9 @@ def test_a_run_has_a_pulse(tmp_path: Path) -> None:
 
 
 def test_the_files_of_a_run_folder() -> None:
-    folder = trained()
+    folder = trained_run()
     assert {"run.yaml", "versions.json", "metrics.jsonl", "checkpoints"} <= set(os.listdir(folder))
-    steps = records(folder)
+    steps = training_records(folder)
     assert sorted(steps) == [1, 2, 3, 4, 5, 6]
     assert steps[6].keys() >= KEYS and steps[6]["tokens"] == 8 * 16
     assert steps[1]["tokens_per_second"] is None, "the first step pays for warming up"
@@ -65,16 +76,16 @@ def test_the_files_of_a_run_folder() -> None:
 
 @pytest.mark.slow
 def test_a_training_counts_its_memory_as_a_measurement_does(tmp_path: Path) -> None:
-    assert command(*tiny(tmp_path, "steps=6", "mode=measure", "mode.repeats=1", "mode.warmup=0")) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=6", "mode=measure", "mode.repeats=1", "mode.warmup=0")) == 0
     measured = json.loads((tmp_path / "run" / "measure.json").read_text())["memory"]["peak"]
-    summary = read_metrics(trained() / "metrics.jsonl")[-1]["summary"]
+    summary = read_metrics(trained_run() / "metrics.jsonl")[-1]["summary"]
     assert summary["hbm_gib"] * GIB == measured > 0
 
 
 def test_the_output_says_simulated_and_names_the_next_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(*tiny(tmp_path, "steps=6")) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=6")) == 0
     out, err = capfd.readouterr()
     assert err == ""
     assert "SIMULATED: 1 CPU" in out
@@ -89,11 +100,11 @@ def test_the_output_says_simulated_and_names_the_next_command(
 
 @pytest.mark.slow
 def test_run_yaml_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = trained()
+    folder = trained_run()
     monkeypatch.chdir(folder.parent)
     assert command("--config-path", folder.name, "--config-name", "run", f"runs={tmp_path}", "name=again") == 0
-    repeated = records(tmp_path / "again")
-    for step, record in records(folder).items():
+    repeated = training_records(tmp_path / "again")
+    for step, record in training_records(folder).items():
         assert (repeated[step]["loss"], repeated[step]["grad_norm"]) == (record["loss"], record["grad_norm"])
 
     def settings(path: Path) -> list[str]:
@@ -105,8 +116,8 @@ def test_run_yaml_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_too_little_text_is_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "little.md").write_text("Hardly any text.")
     text = ("data=text", "data.paths=[little.md]", f"data.cache_dir={tmp_path / 'cache'}", "seq=512")
-    settings = [a for a in tiny(tmp_path / "runs") if not a.startswith(("data", "seq="))]
-    job = start(*settings, *text, cwd=tmp_path)
+    settings = [a for a in tiny_arguments(tmp_path / "runs") if not a.startswith(("data", "seq="))]
+    job = start_training(*settings, *text, cwd=tmp_path)
     _, err = job.communicate(timeout=120)
     assert job.returncode == 2
     assert re.fullmatch(r"valkyrie-train: data=text .*\n", err) and "too few" in err
@@ -135,15 +146,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     poison(monkeypatch, at_step=4, parameter="log_step")
-    assert command(*tiny(tmp_path, "steps=8", "checkpoint.every=2")) == 1
+    assert command(*tiny_arguments(tmp_path, "steps=8", "checkpoint.every=2")) == 1
     out, err = capfd.readouterr()
     assert "step 4: " in err and "nan" in err and "of step 2" in err, "the last good checkpoint is named"
     assert re.search(r"gradient .*\(\d+ of", err), "the first parameter without a finite gradient is named"
     assert "Traceback" not in out + err
     folder = tmp_path / "run"
-    assert sorted(records(folder)) == [1, 2, 3]
+    assert sorted(training_records(folder)) == [1, 2, 3]
     assert os.listdir(folder / "checkpoints") == ["2"]
-    assert all(np.isfinite(a).all() for a in saved(folder).values() if a.dtype.kind == "f")
+    assert all(np.isfinite(a).all() for a in saved_arrays(folder).values() if a.dtype.kind == "f")
 
 
 @pytest.mark.slow
@@ -151,7 +162,7 @@ def test_debug_names_the_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     poison(monkeypatch, at_step=2, parameter="log_step")
-    assert command(*tiny(tmp_path, "steps=3", "debug=nans")) == 1
+    assert command(*tiny_arguments(tmp_path, "steps=3", "debug=nans")) == 1
     err = capfd.readouterr().err
     assert "debug=nans: " in err and re.search(r"(?!scan|jit)\w+, at \S+\.py:\d+", err)
 
@@ -196,7 +207,7 @@ def test_the_average_of_the_parameters_is_what_is_judged() -> None:
     from valkyrie.data.tokenizer import load_tokenizer
     from valkyrie.train.evaluate import Evaluator
 
-    folder = trained("optimizer.ema_decay=0.5", "checkpoint.every=1")
+    folder = trained_run("optimizer.ema_decay=0.5", "checkpoint.every=1")
     run = compose_run(*TINY, *SINGLE, "optimizer.ema_decay=0.5", "steps=6")
     program = make_program(run)
     stored = checkpoints(folder, read_only=True)
@@ -206,7 +217,7 @@ def test_the_average_of_the_parameters_is_what_is_judged() -> None:
     assert evaluate(state.ema, 1)["eval_loss"] == pytest.approx(logged, rel=1e-6)
     assert evaluate(state.parameters, 1)["eval_loss"] != pytest.approx(logged, rel=1e-4)
     stored.close()
-    before = saved(folder, 5)["['ema']['embedding']"]
+    before = saved_arrays(folder, 5)["['ema']['embedding']"]
     expected = 0.5 * before + 0.5 * np.asarray(state.parameters["embedding"])
     np.testing.assert_allclose(np.asarray(state.ema["embedding"]), expected, rtol=1e-6)
 
@@ -230,7 +241,7 @@ def test_time_that_data_takes_is_part_of_a_step_but_evaluation_is_not(
 
     monkeypatch.setattr(PreparedLoader, "__next__", late)
     monkeypatch.setattr(trainer, "Evaluator", Slow)
-    assert command(*tiny(tmp_path, "steps=12", "eval_every=4")) == 0
+    assert command(*tiny_arguments(tmp_path, "steps=12", "eval_every=4")) == 0
     summary = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
     assert 0.045 < summary["step_s"] < 0.4
     assert 0.5 < summary["data_wait"] <= 1 and summary["time/data"] > 12 * 0.05 * 0.9
@@ -257,7 +268,7 @@ def test_in_a_terminal_a_bar_is_live_and_ctrl_c_saves(tmp_path: Path) -> None:
 
 
 def _check_terminal(tmp_path: Path, here: int, there: int, stack: contextlib.ExitStack) -> None:
-    arguments = [*tiny(tmp_path, "steps=100000"), "log_every=1000"]
+    arguments = [*tiny_arguments(tmp_path, "steps=100000"), "log_every=1000"]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
     own_terminal = (
         "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\nfrom valkyrie.cli.train import main\nmain()"
@@ -281,7 +292,7 @@ def _check_terminal(tmp_path: Path, here: int, there: int, stack: contextlib.Exi
     assert "stopping after" in seen and re.search(r"step \d+, saved", seen)
     assert f"Goonwith:valkyrie-trainresume={tmp_path / 'run'}" in re.sub(r"\s", "", seen), "the terminal wraps it"
     assert "Traceback" not in seen and "\x1b[?25h" in seen, "the cursor is not shown again"
-    assert saved(tmp_path / "run")["['step']"] >= 2
+    assert saved_arrays(tmp_path / "run")["['step']"] >= 2
 
 
 def wait_for(path: Path, seconds: float = 90) -> None:
@@ -298,7 +309,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
         "def block(self, *_): open('saving', 'w').close(); time.sleep(100)\n"
         "trainer.Checkpoints.save = block\nfrom valkyrie.cli.train import main\nmain()"
     )
-    arguments = tiny(tmp_path, "steps=100000", "checkpoint.every=20")
+    arguments = tiny_arguments(tmp_path, "steps=100000", "checkpoint.every=20")
     job = spawn("-c", stuck, *arguments, cwd=tmp_path)
     wait_for(tmp_path / "saving")
     job.send_signal(signal.SIGINT)
@@ -318,7 +329,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
 def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, after: float) -> None:
     """The signal is sent after Python's own start-up, during which Ctrl-C is handled by Python."""
     begin = "import valkyrie.cli.train\nopen('began', 'w').close()\nvalkyrie.cli.train.main()"
-    arguments = tiny(tmp_path, "steps=100000", "log_every=1000")
+    arguments = tiny_arguments(tmp_path, "steps=100000", "log_every=1000")
     job = spawn("-c", begin, *arguments, cwd=tmp_path)
     wait_for(tmp_path / "began")
     time.sleep(after)
@@ -363,7 +374,7 @@ def test_ctrl_c_is_heard_inside_a_finaliser() -> None:
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_training_with_a_save(tmp_path: Path) -> None:
-    job = start(*tiny(tmp_path, "steps=100000"), cwd=tmp_path)
+    job = start_training(*tiny_arguments(tmp_path, "steps=100000"), cwd=tmp_path)
     assert job.stdout is not None and job.stderr is not None
     assert any(line.startswith("step 2/") for line in job.stdout)
     job.stdout.close()
@@ -371,22 +382,22 @@ def test_a_reader_that_goes_away_ends_the_training_with_a_save(tmp_path: Path) -
         err = job.stderr.read()
     assert job.wait(60) == 130
     assert "stdout is closed" in err and err.count("\n") == 1, err
-    assert saved(tmp_path / "run")["['step']"] >= 2
+    assert saved_arrays(tmp_path / "run")["['step']"] >= 2
 
 
 @pytest.mark.slow
 def test_a_terminal_that_is_gone_ends_the_training_with_a_save(tmp_path: Path) -> None:
-    job = start(*tiny(tmp_path, "steps=100000"), cwd=tmp_path)
+    job = start_training(*tiny_arguments(tmp_path, "steps=100000"), cwd=tmp_path)
     assert job.stdout is not None
     assert any(line.startswith("step 2/") for line in job.stdout)
     job.send_signal(signal.SIGHUP)
     out, err = job.communicate(timeout=60)
     assert job.returncode == 130 and "stopped at" in out and "stopping after" in err
-    assert saved(tmp_path / "run")["['step']"] >= 2
+    assert saved_arrays(tmp_path / "run")["['step']"] >= 2
 
 
 def test_lines_reach_a_pipe_before_the_step_is_compiled(tmp_path: Path) -> None:
-    process = start(*tiny(tmp_path, "steps=100000"), cwd=tmp_path)
+    process = start_training(*tiny_arguments(tmp_path, "steps=100000"), cwd=tmp_path)
     assert process.stdout is not None and process.stderr is not None
     try:
         lines = list(itertools.takewhile(lambda line: line != "compiling the step\n", process.stdout))

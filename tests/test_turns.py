@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from turns import ROOT, in_turn
+from turns import ROOT, rotate_files
 
 FILES = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py"))
 
 
 def test_tests_of_what_changed_come_first():
-    order = in_turn(FILES, {"tests/test_wheel.py", "valkyrie/ops/rotary.py"}, turn=3)
+    order = rotate_files(FILES, {"tests/test_wheel.py", "valkyrie/ops/rotary.py"}, turn=3)
     assert sorted(order) == FILES
     first = order[: order.index("tests/test_wheel.py") + 1]
     assert "tests/test_rotary.py" in first or order[len(first)] == "tests/test_rotary.py"
@@ -22,7 +22,9 @@ def test_tests_of_what_changed_come_first():
 
 def test_a_third_of_the_files_in_each_of_five_runs_is_all_of_them():
     for begin in range(40):
-        reached = {file for turn in range(begin, begin + 5) for file in in_turn(FILES, set(), turn)[: len(FILES) // 3]}
+        reached = {
+            file for turn in range(begin, begin + 5) for file in rotate_files(FILES, set(), turn)[: len(FILES) // 3]
+        }
         assert reached == set(FILES)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers import compose_run
-from processes import ended, free_address, meet
+from processes import free_address, run_teams, wait_for_processes
 from runs import TINY, spawn
 from valkyrie.processes.ending import LOST
 from valkyrie.processes.team import ALONE, Team
@@ -138,7 +138,7 @@ def test_the_others_are_told_of_a_step_that_hangs_and_look_first():
         while len(looked) < 2 and time.monotonic() < until:
             time.sleep(0.01)
 
-    meet(3, hang)
+    run_teams(3, hang)
     assert set(looked) == {0, 2}
     assert looked[2].startswith("process 2: ") and "process 1" in looked[2] and looked[2].endswith("step 3 hangs")
 
@@ -172,7 +172,7 @@ def test_all_processes_end_with_their_stacks_where_one_hangs(tmp_path: Path):
         spawn(str(script), *TRAINING, "steps=60", cwd=tmp_path, JAX_PROCESS_INDEX=str(index), **given)
         for index in range(2)
     ]
-    first, second = ended(processes)
+    first, second = wait_for_processes(processes)
     assert (first[0], second[0]) == (LOST, LOST), (first, second)
     logs = tmp_path / "runs/run/logs"
     for text in (first[2], (logs / "process-0.log").read_text(), (logs / "process-1.log").read_text()):
@@ -187,7 +187,7 @@ def test_the_launcher_starts_a_training_again_that_hangs(tmp_path: Path):
     script.write_text(HANGS)
     words = ["target=local", "processes=2", "--restarts", "1", "--", *TRAINING, "checkpoint.every=10", "steps=60"]
     launch = f"from valkyrie.cli.launch import main; main({words!r}, command=({sys.executable!r}, {str(script)!r}))"
-    ((status, out, err),) = ended([spawn("-c", launch, cwd=tmp_path)])
+    ((status, out, err),) = wait_for_processes([spawn("-c", launch, cwd=tmp_path)])
     assert status == 0, err
     assert "status 69" in err and "(1 of 1)" in err and "from step 20" in out
     steps = [record["step"] for record in read_metrics(tmp_path / "runs/run/metrics.jsonl") if "loss" in record]

@@ -1,7 +1,7 @@
 """The order and the time limit of the slow tests: `pytest -m slow --minutes 30`.
 
-With `--minutes`, tests of what changed come first, and the other files begin at another place after every commit, so
-that a few bounded runs reach all of them. Tests that there was no time for are skipped, counted and listed.
+With `--minutes`, tests affected by changes run first. The other files start at another one after every commit, so that
+a few bounded runs reach all of them. Tests that were not reached are skipped, counted and listed.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def begin(config: pytest.Config) -> None:
-    """Note when time is up, before the workers start."""
+    """Set the end time, before the workers start."""
     minutes = config.getoption("--minutes")
     if minutes is not None and not hasattr(config, "workerinput"):  # a worker has it from the process that started it
         os.environ[UNTIL] = str(time.time() + 60 * minutes)
 
 
-def in_turn(files: list[str], changed: set[str], turn: int) -> list[str]:
-    """Return the test files in running order: those that a change touches, then the rest, rotated by `turn`."""
+def rotate_files(files: list[str], changed: set[str], turn: int) -> list[str]:
+    """Return the test files in running order: files affected by changes, then the rest, rotated by `turn`."""
     start = int(len(files) * (turn * GOLDEN % 1.0))
     rotated = files[start:] + files[:start]
-    return sorted(rotated, key=lambda file: not concerned(file, changed))
+    return sorted(rotated, key=lambda file: not is_affected(file, changed))
 
 
-def concerned(file: str, changed: set[str]) -> bool:
-    """Return True if a test file, or a module of the package that it imports, is among the changed files."""
+def is_affected(file: str, changed: set[str]) -> bool:
+    """Return whether a test file, or a module of the package that it imports, has changed."""
     if file in changed:
         return True
     text = (ROOT / file).read_text()
@@ -58,7 +58,7 @@ def order(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--minutes") is None:
         return
     names = [_file(item) for item in items]
-    rank = {file: i for i, file in enumerate(in_turn(sorted(set(names)), changed_files(), commits()))}
+    rank = {file: i for i, file in enumerate(rotate_files(sorted(set(names)), changed_files(), commits()))}
     items.sort(key=lambda item: rank[_file(item)])
 
 
