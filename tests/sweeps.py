@@ -136,7 +136,7 @@ def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: st
         plans.extend(asked)
         return {plan.key: plan.ended(Status.ok, None, "", 0.0) for plan in asked}
 
-    monkeypatch.setattr(launcher, "carry_out", carry_out)
+    monkeypatch.setattr(launcher, "run_trials", carry_out)
     ended = command(*arguments)
     assert ended.status == 0, ended.err
     return plans
@@ -156,4 +156,4 @@ def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseExcepti
             watcher.ended(plan, trials[plan.key], earlier=False)
         return trials
 
-    monkeypatch.setattr(launcher, "carry_out", carry_out)
+    monkeypatch.setattr(launcher, "run_trials", carry_out)

@@ -23,7 +23,7 @@ from valkyrie.parallel.partition import Role, RoleKind
 from valkyrie.paths import conf_dir
 from valkyrie.problems import ProblemCode
 from valkyrie.processes.distributed import DistributedConfig
-from valkyrie.runs.folder import write_about
+from valkyrie.runs.folder import write_run_files
 from valkyrie.sweep.names import trial_key
 from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
@@ -197,7 +197,7 @@ def test_a_prompt_is_what_was_typed_and_stays_so_when_the_run_goes_on(command: A
     run = command(f"prompt={prompt}", "mesh=1x1x1", "partition=dp").run
     assert run.config.prompt == prompt
     folder = tmp_path / "runs" / "a"
-    write_about(run, folder)
+    write_run_files(run, folder)
     add_checkpoint(folder)
     assert command("resume=a").run.config.prompt == prompt
 
@@ -230,7 +230,7 @@ def test_several_prompts_are_still_a_sweep(
 
 def test_a_composed_file_takes_keys_and_choices(command: Any, tmp_path: Path):
     folder = tmp_path / "runs" / "a"
-    write_about(command("mesh=1x1x1", "partition=dp", "model=s5_tiny").run, folder)
+    write_run_files(command("mesh=1x1x1", "partition=dp", "model=s5_tiny").run, folder)
     asked = ["--config-path", "runs/a", "--config-name", "run"]
     assert command(*asked, "mode=show").run.config.mode.name == "show"
     config = command(*asked, "partition=fsdp", "mode=show", "model.layers=3").run.config
@@ -249,7 +249,7 @@ def test_a_composed_file_takes_keys_and_choices(command: Any, tmp_path: Path):
 
 def test_a_run_yaml_that_ends_too_early_is_not_completed_from_defaults(command: Any, tmp_path: Path):
     folder = tmp_path / "runs" / "a"
-    write_about(command("mesh=1x1x1", "partition=dp", "model=s5_tiny", "steps=9").run, folder)
+    write_run_files(command("mesh=1x1x1", "partition=dp", "model=s5_tiny", "steps=9").run, folder)
     text = (folder / "run.yaml").read_text()
     for name in ("run", "copied"):
         for cut in (text[: text.index("steps:")], text[:-2], text[:-30] + "\0", text.splitlines()[0]):

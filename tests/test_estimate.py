@@ -25,7 +25,7 @@ from valkyrie.parallel.mesh import abstract_mesh, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_config
 from valkyrie.problems import Problem, ProblemCode, ProblemError
-from valkyrie.runs.folder import key_value, parts_of
+from valkyrie.runs.folder import key_value, split_flags
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import TimedLayouts, fit_constants
 from valkyrie.search.estimate.network import collective_model
@@ -124,7 +124,7 @@ def test_what_does_not_divide_is_refused_with_its_reason() -> None:
 
 def refused_by(run: Run, one: EstimatedLayout) -> list[Problem]:
     """Return the problems of a command with the layout's overrides."""
-    flags, overrides = parts_of(parse_request(run).command)
+    flags, overrides = split_flags(parse_request(run).command)
     return parse_run([*flags, *overrides, *one.candidate.overrides, "mode=show"]).problems(advise=False)
 
 

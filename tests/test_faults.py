@@ -21,7 +21,7 @@ from valkyrie.cli import predict
 from valkyrie.compiled.dumped import LARGEST, read_dumped
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.runs.folder import _remove_empty, run_folder
-from valkyrie.sweep.rows import rows_of
+from valkyrie.sweep.rows import make_rows
 from valkyrie.units import printable
 
 MISTAKES = {
@@ -87,7 +87,7 @@ def test_trainings_of_one_second_have_folders_of_their_own(tmp_path: Path, monke
 def test_control_characters_of_others_reach_no_terminal():
     hostile = trial("x", 10.0, asked=["model=\x1b]0;owned\x07"])
     hostile = replace(hostile, sweep="\x1b[2J", about=replace(hostile.about, model="=cmd|'/c calc'!A0"))
-    rows = rows_of({Path("x"): [hostile]})
+    rows = make_rows({Path("x"): [hostile]})
     assert "\x1b" not in as_markdown(rows) and "\x1b" not in as_csv(rows)
     assert "'=cmd" in as_csv(rows) and ",=cmd" not in as_csv(rows)
     assert printable("a\x1b[0m\n\tb\x07") == "a\\x1b[0m\n\tb\\x07"

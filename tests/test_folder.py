@@ -17,11 +17,11 @@ from valkyrie.runs.folder import (
     RUN,
     changed_settings,
     command_name,
+    describe_schedule_change,
     find_run,
     run_folder,
     saved_config,
-    schedule_change,
-    write_about,
+    write_run_files,
 )
 from valkyrie.runs.tracking import Tracker
 from valkyrie.runs.wandb_writer import TrackingConfig
@@ -136,14 +136,14 @@ def test_the_processes_of_a_trial_and_of_a_compile_take_no_half_of_a_run(tmp_pat
 
 def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp")
-    write_about(run, tmp_path)
+    write_run_files(run, tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(OSError, match="file too large"):
-            write_about(run.changed(steps=7), tmp_path)
+            write_run_files(run.changed(steps=7), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
@@ -160,7 +160,7 @@ def test_a_rate_that_jumps_in_a_continued_run_is_said_with_how_to_keep_it(tmp_pa
     compose_run(*asked, "steps=200").save(tmp_path / RUN)
 
     def note(*overrides: str, step: int = 200) -> str | None:
-        return schedule_change(compose_run(*asked, *overrides), tmp_path, step)
+        return describe_schedule_change(compose_run(*asked, *overrides), tmp_path, step)
 
     said = str(note("steps=400"))
     assert all(part in said for part in ("step 200", "0.00059", "0.0001")) and said.endswith(

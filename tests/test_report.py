@@ -29,10 +29,10 @@ from valkyrie.report.rank import (
 )
 from valkyrie.report.records import find_sweeps, read_rows
 from valkyrie.report.text import as_csv, as_markdown
-from valkyrie.report.trace import read_timeline, read_torus, torus_of
+from valkyrie.report.trace import read_timeline, read_torus, target_torus
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.sweep.noise import places
-from valkyrie.sweep.rows import Row, groups, predicted_and_measured, ranked
+from valkyrie.sweep.noise import tied_ranks
+from valkyrie.sweep.rows import Row, group_by_kind, pair_predictions, sort_by_speed
 from valkyrie.sweep.table import table
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 
@@ -108,14 +108,14 @@ def test_cells_are_the_best_of_each_split(tmp_path: Path):
         trial("2x4x1-d", 70, degrees={"DP": 2, "MP2": 4}),
         trial("1x8x1-c", None, degrees={"MP2": 8}, status=Status.refused, reason="heads (4) on y=8"),
     )
-    cells = values.cells(ranked(rows))
+    cells = values.cells(sort_by_speed(rows))
     assert {(c["data"], c["mp1"], c["mp2"]): (c["rate"], c["label"], c["tried"]) for c in cells} == {
         (2, 4, 1): (300, "4x2x1-b", "2"),
         (2, 1, 4): (70, "2x4x1-d", "1"),
         (8, 1, 1): (50, "8x1x1-fsdp", "1"),
         (1, 1, 8): (None, "1x8x1-c", "1"),
     }
-    assert values.cells(ranked(rows[:3])) == [], "no number of data splits has two cells to compare"
+    assert values.cells(sort_by_speed(rows[:3])) == [], "no number of data splits has two cells to compare"
 
 
 def test_spread_of_bars_is_that_of_the_steps(tmp_path: Path):
@@ -190,7 +190,7 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_cause_and_one_rank(t
     assert [row[0] for row in data_of(page(found))["rows"]] == [1, 1, 3]
     assert re.findall(r"^\| ([0-9]) ", as_markdown(found), re.MULTILINE) == ["1", "1", "3"]
     outlier = trial("2x2x2-2d_tp", 100, **{**NOISY, "p90": 9.0})
-    assert places([row.trial for row in rows_of(tmp_path / "more", *(row.trial for row in found), outlier)]) == [
+    assert tied_ranks([row.trial for row in rows_of(tmp_path / "more", *(row.trial for row in found), outlier)]) == [
         1,
         1,
         3,
@@ -202,7 +202,7 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_cause_and_one_rank(t
 
 def test_agreement_leaves_out_differences_within_noise(tmp_path: Path):
     rows = rows_of(tmp_path, FSDP, TP, *(trial(f"{t.about.layout}", r, **NOISY) for t, r in ((FSDP, 40), (TP, 41))))
-    assert len(predicted_and_measured(rows)) == 2 and agreement(predicted_and_measured(rows)) is None
+    assert len(pair_predictions(rows)) == 2 and agreement(pair_predictions(rows)) is None
 
 
 def test_partitions_that_come_to_one_layout_are_not_compared(tmp_path: Path):
@@ -224,7 +224,7 @@ def test_partitions_that_come_to_one_layout_are_not_compared(tmp_path: Path):
 
 
 def test_predicted_and_measured_meet_by_layout_and_work(rows, tmp_path: Path):
-    pairs = predicted_and_measured(rows)
+    pairs = pair_predictions(rows)
     assert [(p.a.layout, p.a.group.stage, p.b.group.stage) for p in pairs] == [
         ("8x1x1-fsdp", "compile", "measure"),
         ("2x4x1-2d_tp", "compile", "measure"),
@@ -232,7 +232,7 @@ def test_predicted_and_measured_meet_by_layout_and_work(rows, tmp_path: Path):
     assert agreement(pairs) == 0
     turned = trial("2x4x1-2d_tp", 30, stage="measure", target="auto")
     other_work = trial("4x2x1-dp", 30, stage="measure", target="auto", batch=64)
-    other_pairs = predicted_and_measured(rows_of(tmp_path / "other", FSDP, TP, DP, RAN, turned, other_work))
+    other_pairs = pair_predictions(rows_of(tmp_path / "other", FSDP, TP, DP, RAN, turned, other_work))
     assert len(other_pairs) == 2 and agreement(other_pairs) == 1
 
 
@@ -286,7 +286,7 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
     ]
     real = [replace(t, about=replace(t.about, layout=t.name)) for t in real if t.about is not None]
     rows = rows_of(tmp_path, *real)
-    for members in groups(rows).values():
+    for members in group_by_kind(rows).values():
         specs = {figure.id: figures.specification(figure, members) for figure in figures.GROUP_FIGURES}
         simulated = members[0].group.simulated
         assert {name for name, spec in specs.items() if spec is None} == {"heat", *(["parts"] if simulated else [])}
@@ -331,7 +331,7 @@ def test_torus_has_every_device_once(tmp_path: Path):
     ],
 )
 def test_the_torus_of_a_target(target, overrides, shape, slices, twisted):
-    of_target = torus_of(trial("8x1x1-fsdp", 9, target=target, asked=overrides).about)
+    of_target = target_torus(trial("8x1x1-fsdp", 9, target=target, asked=overrides).about)
     known = (None, 1, False) if of_target is None else (of_target.shape, of_target.slices, of_target.twisted)
     assert known == (shape, slices, twisted)
 

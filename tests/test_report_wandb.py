@@ -15,7 +15,7 @@ import wandb
 from test_sweep_tracking import OK, row
 from valkyrie.records import encode
 from valkyrie.report.wandb import add_arguments, main_wandb
-from valkyrie.sweep.tracking import summary_of
+from valkyrie.sweep.tracking import trial_summary
 from valkyrie.sweep.trial import GoodputResult, TrialResult
 
 
@@ -47,8 +47,8 @@ def test_all_sweeps_are_shown_without_a_group(capsys: pytest.CaptureFixture[str]
 def test_every_panel_reads_what_runs_have(dry: dict[str, Any]) -> None:
     trained = replace(OK, results=TrialResult(goodput=GoodputResult(10.0, {"steps": 9.0}, 1, 0.9, 0.1)))
     summary = {
-        *summary_of(row(OK)),
-        *summary_of(row(trained)),
+        *trial_summary(row(OK)),
+        *trial_summary(row(trained)),
         *("mfu", "predicted_mfu", "predicted_step_ms", "dollars_per_million_tokens"),
         *(f"comm_bytes/{a}" for a in ("s", "w", "y", "z", "x,z", "y,z", "x,y,z")),
     }

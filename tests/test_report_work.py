@@ -18,7 +18,7 @@ from valkyrie.report.rank import agreement, compare, pareto_ids, peak_memory
 from valkyrie.report.records import read_rows
 from valkyrie.report.tables import command, details
 from valkyrie.report.text import as_csv, as_markdown
-from valkyrie.sweep.rows import Row, groups, predicted_and_measured
+from valkyrie.sweep.rows import Row, group_by_kind, pair_predictions
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 
 WIDE = ["model.embed=2048", "model.mlp=5632", "model.layers=12"]
@@ -101,8 +101,8 @@ def test_a_prediction_of_one_model_says_nothing_of_another(tmp_path: Path):
         ran = trial("8x1x1-dp", 9, stage="measure", target="auto", asked=[f"{LAYERS}={n}"])
         sweep_folder(tmp_path / f"ran{n}", [ran])
     apart = read_rows([tmp_path / "one", tmp_path / "ran4"])
-    assert predicted_and_measured(apart) == []
-    assert [pair.b.work.varied for pair in predicted_and_measured(read_rows([tmp_path]))] == [("layers=1",)]
+    assert pair_predictions(apart) == []
+    assert [pair.b.work.varied for pair in pair_predictions(read_rows([tmp_path]))] == [("layers=1",)]
 
 
 def test_a_key_that_nobody_named_has_the_value_that_was_in_force(tmp_path: Path):
@@ -141,7 +141,7 @@ def test_sweeps_without_a_work_in_common_are_not_compared(tmp_path: Path):
 
 
 def test_partitions_are_compared_within_a_shape(varied: list[Row]):
-    ((group, members),) = groups(varied).items()
+    ((group, members),) = group_by_kind(varied).items()
     lines = words.answer(group, members).reasons
     compared = [re.findall(r"layers=(\d+): (\w+)\b", line) + re.findall(r" is ([\d.]+x)", line) for line in lines]
     assert compared == [[("12", "fsdp"), "1.8x"], [("24", "2d_tp"), "1.06x"], [("24", "fsdp"), "1.2x"]]
@@ -162,7 +162,7 @@ def test_agreement_counts_pairs_of_one_work(tmp_path: Path):
         for ran, (stage, target) in enumerate([("compile", "v5e-8"), ("measure", "auto")])
         for batch, speed in ((16, 500), (64, 900))
     ]
-    pairs = predicted_and_measured(rows_of(tmp_path, *batches))
+    pairs = pair_predictions(rows_of(tmp_path, *batches))
     assert len(pairs) == 2 and agreement(pairs) is None
 
 
@@ -238,7 +238,7 @@ def test_real_devices_at_hand_are_named(tmp_path: Path):
     predicted = replace(FSDP, about=replace(FSDP.about, layout=real.about.layout))
     rows = rows_of(tmp_path, real, refused, predicted)
     assert [row.group.target for row in rows[:2]] == [real.results.devices] * 2
-    assert len(predicted_and_measured(rows)) == 1
+    assert len(pair_predictions(rows)) == 1
     trained = replace(real, stage="train", results=TrialResult(simulated=False, step=real.results.step))
     assert rows_of(tmp_path / "old", trained)[0].group.devices.endswith("this machine")
 

@@ -59,7 +59,7 @@ def make_shortlist(request: SearchRequest) -> Shortlist:
 
 
 class Devices:
-    """Replaces `carry_out`. Steps take twice their estimate, or ten times for `slow` partitions."""
+    """Replaces `run_trials`. Steps take twice their estimate, or ten times for `slow` partitions."""
 
     def __init__(self, request: SearchRequest, slow: Sequence[str] = (), status: Status = Status.ok) -> None:
         self.estimates = {tuple(entry.candidate.overrides): entry.step_s for entry in make_shortlist(request).fitting}
@@ -79,7 +79,7 @@ def measured_by(
     devices: Devices, request: SearchRequest, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> MeasuredTrials:
     """Measure the best layouts on the fake devices."""
-    monkeypatch.setattr(measuring, "carry_out", devices)
+    monkeypatch.setattr(measuring, "run_trials", devices)
     measures = MeasuredTrials()
     measure_best(request, make_shortlist(request), CompiledLayouts(), folder, measures, lambda entry: None)
     return measures

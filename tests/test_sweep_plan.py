@@ -16,7 +16,7 @@ from test_folder import make_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.sweep.names import trial_key
-from valkyrie.sweep.tracking import trial_id
+from valkyrie.sweep.tracking import wandb_run_id
 from valkyrie.sweep.trial import Status, TrialLog
 
 
@@ -169,6 +169,6 @@ def test_a_trial_is_a_run_of_its_own_folder(command: Any, monkeypatch: pytest.Mo
     config = OmegaConf.load(plan.trial_folder / "run.yaml")
     assert isinstance(config, DictConfig) and plan.run is not None
     run = Run.from_config(config)
-    tracking = replace(plan.run.config.tracking, id=trial_id(plan.run.config.tracking, plan.folder, plan.key))
+    tracking = replace(plan.run.config.tracking, id=wandb_run_id(plan.run.config.tracking, plan.folder, plan.key))
     assert run == plan.run.changed(tracking=tracking)
     assert (run.config.runs, run.config.name, run.config.tracking.group) == ("runs/a-b", plan.name, "a-b")

@@ -16,10 +16,10 @@ import wandb
 from helpers import compose_run
 from valkyrie.records import decode, encode
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, config_of
+from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, wandb_config
 from valkyrie.sweep.columns import WANDB_TABLE
-from valkyrie.sweep.rows import Row, row_of
-from valkyrie.sweep.tracking import REPORTED, SweepTracker, summary_of, trial_id
+from valkyrie.sweep.rows import Row, make_row
+from valkyrie.sweep.tracking import REPORTED, SweepTracker, trial_summary, wandb_run_id
 from valkyrie.sweep.trial import Status, Trial, TrialLog, TrialResult, upgrade_line
 from wandb_files import wandb_log, wandb_logs
 
@@ -51,7 +51,7 @@ def trial(mesh: str, partition: str, status: Status, reason: str | None = None, 
 
 
 def row(one: Trial) -> Row:
-    return row_of(one, Path("laptop"), bool(one.results.simulated), None, ())
+    return make_row(one, Path("laptop"), bool(one.results.simulated), None, ())
 
 
 def results(step_s: float) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def test_a_run_holds_every_setting_nested(tmp_path: Path) -> None:
 def test_bytes_of_no_known_axes_have_a_name() -> None:
     results = {"communication": {"bytes": 3.0, "bytes_by_mesh_axes": {"x": 1.0, "?": 2.0}}}
     sent = upgrade_line({"results": results})["results"]
-    summary = summary_of(row(replace(OK, results=decode(TrialResult, sent, "sent"))))
+    summary = trial_summary(row(replace(OK, results=decode(TrialResult, sent, "sent"))))
     assert summary["comm_bytes/unattributed"] == 2.0 and "comm_bytes/?" not in summary
 
 
@@ -233,7 +233,7 @@ def test_told_twice_is_told_once_and_what_changed_replaces(tmp_path: Path) -> No
 
 def file_of(folder: Path, one: Trial) -> Path:
     """Return the newest file of a trial's run at W&B."""
-    return max(folder.rglob(f"run-{trial_id(TrackingConfig(), folder, one.key)}.wandb"))
+    return max(folder.rglob(f"run-{wandb_run_id(TrackingConfig(), folder, one.key)}.wandb"))
 
 
 def test_an_uploaded_run_is_never_removed_and_one_cut_short_is_reported_again(tmp_path: Path) -> None:
@@ -361,9 +361,9 @@ def test_what_one_sweep_tells_another_in_the_folder_replaces(tmp_path: Path) -> 
 def test_a_training_reports_itself_in_the_run_of_its_trial_and_in_the_sweeps_group(tmp_path: Path) -> None:
     from valkyrie.runs.tracking import Tracker
 
-    run_id = trial_id(TrackingConfig(), tmp_path, OK.key)
+    run_id = wandb_run_id(TrackingConfig(), tmp_path, OK.key)
     config = TrackingConfig(wandb=WandbMode.offline, group="laptop", id=run_id)
-    tracker = Tracker(config, tmp_path, run_name="run", fields=config_of(encode(OK.about), {}), group="m-cpu8")
+    tracker = Tracker(config, tmp_path, run_name="run", fields=wandb_config(encode(OK.about), {}), group="m-cpu8")
     tracker.summary({"step_s": 0.5, "tokens_per_second": 4.0, "mfu": None})
     tracker.close()
     log = wandb_log(tmp_path)
@@ -375,11 +375,11 @@ def test_a_training_reports_itself_in_the_run_of_its_trial_and_in_the_sweeps_gro
 def test_a_run_has_the_same_id_whenever_and_from_wherever_it_is_reported(tmp_path: Path) -> None:
     config, folder = TrackingConfig(), tmp_path / "swept"
     folder.mkdir()
-    first = trial_id(config, folder, OK.key)
-    assert trial_id(TrackingConfig(), folder / ".." / "swept", OK.key) == first
+    first = wandb_run_id(config, folder, OK.key)
+    assert wandb_run_id(TrackingConfig(), folder / ".." / "swept", OK.key) == first
     others = [
         (TrackingConfig(project="other"), folder, OK.key),
         (config, folder, FASTER.key),
         (config, tmp_path, OK.key),
     ]
-    assert len({first, *(trial_id(*other) for other in others)}) == 4
+    assert len({first, *(wandb_run_id(*other) for other in others)}) == 4

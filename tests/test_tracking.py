@@ -14,7 +14,7 @@ import wandb
 
 from runs import trained_run
 from valkyrie.runs.tracking import Tracker, read_metrics
-from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, resolve
+from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, resolve_mode
 from wandb_files import read_wandb, wandb_log
 
 FIELDS = {"mesh": {"name": "4x4x2"}, "partition": {"name": "2d_tp"}}
@@ -209,7 +209,7 @@ def test_the_command_line_is_stronger_than_the_environment(
         monkeypatch.delenv(key, raising=False)
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    assert resolve(WandbMode(asked)) is WandbMode(expected)
+    assert resolve_mode(WandbMode(asked)) is WandbMode(expected)
 
 
 def test_tracking_off_leaves_no_wandb_folder() -> None:

@@ -17,8 +17,8 @@ from sweeps import Stage
 from valkyrie.config.modes import MODES
 from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, LOST, PREEMPTED, REFUSED, end_process, records_ending
 from valkyrie.search.compile.prediction import MemoryReport
-from valkyrie.sweep.child import outcome_of
-from valkyrie.sweep.results import Outcome, ending, last_error, outcome, results_of
+from valkyrie.sweep.child import capture_outcome
+from valkyrie.sweep.results import Outcome, last_error, outcome_from_status, read_outcome, read_results
 from valkyrie.sweep.trial import Status, StepResult, TrialResult
 
 
@@ -191,16 +191,18 @@ def test_the_reason_is_the_last_error_of_the_log(tmp_path: Path):
     output = tmp_path / "output.log"
     assert last_error(output) == "no output"
     output.write_text(TRACEBACK)
-    ended = outcome(tmp_path, 1)
+    ended = read_outcome(tmp_path, 1)
     assert ended.status is Status.failed, "what a log says decides nothing"
     assert ended.reason is not None and "RESOURCE_EXHAUSTED: Out" in ended.reason and "17 bytes." in ended.reason
-    assert outcome_of(lambda: _raise(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))).status is Status.does_not_fit
+    assert (
+        capture_outcome(lambda: _raise(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))).status is Status.does_not_fit
+    )
     output.write_text("F0101 00:00 thing.cc:1] Check failed: a == b\n*** Check failure stack trace: ***\n    @ 0x1\n")
-    ended = outcome(tmp_path, -signal.SIGABRT)
+    ended = read_outcome(tmp_path, -signal.SIGABRT)
     assert ended.status is Status.killed and ended.reason is not None
     assert "SIGABRT: F0101" in ended.reason and ended.reason.endswith("a == b")
-    assert "measure.json" in str(results_of(tmp_path, MODES.config_class("measure")).reason)
-    assert outcome(tmp_path, 130).status is Status.killed
+    assert "measure.json" in str(read_results(tmp_path, MODES.config_class("measure")).reason)
+    assert read_outcome(tmp_path, 130).status is Status.killed
 
 
 @pytest.mark.parametrize(
@@ -220,9 +222,12 @@ def test_a_process_that_ends_itself_leaves_its_outcome(
     """The ways the watchdog, a signal and a lost process end it. Other errors in the log change nothing."""
     (tmp_path / "output.log").write_text(TRACEBACK)
     monkeypatch.setattr("os._exit", sys.exit)
-    with records_ending(lambda code, reason: ending(code, reason).write(tmp_path)), pytest.raises(SystemExit):
+    with (
+        records_ending(lambda code, reason: outcome_from_status(code, reason).write(tmp_path)),
+        pytest.raises(SystemExit),
+    ):
         end_process(code, reason)
-    ended = outcome(tmp_path, code)
+    ended = read_outcome(tmp_path, code)
     assert ended.status is status
     assert status is Status.killed or ended.reason == reason
 
@@ -234,7 +239,7 @@ DAMAGED += ['{"status": "ok", "reason": null, "results": null}', '{"status": ["o
 @pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_outcome_is_that_trials_failure_and_no_more(tmp_path: Path, text: str):
     (tmp_path / "outcome.json").write_bytes(text.encode("latin-1"))
-    ended = outcome(tmp_path, 0)
+    ended = read_outcome(tmp_path, 0)
     assert (ended.status, ended.results) == (Status.failed, TrialResult())
     assert ended.reason is not None and "outcome.json" in ended.reason and "trial.retry=true" in ended.reason
 
@@ -245,7 +250,7 @@ def test_a_training_reports_its_last_summary(tmp_path: Path):
     parts = [part | ending for part in parts]
     lines = [line for part in parts for line in ({"step": 1, "loss": part["eval_loss"]}, {"summary": part})]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ended = results_of(tmp_path, MODES.config_class("train"))
+    ended = read_results(tmp_path, MODES.config_class("train"))
     assert ended.status is Status.ok
     step, memory = StepResult(step_s=0.4), MemoryReport(peak=2**28)
     assert ended.results == TrialResult(step=step, memory=memory, eval_loss=2.0, loss=2.0, steps=1, finished=True)

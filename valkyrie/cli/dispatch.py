@@ -28,8 +28,8 @@ from valkyrie.extensions import add_import_path
 from valkyrie.problems import Problem
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
-from valkyrie.sweep.end import SweepEndError, multirun_ends
-from valkyrie.sweep.members import over_processes
+from valkyrie.sweep.end import SweepEndError, print_results_at_end
+from valkyrie.sweep.members import join_multirun
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
 
 COMMAND = "valkyrie-train"
@@ -66,7 +66,7 @@ def dispatch() -> None:
         primary = find_primary(hydra_arguments, read=multirun is None or reads_one_run(hydra_arguments))
         sys.argv[1:] = primary.arguments
         if multirun is not None:
-            with over_processes(hydra_arguments) as leads, signals_as_exceptions():
+            with join_multirun(hydra_arguments) as leads, signals_as_exceptions():
                 config = _compose(primary) if leads else None
         else:
             config = _compose(primary)
@@ -108,7 +108,7 @@ def _compose(primary: Primary) -> DictConfig | None:
     os.environ[FULL_ERROR] = "1"  # Hydra raises, and `explain` writes the message
     try:
         folder = register()
-        with multirun_ends(), composition_errors(sys.argv[1:]):
+        with print_results_at_end(), composition_errors(sys.argv[1:]):
             hydra.main(config_path=str(folder), config_name=primary.name, version_base="1.3")(task)()
     except RuntimeError as error:
         deepest = traceback.extract_tb(error.__traceback__)[-1].filename

@@ -27,7 +27,7 @@ from valkyrie.extensions import add_import_path
 from valkyrie.foreign_errors import is_key_of_null
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.runs.folder import key_value, key_values, parts_of
+from valkyrie.runs.folder import key_value, key_values, split_flags
 
 _ESCAPED_CHARACTER = r"\\[][(){}:=, \t\\]"
 """Regex of a character that is special in Hydra's grammar, escaped with a backslash."""
@@ -148,7 +148,7 @@ def load_run(folder: Path, overrides: Sequence[str]) -> Run:
             "use valkyrie.compose(..., 'name=NAME')."
         )
     try:
-        for override in OverridesParser.create().parse_overrides(parts_of(hydra_arguments)[1]):
+        for override in OverridesParser.create().parse_overrides(split_flags(hydra_arguments)[1]):
             _refuse_deletion_or_sweep(override)
         return _compose(hydra_arguments, folder)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -160,7 +160,7 @@ def _compose(arguments: Sequence[str], folder: Path | None = None) -> Run:
 
     Does not catch the errors of Hydra and OmegaConf.
     """
-    flags = parts_of(arguments)[0]
+    flags = split_flags(arguments)[0]
     if unknown := [flag for flag in flags if flag.startswith("-") and flag.partition("=")[0] not in CONFIG_FLAGS]:
         raise ValueError(f"{unknown[0]} is a flag of valkyrie-train. Only KEY=VALUE is supported here.")
     folders = config_dirs(flags)
@@ -168,7 +168,7 @@ def _compose(arguments: Sequence[str], folder: Path | None = None) -> Run:
     primary = find_primary(arguments, folder=folder)
     with composing(folders, primary.folder):
         with composition_errors(arguments):
-            config = compose(primary.name, parts_of(primary.arguments)[1])
+            config = compose(primary.name, split_flags(primary.arguments)[1])
         return replace(Run.from_config(config), arguments=tuple(arguments))
 
 

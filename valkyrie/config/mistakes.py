@@ -12,7 +12,7 @@ from valkyrie.config.compose import GROUPS
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import RunConfig
 from valkyrie.paths import config_names
-from valkyrie.runs.folder import key_values, parts_of
+from valkyrie.runs.folder import key_values, split_flags
 
 _GROUPS = set(GROUPS)
 _KEYS = {field.name for field in fields(RunConfig)} | {"experiment", "sweep"}
@@ -40,7 +40,7 @@ def refuse_typos(arguments: Sequence[str], multirun: bool) -> None:
     for here, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         if _FLAG.match(here):
             _refuse_dashes(here, following)
-    overrides = parts_of(arguments)[1]
+    overrides = split_flags(arguments)[1]
     if multirun:
         _refuse_search_in_sweep(overrides)
     for here, following in zip_longest(overrides, overrides[1:], fillvalue=""):

@@ -25,7 +25,7 @@ from valkyrie.config.modes import reads_run
 from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, Run, RunConfig, drop_foreign_keys
 from valkyrie.extensions import add_import_path
 from valkyrie.paths import conf_dir, unused_path
-from valkyrie.runs.folder import RUN, find_run, key_value, key_values, parts_of, read_settings, saved_config
+from valkyrie.runs.folder import RUN, find_run, key_value, key_values, read_settings, saved_config, split_flags
 
 CONFIG_PATH = ("--config-path", "-cp")
 """Flags for the folder of the primary config."""
@@ -67,7 +67,7 @@ def find_primary(arguments: Sequence[str], *, folder: Path | None = None, read: 
     values = _fill_defaults(saved, folder / RUN)
     values.resume = str(folder)
     _register_settings(values, None)
-    flags, overrides = parts_of(arguments)
+    flags, overrides = split_flags(arguments)
     return Primary(SAVED_RUN, None, [*flags, *(o for o in overrides if key_value(o)[0] != "resume")])
 
 
@@ -138,7 +138,7 @@ def config_dirs(arguments: Sequence[str]) -> list[str]:
 
 def _modules_in(arguments: Sequence[str]) -> list[str]:
     """Return the folders that `modules=` names."""
-    overrides = [o for o in parts_of(arguments)[1] if key_value(o)[0] == "modules"]
+    overrides = [o for o in split_flags(arguments)[1] if key_value(o)[0] == "modules"]
     values = [override.value() for override in OverridesParser.create().parse_overrides(overrides)]
     return [str(folder) for value in values if isinstance(value, list) for folder in value]
 

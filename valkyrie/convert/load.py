@@ -23,7 +23,7 @@ from valkyrie.data.tokenizer import identity_of, load_tokenizer, vocab_size_of
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors, write_atomic
 from valkyrie.problems import refuse
-from valkyrie.runs.folder import key_value, run_folder, versions, write_about
+from valkyrie.runs.folder import key_value, run_folder, versions, write_run_files
 from valkyrie.trees import override_text
 
 THEIRS = "huggingface"
@@ -72,7 +72,7 @@ def from_folder(
         if tokenizer is None and "tokenizer.json" in copied:
             run = _with_tokenizer(run, str((theirs / "tokenizer.json").absolute()))
         _save(run, target, weights, by_parameter, folder)
-        write_about(run, target)
+        write_run_files(run, target)
     return target
 
 

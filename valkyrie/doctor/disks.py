@@ -20,7 +20,7 @@ from valkyrie.config.run import Run
 from valkyrie.data.config import DataCheck
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Examined
 from valkyrie.paths import cache_problem, cache_root, disk_errors, error_reason
-from valkyrie.runs.wandb_writer import WandbMode, resolve
+from valkyrie.runs.wandb_writer import WandbMode, resolve_mode
 from valkyrie.train.prepare import refuse_other_data
 from valkyrie.units import memory_text
 
@@ -190,7 +190,7 @@ def _check_data(run: Run) -> DataCheck:
 def wandb_key(examined: Examined) -> Answers:
     """Check that W&B has a key if it needs one. Does not use the network."""
     wanted = examined.run.config.tracking.wandb
-    mode, key = resolve(wanted), os.environ.get("WANDB_API_KEY") or ""
+    mode, key = resolve_mode(wanted), os.environ.get("WANDB_API_KEY") or ""
     if mode is WandbMode.online:
         key = key or _key_in_netrc()
     if mode is WandbMode.off:

@@ -26,7 +26,7 @@ from valkyrie.report.specs import Spec, timeline_spec
 from valkyrie.report.trace import Timeline, TorusDrawing, read_timeline, read_torus
 from valkyrie.report.values import labels
 from valkyrie.sweep.columns import PAGE as PAGE_COLUMNS
-from valkyrie.sweep.rows import Row, groups
+from valkyrie.sweep.rows import Row, group_by_kind
 from valkyrie.sweep.trial import PAGE
 
 LIMIT = 2_000_000
@@ -139,7 +139,7 @@ def _template_values(rows: Sequence[Row], comparison: Comparison | None, data: P
     """Return the values for the page's template, except the data for its script."""
     folders = list(dict.fromkeys(row.folder or row.source if row.is_training else row.source for row in rows))
     command, answer = (read_command(folders[0]), read_answer(folders[0])) if len(folders) == 1 else (None, None)
-    rows_by_kind = groups(rows)
+    rows_by_kind = group_by_kind(rows)
     best, trained = tables.best_table(best_per_target(rows)), tables.training_table(rows)
     trainings_only = all(row.is_training for row in rows)
     return {
@@ -184,7 +184,7 @@ def templates() -> Environment:
 
 def _page_data(rows: Sequence[Row]) -> PageData:
     """Return the data for the page's script. Timelines and drawings are those of the best rows."""
-    rows_by_kind = groups(rows)
+    rows_by_kind = group_by_kind(rows)
     ordered = [row for members in rows_by_kind.values() for row in members]
     best_rows = _best_first(list(rows_by_kind.values()))
     row_numbers = {row.id: i for i, row in enumerate(ordered)}

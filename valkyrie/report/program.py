@@ -18,7 +18,7 @@ from valkyrie.parts import PartKind, seconds_in
 from valkyrie.report.colours import axes_colour, part_colour
 from valkyrie.report.page import read_asset, templates
 from valkyrie.report.tables import ColumnHead, TextTable
-from valkyrie.report.trace import Timeline, timeline
+from valkyrie.report.trace import Timeline, make_timeline
 from valkyrie.report.words import BigNumber
 from valkyrie.search.compile.prediction import CompileStatus, Hint, Measurement, Prediction
 from valkyrie.search.compile.show import show
@@ -76,7 +76,7 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
     if isinstance(record, Prediction):
         advice, record = record.hints, replace(record, hints=())  # the page shows hints in a separate section
     show(record, console := _Recorder())
-    step_timeline = timeline([dict(event) for event in trace_events(spans, title)])
+    step_timeline = make_timeline([dict(event) for event in trace_events(spans, title)])
     return (
         templates()
         .get_template("program.html")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from valkyrie.sweep.noise import within_noise
-from valkyrie.sweep.rows import Row, RowPair, Workload, groups, ranked
+from valkyrie.sweep.rows import Row, RowPair, Workload, group_by_kind, sort_by_speed
 from valkyrie.sweep.trial import Status
 
 UNKNOWN_REASON = "no reason was recorded"
@@ -19,9 +19,9 @@ DATA_PARALLEL = "dp"
 
 
 def best_per_target(rows: Iterable[Row]) -> list[Row]:
-    """Return the fastest row for each kind of speed and workload, in the order of `groups`."""
+    """Return the fastest row for each kind of speed and workload, in the order of `group_by_kind`."""
     best: list[Row] = []
-    for members in groups(rows).values():
+    for members in group_by_kind(rows).values():
         seen_workloads = set()
         for row in members:
             if row.ok and row.work not in seen_workloads:
@@ -163,14 +163,14 @@ def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
             raise ValueError(f"--compare {a} {b}: {name} is not one of these sweeps. Choose from: {choices}.")
         best: dict[tuple[object, ...], Row] = {}
         slower_duplicates += [
-            row for row in ranked(members) if best.setdefault((row.group, row.layout, row.work), row) is not row
+            row for row in sort_by_speed(members) if best.setdefault((row.group, row.layout, row.work), row) is not row
         ]
         by_sweep.append(best)
     left, right = by_sweep
     pairs = [RowPair(row, right[key]) for key, row in left.items() if key in right]
     pairs.sort(key=lambda p: (p.a.group, p.ratio is None, -(p.ratio or 0.0)))
-    only_a = ranked(row for key, row in left.items() if key not in right)
-    only_b = ranked(row for key, row in right.items() if key not in left)
+    only_a = sort_by_speed(row for key, row in left.items() if key not in right)
+    only_b = sort_by_speed(row for key, row in right.items() if key not in left)
     return Comparison(a, b, pairs, only_a, only_b, slower_duplicates)
 
 

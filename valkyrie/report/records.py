@@ -16,7 +16,7 @@ from valkyrie.records import RecordError, read_record
 from valkyrie.runs.folder import RUN
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.sweep.results import training_results
-from valkyrie.sweep.rows import Row, rows_of
+from valkyrie.sweep.rows import Row, make_rows
 from valkyrie.sweep.trial import TRIALS, Status, StepResult, Trial, TrialLog, TrialResult
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     folders = find_sweeps(paths)
     sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS).is_file()}
     trainings = {folder: [read_training(folder)] for folder in folders if folder not in sweeps}
-    rows = rows_of(sweeps, trainings)
+    rows = make_rows(sweeps, trainings)
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))}: no trial has ended yet. Try again when the first one has.")
     return rows

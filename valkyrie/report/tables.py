@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.report.rank import Comparison, pareto_ids, peak_memory, simplest_partitions
-from valkyrie.report.values import labels, part_name, short
+from valkyrie.report.values import labels, part_name, round_digits
 from valkyrie.runs.columns import Column
 from valkyrie.sweep.columns import BEST, COLUMNS, MARKDOWN, PAGE
-from valkyrie.sweep.names import without_place
+from valkyrie.sweep.names import without_run_folder
 from valkyrie.sweep.rows import Row, SpeedKind, with_ranks
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, long_duration, memory_text, share_text, traffic_text
@@ -129,7 +129,7 @@ def cells(rows_by_kind: Mapping[SpeedKind, Sequence[Row]]) -> list[list[Any]]:
 
 
 def _rounded(value: Any) -> Any:
-    return short(value, _DIGITS) if isinstance(value, float) else value
+    return round_digits(value, _DIGITS) if isinstance(value, float) else value
 
 
 def answer_table(answer: SearchAnswer) -> TextTable:
@@ -179,5 +179,5 @@ def command(row: Row) -> str:
 
 
 def _command_words(row: Row) -> list[str]:
-    arguments = (*row.trial.flags, *without_place(row.trial.overrides))
+    arguments = (*row.trial.flags, *without_run_folder(row.trial.overrides))
     return [shlex.quote(a) for a in ("valkyrie-train", *arguments, "hydra.mode=RUN")]

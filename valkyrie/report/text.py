@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from valkyrie.report import tables, words
 from valkyrie.report.rank import Comparison, best_per_target, refusals
 from valkyrie.sweep.columns import CSV
-from valkyrie.sweep.rows import Row, groups
+from valkyrie.sweep.rows import Row, group_by_kind
 from valkyrie.units import printable
 
 
@@ -18,7 +18,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
     The last columns are the number of devices of each kind of role.
     """
-    ordered = [row for members in groups(rows).values() for row in members]
+    ordered = [row for members in group_by_kind(rows).values() for row in members]
     kinds = list(dict.fromkeys(kind for row in ordered for kind in row.degrees))
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -44,7 +44,7 @@ def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> st
     best = best_per_target(rows)
     if len(best) > 1:
         lines += ["## Best layout for each target", "", *tables.best_table(best).markdown(), ""]
-    for group, members in groups(rows).items():
+    for group, members in group_by_kind(rows).items():
         answer = words.answer(group, members)
         lines += [f"## {group.label[0].upper()}{group.label[1:]}", "", answer.sentence, ""]
         lines += [*(f"- {reason}" for reason in answer.reasons), ""] if answer.reasons else []

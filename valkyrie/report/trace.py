@@ -73,12 +73,14 @@ def read_timeline(row: Row, limit: int = MAX_SPANS) -> Timeline | None:
     """Read the timeline in a row's run folder. Returns None if there is none or the file is damaged."""
     trace = read_json(row, TIMELINE)
     try:
-        return timeline([event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)], limit)
+        return make_timeline(
+            [event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)], limit
+        )
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
-def timeline(events: Sequence[Mapping[str, Any]], limit: int = MAX_SPANS) -> Timeline | None:
+def make_timeline(events: Sequence[Mapping[str, Any]], limit: int = MAX_SPANS) -> Timeline | None:
     """Convert the events of a trace to a timeline, merging neighbours until at most `limit` spans remain.
 
     Returns None if there are no events.
@@ -109,7 +111,7 @@ def timeline(events: Sequence[Mapping[str, Any]], limit: int = MAX_SPANS) -> Tim
 
 def read_torus(row: Row) -> TorusDrawing | None:
     """Read the mesh of a row on the torus of its target. Returns None if it is unknown or too large to draw."""
-    about, topology = row.about, torus_of(row.about)
+    about, topology = row.about, target_torus(row.about)
     if topology is None:
         return None
     positions = _positions(row)
@@ -129,7 +131,7 @@ def read_torus(row: Row) -> TorusDrawing | None:
     )
 
 
-def torus_of(about: LayoutRecord) -> Topology | None:
+def target_torus(about: LayoutRecord) -> Topology | None:
     """Return the torus of a layout's target, or None if the target has no torus or its chip is unknown."""
     target = about.hardware.config(known_chips()) if about.hardware is not None else None
     return None if target is None or target.problems() else build_topology(target)

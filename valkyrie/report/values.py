@@ -10,7 +10,7 @@ from valkyrie.axes import axes_text
 from valkyrie.parts import PART_LABELS, PartKind, describe_part
 from valkyrie.report.rank import chip_price, pareto_ids, peak_memory
 from valkyrie.runs.goodput import KINDS
-from valkyrie.sweep.rows import Row, predicted_and_measured
+from valkyrie.sweep.rows import Row, pair_predictions
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory_text, percent
 
@@ -60,11 +60,11 @@ def bars(rows: Sequence[Row]) -> Values:
             {
                 "label": row_labels[row.id],
                 "partition": row.about.partition,
-                "rate": short(row.rate),
-                "per_chip": short(row.rate_per_chip),
-                "low": short(low),
-                "high": short(high),
-                "end": short(max(high, row.rate)),
+                "rate": round_digits(row.rate),
+                "per_chip": round_digits(row.rate_per_chip),
+                "low": round_digits(low),
+                "high": round_digits(high),
+                "end": round_digits(max(high, row.rate)),
                 "step": duration(row.step_s),
                 "spread": f"{duration(row.step.min_s or 0.0)} to {duration(row.step.p90_s or 0.0)}"
                 if spread
@@ -92,7 +92,14 @@ def cells(rows: Sequence[Row]) -> Values:
         reason = "" if best.ok else best.reason or best.status
         text = _si_text(rate) if rate is not None else best.status.replace("does not fit", "no fit")
         values.append(
-            {"data": data, "mp1": mp1, "mp2": mp2, "rate": short(rate), "text": text, "label": row_labels[best.id]}
+            {
+                "data": data,
+                "mp1": mp1,
+                "mp2": mp2,
+                "rate": round_digits(rate),
+                "text": text,
+                "label": row_labels[best.id],
+            }
             | {"tried": str(len(members)), "reason": reason[:200]}
         )
     is_comparable = len({value["data"] for value in values}) < len(values)
@@ -128,12 +135,12 @@ def memory(rows: Sequence[Row]) -> Values:
             "label": row_labels[row.id],
             "partition": row.about.partition,
             "work": row.work.label,
-            "peak": short((row.peak or 0) / scale),
-            "rate": (short(row.rate_per_chip) if row.ok else 0.0) if has_speeds else None,
+            "peak": round_digits((row.peak or 0) / scale),
+            "rate": (round_digits(row.rate_per_chip) if row.ok else 0.0) if has_speeds else None,
             "status": "does not fit" if row.trial.status is Status.does_not_fit else "fits",
             "front": row.id in pareto_front,
             "unit": unit,
-            "usable": None if usable is None else short(usable / scale),
+            "usable": None if usable is None else round_digits(usable / scale),
             "far": far,
             "name": row_labels[row.id] if row.id in named_ids else "",
         }
@@ -207,15 +214,15 @@ def pairs(rows: Sequence[Row]) -> Values:
         {
             "label": row_labels[pair.a.id],
             "partition": pair.a.about.partition,
-            "x": short(1e3 * (pair.a.step_s or 0.0)),
-            "y": short(1e3 * (pair.b.step_s or 0.0)),
+            "x": round_digits(1e3 * (pair.a.step_s or 0.0)),
+            "y": round_digits(1e3 * (pair.b.step_s or 0.0)),
             "predicted": duration(pair.a.step_s or 0.0),
             "measured": duration(pair.b.step_s or 0.0),
             "kind": "simulated" if pair.b.group.simulated else "measured",
             "target": pair.a.group.target,
             "on": pair.b.group.devices,
         }
-        for pair in predicted_and_measured(rows)
+        for pair in pair_predictions(rows)
     ]
 
 
@@ -223,7 +230,7 @@ def prices(rows: Sequence[Row]) -> Values:
     """Return the price and speed of rows that have both. Empty if all prices are equal."""
     row_labels = labels(rows)
     priced = [row for row in rows if row.ok and row.price]
-    if len({short(row.price) for row in priced}) < 2:
+    if len({round_digits(row.price) for row in priced}) < 2:
         return []
     pareto_front = pareto_ids(priced, chip_price)
     return [
@@ -231,9 +238,9 @@ def prices(rows: Sequence[Row]) -> Values:
             "label": row_labels[row.id],
             "target": row.group.target,
             "work": row.work.label,
-            "price": short(row.price),
-            "per_million": short(row.per_million),
-            "rate": short(row.rate_per_chip),
+            "price": round_digits(row.price),
+            "per_million": round_digits(row.per_million),
+            "rate": round_digits(row.rate_per_chip),
             "front": row.id in pareto_front,
         }
         for row in priced
@@ -267,7 +274,7 @@ def _stacked(
                         "label": row_labels[row.id],
                         "part": part_labels.get(part, part),
                         "order": order.index(part),
-                        "amount": short(amounts[part] * scale),
+                        "amount": round_digits(amounts[part] * scale),
                         "share": percent(amounts[part] / total),
                         "unit": unit,
                     }
@@ -281,7 +288,7 @@ def _time_unit(seconds: Sequence[float]) -> tuple[str, float]:
     return ("s", 1.0) if longest >= 10 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
 
 
-def short(value: float | None, digits: int = 5) -> float | None:
+def round_digits(value: float | None, digits: int = 5) -> float | None:
     """Round a number to a few significant digits, to keep a page with many trials small."""
     return None if value is None else float(f"{value:.{digits}g}")
 

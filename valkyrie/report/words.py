@@ -16,7 +16,7 @@ from valkyrie.report.rank import UNKNOWN_REASON, agreement, describe_simplest, s
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.explain.difference import compare_layouts, compared_quantities
 from valkyrie.sweep.noise import has_spread, within_noise
-from valkyrie.sweep.rows import Row, SpeedKind, Workload, groups, predicted_and_measured
+from valkyrie.sweep.rows import Row, SpeedKind, Workload, group_by_kind, pair_predictions
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory_text, number_text, percent, share_text, traffic_text
 
@@ -281,7 +281,7 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
 
 def agreement_line(rows: Sequence[Row]) -> str | None:
     """Return how often predictions pick the layout that was measured to be faster, or None if it is unknown."""
-    pairs = predicted_and_measured(rows)
+    pairs = pair_predictions(rows)
     share = agreement(pairs)
     if share is None:
         return None
@@ -374,6 +374,6 @@ def _date(started: str) -> date | None:
 def summary(rows: Sequence[Row]) -> str:
     """Return a sentence with the number of trials, by status and by kind of speed."""
     parts = [f"{count} {word}" for word, count in Counter(row.status for row in rows).items()]
-    kinds = [f"{sum(r.ok for r in members)} {group.label}" for group, members in groups(rows).items()]
+    kinds = [f"{sum(r.ok for r in members)} {group.label}" for group, members in group_by_kind(rows).items()]
     trials = f"{len(rows)} trial{'s' * (len(rows) != 1)}"
     return f"{trials} ({', '.join(parts)}); with a speed: {', '.join(kinds)}."

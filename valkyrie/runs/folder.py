@@ -147,14 +147,14 @@ def _has_other_files(folder: Path) -> bool:
     return any(not entry.name.startswith(".") for entry in folder.iterdir())
 
 
-def kept_text(folder: Path, name: str) -> Path:
+def stored_text_file(folder: Path, name: str) -> Path:
     """Return the file in which `mode.keep=name` stores a generated text. Raises ValueError for an invalid name."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"mode.keep={name} is not a valid file name. Use a word, such as mode.keep=story.")
     return folder / "texts" / f"{name}.npz"
 
 
-def write_about(run: Run, folder: Path) -> None:
+def write_run_files(run: Run, folder: Path) -> None:
     """Write `run.yaml` and `versions.json` into the run folder."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -218,7 +218,7 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
     return _changed(run.record(), saved)
 
 
-def continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str, str]]) -> str:
+def describe_continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str, str]]) -> str:
     """Return a line that says how a run continues: its first and last step, and the settings that have changed."""
     config, was = run.config, saved_config(folder).steps if (folder / RUN).is_file() else run.config.steps
     differs = {"steps": (str(config.steps), str(was))} if was != config.steps else {}
@@ -226,7 +226,7 @@ def continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str
     return f"continuing {folder.name} from step {step} to step {config.steps}{': ' if listed else ''}{listed}"
 
 
-def schedule_change(run: Run, folder: Path, step: int) -> str | None:
+def describe_schedule_change(run: Run, folder: Path, step: int) -> str | None:
     """Return a warning if the learning rate jumps at `step` because the schedule has a different length, else None.
 
     Raises ValueError if `run.yaml` is damaged.
@@ -275,7 +275,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def parts_of(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split arguments into flags (with their values) and overrides. Hydra requires overrides to be contiguous."""
     flags, overrides, takes_value = [], [], False
     for argument in arguments:
@@ -293,4 +293,4 @@ def key_value(argument: str) -> tuple[str, str]:
 
 def key_values(arguments: Sequence[str]) -> dict[str, str]:
     """Return the values of the overrides among arguments, by key. If a key is repeated, the last value counts."""
-    return dict(key_value(argument) for argument in parts_of(arguments)[1] if "=" in argument)
+    return dict(key_value(argument) for argument in split_flags(arguments)[1] if "=" in argument)

@@ -16,9 +16,9 @@ TRAFFIC = "communication"
 """Key in a training's summary for the bytes that a device sends."""
 FLUSH_S = 1.0
 """Seconds until W&B writes a record to its file. A killed run loses the records of that time, and the last one."""
-AGAIN = "-offline"
+OFFLINE_SUFFIX = "-offline"
 """Suffix of the id of a run that failed to start online and is offline: W&B reserves the id of the failed start."""
-TAGGED = ("mesh", "partition", "model", "target")
+TAG_GROUPS = ("mesh", "partition", "model", "target")
 """Config groups whose choices become tags of a run."""
 _GROUPS = ("model", "mesh", "partition", "target", "precision")
 """Config groups whose choices are recorded as `GROUP.name` in a run's config."""
@@ -64,7 +64,7 @@ class WandbWriter:
     """
 
     def __init__(self, config: TrackingConfig, folder: Path) -> None:
-        self.config, self.folder, self.mode = config, folder, resolve(config.wandb)
+        self.config, self.folder, self.mode = config, folder, resolve_mode(config.wandb)
         self.note: str | None = None
 
     def start(
@@ -74,7 +74,7 @@ class WandbWriter:
 
         Args:
             name: Name of the run.
-            run_id: Id of the run. A run that falls back to offline mode gets the suffix `AGAIN`.
+            run_id: Id of the run. A run that falls back to offline mode gets the suffix `OFFLINE_SUFFIX`.
             group: Group of the run.
             job_type: Job type of the run.
             fields: The run's config, as nested dicts, so that W&B can filter by `optimizer.learning_rate`.
@@ -85,7 +85,7 @@ class WandbWriter:
         if mode is WandbMode.off:
             return None
         for self.mode in dict.fromkeys((mode, WandbMode.offline)):
-            attempt_id = f"{run_id}{AGAIN}" if notes else run_id
+            attempt_id = f"{run_id}{OFFLINE_SUFFIX}" if notes else run_id
             try:
                 run = self._init(name, attempt_id, group, job_type, dict(fields), **more)
             except Exception as error:
@@ -107,7 +107,7 @@ class WandbWriter:
         settings |= {"x_transaction_log_flush_interval": FLUSH_S, **more.pop("settings", {})}
         if self.mode is not WandbMode.online:
             more.pop("resume", None)
-        tags = more.pop("tags", None) or [tag(key, fields[key]["name"]) for key in TAGGED if key in fields]
+        tags = more.pop("tags", None) or [group_tag(key, fields[key]["name"]) for key in TAG_GROUPS if key in fields]
         return wandb.init(
             mode=self.mode.value,  # pyright: ignore[reportArgumentType]
             project=self.config.project,
@@ -124,12 +124,12 @@ class WandbWriter:
         )
 
 
-def tag(key: str, name: object) -> str:
+def group_tag(key: str, name: object) -> str:
     """Return the tag for the choice of a group, such as `mesh=4x4x2`. W&B rejects more than 64 characters."""
     return f"{key}={name}"[:64]
 
 
-def config_of(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, object]:
+def wandb_config(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, object]:
     """Return the config of a W&B run: nested settings, and the fields of `about` (layout, roles, chips, ...).
 
     Names of groups in `about` (`mesh`: `4x4x2`) become `name` in the group (`mesh.name`), because the settings already
@@ -156,7 +156,7 @@ def wandb_summary(values: Mapping[str, Any]) -> dict[str, object]:
     return {key: value for key, value in summary.items() if value is not None}
 
 
-def resolve(mode: WandbMode) -> WandbMode:
+def resolve_mode(mode: WandbMode) -> WandbMode:
     """Resolve `auto` to another mode, from the environment variables `WANDB_MODE` and `WANDB_API_KEY`."""
     if mode is not WandbMode.auto:
         return mode

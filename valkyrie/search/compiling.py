@@ -13,15 +13,15 @@ from valkyrie.config.modes import settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.modes.compile import Config as CompileMode
-from valkyrie.runs.folder import parts_of
+from valkyrie.runs.folder import split_flags
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.modes import compile_into_folder
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import MeshPartition, Shortlist, estimate_errors, mesh_partition
-from valkyrie.sweep.child import outcome_of
+from valkyrie.sweep.child import capture_outcome
 from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
-from valkyrie.sweep.results import OUTPUT, Outcome, results_of
-from valkyrie.sweep.run import carry_out_here
+from valkyrie.sweep.results import OUTPUT, Outcome, read_results
+from valkyrie.sweep.run import run_in_this_process
 from valkyrie.sweep.trial import Status, Trial
 
 DISTINCT_FIRST = 4
@@ -153,11 +153,11 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
 
             def compile_layout() -> Outcome:
                 compile_into_folder(run, console, check_limits)
-                return results_of(folder, plan.mode)
+                return read_results(folder, plan.mode)
 
-            return outcome_of(compile_layout, log)
+            return capture_outcome(compile_layout, log)
 
-    return carry_out_here(plan, work, watch)
+    return run_in_this_process(plan, work, watch)
 
 
 def plan_compile(request: SearchRequest, layout: EstimatedLayout, folder: Path) -> TrialPlan:
@@ -168,7 +168,7 @@ def plan_compile(request: SearchRequest, layout: EstimatedLayout, folder: Path) 
 
 def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: EstimatedLayout) -> TrialPlan:
     """Plan a trial of a layout in the folder of a search."""
-    flags, overrides = parts_of(request.command)
+    flags, overrides = split_flags(request.command)
     overrides = [*overrides, f"mode={run.config.mode.name}", *layout.candidate.overrides]
     return plan_run(run, SweepContext(folder, tuple(flags)), overrides)
 

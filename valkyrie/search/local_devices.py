@@ -21,9 +21,9 @@ from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.processes.locks import TrialLock
 from valkyrie.search.measure.figures_file import describe_figures, has_figures, read_figures
 from valkyrie.search.request import SearchRequest
-from valkyrie.sweep.members import members
+from valkyrie.sweep.members import led_processes
 from valkyrie.sweep.plan import TrialPlan
-from valkyrie.sweep.process import TrialProcess, stop
+from valkyrie.sweep.process import TrialProcess, stop_trials
 from valkyrie.sweep.trial import Status, Trial
 
 _POLL_S = 0.1
@@ -31,7 +31,7 @@ _POLL_S = 0.1
 
 def process_count() -> int:
     """Return the number of processes in which a trial runs."""
-    leading = members()
+    leading = led_processes()
     return 1 if leading is None else leading.count
 
 
@@ -109,7 +109,7 @@ def _run_trial(plan: TrialPlan) -> Trial:
             while (trial := process.poll()) is None:
                 time.sleep(_POLL_S)
         finally:
-            stop([process])
+            stop_trials([process])
     finally:
         lock.release()
     return trial

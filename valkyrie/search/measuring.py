@@ -18,7 +18,7 @@ from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.local_devices import needs_cpu_figures
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import MeshPartition, Shortlist, mesh_partition
-from valkyrie.sweep.run import carry_out
+from valkyrie.sweep.run import run_trials
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.units import duration
 
@@ -131,7 +131,7 @@ def run_measurement(request: SearchRequest, layout: EstimatedLayout, folder: Pat
     if needs_cpu_figures(request.run.config.target):
         run = run.changed(target=request.run.config.target)
     plan = plan_layout(folder, request, run, layout)
-    return carry_out([plan], 1)[plan.key]
+    return run_trials([plan], 1)[plan.key]
 
 
 def rank_measured(request: SearchRequest, rows: Sequence[RankedLayout], measured: MeasuredTrials) -> list[RankedLayout]:

@@ -36,7 +36,7 @@ from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import format_comparison, rival_layouts, rivals_on
 from valkyrie.search.shortlist import Shortlist, chip_name, shortlist
 from valkyrie.search.tuning import tune_best
-from valkyrie.sweep.members import over_processes
+from valkyrie.sweep.members import join_multirun
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory_text, parse_seconds
 
@@ -51,7 +51,7 @@ def search(run: Run) -> int:
 
     With several processes, the leader searches and the others take part in measurements.
     """
-    with over_processes(run.arguments) as leads:
+    with join_multirun(run.arguments) as leads:
         return _search(run) if leads else 0
 
 

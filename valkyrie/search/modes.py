@@ -18,7 +18,7 @@ from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.paths import DiskError
 from valkyrie.records import RecordError, read_record, write_record
-from valkyrie.runs.folder import run_folder, write_about
+from valkyrie.runs.folder import run_folder, write_run_files
 from valkyrie.search import NOT_COMPILED
 from valkyrie.search.compile.cache import package_digest, requests_folder
 from valkyrie.search.compile.hints import hints
@@ -57,7 +57,7 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
     if prediction.status is CompileStatus.refused:
         raise ValueError(prediction.reason)
     folder = run_folder(run)
-    write_about(run, folder)
+    write_run_files(run, folder)
     write_record(folder / SUMMARY, prediction)
     show(prediction, console)
     if replay is not None:
@@ -94,7 +94,7 @@ def _measure(run: Run, team: Team) -> int:
     status = 0 if measurement.status is CompileStatus.ok else NOT_COMPILED
     if not team.leads:
         return status
-    write_about(run, folder)
+    write_run_files(run, folder)
     write_record(folder / MEASURED, measurement)
     show(measurement, console)
     if trace is not None:

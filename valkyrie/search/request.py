@@ -16,7 +16,7 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
 from valkyrie.problems import refuse
-from valkyrie.runs.folder import key_value, parts_of
+from valkyrie.runs.folder import key_value, split_flags
 from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts, partition_variants
 from valkyrie.units import parse_seconds
 
@@ -73,7 +73,7 @@ class SearchRequest:
     @property
     def command(self) -> list[str]:
         """The user's arguments, without those for the layout, the slice and the search."""
-        flags, overrides = parts_of(self.run.arguments)
+        flags, overrides = split_flags(self.run.arguments)
         search_keys = (*SEARCH_KEYS, "target.slices", "partition.schedule", "partition.rounds", "partition.zero1")
         keys = [(override, key_value(override)[0]) for override in overrides]
         return [*flags, *(override for override, key in keys if key not in search_keys and not key.startswith("mode."))]
@@ -82,7 +82,7 @@ class SearchRequest:
 def parse_request(run: Run) -> SearchRequest:
     """Parse the request of a run with `mode=search`. Raises ValueError for settings that a search cannot use."""
     config, mode = run.config, settings_for(SearchMode, run.config.mode)
-    keys = {key_value(o)[0] for o in parts_of(run.arguments)[1]}
+    keys = {key_value(o)[0] for o in split_flags(run.arguments)[1]}
     if wrong := sorted(key for key in keys if key.partition(".")[0] == "mesh"):
         raise ValueError(
             f"{wrong[0]}: mode=search tries all meshes. Remove this setting, or predict one layout with mode=compile."

@@ -23,7 +23,7 @@ from valkyrie.processes.interrupt import exit_on_ctrl_c
 from valkyrie.runs.folder import saved_config
 from valkyrie.search import NOT_COMPILED
 from valkyrie.sweep.members import BESIDE
-from valkyrie.sweep.results import Outcome, ending, failure, results_of
+from valkyrie.sweep.results import Outcome, failed_outcome, outcome_from_status, read_results
 from valkyrie.sweep.trial import Status
 from valkyrie.train.room import DoesNotFit
 
@@ -31,13 +31,16 @@ from valkyrie.train.room import DoesNotFit
 def main() -> None:
     """Run the trial in the folder named by the first argument. Exits with status 1 unless the trial is ok."""
     folder = Path(sys.argv[1])
-    with records_ending(lambda status, reason: _write_outcome(ending(status, reason), folder)), exit_on_ctrl_c("trial"):
-        outcome = outcome_of(lambda: _run_mode(folder))
+    with (
+        records_ending(lambda status, reason: _write_outcome(outcome_from_status(status, reason), folder)),
+        exit_on_ctrl_c("trial"),
+    ):
+        outcome = capture_outcome(lambda: _run_mode(folder))
     _write_outcome(outcome, folder)
     sys.exit(int(outcome.status is not Status.ok))
 
 
-def outcome_of(work: Callable[[], Outcome], log: TextIO | None = None) -> Outcome:
+def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> Outcome:
     """Call `work` and return its outcome, or convert its exception to an outcome.
 
     Prints the traceback to `log`, or to stderr if `log` is None.
@@ -50,16 +53,18 @@ def outcome_of(work: Callable[[], Outcome], log: TextIO | None = None) -> Outcom
             return Outcome(Status.does_not_fit, str(error))
         if isinstance(error, ValueError | OSError):  # the user's mistakes, as in a single run
             return Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()))
-        failed_outcome = failure(f"{type(error).__name__}: {error}")
-        return replace(failed_outcome, status=Status.does_not_fit) if is_out_of_memory(str(error)) else failed_outcome
+        outcome_of_error = failed_outcome(f"{type(error).__name__}: {error}")
+        return (
+            replace(outcome_of_error, status=Status.does_not_fit) if is_out_of_memory(str(error)) else outcome_of_error
+        )
 
 
 def _run_mode(folder: Path) -> Outcome:
     run = Run.from_config(saved_config(folder))
     status = run.config.mode.run(run)
     if status not in (0, NOT_COMPILED):
-        return ending(status, f"the process exited with status {status}")
-    return Outcome(Status.ok) if sys.argv[2:] == [BESIDE] else results_of(folder, run.config.mode)
+        return outcome_from_status(status, f"the process exited with status {status}")
+    return Outcome(Status.ok) if sys.argv[2:] == [BESIDE] else read_results(folder, run.config.mode)
 
 
 def _write_outcome(outcome: Outcome, folder: Path) -> None:

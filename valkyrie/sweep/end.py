@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.config.modes import has_results
 from valkyrie.runs.wandb_writer import TrackingConfig
-from valkyrie.sweep.table import NO_RESULT, ending, table
+from valkyrie.sweep.table import NO_RESULT, closing_lines, table
 from valkyrie.sweep.tracking import SweepTracker
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.screen import make_console
@@ -32,10 +32,10 @@ STOPPED = "sweep interrupted: finished trials are recorded. Run the same command
 _FAILED = "sweep failed: finished trials are recorded. Run the same command again to do the remaining ones."
 
 _started_sweeps: ContextVar[list[SweepEnd]] = ContextVar("_started_sweeps")
-"""Callbacks of the multiruns started inside `multirun_ends`. Hydra creates them, but drops them when interrupted."""
+"""Callbacks of multiruns inside `print_results_at_end`. Hydra creates them, but drops them when interrupted."""
 
 
-def end_of(context: HydraContext) -> SweepEnd | None:
+def find_sweep_end(context: HydraContext) -> SweepEnd | None:
     """Return the `SweepEnd` callback of a multirun, or None if its configuration has none."""
     return next((c for c in context.callbacks.callbacks if isinstance(c, SweepEnd)), None)
 
@@ -45,7 +45,7 @@ class SweepEndError(Exception):
 
 
 @contextmanager
-def multirun_ends() -> Iterator[None]:
+def print_results_at_end() -> Iterator[None]:
     """Print the results of the multirun that Hydra runs in this context when it finishes, fails or is interrupted.
 
     Raises SystemExit if the exit status of the sweep is not 0, and SweepEndError if printing fails. Exceptions raised
@@ -135,5 +135,5 @@ class SweepEnd(Callback):
         console = make_console()
         if any(trial.status is not Status.refused for trial in trials):
             console.print(table(trials, self.folder), soft_wrap=False)
-        for line in [*([note] if note else []), *ending(trials, self.folder, complete=note is None)]:
+        for line in [*([note] if note else []), *closing_lines(trials, self.folder, complete=note is None)]:
             console.print(line, markup=False, highlight=False)

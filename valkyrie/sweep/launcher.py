@@ -18,12 +18,12 @@ from valkyrie.problems import suggest
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.runs.folder import key_values
 from valkyrie.sweep.composer import Composer
-from valkyrie.sweep.end import SweepEnd, end_of
-from valkyrie.sweep.members import members
-from valkyrie.sweep.plan import SweepContext, TrialPlan, job_environment, plan_run, plan_wrong
+from valkyrie.sweep.end import SweepEnd, find_sweep_end
+from valkyrie.sweep.members import led_processes
+from valkyrie.sweep.plan import SweepContext, TrialPlan, job_environment, plan_refused, plan_run
 from valkyrie.sweep.process import TrialProcess
-from valkyrie.sweep.run import carry_out
-from valkyrie.sweep.screen import Lines, LiveScreen
+from valkyrie.sweep.run import run_trials
+from valkyrie.sweep.screen import LineScreen, LiveScreen
 from valkyrie.sweep.trial import Trial
 from valkyrie.train.screen import make_console
 
@@ -37,7 +37,7 @@ SIDE_BY_SIDE = (
 def run_trial(config: DictConfig) -> float:
     """Run and record the job that Hydra has composed. Returns tokens/s/chip, or 0.0 if unknown.
 
-    This is the task function of a multirun. Launchers may call it in any process. Raises the errors of `carry_out`.
+    This is the task function of a multirun. Launchers may call it in any process. Raises the errors of `run_trials`.
     """
     hydra = HydraConfig.get()
     sweep = replace(SweepContext.from_hydra(hydra), environment=job_environment(hydra))
@@ -45,11 +45,11 @@ def run_trial(config: DictConfig) -> float:
     try:
         run = _trained_run(overrides, sweep) or Run.from_config(config)
     except ValueError as error:
-        plan = plan_wrong(error, str(config.mode.name), sweep, overrides)
+        plan = plan_refused(error, str(config.mode.name), sweep, overrides)
     else:
         plan = plan_run(run, sweep, overrides)
     with signals_as_exceptions():
-        return carry_out([plan], 1, Lines())[plan.key].results.objective
+        return run_trials([plan], 1, LineScreen())[plan.key].results.objective
 
 
 def launch(
@@ -74,14 +74,14 @@ def launch(
         ValueError: There is no job, or `jobs` is below 1 or not allowed.
         KeyboardInterrupt: The user pressed Ctrl-C. Finished trials are recorded.
     """
-    sweep_end = end_of(context)
+    sweep_end = find_sweep_end(context)
     if sweep_end is not None:
         sweep_end.expect_all_trials()
     if not job_overrides:
         raise ValueError(_no_trials_message(config, context))
     if jobs < 1:
         raise ValueError(f"hydra.launcher.jobs={jobs}: must be at least 1.")
-    if jobs > 1 and members() is not None:
+    if jobs > 1 and led_processes() is not None:
         raise ValueError(
             f"hydra.launcher.jobs={jobs}: a sweep on several hosts runs one trial at a time. Omit hydra.launcher.jobs."
         )
@@ -97,9 +97,9 @@ def launch(
     total = len(plans)
     if min(jobs, total) > 1 and any(plan.mode.timed for plan in plans):
         console.print(SIDE_BY_SIDE.format(jobs=jobs), style="bold yellow", highlight=False)
-    screen = LiveScreen(console, total, jobs, name) if console.is_terminal else Lines(console, total)
+    screen = LiveScreen(console, total, jobs, name) if console.is_terminal else LineScreen(console, total)
     with signals_as_exceptions(), screen:
-        trials = carry_out(plans, jobs, _ScreenAndSweepEnd(screen, sweep_end))
+        trials = run_trials(plans, jobs, _ScreenAndSweepEnd(screen, sweep_end))
     values = [trials[plan.key].results.objective for plan in plans]
     return [_job_return(overrides, value) for overrides, value in zip(job_overrides, values, strict=True)]
 
@@ -107,7 +107,7 @@ def launch(
 class _ScreenAndSweepEnd:
     """Passes progress to the screen, and ended trials also to the `SweepEnd` callback."""
 
-    def __init__(self, screen: Lines, sweep_end: SweepEnd | None) -> None:
+    def __init__(self, screen: LineScreen, sweep_end: SweepEnd | None) -> None:
         self._screen, self._sweep_end = screen, sweep_end
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
@@ -140,7 +140,7 @@ def _plan_job(composer: Composer, overrides: Sequence[str], number: int, run: Ru
     except ValueError as error:
         mode = key_values(overrides).get("mode")
         mode = mode if mode is not None and get_mode(mode) else str(config.mode.name)
-        return plan_wrong(error, mode, sweep, overrides)
+        return plan_refused(error, mode, sweep, overrides)
     return plan_run(run, sweep, overrides)
 
 

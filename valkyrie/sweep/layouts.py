@@ -19,7 +19,7 @@ from valkyrie.problems import Identity, Problem
 from valkyrie.runs.folder import key_value
 from valkyrie.sweep.cells import Cell, Cells, enumerate_space
 from valkyrie.sweep.composer import Composer
-from valkyrie.sweep.end import end_of
+from valkyrie.sweep.end import find_sweep_end
 from valkyrie.sweep.launcher import launch
 from valkyrie.sweep.plan import SweepContext, plan_run
 from valkyrie.sweep.run import settle
@@ -64,7 +64,7 @@ def sweep_layouts(
     write_atomic(sweep.folder / "multirun.yaml", OmegaConf.to_yaml(config))
     refused_plans = [plan_run(c.run, sweep, [*sweep_space.fixed, *c.overrides], c.problems) for c in cells.refused]
     trials, _ = settle(refused_plans)
-    if (sweep_end := end_of(context)) is not None:
+    if (sweep_end := find_sweep_end(context)) is not None:
         for trial in trials.values():
             sweep_end.add(trial)
         if cells.cells and not selected:

@@ -88,13 +88,13 @@ class Members:
 _led_members: ContextVar[Members | None] = ContextVar("_led_members", default=None)
 
 
-def members() -> Members | None:
+def led_processes() -> Members | None:
     """Return the processes of the multirun that this process leads, or None if it runs alone."""
     return _led_members.get()
 
 
 @contextmanager
-def over_processes(arguments: Sequence[str]) -> Iterator[bool]:
+def join_multirun(arguments: Sequence[str]) -> Iterator[bool]:
     """Join the processes of a multirun. Yields True on process 0, or if there is only one process.
 
     The other processes first start every trial that process 0 requests, and then yield False. Raises ValueError on all

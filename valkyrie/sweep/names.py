@@ -12,7 +12,7 @@ from dataclasses import asdict
 from valkyrie.checksums import digest
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run
-from valkyrie.runs.folder import key_value, key_values, parts_of
+from valkyrie.runs.folder import key_value, key_values, split_flags
 
 _GROUPS_NOT_IN_NAME = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
 """Keys that may differ between commands of one sweep, so that compiled and measured layouts share a page."""
@@ -38,7 +38,7 @@ def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     if "hydra.sweep.dir" in overrides_by_key:
         return remaining
     folder = f"hydra.sweep.dir=${{runs}}/{sweep_name(arguments)}"
-    flags, overrides = parts_of(remaining)
+    flags, overrides = split_flags(remaining)
     return [*flags, folder, *overrides]
 
 
@@ -91,7 +91,7 @@ def reads_one_run(arguments: Sequence[str]) -> bool:
     return reads_run(values_by_key.get("mode")) and not ("," in trained_run or "(" in trained_run)
 
 
-def without_place(overrides: Sequence[str]) -> list[str]:
+def without_run_folder(overrides: Sequence[str]) -> list[str]:
     """Return overrides without those that select the run folder: `name`, `runs` and `resume`."""
     return [o for o in overrides if key_value(o)[0] not in ("name", "runs", "resume")]
 

@@ -37,7 +37,7 @@ def _speed_range(trial: Trial) -> tuple[float, float] | None:
     return step.step_s / step.p90_s, step.step_s / (step.min_s or step.step_s)
 
 
-def places(trials: Sequence[Trial]) -> list[int]:
+def tied_ranks(trials: Sequence[Trial]) -> list[int]:
     """Return the ranks of trials sorted by speed. A trial within noise of the first one of a rank shares that rank."""
     ranks: list[int] = []
     first = 0

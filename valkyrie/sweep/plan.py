@@ -21,7 +21,7 @@ from valkyrie.search.compile.cache import package_digest
 from valkyrie.sweep.composer import search_path
 from valkyrie.sweep.names import folder_name, trial_key, trial_name
 from valkyrie.sweep.results import OUTCOME
-from valkyrie.sweep.tracking import trial_id
+from valkyrie.sweep.tracking import wandb_run_id
 from valkyrie.sweep.trial import Status, Trial, TrialResult
 from valkyrie.train.devices import missing_devices
 
@@ -116,7 +116,7 @@ class TrialPlan:
         assert self.run is not None, "a refused trial has no process"
         run = self.run
         if self.mode.tracked:  # the training and the sweep report to the same W&B run
-            tracking = replace(run.config.tracking, id=trial_id(run.config.tracking, self.folder, self.key))
+            tracking = replace(run.config.tracking, id=wandb_run_id(run.config.tracking, self.folder, self.key))
             run = run.changed(tracking=tracking)
         run.save(folder / RUN)
 
@@ -224,7 +224,7 @@ def plan_run(
     )
 
 
-def plan_wrong(error: ValueError, mode: str, sweep: SweepContext, overrides: Sequence[str]) -> TrialPlan:
+def plan_refused(error: ValueError, mode: str, sweep: SweepContext, overrides: Sequence[str]) -> TrialPlan:
     """Return a refused plan for a job whose configuration does not compose, with the error as the reason."""
     key = digest(sorted(overrides))[:16]
     name = f"{folder_name(mode)}-{key[:6]}"

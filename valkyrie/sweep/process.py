@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 
 from valkyrie.processes.child import ChildProcess
 from valkyrie.processes.locks import TrialLock
-from valkyrie.sweep.members import members
+from valkyrie.sweep.members import led_processes
 from valkyrie.sweep.plan import TrialPlan
-from valkyrie.sweep.results import OUTPUT, Outcome, outcome
+from valkyrie.sweep.results import OUTPUT, Outcome, read_outcome
 from valkyrie.sweep.trial import Status, Trial
 
 _POLL_S = 0.05
@@ -25,7 +25,7 @@ class TrialProcess:
 
     def __init__(self, plan: TrialPlan, lock: TrialLock) -> None:
         self.plan = plan
-        led_members = members()
+        led_members = led_processes()
         self._members = led_members if led_members is not None and led_members.takes(plan) else None
         folder = plan.trial_folder
         plan.write()
@@ -70,7 +70,7 @@ class TrialProcess:
         seconds = self.seconds
         if status != 0:
             self.kill()  # also kills its children
-        final_outcome = outcome(plan.trial_folder, status) if self._stopped_at is None else over_limit(plan)
+        final_outcome = read_outcome(plan.trial_folder, status) if self._stopped_at is None else timeout_outcome(plan)
         return plan.ended(final_outcome.status, final_outcome.reason, self.started, seconds, final_outcome.results)
 
     def interrupt(self) -> None:
@@ -87,12 +87,12 @@ class TrialProcess:
         return self._process.wait(max(seconds, _POLL_S))
 
 
-def over_limit(plan: TrialPlan) -> Outcome:
+def timeout_outcome(plan: TrialPlan) -> Outcome:
     """Return the outcome of a trial that was stopped at its time limit."""
     return Outcome(Status.timeout, f"stopped at its time limit, trial.limit_s={plan.limit_s:g} seconds")
 
 
-def stop(running: Iterable[TrialProcess]) -> None:
+def stop_trials(running: Iterable[TrialProcess]) -> None:
     """Interrupt trials and wait for them to end. Kills those that do not end in time, and all after another Ctrl-C."""
     running = list(running)
     try:

@@ -45,7 +45,7 @@ class Outcome:
         write_atomic(folder / OUTCOME, json.dumps(json_values) + "\n")
 
 
-def outcome(folder: Path, returncode: int) -> Outcome:
+def read_outcome(folder: Path, returncode: int) -> Outcome:
     """Read the outcome from `outcome.json`. If the file is missing, derive the outcome from the exit status.
 
     In that case the reason quotes the last error in the log, but the log does not affect the status.
@@ -56,23 +56,23 @@ def outcome(folder: Path, returncode: int) -> Outcome:
     except FileNotFoundError:
         return _without_outcome(returncode, last_error(folder / OUTPUT))
     except RecordError as error:
-        return failure(f"{OUTCOME} is damaged ({error.reason}). To repeat the trial, add trial.retry=true")
+        return failed_outcome(f"{OUTCOME} is damaged ({error.reason}). To repeat the trial, add trial.retry=true")
 
 
-def ending(status: int, reason: str) -> Outcome:
+def outcome_from_status(status: int, reason: str) -> Outcome:
     """Return the outcome of a process that ended deliberately, from its exit status and the reason it gave."""
     if status in (INTERRUPTED, PREEMPTED):
         return Outcome(Status.killed, "another program interrupted the process")
     statuses = {REFUSED: Status.refused, DOES_NOT_FIT: Status.does_not_fit}
-    return Outcome(statuses[status], reason) if status in statuses else failure(reason)
+    return Outcome(statuses[status], reason) if status in statuses else failed_outcome(reason)
 
 
-def failure(reason: str) -> Outcome:
+def failed_outcome(reason: str) -> Outcome:
     """Return the outcome of a process that failed, with the reason shortened to one line."""
     return Outcome(Status.failed, " ".join(reason.split())[:_MAX_REASON_LENGTH])
 
 
-def results_of(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:
+def read_results(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:
     """Return the outcome of a mode that ended without an error, from the results in its run folder."""
     if mode.results is None:
         return Outcome(Status.ok)
@@ -80,7 +80,7 @@ def results_of(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:
     if file.suffix == ".jsonl":
         return Outcome(Status.ok, None, training_results(file))
     if not file.is_file():
-        return failure(f"the process wrote no {file.name}")
+        return failed_outcome(f"the process wrote no {file.name}")
     result = read_record(Measurement if file.name == MEASURED else Prediction, file)
     return Outcome(Status(result.status.value), result.reason, trial_result(result))
 
@@ -173,7 +173,7 @@ def last_error(output: Path) -> str:
 
 def _without_outcome(returncode: int, last_line: str) -> Outcome:
     if returncode in (INTERRUPTED, PREEMPTED):
-        return ending(returncode, last_line)
+        return outcome_from_status(returncode, last_line)
     if returncode == -signal.SIGKILL:
         return Outcome(Status.killed, "SIGKILL ended the process: this host probably ran out of memory")
     description = f"{describe_status(returncode)}: {last_line}"

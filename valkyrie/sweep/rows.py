@@ -15,9 +15,9 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.parts import StepPart
 from valkyrie.runs.goodput import Goodput
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.sweep.noise import places
+from valkyrie.sweep.noise import tied_ranks
 from valkyrie.sweep.trial import Status, StepResult, Trial
-from valkyrie.sweep.varied import target_of, varied_settings
+from valkyrie.sweep.varied import target_text, varied_settings
 
 STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
 """Adjective that describes the speeds of each stage."""
@@ -203,7 +203,7 @@ class RowPair:
         return self.b.rate_per_chip / self.a.rate_per_chip if self.a.rate_per_chip and self.b.rate_per_chip else None
 
 
-def rows_of(
+def make_rows(
     sweeps: Mapping[Path, Sequence[Trial]], trainings: Mapping[Path, Sequence[Trial]] = MappingProxyType({})
 ) -> list[Row]:
     """Convert trainings, by run folder, and trials, by the folder of their sweep, to rows. Trainings come first.
@@ -219,11 +219,11 @@ def rows_of(
             is_simulated = _is_simulated(trial, simulated.get(kind))
             trial_devices = trial.results.devices or devices.get(kind)
             source = folder.parent if folder in trainings else folder
-            rows.append(row_of(trial, source, is_simulated, trial_devices, varied[folder, trial.key]))
+            rows.append(make_row(trial, source, is_simulated, trial_devices, varied[folder, trial.key]))
     return rows
 
 
-def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, varied: tuple[str, ...]) -> Row:
+def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, varied: tuple[str, ...]) -> Row:
     """Convert a trial to a row.
 
     Args:
@@ -233,7 +233,7 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
         devices: Devices of a measurement on this machine, such as `8 x NVIDIA H100`, or None if unknown.
         varied: Settings that the sweep varies in addition to the layout.
     """
-    about, results, target = trial.about or _UNKNOWN_LAYOUT, trial.results, target_of(trial)
+    about, results, target = trial.about or _UNKNOWN_LAYOUT, trial.results, target_text(trial)
     step, memory, goodput = results.step, results.memory, results.goodput
     rate, price = step.tokens_per_second, _price(trial, simulated)
     tokens = about.batch * about.seq if about.batch and about.seq else None
@@ -260,28 +260,28 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
     )
 
 
-def ranked(rows: Iterable[Row]) -> list[Row]:
+def sort_by_speed(rows: Iterable[Row]) -> list[Row]:
     """Sort rows by tokens/s/chip, fastest first. Rows without a speed come last, sorted by status and name."""
     order = list(Status)
     return sorted(rows, key=lambda r: (not r.ok, -(r.rate_per_chip or 0.0), order.index(r.trial.status), r.layout))
 
 
-def groups(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
+def group_by_kind(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
     """Group rows by kind of speed: real measurements, then predictions, then simulations. Sorts rows by speed."""
     by_group: dict[SpeedKind, list[Row]] = defaultdict(list)
     for row in rows:
         by_group[row.group].append(row)
     order = sorted(by_group, key=lambda g: (g.simulated, g.stage == "compile", g.stage == "train", g.target))
-    return {group: ranked(by_group[group]) for group in order}
+    return {group: sort_by_speed(by_group[group]) for group in order}
 
 
 def with_ranks(rows: Sequence[Row]) -> list[Row]:
     """Return sorted rows of one kind of speed with their ranks. Ranks tie within noise; None without a speed."""
-    ranks = places([row.trial for row in rows])
+    ranks = tied_ranks([row.trial for row in rows])
     return [replace(row, rank=rank if row.ok else None) for rank, row in zip(ranks, rows, strict=True)]
 
 
-def predicted_and_measured(rows: Iterable[Row]) -> list[RowPair]:
+def pair_predictions(rows: Iterable[Row]) -> list[RowPair]:
     """Return pairs of a prediction and a run with the same layout and workload, in any precision.
 
     A run on a named target is paired with predictions for that target. A run on simulated devices or on this machine is
@@ -300,7 +300,7 @@ def predicted_and_measured(rows: Iterable[Row]) -> list[RowPair]:
 def with_predictions(rows: Iterable[Row]) -> list[Row]:
     """Return rows with `prediction` set on each measured row for which there is a prediction."""
     rows = list(rows)
-    predictions = {pair.b.id: pair.a for pair in reversed(predicted_and_measured(rows))}
+    predictions = {pair.b.id: pair.a for pair in reversed(pair_predictions(rows))}
     return [replace(row, prediction=predictions.get(row.id)) for row in rows]
 
 

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from valkyrie.processes.locks import TrialLock
 from valkyrie.sweep.plan import TrialPlan
-from valkyrie.sweep.process import TrialProcess, over_limit, stop
+from valkyrie.sweep.process import TrialProcess, stop_trials, timeout_outcome
 from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
@@ -38,7 +38,7 @@ class TrialTimeout(BaseException):
     """A trial in this process exceeded its time limit. Not an `Exception`, which would be recorded as a failure."""
 
 
-def carry_out_here(
+def run_in_this_process(
     plan: TrialPlan, work: Callable[[Callable[[], None]], Outcome], watch: Callable[[], None] = lambda: None
 ) -> Trial:
     """Run a trial that needs no devices in this process, and return its record.
@@ -74,14 +74,14 @@ def carry_out_here(
         try:
             outcome = work(check_limits)
         except TrialTimeout:
-            outcome = over_limit(plan)
+            outcome = timeout_outcome(plan)
         outcome.write(plan.trial_folder)
         trial = plan.ended(outcome.status, outcome.reason, started, time.monotonic() - start_time, outcome.results)
         TrialLog(plan.folder).append([trial])
         return trial
 
 
-def carry_out(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = None) -> dict[str, Trial]:
+def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = None) -> dict[str, Trial]:
     """Run the trials of one sweep folder, `jobs` at a time in separate processes, and return their records by key.
 
     Waits for trials that another sweep is running. Raises OSError if a record cannot be written, and KeyboardInterrupt
@@ -110,7 +110,7 @@ def carry_out(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = N
                     watcher.running([process for process, _ in running.values()], len(waiting))
                 time.sleep(_POLL_S)
     finally:
-        stop(process for process, _ in running.values())
+        stop_trials(process for process, _ in running.values())
         for _, lock in running.values():
             lock.release()
     return trials

@@ -31,7 +31,7 @@ REFUSED_LINES = 10
 """Maximum number of refused trials that are printed one by one. Further ones are only counted."""
 
 
-class Lines:
+class LineScreen:
     """Prints a numbered line for each trial that ends, and the number of trials recorded earlier."""
 
     def __init__(self, console: Console | None = None, total: int = 1) -> None:
@@ -40,7 +40,7 @@ class Lines:
         self._refused = 0
         self._is_waiting_for_sweep = False
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> LineScreen:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,7 +82,7 @@ class Lines:
         self.console.print(line, style=_STYLES.get(trial.status, "red"), markup=False, highlight=False)
 
 
-class LiveScreen(Lines):
+class LiveScreen(LineScreen):
     """Also shows, below the lines, the best trial so far, the running trials and the estimated time left."""
 
     def __init__(self, console: Console, total: int, jobs: int, name: str) -> None:

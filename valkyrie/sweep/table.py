@@ -12,7 +12,7 @@ from rich.table import Table
 from valkyrie.runs.columns import FORMATS, terminal_table
 from valkyrie.runs.folder import command_name
 from valkyrie.sweep.columns import TERMINAL
-from valkyrie.sweep.rows import Row, ranked, rows_of, with_ranks
+from valkyrie.sweep.rows import Row, make_rows, sort_by_speed, with_ranks
 from valkyrie.sweep.trial import PAGE, Status, Trial
 from valkyrie.units import memory_text
 
@@ -40,7 +40,7 @@ def verdict(trial: Trial) -> str:
 
 def table(trials: Sequence[Trial], folder: Path, rows: int = 40) -> Table:
     """Return the ranked table of at most `rows` trials. Omits refused trials and empty columns."""
-    sorted_rows = ranked(row for row in rows_of({folder: trials}) if row.trial.status is not Status.refused)
+    sorted_rows = sort_by_speed(row for row in make_rows({folder: trials}) if row.trial.status is not Status.refused)
     top_rows = with_ranks(sorted_rows)[:rows]
     nonempty_columns = [column for column in TERMINAL if any(column.text(row) for row in top_rows)]
     caption = None if len(sorted_rows) <= rows else f"{len(sorted_rows) - rows} more on the page"
@@ -51,20 +51,20 @@ def table(trials: Sequence[Trial], folder: Path, rows: int = 40) -> Table:
     return terminal_table(nonempty_columns, top_rows, style, "fold", caption=caption, caption_justify="left")
 
 
-def tally(trials: Sequence[Trial]) -> str:
+def count_statuses(trials: Sequence[Trial]) -> str:
     """Count trials by status, as in `12 trials: 9 ok, 2 refused, 1 killed`."""
     counts = Counter(trial.status for trial in trials)
     parts = ", ".join(f"{counts[s]} {s.value.replace('_', ' ')}" for s in Status if counts[s])
     return f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {parts or 'none'}"
 
 
-def ending(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> list[str]:
+def closing_lines(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> list[str]:
     """Return the lines below the table: counts by status, reasons of refusals, the folder and the page.
 
     `complete` states whether the sweep has finished. If it has not, its page is missing or outdated, so the last line
     has the command that writes the page.
     """
-    lines = [tally(trials)]
+    lines = [count_statuses(trials)]
     refused = [trial for trial in trials if trial.status is Status.refused]
     for trial in refused[:3]:
         lines.append(f"refused: {trial.title}: {trial.short_reason}")

@@ -25,9 +25,17 @@ from valkyrie.paths import open_to_append, write_atomic
 from valkyrie.processes.locks import lock
 from valkyrie.records import encode
 from valkyrie.runs.folder import RUN
-from valkyrie.runs.wandb_writer import AGAIN, TAGGED, TrackingConfig, WandbMode, WandbWriter, config_of, tag
+from valkyrie.runs.wandb_writer import (
+    OFFLINE_SUFFIX,
+    TAG_GROUPS,
+    TrackingConfig,
+    WandbMode,
+    WandbWriter,
+    group_tag,
+    wandb_config,
+)
 from valkyrie.sweep.columns import WANDB_RUN, WANDB_TABLE
-from valkyrie.sweep.rows import Row, row_of, with_predictions
+from valkyrie.sweep.rows import Row, make_row, with_predictions
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 REPORTED = "reported.json"
@@ -90,7 +98,7 @@ class SweepTracker:
             )
 
     def _log_trial(self, trial: Trial) -> None:
-        run_id = trial_id(self._writer.config, self._folder, trial.key)
+        run_id = wandb_run_id(self._writer.config, self._folder, trial.key)
         if _reported_itself(trial, self._folder):
             _remove_offline(self._runs(run_id))
             return
@@ -104,10 +112,10 @@ class SweepTracker:
         self._log_run(
             run_id,
             trial.to_json(),
-            lambda run: run.summary.update(summary_of(self._with_prediction(trial))),
+            lambda run: run.summary.update(trial_summary(self._with_prediction(trial))),
             name=trial.name,
             job_type=trial.stage,
-            fields=config_of(about, _settings(trial, self._folder)),
+            fields=wandb_config(about, _settings(trial, self._folder)),
             notes=trial.reason,
             exit_code=int(trial.status in _FAILED_STATUSES),
         )
@@ -130,7 +138,7 @@ class SweepTracker:
             run.summary.update(_totals(rows))
 
         self._log_run(
-            trial_id(self._writer.config, self._folder, "sweep"),
+            wandb_run_id(self._writer.config, self._folder, "sweep"),
             json.dumps(cells),
             fill_run,
             name=self._sweep,
@@ -166,7 +174,9 @@ class SweepTracker:
     def _runs(self, run_id: str) -> list[Path]:
         """Return the W&B folders of a run in the current mode, newest last."""
         offline = "offline-" if self._writer.mode is WandbMode.offline else ""
-        return sorted(file for end in ("", AGAIN) for file in self._folder.glob(f"wandb/{offline}run-*-{run_id}{end}"))
+        return sorted(
+            file for end in ("", OFFLINE_SUFFIX) for file in self._folder.glob(f"wandb/{offline}run-*-{run_id}{end}")
+        )
 
     @contextmanager
     def _folder_locked(self) -> Iterator[None]:
@@ -177,13 +187,13 @@ class SweepTracker:
             yield
 
 
-def trial_id(config: TrackingConfig, folder: Path, key: str) -> str:
+def wandb_run_id(config: TrackingConfig, folder: Path, key: str) -> str:
     """Return the W&B id of a trial in a sweep's folder. It is the same each time."""
     identity = (config.entity, config.project, folder.resolve().name, folder.stat().st_ino, key)
     return digest(repr(identity))[:16]
 
 
-def summary_of(row: Row) -> dict[str, object]:
+def trial_summary(row: Row) -> dict[str, object]:
     """Return the known numbers of a trial by their keys at W&B, including the bytes sent by mesh axes."""
     summary = {column.key: column.scaled(row) for column in WANDB_RUN}
     summary |= {f"comm_bytes/{axes}": size for axes, size in row.sent.items()}
@@ -198,7 +208,7 @@ def table_cells(row: Row) -> list[Any]:
 
 
 def _row(trial: Trial, folder: Path) -> Row:
-    return row_of(trial, folder, bool(trial.results.simulated), trial.results.devices, ())
+    return make_row(trial, folder, bool(trial.results.simulated), trial.results.devices, ())
 
 
 def _settings(trial: Trial, folder: Path) -> dict[str, object]:
@@ -253,7 +263,7 @@ def _table_and_plots(rows: list[list[Any]]) -> dict[str, object]:
 def _tags(rows: Sequence[Row]) -> list[str]:
     """Return the tags of the parent run, which are those of its trials."""
     layouts = [encode(row.about) for row in rows if row.trial.about is not None]
-    return list(dict.fromkeys(tag(key, about[key]) for key in TAGGED for about in layouts))[:_MAX_TAGS]
+    return list(dict.fromkeys(group_tag(key, about[key]) for key in TAG_GROUPS for about in layouts))[:_MAX_TAGS]
 
 
 def _totals(rows: Sequence[Row]) -> dict[str, object]:

@@ -135,7 +135,7 @@ class TrialResult:
         for group in (plain.get("memory", {}), plain.get("step", {}), plain):  # records omit empty lists
             for key in [key for key, value in group.items() if value in ((), [])]:
                 del group[key]
-        return known_values(plain)
+        return drop_unknown(plain)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Trial:
     def to_json(self) -> str:
         """Return the line of the trial without a newline. Omits numbers that are not finite, as in a diverged loss."""
         values = {"schema": SCHEMA} | encode(self)
-        values |= {"about": known_values(values["about"] or {}), "results": self.results.plain()}
+        values |= {"about": drop_unknown(values["about"] or {}), "results": self.results.plain()}
         return json.dumps(values, allow_nan=False)
 
     @staticmethod
@@ -283,18 +283,18 @@ def upgrade_line(line: Mapping[str, Any]) -> dict[str, Any]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         key = "seconds" if "seconds" in results else "communication"
         raise RecordError(TRIALS, f"$.results.{key}", f"cannot be read ({error})") from error
-    return {**line, "results": known_values(new | hints)}
+    return {**line, "results": drop_unknown(new | hints)}
 
 
 def _malformed_line(why: str) -> ValueError:
     return ValueError(f"{why}. Delete that line and run the sweep command again to repeat its trial.")
 
 
-def known_values(value: Any) -> Any:
+def drop_unknown(value: Any) -> Any:
     """Return JSON values without the unknown ones: None, empty objects, and numbers that are not finite."""
     if isinstance(value, dict):
-        known_items = {key: known_values(item) for key, item in value.items()}
+        known_items = {key: drop_unknown(item) for key, item in value.items()}
         return {key: item for key, item in known_items.items() if item is not None and item != {}}
     if isinstance(value, list | tuple):
-        return [known_values(item) for item in value]
+        return [drop_unknown(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -44,7 +44,7 @@ def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, 
     }
 
 
-def target_of(trial: Trial) -> str:
+def target_text(trial: Trial) -> str:
     """Return the name of a trial's target, followed by its topology and slices unless the name implies them."""
     about = trial.about
     if about is None:
@@ -84,7 +84,7 @@ def _differing_keys(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
     for folder, trials in sweeps.items():
         for trial in trials:
             command_line_keys |= dict.fromkeys(_command_line_settings(trial))
-            settings, kind = _settings(trial), (trial.stage, target_of(trial))
+            settings, kind = _settings(trial), (trial.stage, target_text(trial))
             comparable[(folder, *kind)].append(settings)
             comparable[kind].append({key: value for key, value in settings.items() if _group(key) in _STEP_GROUPS})
             comparable[()].append({key: value for key, value in settings.items() if _group(key) in _MODEL_GROUPS})

@@ -16,7 +16,7 @@ from valkyrie.config.run import Run, RunConfig
 from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.optim import rate_rises_if_extended
 from valkyrie.processes.ending import INTERRUPTED, PREEMPTED
-from valkyrie.runs.folder import command_name, kept_text, run_folder
+from valkyrie.runs.folder import command_name, run_folder, stored_text_file
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.wandb_writer import TRAFFIC
 from valkyrie.train.devices import configure_jax, prepare_devices
@@ -111,7 +111,7 @@ def generate(run: Run) -> int:
     with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         keep = settings_for(GenerateMode, run.config.mode).keep
-        path = None if keep is None else kept_text(folder, keep)
+        path = None if keep is None else stored_text_file(folder, keep)
         tokenizer, console, devices = load_run_tokenizer(run), make_console(), prepare_devices(run, _to_stderr, team)
         program, step, parameters = restore(run, devices, folder, team)
         console.print(f"{folder.name} at step {step}", style="dim")

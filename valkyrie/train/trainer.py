@@ -24,10 +24,10 @@ from valkyrie.processes.interrupt import Interrupt
 from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.records import encode
-from valkyrie.runs.folder import changed_settings, continuation, schedule_change, write_about
+from valkyrie.runs.folder import changed_settings, describe_continuation, describe_schedule_change, write_run_files
 from valkyrie.runs.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
 from valkyrie.runs.tracking import Tracker
-from valkyrie.runs.wandb_writer import TRAFFIC, config_of
+from valkyrie.runs.wandb_writer import TRAFFIC, wandb_config
 from valkyrie.train.callbacks import (
     Callback,
     Evaluate,
@@ -125,7 +125,7 @@ def fit(
             start, state = _restore_or_init(program, checkpoints, loader, folder, console)
         ledger.prepared(start)
         if team.leads:
-            write_about(run, folder)
+            write_run_files(run, folder)
         if start < config.steps and not console.is_terminal:
             console.print("compiling the step")
         with meter.paused("compile"):
@@ -248,10 +248,10 @@ def _restore_or_init(
     else:
         loader.restore(data)
     if step < run.config.steps:
-        console.print(continuation(run, folder, step, changed), markup=False)
+        console.print(describe_continuation(run, folder, step, changed), markup=False)
         if run.config.checkpoint.fast.every is not None:
             console.print(source, markup=False)
-    if step and step < run.config.steps and (note := schedule_change(run, folder, step)):
+    if step and step < run.config.steps and (note := describe_schedule_change(run, folder, step)):
         console.print(note, markup=False)
     return step, state
 
@@ -285,7 +285,7 @@ def _tracker(run: Run, devices: Devices, folder: Path, start: int, *, write: boo
         run.config.tracking,
         folder,
         run_name=folder.name,
-        fields=config_of(fields, run.record()),
+        fields=wandb_config(fields, run.record()),
         group=f"{run.model.name}-{run.config.target.name}",
         start=start,
         write=write,

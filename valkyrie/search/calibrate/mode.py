@@ -24,7 +24,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.modes.calibrate import Config as CalibrateMode
 from valkyrie.paths import write_atomic
 from valkyrie.report.records import find_sweeps, read_rows
-from valkyrie.runs.folder import RUN, run_folder, saved_config, write_about
+from valkyrie.runs.folder import RUN, run_folder, saved_config, write_run_files
 from valkyrie.search.calibrate.replay_fit import ReplayFit, fit_replays, percent_errors, round_digits
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import FITTED, cross_validate, fit_constants, timed_layouts
@@ -104,7 +104,7 @@ def calibrate_mode(run: Run) -> int:
         console.print(sentence, style="yellow", markup=False, soft_wrap=True)
     calibrations = [fit_calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED)]
     folder = run_folder(run)
-    write_about(run, folder)
+    write_run_files(run, folder)
     for result in calibrations:
         file = folder / CALIBRATED.format(chip=result.chip.name)
         write_atomic(file, experiment_yaml(result))

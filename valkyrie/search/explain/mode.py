@@ -17,7 +17,7 @@ from valkyrie.modes.explain import Config as ExplainMode
 from valkyrie.parts import label_record_name
 from valkyrie.paths import unused_path
 from valkyrie.records import write_record
-from valkyrie.runs.folder import key_value, parts_of, run_folder, write_about
+from valkyrie.runs.folder import key_value, run_folder, split_flags, write_run_files
 from valkyrie.search.compile.prediction import CompileStatus, Prediction, read_prediction
 from valkyrie.search.compile.show import make_table
 from valkyrie.search.compile.summary import model_settings
@@ -55,7 +55,7 @@ def explain_mode(run: Run) -> int:
     predictions = _predictions(run, (first, second), console)
     comparison = compare_layouts(*predictions, requests=(first, second))
     folder = _explain_folder(run, predictions)
-    write_about(run, folder)
+    write_run_files(run, folder)
     write_record(folder / EXPLAINED, comparison)
     show(comparison, console)
     console.print(f"answer: {folder / EXPLAINED}", soft_wrap=True)
@@ -112,7 +112,7 @@ def _parse_layout(run: Run, request: str) -> Run | Prediction:
             f"{not_overrides[0]} is neither a folder nor an override such as partition=fsdp. Set first= and second= to "
             "the two layouts to compare."
         )
-    flags, overrides = parts_of(run.arguments)
+    flags, overrides = split_flags(run.arguments)
     keys = [(override, key_value(override)[0]) for override in overrides]
     shared = [override for override, key in keys if key not in _MODE_KEYS and not key.startswith("mode.")]
     mode_overrides = [override for override, key in keys if key in ("mode.time_limit_s", "mode.cache")]

@@ -29,7 +29,7 @@ from valkyrie.paths import write_atomic
 from valkyrie.precision import DType
 from valkyrie.processes.team import Team
 from valkyrie.records import write_record
-from valkyrie.runs.folder import run_folder, write_about
+from valkyrie.runs.folder import run_folder, write_run_files
 from valkyrie.search.measure.figures_file import describe_figures
 from valkyrie.train.devices import prepare_devices
 from valkyrie.train.processes import join_processes
@@ -71,7 +71,7 @@ def figures_mode(run: Run) -> int:
         chip = figures(devices, run.config.precision.compute, team)
         machines = sorted(set(team.exchange("machine", socket.gethostname())))
         if team.leads:
-            write_about(run, folder)
+            write_run_files(run, folder)
             write_record(folder / FIGURES, chip)
             write_atomic(folder / MACHINES, json.dumps(machines) + "\n")
             console.print(describe_figures(chip), highlight=False, soft_wrap=True)

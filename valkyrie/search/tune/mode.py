@@ -16,7 +16,7 @@ from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.records import write_record
 from valkyrie.runs.columns import Column, terminal_line
-from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_about
+from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_run_files
 from valkyrie.search.tune.compiler_options import Options
 from valkyrie.search.tune.tune import tune
 from valkyrie.search.tune.tuned import Attempt, Tuned, TuneRecord, Verdict, assignments
@@ -61,7 +61,7 @@ def tune_mode(run: Run) -> int:
                 raise
             interrupted = True
     tuned = results[-1]
-    write_about(run, folder)
+    write_run_files(run, folder)
     write_record(folder / ATTEMPTS, TuneRecord.from_results(tuned, versions()))
     write_atomic(folder / TUNED, experiment_yaml(tuned))
     _print_results(tuned, folder, interrupted, console)
