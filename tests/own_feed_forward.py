@@ -37,16 +37,16 @@ class GatedUnit(Block):
     def problems(self, key):
         return check_range(f"{key}.units", self.units, least=1)
 
-    def sizes(self, site):
-        return {"units": Size(self.units, f"{site.key}.units")}
+    def sizes(self, context):
+        return {"units": Size(self.units, f"{context.key}.units")}
 
-    def weights(self, site):
+    def weights(self, context):
         return {name: weight("embed", "units", output_first=name == "out") for name in ("up", "gate", "out")}
 
-    def flops(self, site, seq):
-        return 6.0 * site.embed * self.units
+    def flops(self, context, seq):
+        return 6.0 * context.embed * self.units
 
-    def saves(self, site):
+    def saves(self, context):
         return [
             saved("units", name="unit_up", product=True),
             saved("units", name="unit_gate", product=True),
@@ -54,14 +54,14 @@ class GatedUnit(Block):
             saved("units", count=2),
         ]
 
-    def build(self, site, *, numerics, key):
-        return GatedUnitLayer(self, site, numerics, key)
+    def build(self, context, *, numerics, key):
+        return GatedUnitLayer(self, context, numerics, key)
 
 
 class GatedUnitLayer(nnx.Module):
-    def __init__(self, block, site, numerics, key):
+    def __init__(self, block, context, numerics, key):
         self.numerics = numerics
-        specs, keys = block.parameters(site), jax.random.split(key, 3)
+        specs, keys = block.parameters(context), jax.random.split(key, 3)
         for (name, spec), of_weight in zip(specs.items(), keys, strict=True):
             setattr(self, name, parameter(spec, normal(of_weight, spec.shape, spec.shape[0] ** -0.5), numerics))
 

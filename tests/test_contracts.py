@@ -127,7 +127,7 @@ def test_a_model_builds_what_it_declares(model):
 def test_a_model_that_builds_otherwise_is_refused_by_name(monkeypatch):
     run = small_run("s5_tiny")
     declared = S5.weights
-    monkeypatch.setattr(S5, "weights", lambda self, site: declared(self, site) | {"extra": weight("state")})
+    monkeypatch.setattr(S5, "weights", lambda self, context: declared(self, context) | {"extra": weight("state")})
     with pytest.raises(ValueError) as error:
         assembly_of(run)
     assert "segment_0.block_0.mixer.extra is" in str(error.value) and "float32[4, 16]" in str(error.value)

@@ -152,10 +152,10 @@ GROUPED_ONCE = [
 def test_queries_meet_their_key_heads_however_both_are_split(case, impl):
     mesh, rules, settings = GROUPED[case]
     block = Attention(**{"heads": 8, "kv_heads": 2, "head_dim": 8, "windows": [5], "impl": impl, **settings})
-    site = BlockContext(EMBED, layers=1)
+    context = BlockContext(EMBED, layers=1)
     arrays = Arrays(
         axes=dict.fromkeys(["batch", "seq", "layers", "embed", *block.axes], ""),
-        parameters={Tensor(p.axes, p.shape, p.keys): [name] for name, p in block.parameters(site).items()},
+        parameters={Tensor(p.axes, p.shape, p.keys): [name] for name, p in block.parameters(context).items()},
         activations={},
         follows=dict(block.follows),
     )
@@ -164,7 +164,7 @@ def test_queries_meet_their_key_heads_however_both_are_split(case, impl):
     layout, problems = derive_layout(parse_mesh(mesh), partition, arrays, known_axes=())
     assert not problems
     shard = MeshShard(layout, build_mesh(parse_mesh(mesh), jax.devices()))
-    module = block.build(site, numerics=FLOAT32, key=jax.random.key(1))
+    module = block.build(context, numerics=FLOAT32, key=jax.random.key(1))
     x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 16, EMBED)), jnp.float32)
     segments = jnp.asarray(np.arange(16) // 6)[None].repeat(2, 0)
 

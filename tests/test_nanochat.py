@@ -130,7 +130,7 @@ def test_the_depth_decides_the_size(depth, embed, heads, total, of_2025):
 def windows_of(pattern: str, depth: int = 6, context: int = 2048) -> list[int | None]:
     model = compose_run("model=nanochat", f"model.depth={depth}", f"model.window_pattern={pattern}").model
     model.context = context
-    return [layer.mixer.window(layer.site) for layer in model.make_layers()]
+    return [layer.mixer.window(layer.context) for layer in model.make_layers()]
 
 
 def test_letters_are_tiled_over_layers_and_the_last_sees_all():

@@ -195,8 +195,8 @@ def test_links_are_counted_per_chip():
 @pytest.mark.parametrize(
     ("placement", "reason"),
     [
-        (["x:2", "y", "z"], "factors of x multiply to 2, not 4"),
-        (["x:2", "y", "x:4", "z"], "factors of x multiply to 8, not 4"),
+        (["x:2", "y", "z"], "the factors of x multiply to 2, not 4"),
+        (["x:2", "y", "x:4", "z"], "the factors of x multiply to 8, not 4"),
         (["x:0", "x", "y", "z"], "x:0 is neither an axis nor a factor of one"),
         (["x", "y", "z", "q"], "q is neither an axis nor a factor of one"),
         (["x:-2", "y", "z"], "x:-2 is neither an axis nor a factor of one; x is missing"),

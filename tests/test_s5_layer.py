@@ -169,9 +169,9 @@ def test_activations_are_gathered_once_and_no_gradient_is_summed_where_it_is_ali
     run = small_run("s5_tiny", "mesh=2x2x2", f"partition={partition}")
     # A TPU's way of mapping, with a form that compiles on a CPU.
     shard = MeshShard(run.layout, build_mesh(run.config.mesh, jax.devices()), "tpu")
-    block, site = S5(state_size=32, blocks=4, scan=ScanImpl.sequential), BlockContext(32, layers=1)
-    structure, parameters = nnx.split(block.build(site, numerics=FLOAT32, key=jax.random.key(0)))
-    by_name = block.parameters(site)
+    block, context = S5(state_size=32, blocks=4, scan=ScanImpl.sequential), BlockContext(32, layers=1)
+    structure, parameters = nnx.split(block.build(context, numerics=FLOAT32, key=jax.random.key(0)))
+    by_name = block.parameters(context)
     held = jax.tree_util.tree_map_with_path(
         lambda path, x: jax.device_put(x, shard.sharding(shard.layout.stored_axes(by_name[path[0].key].axes))),
         parameters,

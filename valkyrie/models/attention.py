@@ -88,10 +88,10 @@ class Attention(Block):
             problems.append(Problem(ProblemCode.conflict, f"{key}.rope_stretch", text=text))
         return problems + check_range(f"{key}.soft_cap", self.soft_cap, above=0, otherwise="null for no cap")
 
-    def sizes(self, site: BlockContext) -> dict[str, Size]:
-        return {name: Size(getattr(self, name), f"{site.key}.{name}") for name in self.axes}
+    def sizes(self, context: BlockContext) -> dict[str, Size]:
+        return {name: Size(getattr(self, name), f"{context.key}.{name}") for name in self.axes}
 
-    def weights(self, site: BlockContext) -> dict[str, Weight]:
+    def weights(self, context: BlockContext) -> dict[str, Weight]:
         """Return query, key and value projections, a second set for global tokens, and the output projection."""
         query_projection, key_projection = weight("embed", "heads", "head_dim"), weight("embed", "kv_heads", "head_dim")
         weights = {"out": weight("embed", "heads", "head_dim", output_first=True)}
@@ -109,28 +109,28 @@ class Attention(Block):
                 weights |= {f"{projections}.{name}_norm.scale": scale for name in ("query", "key")}
         return weights
 
-    def variant(self, site: BlockContext) -> Hashable:
-        return self.window(site), self.dilation(site)
+    def variant(self, context: BlockContext) -> Hashable:
+        return self.window(context), self.dilation(context)
 
-    def window(self, site: BlockContext) -> int | None:
+    def window(self, context: BlockContext) -> int | None:
         """Return the number of keys this layer sees, including the token's, or None if all."""
-        return self.windows[site.number % len(self.windows)]
+        return self.windows[context.number % len(self.windows)]
 
-    def dilation(self, site: BlockContext) -> int:
+    def dilation(self, context: BlockContext) -> int:
         """Return the distance between the keys that this layer sees."""
-        return self.dilations[site.number % len(self.dilations)]
+        return self.dilations[context.number % len(self.dilations)]
 
-    def flops(self, site: BlockContext, seq: int) -> float:
+    def flops(self, context: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token of the projections, the logits, and the weighted sums of values."""
-        keys = 4 * site.embed * self.head_dim * self.kv_heads
-        projections = 4 * site.embed * self.head_dim * (self.heads + self.kv_heads) + keys * bool(self.global_tokens)
-        return projections + 4.0 * self.head_dim * self.scores(site, seq)
+        keys = 4 * context.embed * self.head_dim * self.kv_heads
+        projections = 4 * context.embed * self.head_dim * (self.heads + self.kv_heads) + keys * bool(self.global_tokens)
+        return projections + 4.0 * self.head_dim * self.scores(context, seq)
 
-    def scores(self, site: BlockContext, seq: int) -> float:
+    def scores(self, context: BlockContext, seq: int) -> float:
         """Return the number of logits per token: keys per query, times heads."""
-        return self.heads * self._mean_keys(site, seq)
+        return self.heads * self._mean_keys(context, seq)
 
-    def saves(self, site: BlockContext) -> list[Saved]:
+    def saves(self, context: BlockContext) -> list[Saved]:
         """Return the projections, the kernel's output and softmax sums, and the inputs of rotation and norms."""
         return [
             saved("heads", "head_dim", name="query", product=True),
@@ -147,23 +147,23 @@ class Attention(Block):
             saved("kv_heads", "head_dim", count=int(self.qk_norm), float32=True),
         ]
 
-    def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
+    def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
         """Return keys and values, with the number of positions before a shard that its window reaches."""
-        window = self.window(site)
-        positions = None if window is None else (window - 1) * self.dilation(site)
+        window = self.window(context)
+        positions = None if window is None else (window - 1) * self.dilation(context)
         return [
             (activation, positions)
-            for activation in self.saved_activations(site)
+            for activation in self.saved_activations(context)
             if activation.name in ("key", "value")
         ]
 
-    def _mean_keys(self, site: BlockContext, seq: int) -> float:
+    def _mean_keys(self, context: BlockContext, seq: int) -> float:
         """Return the mean number of keys that a query sees.
 
         Key n of a window is n dilations before the query, if that position exists. A causal window W of dilation d over
         `seq` positions thus has W - d W(W-1)/(2 seq) keys on average.
         """
-        dilation = self.dilation(site)
-        window = min(self.window(site) or seq, -(-seq // dilation))
+        dilation = self.dilation(context)
+        window = min(self.window(context) or seq, -(-seq // dilation))
         one_side = window - dilation * window * (window - 1) / (2 * seq)
         return float(min(seq, (one_side if self.causal else 2 * one_side - 1) + self.global_tokens))

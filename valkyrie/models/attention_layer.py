@@ -85,19 +85,19 @@ class AttentionLayer(nnx.Module):
 
     projections: type[Projections] = Projections
 
-    def __init__(self, block: Attention, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
-        keys, specs = jax.random.split(key, 3), block.parameters(site)
+    def __init__(self, block: Attention, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
+        keys, specs = jax.random.split(key, 3), block.parameters(context)
         self.config, self.numerics = block, numerics
-        self.window, self.dilation = block.window(site), block.dilation(site)
+        self.window, self.dilation = block.window(context), block.dilation(context)
         self.local = self.projections(block, _without_prefix("local", specs), numerics=numerics, key=keys[0])
         if block.global_tokens:
             self.globals = self.projections(block, _without_prefix("globals", specs), numerics=numerics, key=keys[1])
-        deviation = (2 * site.layers * block.heads * block.head_dim) ** -0.5
-        weights = normal(keys[2], (block.heads, block.head_dim, site.embed), deviation)
+        deviation = (2 * context.layers * block.heads * block.head_dim) ** -0.5
+        weights = normal(keys[2], (block.heads, block.head_dim, context.embed), deviation)
         # Embed first, like the other projections, so that a fully sharded partition gathers contiguous memory.
         self.out = parameter(specs["out"], weights.transpose(2, 0, 1), numerics)
         if block.bias is Bias.all:
-            self.out_bias = parameter(specs["out_bias"], jnp.zeros((site.embed,)), numerics)
+            self.out_bias = parameter(specs["out_bias"], jnp.zeros((context.embed,)), numerics)
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard

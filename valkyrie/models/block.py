@@ -173,53 +173,53 @@ class Block(ABC):
         return []
 
     @abstractmethod
-    def sizes(self, site: BlockContext) -> dict[str, Size]:
+    def sizes(self, context: BlockContext) -> dict[str, Size]:
         """Return the length of each declared axis, with the configuration key that sets it."""
 
     @abstractmethod
-    def weights(self, site: BlockContext) -> dict[str, Weight]:
+    def weights(self, context: BlockContext) -> dict[str, Weight]:
         """Return its parameters by dotted name, each made by `weight`."""
 
     @abstractmethod
-    def flops(self, site: BlockContext, seq: int) -> float:
+    def flops(self, context: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token for sequences of `seq` tokens, counting two per multiply-add."""
 
     @abstractmethod
-    def saves(self, site: BlockContext) -> list[Saved]:
+    def saves(self, context: BlockContext) -> list[Saved]:
         """Estimate the activations its backward pass needs in addition to its input, if nothing is recomputed."""
 
-    def build(self, site: BlockContext, *, numerics: Numerics, key: Array) -> Any:
+    def build(self, context: BlockContext, *, numerics: Numerics, key: Array) -> Any:
         """Build its module, an instance of `module_class` (see `valkyrie.models.layers.BlockModule`)."""
-        return resolve_name(self.module_class)(self, site, numerics=numerics, key=key)
+        return resolve_name(self.module_class)(self, context, numerics=numerics, key=key)
 
-    def variant(self, site: BlockContext) -> Hashable:
+    def variant(self, context: BlockContext) -> Hashable:
         """Return a value that is equal for blocks of the same kind that can share a scan."""
         return None
 
-    def parameters(self, site: BlockContext) -> dict[str, Parameter]:
+    def parameters(self, context: BlockContext) -> dict[str, Parameter]:
         """Return its parameters by dotted name."""
-        sizes = self._sizes(site)
+        sizes = self._sizes(context)
         return {
             name: Parameter(
                 **vars(tensor(w.dims, sizes)), group=w.group, float32=w.float32, output_first=w.output_first
             )
-            for name, w in self.weights(site).items()
+            for name, w in self.weights(context).items()
         }
 
-    def scores(self, site: BlockContext, seq: int) -> float:
+    def scores(self, context: BlockContext, seq: int) -> float:
         """Return the number of values per token for pairs of positions, such as attention logits."""
         return 0.0
 
-    def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
+    def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
         """Return the activations that it reads from other sequence shards, with the number of positions (None: all)."""
         return []
 
-    def saved_activations(self, site: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
+    def saved_activations(self, context: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
         """Return the activations that its backward pass needs.
 
         `needed_for` is the `SavedActivation.needed_for` of the block's output.
         """
-        sizes = self._sizes(site)
+        sizes = self._sizes(context)
         return [
             SavedActivation(
                 tensor(s.dims, sizes),
@@ -229,15 +229,15 @@ class Block(ABC):
                 product=s.product,
                 needed_for=needed_for if s.result else s.needed_for,
             )
-            for s in self.saves(site)
+            for s in self.saves(context)
         ]
 
-    def constrained_activations(self, site: BlockContext) -> list[Tensor]:
+    def constrained_activations(self, context: BlockContext) -> list[Tensor]:
         """Return the activations to which its module applies a sharding constraint."""
-        return [tensor(axes, self._sizes(site)) for axes in self.activations]
+        return [tensor(axes, self._sizes(context)) for axes in self.activations]
 
-    def _sizes(self, site: BlockContext) -> dict[str, Size]:
-        return {"embed": Size(site.embed, "model.embed"), **self.sizes(site)}
+    def _sizes(self, context: BlockContext) -> dict[str, Size]:
+        return {"embed": Size(context.embed, "model.embed"), **self.sizes(context)}
 
 
 def tensor(dims: tuple[str | int, ...], sizes: Mapping[str, Size]) -> Tensor:
@@ -271,7 +271,7 @@ class Layer:
     """A mixer and the feed-forward after it, if any, each between a norm and a residual sum."""
 
     kind: str
-    site: BlockContext
+    context: BlockContext
     mixer: Block
     feed_forward: Block | None
     residual: Residual = Residual.sequential
@@ -280,39 +280,41 @@ class Layer:
     @property
     def variant(self) -> Hashable:
         """Value that is equal for layers that can be scanned together."""
-        return tuple((kind, block.variant(site)) for kind, (block, site) in self.blocks.items())
+        return tuple((kind, block.variant(context)) for kind, (block, context) in self.blocks.items())
 
     @property
-    def feed_forward_site(self) -> BlockContext:
+    def feed_forward_context(self) -> BlockContext:
         """Context of the feed-forward. The dense one uses the configuration keys of the model."""
-        return replace(self.site, key="model" if self.feed_forward_kind == DENSE else f"model.{self.feed_forward_kind}")
+        return replace(
+            self.context, key="model" if self.feed_forward_kind == DENSE else f"model.{self.feed_forward_kind}"
+        )
 
     @property
     def blocks(self) -> dict[str, tuple[Block, BlockContext]]:
         """Blocks by kind: the mixer, then the feed-forward."""
-        blocks = {self.kind: (self.mixer, self.site)}
+        blocks = {self.kind: (self.mixer, self.context)}
         if self.feed_forward is not None:
-            blocks[self.feed_forward_kind] = self.feed_forward, self.feed_forward_site
+            blocks[self.feed_forward_kind] = self.feed_forward, self.feed_forward_context
         return blocks
 
     def parameters(self) -> dict[str, Parameter]:
         """Return its parameters by dotted name."""
-        norm_scale = partial(vector_parameter, "embed", self.site.embed)
+        norm_scale = partial(vector_parameter, "embed", self.context.embed)
         parameters = {"norm.scale": norm_scale(self.mixer.norm_group)}
-        parameters |= add_prefix("mixer", self.mixer.parameters(self.site))
+        parameters |= add_prefix("mixer", self.mixer.parameters(self.context))
         if self.feed_forward is not None:
             if self.residual is Residual.sequential:
                 parameters["feed_forward_norm.scale"] = norm_scale("vector")
-            parameters |= add_prefix("feed_forward", self.feed_forward.parameters(self.feed_forward_site))
+            parameters |= add_prefix("feed_forward", self.feed_forward.parameters(self.feed_forward_context))
         return parameters
 
     def activations(self) -> list[Tensor]:
         """Return the activations to which its modules apply a sharding constraint."""
-        return [t for block, site in self.blocks.values() for t in block.constrained_activations(site)]
+        return [t for block, context in self.blocks.values() for t in block.constrained_activations(context)]
 
     def flops(self, seq: int) -> float:
         """Return forward FLOPs per token."""
-        return sum(block.flops(site, seq) for block, site in self.blocks.values())
+        return sum(block.flops(context, seq) for block, context in self.blocks.values())
 
     @property
     def auxiliary(self) -> dict[str, float]:
@@ -330,16 +332,16 @@ class Layer:
         factors. The input of the `first` layer of a group is never recomputed. The output of a layer is needed only to
         recompute the input of the next one.
         """
-        embed = {"embed": Size(self.site.embed, "model.embed")}
+        embed = {"embed": Size(self.context.embed, "model.embed")}
         stream = tensor(("batch", "seq", "embed"), embed)
         block_input = SavedActivation(stream, 1, name=BLOCK_INPUT, never_recomputed=first)
         if self.feed_forward is None:
-            return [block_input, *self.mixer.saved_activations(self.site, BLOCK_INPUT)]
-        feed_forward = self.feed_forward.saved_activations(self.feed_forward_site, BLOCK_INPUT)
+            return [block_input, *self.mixer.saved_activations(self.context, BLOCK_INPUT)]
+        feed_forward = self.feed_forward.saved_activations(self.feed_forward_context, BLOCK_INPUT)
         if self.residual is Residual.parallel:  # the mixer counts input and output of the shared norm
             feed_forward = [a for a in feed_forward if a.name is not None or a.tensor != stream]
-            return [block_input, *self.mixer.saved_activations(self.site, BLOCK_INPUT), *feed_forward]
-        return [block_input, *self.mixer.saved_activations(self.site), *feed_forward]
+            return [block_input, *self.mixer.saved_activations(self.context, BLOCK_INPUT), *feed_forward]
+        return [block_input, *self.mixer.saved_activations(self.context), *feed_forward]
 
 
 class AuxiliaryTerm(NamedTuple):

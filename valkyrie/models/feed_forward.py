@@ -45,10 +45,10 @@ class FeedForward(Block):
     def problems(self, key: str) -> list[Problem]:
         return check_range(f"{key}.mlp", self.mlp, least=1)
 
-    def sizes(self, site: BlockContext) -> dict[str, Size]:
-        return {"mlp": Size(self.mlp, f"{site.key}.mlp")}
+    def sizes(self, context: BlockContext) -> dict[str, Size]:
+        return {"mlp": Size(self.mlp, f"{context.key}.mlp")}
 
-    def weights(self, site: BlockContext) -> dict[str, Weight]:
+    def weights(self, context: BlockContext) -> dict[str, Weight]:
         """Return the matrices, with `embed` first, so that a fully sharded partition gathers contiguous memory."""
         names = ("up", "gate", "down") if self.kind.gated else ("up", "down")
         weights = {name: weight("embed", "mlp", output_first=name == "down") for name in names}
@@ -57,10 +57,10 @@ class FeedForward(Block):
             weights |= {f"{name}_bias": weight(side, group="vector") for name, side in sides.items()}
         return weights
 
-    def flops(self, site: BlockContext, seq: int) -> float:
-        return 2.0 * site.embed * self.mlp * (3 if self.kind.gated else 2)
+    def flops(self, context: BlockContext, seq: int) -> float:
+        return 2.0 * context.embed * self.mlp * (3 if self.kind.gated else 2)
 
-    def saves(self, site: BlockContext) -> list[Saved]:
+    def saves(self, context: BlockContext) -> list[Saved]:
         """Return the results of the products, the factors of the gate, and the inputs of the norm."""
         return [
             saved("mlp", name="up", product=True),

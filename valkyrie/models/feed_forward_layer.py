@@ -28,14 +28,14 @@ _NONLINEARITIES = {
 class FeedForwardLayer(nnx.Module):
     """A gated or plain feed-forward. The initial scale of its last matrix decreases with the number of layers."""
 
-    def __init__(self, block: FeedForward, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
-        keys, specs = jax.random.split(key, 3), block.parameters(site)
+    def __init__(self, block: FeedForward, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
+        keys, specs = jax.random.split(key, 3), block.parameters(context)
         self.kind, self.numerics = block.kind, numerics
-        shape, deviation = (site.embed, block.mlp), site.embed**-0.5
+        shape, deviation = (context.embed, block.mlp), context.embed**-0.5
         self.up = parameter(specs["up"], normal(keys[0], shape, deviation), numerics)
         if block.kind.gated:
             self.gate = parameter(specs["gate"], normal(keys[1], shape, deviation), numerics)
-        down_deviation = 1 / math.sqrt(2 * site.layers * block.mlp)
+        down_deviation = 1 / math.sqrt(2 * context.layers * block.mlp)
         self.down = parameter(specs["down"], normal(keys[2], shape[::-1], down_deviation).T, numerics)
         self.biases = block.biases
         for name in [name for name in specs if name.endswith("_bias")]:

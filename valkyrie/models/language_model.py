@@ -75,15 +75,15 @@ class ResidualBlock(nnx.Module):
         keys = jax.random.split(key, 2)
         self.dropout_rate = config.dropout
         self.norm = self.norm_kind(config.embed, config.norm_epsilon, numerics=numerics)
-        self.mixer = layer.mixer.build(layer.site, numerics=numerics, key=keys[0])
+        self.mixer = layer.mixer.build(layer.context, numerics=numerics, key=keys[0])
         self.has_feed_forward = layer.feed_forward is not None
         self.kinds, self.auxiliary = (layer.kind, layer.feed_forward_kind), tuple(layer.auxiliary)
         self.is_parallel = layer.residual is Residual.parallel
         if layer.feed_forward is not None:
-            site = layer.feed_forward_site
+            context = layer.feed_forward_context
             if not self.is_parallel:
                 self.feed_forward_norm = self.norm_kind(config.embed, config.norm_epsilon, numerics=numerics)
-            self.feed_forward = layer.feed_forward.build(site, numerics=numerics, key=keys[1])
+            self.feed_forward = layer.feed_forward.build(context, numerics=numerics, key=keys[1])
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard, key: Array | None

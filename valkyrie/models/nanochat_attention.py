@@ -42,37 +42,42 @@ class NanochatAttention(Attention):
         problems += check_range(f"{key}.qk_gain", self.qk_gain, above=0)
         return problems + check_range(f"{key}.qk_norm_epsilon", self.qk_norm_epsilon, above=0)
 
-    def has_value_embedding(self, site: BlockContext) -> bool:
+    def has_value_embedding(self, context: BlockContext) -> bool:
         """Whether this layer has a table of value embeddings."""
-        return self.value_embeddings and site.number % 2 == (site.layers - 1) % 2
+        return self.value_embeddings and context.number % 2 == (context.layers - 1) % 2
 
-    def variant(self, site: BlockContext) -> Hashable:
-        return super().variant(site), self.has_value_embedding(site)
+    def variant(self, context: BlockContext) -> Hashable:
+        return super().variant(context), self.has_value_embedding(context)
 
-    def weights(self, site: BlockContext) -> dict[str, Weight]:
-        gate = {"value_gate": weight("kv_heads", gate_channels(site), output_first=True)}
-        return super().weights(site) | (gate if self.has_value_embedding(site) else {})
+    def weights(self, context: BlockContext) -> dict[str, Weight]:
+        gate = {"value_gate": weight("kv_heads", gate_channels(context), output_first=True)}
+        return super().weights(context) | (gate if self.has_value_embedding(context) else {})
 
-    def parameters(self, site: BlockContext) -> dict[str, Parameter]:
+    def parameters(self, context: BlockContext) -> dict[str, Parameter]:
         """Return its parameters. The table of value embeddings is sharded like the token embedding."""
-        if not self.has_value_embedding(site):
-            return super().parameters(site)
-        shape, keys = (site.vocab, self.kv_heads * self.head_dim), ("model.vocab_multiple", f"{site.key}.kv_heads")
+        if not self.has_value_embedding(context):
+            return super().parameters(context)
+        shape, keys = (
+            (context.vocab, self.kv_heads * self.head_dim),
+            ("model.vocab_multiple", f"{context.key}.kv_heads"),
+        )
         table = Parameter(("vocab", "embed"), shape, keys, group="value_embedding")
-        return super().parameters(site) | {"value_embedding": table}
+        return super().parameters(context) | {"value_embedding": table}
 
-    def flops(self, site: BlockContext, seq: int) -> float:
-        return super().flops(site, seq) + 2.0 * gate_channels(site) * self.kv_heads * self.has_value_embedding(site)
+    def flops(self, context: BlockContext, seq: int) -> float:
+        return super().flops(context, seq) + 2.0 * gate_channels(context) * self.kv_heads * self.has_value_embedding(
+            context
+        )
 
-    def saves(self, site: BlockContext) -> list[Saved]:
+    def saves(self, context: BlockContext) -> list[Saved]:
         return [
-            *super().saves(site),
+            *super().saves(context),
             saved("heads", "head_dim", float32=True),
             saved("kv_heads", "head_dim", float32=True),
-            saved("kv_heads", "head_dim", count=int(self.has_value_embedding(site))),
+            saved("kv_heads", "head_dim", count=int(self.has_value_embedding(context))),
         ]
 
 
-def gate_channels(site: BlockContext) -> int:
+def gate_channels(context: BlockContext) -> int:
     """Return the number of channels that the gate of a value embedding reads."""
-    return min(GATE_CHANNELS, site.embed)
+    return min(GATE_CHANNELS, context.embed)

@@ -51,14 +51,14 @@ class NanochatAttentionLayer(AttentionLayer):
 
     projections = NanochatProjections
 
-    def __init__(self, block: NanochatAttention, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
-        super().__init__(block, site, numerics=numerics, key=key)
+    def __init__(self, block: NanochatAttention, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
+        super().__init__(block, context, numerics=numerics, key=key)
         self.out[...] = jnp.zeros_like(self.out[...])
-        self.has_value_embedding, self.gate_channel_count = block.has_value_embedding(site), gate_channels(site)
+        self.has_value_embedding, self.gate_channel_count = block.has_value_embedding(context), gate_channels(context)
         if self.has_value_embedding:
-            specs, keys = block.parameters(site), jax.random.split(jax.random.fold_in(key, 1))
+            specs, keys = block.parameters(context), jax.random.split(jax.random.fold_in(key, 1))
             gate = jax.random.uniform(keys[0], specs["value_gate"].shape, maxval=GATE_INIT)
-            table = uniform(keys[1], specs["value_embedding"].shape, site.embed**-0.5)
+            table = uniform(keys[1], specs["value_embedding"].shape, context.embed**-0.5)
             self.value_gate = parameter(specs["value_gate"], gate, numerics)
             self.value_embedding = parameter(specs["value_embedding"], table, numerics)
 

@@ -90,10 +90,10 @@ class S5(Block):
         problems += check_range(f"{key}.step_rescale", self.step_rescale, above=0)
         return problems + check_range(f"{key}.scan_block", self.scan_block, least=1)
 
-    def sizes(self, site: BlockContext) -> dict[str, Size]:
-        return {"state": Size(self.states, f"{site.key}.state_size"), "mlp": Size(site.embed, "model.embed")}
+    def sizes(self, context: BlockContext) -> dict[str, Size]:
+        return {"state": Size(self.states, f"{context.key}.state_size"), "mlp": Size(context.embed, "model.embed")}
 
-    def weights(self, site: BlockContext) -> dict[str, Weight]:
+    def weights(self, context: BlockContext) -> dict[str, Weight]:
         """Return the parameters of the state space, all in float32, and the matrices of the gate."""
         weights = {"B": weight("state", "embed", 2, group="ssm", float32=True, output_first=True)}
         for name in ("C", "C_reverse")[: 1 + self.bidirectional]:
@@ -104,13 +104,13 @@ class S5(Block):
             weights[name] = weight("state", group="ssm", float32=True)
         return weights | {"D": weight("embed", float32=True)}
 
-    def flops(self, site: BlockContext, seq: int) -> float:
+    def flops(self, context: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token: products with B and C, 8 per state and scan, and the gate."""
         directions = 1 + self.bidirectional
-        projections = 4 * self.states * site.embed * (1 + directions)
-        return float(projections + 8 * self.states * directions + 2 * self.activation.products * site.embed**2)
+        projections = 4 * self.states * context.embed * (1 + directions)
+        return float(projections + 8 * self.states * directions + 2 * self.activation.products * context.embed**2)
 
-    def saves(self, site: BlockContext) -> list[Saved]:
+    def saves(self, context: BlockContext) -> list[Saved]:
         """Return the inputs and states of the scan, the products with C, and the factors of the gate."""
         directions, products = 1 + self.bidirectional, self.activation.products
         return [
@@ -123,5 +123,5 @@ class S5(Block):
             saved("embed", count=2),
         ]
 
-    def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        return [(activation, 1) for activation in self.saved_activations(site) if activation.name == STATES]
+    def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
+        return [(activation, 1) for activation in self.saved_activations(context) if activation.name == STATES]

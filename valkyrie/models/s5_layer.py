@@ -29,8 +29,8 @@ class S5Layer(nnx.Module):
     Without conjugate symmetry there is no factor 2. A bidirectional layer scans in both directions, with a C for each.
     """
 
-    def __init__(self, block: S5, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
-        keys, embed, specs = jax.random.split(key, 7), site.embed, block.parameters(site)
+    def __init__(self, block: S5, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
+        keys, embed, specs = jax.random.split(key, 7), context.embed, block.parameters(context)
         hippo = block_hippo(block.state_size, block.blocks, block.conjugate_symmetric)
         re, im = init_Lambda(hippo)
         self.config, self.numerics = block, numerics

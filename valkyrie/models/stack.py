@@ -178,11 +178,11 @@ class Stack:
         mixers, feed_forwards, numbers = self.mixer_blocks, self.feed_forward_blocks, Counter[str]()
         pattern, layers = self.feed_forward_pattern, []
         for i, kind in enumerate(self.kinds):
-            site = BlockContext(self.embed, self.layers, numbers[kind], f"model.{kind}", self.vocab_rows)
+            context = BlockContext(self.embed, self.layers, numbers[kind], f"model.{kind}", self.vocab_rows)
             feed_forward_kind = pattern[i % len(pattern)]
             has_feed_forward = self.feed_forward_after is None or kind in self.feed_forward_after
             feed_forward = feed_forwards[feed_forward_kind] if has_feed_forward else None
-            layers.append(Layer(kind, site, mixers[kind], feed_forward, self.residual, feed_forward_kind))
+            layers.append(Layer(kind, context, mixers[kind], feed_forward, self.residual, feed_forward_kind))
             numbers[kind] += 1
         return layers
 
