@@ -21,7 +21,7 @@ import pytest
 
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints, latest_step
 from valkyrie.cli.train import main
-from valkyrie.code_eval.sandbox import trouble
+from valkyrie.code_eval.sandbox import sandbox_problem
 from valkyrie.runs.tracking import read_metrics
 
 jax.devices()  # the backend starts with the devices of the tests, not with those of the first run's mesh
@@ -53,7 +53,7 @@ SINGLE = ("mesh=1x1x1", "partition=dp")
 
 # A sandbox needs namespaces of Linux, which some containers forbid. The message to the user is tested in any case
 # (`test_code_eval.py`).
-needs_sandbox = pytest.mark.skipif(trouble() is not None, reason=f"no sandbox: {trouble()}")
+needs_sandbox = pytest.mark.skipif(sandbox_problem() is not None, reason=f"no sandbox: {sandbox_problem()}")
 
 
 def command(*arguments: str) -> int:

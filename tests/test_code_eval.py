@@ -18,10 +18,19 @@ import pytest
 from runs import SINGLE, command, copy_run, needs_sandbox, tiny_arguments, trained_run, training_records
 from valkyrie.code_eval import config as of_config
 from valkyrie.code_eval import languages
-from valkyrie.code_eval.config import CodeEvalConfig, missing_judge
-from valkyrie.code_eval.judge import CompletionResult, Limits, cut, is_whole, judge, judge_all, pass_at_k, summary
+from valkyrie.code_eval.config import CodeEvalConfig, judge_problems
+from valkyrie.code_eval.judge import (
+    CompletionResult,
+    Limits,
+    cut_completion,
+    is_complete,
+    judge,
+    judge_all,
+    pass_at_k,
+    summary,
+)
 from valkyrie.code_eval.languages import LANGUAGES, closing_brace, compiler
-from valkyrie.code_eval.problems import OWN, CodingProblem, read_problems
+from valkyrie.code_eval.problems import SHIPPED, CodingProblem, read_problems
 from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.runs.tracking import read_metrics
 
@@ -44,14 +53,14 @@ def test_the_problems_of_the_package() -> None:
     count = [sum(problem.difficulty == difficulty for problem in cpp) for difficulty in ("easy", "medium", "hard")]
     assert count == [7, 6, 4] and {problem.language for problem in cpp} == {"cpp"}
     assert len(read_problems("python")) >= 5
-    for name in OWN:
+    for name in SHIPPED:
         assert solutions(name).keys() == {problem.name for problem in read_problems(name)}
 
 
 @needs_sandbox
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_every_problem_can_be_solved_and_a_wrong_answer_fails(name: str) -> None:
     problems = read_problems(name)
     more = {"cpp": "\nint later() { return 1; }", "python": "\ndef later():\n    return 1"}[name]
@@ -142,8 +151,12 @@ def test_a_function_that_stays_open_has_no_end(text: str) -> None:
 def test_a_function_of_python_ends_with_its_indentation() -> None:
     problem = CodingProblem(**ADD)
     body = "    return 1\n\n    # and\n"
-    assert cut(problem, f"{body}print(2)\n    3") == body
-    assert cut(problem, "print(1)") == "" and not is_whole(problem, "    return 1\n\n") and is_whole(problem, "  1\nx")
+    assert cut_completion(problem, f"{body}print(2)\n    3") == body
+    assert (
+        cut_completion(problem, "print(1)") == ""
+        and not is_complete(problem, "    return 1\n\n")
+        and is_complete(problem, "  1\nx")
+    )
 
 
 def test_pass_at_k_is_the_share_of_choices_with_one_that_passes() -> None:
@@ -195,7 +208,7 @@ def test_a_bad_problem_is_refused_with_its_line(tmp_path: Path, change: dict[str
     values = {key: value for key, value in (ADD | change).items() if value is not ...}
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps(values) + "\n\n")
-    (problem,) = missing_judge(CodeEvalConfig(problems=str(path)))
+    (problem,) = judge_problems(CodeEvalConfig(problems=str(path)))
     assert str(problem).startswith(f"code_eval.problems={path}: line 1: ") and message in str(problem)
 
 
@@ -261,9 +274,9 @@ def test_no_sandbox_is_refused_before_jax_unless_it_is_asked_for(
 ) -> None:
     message, seconds = refused(tmp_path, "code_eval_every=5", "code_eval.problems=python", PATH=str(tmp_path))
     assert "unshare, setpriv," in message and message.endswith(" code_eval.sandbox=false.\n") and seconds < 5
-    monkeypatch.setattr("valkyrie.code_eval.sandbox.trouble", lambda: "no namespaces")
-    assert missing_judge(CodeEvalConfig(problems="python", sandbox=False)) == []
-    assert [p.key for p in missing_judge(CodeEvalConfig(problems="python"))] == ["code_eval.sandbox"]
+    monkeypatch.setattr("valkyrie.code_eval.sandbox.sandbox_problem", lambda: "no namespaces")
+    assert judge_problems(CodeEvalConfig(problems="python", sandbox=False)) == []
+    assert [p.key for p in judge_problems(CodeEvalConfig(problems="python"))] == ["code_eval.sandbox"]
 
 
 def test_a_compiler_that_a_sandbox_does_not_show_is_none() -> None:
@@ -320,7 +333,7 @@ def test_a_sandbox_that_fails_on_the_way_ends_no_training(
         raise SandboxError("the sandbox could not be created: no namespaces left")
 
     monkeypatch.setattr("valkyrie.train.code.judge_all", fail)
-    monkeypatch.setattr(of_config, "missing_judge", lambda config: [])
+    monkeypatch.setattr(of_config, "judge_problems", lambda config: [])
     assert command(*tiny_arguments(tmp_path, "steps=2", "code_eval_every=1", *CODE)) == 0
     assert "all is used" in capfd.readouterr().out
 

@@ -16,7 +16,7 @@ from runs import needs_sandbox
 from valkyrie.code_eval import sandbox
 from valkyrie.code_eval.judge import CompletionResult, Limits, judge
 from valkyrie.code_eval.problems import CodingProblem, read_problems
-from valkyrie.code_eval.sandbox import Ended, SandboxStep, run_steps, trouble
+from valkyrie.code_eval.sandbox import SandboxStep, StepResult, run_steps, sandbox_problem
 
 pytestmark = needs_sandbox
 MARK = "98765.4321"
@@ -43,7 +43,7 @@ def none_left() -> bool:
     return not asleep()
 
 
-def shell(command: str, time_s: float = 20.0, **limits: int) -> Ended:
+def shell(command: str, time_s: float = 20.0, **limits: int) -> StepResult:
     return run_steps({}, [SandboxStep(("sh", "-c", command), time_s, 256, **limits)])[0]
 
 
@@ -181,7 +181,7 @@ from valkyrie.code_eval.sandbox import SandboxStep, run_steps, trouble
 if os.geteuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
 assert trouble() is None, trouble()
-assert sandbox.isolation_of().user is None
+assert sandbox.choose_isolation().user is None
 command = "ls -d /home /root; unshare --user true || mount -t tmpfs none /box || echo x > /x || echo kept apart"
 print(run_steps({}, [SandboxStep(("sh", "-c", command), 20.0, 256)])[0].output)
 """
@@ -210,21 +210,21 @@ def test_users_of_two_programs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(sandbox, "_nests", lambda: False)
     monkeypatch.setattr(sandbox, "_is_mapped", lambda user: True)
-    assert sandbox.isolation_of().user != sandbox.isolation_of().user
+    assert sandbox.choose_isolation().user != sandbox.choose_isolation().user
     monkeypatch.setattr(sandbox, "_is_mapped", lambda user: False)
-    assert sandbox.isolation_of().user == 65534
+    assert sandbox.choose_isolation().user == 65534
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox.shutil, "which", lambda tool: None if tool == "unshare" else f"/bin/{tool}")
-    reason = trouble.__wrapped__() or ""
+    reason = sandbox_problem.__wrapped__() or ""
     assert "unshare" in reason and not [tool for tool in sandbox.TOOLS if tool != "unshare" and f"{tool}," in reason]
     monkeypatch.setattr(sandbox.platform, "system", lambda: "Darwin")
-    assert "Darwin" in (trouble.__wrapped__() or "")
+    assert "Darwin" in (sandbox_problem.__wrapped__() or "")
 
 
 def test_what_the_system_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sandbox, "_namespace_command", lambda isolation: ["sh", "-c", "echo no namespaces here; exit 1", "--"]
     )
-    assert "no namespaces here" in (trouble.__wrapped__() or "")
+    assert "no namespaces here" in (sandbox_problem.__wrapped__() or "")

@@ -24,8 +24,8 @@ from test_folder import make_run
 from valkyrie.cli.convert import _parser as convert_parser
 from valkyrie.cli.data import _parser as data_parser
 from valkyrie.cli.doctor import _parser as doctor_parser
-from valkyrie.cli.launch import split as split_launch
-from valkyrie.cli.parser import without_comment
+from valkyrie.cli.launch import split_at_dashes as split_launch
+from valkyrie.cli.parser import strip_comment
 from valkyrie.cli.predict import _parser as predict_parser
 from valkyrie.cli.report import _parser as report_parser
 from valkyrie.config.compose import default_partition
@@ -177,7 +177,7 @@ OTHERS = [line for line in COMMANDS if not line.startswith(("valkyrie-train", "v
 def test_the_other_commands_have_these_arguments(line: str):
     parsers = {"valkyrie-report": report_parser, "valkyrie-predict": predict_parser, "valkyrie-data": data_parser}
     parsers["valkyrie-convert"] = convert_parser
-    parsers[line.split(" ")[0]]().parse_args(without_comment(arguments_of(line)))
+    parsers[line.split(" ")[0]]().parse_args(strip_comment(arguments_of(line)))
 
 
 SETTINGS = [span for span in SPANS if re.fullmatch(r"[a-z][\w./]*=[^ ,=]\S*", span) and "NAME" not in span]

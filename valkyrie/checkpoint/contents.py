@@ -13,7 +13,7 @@ from valkyrie.problems import Problem, ProblemCode, first_line
 from valkyrie.records import encode, load
 from valkyrie.trees import flatten, leaf_names
 
-PARAMETERS_ALONE = "parameters"
+PARAMETERS_ONLY = "parameters"
 """Value of `CheckpointInfo.holds` in checkpoints without optimizer state."""
 
 
@@ -69,14 +69,14 @@ def read_info(path: Any) -> CheckpointInfo:
         ) from error
 
 
-def damage_of(path: Any) -> Problem | None:
+def find_damage(path: Any) -> Problem | None:
     """Return the first file of a checkpoint that fails its checksum, or None. Buckets verify their own objects."""
     return None if in_bucket(path) else folder_damage(path)
 
 
 def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
     """Return the metadata of a checkpoint, or None if it cannot be read, and its first damage, or None."""
-    damage = damage_of(path)
+    damage = find_damage(path)
     try:
         return read_info(path), damage
     except ValueError:
@@ -88,7 +88,7 @@ def state_arrays(state: Any) -> Mapping[str, Any]:
     return {key: value for key, value in state._asdict().items() if value is not None}
 
 
-def shapes_of(parameters: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+def parameter_shapes(parameters: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of every parameter by dotted path."""
     return {name: tuple(array.shape) for name, array in flatten(parameters).items()}
 

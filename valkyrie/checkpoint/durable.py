@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint.config import CheckpointConfig
-from valkyrie.checkpoint.contents import CheckpointInfo, damage_of
+from valkyrie.checkpoint.contents import CheckpointInfo, find_damage
 from valkyrie.checkpoint.location import METADATA, checkpoint_root, configured_root, in_bucket, record_root
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import CHECKSUMS
@@ -72,7 +72,7 @@ class Durable(Tier):
         """
         steps, damages = sorted(self._manager.all_steps(), reverse=True), []
         for step in steps:
-            damage = damage_of(self.folder_of(step))
+            damage = find_damage(self.folder_of(step))
             if damage is None:
                 break
             damages.append(f"the checkpoint of step {step} in {self.path} is damaged: {damage}")

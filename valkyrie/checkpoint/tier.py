@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from valkyrie.checkpoint.contents import CheckpointInfo, shapes_of, state_arrays
+from valkyrie.checkpoint.contents import CheckpointInfo, parameter_shapes, state_arrays
 from valkyrie.checkpoint.location import METADATA, in_bucket, steps_in
 from valkyrie.checksums import write_checksums
 from valkyrie.paths import error_reason, is_full
@@ -72,7 +72,7 @@ class Tier(ABC):
     def _describe(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
         """Return the metadata of a state."""
         return replace(
-            self._info, saved=time.strftime("%Y-%m-%d %H:%M:%S %z"), parameters=shapes_of(arrays["parameters"])
+            self._info, saved=time.strftime("%Y-%m-%d %H:%M:%S %z"), parameters=parameter_shapes(arrays["parameters"])
         )
 
     def folder_of(self, step: int) -> Any:

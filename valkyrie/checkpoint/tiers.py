@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.contents import (
-    PARAMETERS_ALONE,
+    PARAMETERS_ONLY,
     CheckpointInfo,
     inspect,
+    parameter_shapes,
     read_info,
     refuse_other_model,
     refuse_other_state,
     refuse_other_tokenizer,
-    shapes_of,
     state_arrays,
 )
 from valkyrie.checkpoint.durable import Durable
@@ -122,9 +122,9 @@ class Checkpoints:
         """Return a durable checkpoint. ValueError if it is of another model, tokenizer or optimizer."""
         wanted, path = state_arrays(abstract_state), self.durable.folder_of(step)
         info = read_info(path)
-        refuse_other_model(path, info.parameters, shapes_of(wanted["parameters"]))
+        refuse_other_model(path, info.parameters, parameter_shapes(wanted["parameters"]))
         refuse_other_tokenizer(path, info.tokenizer, self._info.tokenizer)
-        if info.holds == PARAMETERS_ALONE:
+        if info.holds == PARAMETERS_ONLY:
             wanted = {"parameters": wanted["parameters"]}
             abstract_state = abstract_state._replace(**dict.fromkeys(abstract_state._fields))
         else:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.cli.parser import error_text, fail, leave_unread, without_comment
+from valkyrie.cli.parser import error_text, exit_on_broken_pipe, fail, strip_comment
 from valkyrie.config.arguments import composition_errors, expand_shorthand, read_arguments
 from valkyrie.config.compose import register
 from valkyrie.config.explain import explain
@@ -35,14 +35,14 @@ from valkyrie.sweep.names import multirun_arguments, reads_one_run
 COMMAND = "valkyrie-train"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """Variable that makes Hydra raise its errors. If the user sets it to 1, tracebacks are shown."""
-OUR_ERROR = 1
+SWEEP_FAILED = 1
 """Exit status if trials of a sweep ended without a result."""
 
 
 def dispatch() -> None:
     """Execute the arguments of the process. A user's mistake is printed without a traceback and ends with status 2."""
     show_traceback = os.environ.get(FULL_ERROR) == "1"
-    arguments = without_comment(sys.argv[1:])
+    arguments = strip_comment(sys.argv[1:])
     try:
         here = os.getcwd()
     except OSError:
@@ -76,7 +76,7 @@ def dispatch() -> None:
                 raise ValueError(_describe_problems(run, problems))
             sys.exit(_dispatch(run))
     except BrokenPipeError:
-        leave_unread()
+        exit_on_broken_pipe()
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise
@@ -86,7 +86,7 @@ def dispatch() -> None:
     except SweepEndError as error:
         if show_traceback:
             raise
-        fail(COMMAND, str(error), OUR_ERROR)
+        fail(COMMAND, str(error), SWEEP_FAILED)
     except KeyboardInterrupt:
         print(f"{COMMAND}: stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -47,14 +47,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
-    launch_arguments, overrides = split(arguments)
+    launch_arguments, overrides = split_at_dashes(arguments)
     parsed = _parser().parse_intermixed_args(launch_arguments)
     action = next((action for action in parsed.words[:1] if action in ACTIONS), None)
     words = parsed.words[1:] if action else parsed.words
     if action and overrides is not None:
         raise ValueError(f"{action} does not take settings of a training. Leave out everything after --.")
     if action == "dockerfile":
-        sys.stdout.write(dockerfile(extra_of(words)))
+        sys.stdout.write(dockerfile(image_extra(words)))
         return 0
     if parsed.config_dir is not None:
         if not Path(parsed.config_dir).is_dir():
@@ -119,7 +119,7 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
         raise ValueError(" ".join(map(str, problems)))
 
 
-def extra_of(words: Sequence[str]) -> str:
+def image_extra(words: Sequence[str]) -> str:
     """Return the extra of `pyproject.toml` to install in an image: `tpu`, `cuda`, or empty for CPUs."""
     if not words:
         return "tpu"
@@ -129,7 +129,7 @@ def extra_of(words: Sequence[str]) -> str:
     return extras[words[0]]
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
+def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
     """Split arguments at the first `--`. The second part is None if there is no `--`."""
     if "--" not in arguments:
         return list(arguments), None

@@ -14,7 +14,7 @@ from valkyrie.processes.ending import INTERRUPTED, REFUSED
 from valkyrie.processes.interrupt import repair_std_streams
 from valkyrie.units import printable
 
-NOBODY_READS = 141
+BROKEN_PIPE = 141
 """Exit status after the reader of a pipe closed it. Shells use it for SIGPIPE."""
 
 
@@ -43,10 +43,10 @@ def run_command(command: str, body: Callable[[list[str]], int | None], argv: Seq
     repair_std_streams()
     status = None
     try:
-        status = body(without_comment(sys.argv[1:] if argv is None else argv))
+        status = body(strip_comment(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except BrokenPipeError:
-        leave_unread()
+        exit_on_broken_pipe()
     except (ValueError, OSError) as error:
         fail(command, error_text(error))
     except KeyboardInterrupt:
@@ -56,7 +56,7 @@ def run_command(command: str, body: Callable[[list[str]], int | None], argv: Seq
         sys.exit(status)
 
 
-def without_comment(arguments: Sequence[str]) -> list[str]:
+def strip_comment(arguments: Sequence[str]) -> list[str]:
     """Return the arguments before a lone `#`. After a pasted command, zsh passes the words of a comment too."""
     return list(takewhile(lambda argument: argument != "#", arguments))
 
@@ -95,7 +95,7 @@ def fail(command: str, message: str, status: int = REFUSED) -> NoReturn:
     sys.exit(status)
 
 
-def leave_unread() -> NoReturn:
+def exit_on_broken_pipe() -> NoReturn:
     """Exit silently after a BrokenPipeError: the reader of our output, such as `head`, has closed the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(NOBODY_READS)
+    sys.exit(BROKEN_PIPE)

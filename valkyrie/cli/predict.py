@@ -16,7 +16,7 @@ from valkyrie.units import printable
 if TYPE_CHECKING:
     from valkyrie.hardware.position import Position
 
-NOT_FITTING = 3
+DOES_NOT_FIT = 3
 """Exit status if the program needs more memory than the slice has, which is a result and not an error."""
 
 
@@ -78,7 +78,7 @@ def _predict(words: list[str]) -> int:
         print(f"timeline: {result.timeline(options.timeline)} (open it at https://ui.perfetto.dev)")
     if options.html is not None:
         print(f"page: {result.html(options.html)}")
-    return NOT_FITTING if result.fits is False else 0
+    return DOES_NOT_FIT if result.fits is False else 0
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

@@ -58,11 +58,11 @@ class CodeEvalConfig:
         return replace(self, problems=path) if is_file else self
 
 
-def missing_judge(config: CodeEvalConfig) -> list[Problem]:
+def judge_problems(config: CodeEvalConfig) -> list[Problem]:
     """Return why this machine cannot judge code: malformed problems, no compiler or no sandbox. Starts a program."""
     from valkyrie.code_eval.languages import LANGUAGES
     from valkyrie.code_eval.problems import languages_of, read_problems
-    from valkyrie.code_eval.sandbox import trouble
+    from valkyrie.code_eval.sandbox import sandbox_problem
 
     try:
         languages = languages_of(read_problems(config.problems))
@@ -71,7 +71,7 @@ def missing_judge(config: CodeEvalConfig) -> list[Problem]:
     missing = [LANGUAGES[language].missing(config.sandbox) for language in languages]
     key, value = "code_eval.problems", config.problems
     problems = [Problem(ProblemCode.missing, key, value, f"{key}={value}: {why}.") for why in missing if why]
-    if config.sandbox and not problems and (why := trouble()):
+    if config.sandbox and not problems and (why := sandbox_problem()):
         text = (
             f"code_eval.sandbox=true: there is no sandbox here to run the model's programs in ({why}). If they may "
             "read your files and use the network, such as in a separate container, use code_eval.sandbox=false."

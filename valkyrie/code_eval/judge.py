@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from valkyrie.code_eval.languages import LANGUAGES, printed
+from valkyrie.code_eval.languages import LANGUAGES, word_line
 from valkyrie.code_eval.problems import DIFFICULTIES, CodingProblem, languages_of
-from valkyrie.code_eval.sandbox import Ended, SandboxStep, run_steps
+from valkyrie.code_eval.sandbox import SandboxStep, StepResult, run_steps
 
 COMPILE_S, COMPILE_MIB = 30.0, 1536
 """Time and memory limits of a compiler, in seconds and MiB: enough for large standard headers on a busy core."""
-AT = (1, 10, 100)
+PASS_AT = (1, 10, 100)
 """The k of the reported pass@k, up to the number of samples per problem. That number itself is reported too."""
 
 
@@ -43,12 +43,12 @@ class CompletionResult:
     seconds: float
 
 
-def cut(problem: CodingProblem, text: str) -> str:
+def cut_completion(problem: CodingProblem, text: str) -> str:
     """Return a completion up to the end of the function, or all of it if the function does not end."""
     return text[: LANGUAGES[problem.language].end(text)]
 
 
-def is_whole(problem: CodingProblem, text: str) -> bool:
+def is_complete(problem: CodingProblem, text: str) -> bool:
     """Return whether a completion contains the end of the function."""
     return LANGUAGES[problem.language].end(text) is not None
 
@@ -59,7 +59,7 @@ def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> Co
     A completion that passes is run once more with tests that always fail, and must not pass those: a program can find
     ways around its tests, and under reinforcement learning a model learns them.
     """
-    limits, completion = limits or Limits(), cut(problem, text)
+    limits, completion = limits or Limits(), cut_completion(problem, text)
     identity = (problem.name, problem.language, problem.difficulty, completion)
     if not completion.strip():
         return CompletionResult(*identity, compiled=False, passed=False, reason="the completion is empty", seconds=0.0)
@@ -70,7 +70,9 @@ def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> Co
     return CompletionResult(*identity, ended[0].ok, passed, reason, round(ended[-1].seconds, 4))
 
 
-def _run(problem: CodingProblem, completion: str, limits: Limits, *, fails: bool = False) -> tuple[bool, list[Ended]]:
+def _run(
+    problem: CodingProblem, completion: str, limits: Limits, *, fails: bool = False
+) -> tuple[bool, list[StepResult]]:
     """Compile and run a completion with its tests. Returns whether they pass, and how each step ended."""
     word = secrets.randbits(128)
     program = LANGUAGES[problem.language].build(
@@ -81,7 +83,7 @@ def _run(problem: CodingProblem, completion: str, limits: Limits, *, fails: bool
         SandboxStep(program.run, limits.time_s, limits.memory_mib),
     ]
     ended = run_steps(program.files, steps, isolated=limits.isolated)
-    return all(step.ok for step in ended) and ended[-1].output.rstrip("\n").endswith(printed(word)), ended
+    return all(step.ok for step in ended) and ended[-1].output.rstrip("\n").endswith(word_line(word)), ended
 
 
 def judge_all(
@@ -133,7 +135,7 @@ def summary(problems: Sequence[CodingProblem], results: Sequence[CompletionResul
                 rates[f"{language}_pass_rate_{difficulty}"] = _share(passed)
         by_problem = [[r.passed for r in judged if r.problem == p.name] for p in problems if p.language == language]
         samples = min(map(len, by_problem))
-        for k in sorted({k for k in AT if k <= samples} | {samples}):
+        for k in sorted({k for k in PASS_AT if k <= samples} | {samples}):
             rates[f"{language}_pass@{k}"] = _share(
                 [pass_at_k(len(outcomes), sum(outcomes), k) for outcomes in by_problem]
             )
@@ -144,7 +146,7 @@ def _share(values: Sequence[float | bool]) -> float:
     return sum(values) / len(values)
 
 
-def _failure_reason(ended: Sequence[Ended], limits: Limits) -> str:
+def _failure_reason(ended: Sequence[StepResult], limits: Limits) -> str:
     """Return a short reason why a completion did not pass."""
     last = ended[-1]
     program = "the compiler" if len(ended) == 1 else "the program"
@@ -160,5 +162,5 @@ def _failure_reason(ended: Sequence[Ended], limits: Limits) -> str:
     if last.status > 128:
         signal_names = {number.value: number.name for number in signal.Signals}
         return f"the program was killed by {signal_names.get(last.status - 128, f'signal {last.status - 128}')}"
-    printed = last.output.strip().splitlines()
-    return f"the tests failed with status {last.status}{f': {printed[-1][:200]}' if printed else ''}"
+    output_lines = last.output.strip().splitlines()
+    return f"the tests failed with status {last.status}{f': {output_lines[-1][:200]}' if output_lines else ''}"

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from valkyrie.code_eval.sandbox import python_inside
+from valkyrie.code_eval.sandbox import sandbox_python
 
 COMPILERS = ("g++", "clang++", "c++")
 """C++ compilers in order of preference."""
@@ -49,7 +49,7 @@ class JudgeLanguage(ABC):
     ) -> Program:
         """Return the files of a program, and how it is compiled and run.
 
-        If all tests pass, the run prints `word`, a number of 128 bits, as its last line (`printed`). A program that
+        If all tests pass, the run prints `word`, a number of 128 bits, as its last line (`word_line`). A program that
         exits before its tests are done does not. The completion cannot read the word from a file, argument or variable,
         because the program stores it as two halves. With `fails`, the tests always fail at their end.
         """
@@ -109,7 +109,7 @@ class Python(JudgeLanguage):
 
     def missing(self, isolated: bool) -> str | None:
         """Return an error if this Python cannot be mounted in a sandbox."""
-        if not isolated or python_inside() is not None:
+        if not isolated or sandbox_python() is not None:
             return None
         return (
             "the home folder, which is hidden in the sandbox, is inside the folder of this Python. Use another Python"
@@ -119,7 +119,7 @@ class Python(JudgeLanguage):
         self, prompt: str, completion: str, tests: str, *, word: int, isolated: bool, fails: bool = False
     ) -> Program:
         """Return the function and the program. The compile step only parses the function."""
-        inside = python_inside()
+        inside = sandbox_python()
         executable = sys.executable if not isolated or inside is None else inside[1]
         python = (executable, "-I", "-S", "-B", "-W", "ignore", "-c")
         function = f"{prompt}{completion}\n"
@@ -140,7 +140,7 @@ exec(code, {"__name__": "__main__"})
 """Runs `program.py` after removing it, so that a completion cannot read what its tests print."""
 
 
-def printed(word: int) -> str:
+def word_line(word: int) -> str:
     """Format a word as a program prints it."""
     return f"{word:032x}"
 

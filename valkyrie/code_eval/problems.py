@@ -14,7 +14,7 @@ from pathlib import Path
 from valkyrie.code_eval.languages import LANGUAGES
 
 DIFFICULTIES = ("easy", "medium", "hard")
-OWN = ("cpp", "python")
+SHIPPED = ("cpp", "python")
 """The problem sets that ship with the package."""
 
 
@@ -35,9 +35,9 @@ class CodingProblem:
 
 def read_problems(name: str) -> tuple[CodingProblem, ...]:
     """Return the problems of a set in the package (`cpp`, `python`) or a file. ValueError lists invalid lines."""
-    path = Path(__file__).parent / "problems" / f"{name}.jsonl" if name in OWN else Path(name).expanduser()
+    path = Path(__file__).parent / "problems" / f"{name}.jsonl" if name in SHIPPED else Path(name).expanduser()
     if not path.is_file():
-        sets = ", ".join(OWN)
+        sets = ", ".join(SHIPPED)
         raise ValueError(f"code_eval.problems={name}: there is no such file. Use {sets}, or the path of a .jsonl file.")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -43,7 +43,7 @@ _user_numbers = itertools.count(os.getpid() * 64)
 
 
 @dataclass(frozen=True)
-class Ended:
+class StepResult:
     """How a step ended: its status as in a shell, its output and duration, and the limit that ended it."""
 
     status: int
@@ -61,7 +61,7 @@ class SandboxError(RuntimeError):
     """The sandbox could not be started. The message has the system's error."""
 
 
-def run_steps(files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolated: bool = True) -> list[Ended]:
+def run_steps(files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolated: bool = True) -> list[StepResult]:
     """Run steps in sequence in a new folder with these files, stopping at the first failure.
 
     If not `isolated`, they run as this user, with limits on time, memory and files only. SandboxError if no sandbox
@@ -74,10 +74,10 @@ def run_steps(files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolate
         for name, text in files.items():
             with (inputs / name).open("w", encoding="utf-8", errors="replace") as file:
                 file.write(text)
-        isolation = isolation_of() if isolated else None
-        python = python_inside()
+        isolation = choose_isolation() if isolated else None
+        python = sandbox_python()
         python_folder = None if python is None or python[0].startswith("/usr") else python[0]
-        text = script(steps, inputs, root, isolation, shown_folders(), python_folder)
+        text = script(steps, inputs, root, isolation, visible_folders(), python_folder)
         return _watch([*_namespace_command(isolation), "sh", "-c", text], steps, "/" if isolated else str(inputs))
 
 
@@ -90,7 +90,7 @@ def _namespace_command(isolation: Isolation | None) -> list[str]:
     return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *spaces]
 
 
-def isolation_of() -> Isolation:
+def choose_isolation() -> Isolation:
     """Return how programs are isolated here. For root: as a user ID that no other process has."""
     if os.geteuid() != 0:
         return Isolation(None, nested=False, limits_processes=_counts_by_namespace())
@@ -123,7 +123,7 @@ def _nests() -> bool:
 
 
 @cache
-def shown_folders() -> tuple[str, ...]:
+def visible_folders() -> tuple[str, ...]:
     """Return the system folders with libraries and compilers that programs see, read-only."""
     folders = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32"]
     folders += ["/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d"]
@@ -131,7 +131,7 @@ def shown_folders() -> tuple[str, ...]:
 
 
 @cache
-def python_inside() -> tuple[str, str] | None:
+def sandbox_python() -> tuple[str, str] | None:
     """Return (installation folder of this Python, its path in the sandbox), or None if it contains the home folder.
 
     A Python under /usr keeps its path; any other appears as /python.
@@ -143,7 +143,7 @@ def python_inside() -> tuple[str, str] | None:
 
 
 @cache
-def trouble() -> str | None:
+def sandbox_problem() -> str | None:
     """Return a short reason why programs cannot be isolated on this machine, or None."""
     if platform.system() != "Linux":
         return f"the sandbox needs Linux, but this is {platform.system()}"
@@ -156,7 +156,7 @@ def trouble() -> str | None:
     return None if ended.ok else f"the sandbox exited with status {ended.status}: {ended.output.strip()[-300:]}"
 
 
-def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> list[Ended]:
+def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> list[StepResult]:
     """Run the script, kill it when a step takes too long or prints too much, and return how its steps ended.
 
     The script reports on each step through a socket, its standard input. No step can access that socket.
@@ -190,10 +190,10 @@ class _Watch:
         assert process.stdout is not None
         self.hear, self.out, self.steps = our_end, process.stdout.fileno(), steps
         self.messages, self.output = b"", b""
-        self.done: list[Ended] = []
+        self.done: list[StepResult] = []
         self.inside, self.began, self.limit = False, 0.0, time.monotonic() + _SETUP_S
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[StepResult]:
         """Return how the steps ended, up to the first failure. SandboxError if no step could start."""
         with selectors.DefaultSelector() as selector:
             for pipe in (self.hear.fileno(), self.out):
@@ -227,9 +227,9 @@ class _Watch:
         self.inside, self.limit = False, time.monotonic() + _SETUP_S
         return not self.done[-1].ok or len(self.done) == len(self.steps)
 
-    def _end(self, status: int, limit: str | None) -> Ended:
+    def _end(self, status: int, limit: str | None) -> StepResult:
         limit = "time" if status == 128 + signal.SIGXCPU else limit
-        return Ended(status, _text(self.output), time.monotonic() - self.began, limit)
+        return StepResult(status, _text(self.output), time.monotonic() - self.began, limit)
 
     def _drain(self, selector: selectors.BaseSelector) -> None:
         """Read both pipes: first the messages about steps, then the output printed by then."""

@@ -23,15 +23,15 @@ Schema = TypeVar("Schema")
 SEARCH_PATH = "valkyrie://groups"
 """Search path of the schemas, which Hydra searches after all folders."""
 
-_composed: WeakKeyDictionary[ConfigLoader, dict[str, object]] = WeakKeyDictionary()
+_user_configs: WeakKeyDictionary[ConfigLoader, dict[str, object]] = WeakKeyDictionary()
 
 
 class Chips(Mapping[str, ChipConfig]):
     """Every chip with a file, in the package or in a folder of the user. Files are read on access."""
 
     def __getitem__(self, name: str) -> ChipConfig:
-        own = None if name in config_names(CHIP_GROUP) else _of_a_folder(f"{CHIP_GROUP}/{name}", ChipConfig)
-        return own or known_chips()[name]
+        user_chip = None if name in config_names(CHIP_GROUP) else _read_user_config(f"{CHIP_GROUP}/{name}", ChipConfig)
+        return user_chip or known_chips()[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(choice_names(CHIP_GROUP))
@@ -44,7 +44,7 @@ def get_target(name: str) -> TargetConfig:
     """Return the target of a YAML or slice name, composed by Hydra; ValueError if the name is neither."""
     if name in config_names("target"):
         return read_config("target", name, TargetConfig)
-    return _of_a_folder(f"target/{name}", TargetConfig) or parse_target(name, Chips(), choice_names("target"))
+    return _read_user_config(f"target/{name}", TargetConfig) or parse_target(name, Chips(), choice_names("target"))
 
 
 def choice_names(group: str) -> list[str]:
@@ -53,17 +53,17 @@ def choice_names(group: str) -> list[str]:
     return sorted({*config_names(group), *(n for source in folders for n in source.list(group, ObjectType.CONFIG))})
 
 
-def _of_a_folder(path: str, schema: type[Schema]) -> Schema | None:
+def _read_user_config(path: str, schema: type[Schema]) -> Schema | None:
     """Return a user's config, composed by Hydra with its defaults list, or None if there is no such file."""
     loader = _loader()
     if loader is None or not any(source.is_config(path) for source in loader.get_sources()):
         return None
-    composed = _composed.setdefault(loader, {})
-    if path not in composed:
+    configs = _user_configs.setdefault(loader, {})
+    if path not in configs:
         config = loader.load_configuration(path, [f"hydra.searchpath=[{SEARCH_PATH}]"], RunMode.RUN)
         values = OmegaConf.select(config, path.rpartition("/")[0].replace("/", "."))
-        composed[path] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
-    value = composed[path]
+        configs[path] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+    value = configs[path]
     assert isinstance(value, schema), path
     return value
 

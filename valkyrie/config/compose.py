@@ -117,12 +117,16 @@ class ValkyrieSource(ConfigSource):
                 }
                 config = OmegaConf.create({"defaults": ["remat_schema", "_self_"], **own})
             else:
-                value = _mesh(name) if group == "mesh" else FAMILIES[group].config_class(name.removesuffix("_schema"))
+                value = (
+                    _mesh_config(name)
+                    if group == "mesh"
+                    else FAMILIES[group].config_class(name.removesuffix("_schema"))
+                )
                 config = OmegaConf.structured(value)
         except ValueError as error:
             raise ConfigCompositionException(str(error)) from None
         return ConfigResult(
-            config=_open_rules(config),
+            config=_allow_new_rules(config),
             path=f"valkyrie://{config_path}",
             provider=self.provider,
             header={"package": None},
@@ -146,9 +150,9 @@ def register() -> Path:
     use_checked_files()
     for name, resolver in _RESOLVERS.items():
         OmegaConf.register_new_resolver(f"valkyrie.{name}", resolver, replace=True)
-        earlier = _EARLIER_NAMES.get(name, name)
-        if not OmegaConf.has_resolver(earlier):  # one of the user's own program stays
-            OmegaConf.register_new_resolver(earlier, resolver)
+        earlier_name = _EARLIER_NAMES.get(name, name)
+        if not OmegaConf.has_resolver(earlier_name):  # one of the user's own program stays
+            OmegaConf.register_new_resolver(earlier_name, resolver)
     folder = conf_dir()
     if not (folder / "train.yaml").is_file():
         raise RuntimeError(f"{folder / 'train.yaml'} is missing from this installation of Valkyrie. Install it again.")
@@ -165,7 +169,7 @@ def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[No
     for folder in folders:
         check_folder(folder)
     conf = register()
-    with _beside_hydra(), initialize_config_dir(primary or str(conf), version_base="1.3"):
+    with _suspend_hydra(), initialize_config_dir(primary or str(conf), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
         for folder in folders:
@@ -177,7 +181,7 @@ def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[No
 
 
 @contextmanager
-def _beside_hydra() -> Iterator[None]:
+def _suspend_hydra() -> Iterator[None]:
     """Set aside the running Hydra, so that a run can be composed while a multirun composes its jobs."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -211,14 +215,14 @@ def default_mesh(target: str = "auto") -> str:
     mesh = mesh_from_environment()
     if mesh is not None:
         return ENVIRONMENT_MESH
-    chosen = get_target(target)
-    if chosen.chips is not None:
-        sizes = parse_shape(chosen.topology) or (chosen.chips,)
-        if get_platform(chosen.platform).runs_on_host:
-            sizes = even_shape(chosen.chips, 3)
-        last = sizes[-1] * (chosen.chip.devices if chosen.chip else 1)
+    target_config = get_target(target)
+    if target_config.chips is not None:
+        sizes = parse_shape(target_config.topology) or (target_config.chips,)
+        if get_platform(target_config.platform).runs_on_host:
+            sizes = even_shape(target_config.chips, 3)
+        last = sizes[-1] * (target_config.chip.devices if target_config.chip else 1)
         return format_shape((*[1] * (3 - len(sizes)), *sizes[:-1], last))
-    count = 0 if get_platform(chosen.platform).runs_on_host else accelerators()
+    count = 0 if get_platform(target_config.platform).runs_on_host else accelerators()
     return f"1x1x{count}" if count else SIMULATED_MESH
 
 
@@ -270,8 +274,8 @@ def tiny_model_for(experiment: str | None) -> str:
     """
     if experiment is None:
         return "valkyrie_tiny"
-    model = _chosen("experiment", experiment, "override /model")
-    family = _chosen("model", model, "").removesuffix("_schema") if model else ""
+    model = _choice_in_defaults("experiment", experiment, "override /model")
+    family = _choice_in_defaults("model", model, "").removesuffix("_schema") if model else ""
     names = [f"{word}_tiny" for word in (model.split("_")[0], family) if word]
     for name in names:
         if name in config_files("model"):
@@ -282,7 +286,7 @@ def tiny_model_for(experiment: str | None) -> str:
     )
 
 
-def _chosen(group: str, name: str, key: str) -> str:
+def _choice_in_defaults(group: str, name: str, key: str) -> str:
     """Return a YAML's choice for `key` in its defaults list, or its first plain entry if `key` is empty; "" if none."""
     path = config_files(group).get(name)
     for entry in [] if path is None else read_defaults(path):
@@ -307,7 +311,7 @@ def accelerators() -> int:
     return next(filter(None, counts), 0)
 
 
-def _open_rules(config: DictConfig) -> DictConfig:
+def _allow_new_rules(config: DictConfig) -> DictConfig:
     """Let the command line add compiler options and partition rules. Every axis has a rule, at least the default."""
     open_keys = {PartitionConfig: ("parameters", "activations"), ChipConfig: ("xla_options", "xla_options_until")}
     for key in open_keys.get(OmegaConf.get_type(config) or type(config), ()):
@@ -315,7 +319,7 @@ def _open_rules(config: DictConfig) -> DictConfig:
     return config
 
 
-def _mesh(name: str) -> MeshConfig:
+def _mesh_config(name: str) -> MeshConfig:
     if name != ENVIRONMENT_MESH:
         return parse_mesh(name)
     mesh = mesh_from_environment()

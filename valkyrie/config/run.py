@@ -60,7 +60,7 @@ OPTIONAL_GROUPS = frozenset({"task"})
 """Groups that a run may omit. Without `task`, a run uses the task of its model family."""
 _LONGEST_NAME = 200
 """Bytes of a run's name. File systems take 255, and files beside the run have longer names."""
-_COUNTS_OF_A_LAYOUT = ("microbatches", "partition.rounds")
+_LAYOUT_COUNTS = ("microbatches", "partition.rounds")
 
 
 class Debug(Enum):
@@ -170,9 +170,9 @@ class Run:
 
     def changed(self, **values: Any) -> Run:
         """Return a copy with other values of some keys (`mesh`, `partition`, ...) and the same model."""
-        other = Run(replace(self.config, **values), self.model, self.arguments)
-        other.__dict__["arrays"] = self.arrays
-        return other
+        copy = Run(replace(self.config, **values), self.model, self.arguments)
+        copy.__dict__["arrays"] = self.arrays
+        return copy
 
     def layout_on(self, mesh: MeshConfig, partition: PartitionConfig) -> Layout:
         """Apply a partition to a mesh for this model, ignoring the batch. The layout may be illegal."""
@@ -196,8 +196,8 @@ class Run:
     @property
     def order_seed(self) -> int:
         """Seed of the document order: `data.shuffle_seed` if set, else the seed of the run."""
-        own = self.config.data.shuffle_seed
-        return self.config.seed if own is None else own
+        shuffle_seed = self.config.data.shuffle_seed
+        return self.config.seed if shuffle_seed is None else shuffle_seed
 
     def request_record(self) -> LayoutRecord:
         """Return the record of the requested settings. Also works if the layout is illegal."""
@@ -287,8 +287,8 @@ class Run:
 
     def _batches(self) -> BatchSizes:
         c = self.config
-        known = c.device_batch is not None and not c.mesh.problems() and not self.config.mode.any_layout
-        shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if known else 1
+        has_shards = c.device_batch is not None and not c.mesh.problems() and not self.config.mode.any_layout
+        shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if has_shards else 1
         return resolve_batches(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
 
     def problems(self, *, advise: bool = True) -> list[Problem]:
@@ -302,8 +302,8 @@ class Run:
         problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
         problems += [*c.distributed.problems(), *self._batches().problems, *c.code_eval.refusals(c.code_eval_every)]
         searches = c.mode.any_layout and c.mode.needs is Needs.nothing
-        of_target = c.target.problems() if searches else target_problems(c.target, c.mesh)
-        for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_COUNTS_OF_A_LAYOUT):
+        hardware_problems = c.target.problems() if searches else target_problems(c.target, c.mesh)
+        for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_LAYOUT_COUNTS):
             problems += check_range(key, get_value(c, key), least=1)
         problems += [*bucket_problems("runs", c.runs), *profile_problems(c.profile, c.steps)]
         problems += c.mode.problems()
@@ -318,14 +318,14 @@ class Run:
         problems += self._name_problems()
         if not c.mode.any_model:
             problems += self._task_problems()
-        keys = {problem.key for problem in (*problems, *of_target)}
+        keys = {problem.key for problem in (*problems, *hardware_problems)}
         for key, value in flatten(asdict(c)).items():
             if key not in keys and isinstance(value, float) and not math.isfinite(value):
                 problems.append(Problem(ProblemCode.not_finite, key, value))
         if not problems:
             problems += c.remat.problems(partial(activation_names, self.model))
             problems += [] if self.config.mode.any_layout else self._layout(advise)[1]
-        return problems + of_target
+        return problems + hardware_problems
 
     def _name_problems(self) -> list[Problem]:
         name, text = self.config.name, ""
@@ -333,8 +333,8 @@ class Run:
             return []
         if not name.strip() or {".", ".."} & {name, *Path(name).parts}:
             text = f"name={name!r} is not the name of a folder in runs={self.config.runs}. Use a word, or null."
-        elif strange := re.search(r"[^\w .+@/-]", name):
-            text = f"name={name}: {strange[0]} is not allowed in a name. Use letters, digits, ., _ or -."
+        elif forbidden := re.search(r"[^\w .+@/-]", name):
+            text = f"name={name}: {forbidden[0]} is not allowed in a name. Use letters, digits, ., _ or -."
         elif (length := max(len(os.fsencode(part)) for part in Path(name).parts)) > _LONGEST_NAME:
             text = f"name= has {length} bytes, but a folder name can have at most {_LONGEST_NAME}. Use a shorter one."
         elif name == "latest" and not self.config.mode.reads_run:
@@ -397,22 +397,22 @@ class Run:
 
     def _nearest(self, problem: Problem) -> list[int]:
         """Return the nearest values of the problem's key that solve the problem without causing another."""
-        key, known = problem.key, self.layout_problems() - {problem.identity}
+        key, existing = problem.key, self.layout_problems() - {problem.identity}
         assert key is not None
 
         def legal(value: int) -> bool:
-            other = Run(config := with_value(self.config, key, value), config.model)
+            changed = Run(config := with_value(self.config, key, value), config.model)
             return (
                 not config.model.problems()
-                and is_removed_by(problem, value, other.arrays)
-                and (other.layout_problems() <= known)
+                and is_removed_by(problem, value, changed.arrays)
+                and (changed.layout_problems() <= existing)
             )
 
         value = get_value(self.config, key)
         least = value if key == "model.vocab_size" else 1  # it must cover the ids of the tokenizer
         return nearest_legal(value, problem.parts, legal, least)
 
-    def _writes(self) -> tuple[str, object] | None:
+    def _generation_setting(self) -> tuple[str, object] | None:
         """Return the key and value that require the model to generate text, or None if no setting does."""
         mode, every = self.config.mode.name, self.config.code_eval_every
         every = every if mode == "train" else None
@@ -427,7 +427,7 @@ class Run:
         except ValueError as error:
             return [Problem(ProblemCode.unknown_name, "task", text=str(error))]
         c, problems = self.config, task.problems(self.model, self.config.seq)
-        if (setting := self._writes()) and not task.is_text:
+        if (setting := self._generation_setting()) and not task.is_text:
             key, value = setting
             text = (
                 f"{key}={value} needs a model that generates text, but model={self.model.name} solves puzzles. Use "
@@ -447,5 +447,5 @@ def drop_foreign_keys(values: DictConfig, group: str) -> None:
     """Drop keys of other modes or data sources from the `run.yaml` of an earlier version."""
     own_keys = {"mode": modes.without_foreign_keys, "data": data.without_foreign_keys}.get(group)
     settings = OmegaConf.to_container(values[group])
-    if own_keys is not None and isinstance(settings, dict) and (own := own_keys(settings)) != settings:
-        values[group] = own
+    if own_keys is not None and isinstance(settings, dict) and (kept_keys := own_keys(settings)) != settings:
+        values[group] = kept_keys

@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo
-from valkyrie.checkpoint.contents import PARAMETERS_ALONE
+from valkyrie.checkpoint.contents import PARAMETERS_ONLY
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.convert.architectures import Setting, architecture_of, settings_of
@@ -152,7 +152,7 @@ def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list
         tokenizer=identity_of(run.tokenizer),
         versions=versions(),
         converted_from=str(folder.resolve()),
-        holds=PARAMETERS_ALONE,
+        holds=PARAMETERS_ONLY,
     )
     parameters: Any = {}
     for name, parts in by_parameter.items():

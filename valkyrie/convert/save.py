@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from valkyrie.checkpoint import checkpoint_root, saved_steps
-from valkyrie.checkpoint.contents import PARAMETERS_ALONE, damage_of, read_info
+from valkyrie.checkpoint.contents import PARAMETERS_ONLY, find_damage, read_info
 from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import load_run
 from valkyrie.config.run import Run
@@ -50,7 +50,7 @@ def to_folder(
     assert isinstance(run.model, Stack)
     config = _config(trained, run, dtype)
     kind = NAMES[str(config["dtype"])]
-    if damage := damage_of(path):
+    if damage := find_damage(path):
         raise ValueError(f"the checkpoint of step {step} in {path.parent} is damaged: {damage}.")
     field = "ema" if _averages(run, path) else "parameters"
     by_name: dict[str, list[TensorSlice]] = {}
@@ -107,7 +107,7 @@ def _checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
 
 
 def _averages(run: Run, path: Any) -> bool:
-    return run.config.optimizer.ema_decay is not None and read_info(path).holds != PARAMETERS_ALONE
+    return run.config.optimizer.ema_decay is not None and read_info(path).holds != PARAMETERS_ONLY
 
 
 def _config(trained: Path, run: Run, dtype: str | None) -> Mapping[str, object]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import Axes, Shard
 from valkyrie.ops.narrow import narrow_einsum
-from valkyrie.precision import ACCUMULATED, DType, PolicyConfig
+from valkyrie.precision import ACCUMULATOR, DType, PolicyConfig
 
 
 class Numerics(NamedTuple):
@@ -109,7 +109,7 @@ def lookup(
         return rows(table, tokens), (table, tokens)
 
     def table_gradient(tokens: Array, g: Array) -> Array:
-        return jnp.zeros(table.shape, ACCUMULATED.value).at[tokens].add(g.astype(ACCUMULATED.value))
+        return jnp.zeros(table.shape, ACCUMULATOR.value).at[tokens].add(g.astype(ACCUMULATOR.value))
 
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None]:
         table, tokens = saved

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Parameter
 from valkyrie.extensions import Families
-from valkyrie.precision import ACCUMULATED
+from valkyrie.precision import ACCUMULATOR
 from valkyrie.problems import Problem, check_range
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Training:
     """
 
     steps: int
-    compute: str = ACCUMULATED.value
+    compute: str = ACCUMULATOR.value
     stack_sharding: StackSharding | None = None
 
 
@@ -279,7 +279,7 @@ def make_optimizer(config: OptimizerConfig, specs: Any, training: Training) -> o
     inner = optax.chain(*clip, config.transformation(specs, training))
 
     def to_accumulated(tree: Any) -> Any:
-        return optax.tree.cast(tree, ACCUMULATED.value)
+        return optax.tree.cast(tree, ACCUMULATOR.value)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return inner.update(to_accumulated(updates), state, to_accumulated(params))

@@ -26,7 +26,7 @@ from valkyrie.parallel.pipeline import (
     where_tree,
 )
 from valkyrie.parallel.schedule import Pipeline
-from valkyrie.precision import ACCUMULATED
+from valkyrie.precision import ACCUMULATOR
 
 
 def run_1f1b(
@@ -292,7 +292,7 @@ def _zeros_like(tree: Any) -> Any:
 
 def _zero_sums(tree: Any) -> Any:
     """Return zeros in the dtype in which gradients of microbatches are summed."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, ACCUMULATED.value), tree)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, ACCUMULATOR.value), tree)
 
 
 def _add_trees(total: Any, more: Any, valid: jax.Array | bool = True) -> Any:

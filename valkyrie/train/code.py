@@ -13,7 +13,7 @@ from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from valkyrie.code_eval.judge import CompletionResult, Limits, is_whole, judge_all, summary
+from valkyrie.code_eval.judge import CompletionResult, Limits, is_complete, judge_all, summary
 from valkyrie.code_eval.problems import DIFFICULTIES, CodingProblem, languages_of, read_problems
 from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.config.modes import CODE_EVAL
@@ -59,7 +59,7 @@ class CodeEvaluation:
             tokens=self.config.tokens,
             batch=min(self.config.batch, len(problems)),
             seed=self._program.run.config.seed,
-            ended=lambda number, text: is_whole(problems[number], text),
+            ended=lambda number, text: is_complete(problems[number], text),
             stopped=stopped if jax.process_count() == 1 else lambda: False,  # all processes sample together
         )
         rates, line = {}, ""

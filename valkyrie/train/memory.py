@@ -23,7 +23,7 @@ from valkyrie.models.block import BLOCK_INPUT, SavedActivation
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import Memory, resolve_rules
 from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remats
-from valkyrie.precision import ACCUMULATED
+from valkyrie.precision import ACCUMULATOR
 from valkyrie.records import read_record
 
 ERRORS = Path(__file__).with_name("memory.json")
@@ -145,9 +145,9 @@ class MemoryEstimator:
             elements = layouts.shard(spec, "stored")
             parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
             reduced_gradients += elements * config.precision.reduction.itemsize
-            accumulated += elements * ACCUMULATED.itemsize
+            accumulated += elements * ACCUMULATOR.itemsize
             moments += config.optimizer.state_bytes(spec) * layouts.state_shard(spec)
-            average += elements * ACCUMULATED.itemsize * (config.optimizer.ema_decay is not None)
+            average += elements * ACCUMULATOR.itemsize * (config.optimizer.ema_decay is not None)
         gradients = np.minimum(parameters, reduced_gradients) + np.where(layouts.microbatches > 1, accumulated, 0)
         return parameters, gradients, moments, average
 

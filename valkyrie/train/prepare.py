@@ -62,11 +62,11 @@ def refuse_other_data(run: Run) -> None:
 
 def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
     """Raise ValueError if process 0, which judges code, lacks problems, a compiler or a sandbox."""
-    from valkyrie.code_eval.config import missing_judge
+    from valkyrie.code_eval.config import judge_problems
 
     # Messages of problems, since only JSON values travel between processes.
     messages = team.broadcast_from_leader(
-        "evaluation by code", lambda: [str(p) for p in missing_judge(run.config.code_eval)]
+        "evaluation by code", lambda: [str(p) for p in judge_problems(run.config.code_eval)]
     )
     if messages:
         raise ValueError("\n".join(messages))
