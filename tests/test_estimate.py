@@ -312,7 +312,7 @@ def test_constants_are_found_again() -> None:
     assert (
         np.abs(known[0].estimate(found) / step_s - 1).max() < np.abs(known[0].estimate(Efficiency()) / step_s - 1).max()
     )
-    with pytest.raises(ValueError, match="no step time"):
+    with pytest.raises(ValueError, match="No step times"):
         fit_constants([], Efficiency(), ("products",))
 
 
