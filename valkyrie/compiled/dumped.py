@@ -123,7 +123,7 @@ def _read_text(path: Path, text: str) -> tuple[Module, int | None, ProgramMemory
         module = parse(text)
     except Exception as error:  # XLA's parser raises several types
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(f"{path} is not valid HLO text, or is incomplete: {line[:200]}") from None
+        raise ValueError(f"{path} is not HLO text, or is incomplete: {line[:200]}") from None
     partitions = _PARTITIONS.search(head)
     return module, int(partitions[1]) if partitions else 1, None
 
@@ -191,6 +191,6 @@ def _check_replayable(path: Path, module: Module) -> None:
     tiled = any(leaf.tile for i in instructions for leaf in i.shape.leaves)
     if not tiled and all(i.cycles is None for i in instructions):
         raise ValueError(
-            f"{path} was not compiled by XLA's TPU compiler: its arrays have no tiles and its operations no cost "
-            "estimates. Compile it for a TPU slice, which needs libtpu but no TPU."
+            f"{path} was compiled for a CPU, or not by XLA's TPU compiler: its arrays have no tiles and its "
+            "operations no cost estimates. Compile it for a TPU slice, which needs libtpu but no TPU."
         )

@@ -170,8 +170,7 @@ def predict_file(
         resized = target.resized(compiled_for)
         suggestion = f" Use {resized.name}." if resized else ""
         raise ValueError(
-            f"{path} was compiled for {compiled_for} devices, not for the {target.devices} of "
-            f"{target.describe()}.{suggestion}"
+            f"{path} was compiled for {compiled_for} devices, but {target.describe()} has {target.devices}.{suggestion}"
         )
     if dumped.devices is None:
         dumped.module.partitions = devices
