@@ -347,3 +347,24 @@ def test_optuna_finds_the_layout_with_the_most_tokens(tmp_path: Path):
     assert rates(folder)[best] == pytest.approx(results.best_value)
     trials = TrialLog(folder).read()
     assert len(trials) == len((folder / "trials.jsonl").read_text().splitlines()) <= 4
+
+
+def test_jobs_that_differ_in_numbers_are_the_runs_that_hydra_composes(monkeypatch: pytest.MonkeyPatch):
+    changes = [
+        ["seed=1", "optimizer.learning_rate=0.001", "model.layers=1"],
+        ["seed=2", "optimizer.learning_rate=0.002", "model.layers=2"],
+        ["seed=2", "optimizer.learning_rate=1", "model.layers=2"],  # a whole number for a float
+        ["seed=2", "optimizer.learning_rate=nan", "model.layers=-1"],
+        ["seed=2", "optimizer.learning_rate=0.002", "model.layers='3'"],
+    ]
+    composed = []
+    from_config = Run.from_config
+    monkeypatch.setattr(Run, "from_config", staticmethod(lambda config: composed.append(1) or from_config(config)))
+    with composer() as (composing, _):
+        for number, overrides in enumerate(changes):
+            run = composing.run(["model=gpt_tiny", *overrides])
+            assert len(composed) == (1, 1, 2, 2, 3)[number]
+            assert repr(run.config) == repr(from_config(composing.compose(["model=gpt_tiny", *overrides])).config)
+    with composer() as (composing, _):  # a key that others refer to
+        for batch in (8, 16):
+            assert composing.run([f"batch={batch}", "eval_batches=${batch}"]).config.eval_batches == batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -88,13 +89,15 @@ def launch(
     setup_globals()
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     console, composer = make_console(), Composer(config, context.config_loader)
-    with console.status(f"planning {len(job_overrides)} trials"):
-        plans = [
-            _plan_job(composer, overrides, first_number + i, runs[i] if runs else None)
-            for i, overrides in enumerate(job_overrides)
-        ]
+    plans, total, printed = list[TrialPlan](), len(job_overrides), time.monotonic()
+    with console.status(f"planning {total} trials") as status:
+        for i, overrides in enumerate(job_overrides):
+            plans.append(_plan_job(composer, overrides, first_number + i, runs[i] if runs else None))
+            status.update(f"planning {total} trials: {i + 1} done")
+            if not console.is_terminal and time.monotonic() - printed > _REPORT_EVERY_S:
+                console.print(f"planning {total} trials: {i + 1} done", highlight=False)
+                printed = time.monotonic()
     name = plans[0].folder.resolve().name if plans else ""
-    total = len(plans)
     if min(jobs, total) > 1 and any(plan.mode.timed for plan in plans):
         console.print(SIDE_BY_SIDE.format(jobs=jobs), style="bold yellow", highlight=False)
     screen = LiveScreen(console, total, jobs, name) if console.is_terminal else LineScreen(console, total)
@@ -102,6 +105,10 @@ def launch(
         trials = run_trials(plans, jobs, _ScreenAndSweepEnd(screen, sweep_end))
     values = [trials[plan.key].results.objective for plan in plans]
     return [_job_return(overrides, value) for overrides, value in zip(job_overrides, values, strict=True)]
+
+
+_REPORT_EVERY_S = 10.0
+"""Seconds between lines about the planning of a long sweep, where the output is no terminal."""
 
 
 class _ScreenAndSweepEnd:
