@@ -9,19 +9,30 @@ import os
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+from omegaconf import OmegaConf
 
 import valkyrie
 from reported import trial
 from runs import SINGLE, TINY, command
 from valkyrie.cli import predict
 from valkyrie.compiled.dumped import LARGEST, read_dumped
+from valkyrie.config.refusals import unknown_key
+from valkyrie.paths import DiskError
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.runs.folder import _remove_empty, run_folder
+<<<<<<< HEAD
 from valkyrie.sweep.rows import make_rows
+=======
+from valkyrie.sweep.rows import rows_of
+from valkyrie.tasks.puzzles import puzzle_losses
+from valkyrie.train.trainer import _bucket_errors
+>>>>>>> 93d9829 (A process that failed ends in 20 s, a trial with its sweep; buckets that cannot be reached are named; a puzzle without labels is not solved)
 from valkyrie.units import printable
 
 MISTAKES = {
@@ -129,3 +140,32 @@ def test_search_json_without_a_question_is_no_answer(tmp_path: Path, monkeypatch
         assert command("mode=search", "target=v5e-4", "model=gpt_tiny", "name=a") == 2
         error = capfd.readouterr().err
         assert words in error and "search.json" in error
+
+
+def test_threads_of_libraries_do_not_keep_a_process_that_failed():
+    line = (
+        "import threading, time, sys; from valkyrie.processes.ending import limit_exit\n"
+        "threading.Thread(target=lambda: time.sleep(60)).start(); limit_exit(2, 0.2); sys.exit(2)"
+    )
+    began = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", line], timeout=50).returncode == 2
+    assert time.monotonic() - began < 30
+
+
+def test_a_puzzle_without_labels_is_not_solved():
+    answers = types.SimpleNamespace(logits=jnp.zeros((2, 3, 4)), halt=jnp.zeros(2))
+    losses = puzzle_losses(answers, jnp.asarray([[-1, -1, -1], [0, -1, 0]]))
+    assert losses.exact.tolist() == [False, True]
+
+
+def test_a_free_group_says_how_to_add_a_key():
+    problem = unknown_key("hydra.sweeper.space.vary.nope", OmegaConf.create({}))
+    assert "To add one: +hydra.sweeper.space.vary.nope=VALUE" in str(problem) and "Known" not in str(problem)
+
+
+def test_a_bucket_that_cannot_be_reached_is_named():
+    words = r"^checkpoint.folder=gs://x cannot be reached \(name or service"
+    with pytest.raises(DiskError, match=words), _bucket_errors("gs://x"):
+        raise OSError(-2, "Name or service not known")
+    with pytest.raises(OSError, match="full"), _bucket_errors("/disk"):
+        raise OSError("full")

@@ -26,7 +26,7 @@ from valkyrie.config.run import Run
 from valkyrie.config.saved import Primary, config_dirs, find_primary
 from valkyrie.extensions import add_import_path
 from valkyrie.problems import Problem
-from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.ending import INTERRUPTED, REFUSED, limit_exit
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.sweep.end import SweepEndError, print_results_at_end
 from valkyrie.sweep.members import join_multirun
@@ -73,16 +73,29 @@ def dispatch() -> None:
         if config is not None:
             run = replace(Run.from_config(config), arguments=tuple(arguments))
             if problems := run.problems():
+<<<<<<< HEAD
                 raise ValueError(_describe_problems(run, problems))
             sys.exit(_dispatch(run))
+=======
+                raise ValueError(_with_choices(run, problems))
+            status = _dispatch(run)
+            if status:
+                limit_exit(status)
+            sys.exit(status)
+>>>>>>> 93d9829 (A process that failed ends in 20 s, a trial with its sweep; buckets that cannot be reached are named; a puzzle without labels is not solved)
     except BrokenPipeError:
         exit_on_broken_pipe()
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise
+<<<<<<< HEAD
         # Hydra's MissingConfigException is an OSError too, and needs an explanation.
         is_plain = isinstance(error, OSError) and not isinstance(error, HydraException)
         fail(COMMAND, error_text(error if is_plain else explain(error, config_dirs(sys.argv[1:]))))
+=======
+        limit_exit(REFUSED)
+        fail(COMMAND, error_text(error if isinstance(error, OSError) else explain(error, config_dirs(sys.argv[1:]))))
+>>>>>>> 93d9829 (A process that failed ends in 20 s, a trial with its sweep; buckets that cannot be reached are named; a puzzle without labels is not solved)
     except SweepEndError as error:
         if show_traceback:
             raise

@@ -134,7 +134,10 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
             family = parent.get(families.key.removeprefix(f"{group}."))
             description = f"a key of {group if group == 'mode' else families.key}={family}"
     where = f" in {prefix}" if prefix else ""
-    text = f"{full_key} is not {description}.{hint} Known{where}: {', '.join(valid_keys)}."
+    listed = f"Known{where}: {', '.join(valid_keys)}."
+    if not valid_keys:
+        listed = f"{prefix} has no keys. To add one: +{full_key}=VALUE."
+    text = f"{full_key} is not {description}.{hint} {listed}"
     return Problem(ProblemCode.unknown_name, full_key, text=text)
 
 

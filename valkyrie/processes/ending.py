@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -24,6 +26,9 @@ PREEMPTED = 75
 """A training has saved its state because its machine is being taken away. Start it again (EX_TEMPFAIL)."""
 INTERRUPTED = 130
 """Ctrl-C. Shells use this status too."""
+
+EXIT_S = 20.0
+"""Seconds for the exit of a process that failed."""
 
 _recorders: list[Callable[[int, str], object]] = []
 
@@ -44,6 +49,21 @@ def end_process(status: int, reason: str) -> NoReturn:
         with contextlib.suppress(OSError):
             record(status, reason)
     os._exit(REFUSED if status == DOES_NOT_FIT else status)
+
+
+def limit_exit(status: int, seconds: float = EXIT_S) -> None:
+    """End the process with this status if its exit takes longer than `seconds` after the main thread has ended.
+
+    Python waits for threads at exit, and those of storage libraries retry for minutes on a bucket that cannot be
+    reached or a disk without free inodes.
+    """
+
+    def wait() -> None:
+        threading.main_thread().join()
+        time.sleep(seconds)
+        os._exit(status)
+
+    threading.Thread(target=wait, name="limit of the exit", daemon=True).start()
 
 
 def describe_status(status: int) -> str:

@@ -34,7 +34,9 @@ class TrialProcess:
         self._stopped_at: float | None = None
         (folder / OUTPUT).unlink(missing_ok=True)
         environment, inherited = {**plan.environment, **process_environment}, (lock.process_file.fileno(),)
-        self._process = ChildProcess(plan.command, environment, folder / OUTPUT, pass_fds=inherited)
+        self._process = ChildProcess(
+            plan.command, environment, folder / OUTPUT, dies_with_parent=True, pass_fds=inherited
+        )
         if self._members:
             self._members.set_kill(self.kill)
         try:

@@ -33,7 +33,7 @@ class PuzzleLosses(NamedTuple):
     Args:
         answer: mean cross-entropy of labelled cells, in nats.
         halt: binary cross-entropy of halting, in nats.
-        exact: whether all labelled cells are right.
+        exact: whether there are labelled cells and all of them are right.
         cells: share of labelled cells that are right.
         labelled: number of labelled cells.
     """
@@ -55,7 +55,7 @@ def puzzle_losses(answers: Any, labels: jax.Array) -> PuzzleLosses:
     counted = labels >= 0
     labelled = counted.sum(-1)
     right = (counted & (answers.logits.argmax(-1) == labels)).sum(-1)
-    exact, least = right == labelled, jnp.maximum(labelled, 1)
+    exact, least = (labelled > 0) & (right == labelled), jnp.maximum(labelled, 1)
     nats = stablemax_cross_entropy(answers.logits, labels).sum(-1) / least
     halt = jax.nn.softplus(answers.halt) - answers.halt * exact
     return PuzzleLosses(nats, halt, exact, right / least, labelled)

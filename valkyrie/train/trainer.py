@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,12 @@ import numpy as np
 from rich.console import Console
 
 from valkyrie.checkpoint import Checkpoints, NotSavedError
+from valkyrie.checkpoint.location import in_bucket
 from valkyrie.config.run import Run
 from valkyrie.data.batches import Dataset, Loader
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.paths import disk_errors
+from valkyrie.paths import DiskError, disk_errors, error_reason
 from valkyrie.processes.interrupt import Interrupt
 from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, Team
@@ -117,7 +118,8 @@ def fit(
                 check_shared(team, shared)
             print_to_log(team, folder)
             refuse_unknown_best(config.checkpoint, program.task)
-            checkpoints = Checkpoints(folder, config.checkpoint, team=team, info=checkpoint_info(program))
+            with _bucket_errors(config.checkpoint.folder):
+                checkpoints = Checkpoints(folder, config.checkpoint, team=team, info=checkpoint_info(program))
             stack.enter_context(contextlib.closing(checkpoints))
         meter = stack.enter_context(contextlib.closing(_meter(run, devices)))
         ledger = Ledger(folder, began, meter.spent, write=team.leads)
@@ -159,6 +161,20 @@ def fit(
         if progress.finished:
             checkpoints.done()
     return FitResult(program, progress.state, summary, progress.stopping, interrupt.preempted)
+
+
+@contextlib.contextmanager
+def _bucket_errors(folder: str | None) -> Iterator[None]:
+    """Name the bucket in the error of one that cannot be reached. Libraries raise many types."""
+    try:
+        yield
+    except Exception as error:
+        if folder is None or not in_bucket(folder) or isinstance(error, ValueError):
+            raise
+        raise DiskError(
+            f"checkpoint.folder={folder} cannot be reached ({error_reason(error)}). Check its name, the network and "
+            "the credentials of this host."
+        ) from error
 
 
 def _train_steps(
