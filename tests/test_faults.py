@@ -26,13 +26,9 @@ from valkyrie.config.refusals import unknown_key
 from valkyrie.paths import DiskError
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.runs.folder import _remove_empty, run_folder
-<<<<<<< HEAD
 from valkyrie.sweep.rows import make_rows
-=======
-from valkyrie.sweep.rows import rows_of
 from valkyrie.tasks.puzzles import puzzle_losses
 from valkyrie.train.trainer import _bucket_errors
->>>>>>> 93d9829 (A process that failed ends in 20 s, a trial with its sweep; buckets that cannot be reached are named; a puzzle without labels is not solved)
 from valkyrie.units import printable
 
 MISTAKES = {

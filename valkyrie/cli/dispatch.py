@@ -73,29 +73,20 @@ def dispatch() -> None:
         if config is not None:
             run = replace(Run.from_config(config), arguments=tuple(arguments))
             if problems := run.problems():
-<<<<<<< HEAD
                 raise ValueError(_describe_problems(run, problems))
-            sys.exit(_dispatch(run))
-=======
-                raise ValueError(_with_choices(run, problems))
             status = _dispatch(run)
             if status:
                 limit_exit(status)
             sys.exit(status)
->>>>>>> 93d9829 (A process that failed ends in 20 s, a trial with its sweep; buckets that cannot be reached are named; a puzzle without labels is not solved)
     except BrokenPipeError:
         exit_on_broken_pipe()
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise
-<<<<<<< HEAD
+        limit_exit(REFUSED)
         # Hydra's MissingConfigException is an OSError too, and needs an explanation.
         is_plain = isinstance(error, OSError) and not isinstance(error, HydraException)
         fail(COMMAND, error_text(error if is_plain else explain(error, config_dirs(sys.argv[1:]))))
-=======
-        limit_exit(REFUSED)
-        fail(COMMAND, error_text(error if isinstance(error, OSError) else explain(error, config_dirs(sys.argv[1:]))))
->>>>>>> 93d9829 (A process that failed ends in 20 s, a trial with its sweep; buckets that cannot be reached are named; a puzzle without labels is not solved)
     except SweepEndError as error:
         if show_traceback:
             raise
