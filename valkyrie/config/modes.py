@@ -43,6 +43,12 @@ HOUR_S = 3600.0
 SHAPING_KEYS = ("target", "mesh", "partition", "model", "precision", "optimizer", "steps", "batch", "seq")
 SHAPING_KEYS += ("microbatches", "remat", "task")
 """Keys of a run that change the compiled program."""
+SAMPLE_KEYS = frozenset({"prompt", "sample_tokens", "temperature", "top_k"})
+"""Keys of a run for the text that its model writes."""
+LOOP_KEYS = frozenset({"log_every", "eval_every", "eval_batches", "sample_every", "code_eval_every", "profile"})
+"""Keys of a run that only its training reads."""
+TRAINING_KEYS = LOOP_KEYS | SAMPLE_KEYS | {"code_eval", "checkpoint", "seed"}
+"""Keys of a run that only modes with weights read."""
 NO_RESULT = frozenset({"name", "runs", "resume", "force", "trial", "tracking", "distributed"})
 """Keys of a run that never change a result."""
 
@@ -109,6 +115,8 @@ class ModeConfig(ABC):
     """Whether the mode searches for a legal layout itself."""
     not_decided_by: ClassVar[frozenset[str]] = NO_RESULT
     """Keys of the run that do not change a trial's result. Ignored if `decided_by` lists those that do."""
+    unread: ClassVar[frozenset[str]] = frozenset()
+    """Keys and groups of the run that the mode does not read, if `decided_by` does not list those that it does."""
     trial_limit_s: ClassVar[float | None] = HOUR_S
     """Time limit of a trial in seconds, or None for no limit."""
     grace_s: ClassVar[float] = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import ModeConfig, Needs
+from valkyrie.config.modes import SHAPING_KEYS, TRAINING_KEYS, ModeConfig, Needs
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -26,6 +26,8 @@ class Config(ModeConfig):
     short_keys: ClassVar[tuple[str, ...]] = ("paths",)
     any_layout: ClassVar[bool] = True
     trial_limit_s: ClassVar[float | None] = None
+
+    unread: ClassVar[frozenset[str]] = TRAINING_KEYS | set(SHAPING_KEYS)
 
     name: str = "calibrate"
     paths: list[str] = field(default_factory=list)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import ModeConfig, Needs
+from valkyrie.config.modes import LOOP_KEYS, SAMPLE_KEYS, ModeConfig, Needs
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -19,6 +19,8 @@ class Config(ModeConfig):
     needs: ClassVar[Needs] = Needs.nothing
     reads_run: ClassVar[bool] = True
     any_model: ClassVar[bool] = True
+
+    unread: ClassVar[frozenset[str]] = LOOP_KEYS | SAMPLE_KEYS | {"code_eval"}
 
     name: str = "checkpoints"
 

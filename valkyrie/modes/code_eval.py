@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import ModeConfig
+from valkyrie.config.modes import LOOP_KEYS, SAMPLE_KEYS, ModeConfig
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -17,6 +17,8 @@ class Config(ModeConfig):
 
     description: ClassVar[str] = "let a trained run complete functions, and compile and test them in a sandbox"
     reads_run: ClassVar[bool] = True
+
+    unread: ClassVar[frozenset[str]] = LOOP_KEYS | SAMPLE_KEYS | {"steps"}
 
     name: str = "code_eval"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import CompilingMode, Needs
+from valkyrie.config.modes import TRAINING_KEYS, CompilingMode, Needs
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -25,6 +25,8 @@ class Config(CompilingMode):
     short_keys: ClassVar[tuple[str, ...]] = ("first", "second")
     any_layout: ClassVar[bool] = True
     trial_limit_s: ClassVar[float | None] = None
+
+    unread: ClassVar[frozenset[str]] = TRAINING_KEYS
 
     name: str = "explain"
     first: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import ModeConfig
+from valkyrie.config.modes import SHAPING_KEYS, TRAINING_KEYS, ModeConfig
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -20,6 +20,8 @@ class Config(ModeConfig):
     any_model: ClassVar[bool] = True
     any_layout: ClassVar[bool] = True
     trial_limit_s: ClassVar[float | None] = 600.0
+
+    unread: ClassVar[frozenset[str]] = TRAINING_KEYS | (set(SHAPING_KEYS) - {"target", "mesh", "precision"})
 
     name: str = "figures"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import ModeConfig
+from valkyrie.config.modes import LOOP_KEYS, ModeConfig
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -21,6 +21,8 @@ class Config(ModeConfig):
 
     description: ClassVar[str] = "continue a prompt with a trained run"
     reads_run: ClassVar[bool] = True
+
+    unread: ClassVar[frozenset[str]] = LOOP_KEYS | {"code_eval", "steps"}
 
     name: str = "generate"
     keep: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import CompilingMode, MeasuringMode, Needs, check_time
+from valkyrie.config.modes import TRAINING_KEYS, CompilingMode, MeasuringMode, Needs, check_time
 from valkyrie.problems import Problem, check_range
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Config(CompilingMode, MeasuringMode):
     short_keys: ClassVar[tuple[str, ...]] = ("tokens", "budget_usd", "budget")
     any_layout: ClassVar[bool] = True
     trial_limit_s: ClassVar[float | None] = None
+
+    unread: ClassVar[frozenset[str]] = TRAINING_KEYS
 
     name: str = "search"
     budget: str | None = "8min"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import ModeConfig, Needs
+from valkyrie.config.modes import TRAINING_KEYS, ModeConfig, Needs
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -18,6 +18,8 @@ class Config(ModeConfig):
     description: ClassVar[str] = "print every parameter with its placement and bytes"
     needs: ClassVar[Needs] = Needs.nothing
     any_model: ClassVar[bool] = True
+
+    unread: ClassVar[frozenset[str]] = TRAINING_KEYS
 
     name: str = "show"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import CompilingMode, Needs, check_time
+from valkyrie.config.modes import TRAINING_KEYS, CompilingMode, Needs, check_time
 from valkyrie.problems import Problem
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class Config(CompilingMode):
     needs: ClassVar[Needs] = Needs.compiler
     predicts: ClassVar[bool] = True
     trial_limit_s: ClassVar[float | None] = None
+
+    unread: ClassVar[frozenset[str]] = TRAINING_KEYS
 
     name: str = "tune"
     budget: str | None = None

@@ -1,0 +1,66 @@
+"""Names the settings on the command line that a run does not read. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from valkyrie.config.modes import NO_RESULT, ModeConfig
+from valkyrie.config.run import Run, RunConfig
+from valkyrie.problems import ProblemError
+from valkyrie.runs.folder import key_value, split_flags
+
+_ALWAYS_READ = NO_RESULT | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
+"""Keys that every mode reads, or that decide how others are read."""
+_SAMPLING = ("prompt", "temperature", "top_k")
+
+
+def unread_notes(run: Run) -> list[str]:
+    """Return a line for each reason why settings on the command line are not read.
+
+    Settings of a file are not named: an experiment holds those of several modes.
+    """
+    typed: dict[str, str] = {}
+    for argument in split_flags(run.arguments)[1]:
+        key, value = key_value(argument)
+        if key.partition(".")[0] in RunConfig.__dataclass_fields__:
+            typed[key] = f"{key}={value}"
+    by_mode = [text for key, text in typed.items() if not mode_reads(run.config.mode, key)]
+    notes = [f"mode={run.config.mode.name} does not read {_listed(by_mode)}"] if by_mode else []
+    for keys, reason in _conditions(run):
+        unread = [text for key, text in typed.items() if key in keys or key.partition(".")[0] in keys]
+        if unread and not set(unread) & set(by_mode):
+            notes.append(f"{_listed(unread)} {'has' if len(unread) == 1 else 'have'} no effect: {reason}")
+    return notes
+
+
+def mode_reads(mode: ModeConfig, key: str) -> bool:
+    """Return whether a mode reads a key of a run, such as `optimizer.learning_rate`."""
+    group, deciding = key.partition(".")[0], mode.decided_by()
+    if group in _ALWAYS_READ:
+        return True
+    if deciding is not None:
+        return group in deciding
+    return group not in mode.unread
+
+
+def _conditions(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
+    """Yield keys that other settings leave without effect, and the reason."""
+    config, mode = run.config, run.config.mode
+    if mode.name == "train" and not config.sample_tokens and not config.code_eval_every:
+        yield _SAMPLING, "sample_tokens=0"
+    if mode.name == "train" and config.code_eval_every is None:
+        yield ("code_eval",), "code_eval_every is not set"
+    if config.target.slices > 1 and config.target.chip is None:
+        yield ("target.slices",), f"target={config.target.name} has no slices. Name one, such as target=v5e-8"
+    if not mode.any_layout:
+        try:
+            pipeline = run.layout.pipeline
+        except ProblemError:
+            return
+        if pipeline is None:
+            partition = f"partition={config.partition.name} has no pipeline on mesh={config.mesh.name}"
+            yield ("partition.schedule", "partition.rounds"), partition
+
+
+def _listed(settings: list[str]) -> str:
+    return settings[0] if len(settings) == 1 else f"{', '.join(settings[:-1])} and {settings[-1]}"
