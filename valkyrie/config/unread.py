@@ -11,7 +11,6 @@ from valkyrie.runs.folder import key_value, split_flags
 
 _ALWAYS_READ = NO_RESULT | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
 """Keys that every mode reads, or that decide how others are read."""
-_SAMPLING = ("prompt", "temperature", "top_k")
 
 
 def unread_notes(run: Run) -> list[str]:
@@ -44,12 +43,11 @@ def mode_reads(mode: ModeConfig, key: str) -> bool:
 
 
 def _conditions(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
-    """Yield keys that other settings leave without effect, and the reason."""
+    """Yield keys that other settings leave without effect, and the reason.
+
+    Not those that a training saves for later modes, such as `prompt` with `sample_tokens=0`.
+    """
     config, mode = run.config, run.config.mode
-    if mode.name == "train" and not config.sample_tokens and not config.code_eval_every:
-        yield _SAMPLING, "sample_tokens=0"
-    if mode.name == "train" and config.code_eval_every is None:
-        yield ("code_eval",), "code_eval_every is not set"
     if config.target.slices > 1 and config.target.chip is None:
         yield ("target.slices",), f"target={config.target.name} has no slices. Name one, such as target=v5e-8"
     if not mode.any_layout:
