@@ -25,13 +25,13 @@ from valkyrie.ops.choices import CONTEXT, AttentionImpl
 
 __all__ = [
     "AttentionImpl",
+    "AttentionRequest",
     "GlobalStep",
     "GlobalTokens",
     "KVCache",
-    "Request",
     "attention",
     "attention_step",
-    "choose",
+    "choose_implementation",
     "init_cache",
     "sharded_attention",
 ]
