@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from valkyrie.code_eval.languages import LANGUAGES, word_line
 from valkyrie.code_eval.problems import DIFFICULTIES, CodingProblem, languages_of
-from valkyrie.code_eval.sandbox import SandboxStep, StepResult, run_steps
+from valkyrie.code_eval.sandbox import SandboxStep, SandboxStepResult, run_steps
 
 COMPILE_S, COMPILE_MIB = 30.0, 1536
 """Time and memory limits of a compiler, in seconds and MiB: enough for large standard headers on a busy core."""
@@ -72,7 +72,7 @@ def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> Co
 
 def _run(
     problem: CodingProblem, completion: str, limits: Limits, *, fails: bool = False
-) -> tuple[bool, list[StepResult]]:
+) -> tuple[bool, list[SandboxStepResult]]:
     """Compile and run a completion with its tests. Returns whether they pass, and how each step ended."""
     word = secrets.randbits(128)
     program = LANGUAGES[problem.language].build(
@@ -146,7 +146,7 @@ def _share(values: Sequence[float | bool]) -> float:
     return sum(values) / len(values)
 
 
-def _failure_reason(ended: Sequence[StepResult], limits: Limits) -> str:
+def _failure_reason(ended: Sequence[SandboxStepResult], limits: Limits) -> str:
     """Return a short reason why a completion did not pass."""
     last = ended[-1]
     program = "the compiler" if len(ended) == 1 else "the program"

@@ -43,7 +43,7 @@ _user_numbers = itertools.count(os.getpid() * 64)
 
 
 @dataclass(frozen=True)
-class StepResult:
+class SandboxStepResult:
     """How a step ended: its status as in a shell, its output and duration, and the limit that ended it."""
 
     status: int
@@ -61,7 +61,9 @@ class SandboxError(RuntimeError):
     """The sandbox could not be started. The message has the system's error."""
 
 
-def run_steps(files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolated: bool = True) -> list[StepResult]:
+def run_steps(
+    files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolated: bool = True
+) -> list[SandboxStepResult]:
     """Run steps in sequence in a new folder with these files, stopping at the first failure.
 
     If not `isolated`, they run as this user, with limits on time, memory and files only. SandboxError if no sandbox
@@ -156,7 +158,7 @@ def sandbox_problem() -> str | None:
     return None if ended.ok else f"the sandbox exited with status {ended.status}: {ended.output.strip()[-300:]}"
 
 
-def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> list[StepResult]:
+def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> list[SandboxStepResult]:
     """Run the script, kill it when a step takes too long or prints too much, and return how its steps ended.
 
     The script reports on each step through a socket, its standard input. No step can access that socket.
@@ -190,10 +192,10 @@ class _Watch:
         assert process.stdout is not None
         self.hear, self.out, self.steps = our_end, process.stdout.fileno(), steps
         self.messages, self.output = b"", b""
-        self.done: list[StepResult] = []
+        self.done: list[SandboxStepResult] = []
         self.inside, self.began, self.limit = False, 0.0, time.monotonic() + _SETUP_S
 
-    def ended(self) -> list[StepResult]:
+    def ended(self) -> list[SandboxStepResult]:
         """Return how the steps ended, up to the first failure. SandboxError if no step could start."""
         with selectors.DefaultSelector() as selector:
             for pipe in (self.hear.fileno(), self.out):
@@ -227,9 +229,9 @@ class _Watch:
         self.inside, self.limit = False, time.monotonic() + _SETUP_S
         return not self.done[-1].ok or len(self.done) == len(self.steps)
 
-    def _end(self, status: int, limit: str | None) -> StepResult:
+    def _end(self, status: int, limit: str | None) -> SandboxStepResult:
         limit = "time" if status == 128 + signal.SIGXCPU else limit
-        return StepResult(status, _text(self.output), time.monotonic() - self.began, limit)
+        return SandboxStepResult(status, _text(self.output), time.monotonic() - self.began, limit)
 
     def _drain(self, selector: selectors.BaseSelector) -> None:
         """Read both pipes: first the messages about steps, then the output printed by then."""
