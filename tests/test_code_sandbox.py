@@ -16,7 +16,7 @@ from runs import needs_sandbox
 from valkyrie.code_eval import sandbox
 from valkyrie.code_eval.judge import CompletionResult, Limits, judge
 from valkyrie.code_eval.problems import CodingProblem, read_problems
-from valkyrie.code_eval.sandbox import SandboxStep, StepResult, run_steps, sandbox_problem
+from valkyrie.code_eval.sandbox import SandboxStep, SandboxStepResult, run_steps, sandbox_problem
 
 pytestmark = needs_sandbox
 MARK = "98765.4321"
@@ -43,7 +43,7 @@ def none_left() -> bool:
     return not asleep()
 
 
-def shell(command: str, time_s: float = 20.0, **limits: int) -> StepResult:
+def shell(command: str, time_s: float = 20.0, **limits: int) -> SandboxStepResult:
     return run_steps({}, [SandboxStep(("sh", "-c", command), time_s, 256, **limits)])[0]
 
 
