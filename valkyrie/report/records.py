@@ -127,15 +127,15 @@ def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]
 
 def read_training(folder: Path) -> Trial:
     """Read the training in a run folder as a trial. Its status is `failed` if the settings cannot be read."""
-    from valkyrie.config.run import Run  # imported here because reports of sweeps do not need it
-    from valkyrie.runs.folder import saved_config
+    from valkyrie.runs.folder import saved_run
 
+    about, values = None, {}
     try:
-        run = Run.from_config(saved_config(folder))
+        run = saved_run(folder)
         about, values = run.about(), run.values()
+        results = training_results(folder / METRICS)
     except ValueError as error:
-        return _trial(folder, Status.failed, str(error), None, {}, TrialResult())
-    results = training_results(folder / METRICS)
+        return _trial(folder, Status.failed, str(error), about, values, TrialResult())
     reason = "no step has finished yet" if results.step == StepResult() else None
     return _trial(folder, Status.killed if reason else Status.ok, reason, about, values, results)
 

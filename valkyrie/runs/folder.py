@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -179,6 +179,16 @@ def saved_config(folder: Path) -> DictConfig:
     )
 
 
+def saved_run(folder: Path) -> Run:
+    """Return the run in a run folder's `run.yaml`, as a training. ValueError names the file, and the key at fault."""
+    saved = saved_config(folder)
+    saved.mode = {"name": "train"}  # the keys of the mode may have changed since
+    try:
+        return Run.from_config(saved)
+    except ValueError as error:
+        raise ValueError(f"{folder / RUN}: {error}") from error
+
+
 def _restore_hint(folder: Path) -> str:
     name = shlex.quote(f"name={folder.absolute().name}")
     return f"Restore the file, or continue the run with {command_name()} {name} and the settings it was trained with."
@@ -195,7 +205,10 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
     is_complete = isinstance(last, DictConfig) and "root" in last and not isinstance(last.root, str)
     if not isinstance(config, DictConfig) or not (is_complete or not whole):
         raise ValueError(f"{file} is damaged (the end is missing). {remedy}")
-    check_modules([str(folder) for folder in config.get("modules") or []], file)
+    modules = config.get("modules") or []
+    if not isinstance(modules, ListConfig):
+        raise ValueError(f"{file} is damaged (modules={modules} must be a list). {remedy}")
+    check_modules([str(folder) for folder in modules], file)
     if isinstance(config.get("optimizer"), DictConfig):
         saved: Any = OmegaConf.to_container(config.optimizer, resolve=False)
         config.optimizer = convert_old_settings(saved)

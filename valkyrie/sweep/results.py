@@ -111,20 +111,45 @@ def trial_result(result: Prediction | Measurement) -> TrialResult:
     )
 
 
+@dataclass(frozen=True)
+class _TrainingNumbers:
+    """The values of a training's records that its result states, with their types."""
+
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    hbm_gib: float | None = None
+    compile_s: float | None = None
+    data_wait: float | None = None
+    simulated: bool | None = None
+
+
 def training_results(metrics: Path) -> TrialResult:
     """Return the speeds, memory and losses of a training from its `metrics.jsonl`.
 
-    Speeds come from the summary of a finished training, or from the last record of an unfinished one.
+    Speeds come from the summary of a finished training, or from the last record of an unfinished one. Raises ValueError
+    with the file and the field for a value of another type.
     """
     records = read_metrics(metrics) if metrics.is_file() else []
     summary: dict[str, Any] = {}
     for record in records:
-        summary |= {k: v for k, v in record.get("summary", {}).items() if v is not None}
+        part = record.get("summary", {})
+        if not isinstance(part, dict):
+            raise RecordError(str(metrics), "$.summary", "expected `object`")
+        summary |= {k: v for k, v in part.items() if v is not None}
     steps = [record for record in records if "loss" in record]
     last = steps[-1] if steps else {}
     finished = bool(summary.get("finished")) and summary.get("steps") == last.get("step", summary.get("steps"))
     known_values = {k: v for k, v in last.items() if v is not None} | (summary if finished or not last else {})
-    traffic, goodput_record, peak = training_traffic(summary), read_goodput(metrics.parent), summary.get("hbm_gib")
+    picked = {key: known_values.get(key) for key in ("steps", "data_wait")} | {"loss": last.get("loss")}
+    picked |= {key: summary.get(key) for key in ("hbm_gib", "compile_s", "simulated", "eval_loss")}
+    numbers = decode(_TrainingNumbers, picked | {"step": last.get("step")}, str(metrics))
+    try:
+        traffic = training_traffic(summary)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RecordError(str(metrics), f"$.summary.{TRAFFIC}", f"cannot be read ({error})") from error
+    goodput_record, peak = read_goodput(metrics.parent), numbers.hbm_gib
     goodput = None
     if goodput_record is not None and goodput_record.share is not None:
         goodput = GoodputResult(
@@ -132,17 +157,17 @@ def training_results(metrics: Path) -> TrialResult:
             goodput_record.seconds,
             goodput_record.restarts,
             goodput_record.share,
-            known_values.get("data_wait"),
+            numbers.data_wait,
         )
     return TrialResult(
         step=decode(StepResult, known_values | {"p90_s": known_values.get("step_p90_s")}, str(metrics)),
         memory=MemoryReport(peak=None if peak is None else round(peak * GIB)),
         communication=None if traffic is None else decode(Communication, traffic, str(metrics)),
-        compile=CompileTimes(compile_s=summary.get("compile_s")),
-        simulated=summary.get("simulated"),
-        loss=last.get("loss"),
-        eval_loss=summary.get("eval_loss"),
-        steps=known_values.get("steps", last.get("step", 0)),
+        compile=CompileTimes(compile_s=numbers.compile_s),
+        simulated=numbers.simulated,
+        loss=numbers.loss,
+        eval_loss=numbers.eval_loss,
+        steps=numbers.steps if numbers.steps is not None else numbers.step or 0,
         finished=finished,
         goodput=goodput,
     )

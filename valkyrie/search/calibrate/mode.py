@@ -24,7 +24,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.modes.calibrate import Config as CalibrateMode
 from valkyrie.paths import write_atomic
 from valkyrie.report.records import find_sweeps, read_rows
-from valkyrie.runs.folder import RUN, run_folder, saved_config, write_run_files
+from valkyrie.runs.folder import RUN, run_folder, saved_run, write_run_files
 from valkyrie.search.calibrate.replay_fit import ReplayFit, fit_replays, percent_errors, round_digits
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import FITTED, cross_validate, fit_constants, timed_layouts
@@ -120,9 +120,7 @@ def _saved_run(row: Row) -> Run | None:
     """
     if row.folder is None or not (row.folder / RUN).is_file():
         return None
-    saved = saved_config(row.folder)
-    saved.mode = {"name": "train"}  # the mode does not matter here, and its keys may have changed since
-    return Run.from_config(saved)
+    return saved_run(row.folder)
 
 
 def _check_path(path: Path) -> None:

@@ -1,0 +1,134 @@
+"""Readers of Valkyrie's own files, of which one field has another type or is missing, or the end is cut off.
+
+Each reader returns, or raises ValueError or OSError with the name of the file. See `test_foreign_files.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import strategies as st
+
+import valkyrie
+from reported import GOLDENS, golden_summary, trial_from_summary
+from runs import SINGLE, TINY
+from test_foreign_files import check, damaged, fuzz
+from valkyrie.processes.locks import _read_holder
+from valkyrie.report.page import page
+from valkyrie.report.records import read_answer, read_command, read_rows, read_training
+from valkyrie.report.text import as_csv, as_markdown
+from valkyrie.runs.folder import saved_run, write_run_files
+from valkyrie.search.compile.prediction import read_prediction
+from valkyrie.search.measure.figures_file import read_figures
+from valkyrie.sweep.results import read_outcome
+from valkyrie.sweep.trial import TrialLog
+
+METRICS = [
+    {"step": 1, "loss": 4.5, "grad_norm": 1.0, "step_s": 0.01, "tokens_per_second": 800.0, "data_wait": 0.1},
+    {"step": 2, "loss": 4.4, "step_s": 0.01, "tokens_per_second": 800.0, "tokens_per_second_per_chip": 800.0},
+    {"summary": {"finished": True, "steps": 2, "hbm_gib": 0.1, "compile_s": 3.0, "simulated": True, "eval_loss": 4.3}},
+]
+GOODPUT = [{"start": 10.0}, {"time": 12.0, "step": 2, "seconds": {"step": 1.0, "setup": 1.0}, "end": "finished"}]
+
+
+def report(folder: Path) -> None:
+    rows = read_rows([folder])
+    page(rows), as_markdown(rows), as_csv(rows)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a training of two steps."""
+    folder = tmp_path_factory.mktemp("records") / "run"
+    write_run_files(valkyrie.compose(*TINY, *SINGLE), folder)
+    for name, records in {"metrics.jsonl": METRICS, "goodput.jsonl": GOODPUT}.items():
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sweep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of a prediction and a measurement, with the files of both."""
+    folder = tmp_path_factory.mktemp("records") / "sweep"
+    stages = {"a": "compile", "b": "measure"}
+    TrialLog(folder).append(trial_from_summary(golden_summary(s), s, "sweep", name) for name, s in stages.items())
+    for name, file in (("a", "compile.json"), ("a", "timeline.json"), ("b", "measure.json")):
+        (folder / name).mkdir(exist_ok=True)
+        shutil.copy(GOLDENS / file, folder / name / file)
+    return folder
+
+
+def check_line(data: st.DataObject, path: Path, read: Callable[[], object]) -> None:
+    """Read a file of lines with a damaged one."""
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    number = data.draw(st.integers(0, len(lines) - 1))
+    lines[number] = data.draw(damaged(json.loads(lines[number]))) + b"\n"
+    path.write_bytes(b"".join(lines))
+    message = path.name
+    try:
+        read()
+    except (ValueError, OSError) as error:
+        message = str(error)
+    finally:
+        path.write_bytes(whole)
+    assert path.name in message or str(path.parent) in message
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "goodput.jsonl"])
+@fuzz(30)
+def test_records_of_a_training(run_folder: Path, name: str, data: st.DataObject) -> None:
+    check_line(data, run_folder / name, lambda: (read_training(run_folder), report(run_folder)))
+
+
+@fuzz(60)
+def test_run_yaml(run_folder: Path, tmp_path: Path, data: st.DataObject) -> None:
+    valid = yaml.safe_load((run_folder / "run.yaml").read_text())
+    check(data, tmp_path / "run.yaml", valid, lambda: saved_run(tmp_path))
+
+
+@fuzz(60)
+def test_trials_of_a_sweep(sweep_folder: Path, data: st.DataObject) -> None:
+    check_line(data, sweep_folder / "trials.jsonl", lambda: report(sweep_folder))
+
+
+@pytest.mark.parametrize("name", ["a/compile.json", "a/timeline.json"])
+@fuzz(30)
+def test_a_report_does_without_damaged_files_of_trials(sweep_folder: Path, name: str, data: st.DataObject) -> None:
+    file = sweep_folder / name
+    whole = file.read_bytes()
+    try:
+        check(data, file, json.loads(whole), lambda: report(sweep_folder))
+    finally:
+        file.write_bytes(whole)
+
+
+def read_writer(path: Path) -> object:
+    with path.open("rb") as file:
+        return _read_holder(file)
+
+
+READERS: dict[str, tuple[Any, Callable[[Path], object]]] = {
+    "compile.json": (golden_summary("compile"), read_prediction),
+    "figures.json": ({"name": "cpu", "peak_tflops": {"float32": 0.05}, "hbm_gbs": 2.7}, read_figures),
+    "search.json": ({"command": ["mode=search"], "question": "a", "best": []}, lambda path: read_answer(path.parent)),
+    "outcome.json": (
+        {"status": "ok", "reason": None, "results": {"step": {"step_s": 1.0}}},
+        lambda path: read_outcome(path.parent, 0),
+    ),
+    "multirun.yaml": ({"hydra": {"overrides": {"task": ["seed=1"]}}}, lambda path: read_command(path.parent)),
+    ".writer": ({"host": "a", "pid": 1}, read_writer),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@fuzz(60)
+def test_other_records(tmp_path: Path, name: str, data: st.DataObject) -> None:
+    valid, read = READERS[name]
+    check(data, tmp_path / name, valid, lambda: read(tmp_path / name))
