@@ -84,11 +84,13 @@ def check_line(data: st.DataObject, path: Path, read: Callable[[], object]) -> N
 @pytest.mark.parametrize("name", ["metrics.jsonl", "goodput.jsonl"])
 @fuzz(30)
 def test_records_of_a_training(run_folder: Path, name: str, data: st.DataObject) -> None:
+    assert read_training(run_folder).results.steps == 2
     check_line(data, run_folder / name, lambda: (read_training(run_folder), report(run_folder)))
 
 
 @fuzz(60)
 def test_run_yaml(run_folder: Path, tmp_path: Path, data: st.DataObject) -> None:
+    assert saved_run(run_folder).config.batch == 8
     valid = yaml.safe_load((run_folder / "run.yaml").read_text())
     check(data, tmp_path / "run.yaml", valid, lambda: saved_run(tmp_path))
 

@@ -205,10 +205,10 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
     is_complete = isinstance(last, DictConfig) and "root" in last and not isinstance(last.root, str)
     if not isinstance(config, DictConfig) or not (is_complete or not whole):
         raise ValueError(f"{file} is damaged (the end is missing). {remedy}")
-    modules = config.get("modules") or []
-    if not isinstance(modules, ListConfig):
+    modules = config.get("modules")
+    if not (modules is None or isinstance(modules, ListConfig)):
         raise ValueError(f"{file} is damaged (modules={modules} must be a list). {remedy}")
-    check_modules([str(folder) for folder in modules], file)
+    check_modules([str(folder) for folder in modules or []], file)
     if isinstance(config.get("optimizer"), DictConfig):
         saved: Any = OmegaConf.to_container(config.optimizer, resolve=False)
         config.optimizer = convert_old_settings(saved)
