@@ -64,12 +64,12 @@ def member(folder: Path, processes: int) -> None:
 
     from valkyrie.api import compose
     from valkyrie.processes.distributed import DistributedConfig, start_jax
-    from valkyrie.processes.team import Connected, Place
+    from valkyrie.processes.team import ConnectedTeam, ProcessInfo
     from valkyrie.train.processes import agree_on_configuration, agree_on_versions
 
     jax.config.update("jax_platforms", "cpu")
     settings, index = json.loads((folder / "settings").read_text()), int(os.environ["MEMBER"])
-    run, place = compose("name=startup"), Place(settings["address"], processes, index)
+    run, place = compose("name=startup"), ProcessInfo(settings["address"], processes, index)
     (folder / f"ready-{index}").touch()
     while len(list(folder.glob("ready-*"))) < processes:
         time.sleep(0.01)
@@ -81,7 +81,7 @@ def member(folder: Path, processes: int) -> None:
 
     now = began
     if settings["agree"]:
-        team = Connected(place, timeout_s=60, heartbeat_s=60)
+        team = ConnectedTeam(place, timeout_s=60, heartbeat_s=60)
         now = record("meet", now)
         agree_on_versions(team)
         now = record("versions", now)

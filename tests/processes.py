@@ -10,7 +10,7 @@ from typing import Any
 
 from runs import start_training
 from valkyrie.processes.hub import free_port
-from valkyrie.processes.team import Connected, Place, Team
+from valkyrie.processes.team import ConnectedTeam, ProcessInfo, Team
 
 
 def free_address() -> str:
@@ -28,9 +28,9 @@ def run_teams(
     address, results = free_address(), [None] * count
 
     def run_team(index: int) -> None:
-        place = Place(address, (counts or [count] * count)[index], index)
+        place = ProcessInfo(address, (counts or [count] * count)[index], index)
         try:
-            team = Connected(place, timeout_s=timeout_s, heartbeat_s=20.0, on_loss=lambda line, status: None)
+            team = ConnectedTeam(place, timeout_s=timeout_s, heartbeat_s=20.0, on_loss=lambda line, status: None)
             results[index] = work(team)
             team.fail(1, "the test is over")
         except ValueError as error:

@@ -14,8 +14,8 @@ from valkyrie import buckets as schemes
 from valkyrie.checkpoint import CheckpointConfig, saved_steps
 from valkyrie.checkpoint.location import POINTER, checkpoint_root, folder_problems, record_root
 from valkyrie.config.run import Run
-from valkyrie.doctor.disks import checkpoint_folder, disk_space
-from valkyrie.doctor.findings import FINE, Examined
+from valkyrie.doctor.disks import check_checkpoint_folder, check_disk_space
+from valkyrie.doctor.findings import OK, CheckContext
 from valkyrie.problems import ProblemCode
 
 __all__ = ["bucket"]
@@ -38,9 +38,9 @@ def test_a_training_saves_in_a_bucket_and_goes_on_from_there_on_another_host(
         training_records(folder)[4]["loss"]
         == training_records(trained_run("optimizer.decay_steps=4", steps=6))[4]["loss"]
     )
-    examined = Examined(Run.from_config(compose_config(f"checkpoint.folder={bucket}")))
-    ((written, *_),), ((_, room),) = checkpoint_folder(examined), disk_space(examined)
-    assert written == FINE and "is a bucket" in room
+    context = CheckContext(Run.from_config(compose_config(f"checkpoint.folder={bucket}")))
+    ((written, *_),), ((_, room),) = check_checkpoint_folder(context), check_disk_space(context)
+    assert written == OK and "is a bucket" in room
     last = training_records(tmp_path / "other" / "run")[6]["loss"]
     assert last == training_records(trained_run("optimizer.decay_steps=4", steps=6))[6]["loss"]
     assert command("mode=generate", "resume=run", f"runs={tmp_path / 'other'}", "prompt=a", "sample_tokens=2") == 0

@@ -20,7 +20,7 @@ from valkyrie.checkpoint import Checkpoints
 from valkyrie.cli.convert import main
 from valkyrie.config.arguments import load_run, parse_run
 from valkyrie.config.run import Run
-from valkyrie.convert.architectures import config_of, settings_of
+from valkyrie.convert.architectures import model_settings, to_config_json
 from valkyrie.convert.load import from_folder
 from valkyrie.convert.save import to_folder
 from valkyrie.data.tokenizer_json import train_tokenizer
@@ -128,7 +128,7 @@ def test_a_gpt2_that_no_setting_says_is_refused_by_its_key():
     config = json.loads(str(GOLDEN["gpt2_config"]))
     changed = {"activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True, "n_embd": 30}
     with pytest.raises(ValueError) as error:
-        settings_of(config | changed)
+        model_settings(config | changed)
     assert all(f" {key}={override_text(value)} is not " in str(error.value) for key, value in changed.items())
 
 
@@ -185,10 +185,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ({"hidden_act": "relu6"}, "config.json: hidden_act=relu6 "),
         ({"mlp_bias": True}, "config.json: mlp_bias=true "),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "config.json: rope_parameters.rope_type=yarn "),
-        ({"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor=0.5: "),
+        ({"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor=0.5 "),
         ({"quantization_config": {"bits": 4}}, "config.json: quantization_config: "),
-        ({"hidden_size": None}, "config.json: hidden_size=None: "),
-        ({"num_attention_heads": 0}, "config.json: num_attention_heads=0: "),
+        ({"hidden_size": None}, "config.json: hidden_size=None "),
+        ({"num_attention_heads": 0}, "config.json: num_attention_heads=0 "),
         ({"hidden_act": ["silu"]}, "config.json: expected `str | null`, got `array` at $.hidden_act"),
         ({"rms_norm_eps": "small"}, "config.json: expected `float`, got `str` at $.rms_norm_eps"),
         ({"vocab_size": 200}, "tokenizer=bytes has 257 ids, "),
@@ -300,7 +300,7 @@ def test_what_is_there_already_is_not_written_over(tmp_path, capsys, monkeypatch
 )
 def test_a_model_that_transformers_has_not_stays_here_by_its_key(settings, message):
     with pytest.raises(ValueError) as error:
-        config_of(parse_run([*settings, "mesh=1x1x1"]).model)
+        to_config_json(parse_run([*settings, "mesh=1x1x1"]).model)
     assert f" has {message}" in str(error.value)
 
 
@@ -319,7 +319,7 @@ def test_a_model_that_transformers_has_not_stays_here_by_its_key(settings, messa
 )
 def test_a_model_of_ours_is_the_same_by_its_config(settings):
     model = parse_run([*settings, "mesh=1x1x1"]).model
-    says = settings_of(config_of(model))
+    says = model_settings(to_config_json(model))
     again = parse_run(
         ["model=gpt_schema", "mesh=1x1x1", *(f"model.{k}={v}".replace("None", "null") for k, v in says.items())]
     ).model

@@ -27,17 +27,17 @@ from valkyrie.config.run import Run
 from valkyrie.data.prepare import prepare
 from valkyrie.doctor import disks, host
 from valkyrie.doctor.disks import state_bytes
-from valkyrie.doctor.examine import HOST_CHECKS, TEAM_CHECKS, clocks
+from valkyrie.doctor.examine import HOST_CHECKS, TEAM_CHECKS, check_clocks
 from valkyrie.doctor.findings import (
     FAILS,
-    FINE,
+    OK,
     WARNING,
-    Answers,
     Check,
-    Examined,
+    CheckContext,
+    CheckResults,
     Finding,
     FindingsTable,
-    findings_of,
+    run_checks,
 )
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.processes.team import Team
@@ -63,31 +63,31 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return end.value.code, *capsys.readouterr()
 
 
-def look(check: Callable[[Examined], Answers], run: Run, processes: int = 1) -> tuple[str, ...]:
+def look(check: Callable[[CheckContext], CheckResults], run: Run, processes: int = 1) -> tuple[str, ...]:
     """The one finding of a check: severity, text and perhaps a remedy."""
-    (found,) = check(Examined(run, processes))
+    (found,) = check(CheckContext(run, processes))
     return found
 
 
 def test_a_target_that_is_not_this_machine_fails():
-    (found,) = findings_of(HOST_CHECKS[:1], Examined(compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8")))
-    assert (found.check, found.verdict) == ("chips", FAILS) and "not this machine" in found.text
+    (found,) = run_checks(HOST_CHECKS[:1], CheckContext(compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8")))
+    assert (found.check, found.severity) == ("chips", FAILS) and "not this machine" in found.text
 
 
 def test_simulated_devices_are_a_warning_unless_they_are_asked_for():
-    assert look(host.chips, compose_run(*SMALL))[0] == WARNING
-    assert look(host.chips, compose_run(*SMALL, "target=cpu"))[0] == FINE
+    assert look(host.check_chips, compose_run(*SMALL))[0] == WARNING
+    assert look(host.check_chips, compose_run(*SMALL, "target=cpu"))[0] == OK
 
 
 def test_chips_and_processes_are_held_against_the_hosts_of_the_target(monkeypatch: pytest.MonkeyPatch):
     run = compose_run("model=gpt_tiny", "mesh=4x4x2", "target=v4-64", "batch=32")
     on_tpu(monkeypatch)
-    assert look(host.chips, run, 8)[0] == FINE and list(host.expected_processes(Examined(run, 8))) == []
-    verdict, text, _ = look(host.expected_processes, run, 2)
+    assert look(host.check_chips, run, 8)[0] == OK and list(host.check_processes(CheckContext(run, 8))) == []
+    verdict, text, _ = look(host.check_processes, run, 2)
     assert verdict == FAILS and text.startswith("2 processes") and text.endswith("8 hosts")
     on_tpu(monkeypatch, chips=8)
-    verdict, text, _ = look(host.chips, run, 8)
-    assert verdict == FAILS and text.startswith("8 on") and text.endswith("4 a host")
+    verdict, text, _ = look(host.check_chips, run, 8)
+    assert verdict == FAILS and text.startswith("8 chips on") and text.endswith("4 per host")
 
 
 def process_with(proc: Path, pid: int, device: str) -> None:
@@ -109,29 +109,29 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_process_that_has_the_tpu_is_named(proc: Path, monkeypatch: pytest.MonkeyPatch):
     run = compose_run(*SMALL)
     process_with(proc, os.getpid(), "/dev/accel0")
-    assert look(host.chips_free, run)[0] == FINE
+    assert look(host.check_chips_free, run)[0] == OK
     process_with(proc, 4_000_001, "/dev/null")
-    assert look(host.chips_free, run)[0] == FINE
+    assert look(host.check_chips_free, run)[0] == OK
     process_with(proc, 4_000_002, "/dev/vfio/0")
-    verdict, text, remedy = look(host.chips_free, run)
+    verdict, text, remedy = look(host.check_chips_free, run)
     assert verdict == FAILS and text.endswith("4000002 (python other.py)") and remedy.endswith("kill 4000002")
     on_tpu(monkeypatch, chips=0)
-    assert list(host.chips_free(Examined(run))) == []
+    assert list(host.check_chips_free(CheckContext(run))) == []
 
 
 def test_a_gpu_that_another_process_has_open_is_a_warning(proc: Path):
     process_with(proc, 4_000_002, "/dev/nvidia1")
-    verdict, text, _ = look(host.chips_free, compose_run(*SMALL))
+    verdict, text, _ = look(host.check_chips_free, compose_run(*SMALL))
     assert verdict == WARNING and "4000002 (python other.py)" in text
 
 
 def test_a_lock_of_libtpu_that_somebody_holds_is_found(proc: Path):
     lockfile = proc / "lockfile"
     lockfile.touch()
-    assert look(host.chips_free, compose_run(*SMALL))[0] == FINE
+    assert look(host.check_chips_free, compose_run(*SMALL))[0] == OK
     with lockfile.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        verdict, text, _ = look(host.chips_free, compose_run(*SMALL))
+        verdict, text, _ = look(host.check_chips_free, compose_run(*SMALL))
     assert verdict == FAILS and text.startswith(f"{lockfile} is locked")
 
 
@@ -141,19 +141,19 @@ def test_host_memory_holds_its_part_of_the_state(monkeypatch: pytest.MonkeyPatch
     whole = 3 * state_bytes(run)
     for one, processes, free, verdict in (
         (run, 1, whole - 1, FAILS),
-        (run, 1, whole, FINE),
-        (run, 8, whole // 8, FINE),
-        (on_chips, 8, whole // 24, FINE),
+        (run, 1, whole, OK),
+        (run, 8, whole // 8, OK),
+        (on_chips, 8, whole // 24, OK),
         (on_chips, 8, whole // 24 - 1, FAILS),
     ):
         monkeypatch.setattr(host, "free_memory", lambda free=free: free)
-        assert look(host.host_memory, one, processes)[0] == verdict
+        assert look(host.check_host_memory, one, processes)[0] == verdict
 
 
 def test_few_open_files_fail(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host.resource, "getrlimit", lambda _: (1024, 1024))
-    assert look(host.open_files, compose_run(*SMALL), 8)[0] == FINE
-    assert look(host.open_files, compose_run(*SMALL), 2000)[0] == FAILS
+    assert look(host.check_open_files, compose_run(*SMALL), 8)[0] == OK
+    assert look(host.check_open_files, compose_run(*SMALL), 2000)[0] == FAILS
 
 
 @pytest.mark.parametrize("overrides", [(), ("optimizer.ema_decay=0.9",), ("precision=bf16",), ("optimizer=muon",)])
@@ -168,12 +168,12 @@ def test_the_size_of_a_state_is_that_of_its_arrays(overrides: Sequence[str]):
 def test_the_folder_of_the_checkpoints_is_written_and_read(tmp_path: Path):
     (tmp_path / "file").write_text("")
     wrong, right = (compose_run(*SMALL, f"checkpoint.folder={tmp_path / name}") for name in ("file", "new/one"))
-    assert list(disks.checkpoint_folder(Examined(compose_run(*SMALL)))) == []
-    verdict, text, remedy = look(disks.checkpoint_folder, wrong)
+    assert list(disks.check_checkpoint_folder(CheckContext(compose_run(*SMALL)))) == []
+    verdict, text, remedy = look(disks.check_checkpoint_folder, wrong)
     assert verdict == FAILS and "cannot be used" in text and "checkpoint.folder=DIR" in remedy
-    assert look(disks.checkpoint_folder, right)[0] == FINE
+    assert look(disks.check_checkpoint_folder, right)[0] == OK
     assert not (tmp_path / "new").exists()
-    assert f"checkpoint.folder={tmp_path}/new/one" in look(disks.disk_space, right)[1]
+    assert f"checkpoint.folder={tmp_path}/new/one" in look(disks.check_disk_space, right)[1]
 
 
 def free_disk(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -183,21 +183,21 @@ def free_disk(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 def test_a_disk_without_room_for_the_checkpoints_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = compose_run(*SMALL, f"runs={tmp_path}/not/there")
-    assert look(disks.disk_space, run)[0] == FINE
+    assert look(disks.check_disk_space, run)[0] == OK
     size = 3 * state_bytes(run)  # two are kept while the third is written
-    for free, verdict in ((size - 1, FAILS), (size + 1, WARNING), (2 * size, FINE)):
+    for free, verdict in ((size - 1, FAILS), (size + 1, WARNING), (2 * size, OK)):
         free_disk(monkeypatch, free)
-        assert look(disks.disk_space, run)[0] == verdict
+        assert look(disks.check_disk_space, run)[0] == verdict
 
 
 def test_a_host_without_room_for_fast_checkpoints_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert list(disks.fast_disk_space(Examined(compose_run(*SMALL)))) == []
+    assert list(disks.check_fast_disk_space(CheckContext(compose_run(*SMALL)))) == []
     run = compose_run(*SMALL, "checkpoint.fast.every=10", f"checkpoint.fast.folder={tmp_path}/not/there")
-    assert look(disks.fast_disk_space, run)[0] == FINE
+    assert look(disks.check_fast_disk_space, run)[0] == OK
     size = 3 * state_bytes(run)
-    for free, processes, verdict in ((size - 1, 1, FAILS), (size, 1, FINE), (size - 1, 2, WARNING)):
+    for free, processes, verdict in ((size - 1, 1, FAILS), (size, 1, OK), (size - 1, 2, WARNING)):
         free_disk(monkeypatch, free)
-        assert look(disks.fast_disk_space, run, processes)[0] == verdict
+        assert look(disks.check_fast_disk_space, run, processes)[0] == verdict
 
 
 FOLDER_CHECKS = [check for check in HOST_CHECKS if check.name in ("run folder", "clock")]
@@ -205,63 +205,63 @@ FOLDER_CHECKS = [check for check in HOST_CHECKS if check.name in ("run folder", 
 
 def test_a_folder_that_cannot_be_written_fails_once(tmp_path: Path):
     (tmp_path / "file").touch()
-    (found,) = findings_of(FOLDER_CHECKS, Examined(compose_run(*SMALL, f"runs={tmp_path}/file/runs")))
-    assert found.verdict == FAILS and "cannot be written" in found.text
+    (found,) = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={tmp_path}/file/runs")))
+    assert found.severity == FAILS and "cannot be written" in found.text
 
 
 def test_looking_leaves_no_folder_behind(tmp_path: Path):
-    found = findings_of(FOLDER_CHECKS, Examined(compose_run(*SMALL, f"runs={tmp_path}/a/b")))
-    assert [finding.verdict for finding in found] == [FINE, FINE] and list(tmp_path.iterdir()) == []
+    found = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={tmp_path}/a/b")))
+    assert [finding.severity for finding in found] == [OK, OK] and list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_whose_clock_is_off_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = time.time
     monkeypatch.setattr(disks.time, "time", lambda: now() - 90)
-    verdict, text, _ = look(disks.disk_clock, compose_run(*SMALL, f"runs={tmp_path}"))
-    assert verdict == WARNING and "dated +9" in text
+    verdict, text, _ = look(disks.check_disk_clock, compose_run(*SMALL, f"runs={tmp_path}"))
+    assert verdict == WARNING and "+9" in text
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    assert look(disks.compile_cache, compose_run(*SMALL)) == (FINE, str(tmp_path / "cache"))
+    assert look(disks.check_compile_cache, compose_run(*SMALL)) == (OK, str(tmp_path / "cache"))
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert look(disks.compile_cache, compose_run(*SMALL))[0] == WARNING
+    assert look(disks.check_compile_cache, compose_run(*SMALL))[0] == WARNING
 
 
 def data_finding(*overrides: str) -> Finding:
-    (found,) = findings_of([Check("data", disks.data)], Examined(compose_run(*overrides)))
+    (found,) = run_checks([Check("data", disks.check_data)], CheckContext(compose_run(*overrides)))
     return found
 
 
 def test_data_are_enough_for_a_batch():
     run = compose_run(*SMALL, "steps=10")
     prepare(run.config.data, run.tokenizer)
-    assert data_finding(*SMALL, "steps=10").verdict == FINE
+    assert data_finding(*SMALL, "steps=10").severity == OK
     found = data_finding(*SMALL, "batch=1024")
-    assert found.verdict == FAILS and "batch=1024" in found.text
-    assert data_finding(*SMALL, "steps=100000").verdict == WARNING
+    assert found.severity == FAILS and "batch=1024" in found.text
+    assert data_finding(*SMALL, "steps=100000").severity == WARNING
 
 
 def test_data_that_are_not_there_fail_and_those_not_prepared_do_not(tmp_path: Path):
     for path in (f"{tmp_path}/*.txt", "memory://none/*.txt"):
         found = data_finding("model=gpt_tiny", "mesh=1x1x1", "data=text", f"data.paths=[{path}]")
-        assert found.verdict == FAILS and path in found.text
+        assert found.severity == FAILS and path in found.text
     found = data_finding(*SMALL, f"data.cache_dir={tmp_path}")
-    assert found.verdict == FINE and "not prepared yet" in found.text
+    assert found.severity == OK and "not prepared yet" in found.text
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("mode", "key", "netrc", "verdict", "text"),
     [
-        ("off", "", False, FINE, "off"),
-        ("auto", "", False, FINE, "offline"),
+        ("off", "", False, OK, "off"),
+        ("auto", "", False, OK, "offline"),
         ("auto", "", True, WARNING, "offline"),
         ("online", "", False, WARNING, "online"),
-        ("online", "", True, FINE, "online, with"),
+        ("online", "", True, OK, "online, with"),
         ("auto", "abc", False, WARNING, "the key has 3"),
-        ("auto", "local-" + 40 * "a", False, FINE, "online, with"),
+        ("auto", "local-" + 40 * "a", False, OK, "online, with"),
     ],
 )
 def test_the_key_of_wandb(
@@ -272,43 +272,43 @@ def test_the_key_of_wandb(
     monkeypatch.setenv("NETRC", str(file))
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    found = look(disks.wandb_key, compose_run(*SMALL, "tracking=wandb", f"tracking.wandb={mode}"))
+    found = look(disks.check_wandb_key, compose_run(*SMALL, "tracking=wandb", f"tracking.wandb={mode}"))
     assert found[0] == verdict and found[1].startswith(text)
 
 
 def test_versions_that_do_not_fit_together_are_named(monkeypatch: pytest.MonkeyPatch):
     run = compose_run(*SMALL)
-    assert look(host.versions, run)[0] == FINE
+    assert look(host.check_versions, run)[0] == OK
     (wanted,) = [line.partition("libtpu")[2] for line in requires("jax") or [] if line.startswith("libtpu")]
     other = {"jaxlib": "0.4.1", "libtpu": "0.0.1"}
     monkeypatch.setattr(host, "installed_version", lambda name: other.get(name) or installed_version(name))
-    verdict, text, _ = look(host.versions, run)
+    verdict, text, _ = look(host.check_versions, run)
     assert verdict == FAILS and "jaxlib 0.4.1" in text
     assert "libtpu 0.0.1" in text and wanted.partition(";")[0].strip() in text
 
 
 def test_a_tpu_needs_libtpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "installed_version", lambda name: None if name == "libtpu" else installed_version(name))
-    assert look(host.versions, compose_run(*SMALL))[0] == FINE
-    verdict, text, remedy = look(host.versions, compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8"))
+    assert look(host.check_versions, compose_run(*SMALL))[0] == OK
+    verdict, text, remedy = look(host.check_versions, compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8"))
     assert verdict == FAILS and "libtpu" in text and remedy.endswith("--extra tpu")
 
 
-@pytest.mark.parametrize(("off", "verdict"), [(1.0, FINE), (30.0, WARNING), (-900.0, FAILS)])
+@pytest.mark.parametrize(("off", "verdict"), [(1.0, OK), (30.0, WARNING), (-900.0, FAILS)])
 def test_a_clock_that_is_off_that_of_process_0(off: float, verdict: str):
     class Second(Team):
         def exchange(self, name: str, value: Any = None) -> list[Any]:
             return [1000.0, 1000.0 + off]
 
-    ((found, text, *_),) = clocks(Examined(compose_run(*SMALL), 2, Second(2, 1)))
-    assert found == verdict and (verdict == FINE or text.startswith(f"{off:+.0f} s"))
+    ((found, text, *_),) = check_clocks(CheckContext(compose_run(*SMALL), 2, Second(2, 1)))
+    assert found == verdict and (verdict == OK or f"{off:+.0f} s" in text)
 
 
 def test_processes_that_differ_are_found(tmp_path: Path):
     runs = [compose_run(*SMALL, f"runs={tmp_path}", f"steps={3 + index}") for index in range(2)]
-    for found in run_teams(2, lambda team: findings_of(TEAM_CHECKS, Examined(runs[team.index], 2, team))):
-        verdicts = {finding.check: finding.verdict for finding in found if finding.check != "same data"}
-        assert verdicts == {"same code": FINE, "same settings": FAILS, "clocks": FINE, "shared folder": FINE}
+    for found in run_teams(2, lambda team: run_checks(TEAM_CHECKS, CheckContext(runs[team.index], 2, team))):
+        verdicts = {finding.check: finding.severity for finding in found if finding.check != "same data"}
+        assert verdicts == {"same code": OK, "same settings": FAILS, "clocks": OK, "shared folder": OK}
         assert "steps=4" in found[1].text
 
 
@@ -316,26 +316,28 @@ def test_data_that_differ_are_found():
     runs = [compose_run(*SMALL, f"data.documents={documents}") for documents in (60, 60, 61)]
     for run in runs[1:]:
         prepare(run.config.data, run.tokenizer)
-    found = run_teams(3, lambda team: list(disks.same_data(Examined(runs[team.index], 3, team))))
-    assert [verdict for ((verdict, *_),) in found] == [FINE, FINE, FAILS]
+    found = run_teams(3, lambda team: list(disks.check_same_data(CheckContext(runs[team.index], 3, team))))
+    assert [verdict for ((verdict, *_),) in found] == [OK, OK, FAILS]
     not_there = compose_run(*SMALL, "data.documents=62")
-    alone = run_teams(2, lambda team: list(disks.same_data(Examined(not_there if team.leads else runs[1], 2, team))))
+    alone = run_teams(
+        2, lambda team: list(disks.check_same_data(CheckContext(not_there if team.is_leader else runs[1], 2, team)))
+    )
     assert alone == [[], []]
 
 
 def test_a_folder_that_the_others_do_not_see_is_found(tmp_path: Path):
     runs = [compose_run(*SMALL, f"runs={tmp_path}/{index // 2}") for index in range(3)]
-    found = run_teams(3, lambda team: list(disks.shared_folder(Examined(runs[team.index], 3, team))))
-    assert [verdict for ((verdict, *_),) in found] == [FINE, FINE, FAILS]
+    found = run_teams(3, lambda team: list(disks.check_shared_folder(CheckContext(runs[team.index], 3, team))))
+    assert [verdict for ((verdict, *_),) in found] == [OK, OK, FAILS]
 
 
 def test_the_table_has_equal_answers_once_and_the_others_beside_them():
     console = Console(width=140, record=True, file=io.StringIO())
     findings = FindingsTable(console, ["a", "b", "c"])
-    fine, wrong = Finding("disk", FINE, "4 GiB free"), Finding("disk", FAILS, "none", "Free some.")
+    fine, wrong = Finding("disk", OK, "4 GiB free"), Finding("disk", FAILS, "none", "Free some.")
     findings.add([[fine], [fine], [fine]])
     findings.add([[fine], [wrong], [fine]])
-    assert findings.conclude() == 1
+    assert findings.print_summary() == 1
     rows = [re.split("  +", line.rstrip()) for line in console.export_text().splitlines()]
     assert rows[0] == ["ok", "disk", fine.text] and rows[3] == ["", wrong.remedy] and len(rows) == 5
     equal, different = rows[1:3]
@@ -347,7 +349,7 @@ def test_the_table_has_equal_answers_once_and_the_others_beside_them():
 def test_many_answers_are_cut_and_what_is_amiss_is_not():
     console = Console(width=140, record=True, file=io.StringIO())
     findings = FindingsTable(console)
-    findings.add([[Finding("memory", FINE if i < 60 else FAILS, f"{i} GiB")] for i in range(64)])
+    findings.add([[Finding("memory", OK if i < 60 else FAILS, f"{i} GiB")] for i in range(64)])
     lines = console.export_text().splitlines()
     assert len(lines) == 8 + 4 and re.search(r"\b7: 7 GiB .*\b52\b", lines[7])
     assert findings.failed
@@ -458,7 +460,7 @@ def test_several_processes_look_together(tmp_path: Path):
     arguments = [*TINY, "mesh=2x2x1", "partition=2d_tp", "steps=10", "--dry-run", "3"]
     first, second = several(2, arguments, tmp_path)
     assert (first[0], second[0]) == (0, 0), (first, second)
-    for text in ("2 have met", "2 a process", "3 of 3", "bit for bit"):
+    for text in ("2 are connected", "2 per process", "all 3 steps", "bitwise equal"):
         assert text in first[1], first[1]
     assert "FAILS" not in first[1] and first[1].count("over x=2") == 2
     assert list(tmp_path.iterdir()) == []

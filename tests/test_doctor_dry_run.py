@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from helpers import compose_run
 from runs import TINY
 from valkyrie.doctor import dry_run
-from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
+from valkyrie.doctor.findings import FAILS, OK, WARNING, Finding
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.team import ALONE
 from valkyrie.train.devices import Devices
@@ -34,16 +34,16 @@ def dry(*overrides: str) -> dict[str, Finding]:
 def test_a_dry_run_that_is_fine(mesh: str, partition: str, axes: str):
     findings = dry(f"mesh={mesh}", f"partition={partition}")
     assert set(findings) == {*(f"axis {axis}" for axis in axes), "compile", "steps", "replicas"}
-    assert {finding.verdict for finding in findings.values()} == {FINE}
-    assert "over y=2 " in findings["axis y"].text and findings["axis y"].text.endswith(" ms simulated")
-    assert findings["steps"].text.startswith("3 of 3") and " loss 5." in findings["steps"].text
-    assert "bit for bit" in findings["replicas"].text
+    assert {finding.severity for finding in findings.values()} == {OK}
+    assert "over y=2 " in findings["axis y"].text and findings["axis y"].text.endswith(" ms (simulated)")
+    assert "all 3 steps" in findings["steps"].text and " loss 5." in findings["steps"].text
+    assert "bitwise equal" in findings["replicas"].text
 
 
 @pytest.mark.slow
 def test_a_nan_is_found_with_its_step():
     steps = dry("mesh=2x2x2", "partition=fsdp", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null")["steps"]
-    assert steps.verdict == FAILS and steps.text.startswith(("step 2: loss", "step 3: loss")) and "nan" in steps.text
+    assert steps.severity == FAILS and steps.text.startswith(("step 2: loss", "step 3: loss")) and "nan" in steps.text
 
 
 def copies(of_devices: list[float]) -> jax.Array:
@@ -55,25 +55,25 @@ def copies(of_devices: list[float]) -> jax.Array:
 
 def test_a_copy_that_differs_is_found_with_its_device():
     same = copies([1.0, 1.0, 1.0, 1.0])
-    assert dry_run.equal_replicas({"a": same}, ALONE).verdict == FINE
-    finding = dry_run.equal_replicas({"a": same, "b": copies([1.0, 1.0, 1.0000001, 1.0])}, ALONE)
-    assert finding.verdict == FAILS and finding.text.startswith("b differs") and "device 2" in finding.text
-    assert dry_run.equal_replicas({"a": copies([float("nan")] * 4)}, ALONE).verdict == FINE
+    assert dry_run.compare_replicas({"a": same}, ALONE).severity == OK
+    finding = dry_run.compare_replicas({"a": same, "b": copies([1.0, 1.0, 1.0000001, 1.0])}, ALONE)
+    assert finding.severity == FAILS and finding.text.startswith("b on device") and "device 2" in finding.text
+    assert dry_run.compare_replicas({"a": copies([float("nan")] * 4)}, ALONE).severity == OK
 
 
 def test_parts_of_one_array_are_no_copies():
     mesh = jax.make_mesh((8,), ("x",))
     array = jax.device_put(np.arange(8.0), NamedSharding(mesh, PartitionSpec("x")))
-    assert dry_run.equal_replicas({"a": array}, ALONE).text.startswith("no parameter")
+    assert dry_run.compare_replicas({"a": array}, ALONE).text.startswith("no parameter")
 
 
 def test_a_sum_that_is_wrong_or_slow_is_found(monkeypatch: pytest.MonkeyPatch):
     mesh = build_mesh(compose_run(*TINY, "mesh=2x1x1").config.mesh, jax.devices())
-    monkeypatch.setattr(dry_run, "_summed", lambda mesh, axis: (0.2, True))
-    assert [f.verdict for f in dry_run.latencies(mesh, False)] == [WARNING]
-    assert [f.verdict for f in dry_run.latencies(mesh, True)] == [FINE]
-    monkeypatch.setattr(dry_run, "_summed", lambda mesh, axis: (0.001, False))
-    assert dry_run.latencies(mesh, True)[0].verdict == FAILS
+    monkeypatch.setattr(dry_run, "_time_sum", lambda mesh, axis: (0.2, True))
+    assert [f.severity for f in dry_run.time_axes(mesh, False)] == [WARNING]
+    assert [f.severity for f in dry_run.time_axes(mesh, True)] == [OK]
+    monkeypatch.setattr(dry_run, "_time_sum", lambda mesh, axis: (0.001, False))
+    assert dry_run.time_axes(mesh, True)[0].severity == FAILS
 
 
 def test_a_run_that_is_too_large_is_found_before_it_compiles(monkeypatch: pytest.MonkeyPatch):
@@ -83,4 +83,4 @@ def test_a_run_that_is_too_large_is_found_before_it_compiles(monkeypatch: pytest
     next(parts)
     (finding,) = next(parts)
     parts.close()
-    assert (finding.check, finding.verdict) == ("memory", FAILS) and "parameters, optimizer state" in finding.text
+    assert (finding.check, finding.severity) == ("memory", FAILS) and "parameters, optimizer state" in finding.text

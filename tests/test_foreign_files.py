@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from valkyrie.convert.architectures import settings_of
+from valkyrie.convert.architectures import model_settings
 from valkyrie.convert.folder import Weights
 from valkyrie.data.files import list_paths, read_files
 from valkyrie.data.manifest import open_prepared
@@ -86,7 +86,7 @@ def folder_of_weights(folder: Path, config: Any) -> None:
 def test_config_json(tmp_path: Path, case: str, data: st.DataObject) -> None:
     valid = json.loads(str(GOLDEN[f"{case}_config"]))
     folder_of_weights(tmp_path, valid)
-    check(data, tmp_path / "config.json", valid, lambda: settings_of(Weights(tmp_path).config))
+    check(data, tmp_path / "config.json", valid, lambda: model_settings(Weights(tmp_path).config))
 
 
 @fuzz()

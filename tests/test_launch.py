@@ -23,11 +23,11 @@ from valkyrie.cli import launch
 from valkyrie.hardware.names import parse_target
 from valkyrie.launch.choose import ENGINES, TPU_ENGINE, read_config
 from valkyrie.launch.dockerfile import dockerfile
-from valkyrie.launch.engine import named
+from valkyrie.launch.engine import add_name
 from valkyrie.launch.engines import gke, skypilot, slurm, ssh, tpu_vm
 from valkyrie.launch.engines.local import PROCESSES_PER_CORE
 from valkyrie.launch.gcloud import accelerator, resource_name
-from valkyrie.launch.plan import Call, Plan, Written, command_text
+from valkyrie.launch.plan import CommandStep, FileStep, Plan, command_text
 
 GOLDENS = Path(__file__).parent / "goldens" / "launch"
 GIB = "name=mine runs=/mnt/shared/runs"
@@ -82,7 +82,7 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
     assert [command[0] for command in commands] == targets
     printed = [call(capsys, *command)[1] for command in commands[1:]]
     assert plan == printed[0]
-    steps = [text.split("# 1. ask for the slice\n")[1].split("# 2. ")[0] for text in printed[1:]]
+    steps = [text.split("# 1. request the slice\n")[1].split("# 2. ")[0] for text in printed[1:]]
     assert requests == "".join(steps)
 
 
@@ -101,7 +101,7 @@ ARGUMENT = st.text(st.characters(exclude_characters="\0", exclude_categories=["C
 ARGUMENTS = st.lists(st.one_of(ARGUMENT, st.sampled_from(["it's", "$(x)", "`x`", "a\nb", "\\", '"', "END", "--a=b c"])))
 
 
-def words_of(call: Call) -> list[str]:
+def words_of(call: CommandStep) -> list[str]:
     """Return the words that a shell reads in a printed command."""
     (command,) = call.commands
     return shlex.split(re.sub(r" \\\n  (?=(?:--|'--))", " ", call.text().removesuffix(" &"))) or list(command)
@@ -111,12 +111,12 @@ def words_of(call: Call) -> list[str]:
 @given(ARGUMENTS)
 def test_a_shell_reads_every_argument_as_it_was(arguments: list[str]):
     overrides = ("name=mine", *arguments)
-    (command,) = config_of("target=v4-64 zone=z").train(overrides).commands
+    (command,) = config_of("target=v4-64 zone=z").train_step(overrides).commands
     assert shlex.split(" ".join(map(shlex.quote, command))) == [*command]
     (text,) = [word for word in command if word.startswith("--command=")]
     inner = text.removeprefix("--command=").split("; ", 1)[1].rpartition(" 2>&1 | tee")[0]
     assert shlex.split(inner) == ["cd", "valkyrie", "&&", ".venv/bin/valkyrie-train", *overrides]
-    for step in config_of("target=ssh hosts=[a,b]").train(overrides):
+    for step in config_of("target=ssh hosts=[a,b]").train_steps(overrides):
         assert shlex.split(step.commands[0][-1])[-len(overrides) :] == [*overrides]
     lines = slurm.script(config_of("target=slurm nodes=2"), overrides)
     srun = lines.split("valkyrie-train ")[1].split("\nstatus=$?")[0]
@@ -131,7 +131,7 @@ def test_yaml_has_every_argument_as_it_was(arguments: list[str]):
     job = yaml.safe_load(gke.manifest(config, overrides))["spec"]["replicatedJobs"][0]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     assert [word.replace("$$", "$") for word in container["command"]] == ["valkyrie-train", *overrides]
-    text = gke.xpk(config, overrides)[-1].removeprefix("--command=")
+    text = gke.xpk_command(config, overrides)[-1].removeprefix("--command=")
     assert shlex.split(text) == ["valkyrie-train", *overrides]
     described = yaml.safe_load(skypilot.task(config_of("target=skypilot slice=v5e-8"), overrides))
     assert shlex.split(described["run"]) == [".venv/bin/valkyrie-train", *overrides]
@@ -164,7 +164,7 @@ def shell_reads(text: str, folder: Path) -> list[list[str]]:
 def test_bash_runs_what_was_planned(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]):
     folder = tmp_path_factory.mktemp("script")
     made = config_of("target=v4-64 zone=us-central2-b name=mine").plan(("name=mine", *arguments))
-    planned = [list(step.commands[0]) for step in made.steps if isinstance(step, Call)]
+    planned = [list(step.commands[0]) for step in made.steps if isinstance(step, CommandStep)]
     assert shell_reads(made.text(), folder) == planned
     (folder / "valkyrie/.venv/bin").mkdir(parents=True)
     training = folder / "valkyrie/.venv/bin/valkyrie-train"
@@ -176,16 +176,16 @@ def test_bash_runs_what_was_planned(tmp_path_factory: pytest.TempPathFactory, ar
     read = "".join(f"{word}\0" for word in ("name=mine", *arguments)).encode()
     assert (remotely.returncode, remotely.stdout) == (0, read) and (folder / "valkyrie/launch.log").read_bytes() == read
     content = "".join(f"{argument}\n" for argument in arguments)
-    wrote = Plan((), (Written("write", "it's here", content),))
+    wrote = Plan((), (FileStep("write", "it's here", content),))
     shell_reads(wrote.text(), folder)
     assert (folder / "it's here").read_bytes() == content.encode()
 
 
 @pytest.mark.timeout(20)
 def test_a_pipe_ends_with_its_reader_and_fails_with_either():
-    assert Call("nobody reads", (("yes",), ("sh", "-c", "exit 255"))).run() == 255
-    assert Call("nothing comes", (("sh", "-c", "exit 128"), ("cat",))).run() == 128
-    assert Call("well", (("echo", "x"), ("cat",), ("grep", "-q", "x"))).run() == 0
+    assert CommandStep("nobody reads", (("yes",), ("sh", "-c", "exit 255"))).run() == 255
+    assert CommandStep("nothing comes", (("sh", "-c", "exit 128"), ("cat",))).run() == 128
+    assert CommandStep("well", (("echo", "x"), ("cat",), ("grep", "-q", "x"))).run() == 0
 
 
 def test_a_long_command_is_broken_before_its_flags():
@@ -275,11 +275,11 @@ def test_an_engine_in_a_folder_of_the_user_prints_its_plan(
 
 
 def test_a_name_is_added_where_a_restart_would_begin_anew(capsys: pytest.CaptureFixture[str]):
-    assert named(["steps=5"], "x") == (("steps=5", "name=x"), True)
+    assert add_name(["steps=5"], "x") == (("steps=5", "name=x"), True)
     for already in (["name=y"], ["resume=latest"], ["mode=compile"], ["-m", "steps=5,6"]):
-        assert named(already, "x") == (tuple(already), False)
+        assert add_name(already, "x") == (tuple(already), False)
     _, out, err = call(capsys, "target=host", "--", "steps=5")
-    (name,) = re.findall(r"name=(run-\d{8}-\d{6}) added", err)
+    (name,) = re.findall(r"name=(run-\d{8}-\d{6})", err)
     assert f"valkyrie-train steps=5 name={name}\n" in out
 
 
@@ -292,7 +292,7 @@ def test_names_and_types_are_those_of_the_cloud():
 
 def test_the_price_is_listed_or_said_to_be_unknown():
     listed = config_of("target=v4-64 hours=24").price_notes()[1]
-    assert re.findall(r"\$[\d.,]+\d", listed) == ["$2,472.96", "$103.04", "$3.22"] and "not known" in listed
+    assert re.findall(r"\$[\d.,]+\d", listed) == ["$2,472.96", "$103.04", "$3.22"] and "usd_per_hour=" in listed
     spot = config_of("target=v5e-8 spot=true spot_usd_per_hour=0.5 usd_per_hour=1").price_notes()[1]
     assert re.findall(r"\$[\d.,]+\d", spot) == ["$4.00", "$0.50", "$8.00", "$1.00"]
     assert config_of("target=slurm nodes=2").price_notes() == ()
@@ -461,7 +461,7 @@ def test_hosts_of_ssh_start_together_and_none_is_left_when_one_fails(programs: P
     for host in ("a", "b"):
         (homes / host / "valkyrie" / ".venv" / "bin").mkdir(parents=True)
         program(homes / host / "valkyrie" / ".venv" / "bin", "valkyrie-train", TRAINING, flags="")
-    monkeypatch.setattr(ssh.Config, "copy", lambda self: [])
+    monkeypatch.setattr(ssh.Config, "copy_steps", lambda self: [])
     supervisor = config_of("target=ssh hosts=[a,b]").supervisor(("name=only-this-test", "prompt=it's"))
     assert replace(supervisor, grace_s=0.2).run() == 0
     assert "status 134," in capfd.readouterr().err

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from valkyrie.launch.supervisor import RESTARTS, Supervisor, cluster
+from valkyrie.launch.supervisor import RESTARTS, Supervisor, local_processes
 from valkyrie.processes.team import INDEX
 
 HEAD = f"""
@@ -38,8 +38,8 @@ def member(code: str) -> list[str]:
 
 def run(code: str, processes: int = 3, restarts: int = 2, **settings: Any) -> int:
     """Return the exit status of a launch in this process and the current folder."""
-    settings = {"grace_s": 0.1, "notice_s": 10.0, "soon_s": 0.0, **settings}
-    return Supervisor(lambda starts: cluster(member(code), processes), restarts, Path("logs"), **settings).run()
+    settings = {"grace_s": 0.1, "notice_s": 10.0, "min_uptime_s": 0.0, **settings}
+    return Supervisor(lambda starts: local_processes(member(code), processes), restarts, Path("logs"), **settings).run()
 
 
 def is_gone(pid: int) -> bool:
@@ -159,7 +159,7 @@ def test_a_preemption_is_not_a_crash(capfd: Any):
     code = "alive(); others_alive(); time.sleep(0.02 * index); sys.exit(0 if starts == 3 else 75)"
     assert run(code, restarts=0) == 0
     assert capfd.readouterr().err.count("preempted") == 3 and len(pids()) == 4 * 3
-    assert run("sys.exit(75)", restarts=1, soon_s=5.0) == 75
+    assert run("sys.exit(75)", restarts=1, min_uptime_s=5.0) == 75
 
 
 @pytest.fixture

@@ -353,7 +353,7 @@ def test_a_signal_ends_a_first_step_that_may_never_end_and_waits_for_others(
 ) -> None:
     training = (
         "import os, signal, time\nfrom valkyrie.processes.interrupt import Interrupt\n"
-        f"interrupt = Interrupt()\nwith interrupt.listening():\n  interrupt.worth_saving = {worth_saving}\n"
+        f"interrupt = Interrupt()\nwith interrupt.handle_signals():\n  interrupt.worth_saving = {worth_saving}\n"
         "  os.kill(os.getpid(), signal.SIGTERM)\n  time.sleep(0.5)\n  assert interrupt.requested"
     )
     done = subprocess.run([sys.executable, "-c", training], capture_output=True, text=True, timeout=60)

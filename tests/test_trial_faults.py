@@ -15,7 +15,7 @@ import pytest
 from runs import command
 from sweeps import Stage
 from valkyrie.config.modes import MODES
-from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, LOST, PREEMPTED, REFUSED, end_process, records_ending
+from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, LOST, PREEMPTED, REFUSED, end_process, record_ending
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.sweep.child import capture_outcome
 from valkyrie.sweep.results import Outcome, last_error, outcome_from_status, read_outcome, read_results
@@ -223,7 +223,7 @@ def test_a_process_that_ends_itself_leaves_its_outcome(
     (tmp_path / "output.log").write_text(TRACEBACK)
     monkeypatch.setattr("os._exit", sys.exit)
     with (
-        records_ending(lambda code, reason: outcome_from_status(code, reason).write(tmp_path)),
+        record_ending(lambda code, reason: outcome_from_status(code, reason).write(tmp_path)),
         pytest.raises(SystemExit),
     ):
         end_process(code, reason)

@@ -29,17 +29,17 @@ def test_the_process_of_an_earlier_attempt_is_forgotten(tmp_path: Path):
     """Its number may be a stranger's when a later sweep dies before it has noted its own."""
     stranger = subprocess.Popen(SLEEP, start_new_session=True)
     try:
-        earlier = TrialLock.take(tmp_path)
+        earlier = TrialLock.acquire(tmp_path)
         assert earlier is not None
         earlier.started(stranger.pid)
         earlier.release()
-        died = TrialLock.take(tmp_path)
+        died = TrialLock.acquire(tmp_path)
         assert died is not None
         died._sweep_file.close()  # its process lives and holds the other lock; nothing says who it is
-        assert TrialLock.take(tmp_path) is None
+        assert TrialLock.acquire(tmp_path) is None
         assert stranger.poll() is None
         died.process_file.close()
-        after = TrialLock.take(tmp_path)
+        after = TrialLock.acquire(tmp_path)
         assert after is not None
         after.release()
     finally:
@@ -50,7 +50,7 @@ def test_the_process_of_an_earlier_attempt_is_forgotten(tmp_path: Path):
 def test_a_process_whose_number_cannot_be_noted_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plan = TrialPlan("k", "trial", "show", tmp_path, (), None, run=compose_run(*SINGLE))
     monkeypatch.setattr(TrialPlan, "command", SLEEP)
-    lock = TrialLock.take(plan.trial_folder)
+    lock = TrialLock.acquire(plan.trial_folder)
     assert lock is not None
     noted: list[int] = []
 
@@ -90,7 +90,7 @@ def test_a_file_system_without_locks_does_not_end_a_sweep(
 
 
 def test_a_run_folder_has_one_writer_at_a_time(tmp_path: Path):
-    refusal = rf"run is written by process {os.getpid()} on .*Wait for it, or use an"
+    refusal = rf"run is in use by process {os.getpid()} on .*Wait for it, or use an"
     with write_lock(tmp_path / "run"), pytest.raises(ValueError, match=refusal), write_lock(tmp_path / "run"):
         pass
     with write_lock(tmp_path / "run"):
@@ -101,7 +101,7 @@ def test_a_run_folder_has_one_writer_at_a_time(tmp_path: Path):
     ("writer", "refused"),
     [
         (None, None),
-        ({"host": "elsewhere", "pid": 7}, r"process 7 on elsewhere: .* If that is gone, delete .*\.writer\."),
+        ({"host": "elsewhere", "pid": 7}, r"process 7 on elsewhere.* If that process has ended, delete .*\.writer\."),
         ({"host": socket.gethostname(), "pid": os.getppid()}, f"process {os.getppid()} on "),
         ({"host": socket.gethostname(), "pid": 2**22 + 1}, None),
         ({"host": socket.gethostname()}, None),

@@ -27,14 +27,14 @@ class Durable(Tier):
         self, folder: Path, config: CheckpointConfig, *, read_only: bool, team: Team, info: CheckpointInfo
     ) -> None:
         self._config, self._read_only = config, read_only
-        if team.leads and not read_only:
+        if team.is_leader and not read_only:
             record_root(folder, config.folder)
         path = checkpoint_root(folder) if read_only else configured_root(folder, config.folder)
         if not read_only and not in_bucket(path) and path.is_dir():
             _check_folder(path, folder)
         super().__init__(
             path if in_bucket(path) else path.resolve(),
-            cleans=team.leads,
+            cleans=team.is_leader,
             info=replace(info, tier="durable"),
             together=team.count > 1,
         )

@@ -61,7 +61,7 @@ class Checkpoints:
         self._info = info = info or CheckpointInfo({})
         self.durable = Durable(folder, config, read_only=read_only, team=team, info=info)
         self.fast: Fast | None = None
-        if config.fast.every is None and not read_only and team.leads:
+        if config.fast.every is None and not read_only and team.is_leader:
             (folder / IDENTITY).unlink(missing_ok=True)  # older fast checkpoints become stale from here on
         if config.fast.every is not None and not read_only:
             identity = team.broadcast_from_leader("run identity", lambda: _identity(folder))
@@ -110,7 +110,7 @@ class Checkpoints:
             restored = Restored(fast, abstract_state._replace(**arrays), data, source)
         elif durable is not None:
             restored = self._read_durable(durable, abstract_state, changed or {}, reason)
-        elif reason and self._team.leads:
+        elif reason and self._team.is_leader:
             print(f"starting at step 0: there is no durable checkpoint yet{reason}", file=sys.stderr)
         if self.fast is not None:
             self.fast.forget_after(0 if restored is None else restored.step)
@@ -145,12 +145,12 @@ class Checkpoints:
         except ValueError as error:
             if needed:
                 raise
-            if self._team.leads:
+            if self._team.is_leader:
                 print(f"{error} They are ignored, because a fast checkpoint is intact.", file=sys.stderr)
             self._team.broadcast_from_leader("damaged ones set aside", self.durable.set_all_aside)
             self.durable.reload(None)
             return None
-        if not self._team.leads and not self._read_only and step != self.last_saved:
+        if not self._team.is_leader and not self._read_only and step != self.last_saved:
             self.durable.reload(step)
         return step
 

@@ -12,9 +12,9 @@ from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.extensions import add_import_path
 from valkyrie.launch.choose import ENGINES, read_config
 from valkyrie.launch.dockerfile import dockerfile
-from valkyrie.launch.engine import EngineConfig, named, trains
-from valkyrie.launch.plan import Call
-from valkyrie.launch.supervisor import say
+from valkyrie.launch.engine import EngineConfig, add_name, is_single_training
+from valkyrie.launch.plan import CommandStep
+from valkyrie.launch.supervisor import print_message
 from valkyrie.processes.child import python_module
 from valkyrie.runs.folder import key_values
 
@@ -74,13 +74,13 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
 
 def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> int:
     """Print or run the one command of an action."""
-    if config.runs_at_once:
+    if config.runs_immediately:
         raise ValueError(
             f"{action} does not apply to target={config.target}, which runs in the foreground. Stop it with Ctrl-C."
         )
     if action != "list" and not any(setting.startswith("name=") for setting in words):
         raise ValueError(f"{action} needs the name of the run. Write name=NAME.")
-    calls = {step.action: step for step in config.plan(()).later if isinstance(step, Call) and step.action}
+    calls = {step.action: step for step in config.plan(()).later_steps if isinstance(step, CommandStep) and step.action}
     if action not in calls:
         available = f" Available: {', '.join(calls)}." if calls else ""
         raise ValueError(f"{action} is not available for target={config.target}.{available}")
@@ -92,24 +92,24 @@ def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> 
 
 def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str], run: bool) -> int:
     """Print the plan of a training or run it, and return its exit status."""
-    overrides, added = named(settings, config.name)
+    overrides, added = add_name(settings, config.name)
     config = replace(config, name=key_values(overrides).get("name") or config.name)
-    if run and not config.runs_at_once:
+    if run and not config.runs_immediately:
         _refuse_illegal_training(config, overrides)
     plan = config.plan(overrides)
     if added:
-        say(f"added name={config.name}, so that a restart continues this run")
-    if not run and not config.runs_at_once:
+        print_message(f"added name={config.name}, so that a restart continues this run")
+    if not run and not config.runs_immediately:
         sys.stdout.write(plan.text())
         return 0
     for note in plan.notes:
-        say(note)
+        print_message(note)
     return config.run(overrides, command)
 
 
 def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> None:
     """Raise ValueError for a training that could not start on its target, before anything is rented."""
-    if not trains(overrides) or "resume" in key_values(overrides):
+    if not is_single_training(overrides) or "resume" in key_values(overrides):
         return  # the settings of a run to resume may be stored elsewhere
     from valkyrie.config.arguments import parse_run
 

@@ -1,4 +1,4 @@
-"""Converts a Hugging Face config.json to model settings and back. Imports no JAX."""
+"""Converts a Hugging Face config.json to model settings and back. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -54,30 +54,30 @@ class _KeyTypes:
 
 Setting = str | bool | int | float | list[int | None]
 
-_PLAIN = ("residual", "embedding_scale", "logits_soft_cap", "feed_forward_after", "block_pattern")
-_PLAIN += tuple(f"attention.{key}" for key in ("causal", "global_tokens", "soft_cap", "dilations"))
-_GPT2_PLAIN = (*_PLAIN, *(f"attention.{key}" for key in ("windows", "rope_theta", "qk_norm", "bias")))
+_DEFAULT_ONLY = ("residual", "embedding_scale", "logits_soft_cap", "feed_forward_after", "block_pattern")
+_DEFAULT_ONLY += tuple(f"attention.{key}" for key in ("causal", "global_tokens", "soft_cap", "dilations"))
+_GPT2_DEFAULT_ONLY = (*_DEFAULT_ONLY, *(f"attention.{key}" for key in ("windows", "rope_theta", "qk_norm", "bias")))
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of transformers, and how its config.json maps to the settings of a model. Defaults are Llama's.
+    """A model class of transformers, and how its config.json maps to model settings. The defaults are Llama's.
 
     Args:
-        name: The class.
-        model_type: Its `model_type`.
-        bias: The attention projections that always have a bias.
-        biases_key: A key that gives all of them one if true, or None.
-        qk_norm: Whether queries and keys are normalised.
+        name: Name of the class.
+        model_type: Value of `model_type`.
+        bias: Attention projections that always have a bias.
+        biases_key: Key that adds a bias to all attention projections if true, or None if there is no such key.
+        qk_norm: Whether queries and keys are normalized.
         windows: Whether layers can have a sliding window.
-        family: The model family that computes the same.
-        sizes: Numeric settings and their keys.
+        family: Model family that implements the architecture.
+        sizes: Keys of the sizes, by setting.
         activation: Key of the nonlinearity.
-        activations: Supported values of that key. If several mean the same, the first is written.
-        epsilon: Key of the norms' epsilon, and its default.
+        activations: Supported values of that key. Of several values for one nonlinearity, the first is written.
+        epsilon: Key of the epsilon of the norms, and its default.
         tied: Default of `tie_word_embeddings`.
-        only: Keys with one supported value, which is also their default.
-        plain: Settings that must have the default of the family.
+        only: Keys with a single supported value, which is also their default.
+        plain: Settings for which only the family's default is supported.
     """
 
     name: str
@@ -107,12 +107,12 @@ class Architecture:
     )
     epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6)
     tied: bool = False
-    only: Mapping[str, bool] = field(default_factory=lambda: {"mlp_bias": False})
-    plain: tuple[str, ...] = _PLAIN
+    fixed: Mapping[str, bool] = field(default_factory=lambda: {"mlp_bias": False})
+    default_only: tuple[str, ...] = _DEFAULT_ONLY
 
     @property
     def is_gpt2(self) -> bool:
-        """Whether it is of the family gpt2, with learned positions and other tensor names."""
+        """Whether the family is gpt2, with learned positions and other tensor names."""
         return self.family == "gpt2"
 
 
@@ -136,81 +136,81 @@ LLAMA, MISTRAL, QWEN2, QWEN3, GPT2 = (
         activations={"gelu_new": Nonlinearity.gelu, "gelu_pytorch_tanh": Nonlinearity.gelu, "relu": Nonlinearity.relu},
         epsilon=("layer_norm_epsilon", 1e-5),
         tied=True,
-        only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-        plain=_GPT2_PLAIN,
+        fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        default_only=_GPT2_DEFAULT_ONLY,
     ),
 )
-KNOWN = {kind.name: kind for kind in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)}
-"""The architectures that can be converted."""
+ARCHITECTURES = {architecture.name: architecture for architecture in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)}
+"""The supported architectures, by class name."""
 _QK_NORM_EPSILON = 1e-6
 
 
-def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a config.json. ValueError, with the known ones, if it is not supported."""
+def find_architecture(config: Mapping[str, Any]) -> Architecture:
+    """Return the architecture of a config.json. Raises ValueError if it is not supported."""
     names = config.get("architectures") or []
-    known = ", ".join(KNOWN)
+    supported = ", ".join(ARCHITECTURES)
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ValueError(f"config.json: architectures={names} must name one. Known: {known}.")
-    if names[0] not in KNOWN:
-        raise ValueError(f"config.json: architectures={names} is not known. Known: {known}.")
-    return KNOWN[names[0]]
+        raise ValueError(f"config.json: architectures={names} must name a single architecture. Supported: {supported}.")
+    if names[0] not in ARCHITECTURES:
+        raise ValueError(f"config.json: architectures={names} is not supported. Supported: {supported}.")
+    return ARCHITECTURES[names[0]]
 
 
-def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
-    """Return the settings, by dotted key without `model.`, of a model that computes what a config.json describes.
+def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
+    """Return the model settings for a config.json, by dotted key without `model.`.
 
-    ValueError names every key with an unsupported value.
+    Raises ValueError that names every key with an unsupported value.
     """
-    kind = architecture_of(config)
-    if wrong := [key for key in kind.sizes.values() if type(config.get(key)) is not int or config[key] < 1]:
+    architecture = find_architecture(config)
+    if wrong := [key for key in architecture.sizes.values() if type(config.get(key)) is not int or config[key] < 1]:
         values = ", ".join(f"{key}={config.get(key)!r}" for key in wrong)
-        raise ValueError(f"config.json: {values}: must be whole numbers of at least 1 for {kind.name}.")
+        raise ValueError(f"config.json: {values} must be whole numbers of at least 1 for {architecture.name}.")
     decode(_KeyTypes, dict(config), "config.json")
-    refusals = _unsupported(kind, config)
-    sizes = {setting: config[key] for setting, key in kind.sizes.items()}
+    refusals = _unsupported(architecture, config)
+    sizes = {setting: config[key] for setting, key in architecture.sizes.items()}
     embed, heads = sizes["embed"], sizes["attention.heads"]
-    others: dict[str, Setting] = {}
-    if kind.is_gpt2:
-        others["mlp"] = config.get("n_inner") or 4 * embed
+    attention: dict[str, Setting] = {}
+    if architecture.is_gpt2:
+        attention["mlp"] = config.get("n_inner") or 4 * embed
     else:
         rope, rope_refusals = _rope(config)
-        windows, window_refusals = _windows(kind, config)
+        windows, window_refusals = _windows(architecture, config)
         refusals += rope_refusals + window_refusals
-        all_biases = bool(kind.biases_key and config.get(kind.biases_key))
-        others |= {**rope, "attention.windows": windows, "attention.qk_norm": kind.qk_norm}
-        others["attention.bias"] = (Bias.all if all_biases else kind.bias).value
+        all_biases = bool(architecture.biases_key and config.get(architecture.biases_key))
+        attention |= {**rope, "attention.windows": windows, "attention.qk_norm": architecture.qk_norm}
+        attention["attention.bias"] = (Bias.all if all_biases else architecture.bias).value
     if refusals:
         raise ValueError(f"config.json: {'; '.join(refusals)}.")
-    epsilon, default = kind.epsilon
+    epsilon, default = architecture.epsilon
     return {
         **sizes,
-        "name": kind.model_type,
-        "feed_forward": kind.activations[_activation(kind, config)].value,
+        "name": architecture.model_type,
+        "feed_forward": architecture.activations[_activation(architecture, config)].value,
         "norm_epsilon": float(config.get(epsilon, default)),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", kind.tied)),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", architecture.tied)),
         "attention.kv_heads": config.get("num_key_value_heads") or heads,
         "attention.head_dim": config.get("head_dim") or embed // heads,
-        **others,
+        **attention,
     }
 
 
-def config_of(model: Stack) -> dict[str, object]:
-    """Return the config.json of a model. ValueError names every setting that no known architecture supports."""
-    kind = _kind_of(model)
-    if refusals := _unsupported_settings(model, kind):
+def to_config_json(model: Stack) -> dict[str, object]:
+    """Return the config.json of a model. Raises ValueError that names every unsupported setting."""
+    architecture = _choose_architecture(model)
+    if refusals := _unsupported_settings(model, architecture):
         raise ValueError(
-            f"no architecture of {', '.join(KNOWN)} has {'; '.join(refusals)}: this model cannot be converted."
+            f"this model cannot be converted: none of {', '.join(ARCHITECTURES)} supports {', '.join(refusals)}."
         )
     assert isinstance(model, gpt.Config | gpt2.Config)
-    name = next(name for name, activation in kind.activations.items() if activation is model.feed_forward)
-    config: dict[str, object] = {"architectures": [kind.name], "model_type": kind.model_type}
-    config |= {key: get_value(model, setting) for setting, key in kind.sizes.items()}
-    config |= {kind.activation: name, kind.epsilon[0]: model.norm_epsilon}
+    name = next(name for name, activation in architecture.activations.items() if activation is model.feed_forward)
+    config: dict[str, object] = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    config |= {key: get_value(model, setting) for setting, key in architecture.sizes.items()}
+    config |= {architecture.activation: name, architecture.epsilon[0]: model.norm_epsilon}
     config["tie_word_embeddings"] = model.tie_embeddings
-    if kind.is_gpt2:
+    if architecture.is_gpt2:
         return config | {"n_inner": None if model.mlp == 4 * model.embed else model.mlp}
     attention = model.attention
-    scaling = _as_scaling(attention.rope_stretch)
+    scaling = _rope_scaling(attention.rope_stretch)
     config |= {
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
@@ -218,32 +218,34 @@ def config_of(model: Stack) -> dict[str, object]:
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": attention.rope_theta, **(scaling or {"rope_type": "default"})},
     }
-    if kind.biases_key:
-        config[kind.biases_key] = attention.bias is Bias.all
-    if kind is LLAMA:
+    if architecture.biases_key:
+        config[architecture.biases_key] = attention.bias is Bias.all
+    if architecture is LLAMA:
         config["mlp_bias"] = False
-    return {**config, **(_as_sliding(kind, model) if kind.windows else {})}
+    return {**config, **(_window_entries(architecture, model) if architecture.windows else {})}
 
 
-def _activation(kind: Architecture, config: Mapping[str, Any]) -> str:
-    return str(config.get(kind.activation, "gelu_new" if kind.is_gpt2 else None))
+def _activation(architecture: Architecture, config: Mapping[str, Any]) -> str:
+    return str(config.get(architecture.activation, "gelu_new" if architecture.is_gpt2 else None))
 
 
-def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config.json with values that no setting supports, other than those of RoPE and windows."""
+def _unsupported(architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
+    """Return a message for each unsupported value of a config.json, except those of RoPE and windows."""
     refusals = []
     if config.get("quantization_config"):
         refusals.append("quantization_config: only float32, bfloat16 and float16 weights are supported")
-    activation = _activation(kind, config)
-    if activation not in kind.activations:
-        refusals.append(f"{kind.activation}={activation} is not one of {', '.join(kind.activations)}")
-    for key, value in kind.only.items():
+    activation = _activation(architecture, config)
+    if activation not in architecture.activations:
+        refusals.append(f"{architecture.activation}={activation} is not one of {', '.join(architecture.activations)}")
+    for key, value in architecture.fixed.items():
         if bool(config.get(key, value)) != value:
             refusals.append(f"{key}={override_text(not value)} is not supported")
-    epsilon = config.get(*kind.epsilon)
-    if kind.qk_norm and epsilon != _QK_NORM_EPSILON:
-        refusals.append(f"rms_norm_eps={epsilon:g}: the norms of queries and keys have {_QK_NORM_EPSILON:g}")
-    embed, heads = kind.sizes["embed"], kind.sizes["attention.heads"]
+    epsilon = config.get(*architecture.epsilon)
+    if architecture.qk_norm and epsilon != _QK_NORM_EPSILON:
+        refusals.append(
+            f"rms_norm_eps={epsilon:g} differs from the epsilon of the query and key norms, {_QK_NORM_EPSILON:g}"
+        )
+    embed, heads = architecture.sizes["embed"], architecture.sizes["attention.heads"]
     if not config.get("head_dim") and config[embed] % max(config[heads], 1):
         refusals.append(
             f"{embed}={config[embed]} is not a multiple of {heads}={config[heads]}, and there is no head_dim"
@@ -251,8 +253,8 @@ def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
     return refusals
 
 
-def _kind_of(model: Stack) -> Architecture:
-    """Return the architecture with the features of a model."""
+def _choose_architecture(model: Stack) -> Architecture:
+    """Return the architecture that matches a model best."""
     if not isinstance(model, gpt.Config):
         return GPT2
     if model.attention.qk_norm:
@@ -262,46 +264,46 @@ def _kind_of(model: Stack) -> Architecture:
     return LLAMA if all(window is None for window in model.attention.windows) else MISTRAL
 
 
-_STRETCH = {
+_ROPE_STRETCH_KEYS = {
     "factor": "factor",
     "low_freq_factor": "low",
     "high_freq_factor": "high",
     "original_max_position_embeddings": "context",
 }
-"""The keys of Llama 3's rope_scaling, and our names for them."""
+"""Fields of `RopeStretch`, by key of Llama 3's rope_scaling."""
 
 
-def _as_scaling(stretch: RopeStretch) -> Mapping[str, object] | None:
+def _rope_scaling(stretch: RopeStretch) -> Mapping[str, object] | None:
     if stretch.factor == 1:
         return None
-    return {"rope_type": "llama3"} | {theirs: getattr(stretch, ours) for theirs, ours in _STRETCH.items()}
+    return {"rope_type": "llama3"} | {theirs: getattr(stretch, ours) for theirs, ours in _ROPE_STRETCH_KEYS.items()}
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[str]]:
-    """Return the RoPE base and scaling settings, and the reasons why they are unsupported."""
+    """Return the RoPE base and scaling settings, and a message for each unsupported value."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(key) or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     settings: dict[str, Setting] = {
         "attention.rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     }
     refusals = []
-    if kind == "llama3" and (lacking := [name for name in _STRETCH if name not in rope]):
-        refusals.append(f"{key} has no {', '.join(lacking)}, which rope_type=llama3 needs")
-    elif kind == "llama3":
-        settings |= {f"attention.rope_stretch.{ours}": rope[theirs] for theirs, ours in _STRETCH.items()}
-    elif kind != "default":
-        refusals.append(f"{key}.rope_type={kind} is not supported. Known: default, llama3")
+    if rope_type == "llama3" and (missing := [name for name in _ROPE_STRETCH_KEYS if name not in rope]):
+        refusals.append(f"{key} lacks {', '.join(missing)}, required by rope_type=llama3")
+    elif rope_type == "llama3":
+        settings |= {f"attention.rope_stretch.{ours}": rope[theirs] for theirs, ours in _ROPE_STRETCH_KEYS.items()}
+    elif rope_type != "default":
+        refusals.append(f"{key}.rope_type={rope_type} is not supported, only default and llama3 are")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        refusals.append(f"partial_rotary_factor={partial}: only whole heads can be rotated")
+        refusals.append(f"partial_rotary_factor={partial} is not supported, only 1 is")
     return settings, refusals
 
 
-def _windows(kind: Architecture, config: Mapping[str, Any]) -> tuple[list[int | None], list[str]]:
-    """Return the window of each layer (a single one if all are equal), and the reasons why they are unsupported."""
+def _windows(architecture: Architecture, config: Mapping[str, Any]) -> tuple[list[int | None], list[str]]:
+    """Return the window of each layer (a single one if all are equal), and a message for each unsupported value."""
     window, layers = config.get("sliding_window"), config["num_hidden_layers"]
-    if not kind.windows or window is None or not config.get("use_sliding_window", True):
+    if not architecture.windows or window is None or not config.get("use_sliding_window", True):
         return [None], []
     types = config.get("layer_types")
     if types is None:
@@ -309,52 +311,52 @@ def _windows(kind: Architecture, config: Mapping[str, Any]) -> tuple[list[int | 
         types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     by_type = {"full_attention": None, "sliding_attention": window}
     if unknown := sorted({*types} - by_type.keys()):
-        return [None], [f"layer_types has {', '.join(unknown)}, and only {' and '.join(by_type)} are known"]
+        return [None], [f"layer_types has {', '.join(unknown)}, but only {' and '.join(by_type)} are supported"]
     windows = [by_type[layer] for layer in types]
     return (windows[:1] if len({*windows}) == 1 else windows), []
 
 
-def _as_sliding(kind: Architecture, model: gpt.Config | gpt2.Config) -> Mapping[str, object]:
-    """Return the config.json entries for the windows of a model's layers. Mistral has the same one in all layers."""
+def _window_entries(architecture: Architecture, model: gpt.Config | gpt2.Config) -> Mapping[str, object]:
+    """Return the config.json entries for the windows of a model's layers. ValueError if they differ in length."""
     windows = [model.attention.windows[i % len(model.attention.windows)] for i in range(model.layers)]
     lengths = {window for window in windows if window is not None}
     if not lengths:
-        return {"sliding_window": None} | ({} if kind is MISTRAL else {"use_sliding_window": False})
-    if len(lengths) > 1 or (kind is MISTRAL and None in windows):
+        return {"sliding_window": None} | ({} if architecture is MISTRAL else {"use_sliding_window": False})
+    if len(lengths) > 1 or (architecture is MISTRAL and None in windows):
         raise ValueError(
-            f"model.attention.windows={model.attention.windows}: {kind.name} has one window for "
-            f"{'all layers' if kind is MISTRAL else 'those layers that have one'}."
+            f"model.attention.windows={model.attention.windows} cannot be converted: in {architecture.name}, "
+            f"{'all layers have the same window' if architecture is MISTRAL else 'all windows have the same length'}."
         )
-    if kind is MISTRAL:
+    if architecture is MISTRAL:
         return {"sliding_window": lengths.pop()}
     types = ["full_attention" if window is None else "sliding_attention" for window in windows]
     sliding = {"use_sliding_window": True, "layer_types": types, "max_window_layers": windows.count(None)}
     return {"sliding_window": lengths.pop(), **sliding}
 
 
-def _unsupported_settings(model: Stack, kind: Architecture) -> list[str]:
-    """Return the settings of a model that no known architecture supports, written as on the command line."""
+def _unsupported_settings(model: Stack, architecture: Architecture) -> list[str]:
+    """Return the settings of a model that the architecture does not support, as on the command line."""
     if type(model) not in (gpt.Config, gpt2.Config):
         return [f"model.family={model.family}"]
     assert isinstance(model, gpt.Config | gpt2.Config)
     attention, defaults = model.attention, type(model)()
     refusals = [
         f"model.{key}={override_text(get_value(model, key))}"
-        for key in kind.plain
+        for key in architecture.default_only
         if get_value(model, key) != get_value(defaults, key)
     ]
-    if model.feed_forward not in kind.activations.values():
+    if model.feed_forward not in architecture.activations.values():
         refusals.append(f"model.feed_forward={model.feed_forward.value}")
-    if kind.is_gpt2:
+    if architecture.is_gpt2:
         if attention.kv_heads != attention.heads or attention.heads * attention.head_dim != model.embed:
-            refusals.append("attention heads with fewer key heads, or with another total width than model.embed")
+            refusals.append("fewer key heads than heads, or heads * head_dim other than model.embed")
         return refusals
     if attention.rope_theta is None:
         refusals.append("model.attention.rope_theta=null")
     if attention.bias is Bias.qkv and attention.qk_norm:
         refusals.append("model.attention.bias=qkv with qk_norm=true")
-    if attention.bias is Bias.all and kind is MISTRAL:
+    if attention.bias is Bias.all and architecture is MISTRAL:
         refusals.append("model.attention.bias=all with windows")
     if attention.qk_norm and model.norm_epsilon != _QK_NORM_EPSILON:
-        refusals.append(f"model.norm_epsilon={model.norm_epsilon:g} with norms of queries and keys of 1e-06")
+        refusals.append(f"model.norm_epsilon={model.norm_epsilon:g} with qk_norm=true (only 1e-06)")
     return refusals

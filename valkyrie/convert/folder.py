@@ -1,4 +1,4 @@
-"""A Hugging Face folder: its config.json and its tensors in safetensors files, read one at a time. No JAX."""
+"""Reads and writes Hugging Face folders: config.json and safetensors files. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ from valkyrie.paths import disk_errors, write_atomic
 from valkyrie.units import traffic_text
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
-BESIDE += ("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
-"""The files that are copied unchanged."""
+COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+)
+COPIED_FILES += ("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
+"""Files that are copied unchanged."""
 ANOTHER = "another FOLDER"
-"""The remedy for an output folder that cannot be written."""
+"""Suggested in the error message if the output folder cannot be written."""
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 """Supported tensor dtypes, by their names in safetensors files."""
 
 
 class Weights:
-    """The tensors of a folder. Shapes and dtypes come from the file headers; `read` reads one tensor.
+    """The tensors of a folder. Shapes and dtypes are read from the file headers; `read` reads a tensor.
 
     The constructor raises ValueError if the folder does not exist, or if a file is missing or damaged.
     """
@@ -36,62 +42,66 @@ class Weights:
             raise ValueError(f"{folder} is not a folder. Name one with {CONFIG} and {SINGLE}.")
         self.folder = folder
         self.config = _json(folder / CONFIG, folder)
-        self._file_of: dict[str, str] = {}
+        self._file_by_tensor: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        for name in _files_of(folder):
-            self._look_into(name)
+        for name in _weight_files(folder):
+            self._read_header(name)
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor. ValueError if its file is damaged, or if it has a NaN or an infinity."""
-        path = self.folder / self._file_of[name]
+        """Return a tensor. Raises ValueError if its file is damaged, or if it has a NaN or infinity."""
+        path = self.folder / self._file_by_tensor[name]
         try:
             with safe_open(path, "np") as file:  # reopened for each read: the pages of an open file count as memory
                 tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged at {name} ({error}). Copy it again.") from error
-        if wrong := tensor.size - np.count_nonzero(np.isfinite(tensor)):
-            raise ValueError(f"{path}: {wrong:,} of the {tensor.size:,} numbers of {name} are NaN or infinite.")
+        if non_finite := tensor.size - np.count_nonzero(np.isfinite(tensor)):
+            raise ValueError(f"{path}: {non_finite:,} of the {tensor.size:,} numbers of {name} are NaN or infinite.")
         return tensor
 
     def dtype(self, names: Iterable[str]) -> np.dtype:
-        """Return the dtype that holds all of these tensors exactly."""
+        """Return the smallest dtype that represents all of these tensors exactly."""
         return np.result_type(*(DTYPES[self.dtypes[name]] for name in names))
 
-    def refuse_other(self, wanted: Mapping[str, tuple[int, ...]], derived: tuple[str, ...], kind: str) -> None:
-        """Raise ValueError unless the tensors have the wanted names and shapes and a supported dtype.
+    def check_tensors(
+        self, expected: Mapping[str, tuple[int, ...]], derived: tuple[str, ...], architecture: str
+    ) -> None:
+        """Raise ValueError unless the tensors have the expected names and shapes, and supported dtypes.
 
-        `derived`: name suffixes of additional tensors that are allowed. `kind`: the architecture, for the message.
+        Additional tensors are allowed if their names end in one of `derived`. `architecture` is for the message.
         """
-        missing = [name for name in wanted if name not in self.shapes]
-        others = [
-            f"{n} is {list(self.shapes[n])}, not {list(s)}" for n, s in wanted.items() if s != self.shapes.get(n, s)
+        missing = [name for name in expected if name not in self.shapes]
+        misshapen = [
+            f"{n} is {list(self.shapes[n])}, not {list(s)}" for n, s in expected.items() if s != self.shapes.get(n, s)
         ]
-        more = [name for name in self.shapes if name not in wanted and not name.endswith(derived)]
-        narrow = [f"{name} is {dtype}" for name, dtype in self.dtypes.items() if dtype not in DTYPES and name in wanted]
+        unexpected = [name for name in self.shapes if name not in expected and not name.endswith(derived)]
+        unsupported = [
+            f"{name} is {dtype}" for name, dtype in self.dtypes.items() if dtype not in DTYPES and name in expected
+        ]
         differences = {
             "has no tensor": missing,
-            "has tensors with shapes that do not match its config.json:": others,
-            f"has tensors that a {kind} does not have:": more,
-            f"has tensors that are not {', '.join(DTYPES)}:": narrow,
+            "has tensors with shapes that do not match its config.json:": misshapen,
+            f"has tensors that a {architecture} does not have:": unexpected,
+            f"has tensors that are not {', '.join(DTYPES)}:": unsupported,
         }
-        if problems := [f"{what} {_few(names)}" for what, names in differences.items() if names]:
-            raise ValueError(f"{self.folder} {'; it '.join(problems)}.")
+        if problems := [f"{text} {_first_names(names)}" for text, names in differences.items() if names]:
+            raise ValueError(f"{self.folder} {'. It '.join(problems)}.")
 
-    def _look_into(self, name: str) -> None:
+    def _read_header(self, name: str) -> None:
         """Record the names, shapes and dtypes of a file's tensors from its header."""
         path = self.folder / name
         try:
             with safe_open(path, "np") as file:
                 for tensor in file.offset_keys():
                     part = file.get_slice(tensor)
-                    self._file_of[tensor] = name
+                    self._file_by_tensor[tensor] = name
                     self.shapes[tensor], self.dtypes[tensor] = tuple(part.get_shape()), part.get_dtype()
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is not a complete safetensors file ({error}). Copy it again.") from error
 
 
-def _files_of(folder: Path) -> list[str]:
+def _weight_files(folder: Path) -> list[str]:
     """Return the names of the files with tensors."""
     if (folder / INDEX).is_file():
         index = _json(folder / INDEX, folder)
@@ -100,19 +110,21 @@ def _files_of(folder: Path) -> list[str]:
             raise ValueError(f"{folder / INDEX} is damaged (weight_map must name files). Copy it again.")
         files = sorted({*by_tensor.values()})
         if missing := [file for file in files if not (folder / file).is_file()]:
-            raise ValueError(f"{folder} has no {_few(missing)}, which {INDEX} names. Copy {_it(missing)} there too.")
+            raise ValueError(
+                f"{folder} has no {_first_names(missing)}, listed in {INDEX}. Copy all files of the model there."
+            )
         if files:
             return files
     if (folder / SINGLE).is_file():
         return [SINGLE]
     other = sorted(file.name for file in folder.glob("*.bin")) + sorted(file.name for file in folder.glob("*.pt*"))
-    remedy = f" {_few(other)} is read by transformers: save it again with save_pretrained." if other else ""
+    remedy = f" Load {_first_names(other)} with transformers and save it with save_pretrained." if other else ""
     raise ValueError(f"{folder} has no {SINGLE} and no {INDEX}.{remedy}")
 
 
 def _json(path: Path, folder: Path) -> Mapping[str, Any]:
     if not path.is_file():
-        raise ValueError(f"{folder} has no {path.name}: it is not the folder of a Hugging Face model.")
+        raise ValueError(f"{folder} has no {path.name}, so it is not a folder of a Hugging Face model.")
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -122,9 +134,9 @@ def _json(path: Path, folder: Path) -> Mapping[str, Any]:
     return values
 
 
-def copy_beside(source: Path, to: Path, elsewhere: str | None = None) -> list[str]:
-    """Copy the tokenizer and other `BESIDE` files from one folder to another and return their names."""
-    names = [name for name in BESIDE if (source / name).is_file()]
+def copy_other_files(source: Path, to: Path, elsewhere: str | None = None) -> list[str]:
+    """Copy those of `COPIED_FILES` that exist from one folder to another, and return their names."""
+    names = [name for name in COPIED_FILES if (source / name).is_file()]
     with disk_errors(to, elsewhere):
         for name in names:
             shutil.copyfile(source / name, to / name)
@@ -139,12 +151,21 @@ def write_folder(
     tensor: Callable[[str], np.ndarray],
     file_bytes: int,
 ) -> list[str]:
-    """Write config.json and the tensors, and return the names of the files with tensors.
+    """Write config.json and the tensors, and return the names of the safetensors files.
 
-    `tensor` returns a tensor by name. At most one file's tensors, about `file_bytes` bytes, are in memory at once.
-    Several files get an index. DiskError if the disk cannot hold them.
+    Writes an index if there are several files. Raises DiskError if the disk is full.
+
+    Args:
+        folder: the folder to write.
+        config: contents of config.json.
+        shapes: shape of each tensor, by name.
+        dtype: dtype of the written tensors.
+        tensor: returns a tensor by name. The tensors of one file are in memory at once.
+        file_bytes: approximate maximum bytes of a file.
     """
-    parts = _parts({name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, file_bytes)
+    parts = _split_into_files(
+        {name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, file_bytes
+    )
     single = len(parts) == 1
     names = [SINGLE if single else f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     with disk_errors(folder, ANOTHER):
@@ -173,29 +194,25 @@ def _write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     path.chmod(0o644)  # safetensors makes it readable by its owner only
 
 
-def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Group the names into files of at most `most` bytes. A larger tensor gets a file to itself."""
+def _split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Group tensor names into files of at most `limit` bytes. A larger tensor is alone in its file."""
     parts: list[list[str]] = [[]]
-    room = most
+    free = limit
     for name, size in sizes.items():
-        if parts[-1] and size > room:
+        if parts[-1] and size > free:
             parts.append([])
-            room = most
+            free = limit
         parts[-1].append(name)
-        room -= size
+        free -= size
     return parts
 
 
-def described(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> str:
-    """Describe the number of tensors, parameters and bytes."""
+def describe_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> str:
+    """Return a text with the number of tensors, parameters and bytes."""
     count = sum(int(np.prod(shape)) for shape in shapes.values())
-    return f"{len(shapes)} tensors, {count:,} numbers in {dtype.name}, {traffic_text(count * dtype.itemsize)}"
+    return f"{len(shapes)} tensors, {count:,} parameters in {dtype.name}, {traffic_text(count * dtype.itemsize)}"
 
 
-def _few(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
-
-
-def _it(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"

@@ -1,4 +1,4 @@
-"""Converts a Hugging Face folder to a run folder with a checkpoint of step 0 that has only the weights."""
+"""Converts a Hugging Face folder to a run folder with a checkpoint of step 0 that contains only weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo
 from valkyrie.checkpoint.contents import PARAMETERS_ONLY
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
-from valkyrie.convert.architectures import Setting, architecture_of, settings_of
-from valkyrie.convert.folder import CONFIG, Weights, copy_beside, described
+from valkyrie.convert.architectures import Setting, find_architecture, model_settings
+from valkyrie.convert.folder import CONFIG, Weights, copy_other_files, describe_tensors
 from valkyrie.convert.names import DERIVED, GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer import identity_of, load_tokenizer, vocab_size_of
 from valkyrie.models.stack import Stack
@@ -26,12 +26,12 @@ from valkyrie.problems import refuse
 from valkyrie.runs.folder import key_value, run_folder, versions, write_run_files
 from valkyrie.trees import override_text
 
-THEIRS = "huggingface"
-"""The sub-folder of a run folder with the original files other than the weights, for converting back."""
-PREFIX = "prefix"
-"""A file in that folder with the prefix of GPT-2's tensor names: `transformer.`, or nothing."""
-_LONGEST = 2048
-"""Default maximum of the run's `seq`, in tokens: many models support more than fits on a laptop."""
+ORIGINALS = "huggingface"
+"""Subfolder of a run folder with the original files except the weights, used to convert back."""
+PREFIX_FILE = "prefix"
+"""File in that folder with the prefix of GPT-2's tensor names: `transformer.`, or empty."""
+_MAX_SEQ = 2048
+"""Maximum default of `seq`, in tokens. Many models support longer contexts than fit on a laptop."""
 
 
 def from_folder(
@@ -43,32 +43,32 @@ def from_folder(
 ) -> Path:
     """Convert a Hugging Face folder to a run folder, which `valkyrie-train resume=` continues on any mesh.
 
-    `overrides` are settings of the run as for valkyrie-train. All tensors are in memory at once, in the dtype of their
-    files, and up to a gigabyte of them twice. ValueError if the folder cannot be converted, the tokenizer does not fit,
-    or the run folder exists.
+    `overrides` are settings of the run, as for valkyrie-train. All tensors are in memory at once, in the dtype of their
+    files, and up to a gigabyte of them twice. Raises ValueError if the folder cannot be converted, the tokenizer does
+    not match, or the run folder exists.
     """
     weights = Weights(folder)
-    kind, settings = architecture_of(weights.config), settings_of(weights.config)
+    kind, settings = find_architecture(weights.config), model_settings(weights.config)
     run = _run(folder, name, tokenizer, settings, overrides, f"{kind.family}_schema")
     assert isinstance(run.model, Stack)
     prefix = GPT2_PREFIX if kind.is_gpt2 and any(name.startswith(GPT2_PREFIX) for name in weights.shapes) else ""
     by_parameter = tensor_slices(run.model, prefix)
-    wanted = {piece.name: piece.stored for parts in by_parameter.values() for piece in parts}
+    expected = {piece.name: piece.tensor_shape for parts in by_parameter.values() for piece in parts}
     tied = ("lm_head.weight",) if run.model.tie_embeddings else ()
-    weights.refuse_other(wanted, (*DERIVED, *tied), kind.name)
+    weights.check_tensors(expected, (*DERIVED, *tied), kind.name)
     target = run_folder(run)
     if target.exists():
-        raise ValueError(f"{target} exists already. Use another --name NAME, or delete it.")
-    _refuse_other_tokenizer(run)
-    say(f"{kind.name}: {described(wanted, weights.dtype(wanted))}")
+        raise ValueError(f"{target} already exists. Use another --name NAME, or delete the folder.")
+    _check_tokenizer(run)
+    say(f"{kind.name}: {describe_tensors(expected, weights.dtype(expected))}")
     with _removed_on_failure(target):
-        theirs = target / THEIRS
+        theirs = target / ORIGINALS
         with disk_errors(target):
             theirs.mkdir(parents=True)
-        copied = copy_beside(folder, theirs)
+        copied = copy_other_files(folder, theirs)
         write_atomic(theirs / CONFIG, (folder / CONFIG).read_bytes())
         if kind.is_gpt2:
-            write_atomic(theirs / PREFIX, prefix)
+            write_atomic(theirs / PREFIX_FILE, prefix)
         if tokenizer is None and "tokenizer.json" in copied:
             run = _with_tokenizer(run, str((theirs / "tokenizer.json").absolute()))
         _save(run, target, weights, by_parameter, folder)
@@ -84,17 +84,17 @@ def _run(
     overrides: Sequence[str],
     schema: str,
 ) -> Run:
-    """Return the run with these model settings. ValueError if they are invalid or there is no tokenizer."""
+    """Return the run with these model settings. Raises ValueError if they are invalid or there is no tokenizer."""
     name = name or dict(map(key_value, overrides)).get("name") or _name_for(folder.resolve().name)
     context = settings["context"]
     assert isinstance(context, int)
-    beside = folder / "tokenizer.json"
-    if tokenizer is None and not beside.is_file():
+    tokenizer_file = folder / "tokenizer.json"
+    if tokenizer is None and not tokenizer_file.is_file():
         raise ValueError(
-            f"{folder} has no tokenizer.json. Name its tokenizer: --tokenizer gpt2, or the path of a tokenizer.json."
+            f"{folder} has no tokenizer.json. Use --tokenizer gpt2 or another name, or the path of a tokenizer.json."
         )
-    settings = {"tokenizer": tokenizer or str(beside), **settings}
-    arguments = [f"model={schema}", f"name={_quoted(name)}", f"seq={min(context, _LONGEST)}"]
+    settings = {"tokenizer": tokenizer or str(tokenizer_file), **settings}
+    arguments = [f"model={schema}", f"name={_quoted(name)}", f"seq={min(context, _MAX_SEQ)}"]
     for key, value in settings.items():
         arguments.append(f"model.{key}={_quoted(value) if isinstance(value, str) else override_text(value)}")
     run = parse_run([*arguments, *(o for o in overrides if key_value(o)[0] != "name")])
@@ -103,14 +103,14 @@ def _run(
 
 
 def _name_for(folder: str) -> str:
-    """Return the name of a folder, if it can name a run, else without the characters that cannot be in one."""
+    """Return the name of a folder without the characters that a run name cannot have."""
     if re.fullmatch(r"[\w .+@-]+", folder):
         return folder
     return re.sub(r"[^\w.+@-]+", "-", folder).strip("-") or "model"
 
 
 def _quoted(text: str) -> str:
-    """Return a text in the grammar of the command line, for example a path with blanks or brackets."""
+    """Quote a text for Hydra's command line if needed, for example a path with spaces or brackets."""
     return text if re.fullmatch(r"[\w./-]+", text) else QuotedString(text, Quote.single).with_quotes()
 
 
@@ -119,19 +119,19 @@ def _with_tokenizer(run: Run, tokenizer: str) -> Run:
     return Run(replace(run.config, model=model), model, run.arguments)
 
 
-def _refuse_other_tokenizer(run: Run) -> None:
+def _check_tokenizer(run: Run) -> None:
     ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
     if ids > rows:
         raise ValueError(
-            f"tokenizer={run.tokenizer} has {ids:,} ids, and config.json says vocab_size={rows}: it belongs to "
-            "another model. Name the right one: --tokenizer NAME."
+            f"tokenizer={run.tokenizer} has {ids:,} ids, but config.json has vocab_size={rows}, so it belongs to "
+            "another model. Set --tokenizer to the tokenizer of this model."
         )
     load_tokenizer(run.tokenizer)
 
 
 @contextmanager
 def _removed_on_failure(target: Path) -> Iterator[None]:
-    """Delete a folder again if filling it inside this context fails."""
+    """Delete the folder if an exception is raised inside this context."""
     try:
         yield
     except BaseException:
@@ -157,26 +157,26 @@ def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list
     parameters: Any = {}
     for name, parts in by_parameter.items():
         *path, last = name.split(".")
-        inside = parameters
+        node = parameters
         for key in path:
-            inside = inside.setdefault(key, {})
-        inside[last] = _array(weights, parts)
+            node = node.setdefault(key, {})
+        node[last] = _array(weights, parts)
     state = TrainState(step=None, parameters=parameters, optimizer=None, ema=None, key=None)
     with closing(WeightsTier(target, CheckpointConfig(), read_only=False, team=ALONE, info=info)) as tier:
-        failed = tier.save(0, state, {}) or tier.wait()
-    if failed:
-        raise ValueError(failed)
+        error = tier.save(0, state, {}) or tier.wait()
+    if error:
+        raise ValueError(error)
 
 
 def _array(weights: Weights, parts: Sequence[TensorSlice]) -> Any:
-    """Return a parameter as a JAX array on the host, its layers stacked, in a dtype that holds all of them."""
+    """Return a parameter as a JAX array on the host, layers stacked, in a dtype that represents all exactly."""
     import jax
     import numpy as np
 
     if parts[0].layer is None:
-        value = parts[0].ours(weights.read(parts[0].name))
+        value = parts[0].from_tensor(weights.read(parts[0].name))
     else:
         value = np.empty((len(parts), *parts[0].shape), weights.dtype(piece.name for piece in parts))
         for i, piece in enumerate(parts):
-            value[i] = piece.ours(weights.read(piece.name))
+            value[i] = piece.from_tensor(weights.read(piece.name))
     return jax.device_put(value, jax.local_devices(backend="cpu")[0])

@@ -1,4 +1,4 @@
-"""Maps each parameter of a model to tensors of a Hugging Face folder, and converts between their shapes. No JAX."""
+"""Maps model parameters to tensors of a Hugging Face folder, and converts between their shapes. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from valkyrie.models.stack import Stack
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """The tensor of a parameter. `{}` in its name is the layer number.
+    """The tensor that stores a parameter.
 
-    `transposed`: input and output dimensions are in the opposite order to ours. `flat`: the tensor has one dimension.
-    `third`: the parameter is this third of the tensor's last dimension, or None if it is the whole tensor.
+    Args:
+        name: name of the tensor, with `{}` for the layer number.
+        transposed: whether the input and output dimensions are in the opposite order to the parameter's.
+        flat: whether the tensor has one dimension.
+        third: which third of the tensor's last dimension stores the parameter, or None if all of it does.
     """
 
     name: str
@@ -25,7 +28,7 @@ class TensorLocation:
     third: int | None = None
 
 
-OUTSIDE = {
+TOP_LEVEL = {
     "embedding": TensorLocation("model.embed_tokens.weight"),
     "unembedding": TensorLocation("lm_head.weight"),
     "norm.scale": TensorLocation("model.norm.weight"),
@@ -47,9 +50,9 @@ LAYER = {
     "feed_forward.gate": TensorLocation("model.layers.{}.mlp.gate_proj.weight", transposed=True),
     "feed_forward.down": TensorLocation("model.layers.{}.mlp.down_proj.weight"),
 }
-"""Llama's names of the tensors of a layer. The other architectures use them too."""
+"""Llama's tensor names in a layer, also used by the other architectures except GPT-2."""
 
-GPT2_OUTSIDE = {
+GPT2_TOP_LEVEL = {
     "embedding": TensorLocation("wte.weight"),
     "positions": TensorLocation("wpe.weight"),
     "norm.scale": TensorLocation("ln_f.weight"),
@@ -76,81 +79,86 @@ GPT2_LAYER |= {
     f"mixer.local.{name}_bias": TensorLocation("h.{}.attn.c_attn.bias", flat=True, third=third)
     for third, name in enumerate(("query", "key", "value"))
 }
-"""GPT-2's tensor names. Its matrices have their input dimension first; one tensor combines queries, keys and values."""
+"""GPT-2's tensor names in a layer. Matrices have their input dimension first. One tensor holds query, key and value."""
 GPT2_PREFIX = "transformer."
-"""Prefix of these names in files that were saved with the output head."""
+"""Prefix of these names in files saved with the output head."""
 
 DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Name suffixes of tensors in older files that are derived from config.json."""
+"""Suffixes of tensors in older files that can be computed from config.json, and are therefore ignored."""
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A tensor of a folder: the part of a parameter at `layer` of its leading axis (None: all of it).
+    """The tensor for one layer of a parameter.
 
-    `shape` is the shape of this part in our parameter. The tensor has only `rows` of its first dimension; the rest is
-    padding.
+    Args:
+        parameter: name of the parameter.
+        layer: index in the parameter's leading axis, or None if the parameter is not stacked over layers.
+        name: name of the tensor.
+        location: how the tensor stores the parameter.
+        shape: shape of this part of the parameter.
+        rows: number of leading rows in the tensor. The parameter's other rows are padding.
     """
 
     parameter: str
     layer: int | None
     name: str
-    place: TensorLocation
+    location: TensorLocation
     shape: tuple[int, ...]
     rows: int
 
     @property
-    def stored(self) -> tuple[int, ...]:
-        """The shape of the tensor in the folder. A tensor with thirds counts as a whole."""
-        *ahead, last = self._own
-        return (*ahead, last * (1 if self.place.third is None else 3))
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor in the folder."""
+        *ahead, last = self._part_shape
+        return (*ahead, last * (1 if self.location.third is None else 3))
 
     @property
-    def _own(self) -> tuple[int, ...]:
-        if len(self.shape) == 1 or self.place.flat:
+    def _part_shape(self) -> tuple[int, ...]:
+        if len(self.shape) == 1 or self.location.flat:
             return (math.prod(self.shape),)
         matrix = (self.rows, math.prod(self.shape[1:]))
-        return matrix[::-1] if self.place.transposed else matrix
+        return matrix[::-1] if self.location.transposed else matrix
 
-    def ours(self, tensor: np.ndarray) -> np.ndarray:
-        """Convert a tensor of the folder to our part of the parameter. Padding is zero."""
-        if self.place.third is not None:
-            tensor = np.split(tensor, 3, axis=-1)[self.place.third]
-        laid = (tensor.T if self.place.transposed else tensor).reshape(self.rows, *self.shape[1:])
+    def from_tensor(self, tensor: np.ndarray) -> np.ndarray:
+        """Convert a tensor of the folder to this part of the parameter. Padding is zero."""
+        if self.location.third is not None:
+            tensor = np.split(tensor, 3, axis=-1)[self.location.third]
+        matrix = (tensor.T if self.location.transposed else tensor).reshape(self.rows, *self.shape[1:])
         if self.rows == self.shape[0]:
-            return laid
-        return np.concatenate([laid, np.zeros((self.shape[0] - self.rows, *self.shape[1:]), laid.dtype)])
+            return matrix
+        return np.concatenate([matrix, np.zeros((self.shape[0] - self.rows, *self.shape[1:]), matrix.dtype)])
 
-    def theirs(self, part: np.ndarray) -> np.ndarray:
-        """Convert a part of our parameter to the tensor of the folder, or to its third of that tensor."""
-        laid = part[: self.rows].reshape(self._own[::-1] if self.place.transposed else self._own)
-        return np.ascontiguousarray(laid.T if self.place.transposed else laid)
+    def to_tensor(self, part: np.ndarray) -> np.ndarray:
+        """Convert this part of the parameter to the tensor of the folder, or to its third of the tensor."""
+        matrix = part[: self.rows].reshape(self._part_shape[::-1] if self.location.transposed else self._part_shape)
+        return np.ascontiguousarray(matrix.T if self.location.transposed else matrix)
 
 
 def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]]:
-    """Return the tensors of each parameter of a model, first layer first. Tensor names begin with `prefix`."""
+    """Return the tensors of each parameter of a model, in the order of the layers. Tensor names begin with `prefix`."""
     by_parameter: dict[str, list[TensorSlice]] = {}
     layers = dict(_layers(model))
-    outside, of_layer = (GPT2_OUTSIDE, GPT2_LAYER) if model.family == "gpt2" else (OUTSIDE, LAYER)
+    outside, per_layer = (GPT2_TOP_LEVEL, GPT2_LAYER) if model.family == "gpt2" else (TOP_LEVEL, LAYER)
     for name, parameter in model.parameters().items():
         if name in outside:
-            place, shape = outside[name], parameter.shape
+            location, shape = outside[name], parameter.shape
             rows = model.vocab_size if parameter.axes[0] == "vocab" else shape[0]
-            tensor = place.name if place.name.startswith("lm_head.") else prefix + place.name
-            by_parameter[name] = [TensorSlice(name, None, tensor, place, shape, rows)]
+            tensor = location.name if location.name.startswith("lm_head.") else prefix + location.name
+            by_parameter[name] = [TensorSlice(name, None, tensor, location, shape, rows)]
             continue
-        segment, of_group, rest = name.split(".", 2)
-        place, numbers = of_layer[rest], layers[f"{segment}.{of_group}"]
+        segment, block, rest = name.split(".", 2)
+        location, numbers = per_layer[rest], layers[f"{segment}.{block}"]
         shape = parameter.shape[1:]
         by_parameter[name] = [
-            TensorSlice(name, i, prefix + place.name.format(number), place, shape, shape[0])
+            TensorSlice(name, i, prefix + location.name.format(number), location, shape, shape[0])
             for i, number in enumerate(numbers)
         ]
     return by_parameter
 
 
 def _layers(model: Stack) -> Iterator[tuple[str, list[int]]]:
-    """Yield the prefix of each stacked block with its layer numbers."""
+    """Yield the name prefix of each stacked block, with its layer numbers."""
     first = 0
     for i, (group, repeats) in enumerate(model.segments()):
         for j in range(len(group)):

@@ -1,4 +1,4 @@
-"""Converts a trained run to a Hugging Face folder, with one parameter in memory at a time."""
+"""Converts a trained run to a Hugging Face folder, keeping about one file of weights in memory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from valkyrie.checkpoint.contents import PARAMETERS_ONLY, find_damage, read_info
 from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import load_run
 from valkyrie.config.run import Run
-from valkyrie.convert.architectures import architecture_of, config_of
-from valkyrie.convert.folder import ANOTHER, CONFIG, DTYPES, copy_beside, described, write_folder
-from valkyrie.convert.load import PREFIX, THEIRS
+from valkyrie.convert.architectures import find_architecture, to_config_json
+from valkyrie.convert.folder import ANOTHER, CONFIG, DTYPES, copy_other_files, describe_tensors, write_folder
+from valkyrie.convert.load import ORIGINALS, PREFIX_FILE
 from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer_json import json_path
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors
 from valkyrie.trees import get_value
 
-NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
-"""Supported dtypes of the written weights, by name."""
+DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
+"""Supported dtypes of written weights, by name."""
 
 
 def to_folder(
@@ -37,27 +37,33 @@ def to_folder(
     file_bytes: int = 5 * 10**9,
     say: Callable[[str], Any] = print,
 ) -> Path:
-    """Write the weights of a run folder as a Hugging Face folder, and return its path.
+    """Write the weights of a run as a Hugging Face folder, and return its path.
 
-    Uses the newest checkpoint or the one of `step`, and the averaged parameters if the run kept an average. Unless
-    `dtype` is given, weights keep the dtype they were converted from. ValueError if there is no such checkpoint,
-    transformers has no such model, or the folder is not empty.
+    Raises ValueError if the checkpoint does not exist, the model cannot be converted, or `folder` is not empty.
+
+    Args:
+        trained: the run folder. Its averaged parameters are written if it has them.
+        folder: the folder to write.
+        step: step of the checkpoint, or None for the newest.
+        dtype: dtype of the weights, or None for the one of the original folder (float32 without an original).
+        file_bytes: approximate maximum bytes of a file.
+        say: called with a progress message.
     """
     run = load_run(trained, [])
     step, path = _checkpoint(trained, step)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already. Name a new folder.")
+        raise ValueError(f"{folder} already exists. Use a new folder.")
     assert isinstance(run.model, Stack)
     config = _config(trained, run, dtype)
-    kind = NAMES[str(config["dtype"])]
+    kind = DTYPES_BY_NAME[str(config["dtype"])]
     if damage := find_damage(path):
         raise ValueError(f"the checkpoint of step {step} in {path.parent} is damaged: {damage}.")
-    field = "ema" if _averages(run, path) else "parameters"
+    field = "ema" if _has_average(run, path) else "parameters"
     by_name: dict[str, list[TensorSlice]] = {}
     for piece in (piece for parts in tensor_slices(run.model, _prefix(trained, run)).values() for piece in parts):
         by_name.setdefault(piece.name, []).append(piece)
-    shapes = {name: thirds[0].stored for name, thirds in by_name.items()}
-    say(f"{architecture_of(config).name} of step {step}: {described(shapes, kind)}")
+    shapes = {name: slices[0].tensor_shape for name, slices in by_name.items()}
+    say(f"{find_architecture(config).name} of step {step}: {describe_tensors(shapes, kind)}")
     reader = _ParameterReader(path, field)
     with disk_errors(folder, ANOTHER):
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,20 +73,20 @@ def to_folder(
 
 
 class _ParameterReader:
-    """Reads parameters of a checkpoint and caches the last ones, because their other layers are needed next."""
+    """Reads parameters of a checkpoint. Caches the last ones, because their other layers are usually needed next."""
 
     def __init__(self, path: Any, field: str) -> None:
         self._path, self._field = path, field
         self._parameters: dict[str, np.ndarray] = {}
 
-    def read(self, thirds: list[TensorSlice]) -> np.ndarray:
-        """Return the tensor made of these pieces: one piece, or three thirds."""
-        thirds = sorted(thirds, key=lambda piece: piece.place.third or 0)
-        names = {piece.parameter for piece in thirds}
+    def read(self, slices: list[TensorSlice]) -> np.ndarray:
+        """Return the tensor made of these pieces: one piece, or three slices."""
+        slices = sorted(slices, key=lambda piece: piece.location.third or 0)
+        names = {piece.parameter for piece in slices}
         self._parameters = {name: array for name, array in self._parameters.items() if name in names}
         for name in names - self._parameters.keys():
             self._parameters[name] = read_array(self._path, self._field, name)
-        parts = [piece.theirs(_part(self._parameters[piece.parameter], piece)) for piece in thirds]
+        parts = [piece.to_tensor(_part(self._parameters[piece.parameter], piece)) for piece in slices]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
@@ -89,8 +95,8 @@ def _part(array: np.ndarray, piece: TensorSlice) -> np.ndarray:
 
 
 def _prefix(trained: Path, run: Run) -> str:
-    """Return the prefix of GPT-2's tensor names in the folder that the run was converted from."""
-    prefix = trained / THEIRS / PREFIX
+    """Return the tensor name prefix of the folder that a gpt2 run was converted from, or the default prefix."""
+    prefix = trained / ORIGINALS / PREFIX_FILE
     if run.model.family != "gpt2":
         return ""
     return prefix.read_text() if prefix.is_file() else GPT2_PREFIX
@@ -99,34 +105,34 @@ def _prefix(trained: Path, run: Run) -> str:
 def _checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
     steps = saved_steps(trained)
     if not steps:
-        raise ValueError(f"{trained} has no finished checkpoint. Name the folder of a trained run.")
+        raise ValueError(f"{trained} has no finished checkpoint. Use the folder of a trained run.")
     if step is not None and step not in steps:
         raise ValueError(f"--step {step}: {trained} has checkpoints of steps {', '.join(map(str, steps))}.")
     step = steps[-1] if step is None else step
     return step, checkpoint_root(trained) / str(step)
 
 
-def _averages(run: Run, path: Any) -> bool:
+def _has_average(run: Run, path: Any) -> bool:
     return run.config.optimizer.ema_decay is not None and read_info(path).holds != PARAMETERS_ONLY
 
 
 def _config(trained: Path, run: Run, dtype: str | None) -> Mapping[str, object]:
-    """Return config.json: the original one, if any, updated with the current settings."""
-    original = trained / THEIRS / CONFIG
-    before = json.loads(original.read_bytes()) if original.is_file() else {}
-    known = before.get("dtype") or before.get("torch_dtype") or "float32"
+    """Return the contents of config.json: the original ones, if any, updated with the current settings."""
+    original = trained / ORIGINALS / CONFIG
+    old = json.loads(original.read_bytes()) if original.is_file() else {}
+    old_dtype = old.get("dtype") or old.get("torch_dtype") or "float32"
     assert isinstance(run.model, Stack)
-    now = config_of(run.model)
-    if before.get("architectures") == now["architectures"]:
+    new = to_config_json(run.model)
+    if old.get("architectures") == new["architectures"]:
         default = run.model.embed // get_value(run.model, "attention.heads")
-        now = {key: value for key, value in now.items() if key in before or (key == "head_dim" and value != default)}
-    return before | now | {"dtype": dtype or (known if known in NAMES else "float32")}
+        new = {key: value for key, value in new.items() if key in old or (key == "head_dim" and value != default)}
+    return old | new | {"dtype": dtype or (old_dtype if old_dtype in DTYPES_BY_NAME else "float32")}
 
 
 def _copy_tokenizer(trained: Path, run: Run, folder: Path) -> None:
-    """Copy the tokenizer: the original files, or else the tokenizer that the run was trained with."""
-    if (trained / THEIRS).is_dir():
-        copy_beside(trained / THEIRS, folder, ANOTHER)
+    """Copy the original tokenizer files, or else the tokenizer that the run was trained with."""
+    if (trained / ORIGINALS).is_dir():
+        copy_other_files(trained / ORIGINALS, folder, ANOTHER)
     elif (file := json_path(run.tokenizer)) is not None:
         with disk_errors(folder, ANOTHER):
             shutil.copyfile(file, folder / "tokenizer.json")

@@ -1,1 +1,1 @@
-"""`valkyrie-doctor`: checks of the machine, software, disks, other processes and a dry run, before a big run."""
+"""`valkyrie-doctor`: checks the machine, software, disks and processes before a large run, and makes a dry run."""

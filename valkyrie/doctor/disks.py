@@ -1,4 +1,4 @@
-"""Checks of the files of a run: its folder, checkpoints, caches, data, the W&B key. Imports no JAX."""
+"""Checks of a run's folders, checkpoints, caches, data and W&B key. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -18,87 +18,87 @@ from urllib.parse import urlparse
 from valkyrie.checkpoint.location import in_bucket, parse_path
 from valkyrie.config.run import Run
 from valkyrie.data.config import DataCheck
-from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Examined
+from valkyrie.doctor.findings import FAILS, OK, WARNING, CheckContext, CheckResults
 from valkyrie.paths import cache_problem, cache_root, disk_errors, error_reason
 from valkyrie.runs.wandb_writer import WandbMode, resolve_mode
 from valkyrie.train.prepare import refuse_other_data
 from valkyrie.units import memory_text
 
 CLOCK_S = 2.0
-"""Clock difference in seconds, of a disk or another host, above which there is a warning."""
+"""Clock difference to a disk or another host, in seconds, above which there is a warning."""
 _KEY_LENGTH = 40
+"""Minimum length of a W&B key."""
 _TEXT = "valkyrie-doctor"
 
 
 def state_bytes(run: Run) -> int:
-    """Return the bytes of a run's saved state: parameters, optimizer moments, and the parameter average if enabled."""
+    """Return the bytes of a run's state: parameters, optimizer moments, and the parameter average if enabled."""
     config = run.config
-    number = {"float32": 4, "bfloat16": 2}
+    itemsize = {"float32": 4, "bfloat16": 2}
     size = 0.0
     for spec in run.model.parameters().values():
-        stored = number["float32" if spec.float32 else config.precision.parameter.value]
-        average = 0 if config.optimizer.ema_decay is None else number["float32"]
-        size += math.prod(spec.shape) * (stored + config.optimizer.state_bytes(spec) + average)
+        parameter = itemsize["float32" if spec.float32 else config.precision.parameter.value]
+        average = 0 if config.optimizer.ema_decay is None else itemsize["float32"]
+        size += math.prod(spec.shape) * (parameter + config.optimizer.state_bytes(spec) + average)
     return int(size)
 
 
-def run_folder(examined: Examined) -> Answers:
+def check_run_folder(context: CheckContext) -> CheckResults:
     """Check that `runs` can be written."""
-    with _probe(examined.run.config.runs):
-        yield FINE, f"runs={examined.run.config.runs} can be written"
+    with _probe(context.run.config.runs):
+        yield OK, f"runs={context.run.config.runs} is writable"
 
 
-def disk_clock(examined: Examined) -> Answers:
+def check_disk_clock(context: CheckContext) -> CheckResults:
     """Compare the clock of the disk of `runs` with the clock of this host."""
-    runs = examined.run.config.runs
-    with contextlib.suppress(OSError), _probe(runs) as probe:  # `run_folder` reports it
-        off = probe.stat().st_mtime - time.time()
-        text = f"files in runs={runs} are dated {off:+.0f} s off the clock of this host"
-        warning = WARNING, text, "Let both keep the time: timedatectl, chrony."
-        yield warning if abs(off) > CLOCK_S else (FINE, "that of the disk of runs= is this host's")
+    runs = context.run.config.runs
+    with contextlib.suppress(OSError), _probe(runs) as probe:  # `check_run_folder` reports the error
+        difference = probe.stat().st_mtime - time.time()
+        text = f"timestamps of files in runs={runs} differ by {difference:+.0f} s from the clock of this host"
+        warning = WARNING, text, "Synchronize both clocks, for example with timedatectl or chrony."
+        yield warning if abs(difference) > CLOCK_S else (OK, "the disk of runs= agrees with the clock of this host")
 
 
-def checkpoint_folder(examined: Examined) -> Answers:
-    """Check that `checkpoint.folder` can be written, read and cleared. Skipped if checkpoints are stored in `runs`."""
-    folder = examined.run.config.checkpoint.folder
+def check_checkpoint_folder(context: CheckContext) -> CheckResults:
+    """Check that files in `checkpoint.folder` can be written, read and deleted. Skipped if it is not set."""
+    folder = context.run.config.checkpoint.folder
     if folder is None:
         return
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         with _probe(folder) as probe:
             content = probe.read_text()
-    except Exception as error:  # the libraries of buckets raise many kinds: no bucket, no key, no network
+    except Exception as error:  # bucket libraries raise many types for a missing bucket, key or network
         remedy = "Check its name and the credentials: gcloud auth application-default login."
         if not in_bucket(folder):
-            remedy = "Write elsewhere with checkpoint.folder=DIR."
+            remedy = "Use another folder: checkpoint.folder=DIR."
         yield FAILS, f"checkpoint.folder={folder} cannot be used ({error_reason(error)})", remedy
         return
-    spent = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     if content == _TEXT:
-        text = f"checkpoint.folder={folder} can be written, read and cleared ({spent:.2f} s for one small file)"
-        yield FINE, text
+        yield OK, f"checkpoint.folder={folder} is readable and writable ({seconds:.2f} s for one small file)"
     else:
-        text = f"checkpoint.folder={folder} does not give back what was written there"
-        yield FAILS, text, "Use another: checkpoint.folder=DIR."
+        text = f"a file in checkpoint.folder={folder} does not contain what was written to it"
+        yield FAILS, text, "Use another folder: checkpoint.folder=DIR."
 
 
-def shared_folder(examined: Examined) -> Answers:
-    """Check that this process sees the files that process 0 writes to the checkpoint folder."""
-    team, (key, folder) = examined.team, _checkpoints(examined.run)
+def check_shared_folder(context: CheckContext) -> CheckResults:
+    """Check that this process can read files that process 0 writes to the checkpoint folder."""
+    team, (key, folder) = context.team, _checkpoints(context.run)
     with contextlib.ExitStack() as stack:
-        name, sees = None, False
-        if team.leads:
-            with contextlib.suppress(Exception):  # `run_folder` and `checkpoint_folder` report it
+        name, is_visible = None, False
+        if team.is_leader:
+            with contextlib.suppress(Exception):  # `check_run_folder` and `check_checkpoint_folder` report the error
                 name = stack.enter_context(_probe(folder)).name
         name = team.exchange("probe", name)[0]
-        with contextlib.suppress(OSError):  # the others wait below
-            sees = name is not None and (parse_path(folder) / name).exists()
+        with contextlib.suppress(OSError):  # must reach `wait` below, where the other processes wait
+            is_visible = name is not None and (parse_path(folder) / name).exists()
         team.wait("probe seen")
-    if name is not None and sees:
-        yield FINE, f"all processes see what process 0 writes to {key}={folder}"
+    if name is not None and is_visible:
+        yield OK, f"all processes can read files that process 0 writes to {key}={folder}"
     elif name is not None:
-        remedy = "Checkpoints need a folder that all hosts share: runs=DIR or checkpoint.folder=gs://BUCKET/DIR."
-        yield FAILS, f"what process 0 writes to {key}={folder} is not seen here", remedy
+        remedy = "Use a folder that all hosts share: runs=DIR or checkpoint.folder=gs://BUCKET/DIR."
+        yield FAILS, f"files that process 0 writes to {key}={folder} are missing on this host", remedy
 
 
 def _checkpoints(run: Run) -> tuple[str, str]:
@@ -107,39 +107,39 @@ def _checkpoints(run: Run) -> tuple[str, str]:
     return ("runs", run.config.runs) if folder is None else ("checkpoint.folder", folder)
 
 
-def disk_space(examined: Examined) -> Answers:
-    """Check that the disk has room for the checkpoints."""
-    config, (key, folder) = examined.run.config.checkpoint, _checkpoints(examined.run)
-    keep, size = config.keep + config.keep_best, state_bytes(examined.run)
-    each = f"a checkpoint is {memory_text(size)}, {keep} are kept while one is written"
+def check_disk_space(context: CheckContext) -> CheckResults:
+    """Check that the disk has enough space for the checkpoints."""
+    config, (key, folder) = context.run.config.checkpoint, _checkpoints(context.run)
+    keep, size = config.keep + config.keep_best, state_bytes(context.run)
+    needs = f"{keep + 1} checkpoints of {memory_text(size)} are stored at once"
     if in_bucket(folder):
-        yield FINE, f"{key}={folder} is a bucket; {each}"
+        yield OK, f"{key}={folder} is a bucket; {needs}"
         return
     free, needed = _free_bytes(Path(folder)), (keep + 1) * size
-    text = f"{memory_text(free)} free in {key}={folder}; {each}"
+    text = f"{memory_text(free)} free in {key}={folder}; {needs}"
     if needed > free:
-        yield FAILS, text, f"Free {memory_text(needed - free)}, or write elsewhere with {key}=DIR."
+        yield FAILS, text, f"Free another {memory_text(needed - free)}, or use another folder: {key}=DIR."
     elif needed > free / 2:
-        yield WARNING, text, "That is more than half of what is free."
+        yield WARNING, text, "Checkpoints will take more than half of the free space."
     else:
-        yield FINE, text
+        yield OK, text
 
 
-def fast_disk_space(examined: Examined) -> Answers:
-    """Check that this host has room for its share of the fast checkpoints. Skipped if they are disabled.
+def check_fast_disk_space(context: CheckContext) -> CheckResults:
+    """Check that this host has space for its fast checkpoints. Skipped if they are disabled.
 
-    A process stores the state on its devices: at least its share of the state, at most all of it.
+    A process stores the state on its devices: an equal share at least, or the whole state if it is replicated.
     """
-    fast = examined.run.config.checkpoint.fast
+    fast = context.run.config.checkpoint.fast
     if fast.every is None:
         return
     folder = Path(fast.folder or tempfile.gettempdir())
-    free, most = _free_bytes(folder), (fast.keep + 1) * state_bytes(examined.run)
-    least = most // examined.processes
-    size = memory_text(most) if examined.processes == 1 else f"{memory_text(least)} to {memory_text(most)}"
-    text = f"{memory_text(free)} free in {folder}; fast checkpoints take {size}"
-    failure = FAILS, text, "Use checkpoint.fast.folder=DIR, or turn fast checkpoints off: checkpoint.fast.every=null"
-    yield failure if least > free else (WARNING if most > free else FINE, text)
+    free, largest = _free_bytes(folder), (fast.keep + 1) * state_bytes(context.run)
+    smallest = largest // context.processes
+    size = memory_text(largest) if context.processes == 1 else f"{memory_text(smallest)} to {memory_text(largest)}"
+    text = f"{memory_text(free)} free in {folder}; fast checkpoints need {size}"
+    failure = FAILS, text, "Set checkpoint.fast.folder=DIR, or disable fast checkpoints: checkpoint.fast.every=null"
+    yield failure if smallest > free else (WARNING if largest > free else OK, text)
 
 
 def _free_bytes(path: Path) -> int:
@@ -147,66 +147,66 @@ def _free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def compile_cache(_: Examined) -> Answers:
-    """Check that compiled programs can be cached for the next start."""
+def check_compile_cache(_: CheckContext) -> CheckResults:
+    """Check that compiled programs can be cached, so that the next start need not compile again."""
     folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_root() / "xla")
     key = "JAX_COMPILATION_CACHE_DIR=DIR" if "JAX_COMPILATION_CACHE_DIR" in os.environ else "VALKYRIE_CACHE=DIR"
     if "://" in str(folder):
-        yield FINE, f"{folder}, which is not looked at"
+        yield OK, f"{folder} (remote, not checked)"
     elif trouble := cache_problem(folder, key):
-        yield WARNING, f"every start compiles anew: {trouble}"
+        yield WARNING, f"every start compiles again: {trouble}"
     else:
-        yield FINE, str(folder)
+        yield OK, str(folder)
 
 
-def data(examined: Examined) -> Answers:
-    """Check that the training data exists and suffices for a batch."""
-    refuse_other_data(examined.run)
-    checked = _check_data(examined.run)
-    yield WARNING if checked.advice else FINE, checked.text, checked.advice or ""
+def check_data(context: CheckContext) -> CheckResults:
+    """Check that the training data exists and is enough for a batch."""
+    refuse_other_data(context.run)
+    result = _data_check(context.run)
+    yield WARNING if result.advice else OK, result.text, result.advice or ""
 
 
-def same_data(examined: Examined) -> Answers:
-    """Compare the prepared data of all processes. Skipped if fewer than two have prepared it."""
-    content, team = None, examined.team
-    with contextlib.suppress(ValueError, OSError):  # `data` reports them
-        content = _check_data(examined.run).content
-    contents = team.exchange("content of the data", content)
-    known = {index: theirs for index, theirs in enumerate(contents) if theirs is not None}
-    if len(known) < 2 or team.index not in known:
+def check_same_data(context: CheckContext) -> CheckResults:
+    """Compare the prepared data of all processes. Skipped if this process or all others have not prepared it."""
+    content, team = None, context.team
+    with contextlib.suppress(ValueError, OSError):  # `check_data` reports them
+        content = _data_check(context.run).content
+    by_process = team.exchange("content of the data", content)
+    prepared = {index: content for index, content in enumerate(by_process) if content is not None}
+    if len(prepared) < 2 or team.index not in prepared:
         return
-    first = min(known)
-    text = f"{known[team.index]}, and {known[first]} on process {first}"
+    first = min(prepared)
+    text = f"{prepared[team.index]} on this process, but {prepared[first]} on process {first}"
     failure = FAILS, text, "Copy the files of data.paths, or the cache, from one host to the others."
-    same = known[team.index] == known[first]
-    yield (FINE, "on all processes that have them prepared") if same else failure
+    is_equal = prepared[team.index] == prepared[first]
+    yield (OK, "equal on all processes that have prepared it") if is_equal else failure
 
 
-def _check_data(run: Run) -> DataCheck:
+def _data_check(run: Run) -> DataCheck:
     config = run.config
     return config.data.check(run.tokenizer, config.batch, config.seq, config.steps)
 
 
-def wandb_key(examined: Examined) -> Answers:
+def check_wandb_key(context: CheckContext) -> CheckResults:
     """Check that W&B has a key if it needs one. Does not use the network."""
-    wanted = examined.run.config.tracking.wandb
-    mode, key = resolve_mode(wanted), os.environ.get("WANDB_API_KEY") or ""
+    setting = context.run.config.tracking.wandb
+    mode, key = resolve_mode(setting), os.environ.get("WANDB_API_KEY") or ""
     if mode is WandbMode.online:
         key = key or _key_in_netrc()
     if mode is WandbMode.off:
-        yield FINE, "off"
-    elif mode is WandbMode.offline and not key and wanted is WandbMode.auto and _key_in_netrc():
-        text = "offline: `wandb login` has left a key, and WANDB_API_KEY is not set"
-        yield WARNING, text, "tracking.wandb=online uses that key."
+        yield OK, "off"
+    elif mode is WandbMode.offline and not key and setting is WandbMode.auto and _key_in_netrc():
+        text = "offline, because WANDB_API_KEY is not set; `wandb login` has stored a key"
+        yield WARNING, text, "Set tracking.wandb=online to use that key."
     elif mode is WandbMode.offline:
-        yield FINE, "offline; `wandb sync` uploads it later, WANDB_API_KEY at once"
+        yield OK, "offline; `wandb sync` uploads the run later; with WANDB_API_KEY it is uploaded during training"
     elif not key:
-        yield WARNING, "online, and there is no key", "Set WANDB_API_KEY, or run `wandb login`."
+        yield WARNING, "online, but there is no key", "Set WANDB_API_KEY, or run `wandb login`."
     elif len(key.rpartition("-")[2]) < _KEY_LENGTH:
-        text = f"the key has {len(key)} signs, and W&B's have {_KEY_LENGTH} or more"
+        text = f"the key has {len(key)} characters, but keys of W&B have at least {_KEY_LENGTH}"
         yield WARNING, text, "Copy it again from https://wandb.ai/authorize"
     else:
-        yield FINE, "online, with a key; whether the server takes it is not asked"
+        yield OK, "online, with a key (not verified with the server)"
 
 
 def _key_in_netrc() -> str:
@@ -219,10 +219,10 @@ def _key_in_netrc() -> str:
 
 @contextlib.contextmanager
 def _probe(folder: str) -> Iterator[Any]:
-    """Yield the path of a small file in a folder or bucket, and remove it and any created folders afterwards."""
+    """Yield the path of a small file in a folder or bucket, then delete the file and the folders created for it."""
     path = parse_path(folder)
     local = isinstance(path, Path) and not in_bucket(folder)
-    missing = [place for place in (path, *path.parents) if not place.exists()] if local else []
+    missing = [parent for parent in (path, *path.parents) if not parent.exists()] if local else []
     probe = path / f".doctor-{socket.gethostname()}-{os.getpid()}"
     try:
         with disk_errors(Path(folder)) if local else contextlib.nullcontext():
@@ -232,6 +232,6 @@ def _probe(folder: str) -> Iterator[Any]:
     finally:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
-        for place in missing:
-            with contextlib.suppress(OSError):  # another process may have written there meanwhile
-                place.rmdir()
+        for parent in missing:
+            with contextlib.suppress(OSError):  # another process may have written there
+                parent.rmdir()

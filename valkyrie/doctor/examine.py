@@ -1,4 +1,4 @@
-"""Runs the checks of `valkyrie-doctor`, cheap ones first: this host, the other hosts, the devices, a dry run."""
+"""Runs the checks of `valkyrie-doctor`, the cheap ones first: this host, the other hosts, the devices, a dry run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ from rich.console import Console
 from valkyrie.config.compose import accelerators
 from valkyrie.config.run import Run
 from valkyrie.doctor import disks, host
-from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Check, Examined, Finding, FindingsTable, findings_of
-from valkyrie.processes.distributed import find_place, join, start_jax
-from valkyrie.processes.team import ALONE, Connected, Team
+from valkyrie.doctor.findings import (
+    FAILS,
+    OK,
+    WARNING,
+    Check,
+    CheckContext,
+    CheckResults,
+    Finding,
+    FindingsTable,
+    run_checks,
+)
+from valkyrie.processes.distributed import find_process, join, start_jax
+from valkyrie.processes.team import ALONE, ConnectedTeam, Team
 from valkyrie.train.devices import acquire_devices, configure_jax
 from valkyrie.train.processes import abort_all_on_error, agree_on_configuration, agree_on_versions, silence_workers
 
@@ -24,104 +34,107 @@ _CLOCK_FAILS_S = 300.0
 """Seconds of clock error above which servers reject a host's credentials."""
 
 
-def same_code(examined: Examined) -> Answers:
+def check_same_code(context: CheckContext) -> CheckResults:
     """Check that all processes run the same code."""
-    agree_on_versions(examined.team)
-    yield FINE, "on all processes"
+    agree_on_versions(context.team)
+    yield OK, "on all processes"
 
 
-def same_settings(examined: Examined) -> Answers:
+def check_same_settings(context: CheckContext) -> CheckResults:
     """Check that all processes have the same settings."""
-    agree_on_configuration(examined.team, examined.run)
-    yield FINE, "on all processes"
+    agree_on_configuration(context.team, context.run)
+    yield OK, "on all processes"
 
 
-def clocks(examined: Examined) -> Answers:
+def check_clocks(context: CheckContext) -> CheckResults:
     """Compare this host's clock with that of process 0 at a barrier."""
-    team = examined.team
+    team = context.team
     team.wait("look at the clock")
     times = team.exchange("time", time.time())
-    off = times[team.index] - times[0]
-    severity = FAILS if abs(off) > _CLOCK_FAILS_S else WARNING
-    trouble = severity, f"{off:+.0f} s off that of process 0", "Let all hosts keep the time: timedatectl, chrony."
-    fine = FINE, f"those of all hosts are within {disks.CLOCK_S:g} s of that of process 0"
-    yield fine if abs(off) <= disks.CLOCK_S else trouble
+    difference = times[team.index] - times[0]
+    severity = FAILS if abs(difference) > _CLOCK_FAILS_S else WARNING
+    remedy = "Synchronize the clocks of all hosts, for example with timedatectl or chrony."
+    if abs(difference) > disks.CLOCK_S:
+        yield severity, f"this clock differs by {difference:+.0f} s from that of process 0", remedy
+    else:
+        yield OK, f"all hosts agree with process 0 within {disks.CLOCK_S:g} s"
 
 
 HOST_CHECKS = (
-    Check("chips", host.chips),
-    Check("processes", host.expected_processes),
-    Check("chips free", host.chips_free),
-    Check("versions", host.versions),
-    Check("host memory", host.host_memory),
-    Check("open files", host.open_files),
-    Check("run folder", disks.run_folder),
-    Check("clock", disks.disk_clock),
-    Check("checkpoint folder", disks.checkpoint_folder),
-    Check("disk space", disks.disk_space),
-    Check("fast disk space", disks.fast_disk_space),
-    Check("compile cache", disks.compile_cache),
-    Check("data", disks.data),
-    Check("W&B", disks.wandb_key),
+    Check("chips", host.check_chips),
+    Check("processes", host.check_processes),
+    Check("chips free", host.check_chips_free),
+    Check("versions", host.check_versions),
+    Check("host memory", host.check_host_memory),
+    Check("open files", host.check_open_files),
+    Check("run folder", disks.check_run_folder),
+    Check("clock", disks.check_disk_clock),
+    Check("checkpoint folder", disks.check_checkpoint_folder),
+    Check("disk space", disks.check_disk_space),
+    Check("fast disk space", disks.check_fast_disk_space),
+    Check("compile cache", disks.check_compile_cache),
+    Check("data", disks.check_data),
+    Check("W&B", disks.check_wandb_key),
 )
-"""Checks that each process makes alone, before it connects to the others."""
+"""Checks that each process runs before it connects to the others."""
 TEAM_CHECKS = (
-    Check("same code", same_code),
-    Check("same settings", same_settings),
-    Check("clocks", clocks),
-    Check("same data", disks.same_data),
-    Check("shared folder", disks.shared_folder),
+    Check("same code", check_same_code),
+    Check("same settings", check_same_settings),
+    Check("clocks", check_clocks),
+    Check("same data", disks.check_same_data),
+    Check("shared folder", disks.check_shared_folder),
 )
-"""Checks that all processes make together, in this order."""
+"""Checks that all connected processes run together, in this order."""
 
 
 def examine(run: Run, console: Console, steps: int | None) -> int:
-    """Print the findings of all processes of a run. Returns the exit status: 1 if the run would fail, else 0.
+    """Run all checks and print the findings of all processes. Returns the exit status: 1 if the run would fail, else 0.
 
-    `steps` is the number of steps of a dry run, or None for no dry run.
+    `steps` is the number of steps of the dry run, or None for no dry run.
     """
     title = f"{run.model.name} under {run.layout.name} on target={run.config.target.describe()}"
     console.print(title, style="bold", markup=False)
-    own: list[Finding] = []
+    findings: list[Finding] = []
     try:
-        place = find_place(run.config.distributed, accelerators=accelerators())
-        own = findings_of(HOST_CHECKS, Examined(run, 1 if place is None else place.count))
+        process_info = find_process(run.config.distributed, accelerators=accelerators())
+        findings = run_checks(HOST_CHECKS, CheckContext(run, 1 if process_info is None else process_info.count))
         team = join(run.config.distributed, accelerators=accelerators()) or ALONE
     except ValueError as error:
         table = FindingsTable(console)
-        table.add([[*(own or findings_of(HOST_CHECKS, Examined(run))), Finding("processes", FAILS, str(error))]])
-        return table.conclude()
-    if not isinstance(team, Connected):
-        return _with_all(Examined(run), FindingsTable(console), own, steps)
+        findings = findings or run_checks(HOST_CHECKS, CheckContext(run))
+        table.add([[*findings, Finding("processes", FAILS, str(error))]])
+        return table.print_summary()
+    if not isinstance(team, ConnectedTeam):
+        return _report_all(CheckContext(run), FindingsTable(console), findings, steps)
     with abort_all_on_error(team, "valkyrie-doctor"):
         silence_workers(team)
         table = FindingsTable(console, team.exchange("hosts", socket.gethostname()))
-        own.append(Finding("processes", FINE, f"{team.count} have met at {team.place.coordinator}"))
-        examined = Examined(run, team.count, team)
-        own += findings_of(TEAM_CHECKS, examined)
-        status = _with_all(examined, table, own, steps)
+        findings.append(Finding("processes", OK, f"{team.count} are connected through {team.process_info.coordinator}"))
+        context = CheckContext(run, team.count, team)
+        findings += run_checks(TEAM_CHECKS, context)
+        status = _report_all(context, table, findings, steps)
         team.finish()
     return status
 
 
-def _with_all(examined: Examined, table: FindingsTable, own: list[Finding], steps: int | None) -> int:
-    """Print the findings of all processes, then check their devices and make a dry run unless something has failed."""
-    team = examined.team
-    table.add(team.exchange("this host", own))
+def _report_all(context: CheckContext, table: FindingsTable, findings: list[Finding], steps: int | None) -> int:
+    """Print the findings of all processes, then check the devices and make a dry run unless a check has failed."""
+    team = context.team
+    table.add(team.exchange("this host", findings))
     if not table.failed:
-        devices, findings = _devices(examined.run, team)
+        devices, findings = _acquire_devices(context.run, team)
         table.add(team.exchange("devices", findings))
         if steps is not None and devices is not None and not table.failed:
-            _dry_run(examined.run, devices, steps, team, table)
+            _dry_run(context.run, devices, steps, team, table)
     elif steps is not None:
-        table.add([[Finding("dry run", WARNING, "left out for what would fail")]])
-    return table.conclude()
+        table.add([[Finding("dry run", WARNING, "skipped because of the failures above")]])
+    return table.print_summary()
 
 
-def _devices(run: Run, team: Team) -> tuple[Devices | None, list[Finding]]:
-    """Start JAX and return the devices of the run, or None if they do not match the target."""
-    if isinstance(team, Connected):
-        start_jax(run.config.distributed, team.place)
+def _acquire_devices(run: Run, team: Team) -> tuple[Devices | None, list[Finding]]:
+    """Start JAX. Returns the devices, or None if they do not match the target, and the finding about them."""
+    if isinstance(team, ConnectedTeam):
+        start_jax(run.config.distributed, team.process_info)
     try:
         configure_jax(run)
         devices = acquire_devices(run, team)
@@ -129,10 +142,10 @@ def _devices(run: Run, team: Team) -> tuple[Devices | None, list[Finding]]:
         return None, [Finding("devices", FAILS, str(error))]
     import jax
 
-    here = f", {jax.local_device_count()} a process" if team.count > 1 else ""
+    share = f", {jax.local_device_count()} per process" if team.count > 1 else ""
     kind = devices.devices[0].device_kind
-    word = "simulated " if devices.simulated else ""
-    return devices, [Finding("devices", FINE, f"{len(devices.devices)} x {word}{kind}{here}")]
+    prefix = "simulated " if devices.simulated else ""
+    return devices, [Finding("devices", OK, f"{len(devices.devices)} x {prefix}{kind}{share}")]
 
 
 def _dry_run(run: Run, devices: Devices, steps: int, team: Team, table: FindingsTable) -> None:
@@ -144,6 +157,6 @@ def _dry_run(run: Run, devices: Devices, steps: int, team: Team, table: Findings
             if table.failed:
                 return
     except ValueError as error:
-        if team.count > 1:  # the others may wait for this one in a collective
+        if team.count > 1:  # ends the other processes, which may wait for this one in a collective
             raise
         table.add([[Finding("dry run", FAILS, str(error))]])

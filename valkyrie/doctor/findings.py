@@ -13,28 +13,28 @@ from rich.text import Text
 from valkyrie.config.run import Run
 from valkyrie.processes.team import ALONE, Team
 
-FINE, WARNING, FAILS = "ok", "warning", "FAILS"
-"""Severity of a finding: nothing to do, something to know, the run would fail."""
-_STYLES = {FINE: "green", WARNING: "yellow", FAILS: "bold red"}
-_MOST_FINE = 8
-"""Maximum number of different `ok` findings shown per check."""
+OK, WARNING, FAILS = "ok", "warning", "FAILS"
+"""Severities of a finding. `FAILS`: the run would fail."""
+_STYLES = {OK: "green", WARNING: "yellow", FAILS: "bold red"}
+_MAX_OK = 8
+"""Maximum number of distinct `ok` findings shown per check."""
 
 
 class Finding(NamedTuple):
-    """Result of a check on one process: severity, a line of text, and a remedy if one is needed."""
+    """A result of a check on one process: name of the check, severity, description, and remedy (may be empty)."""
 
     check: str
-    verdict: str
+    severity: str
     text: str
     remedy: str = ""
 
 
-Answers = Iterator[tuple[str, ...]]
-"""Results of a check: severity, text, and a remedy if one is needed."""
+CheckResults = Iterator[tuple[str, ...]]
+"""Results of a check, as (severity, description) or (severity, description, remedy)."""
 
 
-class Examined(NamedTuple):
-    """Input of a check: the run, its number of processes, and their team once they are connected."""
+class CheckContext(NamedTuple):
+    """Input of a check: the run, its number of processes, and their team (`ALONE` until they are connected)."""
 
     run: Run
     processes: int = 1
@@ -42,27 +42,27 @@ class Examined(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A named check of a run. A ValueError or OSError of `look` counts as a failure."""
+    """A named check. If `function` raises ValueError or OSError, the check fails with its message."""
 
     name: str
-    look: Callable[[Examined], Answers]
+    function: Callable[[CheckContext], CheckResults]
 
 
-def findings_of(checks: Iterable[Check], examined: Examined) -> list[Finding]:
+def run_checks(checks: Iterable[Check], context: CheckContext) -> list[Finding]:
     """Run the checks and return their findings in order."""
     findings: list[Finding] = []
     for check in checks:
         try:
-            findings += [Finding(check.name, *answer) for answer in check.look(examined)]
+            findings += [Finding(check.name, *result) for result in check.function(context)]
         except (ValueError, OSError) as error:
             findings.append(Finding(check.name, FAILS, str(error)))
     return findings
 
 
 class FindingsTable:
-    """Prints tables of findings and the verdict.
+    """Prints tables of findings and a summary.
 
-    `hosts` are the host names of all processes, or empty for one process.
+    `hosts` are the host names of all processes. It is empty for a single process.
     """
 
     def __init__(self, console: Console, hosts: Sequence[str] = ()) -> None:
@@ -72,33 +72,35 @@ class FindingsTable:
 
     @property
     def failed(self) -> bool:
-        """Whether the run would fail."""
+        """Whether any finding says that the run would fail."""
         return self._counts[FAILS] > 0
 
     def add(self, by_process: Sequence[Iterable[Sequence[str]]]) -> None:
-        """Print the findings of all processes. Equal findings share a row."""
+        """Print a table of the findings of each process. Equal findings share a row."""
         table = Table.grid(padding=(0, 2))
         table.add_column(width=7)
         table.add_column(width=16)
         table.add_column(overflow="fold")
-        for finding, processes, more in _rows([[Finding(*f) for f in findings] for findings in by_process]):
-            self._counts[finding.verdict] += 1
-            who = self._who(processes, len(by_process))
-            text = Text(f"{who}{finding.text}{f' (and {more} more answers that are fine)' if more else ''}")
+        for finding, processes, omitted in _merge_findings(
+            [[Finding(*f) for f in findings] for findings in by_process]
+        ):
+            self._counts[finding.severity] += 1
+            prefix = self._process_prefix(processes, len(by_process))
+            text = Text(f"{prefix}{finding.text}{f' (and {omitted} more that are ok)' if omitted else ''}")
             if finding.remedy:
                 text.append(f"\n{finding.remedy}", style="italic")
-            table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), finding.check, text)
+            table.add_row(Text(finding.severity, style=_STYLES[finding.severity]), finding.check, text)
         self._console.print(table)
 
-    def conclude(self) -> int:
-        """Print the verdict and return the exit status: 1 if the run would fail."""
+    def print_summary(self) -> int:
+        """Print a summary and return the exit status: 1 if the run would fail, else 0."""
         fails, warnings = self._counts[FAILS], self._counts[WARNING]
-        known = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
-        head = f"{fails} of these would fail" if fails else "nothing here would fail"
-        self._console.print(head + known, style=_STYLES[FAILS if fails else FINE])
+        suffix = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+        summary = f"{fails} problem{'s' * (fails > 1)}: the run would fail" if fails else "no problems found"
+        self._console.print(summary + suffix, style=_STYLES[FAILS if fails else OK])
         return int(self.failed)
 
-    def _who(self, processes: Sequence[int], count: int) -> str:
+    def _process_prefix(self, processes: Sequence[int], count: int) -> str:
         if len(processes) == count:
             return ""
         if len(processes) == 1:
@@ -107,17 +109,20 @@ class FindingsTable:
         return f"processes {', '.join(map(str, processes[:8]))}{', ...' if len(processes) > 8 else ''}: "
 
 
-def _rows(by_process: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int], int]]:
-    """Return each finding with its processes and the number of `ok` findings omitted after it, check by check."""
+def _merge_findings(by_process: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int], int]]:
+    """Merge equal findings of all processes, check by check.
+
+    Returns rows (finding, its processes, number of `ok` findings omitted after it).
+    """
     by_check: dict[str, dict[Finding, list[int]]] = {}
     for index, findings in enumerate(by_process):
         for finding in findings:
             by_check.setdefault(finding.check, {}).setdefault(finding, []).append(index)
     rows = []
-    for answers in by_check.values():
-        fine = [(f, processes, 0) for f, processes in answers.items() if f.verdict == FINE]
-        if len(fine) > _MOST_FINE:
-            last, processes, _ = fine[_MOST_FINE - 1]
-            fine = [*fine[: _MOST_FINE - 1], (last, processes, len(fine) - _MOST_FINE)]
-        rows += [*fine, *((f, processes, 0) for f, processes in answers.items() if f.verdict != FINE)]
+    for merged in by_check.values():
+        ok_rows = [(f, processes, 0) for f, processes in merged.items() if f.severity == OK]
+        if len(ok_rows) > _MAX_OK:
+            last, processes, _ = ok_rows[_MAX_OK - 1]
+            ok_rows = [*ok_rows[: _MAX_OK - 1], (last, processes, len(ok_rows) - _MAX_OK)]
+        rows += [*ok_rows, *((f, processes, 0) for f, processes in merged.items() if f.severity != OK)]
     return rows

@@ -1,4 +1,4 @@
-"""Reads the words before `--`, such as `target=v4-64 zone=us-central2-b`, into the `Config` of a launch engine."""
+"""Parses the arguments before `--`, such as `target=v4-64 zone=us-central2-b`, into the `Config` of a launch engine."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ from valkyrie.problems import suggest
 
 ENGINES = Families("target", "valkyrie.launch.engines", EngineConfig)
 TPU_ENGINE = "tpu_vm"
-"""Default engine if `target=` names a slice of TPUs. Other platforms have none."""
+"""Engine used if `target=` names a TPU slice. Slices of other platforms need an engine's name."""
 
 
 def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
-    """Parse `KEY=VALUE` words into the configuration of an engine; the ValueError suggests what to write instead."""
+    """Parse `KEY=VALUE` arguments into the configuration of an engine. Raises ValueError with a suggested fix."""
     texts: dict[str, str] = {}
     for word in words:
         key, sign, value = word.partition("=")
         if not sign or not value:
-            raise ValueError(f"{word}: write KEY=VALUE, such as target=local; the training's settings go behind --.")
+            raise ValueError(
+                f"{word} is not of the form KEY=VALUE, such as target=local. Put settings of the training after --."
+            )
         if key in texts:
-            raise ValueError(f"{key}= is given twice: {key}={texts[key]} and {word}.")
+            raise ValueError(f"{key}= is set twice: {key}={texts[key]} and {word}. Remove one of them.")
         texts[key] = value
     target = texts.pop("target", None)
     if target is None:
-        raise ValueError(f"target= is missing. {_how_to_write()}")
-    engine, fixed = _engine(target)
-    known = [key for key in engine_keys(engine) if key not in fixed]
+        raise ValueError(f"target= is missing. {_target_examples()}")
+    engine, implied = _find_engine(target)
+    accepted_keys = [key for key in engine_keys(engine) if key not in implied]
     for key in texts:
-        if key not in known:
-            raise ValueError(f"{key}= is not for target={target}. It takes {', '.join(known)}.{_where_known(key)}")
-    kinds = get_type_hints(engine)
-    values = {key: _value(key, text, kinds[key]) for key, text in texts.items()}
+        if key not in accepted_keys:
+            keys = ", ".join(accepted_keys)
+            raise ValueError(f"{key}= is not a key of target={target}. Its keys are {keys}.{_key_hint(key)}")
+    types = get_type_hints(engine)
+    values = {key: _parse_value(key, text, types[key]) for key, text in texts.items()}
     name = time.strftime("run-%Y%m%d-%H%M%S")
-    config = engine(**{"name": name, **fixed, **values, "target": target, "restarts": restarts})
+    config = engine(**{"name": name, **implied, **values, "target": target, "restarts": restarts})
     if problems := config.problems():
         raise ValueError(" ".join(problems))
     return config
@@ -51,47 +54,51 @@ def engine_keys(engine: type[EngineConfig]) -> list[str]:
     return [field.name for field in fields(engine) if field.name not in ("target", "restarts")]
 
 
-def _engine(target: str) -> tuple[type[EngineConfig], dict[str, str]]:
-    """Return the engine of a target, and the values of the keys that the target sets."""
+def _find_engine(target: str) -> tuple[type[EngineConfig], dict[str, str]]:
+    """Return the `Config` class for `target=`, and the keys that the target itself sets: `slice` for a TPU slice."""
     if target in ENGINES:
         return ENGINES.config_class(target), {}
     try:
         hardware = parse_target(target)
     except ValueError as error:
-        near = suggest(target, ENGINES.names())
-        wrong = f"target={target} is no place to run. Did you mean target={near}?" if near else error
-        raise ValueError(f"{wrong} {_how_to_write()}") from None
+        suggestion = suggest(target, ENGINES.names())
+        problem = f"target={target} is unknown. Did you mean target={suggestion}?" if suggestion else error
+        raise ValueError(f"{problem} {_target_examples()}") from None
     if not get_platform(hardware.platform).rented_as_slices:
-        raise ValueError(f"target={target}: only slices of TPUs are rented by name. {_how_to_write()}")
+        raise ValueError(f"target={target} is not a TPU slice. {_target_examples()}")
     return ENGINES.config_class(TPU_ENGINE), {"slice": target}
 
 
-def _how_to_write() -> str:
+def _target_examples() -> str:
     names = ", ".join(f"target={name}" for name in ENGINES.names() if name not in ("local", TPU_ENGINE))
     return (
-        f"Write target=local processes=4 for processes of this machine, {names}, the name of a module in the "
-        "folder of --config-dir, or a slice of TPUs such as target=v4-64."
+        f"Use target=local processes=4 for processes on this machine, {names}, the name of a module in the "
+        "--config-dir folder, or the name of a TPU slice such as target=v4-64."
     )
 
 
-def _where_known(key: str) -> str:
+def _key_hint(key: str) -> str:
+    """Return where a misplaced key belongs, as the last sentence of an error message."""
     engines = [name for name in ENGINES.names() if key in engine_keys(ENGINES.config_class(name))]
     if not engines:
-        return " Settings of the training go behind --."
+        return " Put settings of the training after --."
     return f" It is a key of {', '.join(f'target={name}' for name in engines)}."
 
 
-def _value(key: str, text: str, kind: Any) -> object:
+def _parse_value(key: str, text: str, kind: Any) -> object:
+    """Parse the value of a key. `kind` is the type of its field."""
     if kind is str:
         return text
     if kind == tuple[str, ...]:
         return tuple(filter(None, map(str.strip, text.strip("[]").split(","))))
-    hows = {int: "a whole number, at least 1", float: "a number above 0", bool: "true or false"}
-    if kind not in hows:
-        raise ValueError(f"{key}=: the key of an engine is str, int, float, bool or tuple[str, ...], not {kind}.")
+    expected = {int: "a whole number of at least 1", float: "a number above 0", bool: "true or false"}
+    if kind not in expected:
+        raise ValueError(
+            f"{key}= has type {kind}, but the keys of an engine must be str, int, float, bool or tuple[str, ...]."
+        )
     if kind is bool and text in ("true", "false"):
         return text == "true"
     with contextlib.suppress(ValueError):
         if kind is not bool and 0 < (number := kind(text)) < float("inf"):
             return number
-    raise ValueError(f"{key}={text}: write {hows[kind]}.")
+    raise ValueError(f"{key}={text} is not valid. Use {expected[kind]}.")

@@ -1,4 +1,4 @@
-"""Dockerfile for Kubernetes: the code of a clone and its environment, without data and runs."""
+"""Dockerfile for Kubernetes: the code of a clone and its dependencies, without data and runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base classes of launch engines: the keys of their `KEY=VALUE` words, their plans, and what `--run` does."""
+"""Base classes of launch engines, which define their `KEY=VALUE` arguments, their plans, and how `--run` works."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import ClassVar
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.launch.plan import Plan
-from valkyrie.launch.supervisor import say
+from valkyrie.launch.supervisor import print_message
 from valkyrie.runs.folder import key_values
 
 PORT = 8476
@@ -35,58 +35,60 @@ class EngineConfig(ABC):
     name: str
     restarts: int = 3
 
-    runs_at_once: ClassVar[bool] = False
-    """Whether the engine runs without `--run`, and so prints no plan."""
+    runs_immediately: ClassVar[bool] = False
+    """Whether the training starts without `--run`. The plan is then not printed."""
 
     def problems(self) -> list[str]:
-        """Return the reasons why nothing can be launched, each with the key to change."""
-        problems = [f"--restarts {self.restarts}: write 0 or more."] if self.restarts < 0 else []
+        """Return an error message for each invalid key."""
+        problems = [f"--restarts {self.restarts} is negative. Use 0 or more."] if self.restarts < 0 else []
         for key, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
             if not isinstance(value, str):
                 continue
             if key == "name" and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value):
-                problems.append(f"name={value}: write letters, digits, - and _.")
+                problems.append(
+                    f"name={value} is not valid. Use letters, digits, dots, - and _, and start with a letter or digit."
+                )
             elif re.search(r"[\x00-\x1f\x7f]", value) or value.startswith("-"):
-                problems.append(f"{key}={value!r}: a name starts with no dash and is one line.")
+                problems.append(f"{key}={value!r} must be a single line that does not start with a dash.")
             elif re.search(r"\s", value) and key != "folder":
-                problems.append(f"{key}={value!r}: a name has no blanks.")
+                problems.append(f"{key}={value!r} contains spaces. Remove them.")
         return problems
 
     def mesh_problems(self, name: str, size: int) -> list[str]:
-        """Return the reasons why the hardware cannot run a mesh with this name and `size` devices."""
+        """Return error messages if the hardware cannot run `mesh=name`, a mesh with `size` devices."""
         return []
 
     @abstractmethod
     def plan(self, overrides: Sequence[str]) -> Plan:
-        """Return the plan that trains with these arguments of `valkyrie-train`."""
+        """Return the steps that start a training with these arguments of `valkyrie-train`."""
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Execute the plan, as `--run` does, and return the exit status of the first step that fails, or 0.
+        """Execute the plan for `--run`. Returns the exit status of the first step that fails, or 0.
 
         Args:
             overrides: the arguments of `valkyrie-train`.
-            command: starts `valkyrie-train` on this machine.
+            command: the command that starts `valkyrie-train` on this machine.
         """
         for number, step in enumerate(self.plan(overrides).steps, 1):
-            say(f"{number}. {step.about}")
+            print_message(f"{number}. {step.description}")
             if status := step.run():
                 return status
         return 0
 
     def log_folder(self, overrides: Sequence[str]) -> Path:
-        """Folder for the output of all supervised processes but the first."""
+        """Folder for the output of the supervised processes, except the first, which writes to the terminal."""
         return Path(key_values(overrides).get("runs", "runs")) / f"{self.name}.launch"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SliceConfig(EngineConfig):
-    """An engine that trains on a slice: TPUs or GPUs with a known price.
+    """Base of engines that train on a slice of TPUs or GPUs.
 
     Args:
         slice: the hardware, such as `v5e-8` or `h100-16`.
-        hours: planned duration, for the price.
-        usd_per_hour: list price of a chip; overrides the one in `conf/target/chip`.
-        spot_usd_per_hour: spot price of a chip; overrides the one in `conf/target/chip`.
+        hours: planned duration, to estimate the cost.
+        usd_per_hour: list price of a chip, in USD per hour; overrides the one in `conf/target/chip`.
+        spot_usd_per_hour: spot price of a chip, in USD per hour; overrides the one in `conf/target/chip`.
     """
 
     slice: str = ""
@@ -94,43 +96,47 @@ class SliceConfig(EngineConfig):
     usd_per_hour: float = 0.0
     spot_usd_per_hour: float = 0.0
 
-    slices = 1  # subclasses that join several slices or rent at spot prices turn these into keys
+    # Defaults without annotations, so they are not keys. Engines that support them redeclare them as fields.
+    slices = 1
     spot = False
 
     @property
     def hardware(self) -> TargetConfig | None:
-        """The slice, or None if none is named. Raises ValueError with the available slices for an unknown name."""
+        """The slice, or None if `slice` is empty. Raises ValueError for an unknown name."""
         return parse_target(self.slice) if self.slice else None
 
     @property
-    def where(self) -> str:
-        """The key and value that name the slice, for messages."""
+    def slice_setting(self) -> str:
+        """The setting that names the slice, for messages: `target=v4-64` or `slice=v4-64`."""
         return f"target={self.target}" if self.target == self.slice else f"slice={self.slice}"
 
     def mesh_problems(self, name: str, size: int) -> list[str]:
-        """Return the reasons why the slices cannot run a mesh with this name and `size` devices."""
+        """Return error messages if the slices cannot run `mesh=name`, a mesh with `size` devices."""
         hardware = self.hardware
         devices = None if hardware is None or hardware.devices is None else hardware.devices * self.slices
         if devices in (None, size):
             return []
-        where = f"{self.where} slices={self.slices}" if self.slices > 1 else self.where
+        setting = f"{self.slice_setting} slices={self.slices}" if self.slices > 1 else self.slice_setting
         return [
-            f"mesh={name} has {size} device{'s' * (size > 1)}, {where} has {devices}. Write a mesh= whose sizes "
+            f"mesh={name} has {size} device{'s' * (size > 1)}, but {setting} has {devices}. Use a mesh whose sizes "
             f"multiply to {devices}, or another slice."
         ]
 
     def problems(self) -> list[str]:
-        """Return the reasons why nothing can be launched."""
+        """Return an error message for each invalid key."""
         try:
             hardware = self.hardware
         except ValueError as error:
             return [*super().problems(), str(error)]
-        chipless = hardware is not None and hardware.chip is None
-        wrong = [f"slice={self.slice} names no chip: write slice=v5e-8 or slice=h100-8."] if chipless else []
-        return [*super().problems(), *wrong]
+        problems = super().problems()
+        if hardware is not None and hardware.chip is None:
+            problems.append(
+                f"slice={self.slice} does not name a chip. Use a slice such as slice=v5e-8 or slice=h100-8."
+            )
+        return problems
 
     def price_notes(self) -> tuple[str, ...]:
-        """Return notes for a plan: the hardware, and its cost at list and spot prices. Never guesses a price."""
+        """Return two notes for the plan: the hardware, and its cost at the list and spot prices that are known."""
         hardware = self.hardware
         if hardware is None or hardware.chip is None or hardware.chips is None:
             return ()
@@ -139,67 +145,73 @@ class SliceConfig(EngineConfig):
         for kind, key in (("list", "usd_per_hour"), ("spot", "spot_usd_per_hour")):
             price = getattr(self, key) or getattr(chip, key)
             if price is None:
-                parts.append(f"{kind} price not known here ({key}= of a chip sets it)")
+                parts.append(f"{kind} price unknown (set {key}=)")
                 continue
-            hourly = f"${chips * price:,.2f} an hour"
+            hourly = f"${chips * price:,.2f} per hour"
             total = f"${chips * price * hours:,.2f} for {hours:g} hours ({hourly})" if hours else hourly
-            parts.append(f"{total} at the {kind} price of ${price:.2f} a chip")
-        several = f"{self.slices} slices of " if self.slices > 1 else ""
+            parts.append(f"{total} at the {kind} price of ${price:.2f} per chip-hour")
+        count = f"{self.slices} slices of " if self.slices > 1 else ""
         return (
-            f"{self.name} on {several}{hardware.describe()}",
+            f"{self.name} on {count}{hardware.describe()}",
             f"cost of {chips} {chip.name} chip{'s' * (chips > 1)}: {'; '.join(parts[::-1] if self.spot else parts)}",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RentedConfig(SliceConfig):
-    """An engine that rents its slice from a cloud.
+    """Base of engines that rent their slice from a cloud.
 
     Args:
-        zone: zone of the cloud; empty for the default one.
-        spot: whether to rent at the spot price, which can be preempted.
+        zone: zone of the cloud; empty for the default zone.
+        spot: whether to rent at the spot price. Spot slices can be preempted.
     """
 
     zone: str = ""
     spot: bool = False
 
     @property
-    def rented(self) -> tuple[TargetConfig, ChipConfig]:
-        """The slice and its chip. Call `problems` first, which checks that both exist."""
+    def hardware_and_chip(self) -> tuple[TargetConfig, ChipConfig]:
+        """The slice and its chip. CommandStep `problems` first, which checks that both exist."""
         hardware = self.hardware
         assert hardware is not None and hardware.chip is not None
         return hardware, hardware.chip
 
     def problems(self) -> list[str]:
-        """Return the reasons why nothing can be launched."""
-        missing = [] if self.slice else [f"target={self.target} needs the slice: write slice=v5e-8."]
+        """Return an error message for each invalid key."""
+        missing = [] if self.slice else [f"target={self.target} needs a slice, such as slice=v5e-8."]
         return [*super().problems(), *missing]
 
 
-def trains(overrides: Sequence[str]) -> bool:
-    """Return whether arguments of `valkyrie-train` start a single training, not another mode or a sweep."""
+def is_single_training(overrides: Sequence[str]) -> bool:
+    """Return whether arguments of `valkyrie-train` start one training, as opposed to another mode or a sweep."""
     return key_values(overrides).get("mode", "train") == "train" and not {"-m", "--multirun"} & {*overrides}
 
 
-def named(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool]:
-    """Add a `name=` to a training without one, so that a restart resumes it. Also returns whether it was added."""
-    if not trains(overrides) or key_values(overrides).keys() & {"name", "resume"}:
+def add_name(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool]:
+    """Add `name=` to a training without a name, so that a restart resumes it. Also returns whether it was added."""
+    if not is_single_training(overrides) or key_values(overrides).keys() & {"name", "resume"}:
         return tuple(overrides), False
     return (*overrides, f"name={name}"), True
 
 
-def disk_notes(overrides: Sequence[str], fate: str = "go with the machines") -> tuple[str, ...]:
-    """Return a warning if a training saves its checkpoints to a disk that only one machine can read.
+def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machines") -> tuple[str, ...]:
+    """Return a warning if a training saves its checkpoints to a local disk of each machine.
 
     Args:
         overrides: the arguments of `valkyrie-train`.
-        fate: what happens to checkpoints on such a disk.
+        risk: what happens to checkpoints on such a disk, as the end of "checkpoints ...".
     """
     values = key_values(overrides)
     runs, folder = values.get("runs", "runs"), values.get("checkpoint.folder", "null")
-    if not overrides or not trains(overrides) or Path(runs).is_absolute() or "://" in folder or folder.startswith("/"):
+    if (
+        not overrides
+        or not is_single_training(overrides)
+        or Path(runs).is_absolute()
+        or "://" in folder
+        or folder.startswith("/")
+    ):
         return ()
     return (
-        f"runs={runs} lies on each machine's own disk: checkpoints {fate}. Write runs=DIR with a folder of a disk that "
-        "all hosts mount (NFS, Filestore), or checkpoint.folder=gs://BUCKET/DIR.",
+        f"runs={runs} is on the local disk of each machine: checkpoints {risk}. Set runs=DIR to a folder on a disk "
+        "that all hosts mount (NFS, Filestore), or set checkpoint.folder=gs://BUCKET/DIR.",
     )

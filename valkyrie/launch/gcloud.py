@@ -1,4 +1,4 @@
-"""Names of resources and slices at Google Cloud."""
+"""Names of resources and slices on Google Cloud."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from valkyrie.hardware.target import TargetConfig
 
 
 def has_usual_shape(target: TargetConfig) -> bool:
-    """Return whether a slice has the default shape for its size. Its name then ends in the size."""
+    """Return whether a slice has the default topology for its size. Its name then ends in the size, as in `v4-64`."""
     return target.name.rpartition("-")[2].isdecimal()
 
 
 def accelerator(target: TargetConfig) -> str:
-    """Return the AcceleratorType of a slice with the default shape, such as `v4-64` or `v5litepod-8`."""
+    """Return gcloud's accelerator type of a slice with the default topology, such as `v4-64` or `v5litepod-8`."""
     assert target.chip is not None
     return accelerator_type(target) + target.name.removeprefix(target.chip.name)
 

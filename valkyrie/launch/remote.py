@@ -1,4 +1,4 @@
-"""Commands for remote hosts: copy the code, install it, train, stop the training."""
+"""Shell commands for remote hosts: copy and install the code, train, stop the training."""
 
 from __future__ import annotations
 
@@ -8,83 +8,86 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from valkyrie.launch.plan import Call, gave_up, join
-from valkyrie.launch.supervisor import say
+from valkyrie.launch.plan import CommandStep, shell_text, step_error
+from valkyrie.launch.supervisor import print_message
 from valkyrie.runs.folder import key_value
 
 ARCHIVE = ("git", "archive", "--format=tar.gz")
-"""Command that packs the tracked files of the last commit, so no runs, data or secrets."""
+"""Packs the tracked files of the last commit. Runs, data and secrets are not tracked."""
 
-_TRAINING = r"^[^ ]*python[0-9.]* [^ ]*/valkyrie-train "
-_ANSWER_S = 120.0
-"""Timeout in seconds for hosts to stop a training."""
+_TRAINING_PROCESS = r"^[^ ]*python[0-9.]* [^ ]*/valkyrie-train "
+_SIGNAL_TIMEOUT_S = 120.0
+"""Seconds to wait for a host that is to stop a training."""
 
 
 def folder_problems(folder: str) -> list[str]:
-    """Return the reasons why the code cannot be copied to this folder on the hosts."""
+    """Return an error message if the code cannot be copied to this folder on the hosts."""
     if not folder.startswith("~"):
         return []
-    return [f"folder={folder}: it lies in the home folder anyway; write folder=NAME, or /a/b."]
+    # Paths are quoted for the remote shell, which does not expand a quoted ~.
+    return [f"folder={folder} cannot start with ~. Use folder=NAME for a folder in the home folder, or folder=/PATH."]
 
 
 def check_clone() -> None:
-    """Raise ValueError if the current folder is not a clone. The code is copied from there."""
+    """Raise ValueError if the current folder, from which the code is copied, is not a clone of the repository."""
     if not Path("pyproject.toml").is_file():
-        raise ValueError("the code is copied from the current folder, which has no pyproject.toml: cd to the clone.")
+        raise ValueError(
+            "the current folder has no pyproject.toml. Change to your clone of Valkyrie, from which the code is copied."
+        )
 
 
-def unpack(folder: str, archive: str | None = None) -> str:
-    """Return the shell command that unpacks the code from a file in the home folder, or from standard input."""
-    file = join((archive,)) if archive else "-"
-    return f"mkdir -p {join((folder,))} && tar -xzf {file} -C {join((folder,))}"
+def unpack_command(folder: str, archive: str | None = None) -> str:
+    """Return the shell command that unpacks the code from `archive` in the home folder, or from stdin if None."""
+    file = shell_text((archive,)) if archive else "-"
+    return f"mkdir -p {shell_text((folder,))} && tar -xzf {file} -C {shell_text((folder,))}"
 
 
-def install(folder: str, extra: str = "") -> str:
-    """Return the shell command that installs the code, its dependencies, uv and the required Python."""
+def install_command(folder: str, extra: str = "") -> str:
+    """Return the shell command that installs uv, then Python and the dependencies of the code."""
     sync = ("python3", "-m", "uv", "sync", "--quiet", "--no-dev", *(("--extra", extra) if extra else ()))
-    return f"cd {join((folder,))} && python3 -m pip install --quiet --user uv && {join(sync)}"
+    return f"cd {shell_text((folder,))} && python3 -m pip install --quiet --user uv && {shell_text(sync)}"
 
 
-def train(folder: str, overrides: Sequence[str], environment: Mapping[str, str], log: str = "") -> str:
-    """Return the shell command that trains. With `log`, it also appends its output to that file and needs bash."""
-    settings = "".join(f"{name}={join((setting,))} " for name, setting in environment.items())
-    command = f"cd {join((folder,))} && {settings}{join(('.venv/bin/valkyrie-train', *overrides))}"
-    return f"set -o pipefail; {command} 2>&1 | tee -ip -a {join((log,))}" if log else command
+def train_command(folder: str, overrides: Sequence[str], environment: Mapping[str, str], log: str = "") -> str:
+    """Return the shell command that trains. With `log` it needs bash and also appends its output to that file."""
+    settings = "".join(f"{name}={shell_text((setting,))} " for name, setting in environment.items())
+    command = f"cd {shell_text((folder,))} && {settings}{shell_text(('.venv/bin/valkyrie-train', *overrides))}"
+    return f"set -o pipefail; {command} 2>&1 | tee -ip -a {shell_text((log,))}" if log else command
 
 
-def end(overrides: Sequence[str], number: int, alone: bool = False) -> str | None:
-    """Return the shell command that sends a signal to a training, or None if nothing identifies its process.
+def signal_command(overrides: Sequence[str], number: int, alone: bool = False) -> str | None:
+    """Return the shell command that sends a signal to a training, or None if its process cannot be identified.
 
     Args:
-        overrides: the arguments of the training. Their `name=` or `resume=` identifies its process.
+        overrides: the arguments of the training. `name=` or `resume=` identifies its process.
         number: the signal.
         alone: whether no other training runs on the host, so that no name is needed.
     """
     names = [(key, value) for key, value in map(key_value, overrides) if key in ("name", "resume")]
     if not names and not alone:
         return None
-    pattern = _TRAINING
+    pattern = _TRAINING_PROCESS
     if not alone:
         key, value = names[-1]
         pattern += f"(.* )?{key}=['\"]?{re.escape(value)}['\"]?( |$)"
-    return join(("pkill", f"-{signal.Signals(number).name.removeprefix('SIG')}", "-f", pattern))
+    return shell_text(("pkill", f"-{signal.Signals(number).name.removeprefix('SIG')}", "-f", pattern))
 
 
-def loudly(step: Call) -> int:
+def run_verbose(step: CommandStep) -> int:
     """Print a step, run it, and return its exit status."""
-    say(f"{step.about}: {step.text()}")
+    print_message(f"{step.description}: {step.text()}")
     return step.run()
 
 
-def must(step: Call) -> None:
-    """Print a step and run it; ValueError if it fails."""
-    if status := loudly(step):
-        raise gave_up(step, status)
+def run_checked(step: CommandStep) -> None:
+    """Print a step and run it. Raises ValueError if it fails."""
+    if status := run_verbose(step):
+        raise step_error(step, status)
 
 
-def quietly(step: Call) -> None:
-    """Run a step that may fail, such as stopping a training on hosts that are gone."""
+def try_run(step: CommandStep) -> None:
+    """Run a step and ignore its failure, for example to stop a training on a host that may be gone."""
     try:
-        subprocess.run(step.commands[0], capture_output=True, check=False, timeout=_ANSWER_S)
+        subprocess.run(step.commands[0], capture_output=True, check=False, timeout=_SIGNAL_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        say(f"no answer within {_ANSWER_S:g} s: {step.text()}")
+        print_message(f"no response within {_SIGNAL_TIMEOUT_S:g} s: {step.text()}")

@@ -1,1 +1,1 @@
-"""Processes of a run: how they start, meet, lock what they write, and end."""
+"""Processes of a run: starting child processes, connecting to each other, locking files, and ending."""

@@ -1,4 +1,4 @@
-"""Child processes: started in their own session, and signalled together with everything they start."""
+"""Child processes. Each starts in a new session, so that signals also reach the processes that it starts."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from pathlib import Path
 from valkyrie.paths import open_to_append
 
 LAST_LINES = 20
-"""Lines of a log that are shown when its process is the first to end."""
-_LAST_BYTES = 64 * 2**10
-_BECOME = """
+"""Number of log lines shown for the process that failed first."""
+_MAX_LAST_BYTES = 64 * 2**10
+_EXEC_SCRIPT = """
 import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: kept by exec
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: survives exec
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
 class ChildProcess:
-    """A child process in its own session, so that Ctrl-C in a terminal reaches this process alone.
+    """A child process in a new session, so that Ctrl-C in a terminal reaches only this process.
 
     Args:
         command: The program and its arguments.
-        environment: Variables added to those of this process.
-        log: File to append stdout and stderr to, or None for those of this process.
-        index: Number among the processes that are started together.
-        dies_with_parent: Whether the kernel kills it when this process dies. Only Linux does.
-        pass_fds: Open file descriptors that it inherits.
+        environment: Environment variables in addition to those of this process.
+        log: File that stdout and stderr are appended to, or None to share the streams of this process.
+        index: Number of the child among those started together.
+        dies_with_parent: Whether the kernel kills the child when this process dies. Works only on Linux.
+        pass_fds: Open file descriptors that the child inherits.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ChildProcess:
                 output = files.enter_context(open_to_append(log))
                 self._log_starts_at = output.tell()
             self._process = subprocess.Popen(
-                _dying_with_parent(command) if dies_with_parent else command,
+                _kill_with_parent(command) if dies_with_parent else command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -71,7 +71,7 @@ class ChildProcess:
 
     @property
     def status(self) -> int | None:
-        """Exit status, negative for the signal that ended it, or None while it runs."""
+        """Exit status, the negative signal number if a signal ended the process, or None while it runs."""
         return self._process.poll()
 
     def send(self, number: int) -> None:
@@ -79,23 +79,23 @@ class ChildProcess:
         signal_group(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process and its children, also the children of one that has ended."""
+        """Kill the process and its children. Children are killed even if the process itself has ended."""
         self.send(signal.SIGKILL)
         self._process.wait()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the end, for at most `seconds`, and return whether it has ended."""
+        """Wait at most `seconds` for the process to end, or forever if None. Returns whether it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
             return True
         return False
 
     def last_lines(self) -> list[str]:
-        """Return the last lines that it printed to its log, or an empty list if it has none."""
+        """Return the last lines of the process's log, or an empty list if it has no log."""
         if self.log is None:
             return []
         with contextlib.suppress(OSError), self.log.open("rb") as file:
-            file.seek(max(self._log_starts_at, self.log.stat().st_size - _LAST_BYTES))
+            file.seek(max(self._log_starts_at, self.log.stat().st_size - _MAX_LAST_BYTES))
             return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
         return []
 
@@ -103,28 +103,28 @@ class ChildProcess:
 def python_module(name: str, *arguments: str) -> tuple[str, ...]:
     """Return the command that runs a module with this Python.
 
-    `-P` keeps the current folder off its path: a `random.py` of the user there must not replace Python's.
+    `-P` keeps the current folder out of `sys.path`, where a user's `random.py` would replace Python's.
     """
     return (sys.executable, "-P", "-m", name, *arguments)
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Send a signal to the remaining processes of a child's process group."""
+    """Send a signal to a child and its descendants. Does nothing if all of them have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
 
 def wait_for(processes: Sequence[ChildProcess], seconds: float, poll_s: float = 0.02) -> None:
-    """Wait until all have ended, for at most `seconds`."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and any(process.status is None for process in processes):
+    """Wait until all processes have ended, at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(process.status is None for process in processes):
         time.sleep(poll_s)
 
 
-def _dying_with_parent(command: Sequence[str]) -> list[str]:
-    """Return a command that executes the given one, and that the kernel kills when this process dies."""
+def _kill_with_parent(command: Sequence[str]) -> list[str]:
+    """Wrap a command so that the kernel kills it when this process dies. Returns it unchanged outside of Linux."""
     if shutil.which(command[0]) is None:
-        raise FileNotFoundError(f"{command[0]} is not installed here, or not on the PATH.")
+        raise FileNotFoundError(f"{command[0]} is not installed, or not on the PATH.")
     if sys.platform != "linux":
         return [*command]
-    return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", "-c", _EXEC_SCRIPT, str(os.getpid()), *command]

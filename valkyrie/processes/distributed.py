@@ -1,4 +1,4 @@
-"""Finds the processes of a run, connects them and starts JAX among them."""
+"""Finds the other processes of a run, connects to them, and initializes JAX's distributed runtime."""
 
 from __future__ import annotations
 
@@ -8,28 +8,32 @@ from dataclasses import dataclass
 
 from valkyrie.problems import Problem, ProblemCode, check_range
 from valkyrie.processes.hub import parse_address
-from valkyrie.processes.team import COORDINATOR, COUNT, INDEX, Connected, Place
+from valkyrie.processes.team import COORDINATOR, COUNT, INDEX, ConnectedTeam, ProcessInfo
 
-_COUNT = (COUNT, "JAX_NUM_PROCESSES")
-_INDEX = (INDEX, "JAX_PROCESS_ID")
-_CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES")
-"""Variables that Slurm's srun, Open MPI, Kubernetes and Cloud TPU set. JAX finds the other processes there itself."""
-_JAX_PATIENCE = 10
-"""JAX's heartbeat timeout as a multiple of ours, so that ours ends the processes first, with a message."""
+_COUNT_VARIABLES = (COUNT, "JAX_NUM_PROCESSES")
+_INDEX_VARIABLES = (INDEX, "JAX_PROCESS_ID")
+_CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES")
+"""Variables set by Slurm's srun, Open MPI, Kubernetes and Cloud TPU, where JAX can find the other processes."""
+_JAX_HEARTBEAT_FACTOR = 10
+"""JAX's heartbeat timeout as a multiple of ours. Ours must expire first, because it ends with a useful message."""
 
 
 @dataclass
 class DistributedConfig:
-    """The processes of a run. `auto` finds them in the environment, or through JAX on Cloud TPU, Slurm, MPI and GKE.
+    """How the processes of a run find each other and how long they wait.
+
+    With `auto`, environment variables name them, or JAX finds them on Cloud TPU, Slurm, MPI and GKE. `off` runs this
+    process alone.
 
     Args:
-        coordinator: the address of process 0 as `HOST:PORT`.
+        name: `auto` or `off`.
+        coordinator: address of process 0, as `HOST:PORT`.
         processes: number of processes.
-        process: number of this process, from 0.
+        process: index of this process, from 0.
         timeout_s: seconds to wait for all processes at the start.
-        heartbeat_s: a process that is silent for this many seconds is lost.
-        step_timeout_s: a training step that takes longer than this many seconds hangs; null for no limit. The first
-            step has at least half an hour, later ones at least 20 times the median of the earlier ones.
+        heartbeat_s: seconds without a message after which a process counts as lost.
+        step_timeout_s: seconds after which a training step counts as hung, or null for no limit. The limit is at least
+            half an hour for the first step, and at least 20 times the median of the earlier steps for the others.
     """
 
     name: str = "auto"
@@ -41,101 +45,111 @@ class DistributedConfig:
     step_timeout_s: float | None = 600.0
 
     def problems(self) -> list[Problem]:
-        """Return the problems of the keys."""
+        """Return a problem for each invalid or missing key."""
         problems = check_range("distributed.processes", self.processes, least=1)
         problems += check_range("distributed.process", self.process, least=0)
         problems += check_range("distributed.timeout_s", self.timeout_s, above=0)
         problems += check_range("distributed.heartbeat_s", self.heartbeat_s, least=1)
         problems += check_range("distributed.step_timeout_s", self.step_timeout_s, above=0, otherwise="null")
-        place = {"coordinator": self.coordinator, "processes": self.processes, "process": self.process}
-        missing = [f"distributed.{key}" for key, value in place.items() if value is None]
-        if 0 < len(missing) < len(place):
-            stated = ", ".join(f"distributed.{key}={value}" for key, value in place.items() if value is not None)
-            text = f"{stated}: give {' and '.join(missing)} too; address, count and index go together."
+        keys = {"coordinator": self.coordinator, "processes": self.processes, "process": self.process}
+        missing = [f"distributed.{key}" for key, value in keys.items() if value is None]
+        if 0 < len(missing) < len(keys):
+            present = ", ".join(f"distributed.{key}={value}" for key, value in keys.items() if value is not None)
+            text = f"{present} also needs {' and '.join(missing)}. Set all three or none."
             problems.append(Problem(ProblemCode.missing, missing[0], text=text))
         return problems
 
 
-def find_place(
+def find_process(
     config: DistributedConfig, *, accelerators: int = 0, environment: Mapping[str, str] = os.environ
-) -> Place | None:
-    """Return the place of this process in its run, or None if it runs alone.
+) -> ProcessInfo | None:
+    """Return the coordinator, count and index of this process, or None if it runs alone.
 
-    Queries JAX only in a cluster or with `accelerators`. Raises ValueError for contradictory settings or variables.
+    Queries JAX only in a cluster, or on a host with `accelerators`. Raises ValueError for incomplete or invalid
+    variables.
     """
     if config.name == "off":
         return None
     if config.processes is not None:
-        return _checked(Place(str(config.coordinator), config.processes, int(config.process or 0)), "distributed")
-    count, index = (next((n for n in names if environment.get(n)), None) for names in (_COUNT, _INDEX))
+        return _check_process(
+            ProcessInfo(str(config.coordinator), config.processes, int(config.process or 0)), "distributed"
+        )
+    count, index = (
+        next((n for n in names if environment.get(n)), None) for names in (_COUNT_VARIABLES, _INDEX_VARIABLES)
+    )
     if count is None and index is None:
-        in_cluster = accelerators or any(name in environment for name in _CLUSTERS)
-        return _detect_place(config) if in_cluster else None
+        in_cluster = accelerators or any(name in environment for name in _CLUSTER_VARIABLES)
+        return _detect_process(config) if in_cluster else None
     if count is not None and environment[count] == "1":
         return None
     address = environment.get(COORDINATOR)
     if not address or count is None or index is None:
-        variables = ((COORDINATOR, address), (_COUNT[0], count), (_INDEX[0], index))
+        variables = ((COORDINATOR, address), (_COUNT_VARIABLES[0], count), (_INDEX_VARIABLES[0], index))
         missing = [name for name, value in variables if not value]
         raise ValueError(
-            f"{' and '.join(missing)} missing in the environment, beside {count or index}: address, count and "
-            "index go together. Unset them to run alone."
+            f"the environment has {count or index} but not {' and '.join(missing)}. Set all of {COORDINATOR}, "
+            f"{_COUNT_VARIABLES[0]} and {_INDEX_VARIABLES[0]}, or unset all of them to run a single process."
         )
     try:
-        place = Place(address, int(environment[count]), int(environment[index]))
+        process_info = ProcessInfo(address, int(environment[count]), int(environment[index]))
     except ValueError:
         raise ValueError(
-            f"{count}={environment[count]} and {index}={environment[index]}: write whole numbers."
+            f"{count}={environment[count]} and {index}={environment[index]} must be whole numbers."
         ) from None
-    return _checked(place, count)
+    return _check_process(process_info, count)
 
 
-def join(config: DistributedConfig, *, accelerators: int = 0) -> Connected | None:
-    """Return the team of this run, once all processes are connected, or None if there is one process.
+def join(config: DistributedConfig, *, accelerators: int = 0) -> ConnectedTeam | None:
+    """Connect to the other processes and return their team, or None if there is only one process.
 
-    The ValueError, on every connected process, names those that are late or disagree on the number of processes.
+    Raises ValueError on every connected process if some are late or disagree on the number of processes.
     """
-    place = find_place(config, accelerators=accelerators)
-    if place is None or place.count == 1:
+    process_info = find_process(config, accelerators=accelerators)
+    if process_info is None or process_info.count == 1:
         return None
-    return Connected(place, timeout_s=config.timeout_s, heartbeat_s=config.heartbeat_s)
+    return ConnectedTeam(process_info, timeout_s=config.timeout_s, heartbeat_s=config.heartbeat_s)
 
 
-def start_jax(config: DistributedConfig, place: Place) -> None:
-    """Start JAX's coordination between the processes. Call it before anything uses a device."""
+def start_jax(config: DistributedConfig, process_info: ProcessInfo) -> None:
+    """Initialize JAX's distributed runtime. Must be called before anything uses a device."""
     import jax
 
     jax.distributed.initialize(
-        place.coordinator,
-        place.count,
-        place.index,
+        process_info.coordinator,
+        process_info.count,
+        process_info.index,
         initialization_timeout=int(config.timeout_s) + 1,
-        heartbeat_timeout_seconds=int(_JAX_PATIENCE * config.heartbeat_s),
-        local_device_ids=place.local_devices,
+        heartbeat_timeout_seconds=int(_JAX_HEARTBEAT_FACTOR * config.heartbeat_s),
+        local_device_ids=process_info.local_devices,
         shutdown_timeout_seconds=int(config.heartbeat_s) + 1,
     )
 
 
-def _checked(place: Place, source: str) -> Place:
-    parse_address(place.coordinator)
-    if place.count < 1 or not 0 <= place.index < place.count:
-        raise ValueError(f"{source}: process {place.index} of {place.count} processes; they are counted from 0.")
-    return place
+def _check_process(process_info: ProcessInfo, source: str) -> ProcessInfo:
+    """Return the argument. Raises ValueError, which starts with `source`, if its address or index is invalid."""
+    parse_address(process_info.coordinator)
+    if process_info.count < 1 or not 0 <= process_info.index < process_info.count:
+        raise ValueError(
+            f"{source}: there is no process {process_info.index} among {process_info.count} processes, which are "
+            "numbered from 0."
+        )
+    return process_info
 
 
-def _detect_place(config: DistributedConfig) -> Place | None:
-    """Return the place that JAX detects, or None. The detection has no public name."""
-    from jax._src.clusters import ClusterEnv
+def _detect_process(config: DistributedConfig) -> ProcessInfo | None:
+    """Return what JAX detects, or None if it finds no cluster."""
+    from jax._src.clusters import ClusterEnv  # JAX has no public function for this
 
     try:
         address, count, index, local = ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, None, int(config.timeout_s)
         )
-    except Exception as error:  # metadata servers and schedulers fail in many ways
+    except Exception as error:  # metadata servers and schedulers raise many types
         raise ValueError(
-            f"JAX cannot tell the processes of this run ({type(error).__name__}: {' '.join(str(error).split())}). Give "
-            "distributed.coordinator, distributed.processes and distributed.process, or distributed=off to run alone."
+            f"JAX cannot find the processes of this run ({type(error).__name__}: {' '.join(str(error).split())}). Set "
+            "distributed.coordinator, distributed.processes and distributed.process, or use distributed=off to run a "
+            "single process."
         ) from error
     if address is None or count is None or index is None:
         return None
-    return Place(str(address), int(count), int(index), None if local is None else tuple(local))
+    return ProcessInfo(str(address), int(count), int(index), None if local is None else tuple(local))

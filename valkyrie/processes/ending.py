@@ -1,7 +1,7 @@
-"""Exit statuses of `valkyrie-train`, and the one function that ends a process at once.
+"""Exit statuses of `valkyrie-train`, and the function that ends a process immediately.
 
-Python's normal exit may wait for other processes. `records_ending` registers a recorder of the reason, for example for
-a trial of a sweep.
+Python's normal exit may wait for other processes. `record_ending` registers a function that records the reason, for
+example in the record of a trial.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 DONE = 0
-"""A training that reached its last step."""
+"""The training reached its last step."""
 REFUSED = 2
-"""A mistake of the user. Also the status of the processes that end because one of them found it."""
+"""The user's configuration or arguments are wrong. All processes of the run exit with this status."""
 DOES_NOT_FIT = 3
-"""A run that needs more memory than its devices have. Recorders get this status; the process ends with REFUSED."""
+"""The run does not fit into device memory. Passed only to recorders; the process exits with `REFUSED`."""
 LOST = 69
-"""A process hangs, or another one hangs or was lost. Start all of them again."""
+"""A process hangs, or another process failed. Start all of them again."""
 PREEMPTED = 75
-"""A training has saved its state because its machine is being taken away. Start it again (EX_TEMPFAIL)."""
+"""The training has saved its state because its machine is being preempted. Start it again (EX_TEMPFAIL)."""
 INTERRUPTED = 130
 """Ctrl-C. Shells use this status too."""
 
@@ -34,8 +34,8 @@ _recorders: list[Callable[[int, str], object]] = []
 
 
 @contextlib.contextmanager
-def records_ending(record: Callable[[int, str], object]) -> Iterator[None]:
-    """Call `record` with exit status and reason if the process ends itself inside this context."""
+def record_ending(record: Callable[[int, str], object]) -> Iterator[None]:
+    """Call `record(status, reason)` if `end_process` ends the process inside this context."""
     _recorders.append(record)
     try:
         yield
@@ -44,7 +44,7 @@ def records_ending(record: Callable[[int, str], object]) -> Iterator[None]:
 
 
 def end_process(status: int, reason: str) -> NoReturn:
-    """Record the reason and end the process with this exit status, from any thread."""
+    """Record the reason and end the process with this exit status. May be called from any thread."""
     for record in _recorders if status else ():
         with contextlib.suppress(OSError):
             record(status, reason)
@@ -67,7 +67,7 @@ def limit_exit(status: int, seconds: float = EXIT_S) -> None:
 
 
 def describe_status(status: int) -> str:
-    """Describe an exit status as `subprocess` returns it: `with status 1`, `by SIGKILL`."""
+    """Describe an exit status of `subprocess`, such as `with status 1` or `by SIGKILL`."""
     if status >= 0:
         return f"with status {status}"
     with contextlib.suppress(ValueError):

@@ -12,13 +12,13 @@ from typing import Any, get_args
 
 from valkyrie.records import decode, encode
 
-_LONGEST = 64 * 2**20
-"""Maximum bytes of a line: more than any configuration, less than would fill the memory."""
+_MAX_LINE_BYTES = 64 * 2**20
+"""Maximum bytes of a message. Larger than any configuration, small enough not to fill the memory."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a process: its index, the number of processes it expects, and its host."""
+    """First message of a process: its index, the number of processes that it expects, and its host."""
 
     index: int
     count: int
@@ -27,7 +27,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Started:
-    """All processes have met."""
+    """All processes are connected."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Value:
-    """The JSON value of one process in an exchange."""
+    """The value that one process sends in an exchange. Must be JSON-serializable."""
 
     name: str
     value: Any
@@ -47,7 +47,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Values:
-    """The values of all processes in an exchange, by process."""
+    """The values of all processes in an exchange, in the order of the processes."""
 
     name: str
     values: list[Any]
@@ -55,7 +55,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Goodbye:
-    """The last message of a process. It has a reason and an exit status if the process failed."""
+    """Last message of a process. `reason` and `status` are None unless the process failed."""
 
     reason: str | None = None
     status: int | None = None
@@ -63,7 +63,7 @@ class Goodbye:
 
 @dataclass(frozen=True)
 class Lost:
-    """A process failed or was lost. The status is None if its exit status is unknown."""
+    """A process failed or was lost. `line` is the message for the user, `status` its exit status or None if unknown."""
 
     line: str
     status: int | None
@@ -71,57 +71,57 @@ class Lost:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Shows that the sender is alive."""
+    """Sent regularly to show that the sender is alive."""
 
 
 Message = Hello | Started | Refused | Value | Values | Goodbye | Lost | Heartbeat
 _MESSAGES: dict[str, type[Message]] = {message.__name__: message for message in get_args(Message)}
 
 
-class Wire:
-    """A connection that carries messages, one JSON line each. Several threads may send."""
+class Connection:
+    """A TCP connection that carries messages as JSON lines. Several threads may send."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection, self._file, self._sending = connection, connection.makefile("rb"), threading.Lock()
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._file, self._send_lock = sock, sock.makefile("rb"), threading.Lock()
 
     def send(self, message: Message) -> None:
         """Send a message. Raises OSError if the other side is gone."""
         line = json.dumps({"type": type(message).__name__, **encode(message)})
-        with self._sending:
-            self._connection.sendall(line.encode() + b"\n")
+        with self._send_lock:
+            self._socket.sendall(line.encode() + b"\n")
 
     def read(self) -> Message | None:
-        """Return the next message, or None at the end of the connection.
+        """Return the next message, or None if the connection is closed.
 
-        Raises ValueError for anything else, and TimeoutError if nothing arrives in time.
+        Raises ValueError for invalid messages, and TimeoutError if none arrives in time.
         """
-        line = self._file.readline(_LONGEST)
+        line = self._file.readline(_MAX_LINE_BYTES)
         if not line:
             return None
         plain = json.loads(line)
         message = _MESSAGES.get(str(plain.pop("type", ""))) if isinstance(plain, dict) else None
         if message is None:
-            raise ValueError("not a message of Valkyrie")
+            raise ValueError("the message is not from Valkyrie")
         return decode(message, plain, "message")
 
-    def timeout(self, seconds: float | None) -> None:
-        """Set how long `read` waits."""
-        self._connection.settimeout(seconds)
+    def set_timeout(self, seconds: float | None) -> None:
+        """Set the timeout of `read`, in seconds, or None to wait forever."""
+        self._socket.settimeout(seconds)
 
     def close(self) -> None:
-        """End the connection, also for a thread that reads from it."""
+        """Close the connection. A thread that waits in `read` returns."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._file.close()
-        self._connection.close()
+        self._socket.close()
 
 
 def parse_address(text: str) -> tuple[str, int]:
     """Return the host and port of `HOST:PORT`. Raises ValueError for anything else."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"the address of process 0 is {text}: write HOST:PORT, such as 10.0.0.2:8476.")
+        raise ValueError(f"the address of process 0, {text}, is not of the form HOST:PORT, such as 10.0.0.2:8476.")
     return host.strip("[]"), int(port)
 
 
@@ -133,15 +133,15 @@ def free_port() -> int:
 
 
 class Hub:
-    """Waits for `count` processes until a deadline, then relays their messages.
+    """Accepts the connections of `count` processes until a deadline, then relays their messages.
 
-    Collects the values of an exchange until all processes have sent theirs, then sends all of them to all. A process is
-    lost if its connection ends without a `Goodbye`, or if it is silent for `heartbeat_s`.
+    In an exchange, it collects one value from each process, then sends all values to every process. A process counts as
+    lost if its connection closes without a `Goodbye`, or if it sends nothing for `heartbeat_s` seconds.
     """
 
     def __init__(self, address: str, count: int, deadline: float, heartbeat_s: float) -> None:
         self._count, self._deadline, self._heartbeat_s = count, deadline, heartbeat_s
-        self._wires: dict[int, Wire] = {}
+        self._connections: dict[int, Connection] = {}
         self._hosts: dict[int, str] = {}
         self._exchanges: dict[str, dict[int, Any]] = {}
         self._lock = threading.Lock()
@@ -149,23 +149,23 @@ class Hub:
         self._closed = False
         self._address = address
         _, port = parse_address(address)
-        self._listening = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
-        self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if socket.has_dualstack_ipv6():
-            self._listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
-            self._listening.bind(("", port))
-            self._listening.listen(count)
+            self._listener.bind(("", port))
+            self._listener.listen(count)
         except OSError as error:
-            self._listening.close()
+            self._listener.close()
             raise ValueError(
-                f"process 0 cannot listen on port {port} ({error.strerror}). End what has it, or choose another "
-                "address for all processes (JAX_COORDINATOR_ADDRESS or distributed.coordinator)."
+                f"process 0 cannot listen on port {port} ({error.strerror}). Stop the program that uses the port, or "
+                "choose another address for all processes (JAX_COORDINATOR_ADDRESS or distributed.coordinator)."
             ) from None
-        threading.Thread(target=self._gather, name="team-hub", daemon=True).start()
+        threading.Thread(target=self._accept_all, name="team-hub", daemon=True).start()
 
     def fail(self, index: int, reason: str, status: int | None = None) -> None:
-        """Tell all processes that one has failed. Only the first failure is sent; later ones are its consequences."""
+        """Report the failure of a process to all. Sends only the first failure: later ones are its consequences."""
         with self._lock:
             if self._closed:
                 return
@@ -173,78 +173,78 @@ class Hub:
         self._send_all(Lost(f"process {index} (on {self._hosts[index]}) ended: {reason}", status))
 
     def close(self) -> None:
-        """Wait until all processes have left or one is lost, for at most `heartbeat_s` each."""
+        """Wait until all processes have left or one is lost, at most `heartbeat_s` seconds for each."""
         for reader in self._readers:
             reader.join(self._heartbeat_s)
         self._closed = True
 
-    def _gather(self) -> None:
-        """Wait for all processes, then start relaying. After a problem, refuse those connected and those to come."""
-        waiting: list[Wire] = []
+    def _accept_all(self) -> None:
+        """Accept all processes, then start relaying. After a problem, refuse every process, including later ones."""
+        waiting: list[Connection] = []
         problem, arrived = None, 0
-        while arrived < self._count and len(self._wires) < self._count:
-            self._listening.settimeout(max(self._deadline - time.monotonic(), 0.001))
+        while arrived < self._count and len(self._connections) < self._count:
+            self._listener.settimeout(max(self._deadline - time.monotonic(), 0.001))
             try:
-                connection, _ = self._listening.accept()
+                sock, _ = self._listener.accept()
             except TimeoutError:
-                problem = problem or self._missing()
+                problem = problem or self._missing_message()
                 break
-            wire = Wire(connection)
-            wire.timeout(5.0)
-            waiting.append(wire)
-            with contextlib.suppress(OSError, ValueError):  # a port scanner, or a process that was killed
-                if isinstance(hello := wire.read(), Hello):
-                    problem, arrived = problem or self._welcome(wire, hello), arrived + 1
+            connection = Connection(sock)
+            connection.set_timeout(5.0)
+            waiting.append(connection)
+            with contextlib.suppress(OSError, ValueError):  # from a port scanner, or a process that was killed
+                if isinstance(hello := connection.read(), Hello):
+                    problem, arrived = problem or self._admit(connection, hello), arrived + 1
             if problem:
                 self._refuse(waiting, problem)
-        self._listening.close()
+        self._listener.close()
         if problem:
             self._refuse(waiting, problem)
         else:
-            self._begin()
+            self._start_relays()
 
-    def _refuse(self, waiting: list[Wire], problem: str) -> None:
+    def _refuse(self, waiting: list[Connection], problem: str) -> None:
         while waiting:
-            wire = waiting.pop()
+            connection = waiting.pop()
             with contextlib.suppress(OSError):
-                wire.send(Refused(problem))
-            wire.close()
+                connection.send(Refused(problem))
+            connection.close()
 
-    def _begin(self) -> None:
+    def _start_relays(self) -> None:
         self._send_all(Started())
-        for index, wire in self._wires.items():
-            wire.timeout(self._heartbeat_s)
+        for index, connection in self._connections.items():
+            connection.set_timeout(self._heartbeat_s)
             name = f"team-hear-{index}"
-            self._readers.append(threading.Thread(target=self._relay, args=(index, wire), name=name, daemon=True))
+            self._readers.append(threading.Thread(target=self._relay, args=(index, connection), name=name, daemon=True))
         for reader in self._readers:
             reader.start()
-        threading.Thread(target=self._beat, name="team-hub-beat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="team-hub-beat", daemon=True).start()
 
-    def _welcome(self, wire: Wire, hello: Hello) -> str | None:
-        """Add a process. Returns the reason why it cannot be part of this run, or None."""
+    def _admit(self, connection: Connection, hello: Hello) -> str | None:
+        """Add a process to the run, or return the reason why it cannot be added."""
         index, host = hello.index, hello.host
         if hello.count != self._count:
-            return f"process {index} (on {host}) counts {hello.count} processes, process 0 counts {self._count}."
+            return f"process {index} (on {host}) expects {hello.count} processes, but process 0 expects {self._count}."
         if not 0 <= index < self._count:
-            return f"a process (on {host}) has index {index}; the {self._count} processes are 0 to {self._count - 1}."
-        if index in self._wires:
+            return f"a process (on {host}) has index {index}, but the {self._count} indices are 0 to {self._count - 1}."
+        if index in self._connections:
             return f"two processes have index {index}: one on {self._hosts[index]}, one on {host}."
-        self._wires[index], self._hosts[index] = wire, host
+        self._connections[index], self._hosts[index] = connection, host
         return None
 
-    def _missing(self) -> str:
-        missing = [index for index in range(self._count) if index not in self._wires]
-        named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+    def _missing_message(self) -> str:
+        missing = [index for index in range(self._count) if index not in self._connections]
+        indices = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
         return (
-            f"{len(missing)} of {self._count} processes did not come to {self._address} in time: {named}. Check their "
-            "output, or wait longer for slow ones with distributed.timeout_s."
+            f"{len(missing)} of {self._count} processes did not connect to {self._address} in time: {indices}. Check "
+            "their output, or increase distributed.timeout_s if they start slowly."
         )
 
-    def _relay(self, index: int, wire: Wire) -> None:
+    def _relay(self, index: int, connection: Connection) -> None:
         """Read the messages of a process until it leaves or is lost."""
-        reason = "its connection closed: it ended or was killed"
+        reason = "its connection closed, so it ended or was killed"
         try:
-            while (message := wire.read()) is not None:
+            while (message := connection.read()) is not None:
                 if isinstance(message, Goodbye):
                     if message.reason is not None:
                         self.fail(index, message.reason, message.status)
@@ -252,12 +252,12 @@ class Hub:
                 if isinstance(message, Value):
                     self._collect(index, message)
         except TimeoutError:
-            reason = f"nothing was heard of it for {self._heartbeat_s:g} s"
+            reason = f"it sent nothing for {self._heartbeat_s:g} s"
         except (OSError, ValueError):
             pass
         finally:
-            wire.close()
-        self.fail(index, f"it is lost: {reason}")
+            connection.close()
+        self.fail(index, reason)
 
     def _collect(self, index: int, message: Value) -> None:
         with self._lock:
@@ -269,11 +269,11 @@ class Hub:
         self._send_all(Values(message.name, [values[i] for i in range(self._count)]))
 
     def _send_all(self, message: Message) -> None:
-        for wire in self._wires.values():
+        for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                wire.send(message)
+                connection.send(message)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._closed:
             self._send_all(Heartbeat())
             time.sleep(self._heartbeat_s / 5)

@@ -1,11 +1,12 @@
-"""Ctrl-C ends a command at once. A training first finishes its step and saves; a second Ctrl-C ends it at once.
+"""Signal handling. Ctrl-C ends a command immediately; a training first finishes its step and saves.
 
-SIGTERM, Slurm's SIGUSR1 and a closed terminal (SIGHUP) stop a training as Ctrl-C does. With several processes, any of
-them may receive the signal: JAX's preemption service forwards it and chooses the step after which all of them stop.
+A second Ctrl-C ends the training immediately. SIGTERM, Slurm's SIGUSR1 and a closed terminal (SIGHUP) stop it like
+Ctrl-C. With several processes, any of them may receive the signal: JAX's preemption service forwards it and chooses the
+step after which all of them stop.
 
-Python raises KeyboardInterrupt wherever the main thread is. If that is a callback of the garbage collector or a
-finaliser, and JAX has both, Python prints the exception and continues. Therefore a separate thread handles signals here
-(`signal.set_wakeup_fd`).
+By default, Python raises KeyboardInterrupt in the main thread. If that thread is in a garbage collector callback or a
+finalizer, both of which JAX has, Python prints the exception and continues. Therefore a separate thread handles signals
+here (`signal.set_wakeup_fd`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _SHOW_CURSOR = b"\x1b[?25h\n"
 
 @contextlib.contextmanager
 def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SIGINT,)) -> Iterator[None]:
-    """Call `react` in a thread for each signal, whatever the main thread is doing.
+    """Call `react(signal)` in a separate thread for each signal, whatever the main thread is doing.
 
-    Of nested contexts the inner one handles the signals. Does nothing outside of the main thread, where Python allows
-    no handlers.
+    In nested contexts, only the innermost one handles signals. Does nothing if called outside of the main thread, where
+    Python does not allow signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -64,30 +65,30 @@ def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SI
 
 
 class Interrupt:
-    """Stops a training on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. The second signal ends the process.
+    """Stops a training on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. The second signal ends the process immediately.
 
-    The first signal also ends the process until `worth_saving` is set: otherwise a first step that never ends, because
-    devices wait for each other, could not be stopped.
+    Until `worth_saving` is set, the first signal ends it too. Otherwise, a first step that never finishes because
+    devices wait for each other could not be stopped.
 
-    With `several` processes the first signal goes to JAX's preemption service, which handles SIGTERM itself.
+    With `several` processes, the first signal is passed as SIGTERM to JAX's preemption service.
     """
 
     def __init__(self, *, several: bool = False) -> None:
         self.requested = False
         self.worth_saving = False
         self.preempted = False
-        """Whether the machine is being taken away, as opposed to a user who stops the training."""
+        """Whether the machine is being preempted, as opposed to a user who stops the training."""
         self._several = several
 
-    def listening(self) -> contextlib.AbstractContextManager[None]:
+    def handle_signals(self) -> contextlib.AbstractContextManager[None]:
         """Handle the signals inside this context."""
         signals = [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
         return on_signals(self._stop, signals if self._several else [*signals, signal.SIGTERM])
 
-    def stops_at(self, step: int, *, also: bool = False) -> bool:
-        """Return whether the training stops after this step. All processes get the same answer and call this each step.
+    def should_stop(self, step: int, *, also: bool = False) -> bool:
+        """Return whether to stop after this step, with the same result on all processes. Call it on all, at every step.
 
-        `also` requests a stop on this process without a signal.
+        `also` requests a stop without a signal.
         """
         if not self._several:
             return self.requested or also
@@ -106,19 +107,21 @@ class Interrupt:
         if self.requested or not self.worth_saving:
             if not self.requested:
                 with contextlib.suppress(OSError):
-                    os.write(2, b"\nvalkyrie-train: stopped before a step was done: there is nothing to save\n")
+                    os.write(2, b"\nvalkyrie-train: stopped before the first step, so there is nothing to save\n")
             show_cursor()
             end_process(PREEMPTED if preempted else INTERRUPTED, "stopped by a signal")
         self.requested, self.preempted = True, preempted
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
         with contextlib.suppress(OSError):  # the terminal may be gone
-            sys.stderr.write("\nstopping after this step, then saving; once more ends at once without saving\n")
+            sys.stderr.write(
+                "\nstopping after this step, then saving. Press Ctrl-C again to stop immediately without saving.\n"
+            )
             sys.stderr.flush()
 
 
 def show_cursor() -> None:
-    """Show the terminal's cursor again, which a live progress bar hides, before the process ends abruptly."""
+    """Show the terminal's cursor again, which a live progress bar hides. For processes that end without cleaning up."""
     if sys.stdout.isatty():
         os.write(sys.stdout.fileno(), _SHOW_CURSOR)
 
@@ -126,14 +129,14 @@ def show_cursor() -> None:
 def repair_std_streams() -> None:
     """Make printing safe if a standard stream is closed or cannot encode a character.
 
-    A closed stream becomes /dev/null. Otherwise the next file to be opened would get its number, and libraries would
-    print into that file. Characters that a terminal's encoding lacks are printed as `?`.
+    Redirects a closed stream to /dev/null. Otherwise the next file to be opened would get its descriptor, and libraries
+    would print into that file. Characters that the terminal cannot encode are printed as `?`.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.dup(number), mode))
     for stream in (sys.stdout, sys.stderr):
@@ -145,7 +148,7 @@ def repair_std_streams() -> None:
 
 
 def exit_on_ctrl_c(command: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which Ctrl-C prints that the command has stopped and ends the process."""
+    """Return a context where Ctrl-C prints a message and ends the process immediately."""
 
     def end(number: int) -> None:
         os.write(2, f"{command}: stopped\n".encode())
@@ -156,9 +159,9 @@ def exit_on_ctrl_c(command: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C, SIGTERM and SIGHUP, for code that has to clean up first.
+    """Raise KeyboardInterrupt on Ctrl-C, SIGTERM and SIGHUP, for code that must clean up before it ends.
 
-    Leaves signals with another handler alone.
+    Does not replace handlers that other code has installed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -166,7 +169,7 @@ def signals_as_exceptions() -> Iterator[None]:
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     replaced = {n: handler for n, handler in handlers.items() if handler in (signal.SIG_DFL, _handled_in_thread)}
     for number in replaced:
-        signal.signal(number, _raise)
+        signal.signal(number, _raise_keyboard_interrupt)
     wakeup = signal.set_wakeup_fd(-1) if signal.SIGINT in replaced else None
     try:
         yield
@@ -177,9 +180,9 @@ def signals_as_exceptions() -> Iterator[None]:
             signal.set_wakeup_fd(wakeup)
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
+def _raise_keyboard_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _handled_in_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Python passes a signal to the wakeup socket only if the signal has a Python handler."""
+    """Do nothing. Python writes a signal to the wakeup socket only if the signal has a Python handler."""

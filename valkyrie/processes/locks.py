@@ -1,6 +1,7 @@
-"""Exclusive file locks of run folders and trials. The kernel releases them when their process ends.
+"""Exclusive file locks for run folders and trials. The kernel releases them when their process ends.
 
-Some network file systems have no locks. There, the process named in a folder's `.writer` file is looked up instead.
+Some network file systems do not support locks. There, a lock is held while the process
+named in `.writer` runs.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from valkyrie.processes.child import signal_group
 from valkyrie.records import RecordError, dump, load
 
 WRITER = ".writer"
-"""File of a run folder that names the process that writes there."""
-_PATIENCE_S = 10.0
-"""Seconds that a process may take to disappear after SIGKILL."""
+"""File in a run folder that names the process writing to it."""
+_KILL_TIMEOUT_S = 10.0
+"""Seconds to wait for a process to end after SIGKILL."""
 
 
 class LockState(Enum):
-    """Result of requesting a lock."""
+    """Result of a lock request."""
 
     ours = "ours"
     another = "another"  # held by another process
@@ -39,17 +40,17 @@ class LockState(Enum):
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Process that holds a lock."""
+    """The process that holds a lock."""
 
     host: str
     pid: int
 
 
 def lock(file: IO[bytes] | IO[str], *, wait: bool = True) -> LockState:
-    """Lock an open file until it is closed here and in every process that inherited it.
+    """Lock an open file until this process and every process that inherited it have closed it.
 
-    With `wait` the result is never `another`. It is `unsupported` on Lustre without `-o flock` and NFS without a lock
-    daemon: callers continue without a lock, and warn where that matters.
+    With `wait`, the result is never `another`. The result is `unsupported` on Lustre without `-o flock` and on NFS
+    without a lock daemon. Callers then continue without a lock and may print a warning.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -64,14 +65,14 @@ def lock(file: IO[bytes] | IO[str], *, wait: bool = True) -> LockState:
 def write_lock(folder: Path) -> Iterator[None]:
     """Hold an exclusive write lock on a folder, creating it if missing.
 
-    Takes over the lock of a killed process. Raises ValueError with the host and process that already writes there.
+    Takes over the lock of a process that was killed. Raises ValueError if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / WRITER
     with open_to_append(path) as file:
         state, writer = lock(file, wait=False), _read_holder(file)
         if state is LockState.another or (state is LockState.unsupported and _may_run(writer)):
-            raise ValueError(_in_use(folder, path, writer, state))
+            raise ValueError(_in_use_message(folder, path, writer, state))
         _write_holder(file, os.getpid())
         try:
             yield
@@ -81,20 +82,19 @@ def write_lock(folder: Path) -> Iterator[None]:
 
 
 class TrialLock:
-    """Ensures that a trial runs once at a time, although several sweeps may share its folder.
+    """Prevents several sweeps that share a folder from running the same trial at the same time.
 
-    Consists of two files. `.sweep` is locked by the sweep that runs the trial. `.process` is locked by the trial's
-    process alone, which inherits it through `process_file` (`pass_fds`): a sweep that was killed leaves such a process
-    behind, and the next sweep ends it. Without file locks trials run all the same, and a note recommends one sweep at
-    a time.
+    There are two lock files. The sweep that runs the trial locks `.sweep`. The trial's process inherits `process_file`
+    (through `pass_fds`) and keeps `.process` locked. If a sweep is killed, its trial's process may survive; the next
+    sweep detects it by this lock and kills it. On file systems without locks, trials run anyway and a note is printed.
     """
 
     def __init__(self, sweep_file: IO[bytes], process_file: IO[bytes]) -> None:
         self._sweep_file, self.process_file = sweep_file, process_file
 
     @staticmethod
-    def take(folder: Path) -> TrialLock | None:
-        """Lock a trial's folder, creating it if missing. Returns None while another sweep runs the trial."""
+    def acquire(folder: Path) -> TrialLock | None:
+        """Lock a trial's folder, creating it if missing. Returns None if another sweep runs the trial."""
         folder.mkdir(parents=True, exist_ok=True)
         sweep_file = open_to_append(folder / ".sweep")
         state = lock(sweep_file, wait=False)
@@ -108,11 +108,11 @@ class TrialLock:
             process_file.close()
             sweep_file.close()
             return None
-        process_file.truncate(0)  # the process it names is gone, and its number may be another's by now
+        process_file.truncate(0)  # it names a process that has ended and whose id may be in use again
         return TrialLock(sweep_file, process_file)
 
     def started(self, pid: int) -> None:
-        """Record the trial's process and leave the process lock to it. Raises OSError if the disk is full."""
+        """Record the trial's process and hand the process lock over to it. Raises OSError if the disk is full."""
         _write_holder(self.process_file, pid)
         self.process_file.close()
 
@@ -127,13 +127,13 @@ def _is_free(file: IO[bytes]) -> bool:
 
 
 def _end_orphan(file: IO[bytes]) -> bool:
-    """End the process that a dead sweep left on this host. Returns whether its lock is ours now."""
+    """Kill the process that a dead sweep left on this host. Returns whether this process now holds its lock."""
     holder = _read_holder(file)
     if holder is None or holder.host != socket.gethostname():
         return _is_free(file)
     signal_group(holder.pid, signal.SIGKILL)
-    until = time.monotonic() + _PATIENCE_S
-    while not (free := _is_free(file)) and time.monotonic() < until:
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while not (free := _is_free(file)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return free
 
@@ -141,8 +141,8 @@ def _end_orphan(file: IO[bytes]) -> bool:
 @cache
 def _warn_without_locks(folder: Path) -> None:
     print(
-        f"note: the file system of {folder} has no file locks (flock). Run one sweep at a time there: two would run "
-        "the same trials, and a process left by a killed sweep is not ended.",
+        f"note: the file system of {folder} does not support file locks (flock). Run only one sweep at a time there. "
+        "Otherwise, trials may run twice, and the processes of a killed sweep may keep running.",
         file=sys.stderr,
     )
 
@@ -162,7 +162,7 @@ def _write_holder(file: IO[bytes], pid: int) -> None:
 
 
 def _may_run(writer: LockHolder | None) -> bool:
-    """Return whether a writer may still run. One on another host always may."""
+    """Return whether a writer may still run. A writer on another host cannot be checked, so it may."""
     if writer is None or writer.host != socket.gethostname():
         return writer is not None
     if writer.pid == os.getpid():
@@ -176,7 +176,7 @@ def _may_run(writer: LockHolder | None) -> bool:
     return True
 
 
-def _in_use(folder: Path, path: Path, writer: LockHolder | None, state: LockState) -> str:
-    who = f"process {writer.pid} on {writer.host}" if writer else "another process"
-    remedy = f" If that is gone, delete {path}." if state is LockState.unsupported else ""
-    return f"{folder} is written by {who}: a run has one writer at a time. Wait for it, or use another name=.{remedy}"
+def _in_use_message(folder: Path, path: Path, writer: LockHolder | None, state: LockState) -> str:
+    owner = f"process {writer.pid} on {writer.host}" if writer else "another process"
+    remedy = f" If that process has ended, delete {path}." if state is LockState.unsupported else ""
+    return f"{folder} is in use by {owner}. Wait for it, or use another name=.{remedy}"

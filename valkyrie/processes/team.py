@@ -1,9 +1,9 @@
 """The processes of a run: they connect, compare their settings, and detect the loss of a process.
 
-If a process is missing, late or dead, JAX's own coordination service ends the others without a useful message.
-Therefore each process connects to process 0 by TCP before JAX starts, and keeps the connection. It carries small JSON
-values (a digest of the configuration, the name of the run folder). If it closes, a process died; if it is silent, a
-host is unreachable.
+If a process is missing, late or dead, JAX's coordination service ends the others without a useful message. Therefore
+each process opens a TCP connection to process 0 before JAX starts and keeps it open. The connection carries small JSON
+values, such as a digest of the configuration or the name of the run folder. If it closes, a process has died. If it is
+silent, a host is unreachable.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from valkyrie.checksums import digest
 from valkyrie.processes.ending import DOES_NOT_FIT, LOST, REFUSED, end_process
 from valkyrie.processes.hub import (
+    Connection,
     Goodbye,
     Heartbeat,
     Hello,
@@ -27,28 +28,30 @@ from valkyrie.processes.hub import (
     Refused,
     Value,
     Values,
-    Wire,
     parse_address,
 )
 
 T = TypeVar("T")
 
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_COUNT", "JAX_PROCESS_INDEX"
-"""Environment variables with the place of a process. JAX reads the first one itself."""
-NEWS_S = 1.0
-"""Seconds that process 0 waits after a hang, so that the others can print their stacks. JAX ends them when it exits."""
+"""Environment variables with the address of process 0, the number of processes and the index of this process.
+
+JAX reads the first one itself.
+"""
+HANG_REPORT_S = 1.0
+"""Seconds that process 0 waits after a hang. The others print their stacks meanwhile; JAX ends them when it exits."""
 _END = "end"
-"""Name of the last exchange, after which a process may leave."""
+"""Name of the last exchange. After it, a closed connection is not a failure."""
 
 
-class Place(NamedTuple):
-    """The place of a process in its run.
+class ProcessInfo(NamedTuple):
+    """How a process connects to the other processes of its run.
 
     Args:
-        coordinator: the address of process 0 as `HOST:PORT`.
+        coordinator: address of process 0, as `HOST:PORT`.
         count: number of processes.
-        index: number of this process, from 0.
-        local_devices: numbers of the host's devices that belong to this process, or None for all.
+        index: index of this process, from 0.
+        local_devices: indices of the host's devices that this process uses, or None for all.
     """
 
     coordinator: str
@@ -58,12 +61,12 @@ class Place(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that give another process this place."""
+        """Environment variables that pass these values to a child process."""
         return {COORDINATOR: self.coordinator, COUNT: str(self.count), INDEX: str(self.index)}
 
 
 class Team:
-    """The processes of a run, seen from one of them. `ALONE` is the team of a run with one process.
+    """The processes of a run, as seen from one of them. This base class is a team of one process, `ALONE`.
 
     All processes call the same methods in the same order.
     """
@@ -71,15 +74,15 @@ class Team:
     def __init__(self, count: int = 1, index: int = 0) -> None:
         self.count, self.index = count, index
         self.on_hang: Callable[[str], None] = lambda line: None
-        """Called with a message if another process hangs, before this one ends."""
+        """Called with a message if another process hangs, before this process ends."""
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is process 0, which prints, writes the run folder and reports to trackers."""
         return self.index == 0
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
-        """Send a JSON value under a name. Waits for those of all processes and returns them by process."""
+        """Send a JSON-serializable value under a name. Returns the values of all processes, in their order."""
         return [value]
 
     def wait(self, name: str) -> None:
@@ -87,9 +90,12 @@ class Team:
         self.exchange(name)
 
     def broadcast_from_leader(self, name: str, make: Callable[[], T]) -> T:
-        """Return the JSON value that `make` returns on process 0. Its ValueError or OSError is raised everywhere."""
+        """Call `make` on process 0 and return its JSON-serializable result on all processes.
+
+        A ValueError or OSError of `make` is raised on all of them.
+        """
         value, error = None, None
-        if self.leads:
+        if self.is_leader:
             try:
                 value = make()
             except (ValueError, OSError) as caught:
@@ -101,7 +107,7 @@ class Team:
         return value
 
     def agree(self, what: str, values: Mapping[str, object]) -> None:
-        """Check that all processes have the same flat values. The ValueError names the keys, values and processes."""
+        """Raise ValueError if `values` differ between processes, with the keys and processes. `what` is their name."""
         digests = self.exchange(f"agree on {what}", digest(values))
         if len(set(digests)) > 1:
             raise ValueError(_disagreement(what, self.exchange(f"compare {what}", values)))
@@ -116,45 +122,54 @@ class Team:
 ALONE = Team()
 
 
-class Connected(Team):
-    """One of several processes, connected to process 0.
+class ConnectedTeam(Team):
+    """The team of a run with several processes, each connected to process 0.
 
     Args:
-        place: the place of this process.
+        process_info: how this process connects.
         timeout_s: seconds to wait for all processes.
-        heartbeat_s: a process that is silent for this many seconds is lost.
-        on_loss: called in a thread with a message and the exit status if a process is lost. By default it ends this
-            process, because the main thread may wait forever.
+        heartbeat_s: seconds without a message after which a process counts as lost.
+        on_loss: called in a thread with a message and an exit status if a process is lost. The default ends this
+            process, because its main thread may wait forever in a collective.
     """
 
     def __init__(
-        self, place: Place, *, timeout_s: float, heartbeat_s: float, on_loss: Callable[[str, int], None] | None = None
+        self,
+        process_info: ProcessInfo,
+        *,
+        timeout_s: float,
+        heartbeat_s: float,
+        on_loss: Callable[[str, int], None] | None = None,
     ) -> None:
-        super().__init__(place.count, place.index)
-        self.place = place
+        super().__init__(process_info.count, process_info.index)
+        self.process_info = process_info
         self.on_loss = on_loss or self._end
         self._changed = threading.Condition()
         self._answers: dict[str, list[Any]] = {}
         self._left = False
         deadline = time.monotonic() + timeout_s
-        self._hub = Hub(place.coordinator, place.count, deadline, heartbeat_s) if place.index == 0 else None
-        self._wire = _connect(place, deadline, timeout_s)
+        self._hub = (
+            Hub(process_info.coordinator, process_info.count, deadline, heartbeat_s)
+            if process_info.index == 0
+            else None
+        )
+        self._connection = _connect(process_info, deadline, timeout_s)
         try:
             with contextlib.suppress(OSError):  # process 0 may have ended: its answer is read below
-                self._wire.send(Hello(place.index, place.count, socket.gethostname()))
-            self._await_start(place, deadline)
+                self._connection.send(Hello(process_info.index, process_info.count, socket.gethostname()))
+            self._await_start(process_info, deadline)
         except ValueError:
-            self._wire.close()
+            self._connection.close()
             raise
-        self._wire.timeout(heartbeat_s)
-        for work in (self._listen, self._beat):
+        self._connection.set_timeout(heartbeat_s)
+        for work in (self._listen, self._send_heartbeats):
             threading.Thread(target=work, args=(heartbeat_s,), name=f"team-{work.__name__}", daemon=True).start()
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
-        """Send a JSON value under a name. Waits for those of all processes and returns them by process."""
-        self._wire.send(Value(name, value))
+        """Send a JSON-serializable value under a name. Returns the values of all processes, in their order."""
+        self._connection.send(Value(name, value))
         with self._changed:
-            self._changed.wait_for(lambda: name in self._answers)  # no time limit: `_listen` detects a loss
+            self._changed.wait_for(lambda: name in self._answers)  # without a timeout: `_listen` detects a loss
             return self._answers.pop(name)
 
     def finish(self) -> None:
@@ -163,44 +178,44 @@ class Connected(Team):
         self._leave(Goodbye())
         if self._hub is not None:
             self._hub.close()
-        self._wire.close()
+        self._connection.close()
 
     def fail(self, status: int, reason: str) -> None:
         """Leave after an error. The other processes end too and print the reason."""
         self._leave(Goodbye(reason, status))
         if self._hub is not None:
             self._hub.fail(0, reason, status)
-        self._wire.close()
+        self._connection.close()
 
     def _leave(self, goodbye: Goodbye) -> None:
         self._left = True
         with contextlib.suppress(OSError):
-            self._wire.send(goodbye)
+            self._connection.send(goodbye)
 
-    def _await_start(self, place: Place, deadline: float) -> None:
-        self._wire.timeout(max(deadline - time.monotonic(), 0.0) + 5.0)  # process 0 has its own deadline
+    def _await_start(self, process_info: ProcessInfo, deadline: float) -> None:
+        self._connection.set_timeout(max(deadline - time.monotonic(), 0.0) + 5.0)  # process 0 has its own deadline
         try:
-            answer = self._wire.read()
+            answer = self._connection.read()
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"what answers at {place.coordinator} is not process 0 of this run ({type(error).__name__}). Is the "
-                "port taken by another program, or process 0 of another version?"
+                f"the program at {process_info.coordinator} is not process 0 of this run ({type(error).__name__}). "
+                "Check whether another program uses the port, or process 0 runs another version."
             ) from None
         if answer is None:
-            raise ValueError(f"process 0 at {place.coordinator} ended before all processes had come.")
+            raise ValueError(f"process 0 at {process_info.coordinator} ended before all processes were connected.")
         if isinstance(answer, Refused):
             raise ValueError(answer.reason)
 
     def _listen(self, heartbeat_s: float) -> None:
         try:
-            while (message := self._wire.read()) is not None:
+            while (message := self._connection.read()) is not None:
                 if isinstance(message, Lost):
                     if message.status == LOST and not self._left:
                         self.on_hang(f"process {self.index}: {message.line}")
                         if self._hub is not None:
-                            time.sleep(NEWS_S)
+                            time.sleep(HANG_REPORT_S)
                     status = message.status
-                    return self._lost(message.line, status if status in (REFUSED, DOES_NOT_FIT) else LOST)
+                    return self._report_loss(message.line, status if status in (REFUSED, DOES_NOT_FIT) else LOST)
                 if isinstance(message, Values):
                     self._left = self._left or message.name == _END
                     with self._changed:
@@ -208,17 +223,17 @@ class Connected(Team):
                         self._changed.notify_all()
             raise OSError("its connection closed")
         except TimeoutError:
-            self._lost(f"process 0 is lost: nothing was heard of it for {heartbeat_s:g} s")
+            self._report_loss(f"process 0 is lost: it sent nothing for {heartbeat_s:g} s")
         except (OSError, ValueError) as error:
-            self._lost(f"process 0 is lost: {error}")
+            self._report_loss(f"process 0 is lost: {error}")
 
-    def _beat(self, heartbeat_s: float) -> None:
+    def _send_heartbeats(self, heartbeat_s: float) -> None:
         while not self._left:
             with contextlib.suppress(OSError):
-                self._wire.send(Heartbeat())
+                self._connection.send(Heartbeat())
             time.sleep(heartbeat_s / 5)
 
-    def _lost(self, line: str, status: int = LOST) -> None:
+    def _report_loss(self, line: str, status: int = LOST) -> None:
         if not self._left:
             self.on_loss(line, status)
 
@@ -228,30 +243,29 @@ class Connected(Team):
         end_process(status, line)
 
 
-def _connect(place: Place, deadline: float, timeout_s: float) -> Wire:
-    """Return the connection to process 0, which may start later than this process."""
-    host, port = parse_address(place.coordinator)
+def _connect(process_info: ProcessInfo, deadline: float, timeout_s: float) -> Connection:
+    """Connect to process 0, which may start later than this process."""
+    host, port = parse_address(process_info.coordinator)
     while True:
         try:
-            connection = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1))
-            return Wire(connection)
+            return Connection(socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)))
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"process 0 does not answer at {place.coordinator} ({error.strerror or error}; tried for "
-                    f"{timeout_s:g} s). Start it too, or correct the address (JAX_COORDINATOR_ADDRESS or "
+                    f"process 0 did not respond at {process_info.coordinator} within {timeout_s:g} s "
+                    f"({error.strerror or error}). Start it, or correct the address (JAX_COORDINATOR_ADDRESS or "
                     "distributed.coordinator)."
                 ) from None
             time.sleep(0.05)
 
 
 def _disagreement(what: str, by_process: Sequence[Mapping[str, object]]) -> str:
-    """Return the message with the keys that differ, and the processes with another value than process 0."""
+    """Return a message with the keys that differ, and the processes with other values than process 0."""
     first, lines = by_process[0], []
     for key in sorted(set().union(*by_process)):
-        others = [i for i, values in enumerate(by_process) if values.get(key) != first.get(key)]
-        if others:
-            named = f"process{'es' * (len(others) > 1)} {', '.join(map(str, others[:8]))}"
-            lines.append(f"{key}={by_process[others[0]].get(key)} on {named}, {first.get(key)} on process 0")
+        differing = [i for i, values in enumerate(by_process) if values.get(key) != first.get(key)]
+        if differing:
+            names = f"process{'es' * (len(differing) > 1)} {', '.join(map(str, differing[:8]))}"
+            lines.append(f"{key}={by_process[differing[0]].get(key)} on {names}, {first.get(key)} on process 0")
     shown = "; ".join(lines[:5]) + (f" (and {len(lines) - 5} more)" if len(lines) > 5 else "")
-    return f"the processes differ in their {what}: {shown}. Start all of them with the same."
+    return f"the processes differ in their {what}: {shown}. Start all processes with the same {what}."

@@ -98,7 +98,7 @@ def _figures(request: SearchRequest, target: TargetConfig, folder: Path, console
 
 def _run_trial(plan: TrialPlan) -> Trial:
     """Run a trial outside of any sweep and return its record. Raises ValueError if another search is running it."""
-    lock = TrialLock.take(plan.trial_folder)
+    lock = TrialLock.acquire(plan.trial_folder)
     if lock is None:
         raise ValueError(
             f"{plan.trial_folder}: another search is timing the devices. Wait for it, or use another name=."

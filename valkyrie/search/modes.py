@@ -92,7 +92,7 @@ def _measure(run: Run, team: Team) -> int:
     with console.status("compiling and timing the step"):
         measurement = measure(run, devices, trace, lambda line: console.print(line, style="yellow"))
     status = 0 if measurement.status is CompileStatus.ok else NOT_COMPILED
-    if not team.leads:
+    if not team.is_leader:
         return status
     write_run_files(run, folder)
     write_record(folder / MEASURED, measurement)

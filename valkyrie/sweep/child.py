@@ -18,7 +18,7 @@ from typing import TextIO
 
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import is_out_of_memory
-from valkyrie.processes.ending import records_ending
+from valkyrie.processes.ending import record_ending
 from valkyrie.processes.interrupt import exit_on_ctrl_c
 from valkyrie.runs.folder import saved_config
 from valkyrie.search import NOT_COMPILED
@@ -32,7 +32,7 @@ def main() -> None:
     """Run the trial in the folder named by the first argument. Exits with status 1 unless the trial is ok."""
     folder = Path(sys.argv[1])
     with (
-        records_ending(lambda status, reason: _write_outcome(outcome_from_status(status, reason), folder)),
+        record_ending(lambda status, reason: _write_outcome(outcome_from_status(status, reason), folder)),
         exit_on_ctrl_c("trial"),
     ):
         outcome = capture_outcome(lambda: _run_mode(folder))

@@ -25,7 +25,7 @@ from valkyrie.processes.child import ChildProcess, python_module
 from valkyrie.processes.distributed import DistributedConfig, join
 from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.hub import free_port, parse_address
-from valkyrie.processes.team import Connected, Place
+from valkyrie.processes.team import ConnectedTeam, ProcessInfo
 from valkyrie.runs.folder import RUN, key_values
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.train.processes import abort_all_on_error, agree_on_versions
@@ -40,7 +40,7 @@ _UNSUPPORTED_LAUNCHER = "hydra/launcher={name} cannot start trials on {count} ho
 class Members:
     """The processes of a multirun, as process 0 controls them: starts and ends each trial that needs devices."""
 
-    def __init__(self, team: Connected) -> None:
+    def __init__(self, team: ConnectedTeam) -> None:
         self._team, self._trials = team, 0
         self._kill: Callable[[], None] = lambda: None
 
@@ -56,12 +56,12 @@ class Members:
     def start_trial(self, plan: TrialPlan) -> dict[str, str]:
         """Start a trial on the other processes. Returns the environment variables to add for its process 0."""
         self._trials += 1
-        host, _ = parse_address(self._team.place.coordinator)
+        host, _ = parse_address(self._team.process_info.coordinator)
         address = f"{f'[{host}]' if ':' in host else host}:{free_port()}"
         run = (plan.trial_folder / RUN).read_text()
         task = {"run": run, "address": address, "environment": plan.environment}
         self._team.exchange(f"trial {self._trials}", task)
-        return Place(address, self._team.count, 0).environment
+        return ProcessInfo(address, self._team.count, 0).environment
 
     def set_kill(self, kill: Callable[[], None]) -> None:
         """Register `kill`, which ends process 0 of the running trial if another host is lost."""
@@ -110,9 +110,9 @@ def join_multirun(arguments: Sequence[str]) -> Iterator[bool]:
         launcher = key_values(arguments).get("hydra/launcher", "trials")
         if launcher != "trials":
             raise ValueError(_UNSUPPORTED_LAUNCHER.format(name=launcher, count=team.count))
-        if not team.leads:
+        if not team.is_leader:
             _run_requested_trials(team)
-    if not team.leads:
+    if not team.is_leader:
         yield False
         return
     led_members = Members(team)
@@ -139,7 +139,7 @@ def _comparable_arguments(arguments: Sequence[str]) -> dict[str, str]:
     return keyless | values_by_key
 
 
-def _join_team(arguments: Sequence[str]) -> Connected | None:
+def _join_team(arguments: Sequence[str]) -> ConnectedTeam | None:
     values_by_key = key_values(arguments)
     settings = [
         f"{key.removeprefix('distributed.')}={value}"
@@ -154,7 +154,7 @@ def _join_team(arguments: Sequence[str]) -> Connected | None:
     return join(config, accelerators=accelerators())
 
 
-def _run_requested_trials(team: Connected) -> None:
+def _run_requested_trials(team: ConnectedTeam) -> None:
     """Start a process for each trial that process 0 requests, until it requests no more."""
     running: list[ChildProcess] = []
 
@@ -180,7 +180,7 @@ def _run_requested_trials(team: Connected) -> None:
             return team.finish()
         with tempfile.TemporaryDirectory(prefix="valkyrie-trial-") as folder:
             write_atomic(Path(folder) / RUN, task["run"])
-            process_id = Place(task["address"], team.count, team.index)
+            process_id = ProcessInfo(task["address"], team.count, team.index)
             command = python_module("valkyrie.sweep.child", folder, BESIDE)
             process = ChildProcess(command, task["environment"] | process_id.environment)
             running.append(process)

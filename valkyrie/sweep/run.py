@@ -54,7 +54,7 @@ def run_in_this_process(
         trials, _ = settle([plan])
         if plan.key in trials:
             return trials[plan.key]
-        if (lock := TrialLock.take(plan.trial_folder)) is not None:
+        if (lock := TrialLock.acquire(plan.trial_folder)) is not None:
             break
         watch()
         time.sleep(_LOCKED_POLL_S)
@@ -156,7 +156,7 @@ def _start_next(
             waiting.remove(plan)
             _add_trial(plan, trials[plan.key], trials, watcher, earlier=True)
             return True
-        lock = None if plan.key in running else TrialLock.take(plan.trial_folder)
+        lock = None if plan.key in running else TrialLock.acquire(plan.trial_folder)
         if lock is None:
             continue
         waiting.remove(plan)

@@ -138,13 +138,13 @@ def code_eval(run: Run) -> int:
             console.print(f"sampling and judging {len(evaluation.problems)} problems")
         with explain_oom(run, devices), console.status("sampling and judging"):
             rates, line = evaluation(parameters, step, folder)
-        if team.leads:
+        if team.is_leader:
             if rates:
                 console.print(table(evaluation.results, evaluation))
             console.print(f"{folder.name} at {line}", highlight=False, markup=False)
         if rates:
             console.print(f"every completion: {folder / CODE_EVAL}", markup=False)
-        return int(team.leads and not rates)
+        return int(team.is_leader and not rates)
 
 
 def list_checkpoints(run: Run) -> int:
@@ -201,7 +201,7 @@ def _continue_saved_text(
         if team.count == 1:
             save_text(text, path)
         raise
-    save_text(text, path, writes=team.leads)
+    save_text(text, path, writes=team.is_leader)
     ending = " The text has ended; continue it with prompt=." if text.ended else ""
     _to_stderr(f"saved in {path} ({len(text.ids) - 1:,} tokens).{ending}")
 

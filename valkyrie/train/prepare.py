@@ -74,10 +74,10 @@ def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
 
 def _prepare_data(run: Run, console: Console, team: Team) -> Dataset:
     """Prepare the data, on process 0 first. The others then find it in the cache, unless they have separate caches."""
-    if not team.leads:
+    if not team.is_leader:
         team.wait("data of process 0")
     data = run.config.data.open(run.tokenizer, team, console.print)
-    if team.leads:
+    if team.is_leader:
         team.wait("data of process 0")
     team.agree("data", {"content": data.content, "tokenizer": data.tokenizer, "size": data.describe()})
     return data

@@ -47,7 +47,7 @@ def join_processes(run: Run) -> Iterator[Team]:
         agree_on_versions(team)
         agree_on_configuration(team, run)
         silence_workers(team)
-        start_jax(config, team.place)
+        start_jax(config, team.process_info)
         yield team
         team.finish()
 
@@ -65,7 +65,7 @@ def agree_on_configuration(team: Team, run: Run) -> None:
 
 def silence_workers(team: Team) -> None:
     """Hide the output of all processes except the first, and of native libraries in the first."""
-    if team.leads:
+    if team.is_leader:
         _only_python_prints()
     else:
         _print_to(Path(os.devnull))
@@ -76,12 +76,12 @@ def check_shared(team: Team, folder: Path) -> None:
     if team.count == 1:
         return
     probe = folder / f".shared-{socket.gethostname()}-{os.getpid()}"
-    if team.leads:
+    if team.is_leader:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
     name = team.exchange("probe", probe.name)[0]
     saw_probe = team.exchange("probe seen", (folder / name).exists())
-    if team.leads:
+    if team.is_leader:
         probe.unlink()
     missing_on = [index for index, saw in enumerate(saw_probe) if not saw]
     if missing_on:
@@ -94,7 +94,7 @@ def check_shared(team: Team, folder: Path) -> None:
 
 def print_to_log(team: Team, folder: Path) -> None:
     """Redirect the output of all processes except the first to log files in the run folder."""
-    if not team.leads:
+    if not team.is_leader:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         _print_to(folder / LOGS / f"process-{team.index}.log", errors=True)
 
@@ -112,7 +112,7 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
     except (ValueError, OSError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-        prefix = "" if team.leads else f"process {team.index}: "
+        prefix = "" if team.is_leader else f"process {team.index}: "
         print(f"{command}: {prefix}{explain(error, [])}", file=sys.stderr)
         from valkyrie.train.room import DoesNotFit  # here because it imports NumPy, which help and `--cfg` do not need
 

@@ -112,7 +112,7 @@ def fit(
             program.loader(prepared, "train")
         )  # first, because it may refuse the data before a folder exists
         with disk_errors(folder):
-            if team.leads:
+            if team.is_leader:
                 stack.enter_context(write_lock(folder))
             if (shared := shared_folder(folder, config.checkpoint)) is not None:
                 check_shared(team, shared)
@@ -122,23 +122,23 @@ def fit(
                 checkpoints = Checkpoints(folder, config.checkpoint, team=team, info=checkpoint_info(program))
             stack.enter_context(contextlib.closing(checkpoints))
         meter = stack.enter_context(contextlib.closing(_meter(run, devices)))
-        ledger = Ledger(folder, began, meter.spent, write=team.leads)
+        ledger = Ledger(folder, began, meter.spent, write=team.is_leader)
         with meter.paused("setup" if checkpoints.last_saved is None else "restore"), ledger.refusals():
             start, state = _restore_or_init(program, checkpoints, loader, folder, console)
         ledger.prepared(start)
-        if team.leads:
+        if team.is_leader:
             write_run_files(run, folder)
         if start < config.steps and not console.is_terminal:
             console.print("compiling the step")
         with meter.paused("compile"):
             step = compile_step(program) if start < config.steps else None
         window = stack.enter_context(ProfileWindow(config.profile, folder, team=team))
-        tracker = _tracker(run, devices, folder, start, write=team.leads)
+        tracker = _tracker(run, devices, folder, start, write=team.is_leader)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
         interrupt = Interrupt(several=team.count > 1)
         if signals:
-            stack.enter_context(interrupt.listening())
+            stack.enter_context(interrupt.handle_signals())
         watchdog = stack.enter_context(make_watchdog(run, team, folder, signals))
         facts = {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None}
         progress = Progress(program, tracker, screen, meter, ledger, start, start, state, facts)
@@ -212,7 +212,7 @@ def _train_steps(
             _record_program(progress, compiled)
         report_metrics(pending_metrics)
         progress.step, pending_metrics = step, metrics
-        progress.stopping = interrupt.stops_at(step, also=progress.screen.is_closed)
+        progress.stopping = interrupt.should_stop(step, also=progress.screen.is_closed)
         if due := [callback for callback in callbacks if callback.is_due(progress)]:
             report_metrics(pending_metrics)
             pending_metrics = None

@@ -17,7 +17,7 @@ from valkyrie.config.run import Debug, Run
 from valkyrie.paths import open_to_append
 from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.interrupt import show_cursor
-from valkyrie.processes.team import ALONE, NEWS_S, Team
+from valkyrie.processes.team import ALONE, HANG_REPORT_S, Team
 from valkyrie.train.processes import LOGS
 
 HANG_FACTOR = 20
@@ -139,8 +139,8 @@ class Watchdog:
         prefix = f"process {self._team.index}: " if self._team.count > 1 else ""
         self.print_stacks(f"{prefix}{line}: stacks of all threads of this process:")
         self._team.fail(LOST, line)
-        if self._team.count > 1 and self._team.leads:
-            time.sleep(NEWS_S)
+        if self._team.count > 1 and self._team.is_leader:
+            time.sleep(HANG_REPORT_S)
         with contextlib.suppress(OSError):
             os.write(2, f"valkyrie-train: {prefix}{line}. {self._remedy}\n".encode())
         self._end(LOST, line)
@@ -167,4 +167,4 @@ def make_watchdog(run: Run, team: Team, folder: Path, signals: bool) -> Watchdog
     """
     watches = signals and run.config.debug is not Debug.nans
     limit_s = run.config.distributed.step_timeout_s if watches else None
-    return Watchdog(limit_s, team, folder / LOGS / "process-0.log" if team.leads else None)
+    return Watchdog(limit_s, team, folder / LOGS / "process-0.log" if team.is_leader else None)

@@ -1,7 +1,7 @@
 # mine on 2 slices of v5p-128 (64 v5p chips 4x4x4, 16 hosts)
-# cost of 128 v5p chips: spot price not known here (spot_usd_per_hour= of a chip sets it); $537.60 an hour at the list
-# price of $4.20 a chip
-# 1. choose the cluster
+# cost of 128 v5p chips: spot price unknown (set spot_usd_per_hour=); $537.60 per hour at the list price of $4.20 per
+# chip-hour
+# 1. select the cluster
 gcloud container clusters get-credentials c --location=us-east5-a
 # 2. write the job
 cat > mine.jobset.yaml <<'END'
@@ -66,19 +66,19 @@ spec:
                     limits:
                       google.com/tpu: 4
 END
-# 3. submit it
+# 3. submit the job
 kubectl apply --filename=mine.jobset.yaml
-# in place of 1 to 3, where XPK made the cluster:
+# instead of steps 1 to 3, on a cluster created with XPK:
 #   xpk workload create \
 #     --workload=mine --cluster=c --zone=us-east5-a --tpu-type=v5p-128 --num-slices=2 --docker-image=r/i --max-restarts=3 \
 #     --command='valkyrie-train model=llama_8b name=mine runs=/mnt/shared/runs'
-# its state:
+# show the state of the job:
 #   kubectl describe jobset mine
-# all jobs:
+# list all jobs:
 #   kubectl get jobsets
-# what it prints:
+# follow the log:
 #   kubectl logs \
 #     --follow \
 #     --selector=jobset.sigs.k8s.io/jobset-name=mine,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0
-# stop it:
+# stop the job and delete it:
 #   kubectl delete jobset mine

@@ -5,7 +5,7 @@ cat > job.pbs <<'END'
 #PBS -l select=2
 mpiexec --ppn 1 valkyrie-train model=gpt_tiny mesh=2x1x1 name=mine
 END
-# 2. submit it
+# 2. submit the job
 qsub job.pbs
-# jobs:
+# list all jobs:
 #   qstat

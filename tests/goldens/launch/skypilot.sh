@@ -1,6 +1,6 @@
 # mine on v5e-8 (8 v5e chips 2x4, 1 host)
-# cost of 8 v5e chips: spot price not known here (spot_usd_per_hour= of a chip sets it); $9.60 an hour at the list price
-# of $1.20 a chip
+# cost of 8 v5e chips: spot price unknown (set spot_usd_per_hour=); $9.60 per hour at the list price of $1.20 per chip-
+# hour
 # 1. write the task
 cat > mine.sky.yaml <<'END'
 name: mine
@@ -20,11 +20,11 @@ setup: |
 run: |
   .venv/bin/valkyrie-train model=gpt_125m mesh=2x4x1 name=mine runs=/mnt/shared/runs
 END
-# 2. submit it
+# 2. submit the task
 sky jobs launch mine.sky.yaml
-# its state:
+# list all jobs and their states:
 #   sky jobs queue
-# what it prints:
+# follow the log:
 #   sky jobs logs -n mine
-# stop it:
+# stop the job:
 #   sky jobs cancel -n mine

@@ -1,6 +1,6 @@
 # mine on h100-16 (16 h100 chips, 2 hosts)
-# cost of 16 h100 chips: $172.80 an hour at the list price of $10.80 a chip; spot price not known here
-# (spot_usd_per_hour= of a chip sets it)
+# cost of 16 h100 chips: $172.80 per hour at the list price of $10.80 per chip-hour; spot price unknown (set
+# spot_usd_per_hour=)
 # 1. write the task
 cat > mine.sky.yaml <<'END'
 name: mine
@@ -19,11 +19,11 @@ run: |
   export JAX_PROCESS_COUNT="$SKYPILOT_NUM_NODES" JAX_PROCESS_INDEX="$SKYPILOT_NODE_RANK"
   .venv/bin/valkyrie-train model=gpt_1b mesh=16x1x1 name=mine runs=/mnt/shared/runs
 END
-# 2. submit it
+# 2. submit the task
 sky jobs launch mine.sky.yaml
-# its state:
+# list all jobs and their states:
 #   sky jobs queue
-# what it prints:
+# follow the log:
 #   sky jobs logs -n mine
-# stop it:
+# stop the job:
 #   sky jobs cancel -n mine

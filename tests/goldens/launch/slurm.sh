@@ -1,6 +1,6 @@
 # mine on h100-16 (16 h100 chips, 2 hosts)
-# cost of 16 h100 chips: $6,307.20 for 36.5 hours ($172.80 an hour) at the list price of $10.80 a chip; spot price not
-# known here (spot_usd_per_hour= of a chip sets it)
+# cost of 16 h100 chips: $6,307.20 for 36.5 hours ($172.80 per hour) at the list price of $10.80 per chip-hour; spot
+# price unknown (set spot_usd_per_hour=)
 # 1. write the job
 cat > mine.sbatch <<'END'
 #!/bin/bash
@@ -24,11 +24,11 @@ case $status in
 esac
 exit $status
 END
-# 2. submit it
+# 2. submit the job
 sbatch mine.sbatch
-# its state:
+# show the state of the job:
 #   squeue --me --name=mine
-# what it prints:
+# follow the log:
 #   tail -F mine.log
-# stop it:
+# stop the job:
 #   scancel --name=mine

@@ -18,11 +18,11 @@ case $status in
 esac
 exit $status
 END
-# 2. submit it
+# 2. submit the job
 sbatch mine.sbatch
-# its state:
+# show the state of the job:
 #   squeue --me --name=mine
-# what it prints:
+# follow the log:
 #   tail -F mine.log
-# stop it:
+# stop the job:
 #   scancel --name=mine

@@ -1,6 +1,6 @@
-# --run runs this, ends all when one fails and starts all again, up to 3 times
-# runs=runs lies on each machine's own disk: checkpoints are not seen by the other hosts. Write runs=DIR with a folder
-# of a disk that all hosts mount (NFS, Filestore), or checkpoint.folder=gs://BUCKET/DIR.
+# --run executes these steps. If a process fails, it stops all of them and restarts them, up to 3 times
+# runs=runs is on the local disk of each machine: checkpoints cannot be read by the other hosts. Set runs=DIR to a
+# folder on a disk that all hosts mount (NFS, Filestore), or set checkpoint.folder=gs://BUCKET/DIR.
 # 1. copy the last commit to ann@a and install it
 git archive --format=tar.gz HEAD | ssh -o BatchMode=yes -o ServerAliveInterval=15 ann@a 'mkdir -p valkyrie && tar -xzf - -C valkyrie && cd valkyrie && python3 -m pip install --quiet --user uv && python3 -m uv sync --quiet --no-dev --extra cuda'
 # 2. copy the last commit to b and install it

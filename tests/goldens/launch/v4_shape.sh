@@ -1,18 +1,19 @@
 # mine on v4-4x4x16 (256 v4 chips, 64 hosts)
-# cost of 256 v4 chips: $1,648.64 for 2 hours ($824.32 an hour) at the list price of $3.22 a chip; $512.00 for 2 hours
-# ($256.00 an hour) at the spot price of $1.00 a chip
-# --run runs this; after a preemption it deletes the slice and begins at 1 again, after a crash at 6, up to 3 times
-# 1. ask for the slice
+# cost of 256 v4 chips: $1,648.64 for 2 hours ($824.32 per hour) at the list price of $3.22 per chip-hour; $512.00 for 2
+# hours ($256.00 per hour) at the spot price of $1.00 per chip-hour
+# --run executes these steps. After a preemption it deletes the slice and restarts at step 1. After a crash it restarts
+# at step 6, up to 3 times
+# 1. request the slice
 gcloud compute tpus queued-resources create mine \
   --node-id=mine --type=v4 --topology=4x4x16 --runtime-version=tpu-ubuntu2204-base --network=n --zone=us-central2-b \
   --project=p
-# 2. wait until it is there
+# 2. wait until it is ready
 until [ "$(gcloud compute tpus queued-resources describe mine --format='value(state.state)' --zone=us-central2-b --project=p)" = ACTIVE ]; do sleep 30; done
 # 3. pack the last commit
 git archive --format=tar.gz --output=/tmp/mine.tar.gz HEAD
 # 4. copy it to every worker
 gcloud compute tpus queued-resources scp /tmp/mine.tar.gz mine: --node=all --worker=all --zone=us-central2-b --project=p
-# 5. install it there
+# 5. install it on every worker
 gcloud compute tpus queued-resources ssh mine \
   --node=all --worker=all --zone=us-central2-b --project=p \
   --command='mkdir -p valkyrie && tar -xzf mine.tar.gz -C valkyrie && cd valkyrie && python3 -m pip install --quiet --user uv && python3 -m uv sync --quiet --no-dev --extra tpu'
@@ -20,12 +21,12 @@ gcloud compute tpus queued-resources ssh mine \
 gcloud compute tpus queued-resources ssh mine \
   --node=all --worker=all --zone=us-central2-b --project=p \
   --command='set -o pipefail; cd valkyrie && .venv/bin/valkyrie-train name=mine runs=/mnt/shared/runs 2>&1 | tee -ip -a launch.log'
-# what it prints, from any machine:
+# follow the log, from any machine:
 #   gcloud compute tpus queued-resources ssh mine \
 #     --node=0 --worker=0 --zone=us-central2-b --project=p --command='tail -n 100 -F valkyrie/launch.log'
-# its state:
+# show its state:
 #   gcloud compute tpus queued-resources describe mine --zone=us-central2-b --project=p
-# all that is rented in the zone:
+# list everything rented in the zone:
 #   gcloud compute tpus queued-resources list --zone=us-central2-b --project=p
-# give it back: until then it costs:
+# delete it; until then it costs money:
 #   gcloud compute tpus queued-resources delete mine --force --quiet --zone=us-central2-b --project=p

@@ -1,1 +1,1 @@
-"""Launch engines, one module each: a `Config` that derives from `valkyrie.launch.engine.EngineConfig`."""
+"""Launch engines, one module each. A module defines `Config`, a subclass of `valkyrie.launch.engine.EngineConfig`."""

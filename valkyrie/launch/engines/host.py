@@ -1,4 +1,4 @@
-"""One process on this machine, for trainings that another tool starts on every host."""
+"""One process on this machine, for a training that another tool starts on every host."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from valkyrie.launch.engine import EngineConfig
-from valkyrie.launch.plan import Call, Plan
-from valkyrie.launch.supervisor import Supervisor, cluster, say
+from valkyrie.launch.plan import CommandStep, Plan
+from valkyrie.launch.supervisor import Supervisor, local_processes, print_message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EngineConfig):
-    """`target=host` has no keys."""
+    """Keys of `target=host`: those of every engine."""
 
     processes = 1
 
     def plan(self, overrides: Sequence[str]) -> Plan:
-        """Return a plan with the training command alone."""
-        return Plan((), (Call("train", (("valkyrie-train", *overrides),)),))
+        """Return a plan with one step, the training command."""
+        return Plan((), (CommandStep("train", (("valkyrie-train", *overrides),)),))
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Train in supervised processes on this machine."""
+        """Train in `processes` processes on this machine and restart them after a crash."""
         logs = self.log_folder(overrides)
         if self.processes > 1:
-            say(f"{self.processes} processes; all but process 0 write to {logs}")
-        return Supervisor(lambda starts: cluster((*command, *overrides), self.processes), self.restarts, logs).run()
+            print_message(f"starting {self.processes} processes; all except process 0 write to {logs}")
+        return Supervisor(
+            lambda starts: local_processes((*command, *overrides), self.processes), self.restarts, logs
+        ).run()

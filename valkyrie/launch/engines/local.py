@@ -9,7 +9,7 @@ from typing import ClassVar
 from valkyrie.launch.engines import host
 
 PROCESSES_PER_CORE = 4
-"""Most processes for each core without `force`."""
+"""Maximum number of processes per core without `force`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,18 +18,18 @@ class Config(host.Config):
 
     Args:
         processes: number of processes.
-        force: start more than `PROCESSES_PER_CORE` processes for each core.
+        force: whether to allow more than `PROCESSES_PER_CORE` processes per core.
     """
 
     processes: int = 2
     force: bool = False
 
-    runs_at_once: ClassVar[bool] = True
+    runs_immediately: ClassVar[bool] = True
 
     def problems(self) -> list[str]:
-        """Return the reasons why nothing can be launched."""
-        most = PROCESSES_PER_CORE * (os.cpu_count() or 1)
-        if self.processes <= most or self.force:
+        """Return an error message for each invalid key."""
+        limit = PROCESSES_PER_CORE * (os.cpu_count() or 1)
+        if self.processes <= limit or self.force:
             return super().problems()
-        text = f"processes={self.processes} is more than {most}, {PROCESSES_PER_CORE} for each core of this machine."
-        return [*super().problems(), f"{text} Write processes={most}, or add force=true."]
+        text = f"processes={self.processes} exceeds {PROCESSES_PER_CORE} per core of this machine, {limit} in total."
+        return [*super().problems(), f"{text} Use at most processes={limit}, or add force=true."]

@@ -1,7 +1,7 @@
-"""SkyPilot: a task that rents a slice or GPUs wherever they are available, trains, and moves when preempted.
+"""SkyPilot: a task that rents a slice or GPUs where they are available, trains, and moves after a preemption.
 
 Fields and variables: docs.skypilot.co, reference/yaml-spec, reference/tpu, running-jobs/distributed-jobs and
-examples/managed-jobs. The task runs on every host of a slice; JAX discovers the other hosts by itself.
+examples/managed-jobs. SkyPilot runs the task on every host of a slice, and JAX finds the other hosts itself.
 """
 
 from __future__ import annotations
@@ -13,49 +13,50 @@ from valkyrie.hardware.chips import chips_rented_as
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.launch.engine import PORT, RentedConfig, disk_notes
 from valkyrie.launch.gcloud import accelerator, has_usual_shape, resource_name
-from valkyrie.launch.plan import Call, Plan, Written, join, yaml_text
+from valkyrie.launch.plan import CommandStep, FileStep, Plan, shell_text, to_yaml
 from valkyrie.processes.ending import PREEMPTED
 from valkyrie.processes.team import COORDINATOR, COUNT, INDEX
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RentedConfig):
-    """`target=skypilot` has the keys of every rented slice."""
+    """Keys of `target=skypilot`: those of `RentedConfig`."""
 
     def problems(self) -> list[str]:
-        """Return the reasons why nothing can be launched."""
+        """Return an error message for each invalid key."""
         if problems := super().problems():
             return problems
-        hardware, chip = self.rented
+        hardware, chip = self.hardware_and_chip
         if not get_platform(hardware.platform).rented_as_slices:
-            wrong = "skypilot" not in chip.rented_as
-            known = f"of GPUs SkyPilot is asked for {', '.join(chips_rented_as('skypilot'))}."
+            is_available = "skypilot" in chip.rented_as
+            available = f"GPUs: {', '.join(chips_rented_as('skypilot'))}"
         else:
-            wrong = "tpu_vm_runtime" not in chip.rented_as or not has_usual_shape(hardware)
-            known = f"SkyPilot has {', '.join(chips_rented_as('tpu_vm_runtime'))} in their usual shapes."
-        return [f"slice={self.slice}: {known}"] if wrong else []
+            is_available = "tpu_vm_runtime" in chip.rented_as and has_usual_shape(hardware)
+            available = f"TPU slices in their default shapes: {', '.join(chips_rented_as('tpu_vm_runtime'))}"
+        text = f"slice={self.slice} is not available with target=skypilot. It supports these {available}."
+        return [] if is_available else [text]
 
     def plan(self, overrides: Sequence[str]) -> Plan:
-        """Return the task and the command that submits it."""
+        """Return the steps that write the task and submit it."""
         name = resource_name(self.name)
-        file = f"{name}.sky.yaml"
+        path = f"{name}.sky.yaml"
         return Plan(
             (*self.price_notes(), *disk_notes(overrides)),
             (
-                Written("write the task", file, task(self, overrides)),
-                Call("submit it", (("sky", "jobs", "launch", file),)),
+                FileStep("write the task", path, task(self, overrides)),
+                CommandStep("submit the task", (("sky", "jobs", "launch", path),)),
             ),
             (
-                Call("its state", (("sky", "jobs", "queue"),), action="list"),
-                Call("what it prints", (("sky", "jobs", "logs", "-n", name),), action="logs"),
-                Call("stop it", (("sky", "jobs", "cancel", "-n", name),), action="delete"),
+                CommandStep("list all jobs and their states", (("sky", "jobs", "queue"),), action="list"),
+                CommandStep("follow the log", (("sky", "jobs", "logs", "-n", name),), action="logs"),
+                CommandStep("stop the job", (("sky", "jobs", "cancel", "-n", name),), action="delete"),
             ),
         )
 
 
 def task(config: Config, overrides: Sequence[str]) -> str:
     """Return the task as YAML."""
-    hardware, chip = config.rented
+    hardware, chip = config.hardware_and_chip
     assert hardware.chips is not None
     platform = get_platform(hardware.platform)
     resources: dict[str, object] = {}
@@ -70,20 +71,20 @@ def task(config: Config, overrides: Sequence[str]) -> str:
         resources["use_spot"] = True
     resources["job_recovery"] = {"max_restarts_on_errors": config.restarts, "recover_on_exit_codes": [PREEMPTED]}
     nodes = 1 if platform.rented_as_slices else hardware.hosts
-    sync = join(("python3", "-m", "uv", "sync", "--quiet", "--no-dev", "--extra", platform.extra or "cuda"))
-    described = {
+    sync = shell_text(("python3", "-m", "uv", "sync", "--quiet", "--no-dev", "--extra", platform.extra or "cuda"))
+    fields = {
         "name": resource_name(config.name),
         "workdir": ".",
         **({"num_nodes": nodes} if nodes > 1 else {}),
         "resources": resources,
         "setup": f"python3 -m pip install --quiet uv && {sync}\n",
-        "run": f"{_cluster() if nodes > 1 else ''}{join(('.venv/bin/valkyrie-train', *overrides))}\n",
+        "run": f"{_export_cluster() if nodes > 1 else ''}{shell_text(('.venv/bin/valkyrie-train', *overrides))}\n",
     }
-    return yaml_text(described)
+    return to_yaml(fields)
 
 
-def _cluster() -> str:
-    """Return shell code with the address and rank variables that connect the processes of several nodes."""
+def _export_cluster() -> str:
+    """Return shell code that sets the coordinator address, process count and process index on each node."""
     return (
         f'export {COORDINATOR}="$(echo "$SKYPILOT_NODE_IPS" | head -n1):{PORT}"\n'
         f'export {COUNT}="$SKYPILOT_NUM_NODES" {INDEX}="$SKYPILOT_NODE_RANK"\n'

@@ -1,7 +1,7 @@
-"""Slurm: a script for sbatch that starts one process per GPU, or per node without GPUs, and requeues itself.
+"""Slurm: an sbatch script that starts one process per GPU, or one per node without GPUs, and requeues itself.
 
-JAX discovers the processes from Slurm's variables, with one GPU each (jax/_src/clusters/slurm_cluster.py). Slurm counts
-the restarts and sends SIGUSR1 before the time limit (slurm.schedmd.com/sbatch.html, srun.html).
+JAX finds the processes through Slurm's variables and gives each one GPU (jax/_src/clusters/slurm_cluster.py). Slurm
+counts the restarts and sends SIGUSR1 before the time limit (slurm.schedmd.com/sbatch.html, srun.html).
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from valkyrie.launch.engine import SliceConfig
-from valkyrie.launch.plan import Call, Plan, Written, join
+from valkyrie.launch.plan import CommandStep, FileStep, Plan, shell_text
 from valkyrie.launch.supervisor import RESTARTS
 from valkyrie.processes.ending import DONE, INTERRUPTED, PREEMPTED, REFUSED
 
 NOTICE_S = 120
-"""A job gets the signal to save this many seconds before its time limit."""
+"""Seconds between the signal to save and the time limit of the job."""
 WAIT_S = 300
-"""Seconds for the other processes to write a last checkpoint after one has ended."""
+"""Seconds that the other processes have to write a last checkpoint after the first one ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SliceConfig):
-    """Keys of `target=slurm`, which takes either `slice` or `nodes`.
+    """Keys of `target=slurm`. Either `slice` or `nodes` is required.
 
     Args:
         nodes: number of nodes.
-        gpus_per_node: GPUs of each node, with one process per GPU; 0 for one process per node without GPUs.
-        partition: partition of the cluster; empty for the default one.
-        account: account to charge; empty for the default one.
+        gpus_per_node: GPUs per node, with one process per GPU; 0 for one process per node without GPUs.
+        partition: partition of the cluster; empty for the default partition.
+        account: account to charge; empty for the default account.
     """
 
     nodes: int = 0
@@ -37,21 +37,27 @@ class Config(SliceConfig):
     account: str = ""
 
     def problems(self) -> list[str]:
-        """Return the reasons why nothing can be launched."""
-        unclear = bool(self.nodes) == bool(self.slice)
-        needs = "target=slurm needs the nodes: write nodes=2 gpus_per_node=8, or slice=h100-16."
-        return [*super().problems(), *([needs] if unclear else [])]
+        """Return an error message for each invalid key."""
+        problems = super().problems()
+        if bool(self.nodes) == bool(self.slice):
+            problems.append("target=slurm needs either nodes=2 gpus_per_node=8 or slice=h100-16.")
+        return problems
 
     def plan(self, overrides: Sequence[str]) -> Plan:
-        """Return the script and the command that submits it."""
-        file = f"{self.name}.sbatch"
+        """Return the steps that write the script and submit it."""
+        path = f"{self.name}.sbatch"
         return Plan(
             self.price_notes(),
-            (Written("write the job", file, script(self, overrides)), Call("submit it", (("sbatch", file),))),
             (
-                Call("its state", (("squeue", "--me", f"--name={self.name}"),), action="describe"),
-                Call("what it prints", (("tail", "-F", f"{self.name}.log"),), action="logs"),
-                Call("stop it", (("scancel", f"--name={self.name}"),), action="delete"),
+                FileStep("write the job", path, script(self, overrides)),
+                CommandStep("submit the job", (("sbatch", path),)),
+            ),
+            (
+                CommandStep(
+                    "show the state of the job", (("squeue", "--me", f"--name={self.name}"),), action="describe"
+                ),
+                CommandStep("follow the log", (("tail", "-F", f"{self.name}.log"),), action="logs"),
+                CommandStep("stop the job", (("scancel", f"--name={self.name}"),), action="delete"),
             ),
         )
 
@@ -66,7 +72,7 @@ def script(config: Config, overrides: Sequence[str]) -> str:
         "nodes": nodes,
         "ntasks-per-node": gpus or 1,
         "gpus-per-node": gpus or None,
-        "time": _clock(config.hours) if config.hours else None,
+        "time": _format_time(config.hours) if config.hours else None,
         "partition": config.partition or None,
         "account": config.account or None,
         "output": f"{config.name}.log",
@@ -74,17 +80,17 @@ def script(config: Config, overrides: Sequence[str]) -> str:
         "signal": f"USR1@{NOTICE_S}",
     }
     lines = [f"#SBATCH --{key}={value}" for key, value in settings.items() if value is not None]
-    last = " | ".join(str(status) for status in (DONE, REFUSED, INTERRUPTED))
+    final_statuses = " | ".join(str(status) for status in (DONE, REFUSED, INTERRUPTED))
     return "\n".join(
         [
             "#!/bin/bash",
             *lines,
             "#SBATCH --requeue",
             f"export {RESTARTS}=${{SLURM_RESTART_COUNT:-0}}",
-            f"srun --kill-on-bad-exit=0 --wait={WAIT_S} {join(('valkyrie-train', *overrides))}",
+            f"srun --kill-on-bad-exit=0 --wait={WAIT_S} {shell_text(('valkyrie-train', *overrides))}",
             "status=$?",
             "case $status in",
-            f"  {last}) ;;",
+            f"  {final_statuses}) ;;",
             f'  {PREEMPTED}) scontrol requeue "$SLURM_JOB_ID" ;;',
             f'  *) [ "${RESTARTS}" -ge {config.restarts} ] || scontrol requeue "$SLURM_JOB_ID" ;;',
             "esac",
@@ -94,6 +100,6 @@ def script(config: Config, overrides: Sequence[str]) -> str:
     )
 
 
-def _clock(hours: float) -> str:
+def _format_time(hours: float) -> str:
     minutes = max(round(hours * 60), 1)
     return f"{minutes // 60}:{minutes % 60:02}:00"

@@ -1,4 +1,4 @@
-"""Hosts reachable by ssh: copies the code to each host and runs one process there. The first host coordinates."""
+"""Hosts reachable by ssh: copies the code to each host and runs one process there. The first host runs process 0."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from valkyrie.launch import remote
 from valkyrie.launch.engine import PORT, EngineConfig, disk_notes
-from valkyrie.launch.plan import Call, Command, Plan
-from valkyrie.launch.supervisor import RESTARTS, Member, Supervisor
-from valkyrie.processes.team import Place
+from valkyrie.launch.plan import Command, CommandStep, Plan
+from valkyrie.launch.supervisor import RESTARTS, ProcessSpec, Supervisor
+from valkyrie.processes.team import ProcessInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +19,10 @@ class Config(EngineConfig):
     """Keys of `target=ssh`.
 
     Args:
-        hosts: names of the hosts for ssh.
+        hosts: hosts as `ssh` accepts them, such as `ann@a`. The first one runs the coordinator.
         port: port of the coordinator on the first host.
         folder: folder of the code on each host, relative to the home folder.
-        extra: dependencies to install: `tpu`, `cuda`, or empty for CPUs.
+        extra: extra of `pyproject.toml` to install: `tpu`, `cuda`, or empty for CPUs.
     """
 
     hosts: tuple[str, ...] = ()
@@ -31,79 +31,83 @@ class Config(EngineConfig):
     extra: str = ""
 
     def problems(self) -> list[str]:
-        """Return the reasons why nothing can be launched."""
+        """Return an error message for each invalid key."""
         problems = [*super().problems(), *remote.folder_problems(self.folder)]
         if self.extra not in ("", "tpu", "cuda"):
             problems.append(
-                f"extra={self.extra}: write extra=tpu, extra=cuda, or nothing where the hosts have neither."
+                f"extra={self.extra} is unknown. Use extra=tpu or extra=cuda, or leave it out on hosts with neither."
             )
         if self.port > 65535:
-            problems.append(f"port={self.port}: the largest is 65535.")
+            problems.append(f"port={self.port} is above 65535, the largest port.")
         if not self.hosts:
-            problems.append("target=ssh needs the hosts: write hosts=a,b, the first of which is the coordinator.")
+            problems.append("target=ssh needs hosts, such as hosts=a,b. The first one runs the coordinator.")
         if bad := [host for host in self.hosts if not re.fullmatch(r"[A-Za-z0-9_][\w.@:-]*", host)]:
-            problems.append(f"hosts=: {bad[0]} is no name of a host. Write hosts=a,b.")
+            problems.append(
+                f"hosts={','.join(self.hosts)}: {bad[0]} is not a valid host name. Use names such as hosts=a,b."
+            )
         if len({*self.hosts}) < len(self.hosts):
-            problems.append(f"hosts={','.join(self.hosts)} names a host twice; each runs one process.")
+            problems.append(f"hosts={','.join(self.hosts)} names a host twice, but each host runs one process.")
         return problems
 
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return the commands for all hosts."""
-        again = (
-            f"--run runs this, ends all when one fails and starts all again, up to {self.restarts} times",
-            *disk_notes(overrides, "are not seen by the other hosts"),
+        notes = (
+            "--run executes these steps. If a process fails, it stops all of them and restarts them, up to "
+            f"{self.restarts} times",
+            *disk_notes(overrides, "cannot be read by the other hosts"),
         )
-        return Plan(again, (*self.copy(), *self.train(overrides)))
+        return Plan(notes, (*self.copy_steps(), *self.train_steps(overrides)))
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Train under the supervision of this machine."""
+        """Train on all hosts, watched and restarted by this machine."""
         remote.check_clone()
         return self.supervisor(overrides).run()
 
     def supervisor(self, overrides: Sequence[str]) -> Supervisor:
-        """Return the supervisor that copies the code, trains on all hosts and restarts all of them after a crash."""
+        """Return the supervisor that copies the code, trains on all hosts, and restarts all of them after a crash."""
 
-        def members(starts: int) -> list[Member]:
-            for step in self.copy() if starts == 0 else []:
-                remote.must(step)
-            return [Member(call.commands[0]) for call in self.train(overrides, starts)]
+        def prepare(starts: int) -> list[ProcessSpec]:
+            for step in self.copy_steps() if starts == 0 else []:
+                remote.run_checked(step)
+            return [ProcessSpec(step.commands[0]) for step in self.train_steps(overrides, starts)]
 
-        def send(number: int) -> None:
-            for call in self.end(overrides, number):
-                remote.quietly(call)
+        def send_signal(number: int) -> None:
+            for step in self.signal_steps(overrides, number):
+                remote.try_run(step)
 
-        known = bool(self.end(overrides, signal.SIGKILL))
+        can_signal = bool(self.signal_steps(overrides, signal.SIGKILL))
         return Supervisor(
-            members,
+            prepare,
             self.restarts,
             self.log_folder(overrides),
-            send if known else None,
-            clean_up=lambda: send(signal.SIGKILL),
+            send_signal if can_signal else None,
+            clean_up=lambda: send_signal(signal.SIGKILL),
         )
 
-    def copy(self) -> list[Call]:
+    def copy_steps(self) -> list[CommandStep]:
         """Return the steps that copy the last commit to every host and install it there."""
-        unpack = f"{remote.unpack(self.folder)} && {remote.install(self.folder, self.extra)}"
+        unpack = f"{remote.unpack_command(self.folder)} && {remote.install_command(self.folder, self.extra)}"
         pack = (*remote.ARCHIVE, "HEAD")
         return [
-            Call(f"copy the last commit to {host} and install it", (pack, _ssh(host, unpack))) for host in self.hosts
+            CommandStep(f"copy the last commit to {host} and install it", (pack, _ssh(host, unpack)))
+            for host in self.hosts
         ]
 
-    def train(self, overrides: Sequence[str], restarts: int = 0) -> list[Call]:
+    def train_steps(self, overrides: Sequence[str], restarts: int = 0) -> list[CommandStep]:
         """Return the steps that train in one process on each host."""
         address = f"{self.hosts[0].rpartition('@')[2]}:{self.port}"
-        again = {RESTARTS: str(restarts)} if restarts else {}
+        restart_count = {RESTARTS: str(restarts)} if restarts else {}
         steps = []
         for index, host in enumerate(self.hosts):
-            environment = Place(address, len(self.hosts), index).environment if len(self.hosts) > 1 else {}
-            text = remote.train(self.folder, overrides, environment | again)
-            steps.append(Call(f"train on {host}", (_ssh(host, text),), beside=True))
+            environment = ProcessInfo(address, len(self.hosts), index).environment if len(self.hosts) > 1 else {}
+            text = remote.train_command(self.folder, overrides, environment | restart_count)
+            steps.append(CommandStep(f"train on {host}", (_ssh(host, text),), in_background=True))
         return steps
 
-    def end(self, overrides: Sequence[str], number: int) -> list[Call]:
-        """Return the steps that send a signal to this training on each host; empty if the run has no name."""
-        text = remote.end(overrides, number)
-        return [Call(f"end it on {host}", (_ssh(host, text),)) for host in self.hosts if text]
+    def signal_steps(self, overrides: Sequence[str], number: int) -> list[CommandStep]:
+        """Return the steps that send a signal to this training on each host, or an empty list if it has no name."""
+        text = remote.signal_command(overrides, number)
+        return [CommandStep(f"stop the training on {host}", (_ssh(host, text),)) for host in self.hosts if text]
 
 
 def _ssh(host: str, text: str) -> Command:

@@ -70,7 +70,7 @@ def figures_mode(run: Run) -> int:
         folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))
         chip = figures(devices, run.config.precision.compute, team)
         machines = sorted(set(team.exchange("machine", socket.gethostname())))
-        if team.leads:
+        if team.is_leader:
             write_run_files(run, folder)
             write_record(folder / FIGURES, chip)
             write_atomic(folder / MACHINES, json.dumps(machines) + "\n")
