@@ -102,7 +102,7 @@ time.sleep(60)
 """
     assert run(code) == 0
     cause, log, last_line, restart = capfd.readouterr().err.splitlines()
-    assert all(part in cause for part in ("process 1 ", "SIGKILL", "processes 0, 2 "))
+    assert all(part in cause for part in ("process 1 ", "SIGKILL", "processes 0, 2"))
     assert "logs/process-1.log" in log and last_line == "  the last words of 1"
     assert "(1 of 2)" in restart and len(pids()) == 6
 
@@ -151,7 +151,7 @@ time.sleep(60)
 """
     assert run(code) == 2
     cause, log, last_line = capfd.readouterr().err.splitlines()
-    assert all(part in cause for part in ("process 2 ", "status 2", "processes 0, 1 "))
+    assert all(part in cause for part in ("process 2 ", "status 2", "processes 0, 1"))
     assert "logs/process-2.log" in log and last_line == "  data.paths=missing"
 
 
