@@ -1,4 +1,4 @@
-"""Advice for refused layouts: each value, applied alone, removes its problem and causes no other."""
+"""Tests of advice for refused layouts: each value, applied alone, removes its problem and causes no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python API: the examples of the pages run, mistakes are ValueErrors, and nothing is imported early."""
+"""Tests of the Python API: the examples of the pages run, mistakes are ValueErrors, and nothing is imported early."""
 
 from __future__ import annotations
 

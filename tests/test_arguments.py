@@ -1,4 +1,4 @@
-"""`compose` and `load` read arguments as the command does: own folders, resumed runs, prompts, meshes, groups."""
+"""Tests of `compose` and `load`: they read arguments as the command does (folders, resumed runs, prompts)."""
 
 from __future__ import annotations
 

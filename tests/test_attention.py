@@ -1,4 +1,4 @@
-"""Attention: the dense form against a reference, and every other form against it, values and gradients."""
+"""Tests of attention: the dense form against a reference, and every other form against the dense one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks may return auxiliary losses and metrics, on every layout. The tested block is in a user's folder."""
+"""Tests of auxiliary losses and metrics that a user's block returns, under every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch in tokens, cut into microbatches by the number of sequences that a device takes at a time."""
+"""Tests of batch sizes in tokens, and of microbatches by sequences per device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Durable checkpoints in a bucket: against an emulator of Google Cloud Storage on loopback."""
+"""Tests of durable checkpoints in a bucket, with an emulator of Google Cloud Storage."""
 
 from __future__ import annotations
 

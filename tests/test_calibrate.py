@@ -1,4 +1,4 @@
-"""`mode=calibrate`: fits known constants from trials, tests them on families left out, and writes an experiment."""
+"""Tests of `mode=calibrate`: recovers known constants, validates on held-out families, writes an experiment."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Tests of saving and restoring checkpoints, retention, damaged checkpoints, and refusals."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""The fast tier of checkpoints, the choice between both tiers, and the policy for keeping durable ones."""
+"""Tests of fast checkpoints, the choice between fast and durable ones, and which durable ones are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start-up time: help, the composed configuration and refusals do not load JAX and take about a second."""
+"""Tests of start-up time: help, the composed configuration and refusals take about a second, without JAX."""
 
 from __future__ import annotations
 

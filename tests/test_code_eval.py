@@ -1,4 +1,4 @@
-"""Evaluation on coding problems: reading problems, finding the end of a function, judging, pass@k, and the mode."""
+"""Tests of evaluation on coding problems: reading problems, where functions end, judging, pass@k, the mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile programs in the sandbox: each ends within its limits and fails, and the machine stays unchanged."""
+"""Tests of the sandbox with hostile programs: each one fails within its limits and leaves no trace."""
 
 from __future__ import annotations
 

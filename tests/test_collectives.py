@@ -1,4 +1,4 @@
-"""The cost of a collective on a torus equals its closed form: bytes over links and bandwidth, plus hops."""
+"""Tests of the cost of collectives on a torus: it equals the closed form (bytes over bandwidth, plus hops)."""
 
 from __future__ import annotations
 

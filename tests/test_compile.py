@@ -1,4 +1,4 @@
-"""Compiling a layout in a child process: results instead of tracebacks, a time limit, a cache."""
+"""Tests of compiling a layout in a child process: results instead of tracebacks, a time limit, the cache."""
 
 from __future__ import annotations
 

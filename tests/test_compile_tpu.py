@@ -1,4 +1,4 @@
-"""Compiling for TPU slices without a TPU: from the command line to the report, the timeline and the cache."""
+"""Tests of compiling for TPU slices without a TPU: the command, the report, the timeline and the cache."""
 
 from __future__ import annotations
 

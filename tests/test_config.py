@@ -1,4 +1,4 @@
-"""Configuration: every choice composes, and a printed or saved configuration reads back as the same run."""
+"""Tests of the configuration: every choice composes, and a printed or saved config reads back as the same run."""
 
 from __future__ import annotations
 

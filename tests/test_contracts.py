@@ -1,4 +1,4 @@
-"""Every tiny model under every partition: it lowers without devices, its specs are complete, its steps are equal."""
+"""Tests of every tiny model under every partition: it lowers, its specs are complete, its steps are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`valkyrie-convert`: logits equal to those of transformers, conversion both ways, any mesh, and refusals."""
+"""Tests of `valkyrie-convert`: logits equal to transformers', conversion both ways, meshes, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunked cross-entropy against the plain formula over all logits: values, gradients, masks, memory and messages."""
+"""Tests of chunked cross-entropy against the plain formula: values, gradients, masks, memory and messages."""
 
 from __future__ import annotations
 

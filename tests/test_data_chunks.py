@@ -1,4 +1,4 @@
-"""Code cut at the ends of functions: C, C++ and Python, in files and in shards, and refusals."""
+"""Tests of splitting code at function ends: C, C++ and Python, from files and from shards."""
 
 from __future__ import annotations
 

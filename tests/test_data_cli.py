@@ -1,4 +1,4 @@
-"""`valkyrie-data`: its output, and mistakes refused in one line."""
+"""Tests of `valkyrie-data`: its output, and mistakes refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader: rows, their order, their division among processes, its position, and refusals."""
+"""Tests of the data loader: rows, their order, their division among processes, positions, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data preparation: the cache, the shards, and interruptions and damage."""
+"""Tests of data preparation: the cache, the shards, interruptions and damage."""
 
 from __future__ import annotations
 

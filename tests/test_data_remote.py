@@ -1,4 +1,4 @@
-"""Text in buckets: listing, reading and caching, without a network (`memory://`) and from an emulator."""
+"""Tests of text in buckets: listing, reading and caching, from fsspec's `memory://` and an emulator."""
 
 from __future__ import annotations
 

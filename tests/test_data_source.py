@@ -1,4 +1,4 @@
-"""Data sources: their documents and the order of these, the splits, and refusals."""
+"""Tests of data sources: their documents, the order of documents, the splits, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data stream: equal batches for any number of processes, exact positions, packing, splits and refusals."""
+"""Tests of the data stream: equal batches for any number of processes, exact positions, packing, and splits."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Tests of choosing devices: simulated CPUs, the target's chips, and refusals."""
+
 from __future__ import annotations
 
 import subprocess

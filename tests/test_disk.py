@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or gone: reported in one line with the path, and survived if possible."""
+"""Tests of disks that are full, read-only or gone: the message names the path, and training survives if it can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`valkyrie-doctor`: every check where it passes and where it fails, the output, and the exit status."""
+"""Tests of `valkyrie-doctor`: each check passing and failing, the output, and the exit status."""
 
 from __future__ import annotations
 

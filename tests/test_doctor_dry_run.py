@@ -1,4 +1,4 @@
-"""The dry run of `valkyrie-doctor` on simulated devices: a healthy run, a NaN, unequal replicas, a wrong sum."""
+"""Tests of `valkyrie-doctor`'s dry run: a healthy run, a NaN, unequal replicas, a wrong sum."""
 
 from __future__ import annotations
 

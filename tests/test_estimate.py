@@ -1,4 +1,4 @@
-"""The estimate: it agrees with the blocks' declarations and with `mode=show`, and its layouts are legal."""
+"""Tests of the estimate: it agrees with the models and with `mode=show`, and its layouts are legal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every experiment file: legal as written, and at `size=tiny`, which trains on this machine."""
+"""Tests of every experiment file: legal as written, and trained here with `size=tiny`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mode=explain`: its numbers add up, its sentences follow from them, and incomparable layouts are refused."""
+"""Tests of `mode=explain`: its numbers add up, its sentences agree with them, bad comparisons are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Mistakes and faults by cause, in this process where possible: the message names the file or key, without a traceback.
+"""Tests of mistakes and faults by cause: the message names the file or key, without a traceback.
 
-`test_journeys.py` has the slow ones, which need a process for each.
+They run in this process where possible. `test_journeys.py` has the slow ones, which each need a process.
 """
 
 from __future__ import annotations

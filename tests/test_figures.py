@@ -1,4 +1,4 @@
-"""`mode=figures`: the counted work equals the work of the devices."""
+"""Tests of `mode=figures`: the FLOPs and bytes that it counts are those that the devices execute."""
 
 from __future__ import annotations
 

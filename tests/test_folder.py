@@ -1,3 +1,5 @@
+"""Tests of run folders: finding runs, reading their settings, locks, and damaged records."""
+
 from __future__ import annotations
 
 import os

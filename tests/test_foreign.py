@@ -1,4 +1,4 @@
-"""The examples of predicting other programs: a plain Flax step, MaxText's, and the same work by both programs."""
+"""Tests of the examples that predict other programs: a plain Flax step, and MaxText's next to ours."""
 
 from __future__ import annotations
 

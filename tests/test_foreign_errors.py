@@ -1,4 +1,4 @@
-"""Messages of other programs, as the versions named in `valkyrie.foreign_errors` write them."""
+"""Tests of recognising the error messages of the versions that `valkyrie.foreign_errors` names."""
 
 from __future__ import annotations
 

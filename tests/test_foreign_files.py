@@ -1,4 +1,4 @@
-"""Readers of files of other programs, of which one field has another type or is missing, or the end is cut off.
+"""Tests of readers of other programs' files, when a field is wrong or missing or the file is cut off.
 
 Each reader returns, or raises ValueError or OSError with the name of the file.
 """

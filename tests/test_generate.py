@@ -1,3 +1,5 @@
+"""Tests of generating text: sampling, prompts, saved generation states, and batches of prompts."""
+
 from __future__ import annotations
 
 import time

@@ -1,4 +1,4 @@
-"""Goodput: the wall time of a run by kind, computed by hand and for trainings that are stopped, killed and resumed."""
+"""Tests of goodput: wall time by kind, by hand and for trainings that are stopped, killed and resumed."""
 
 from __future__ import annotations
 

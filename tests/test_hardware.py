@@ -1,4 +1,4 @@
-"""Hardware: a target's chip determines its torus and hosts, and a topology that does not exist is refused."""
+"""Tests of hardware: the chip determines torus and hosts, and impossible topologies are refused."""
 
 from __future__ import annotations
 

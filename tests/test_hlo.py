@@ -1,4 +1,4 @@
-"""Parsing a compiled module: its schedule, loop counts, groups, FLOPs and bytes, in every spelling."""
+"""Tests of parsing compiled modules: schedule, loop counts, replica groups, FLOPs and bytes, in every spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new user's first day: commands typed at the real program, and faults while it runs.
+"""Tests of a new user's first day: commands as a user types them, and faults while they run.
 
 Each test checks the exit status, the time, a phrase of the output, the absence of a traceback, and the files left.
 """

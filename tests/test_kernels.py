@@ -1,4 +1,4 @@
-"""The cost of a Pallas kernel: splash attention by its steps, its blocks, and the ends of its rows of blocks."""
+"""Tests of the cost of splash attention kernels: grid steps, blocks, and the ends of rows of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`valkyrie-launch` for other hosts: its printed plan, how a shell reads it, and how --run carries it out."""
+"""Tests of `valkyrie-launch` on other hosts: the printed plan, how a shell reads it, and how --run executes it."""
 
 from __future__ import annotations
 

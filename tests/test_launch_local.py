@@ -1,4 +1,7 @@
-"""`valkyrie-launch target=local` starts, ends and restarts processes together. The children are small scripts."""
+"""Tests of `valkyrie-launch target=local`: it starts, ends and restarts processes together.
+
+The processes run small scripts instead of a training.
+"""
 
 from __future__ import annotations
 

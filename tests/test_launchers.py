@@ -1,4 +1,4 @@
-"""Every Hydra launcher runs the same trials: each job goes through the same task function."""
+"""Tests of Hydra's launchers: all of them run the same trials, through the same task function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of the package (pyproject.toml lists their imports) and the limits on file and function length."""
+"""Tests of the package's import layers (listed in pyproject.toml) and of file and function length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Layouts: legal exactly if every array divides, with every problem reported, and the placement of optimizer state."""
+"""Tests of layouts: a layout is legal exactly if every array divides evenly over its mesh axes.
+
+All problems are reported at once. Also tests where optimizer state is placed.
+"""
 
 from __future__ import annotations
 

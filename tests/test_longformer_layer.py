@@ -1,4 +1,4 @@
-"""The attention layer against its definition written densely in float64: rotary, windowed, with global tokens."""
+"""Tests of the attention layer against a dense float64 definition: rotary, windows, and global tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring a layout: every timed step counts, and simulated speeds are always marked as such."""
+"""Tests of measuring a layout: every timed step counts, and simulated speeds are marked as such."""
 
 from __future__ import annotations
 

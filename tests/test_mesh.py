@@ -1,4 +1,4 @@
-"""Meshes: their names and sizes, the mesh of the launch environment, and the positions of devices."""
+"""Tests of meshes: their names and sizes, the mesh of the launch environment, and the positions of devices."""
 
 from __future__ import annotations
 

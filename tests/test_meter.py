@@ -1,3 +1,5 @@
+"""Tests of measuring the speed of steps: medians, pauses, and rates."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Every tiny model by itself: causal, differentiable everywhere, streaming as in parallel, fair to packed documents."""
+"""Tests of every tiny model: causal, differentiable, streaming equals parallel, packed documents are separate."""
 
 from __future__ import annotations
 

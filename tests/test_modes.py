@@ -1,3 +1,5 @@
+"""Tests of modes that read a run: evaluation, sampling, and listing checkpoints."""
+
 from __future__ import annotations
 
 import re

@@ -1,4 +1,7 @@
-"""Muon: two steps equal those of nanochat, however a matrix is stored or stacked. Other parameters use AdamW."""
+"""Tests of Muon: two steps equal nanochat's, however a matrix is stored or stacked.
+
+Also tests the parameters that use AdamW.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nanochat: logits of both forms as public implementations make them, its sizes, its windows, and what it refuses."""
+"""Tests of nanochat models: logits equal to both public implementations', sizes, windows, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in int8 and float8: close to exact ones, narrow where they should be, the same on a mesh, and they train."""
+"""Tests of int8 and float8 products: close to exact products, equal on a mesh, and able to train."""
 
 from __future__ import annotations
 

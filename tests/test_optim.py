@@ -1,4 +1,4 @@
-"""Optimizers: learning-rate schedules, groups of parameters, clipping, AdamW by hand, and refused settings."""
+"""Tests of optimizers: learning-rate schedules, parameter groups, clipping, AdamW by hand, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiler options: the chip's defaults, what a user adds or takes away, who set each, and refusals in plain words."""
+"""Tests of compiler options: the chip's defaults, the user's changes, who set each, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example block of valkyrie/models/README.md, in a user's folder, trains, streams, compiles and sweeps."""
+"""Tests of the block in valkyrie/models/README.md, in a user's folder: it trains, streams, compiles and sweeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example data source and task of the READMEs, in a user's folder, train, resume and refuse mistakes."""
+"""Tests of the data source and task of the READMEs, in a user's folder: they train, resume and refuse mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mode of conf/README.md, in a user's folder: it runs, is listed, and refuses keys of other modes."""
+"""Tests of the mode of conf/README.md, in a user's folder: it runs, is listed, and refuses keys of other modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer of valkyrie/optim/README.md, in a user's folder: it trains, is estimated and refused."""
+"""Tests of the optimizer of valkyrie/optim/README.md, in a user's folder: training, estimates, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of Valkyrie's own files, of which one field has another type or is missing, or the end is cut off.
+"""Tests of readers of Valkyrie's files, when a field is wrong or missing or the file is cut off.
 
 Each reader returns, or raises ValueError or OSError with the name of the file. See `test_foreign_files.py`.
 """

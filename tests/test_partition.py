@@ -1,4 +1,4 @@
-"""Partitions: every YAML's rules and roles, the roles of a launch environment, and what is refused."""
+"""Tests of partitions: the rules and roles of every YAML, the roles of a launch environment, and refusals."""
 
 from __future__ import annotations
 

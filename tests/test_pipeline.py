@@ -1,4 +1,4 @@
-"""Pipelines: the same steps as on one device, schedules by their formulas, and communication."""
+"""Tests of pipelines: the same steps as on one device, schedules by their formulas, and communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements: device order from a list of factors, enumeration without duplicates, and recognising JAX's own."""
+"""Tests of placements: device order by a list of factors, enumeration, and recognition of JAX's own order."""
 
 from __future__ import annotations
 

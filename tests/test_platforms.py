@@ -1,4 +1,4 @@
-"""Platforms: found by name, known without JAX, and refused by key."""
+"""Tests of platforms: their names, lookup without JAX, and refusals."""
 
 from __future__ import annotations
 

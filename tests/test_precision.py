@@ -1,4 +1,4 @@
-"""Dtypes under every precision policy: a step keeps those of the train state, and accumulators are float32."""
+"""Tests of precision policies: a step keeps the train state's dtypes, and accumulators are float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any JAX program: dumped modules and jitted functions predicted on a slice, and what cannot be refused in one line."""
+"""Tests of predicting any JAX program: dumped modules and jitted functions, and refusals in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems of a run are data: a code, the key at fault and its value, with one golden file of all texts."""
+"""Tests of a run's problems as data (code, key at fault, value), with a golden file of all texts."""
 
 from __future__ import annotations
 

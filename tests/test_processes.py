@@ -1,4 +1,4 @@
-"""Several processes, one run: how they meet, what they compare, what each reads, and how they end together."""
+"""Tests of runs with several processes: how they connect, what they compare, and how they end together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of collectives from a trace: every run of every collective is found once, on every device."""
+"""Tests of collective times from a trace: every run of every collective is found once, on every device."""
 
 from __future__ import annotations
 

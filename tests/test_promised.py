@@ -1,4 +1,4 @@
-"""The accuracy table of earlier predictions: the script's output for stored results of unchanged runs."""
+"""Tests of the accuracy table of earlier predictions: the page shows what the script prints."""
 
 from __future__ import annotations
 

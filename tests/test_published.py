@@ -1,4 +1,4 @@
-"""The published runs: every row of the table composes to a legal run, of the size and on the chips it states."""
+"""Tests of the published runs: every row of the table composes to a legal run of the stated size."""
 
 from __future__ import annotations
 

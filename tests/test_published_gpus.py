@@ -1,4 +1,7 @@
-"""Estimates against published GPU runs, with constants fitted to other groups of them (experiments/search/gpus.py)."""
+"""Tests of estimates against published GPU runs.
+
+The constants are fitted to the other groups of runs (experiments/search/gpus.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Tiny Recursive Model and its task against the published reference, and what a training carries and restores."""
+"""Tests of the Tiny Recursive Model and its task against the published reference, and of resuming its training."""
 
 from __future__ import annotations
 

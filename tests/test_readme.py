@@ -1,4 +1,4 @@
-"""Commands in the documentation compose, links resolve, and figures agree with the code, the data and each other."""
+"""Tests of the documentation: commands compose, links resolve, and numbers agree with the code and the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON codec: round trips, unknown keys, versions, and errors that name the field."""
+"""Tests of the JSON codec: round trips, unknown keys, versions, and errors that name the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`remat`: named activations are saved, offloaded or made again, and what that takes is what a step really keeps."""
+"""Tests of `remat`: named activations are saved, offloaded or recomputed, and their reported bytes are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replayed schedules: work in order, what overlaps, what is awaited, loops, and parts that sum to the step."""
+"""Tests of replayed schedules: order, overlap, waits, loops, and parts that sum to the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of sweeps: known answers on hand-made sweeps, the page's size, Markdown, CSV, the command."""
+"""Tests of the report of sweeps: known answers on hand-made sweeps, Markdown, CSV, and figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a report in headless Chromium: sort, filter, hover, keyboard, dark, narrow, print; no network."""
+"""Tests of a report's page in headless Chromium: sorting, filters, keyboard, dark and narrow screens, print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `valkyrie-report`: what it writes where, what it refuses in one line, and how it ends unread."""
+"""Tests of `valkyrie-report`: the files it writes, refusals in one line, and readers that close its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a report as a file: its size, its figures' contrast, what it loads, hostile names."""
+"""Tests of a report's page as a file: its size, the contrast of its figures, and hostile names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The W&B dashboard of a sweep: every panel reads keys that the sweep's runs have."""
+"""Tests of the W&B dashboard of a sweep: every panel reads keys that the sweep's runs have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reports compare layouts of the same work on the same hardware. Labels of work are the settings a sweep varies."""
+"""Tests of which layouts reports compare: those of the same work on the same hardware.
+
+Work is labelled with the settings that a sweep varies.
+"""
 
 from __future__ import annotations
 

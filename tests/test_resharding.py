@@ -1,4 +1,4 @@
-"""A checkpoint saved under any layout is restored under any other, with equal values and that layout's sharding."""
+"""Tests of restoring checkpoints under another layout: equal values with the new layout's sharding."""
 
 from __future__ import annotations
 

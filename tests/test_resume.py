@@ -1,3 +1,5 @@
+"""Tests of resuming: bit-for-bit equal runs, changed settings, other meshes, and refusals."""
+
 from __future__ import annotations
 
 import os

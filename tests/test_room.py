@@ -1,4 +1,4 @@
-"""The memory and cores of this machine are compared with the needs of a run before any array is allocated."""
+"""Tests of checks before arrays are allocated: the machine's memory and cores suffice for the run."""
 
 from __future__ import annotations
 

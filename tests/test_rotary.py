@@ -1,4 +1,4 @@
-"""Rotary embedding: rotations of pairs, and logits that depend on distance alone."""
+"""Tests of rotary embedding: rotations of pairs, and logits that depend only on distance."""
 
 from __future__ import annotations
 

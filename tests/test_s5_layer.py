@@ -1,4 +1,4 @@
-"""The S5 layer against a float64 loop over the paper's equations, and the state its parameters start from."""
+"""Tests of the S5 layer against a float64 loop over the paper's equations, and of its initial parameters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The S5 recurrence: every form against float64 loops, against SciPy and against each other, whole and split.
+"""Tests of the S5 recurrence: every form against float64 loops, SciPy and the other forms, also sharded.
 
-The kernel for TPU is in test_scan_kernel.py.
+The TPU kernel is tested in test_scan_kernel.py.
 """
 
 from __future__ import annotations

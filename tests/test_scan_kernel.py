@@ -1,4 +1,4 @@
-"""The S5 recurrence's kernel for TPU: interpreted on a CPU against the sequential form, and compiled for every chip."""
+"""Tests of the S5 recurrence's TPU kernel: interpreted on a CPU, and compiled for every chip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every number that a user can set, at 0, below it, huge and not finite: it works, or is refused by its key."""
+"""Tests of every numeric setting at 0, negative, huge and not finite: it works, or is refused by its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mode=search`: its request, the order of compiles, when it stops, and its answer."""
+"""Tests of `mode=search`: its request, the order of compiles, when it stops, and its answer."""
 
 from __future__ import annotations
 

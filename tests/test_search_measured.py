@@ -1,4 +1,4 @@
-"""`mode=search` on devices at hand: their measured figures, the measured layouts, and the errors of its estimates."""
+"""Tests of `mode=search` on the devices of this machine: measured figures, layouts, and estimate errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates against measured steps of four processes over a network that is really slow (experiments/search)."""
+"""Tests of estimates against measured steps of four processes on a slow network (experiments/search)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Enumerated layouts are legal, complete and without duplicates, compared with brute force."""
+"""Tests of enumerated layouts: legal, complete and without duplicates, compared with brute force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HiPPO-N, its initialisers and the discretisation: against the dense real system, SciPy and float64."""
+"""Tests of HiPPO-N, its initialisers and the discretisation, against the dense real system, SciPy and float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step program: accumulation, rematerialisation, ZeRO-1, precision, optimizer groups, and what crosses devices."""
+"""Tests of the step program: accumulation, remat, ZeRO-1, precision, optimizer groups, and collectives."""
 
 from __future__ import annotations
 

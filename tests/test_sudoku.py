@@ -1,4 +1,4 @@
-"""Sudoku: what is generated has one solution, symmetries keep it one, and other puzzles are refused by name."""
+"""Tests of Sudoku data: puzzles have one solution, symmetries preserve it, and bad puzzles are refused."""
 
 from __future__ import annotations
 

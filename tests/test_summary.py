@@ -1,4 +1,4 @@
-"""Predictions of compiled layouts: numbers that add up, hints that follow from them, and the printed report."""
+"""Tests of predictions of compiled layouts: numbers that add up, hints, and the printed report."""
 
 from __future__ import annotations
 

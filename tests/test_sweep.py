@@ -1,4 +1,4 @@
-"""A multirun: names of the sweep and its trials, which trials are repeated, and the output."""
+"""Tests of multiruns: names of the sweep and its trials, which trials are repeated, and the output."""
 
 from __future__ import annotations
 

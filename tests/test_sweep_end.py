@@ -1,4 +1,4 @@
-"""The end of a multirun: output, tracking and exit status, for every launcher and kind of failure."""
+"""Tests of the end of a multirun: output, tracking and exit status, for every launcher and kind of failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hydra/sweeper=layouts`: the layouts enumerated for a command line, and how the sweeper runs them."""
+"""Tests of `hydra/sweeper=layouts`: the layouts enumerated for a command line, and how the sweeper runs them."""
 
 from __future__ import annotations
 

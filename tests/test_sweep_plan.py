@@ -1,4 +1,4 @@
-"""Planning the trials of a multirun before anything starts: the run of each, and the reasons for refusing one."""
+"""Tests of planning a multirun's trials before any starts: each one's run, or the reason to refuse it."""
 
 from __future__ import annotations
 

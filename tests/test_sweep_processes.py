@@ -1,4 +1,4 @@
-"""Multiruns over several processes: every trial on all of them in turn, planned and recorded by the first."""
+"""Tests of multiruns over several processes: process 0 plans and records, and all run every trial."""
 
 from __future__ import annotations
 

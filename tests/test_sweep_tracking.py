@@ -1,4 +1,4 @@
-"""A sweep at W&B, read back from the offline files: one group, one run per trial, and the table of the parent run."""
+"""Tests of sweeps at W&B, read back from its offline files: one group, a run per trial, and a parent run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets: parsing names, one name per slice, and refusals with the nearest slices."""
+"""Tests of targets: parsing names, one name per slice, and refusals with the nearest slices."""
 
 from __future__ import annotations
 

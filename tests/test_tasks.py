@@ -1,4 +1,4 @@
-"""Properties of a task known before JAX is loaded: whether it needs a causal model and allows microbatches."""
+"""Tests of task properties that are known without JAX: whether it needs causal models or allows microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timeline file: the Chrome trace-event format, and what a viewer needs to draw it without guessing."""
+"""Tests of the timeline file: valid Chrome trace events, with all that a viewer needs."""
 
 from __future__ import annotations
 

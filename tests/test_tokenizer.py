@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, published ids, and refused names and files."""
+"""Tests of tokenizers: round trips, published ids, and refused names and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers in a `tokenizer.json`: training, loading Hugging Face's, names, and checkpoints of other tokenizers."""
+"""Tests of `tokenizer.json` files: training, loading Hugging Face's, names, and mismatched checkpoints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A training of several processes that are killed at random moments ends as one that nobody disturbs.
+"""Tests of a training whose processes are killed at random moments: it ends like an undisturbed one.
 
-`VALKYRIE_KILLS=50 VALKYRIE_SEED=3 pytest -m slow tests/test_torture.py` kills more often, by another seed.
+`VALKYRIE_KILLS=50 VALKYRIE_SEED=3 pytest -m slow tests/test_torture.py` kills more often, with another seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records of a training: `metrics.jsonl`, and the same at W&B, read back from its offline files."""
+"""Tests of the records of a training: `metrics.jsonl`, and W&B's offline files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training by the command: the run folder, the output, evaluation, and ends by Ctrl-C, signals and NaN losses."""
+"""Tests of training by the command: the run folder, output, evaluation, Ctrl-C, signals and NaN losses."""
 
 from __future__ import annotations
 

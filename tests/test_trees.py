@@ -1,4 +1,4 @@
-"""Dotted names of leaves: of nested dicts, and of JAX's trees with lists and named tuples in them."""
+"""Tests of the dotted names of leaves in nested dicts, and in JAX trees with lists and named tuples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of trials: lines of several writers stay whole, a torn end is cut off, and a newer schema is refused."""
+"""Tests of the record of trials: concurrent writers, a line cut off at the end, and newer schemas."""
 
 from __future__ import annotations
 

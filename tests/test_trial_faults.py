@@ -1,4 +1,4 @@
-"""Faults in a sweep: each one is a row with its reason, the sweep continues, and no trial is lost or repeated."""
+"""Tests of faults in a sweep: each one is a row with its reason, and no trial is lost or repeated."""
 
 from __future__ import annotations
 

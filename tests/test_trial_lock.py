@@ -1,4 +1,4 @@
-"""A trial's process is known to whoever has the trial in hand, and nobody else's process is ever ended for it."""
+"""Tests of locks on trials and run folders: whoever holds a trial knows its process and ends no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tuning compiler options: which ones are kept or refused, when tuning ends, and the files it writes."""
+"""Tests of tuning compiler options: which ones are kept or refused, when tuning ends, and the files it writes."""
 
 from __future__ import annotations
 

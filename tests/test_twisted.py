@@ -1,4 +1,4 @@
-"""Twisted tori: names, shortest ways, rings of mesh axes, estimates, and libtpu's devices of them."""
+"""Tests of twisted tori: names, shortest paths, rings along mesh axes, estimates, and libtpu's devices."""
 
 from __future__ import annotations
 

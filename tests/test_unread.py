@@ -1,4 +1,4 @@
-"""Every setting on the command line is read, rejected or named."""
+"""Tests of settings on the command line: each one is used, refused, or reported as unused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that hangs is noticed in time, the stacks of all processes are printed, and the training restarts."""
+"""Tests of the watchdog: it notices a hanging step, prints all processes' stacks, and the training restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel, built from the tree and from the sdist: complete, and at work in an environment without a checkout."""
+"""Tests of the wheel, built from the tree and from the sdist: complete, and usable without a checkout."""
 
 from __future__ import annotations
 
