@@ -65,7 +65,7 @@ def until(process: subprocess.Popen[str], words: str) -> str:
 MISTAKES: dict[str, Sequence[str]] = {
     "modle=gpt_tiny": ("modle is not a key. Did you mean model?",),
     "--steps=5": ("write settings without dashes: steps=5",),
-    "steps 5": ("Write steps=5, without blanks",),
+    "steps 5": ("Write steps=5, with no spaces around =",),
     "mesh=2,2,2": ("mesh=2x2x2",),
     "mesh=2*2*2": ("mesh=2x2x2",),
     "mesh=[2,2,2]": ("mesh=2x2x2",),
@@ -86,7 +86,7 @@ MISTAKES: dict[str, Sequence[str]] = {
     "model=gpt_tiny model.attention.heads=3": ("model.attention.heads=3 is not a multiple of",),
     "partition=2d": ("Did you mean partition=2d_tp?",),
     "partition.name=dp": ("Write partition=dp",),
-    "partition=null": ("every run has a partition",),
+    "partition=null": ("partition cannot be null",),
     "precision=fp16": ("Choices: bf16, bf16_mixed, float32",),
     "remat=yes": ("remat=yes is not a choice", "minimal_with_context"),
     "data=text": ("data=text needs files",),

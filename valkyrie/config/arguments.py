@@ -37,15 +37,15 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
     """Return the arguments in Hydra's syntax. Raises ValueError for a mesh of one number.
 
     - Expands the abbreviations (`expand_shorthand`).
-    - `+experiment=` and `+sweep=` become `experiment=` and `sweep=`, because both are in use.
+    - `+experiment=` and `+sweep=` become `experiment=` and `sweep=`, because our defaults list already has both groups.
     - The folder of `--config-path` is relative to the working directory, not to one of our source files.
     - `prompt=`, the two layouts of `mode=explain` and the paths of `data.paths=` are quoted, so that Hydra reads them
-      exactly as typed: it strips the blanks of unquoted text and rejects most punctuation. `null`, values that are
+      exactly as typed: it strips the spaces around unquoted text and rejects most punctuation. `null`, values that are
       already quoted or escaped for Hydra, and the list of prompts of a sweep remain as they are. `${KEY}` is still
       interpolated.
     - `~` in `runs=` and `resume=` is expanded.
 
-    `multirun`: the arguments are of a sweep, where a key may have several values.
+    `multirun`: whether the arguments are those of a sweep, where a key may have several values.
     """
     hydra_arguments: list[str] = []
     for argument in expand_shorthand(arguments):
@@ -76,8 +76,7 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
     - `target.chip=v4 target.chips=512` becomes the slice of that size, in any shape under `mode=search`. The chip is
       one of the package or has a file in the folder of `--config-dir`.
     - `target=[v4-64,v5e-64]` compares slices under `mode=search`.
-    - Some keys of a mode work without `mode.`: `tokens=`, `budget=` and `budget_usd=` under `mode=search`, `first=` and
-      `second=` under `mode=explain`.
+    - Some keys of a mode work without `mode.` (`ModeConfig.short_keys`), such as `tokens=` under `mode=search`.
     """
     values = key_values(arguments)
     mode = get_mode(values.get("mode"))
@@ -118,7 +117,9 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
         folders = config_dirs(arguments)
         cycles = (find_inclusion_cycle(folders, group, name) for group, name in choices.items())
         file = next(filter(None, cycles), "a file of --config-dir")
-        raise ValueError(f"{file}: its defaults list includes the file itself. Delete that entry.") from error
+        raise ValueError(
+            f"{file}: its defaults list includes the file itself, directly or through another file. Delete that entry."
+        ) from error
     except AssertionError as error:
         if not is_key_of_null(str(error)):
             raise
@@ -129,7 +130,10 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def parse_run(arguments: Sequence[str]) -> Run:
-    """Return the unchecked run for these arguments; ValueError with the same message as the command."""
+    """Compose arguments of `valkyrie-train` into a run. Does not check the run for problems.
+
+    Raises ValueError with the message of the command if the arguments cannot be composed.
+    """
     try:
         return _compose(read_arguments(arguments))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -137,9 +141,9 @@ def parse_run(arguments: Sequence[str]) -> Run:
 
 
 def load_run(folder: Path, overrides: Sequence[str]) -> Run:
-    """Return the unchecked run that resumes in a run folder, with some keys overridden.
+    """Return the run that continues in a run folder, with some keys overridden. Does not check it for problems.
 
-    Raises ValueError with the same message as the command.
+    Raises ValueError with the message of the command if the settings or the overrides are invalid.
     """
     hydra_arguments = read_arguments(overrides)
     if refused := {"name", "resume"} & {key_value(override)[0] for override in hydra_arguments}:
@@ -175,13 +179,18 @@ def _compose(arguments: Sequence[str], folder: Path | None = None) -> Run:
 def _refuse_deletion_or_sweep(override: Override) -> None:
     line, key = override.input_line, override.key_or_group
     if override.is_delete():
-        raise ValueError(f"{line} removes a key that every run needs. Write {key}=null, or leave it out.")
+        raise ValueError(
+            f"{line}: settings cannot be removed. Drop this argument to use the default, or set {key}=VALUE."
+        )
     if override.is_sweep_override():
         raise ValueError(f"{line} has several values, but a run takes one. Write {key}=VALUE.")
 
 
 def _quote_paths(value: str, multirun: bool) -> str:
-    """Write paths as a Hydra list. Its grammar rejects `~/a/*.txt` and `[~/a/*.txt]`, so each path is quoted."""
+    """Write paths as a Hydra list, unless they are one already.
+
+    Quotes each path, because Hydra's grammar rejects `~/a/*.txt` and `[~/a/*.txt]`.
+    """
     try:
         override = OverridesParser.create().parse_override(f"data.paths={value}")
         if (
@@ -208,7 +217,7 @@ def _is_hydra_syntax(value: str, multirun: bool) -> bool:
 
 
 def _chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
-    """Return the chip with this name, of the package or of the user, or None if unknown."""
+    """Return a chip of the package or of the user by name, or None if unknown."""
     if name in known_chips() or not folders:
         return known_chips().get(name)
     with composing(folders):

@@ -1,4 +1,4 @@
-"""Available chips and targets: those of the package and those in the folders that Hydra searches."""
+"""Finds the available chips and targets, in the package and in the folders that Hydra searches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class Chips(Mapping[str, ChipConfig]):
 
 
 def get_target(name: str) -> TargetConfig:
-    """Return the target of a YAML or slice name, composed by Hydra; ValueError if the name is neither."""
+    """Return a target by the name of its YAML, of the package or of the user, or by its slice name, such as `v4-64`.
+
+    Raises ValueError if the name is neither.
+    """
     if name in config_names("target"):
         return read_config("target", name, TargetConfig)
     return _read_user_config(f"target/{name}", TargetConfig) or parse_target(name, Chips(), choice_names("target"))

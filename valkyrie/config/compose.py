@@ -1,4 +1,4 @@
-"""Registers with Hydra the schemas, the meshes and targets without files, and the defaults of this machine."""
+"""Extends Hydra with schemas, with meshes and targets that need no file, and with resolvers for default choices."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ SCHEMA_PATHS: dict[str, type] = {
 """Config path of each schema, except those of `FAMILIES`. Schemas are not listed as choices."""
 
 AS_SAVED = "as_saved"
-"""The choice, in each group, of a saved run's settings. It is not listed."""
+"""Choice of every group that selects the settings of the saved run. `--help` does not list it."""
 saved_groups: dict[str, DictConfig] = {}
 """The settings of each group's `as_saved` choice, with a defaults list."""
 ENVIRONMENT_MESH = "environment"
 """The mesh that `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
 BY_WIDTH = "by_width"
-"""The default rematerialisation, chosen by the width of the model. It is not listed."""
+"""The default rematerialisation, which depends on the width of the model. `--help` does not list it."""
 SIMULATED_MESH = "2x2x2"
 """The default mesh on a machine without an accelerator: eight simulated CPU devices, two on each axis."""
 
 
 class ValkyrieSource(ConfigSource):
-    """Configs without a file: meshes of any shape, targets by name, the schemas of groups and model families."""
+    """Hydra source of configs without a file: meshes of any shape, targets by name, schemas, and saved settings."""
 
     @staticmethod
     def scheme() -> str:
@@ -86,9 +86,10 @@ class ValkyrieSource(ConfigSource):
         return config_path in ("", "target/chip", *GROUPS)
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether this path is a schema, a mesh such as `2x2x2`, or a target.
+        """Return whether this source has a config at this path.
 
-        Hydra uses this source only for choices without a file.
+        Hydra calls this only for choices without a file. Every name in `target` counts, because `load_config` suggests
+        the nearest target for an unknown name.
         """
         path = config_path.removesuffix(".yaml")
         group, _, name = path.partition("/")
@@ -100,7 +101,10 @@ class ValkyrieSource(ConfigSource):
         return is_mesh or is_target or path in SCHEMA_PATHS or is_family or is_saved or is_default
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the mesh, the target or the schema; the error message suggests what to write instead."""
+        """Return the config at a path.
+
+        Raises ConfigCompositionException for an invalid mesh or target. The message suggests a valid one.
+        """
         path = config_path.removesuffix(".yaml")
         group, _, name = path.partition("/")
         try:
@@ -111,11 +115,11 @@ class ValkyrieSource(ConfigSource):
             elif group == "target":
                 config = _target_config(name)
             elif group == "remat":
-                own = {
+                settings = {
                     "name": "${valkyrie.default_remat:${model.embed}}",
                     "save": "${valkyrie.default_save:${model.embed}}",
                 }
-                config = OmegaConf.create({"defaults": ["remat_schema", "_self_"], **own})
+                config = OmegaConf.create({"defaults": ["remat_schema", "_self_"], **settings})
             else:
                 value = (
                     _mesh_config(name)
@@ -151,7 +155,7 @@ def register() -> Path:
     for name, resolver in _RESOLVERS.items():
         OmegaConf.register_new_resolver(f"valkyrie.{name}", resolver, replace=True)
         earlier_name = _EARLIER_NAMES.get(name, name)
-        if not OmegaConf.has_resolver(earlier_name):  # one of the user's own program stays
+        if not OmegaConf.has_resolver(earlier_name):  # keeps a resolver of this name that the user's program registered
             OmegaConf.register_new_resolver(earlier_name, resolver)
     folder = conf_dir()
     if not (folder / "train.yaml").is_file():
@@ -249,7 +253,7 @@ def default_save(embed: int) -> list[str]:
 
 
 def default_precision(target: str = "auto") -> str:
-    """Return the default precision policy: bfloat16 products on accelerators, float32 on a CPU."""
+    """Return the default precision policy: `bf16_mixed` on accelerators, `float32` on simulated devices."""
     simulated = get_platform(get_target(target).platform).is_simulated(accelerators())
     return "float32" if simulated else "bf16_mixed"
 
@@ -267,10 +271,10 @@ def vocab_size_for(tokenizer: str | None, default: str) -> int:
 
 
 def tiny_model_for(experiment: str | None) -> str:
-    """Return the tiny model that resembles the model of an experiment.
+    """Return the tiny model that resembles the model of an experiment, or `valkyrie_tiny` without an experiment.
 
-    It is `WORD_tiny`, with the first word of the model's name or else with its family. ValueError if the experiment is
-    unknown or there is no such model.
+    Its name is the first word of the model's name, or else the model's family, followed by `_tiny`. Raises ValueError
+    if the experiment is unknown or there is no such model.
     """
     if experiment is None:
         return "valkyrie_tiny"
@@ -312,7 +316,7 @@ def accelerators() -> int:
 
 
 def _allow_new_rules(config: DictConfig) -> DictConfig:
-    """Let the command line add compiler options and partition rules. Every axis has a rule, at least the default."""
+    """Let the command line set compiler options and partition rules that the config does not list, without `+`."""
     open_keys = {PartitionConfig: ("parameters", "activations"), ChipConfig: ("xla_options", "xla_options_until")}
     for key in open_keys.get(OmegaConf.get_type(config) or type(config), ()):
         OmegaConf.set_struct(config[key], False)
@@ -356,4 +360,4 @@ _RESOLVERS: Mapping[str, Callable[..., object]] = {
 }
 """The functions that YAMLs call as `${valkyrie.NAME:ARGUMENTS}`."""
 _EARLIER_NAMES = {"tiny_or": "if_tiny", "tiny_model_for": "tiny_of", "vocab_size_for": "ids_of"}
-"""Their names in YAMLs of earlier versions, which have no prefix, if they were renamed."""
+"""Earlier names of renamed resolvers. YAMLs of earlier versions call resolvers without the prefix `valkyrie.`."""

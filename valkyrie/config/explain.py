@@ -1,4 +1,4 @@
-"""Rewrites errors of Hydra, OmegaConf and YAML: the request, what is wrong with it, and what to write instead."""
+"""Rewrites errors of Hydra, OmegaConf and YAML as messages that name the argument at fault and a remedy."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _GROUPS = (*_OVERLAYS, *GROUPS)
 _SCALAR_KEYS = {
     field.name for field in fields(RunConfig) if str(field.type).partition(" ")[0] in ("int", "float", "bool")
 }
-"""Keys of a run that are a number, or true or false. Quotes never help there."""
+"""Top-level keys that take a number or a boolean. Quoting never fixes their values."""
 _EXTRAS = {
     "hydra/launcher": {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"},
     "hydra/sweeper": {"optuna": "optuna"},
 }
-"""Choices that need an extra of the package, and the extra."""
+"""The extra of this package that a choice needs, by group and choice."""
 
 
 def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
@@ -108,7 +108,10 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
 
 
 def _missing_package_line(overlay: str) -> str:
-    """Return the message for an overlay without a package line. `overlay` is its group or its path among the groups."""
+    """Return the message for an experiment or sweep file that lacks its first line, `# @package _global_`.
+
+    `overlay` is the group (`experiment`), or the group and the name of the file (`experiment/mine`).
+    """
     group, _, name = overlay.partition("/")
     file = f"{overlay}.yaml" if name else f"the file of {group}="
     return (

@@ -23,7 +23,7 @@ class CheckedFiles(FileConfigSource):
     """Hydra's source of config files, with a check of each file before it is parsed."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return a config; ValueError names the file if it cannot be read."""
+        """Load a config. Raises ValueError with the path of the file if `check_file` rejects it."""
         path = Path(self.path, self._normalize_file_name(config_path))
         if path.is_file():
             check_file(path)
@@ -36,7 +36,10 @@ def use_checked_files() -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise ValueError for a file that is not UTF-8, is not YAML, or has aliases that expand to too many values."""
+    """Raise ValueError for a file that is not UTF-8, or has aliases that expand to too many values.
+
+    Only a file that may have aliases is parsed, and rejected if it is not YAML. Hydra reports that for other files.
+    """
     body = path.read_bytes()
     if body.startswith(codecs.BOM_UTF8):
         raise ValueError(f"{path} starts with a byte order mark. Save it as UTF-8 without one.")
@@ -57,9 +60,10 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(folder: str) -> None:
-    """Raise ValueError unless `folder` can be given as --config-dir.
+    """Raise ValueError if `folder` cannot be the folder of `--config-dir`.
 
-    Hydra would never open a file with the name of a shipped one. Identical copies are fine.
+    It must exist, and must not have a file with the name of a shipped one, because Hydra would ignore that file.
+    Identical copies of shipped files are allowed.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"--config-dir {folder} is not a folder.")
@@ -76,9 +80,9 @@ def check_folder(folder: str) -> None:
 
 
 def find_inclusion_cycle(folders: Sequence[str], group: str, name: str) -> str | None:
-    """Return the path of a user's config that includes itself in its defaults lists, or None.
+    """Return the path of the config in `folders` that includes the choice `name` of a group again, or None.
 
-    Follows entries of the same group, starting at a choice of it.
+    Starts at that choice, and follows the entries of its defaults list that are in the same group.
     """
     paths = {path.stem: path for folder in folders for path in Path(folder, group).glob("*.yaml")}
     names = [name]

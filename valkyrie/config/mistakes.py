@@ -62,17 +62,17 @@ def _refuse_dashes(flag: str, following: str) -> None:
 
 
 def _refuse_missing_value(here: str, following: str) -> None:
-    match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", here)  # a prompt may begin with blanks
+    match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", here)  # a prompt may begin with spaces
     if match and match[2] != "=" and match[1].partition(".")[0] in _KEYS:
-        raise ValueError(f"{here}: write settings as KEY=VALUE, without blanks: {match[1]}={match[3]}.")
+        raise ValueError(f"{here}: write settings as KEY=VALUE, without spaces: {match[1]}={match[3]}.")
     empty = re.fullmatch(r"[\w.]+=", here) is not None and here.rstrip("=").partition(".")[0] in _KEYS
     if empty and re.match(r"[\w.]", following) and "=" not in following:
-        raise ValueError(f"{here} {following}: write {here}{following}, without a blank after =.")
+        raise ValueError(f"{here} {following}: write {here}{following}, without a space after =.")
     if here in MODES.names():
         raise ValueError(f"{here}: write mode={here}.")
     if here.partition(".")[0] in _KEYS and "=" not in here:
         value = "VALUE" if "=" in following or not following else following
-        raise ValueError(f"{here} has no value. Write {here}={value}, without blanks.")
+        raise ValueError(f"{here} has no value. Write {here}={value}, with no spaces around =.")
 
 
 def _refuse_hydra_syntax(argument: str, key: str, value: str) -> None:
@@ -102,7 +102,7 @@ def _refuse_search_in_sweep(overrides: Sequence[str]) -> None:
 
 
 def _refuse_renamed_groups(argument: str, key: str, value: str) -> None:
-    """Reject arguments that only rename a group and keep its settings, and values that are not a single choice."""
+    """Reject arguments that only rename a group and keep its settings, and lists and null as the choice of a group."""
     group = key.partition(".")[0]
     is_name_key = group in _GROUPS and key == f"{group}.name"
     if is_name_key and (group in ("mesh", "target") or value in config_names(group)):
@@ -110,7 +110,7 @@ def _refuse_renamed_groups(argument: str, key: str, value: str) -> None:
     if key in _GROUPS and value.startswith("["):
         raise ValueError(f"{argument}: {key}= takes one choice, not a list{_choice_hint(key, value)}")
     if key in _GROUPS and key != "task" and value == "null":
-        raise ValueError(f"{argument}: every run has a {key}. Leave it out for the default, or choose one.")
+        raise ValueError(f"{argument}: {key} cannot be null. Leave it out for the default, or choose one.")
 
 
 def _choice_hint(key: str, value: str) -> str:

@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from valkyrie.config.run import Run
 
 SUMMARY, MEASURED, METRICS = "compile.json", "measure.json", "metrics.jsonl"
-"""Results of a compile, a measurement and a training in a run folder."""
+"""Files in a run folder with the results of a compile, of a measurement and of a training."""
 TUNED, ATTEMPTS = "tuned.yaml", "tune.json"
-"""The best compiler options and all that were tried, in a run folder."""
+"""Files in a run folder with the best compiler options, and with all that were tried."""
 EXPLAINED = "explain.json"
-"""The comparison of two layouts, in a run folder."""
+"""File in a run folder with the comparison of two layouts."""
 ANSWER = "search.json"
-"""The answer of a search, in its folder."""
+"""File in the folder of a search with its answer."""
 CALIBRATED = "calibrated_{chip}.yaml"
-"""Constants fitted to a chip, in a run folder."""
+"""File in a run folder with the constants fitted to a chip."""
 FIGURES, MACHINES = "figures.json", "machines.json"
-"""Figures reached by the local devices and the names of the machines with such devices, in a run folder."""
+"""Files in a run folder with the measured rates of the local devices, and with the names of such machines."""
 TIMELINE = "timeline.json"
-"""Timeline of a predicted step, in a run folder."""
+"""File in a run folder with the timeline of a predicted step."""
 CODE_EVAL = "code_eval.json"
-"""The last completion of each code problem and its result, in a run folder."""
+"""File in a run folder with the last completion of each code problem and its result."""
 MODULE, TEXT, TRACE = "module.hlo.pb", "module.hlo.txt", "trace"
-"""The optimised module of a compile, serialised and as text, and the folder of the profiler's trace."""
+"""In a run folder: the optimised module of a compile, serialised and as text, and the folder of a profiler trace."""
 
 HOUR_S = 3600.0
 
@@ -44,11 +44,11 @@ SHAPING_KEYS = ("target", "mesh", "partition", "model", "precision", "optimizer"
 SHAPING_KEYS += ("microbatches", "remat", "task")
 """Keys of a run that change the compiled program."""
 SAMPLE_KEYS = frozenset({"prompt", "sample_tokens", "temperature", "top_k"})
-"""Keys of a run for the text that its model writes."""
+"""Keys of a run for sampling text from its model."""
 LOOP_KEYS = frozenset({"log_every", "eval_every", "eval_batches", "sample_every", "code_eval_every", "profile"})
-"""Keys of a run that only its training reads."""
+"""Keys of a run that only training reads."""
 TRAINING_KEYS = LOOP_KEYS | SAMPLE_KEYS | {"code_eval", "checkpoint", "seed"}
-"""Keys of a run that only modes with weights read."""
+"""Keys of a run that only modes with initialised or trained weights read."""
 NO_RESULT = frozenset({"name", "runs", "resume", "force", "trial", "tracking", "distributed"})
 """Keys of a run that never change a result."""
 
@@ -73,7 +73,7 @@ _FLAT_KEYS: Mapping[str, object] = {
     "second": None,
     "keep": None,
 }
-"""Keys of `mode` and their defaults, from when all modes shared one config and every `run.yaml` had all keys."""
+"""Defaults of the keys of `mode` in an old `run.yaml`, which has the keys of all modes."""
 
 
 class Needs(Enum):
@@ -114,9 +114,9 @@ class ModeConfig(ABC):
     any_layout: ClassVar[bool] = False
     """Whether the mode searches for a legal layout itself."""
     not_decided_by: ClassVar[frozenset[str]] = NO_RESULT
-    """Keys of the run that do not change a trial's result. Ignored if `decided_by` lists those that do."""
+    """Keys of the run that do not change a trial's result. Used only if `decided_by` returns None."""
     unread: ClassVar[frozenset[str]] = frozenset()
-    """Keys and groups of the run that the mode does not read, if `decided_by` does not list those that it does."""
+    """Keys and groups of the run that the mode does not read. Used only if `decided_by` returns None."""
     trial_limit_s: ClassVar[float | None] = HOUR_S
     """Time limit of a trial in seconds, or None for no limit."""
     grace_s: ClassVar[float] = 5.0
@@ -129,7 +129,7 @@ class ModeConfig(ABC):
         """Execute a run and return the exit status. Import JAX only here, because runs are checked before JAX loads."""
 
     def problems(self) -> list[Problem]:
-        """Return the problems of the keys."""
+        """Return the problems of this mode's settings."""
         return []
 
     def requested_files(self) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ class CompilingMode(ModeConfig):
     cache: bool = True
 
     def problems(self) -> list[Problem]:
-        """Return the problems of the keys."""
+        """Return the problems of this mode's settings."""
         return [*super().problems(), *check_range("mode.time_limit_s", self.time_limit_s, above=0)]
 
 
@@ -175,7 +175,7 @@ class MeasuringMode(ModeConfig):
     repeats: int = 10
 
     def problems(self) -> list[Problem]:
-        """Return the problems of the keys."""
+        """Return the problems of this mode's settings."""
         problems = [*super().problems(), *check_range("mode.repeats", self.repeats, least=1)]
         return [*problems, *check_range("mode.warmup", self.warmup, least=0)]
 

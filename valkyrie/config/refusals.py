@@ -1,4 +1,4 @@
-"""Error messages for unknown keys, wrong types and huge numbers in any configuration."""
+"""Error messages for unknown keys, wrong types, bad interpolations and huge numbers in a configuration."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def problem_from_error(error: OmegaConfBaseException) -> Problem:
 
 
 def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Problem | None:
-    """Return the problem of a key with an interpolation that cannot be resolved, or None if there is none.
+    """Return the problem of the key with the interpolation (`${...}`) that caused an error, or None if not found.
 
-    The error of OmegaConf names neither the key nor the file: it may be raised far from both.
+    OmegaConf's error does not name that key.
     """
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
@@ -142,7 +142,10 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
 
 
 def _likely_keys(name: str, parent: Any, prefix: str) -> list[str]:
-    """Return the likely intended key: that of another framework's name, or the only key of this name in a group."""
+    """Return the key that was probably meant, as a list of at most one.
+
+    It is our key for a name in another framework, or the only key with this name in any group.
+    """
     synonym = _SYNONYMS.get(name.lower())
     if synonym is not None and (not prefix or synonym.startswith(f"{prefix}.")):
         return [synonym]
@@ -190,7 +193,7 @@ def _wrong_value_text(key: str | None, message: str) -> str:
 
 
 def too_large(values: Mapping[str, object]) -> list[Problem]:
-    """Return a problem for each integer that does not fit its type, so that nothing is computed with it."""
+    """Return a problem for each integer that does not fit its type. Must be called before anything is computed."""
     problems = []
     for key, value in flatten(values).items():
         largest = 2**63 - 1 if key in _INT64_KEYS or key.startswith(_COMPILER_PREFIXES) else LARGEST

@@ -59,7 +59,7 @@ FAMILIES: dict[str, Families] = {
 OPTIONAL_GROUPS = frozenset({"task"})
 """Groups that a run may omit. Without `task`, a run uses the task of its model family."""
 _LONGEST_NAME = 200
-"""Bytes of a run's name. File systems take 255, and files beside the run have longer names."""
+"""Maximum bytes of each part of a run's name. File systems allow 255, and some files append to the name."""
 _LAYOUT_COUNTS = ("microbatches", "partition.rounds")
 
 
@@ -74,8 +74,9 @@ class Debug(Enum):
 class TrialConfig:
     """Settings of each trial of a multirun.
 
-    `limit_s`: time limit of its process in seconds; null for the limit of the mode, by default an hour and none for a
-    training. `retry`: repeat trials that crashed, were killed or timed out.
+    Args:
+        limit_s: time limit of the trial's process in seconds, or None for the limit of its mode (`ModeConfig.limit_s`).
+        retry: whether to repeat trials that crashed, were killed or timed out.
     """
 
     limit_s: float | None = None
@@ -90,7 +91,8 @@ class RunConfig:
         task: the task, or None for the task of the model family.
         batch: sequences in the global batch.
         seq: tokens in a sequence.
-        batch_tokens, device_batch: converted to `batch` and `microbatches` (`valkyrie.parallel.batches`).
+        batch_tokens: tokens in the global batch, to set `batch`, or None.
+        device_batch: sequences that a device processes at a time, to set `microbatches`, or None.
         modules: folders with the user's modules (models, data sources, tasks, optimizers, modes). Child processes of
             the run import them too.
         force: continue even if this machine has too little memory or too few cores.
@@ -139,9 +141,9 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """A requested run, with every group typed and every name valid. Layout and shardings are derived from it.
+    """A requested run: its settings, as nested dataclasses, and its model. The layout is derived from them.
 
-    `arguments` are the arguments it was composed from, which `run.yaml` records in a comment.
+    `arguments` are the command-line arguments of the run, which `run.yaml` records in a comment.
     """
 
     config: RunConfig
@@ -185,7 +187,7 @@ class Run:
 
     @cached_property
     def task(self) -> Task:
-        """The task from `task=`, or else of the model family. Raises ValueError if there is no such task."""
+        """The task set by `task=`, else the model's default task. Raises ValueError if that task does not exist."""
         return self.config.task or TASKS.config_class(self.model.task)()
 
     @property
@@ -234,14 +236,17 @@ class Run:
         )
 
     def values(self) -> dict[str, str]:
-        """Return the settings that change what a step computes, by key: `{"model.layers": "4"}`."""
+        """Return the settings of model, precision and optimizer as text, by key: `{"model.layers": "4"}`."""
         groups = {"model": self.config.model, "precision": self.config.precision, "optimizer": self.config.optimizer}
         values = flatten({name: asdict(group) for name, group in groups.items()})
         return {key: override_text(value) for key, value in values.items()}
 
     @staticmethod
     def from_config(config: DictConfig) -> Run:
-        """Build a run from a composed config or a `run.yaml`; ValueError for an unknown key, listing the valid keys."""
+        """Build a run from a composed config or the content of a `run.yaml`.
+
+        Raises ValueError for unknown keys or families, listing the valid ones, and for values of a wrong type.
+        """
         composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         add_import_path(OmegaConf.select(composed, "modules") or [])
         classes, folders = dict[str, type](), []
@@ -273,8 +278,8 @@ class Run:
     def _resolve_batch_shape(self) -> Run:
         """Convert `batch_tokens` and `device_batch` to `batch` and `microbatches`.
 
-        A trial or a resumed run then overrides `batch` and `microbatches`. Leaves values that cannot be met unchanged;
-        `problems` reports them.
+        Sets both to None, so that a trial or a resumed run can override `batch` and `microbatches`. Returns the run
+        unchanged if the batch cannot be divided as requested; `problems` reports that.
         """
         c, batches = self.config, self._batches()
         if batches.problems or (c.batch_tokens, c.device_batch) == (None, None):
@@ -294,7 +299,7 @@ class Run:
     def problems(self, *, advise: bool = True) -> list[Problem]:
         """Return all problems of this run that can be found without JAX and without a device.
 
-        `advise` also searches for values that would be legal, which takes longer than finding the problems.
+        With `advise`, messages suggest legal values. Searching for them takes longer than finding the problems.
         """
         c = self.config
         if huge := too_large(asdict(c)):
@@ -348,11 +353,14 @@ class Run:
         return [run.config.partition.name for run in runs if not run.layout_problems()]
 
     def record(self) -> dict[str, Any]:
-        """Return every setting as plain values, with absolute paths for inputs and without the process's identity."""
-        anyone = replace(self.config.distributed, coordinator=None, processes=None, process=None)
+        """Return every setting as plain values, for `run.yaml`.
+
+        Paths of inputs are absolute. The coordinator and the process numbers are None, because they differ per start.
+        """
+        without_identity = replace(self.config.distributed, coordinator=None, processes=None, process=None)
         config = replace(
             self.config,
-            distributed=anyone,
+            distributed=without_identity,
             data=self.config.data.with_full_paths(),
             code_eval=self.config.code_eval.anywhere(),
             modules=list(map(full_path, self.config.modules)),
@@ -362,7 +370,10 @@ class Run:
         return {str(key): value for key, value in values.items()}
 
     def save(self, path: Path) -> None:
-        """Write `run.yaml` with every setting resolved. `--config-path` repeats the run from it in any directory."""
+        """Write `run.yaml` with every setting resolved, so that `--config-path` repeats the run from any directory.
+
+        Also calls `remember_modules`, so that later commands may import the run's modules.
+        """
         silent = {"root": None}
         hydra = {"run": {"dir": "."}, "output_subdir": None, "job": {"chdir": False}}
         hydra |= {"job_logging": silent, "hydra_logging": silent}
@@ -389,7 +400,7 @@ class Run:
         )
 
     def layout_problems(self) -> set[Identity]:
-        """Return the identities of the layout's problems, which do not depend on sizes."""
+        """Return the identities (`Problem.identity`) of the problems of the mesh, or else of the layout."""
         c = self.config
         sizes = (c.microbatches, c.remat, c.batch, c.seq)
         problems = c.mesh.problems() or layout_with_problems(c.mesh, c.partition, self.arrays, *sizes, known_axes())[1]
@@ -456,8 +467,10 @@ def _schema_of(classes: tuple[tuple[str, type], ...]) -> DictConfig:
 
 
 def drop_foreign_keys(values: DictConfig, group: str) -> None:
-    """Drop keys of other modes or data sources from the `run.yaml` of an earlier version."""
-    own_keys = {"mode": modes.without_foreign_keys, "data": data.without_foreign_keys}.get(group)
+    """Drop keys of other modes or data sources from a group of an earlier version's `run.yaml`, in place."""
+    without_foreign_keys = {"mode": modes.without_foreign_keys, "data": data.without_foreign_keys}.get(group)
     settings = OmegaConf.to_container(values[group])
-    if own_keys is not None and isinstance(settings, dict) and (kept_keys := own_keys(settings)) != settings:
-        values[group] = kept_keys
+    if without_foreign_keys is not None and isinstance(settings, dict):
+        valid_settings = without_foreign_keys(settings)
+        if valid_settings != settings:
+            values[group] = valid_settings

@@ -51,7 +51,8 @@ def find_primary(arguments: Sequence[str], *, folder: Path | None = None, read: 
     """Return the primary config for these arguments. Registers the settings of a file or run folder with Hydra.
 
     The run folder is `folder`, or else that of a trained run that the arguments name, or none with `read=False`.
-    Raises ValueError if there is no such run, if a file is damaged or incomplete, or if a training has two names.
+    Raises ValueError if there is no such run, if a file is damaged or incomplete, or if `resume=` and `name=` of a
+    training are different runs.
     """
     add_import_path(_modules_in(arguments))
     file = composed_file(arguments)
@@ -131,7 +132,7 @@ def config_name(arguments: Sequence[str]) -> str:
 
 
 def config_dirs(arguments: Sequence[str]) -> list[str]:
-    """Return the absolute path of the user's config folder: one entry, or none."""
+    """Return a list with the absolute path of the folder of `--config-dir`. Empty without that flag."""
     folder = _last_flag_value(arguments, _DIR)
     return [] if folder is None else [str(Path(folder).resolve())]
 
@@ -144,7 +145,10 @@ def _modules_in(arguments: Sequence[str]) -> list[str]:
 
 
 def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
-    """Return the settings in a file. A `run.yaml` yields the settings of a new run with an unused name."""
+    """Return the settings in a file.
+
+    Those of a `run.yaml` get an unused name, to repeat the run, unless the mode reads the trained run itself.
+    """
     is_record = file.read_bytes().startswith(HEADER.encode())
     values = read_settings(file, whole=is_record)
     present = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered

@@ -1,4 +1,4 @@
-"""Names the settings on the command line that a run does not read. Imports no JAX."""
+"""Finds the settings on the command line that a run does not read. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _ALWAYS_READ = NO_RESULT | {"mode", "modules", "data", "task", "batch_tokens", "
 def unread_notes(run: Run) -> list[str]:
     """Return a line for each reason why settings on the command line are not read.
 
-    Settings of a file are not named: an experiment holds those of several modes.
+    Ignores settings in files, because an experiment has settings for several modes.
     """
-    typed: dict[str, str] = {}
+    command_line: dict[str, str] = {}
     for argument in split_flags(run.arguments)[1]:
         key, value = key_value(argument)
         if key.partition(".")[0] in RunConfig.__dataclass_fields__:
-            typed[key] = f"{key}={value}"
-    by_mode = [text for key, text in typed.items() if not mode_reads(run.config.mode, key)]
-    notes = [f"mode={run.config.mode.name} does not read {_listed(by_mode)}"] if by_mode else []
-    for keys, reason in _conditions(run):
-        unread = [text for key, text in typed.items() if key in keys or key.partition(".")[0] in keys]
+            command_line[key] = f"{key}={value}"
+    by_mode = [text for key, text in command_line.items() if not mode_reads(run.config.mode, key)]
+    notes = [f"mode={run.config.mode.name} does not read {_join_settings(by_mode)}"] if by_mode else []
+    for keys, reason in _keys_without_effect(run):
+        unread = [text for key, text in command_line.items() if key in keys or key.partition(".")[0] in keys]
         if unread and not set(unread) & set(by_mode):
-            notes.append(f"{_listed(unread)} {'has' if len(unread) == 1 else 'have'} no effect: {reason}")
+            notes.append(f"{_join_settings(unread)} {'has' if len(unread) == 1 else 'have'} no effect: {reason}")
     return notes
 
 
@@ -42,10 +42,10 @@ def mode_reads(mode: ModeConfig, key: str) -> bool:
     return group not in mode.unread
 
 
-def _conditions(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
-    """Yield keys that other settings leave without effect, and the reason.
+def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
+    """Yield keys that have no effect with the other settings of the run, and the reason.
 
-    Not those that a training saves for later modes, such as `prompt` with `sample_tokens=0`.
+    Omits keys that a training saves for later modes, such as `prompt` with `sample_tokens=0`.
     """
     config, mode = run.config, run.config.mode
     if config.target.slices > 1 and config.target.chip is None:
@@ -60,5 +60,5 @@ def _conditions(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
             yield ("partition.schedule", "partition.rounds"), partition
 
 
-def _listed(settings: list[str]) -> str:
+def _join_settings(settings: list[str]) -> str:
     return settings[0] if len(settings) == 1 else f"{', '.join(settings[:-1])} and {settings[-1]}"

@@ -33,7 +33,7 @@ class Config(ModeConfig):
     paths: list[str] = field(default_factory=list)
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Fit the constants of the estimate. Returns the exit status."""
         from valkyrie.search.calibrate.mode import calibrate_mode
 
         return calibrate_mode(run)

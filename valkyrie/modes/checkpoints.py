@@ -25,7 +25,7 @@ class Config(ModeConfig):
     name: str = "checkpoints"
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Print the checkpoints of the run. Returns the exit status."""
         from valkyrie.train.modes import list_checkpoints
 
         return list_checkpoints(run)

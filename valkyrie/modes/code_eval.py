@@ -23,7 +23,7 @@ class Config(ModeConfig):
     name: str = "code_eval"
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Evaluate the code that the run writes. Returns the exit status."""
         from valkyrie.train.modes import code_eval
 
         return code_eval(run)

@@ -1,4 +1,4 @@
-"""`mode=compile`: compiles the step for its target and predicts it."""
+"""`mode=compile`: compiles the step for its target and predicts its time and memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Config(CompilingMode):
         return max(HOUR_S, self.time_limit_s + _MARGIN_S)
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Compile the step and predict it. Returns the exit status."""
         from valkyrie.search.modes import compile_mode
 
         return compile_mode(run)

@@ -23,7 +23,7 @@ class Config(ModeConfig):
     name: str = "eval"
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Evaluate the run. Returns the exit status."""
         from valkyrie.train.modes import evaluate
 
         return evaluate(run)

@@ -33,7 +33,7 @@ class Config(CompilingMode):
     second: str | None = None
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Compare the two layouts. Returns the exit status."""
         from valkyrie.search.explain.mode import explain_mode
 
         return explain_mode(run)

@@ -26,7 +26,7 @@ class Config(ModeConfig):
     name: str = "figures"
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Time the devices. Returns the exit status."""
         from valkyrie.search.measure.figures import figures_mode
 
         return figures_mode(run)

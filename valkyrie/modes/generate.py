@@ -28,7 +28,7 @@ class Config(ModeConfig):
     keep: str | None = None
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Print a continuation of the prompt. Returns the exit status."""
         from valkyrie.train.modes import generate
 
         return generate(run)

@@ -44,7 +44,7 @@ class Config(MeasuringMode):
         return [*SHAPING_KEYS, "seed", "debug", *data, "mode.warmup", "mode.repeats", "mode.data"]
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Time the step. Returns the exit status."""
         from valkyrie.search.modes import measure_mode
 
         return measure_mode(run)

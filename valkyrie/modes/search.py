@@ -50,7 +50,7 @@ class Config(CompilingMode, MeasuringMode):
     budget_usd: float | None = None
 
     def problems(self) -> list[Problem]:
-        """Return the problems of the keys."""
+        """Return the problems of this mode's settings."""
         problems = super().problems()
         for key in ("tokens", "budget_usd"):
             problems += check_range(f"mode.{key}", getattr(self, key), above=0)
@@ -59,7 +59,7 @@ class Config(CompilingMode, MeasuringMode):
         return [*problems, *check_time("mode.budget", self.budget), *check_time("mode.tune", self.tune)]
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Search for the fastest layout. Returns the exit status."""
         from valkyrie.search.mode import search
 
         return search(run)

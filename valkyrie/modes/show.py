@@ -24,7 +24,7 @@ class Config(ModeConfig):
     name: str = "show"
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Print the parameters of the model. Returns the exit status."""
         from valkyrie.train.modes import show
 
         return show(run)

@@ -32,11 +32,11 @@ class Config(CompilingMode):
     budget: str | None = None
 
     def problems(self) -> list[Problem]:
-        """Return the problems of the keys."""
+        """Return the problems of this mode's settings."""
         return [*super().problems(), *check_time("mode.budget", self.budget)]
 
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
+        """Search for the best compiler options. Returns the exit status."""
         from valkyrie.search.tune.mode import tune_mode
 
         return tune_mode(run)

@@ -10,10 +10,10 @@ from omegaconf import DictConfig
 
 
 class GridSweeper(BasicSweeper):
-    """Hydra's own sweeper over every combination of the lists on the command line, without its validation.
+    """Hydra's basic sweeper, which runs every combination of the lists on the command line.
 
-    Hydra composes each job before it launches the first, to find mistakes early. Our launcher does so too, and composes
-    once for many jobs.
+    Hydra composes every job before it launches the first, to find mistakes early. This sweeper leaves that to our
+    launcher, which composes once for many jobs.
     """
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
