@@ -17,11 +17,11 @@ from valkyrie.runs.columns import terminal_table
 from valkyrie.search.answer_record import Bottleneck, RankedLayout, SearchAnswer, Stage, answer_columns
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts
 from valkyrie.search.estimate.rank import EstimatedLayout
-from valkyrie.search.request import SearchRequest, affordable, dollars, step_tokens
+from valkyrie.search.request import SearchRequest, affordable_seconds, dollars, step_tokens
 from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, mesh_partition, without_torus
 
 NEAR_LIMIT = 0.95
-"""Share of the usable memory above which a layout also counts as bound by memory."""
+"""A layout is also marked as bound by memory if its peak exceeds this share of the usable memory."""
 _ESTIMATED_BOTTLENECKS = {
     "products": "compute",
     "mixing": "compute",
@@ -36,17 +36,17 @@ _ESTIMATED_BOTTLENECKS = {
     "stages": "communication between stages",
     "host": "host memory",
 }
-"""Resource that limits each part of an estimated step."""
+"""Bottleneck that the answer names for each part of an estimated step."""
 _COMPILED_BOTTLENECKS = {PartKind.matmul: "compute", PartKind.kernel: "compute", PartKind.memory: "HBM bandwidth"}
 
 
 def rank_layouts(
     request: SearchRequest, shortlisted: Shortlist, compiles: CompiledLayouts, count: int
 ) -> list[RankedLayout]:
-    """Return the best layouts in order: compiled ones by predicted step, then estimates.
+    """Return about `count` layouts: compiled ones first, then estimated ones, each ordered by `SearchRequest.cost`.
 
-    Each kind and number of chips gets a share of the rows, and its best layout is always included. An estimate ranks
-    among the compiled layouts only if even the slow end of its interval beats the best compiled one.
+    An estimated layout ranks among the compiled ones only if even the slow end of its interval beats the best compiled
+    one. The best layout on each kind and number of chips is always included.
     """
     chip_kinds = list(dict.fromkeys(map(describe_chips, request.targets)))
     share = max(-(-count // len(chip_kinds)), 2)
@@ -71,7 +71,10 @@ def rank_layouts(
 def _best_on_chips(
     request: SearchRequest, chips: str, shortlisted: Shortlist, compiles: CompiledLayouts, count: int
 ) -> list[tuple[EstimatedLayout, RankedLayout]]:
-    """Return the best layouts on one kind and number of chips, the compiled ones first."""
+    """Return up to `count` layouts on one kind and number of chips: the fastest compiled ones, then estimated ones.
+
+    Leaves out estimated layouts that were compiled on another torus and are no faster on this one, by estimate.
+    """
     compiled = [c for c in compiles.done if c.step_s is not None and describe_chips(c.target) == chips]
     compiled.sort(key=lambda layout: layout.step_s or 0.0)
     compiled_candidates = {layout.estimate.candidate for layout in compiles.done}
@@ -88,10 +91,10 @@ def _best_on_chips(
 def rank_layout(
     request: SearchRequest, layout: EstimatedLayout, compiled: CompiledLayout | None = None, ratio: float | None = None
 ) -> RankedLayout:
-    """Return the record of an estimated or compiled layout.
+    """Return the row of a layout in the answer, with its compiled step time or, if not `compiled`, its estimate.
 
-    `ratio` is compiled over estimated step time of another layout with the same mesh and partition. It scales the
-    estimate.
+    The estimate is multiplied by `ratio`, the compiled over estimated step time of another layout with the same mesh
+    and partition, or None if there is none.
     """
     target, tokens = layout.group.target, step_tokens(request.run)
     step_s = layout.step_s * (ratio or 1.0) if compiled is None else compiled.step_s or layout.step_s
@@ -100,7 +103,7 @@ def rank_layout(
     if compiled is not None:
         low, high = (interval.low_s, interval.high_s) if interval else (step_s, step_s)
     rate = tokens / step_s
-    budget_s = None if request.budget_usd is None else affordable(target, request.budget_usd)
+    budget_s = None if request.budget_usd is None else affordable_seconds(target, request.budget_usd)
     return RankedLayout(
         candidate=layout.candidate,
         overrides=layout.candidate.overrides,
@@ -129,7 +132,10 @@ def _mfu(request: SearchRequest, layout: EstimatedLayout, step_s: float) -> floa
 
 
 def _bottleneck(layout: EstimatedLayout, compiled: CompiledLayout | None) -> Bottleneck:
-    """Return the resource that limits most of the step, by its replay or, if it was not compiled, by its estimate."""
+    """Return the resource that takes the largest share of the step.
+
+    Uses the parts of the replay or, if the layout was not compiled, those of the estimate.
+    """
     usable = usable_hbm(layout.group.target.chip)
     seconds_by: dict[str, float] = {}
     if compiled is not None and compiled.trial.results.parts:
@@ -163,15 +169,15 @@ def describe_work(request: SearchRequest) -> str:
 
 
 def train_command(request: SearchRequest, row: RankedLayout, tuned: Sequence[str] = ()) -> str:
-    """Return the command that trains a layout. `tuned` are overrides to add, found by tuning."""
+    """Return the command that trains a layout. `tuned` are additional overrides, found by tuning."""
     overrides = [f"target={row.candidate.target}", *row.overrides[1:], *tuned]
     return "valkyrie-train " + shlex.join([*request.command, *overrides])
 
 
 def launch_command(request: SearchRequest, row: RankedLayout, tuned: Sequence[str] = ()) -> str | None:
-    """Return the `valkyrie-launch` command that rents a layout's slice and trains on it.
+    """Return the `valkyrie-launch` command that rents the slices of a layout and trains on them.
 
-    Returns None for several slices if the platform's launch engine cannot join slices.
+    None for several slices on a platform where Valkyrie can rent only one.
     """
     target = next(target for target in request.targets if target.name == row.candidate.target)
     rented = get_platform(target.platform).rented_as_slices

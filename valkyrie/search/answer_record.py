@@ -42,14 +42,14 @@ class RankedLayout:
         candidate: The layout.
         overrides: Command-line overrides that select it.
         stage: Source of the step time.
-        step_s, low_s, high_s: Seconds per step, and the ends of their interval.
+        step_s, low_s, high_s: Seconds per step, and the ends of its interval.
         memory, usable: Peak and usable memory per device, in bytes.
         bottleneck: The resource that takes most of the step.
         parts_s: Seconds of the estimated step by part.
         hours, dollars: Time and cost of training on the requested tokens.
-        tokens_for_budget: Tokens that the requested dollars buy.
+        tokens_for_budget: Number of tokens that can be trained on for the requested dollars.
         expected_s: Predicted step time of a measured layout.
-        as_fast_on: Other slices with as many chips on which the layout is equally fast by estimate.
+        as_fast_on: Names of other slices with as many chips, on which the layout is equally fast by estimate.
     """
 
     candidate: Candidate
@@ -73,7 +73,7 @@ class RankedLayout:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Relative distances of the interval's ends from the step time, or None without an interval."""
+        """Ends of the interval relative to the step time, such as (-0.1, 0.2), or None if both ends are equal."""
         low, high = self.low_s / self.step_s - 1, self.high_s / self.step_s - 1
         return None if low == high else (low, high)
 
@@ -131,18 +131,19 @@ class SearchAnswer:
         question: Digest of the request.
         layouts: Number of layouts that were estimated.
         refused: Number of illegal layouts by reason.
-        duplicates: Number of meshes that shard like another one.
+        duplicates: Number of meshes that were skipped because they shard like another one.
         compiled: Number of compiled layouts.
-        why: Reason why no more were compiled.
+        why: Reason why no more layouts were compiled.
         measured: The measured layouts.
         best: The best layouts, in order.
-        options: Overrides that tuning found for the first one.
+        options: Overrides that tuning found for the first layout in `best`.
         title: Model, batch and precision, for display.
         targets: Names of the requested slices.
         tokens: Tokens to train on, if requested.
         budget_usd: Dollars to spend, if requested.
-        train: Command that trains the first layout on its slice.
-        launch: Command that rents the slice and trains on it, or None if it is local or unavailable.
+        train: Command that trains the first layout in `best`.
+        launch: Command that rents its slice and trains on it. None if this machine has the devices, or if Valkyrie
+            cannot rent several slices of this platform.
     """
 
     command: list[str]

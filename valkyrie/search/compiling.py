@@ -25,9 +25,9 @@ from valkyrie.sweep.run import run_in_this_process
 from valkyrie.sweep.trial import Status, Trial
 
 DISTINCT_FIRST = 4
-"""Number of layouts with different meshes or partitions to compile before variants of any."""
+"""The first compiles differ in mesh or partition, up to this number."""
 MIN_VARIANT_RATIO = 0.97
-"""Lower bound on compiled over estimated step time of a variant, if another variant was compiled and sets the scale."""
+"""Lower bound on the step time of a layout, as a multiple of its estimate scaled by `CompiledLayouts.ratio`."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CompiledLayout:
 
     @property
     def peak(self) -> int | None:
-        """Peak memory per device, in bytes. If the layout does not fit, the bytes that it needs."""
+        """Peak memory per device in bytes, or the bytes that the layout needs if it does not fit. None if unknown."""
         return self.trial.results.memory.required
 
 
@@ -61,12 +61,15 @@ class CompiledLayouts:
     why: str = ""
 
     def best(self, request: SearchRequest) -> CompiledLayout | None:
-        """Return the fastest layout that fits, or the cheapest if the search is by price."""
+        """Return the fastest layout that fits (the cheapest if the search is by price), or None if none fits."""
         fitting = [layout for layout in self.done if layout.step_s is not None]
         return min(fitting, key=lambda layout: request.cost(layout.target, layout.step_s or 0.0), default=None)
 
     def ratio(self, key: MeshPartition) -> float | None:
-        """Return compiled over estimated step time for a mesh and partition, or None if none was compiled."""
+        """Return compiled over estimated step time of the layout that was compiled last with this mesh and partition.
+
+        None if no such layout was compiled and fits.
+        """
         same = [c for c in self.done if mesh_partition(c.estimate) == key and c.step_s is not None]
         return (same[-1].step_s or 0.0) / same[-1].estimate.step_s if same else None
 
@@ -93,7 +96,7 @@ def compile_best(
     Args:
         request: The search.
         shortlisted: Layouts that may be the best.
-        always: Layouts to compile in any case, after the one that is expected to be the fastest.
+        always: Layouts to compile right after the one that is expected to be the fastest, however slow their estimates.
         folder: Folder of the search. Layouts in its records are not compiled again.
         limit: Largest number of compiles.
         compiles: Receives the results.
@@ -116,7 +119,7 @@ def compile_best(
         if layout is None:
             compiles.why = "every layout that may fit was compiled"
         elif not is_required and best is not None and lower_bound > request.cost(best.target, best.step_s or 0.0):
-            compiles.why = "no other layout can be faster, judging by the errors of estimates so far"
+            compiles.why = "no other layout can be faster, judging by the errors of estimates"
         elif request.budget_s is not None and time.monotonic() - began + longest > request.budget_s:
             compiles.why = f"another compile would exceed mode.budget={request.mode.budget}"
         elif len(compiles.done) >= limit:
@@ -139,7 +142,7 @@ def compile_best(
 
 
 def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
-    """Compile the layout of a plan in a child process and record it, unless an earlier search has.
+    """Compile the layout of a plan in a child process, or return the record of an earlier search that has compiled it.
 
     `watch` is called several times a second, and can stop the compile by raising an exception.
     """
@@ -161,13 +164,13 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
 
 
 def plan_compile(request: SearchRequest, layout: EstimatedLayout, folder: Path) -> TrialPlan:
-    """Plan the trial that compiles a layout."""
+    """Plan the trial that compiles a layout, with the compile settings of `mode=search`."""
     run = layout.run(request.run).changed(mode=settings_for(CompileMode, request.mode))
     return plan_layout(folder, request, run, layout)
 
 
 def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: EstimatedLayout) -> TrialPlan:
-    """Plan a trial of a layout in the folder of a search."""
+    """Plan a trial of a layout in the folder of a search. `run` is a run of the layout, in the mode of the trial."""
     flags, overrides = split_flags(request.command)
     overrides = [*overrides, f"mode={run.config.mode.name}", *layout.candidate.overrides]
     return plan_run(run, SweepContext(folder, tuple(flags)), overrides)
@@ -176,7 +179,10 @@ def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: Estimate
 def _pick_next(
     request: SearchRequest, waiting: Iterable[EstimatedLayout], compiles: CompiledLayouts
 ) -> EstimatedLayout | None:
-    """Return the layout to compile next: the fastest expected one. The first few differ in mesh or partition."""
+    """Return the layout with the lowest expected cost, or None if none is left.
+
+    The first `DISTINCT_FIRST` layouts differ in mesh or partition.
+    """
     compiled = {mesh_partition(layout.estimate) for layout in compiles.done}
     untried = (
         [layout for layout in waiting if mesh_partition(layout) not in compiled]
@@ -191,6 +197,6 @@ def _pick_next(
 
 
 def _lower_bound_s(layout: EstimatedLayout, compiles: CompiledLayouts) -> float:
-    """Return a lower bound on the step time of a layout, in seconds."""
+    """Return a lower bound on the step time of a layout in seconds, from its estimate and the errors of estimates."""
     ratio = compiles.ratio(mesh_partition(layout))
     return layout.step_s * (estimate_errors().low if ratio is None else MIN_VARIANT_RATIO * ratio)

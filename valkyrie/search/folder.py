@@ -16,7 +16,7 @@ from valkyrie.search.request import SearchRequest
 
 
 def search_folder(request: SearchRequest) -> Path:
-    """Return the folder of a search, named by `name=` or after the request."""
+    """Return the folder of a search: `name=`, or a name made of the model, the first slice and `request_digest`."""
     config = request.run.config
     name = config.name or f"search-{request.run.model.name}-{request.targets[0].name}-{request_digest(request)}"
     return Path(config.runs) / name
@@ -34,7 +34,8 @@ def request_digest(request: SearchRequest) -> str:
 def create_folder(folder: Path, request: SearchRequest) -> None:
     """Create the folder of a search.
 
-    Raises ValueError if it is a file or belongs to something else, and DiskError if it cannot be created.
+    Raises ValueError if it is a file, belongs to another command or search, or has an answer that cannot be read.
+    Raises DiskError if it cannot be created.
     """
     name = request.run.config.name
     if folder.exists() and not folder.is_dir():
@@ -60,7 +61,8 @@ def remove_if_empty(folder: Path) -> None:
 def save_answer(folder: Path, answer: SearchAnswer) -> str:
     """Write `search.json`, and return a line to print with its path.
 
-    Keeps an earlier answer with compiled or measured layouts if the new one has none. The line then says so.
+    Keeps an earlier answer if it has measured layouts and the new one has none, or the same for compiled layouts. The
+    line then says so.
     """
     file, earlier = folder / ANSWER, _read_earlier(folder)
     if earlier is not None:

@@ -53,7 +53,7 @@ def has_devices(target: TargetConfig) -> bool:
 
 
 def needs_cpu_figures(target: TargetConfig) -> bool:
-    """Check whether a target consists of CPU devices of this machine whose speed has not been set."""
+    """Check whether a target consists of CPU devices of this machine, and no setting gives their speed."""
     return get_platform(target.platform).runs_on_host and target.chip is None
 
 
@@ -65,7 +65,8 @@ def add_measured_figures(request: SearchRequest, folder: Path, console: Console)
     if not any(needs_cpu_figures(target) for target in request.targets):
         return request
     chips = [
-        _figures(request, target, folder, console) if needs_cpu_figures(target) else None for target in request.targets
+        _timed_chip(request, target, folder, console) if needs_cpu_figures(target) else None
+        for target in request.targets
     ]
     targets = [
         target if chip is None else replace(target, chip=chip, hosts=process_count())
@@ -74,7 +75,7 @@ def add_measured_figures(request: SearchRequest, folder: Path, console: Console)
     return replace(request, targets=tuple(targets))
 
 
-def _figures(request: SearchRequest, target: TargetConfig, folder: Path, console: Console) -> ChipConfig:
+def _timed_chip(request: SearchRequest, target: TargetConfig, folder: Path, console: Console) -> ChipConfig:
     config, devices = request.run.config, target.devices or 1
     run = request.run.changed(
         target=target,

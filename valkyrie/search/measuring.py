@@ -95,10 +95,11 @@ def measure_best(
     measured: MeasuredTrials,
     on_result: Callable[[MeasuredTrial], None],
 ) -> None:
-    """Measure the `mode.measure` most promising layouts, but start none after the budget is spent.
+    """Measure up to `mode.measure` layouts. Stops when the budget is spent, or when a layout is refused.
 
-    The first half differ in mesh or partition. The second half are expected to be the fastest, judging by measurements
-    with the same mesh and partition. Ctrl-C raises KeyboardInterrupt, and `measured` then holds the results so far.
+    The first half of the layouts differ in mesh or partition. Their measured step times correct the predictions of
+    layouts with the same mesh and partition, by which the second half is chosen. Ctrl-C raises KeyboardInterrupt, and
+    `measured` then holds the results so far.
     """
     limit, began, waiting = request.mode.measure, time.monotonic(), expected_step_times(shortlisted, compiles)
     while len(measured.done) < limit and waiting:
@@ -116,7 +117,10 @@ def measure_best(
 
 
 def expected_step_times(shortlisted: Shortlist, compiles: CompiledLayouts) -> list[tuple[EstimatedLayout, float]]:
-    """Return layouts with their predicted step times, the fastest first. Compiled times replace estimates."""
+    """Return the layouts that fit with their predicted step times in seconds, the fastest first.
+
+    Compiled times replace estimates, and scale the estimates of layouts with the same mesh and partition.
+    """
     compiled = {layout.estimate.candidate for layout in compiles.done}
     pairs = [(layout.estimate, layout.step_s) for layout in compiles.done if layout.step_s is not None]
     for layout in shortlisted.fitting:

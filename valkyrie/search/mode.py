@@ -41,7 +41,7 @@ from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory_text, parse_seconds
 
 SHOWN = 10
-"""Maximum number of layouts in the answer."""
+"""Number of layouts in the answer. It has more if more were measured, or more kinds of chips are compared."""
 REASONS = 5
 """Maximum number of reasons for refusals to print."""
 
@@ -71,9 +71,9 @@ def _search(run: Run) -> int:
         remove_if_empty(folder)
         return NOT_COMPILED
     can_measure = request.mode.measure > 0 and cannot_measure_reason(request) is None
-    missing_compilers = _no_compiler(request)
+    missing_compilers = _missing_compilers(request)
     if not can_measure:
-        _print_missing(missing_compilers, request, console)
+        _print_missing_compilers(missing_compilers, request, console)
     compilable = shortlisted.for_targets(
         [target.name for target in request.targets if target.name not in missing_compilers]
     )
@@ -101,7 +101,8 @@ def _search(run: Run) -> int:
     if options and (best is None or rows[0].candidate != best.estimate.candidate):
         text = " ".join(options)
         message = (
-            f"Tuned options were dropped, because another layout is faster: {text}. To tune that one, use mode=tune."
+            f"The tuned options ({text}) were dropped, because another layout is faster. To tune that layout, use "
+            "mode=tune."
         )
         console.print(message, style="yellow", markup=False, soft_wrap=True)
         options = []
@@ -181,7 +182,8 @@ def _compile(
     if compiles.done:
         return 0 if compiles.best(request) is not None else NOT_COMPILED
     advice = (
-        "Nothing was compiled, so these are estimates only. To compile the best: a longer budget, mode.budget=30min."
+        "Nothing was compiled, so these are estimates only. To compile the best layouts, use a longer budget: "
+        "mode.budget=30min."
     )
     console.print(advice, style="yellow", markup=False, soft_wrap=True)
     return 0
@@ -270,7 +272,7 @@ def _no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:
     """Explain that no layout is legal, and what to change."""
     config, model = request.run.config, request.run.model.name
     if not INDIVISIBLE.issuperset(problem.code for problem in space.refused):
-        return "no layout is legal. The reasons are above. Change these settings, or remove them so that they vary."
+        return "no layout is legal. The reasons are above. Change these settings, or remove them to search all values."
     parts = {"microbatches": request.microbatches, "device_batch": config.device_batch}
     settings = "".join(f" with {key}={count}" for key, count in parts.items() if count is not None)
     return (
@@ -292,7 +294,7 @@ def _suggest_chips(request: SearchRequest, chip: str) -> str:
     return f"No slice up to {32 * (target.chips or 1)} chips is enough. Use a smaller model or batch."
 
 
-def _no_compiler(request: SearchRequest) -> dict[str, str]:
+def _missing_compilers(request: SearchRequest) -> dict[str, str]:
     """Return the requested slices for which this machine cannot compile, by name, with the reasons."""
     missing = {}
     for target in request.targets:
@@ -304,7 +306,7 @@ def _no_compiler(request: SearchRequest) -> dict[str, str]:
     return missing
 
 
-def _print_missing(missing: dict[str, str], request: SearchRequest, console: Console) -> None:
+def _print_missing_compilers(missing: dict[str, str], request: SearchRequest, console: Console) -> None:
     """Print the slices that get only estimates, and the reasons."""
     for why in dict.fromkeys(missing.values()):
         names = [name for name, reason in missing.items() if reason == why]

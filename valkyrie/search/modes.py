@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import Replay
 
 PREDICTION_FILE = "prediction.json"
-"""Prediction of a layout, stored in the compile cache so that hints can compare layouts of the same work."""
+"""File in the compile cache with the prediction of a layout. Hints of other layouts are compared with it."""
 
 
 def compile_mode(run: Run) -> int:
@@ -108,8 +108,8 @@ def compile_and_summarise(
 ) -> tuple[CompiledRun, Prediction, Replay | None]:
     """Compile a run, and return the result, its prediction with hints, and its replay. Shows progress.
 
-    The replay is None if the layout was not compiled or its target has no schedule. `watch` is called several times a
-    second while the compiler runs.
+    The replay is None if the layout was not compiled, or if its compiler writes no schedule, as for CPUs. `watch` is
+    called several times a second while the compiler runs.
     """
     mode = settings_for(CompileMode, run.config.mode)
     if not console.is_terminal:
@@ -148,7 +148,7 @@ def work_key(run: Run) -> str:
 
 
 def _earlier_predictions(run: Run, compiled: CompiledRun) -> list[Prediction]:
-    """Return the cached predictions of other layouts of the same work."""
+    """Return the cached predictions of other layouts with the same `work_key`."""
     predictions, work = [], work_key(run)
     for file in requests_folder().glob(f"*/{PREDICTION_FILE}"):
         with contextlib.suppress(OSError, RecordError):  # a cache entry may be damaged, or gone by now

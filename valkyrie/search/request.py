@@ -21,7 +21,7 @@ from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts, parti
 from valkyrie.units import parse_seconds
 
 SEARCH_KEYS = ("mode", "target", "partition", "remat", "microbatches", "device_batch", "name")
-"""Keys to leave out of the answer's commands: those that a layout sets, and those for the search itself."""
+"""Keys that training commands in the answer do not repeat: those that a layout sets, and those of the search itself."""
 _PARTITION_KEYS = ("zero1", "gradient_sum", "parameter_memory", "optimizer_memory", "schedule", "rounds")
 """Settings of a partition that apply to any partition."""
 
@@ -56,7 +56,7 @@ class SearchRequest:
 
     @property
     def by_price(self) -> bool:
-        """Whether layouts are ranked by dollars, which needs `tokens` or `budget_usd`, and a price for every slice."""
+        """Whether layouts are ranked by price: `tokens` or `budget_usd` is set, and every slice has a known price."""
         planned = self.tokens is not None or self.budget_usd is not None
         return planned and all(dollars(target, 1.0) for target in self.targets)
 
@@ -121,7 +121,10 @@ def _requested_partitions(partition: PartitionConfig, keys: Collection[str]) -> 
 
 
 def _requested_slices(run: Run, mode: SearchMode) -> list[TargetConfig]:
-    """Return the slices to compare. With `mode.shapes`, these include every available torus of each."""
+    """Return the slices to compare. With `mode.shapes`, these include every available torus of each.
+
+    Raises ValueError if their speed is unknown or their settings are contradictory.
+    """
     target, named = run.config.target, mode.targets
     parsed = {t.name: t for t in (parse_target(name, files=config_names("target")) for name in named)}
     named_slices = [replace(_apply_chip_settings(target.chip, t), slices=target.slices) for t in parsed.values()]
@@ -175,7 +178,7 @@ def dollars(target: TargetConfig, seconds: float) -> float | None:
     return None if usd is None or target.chips is None else usd * target.chips * target.slices * seconds / 3600
 
 
-def affordable(target: TargetConfig, usd: float) -> float | None:
+def affordable_seconds(target: TargetConfig, usd: float) -> float | None:
     """Return the seconds on a slice that a budget in dollars buys, or None if the price is unknown or 0."""
     per_second = dollars(target, 1.0)
     return usd / per_second if per_second else None

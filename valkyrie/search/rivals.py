@@ -20,7 +20,10 @@ PLAIN_FSDP = "plain FSDP"
 
 @dataclass(frozen=True)
 class Rival:
-    """A baseline: the fastest layout of a kind that should fit, or None and the reason in `why`."""
+    """A baseline for the search: the layout with the shortest estimate among those of one kind that fit.
+
+    If there is none, `layout` is None and `why` has the reason.
+    """
 
     name: str
     layout: EstimatedLayout | None
@@ -28,7 +31,10 @@ class Rival:
 
 
 def rivals_on(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> list[Rival]:
-    """Return the rivals on a slice whose partitions are part of the search. The rule needs a torus with three axes."""
+    """Return the baselines on a slice: the TPU v4 paper's rule, if the torus has three axes, and plain FSDP.
+
+    Leaves out those whose partition (`2d_tp` or `fsdp`) is not part of the search.
+    """
     partitions, ranked_here = {partition.name for partition in request.partitions}, ranked.for_target(target.name)
     rivals = []
     torus = parse_shape(target.topology) or () if get_platform(target.platform).has_torus else ()
@@ -51,7 +57,10 @@ def _fastest(name: str, layouts: Iterator[EstimatedLayout] | Ranking) -> Rival:
 
 
 def _matches_torus(layout: EstimatedLayout) -> bool:
-    """Check whether the mesh has the sizes of the torus, the smallest for data (arXiv 2304.01433, section 2.7)."""
+    """Return whether the mesh sizes are the torus sizes in some order, with the smallest on the data axis `z`.
+
+    This is the rule of arXiv 2304.01433, section 2.7.
+    """
     sizes = [int(layout.group.candidates.sizes[axis][layout.number]) for axis in ("x", "y", "z")]
     return sorted(sizes) == sorted(parse_shape(layout.group.target.topology) or ()) and sizes[2] == min(sizes)
 
@@ -67,6 +76,7 @@ def format_comparison(
     """Format the speedup of the best layout over a rival. `measured_s` is the rival's measured step time or None.
 
     Compares measured times if both layouts have one, otherwise compiled times if both have one, otherwise estimates.
+    For a rival without a layout, or with one that failed to compile, the line has the reason instead.
     """
     name, layout = rival.name, rival.layout
     if layout is None:

@@ -18,15 +18,15 @@ from valkyrie.search.estimate.space import Candidate
 FILE = Path(ranking.__file__).with_name("errors.json")
 """File with the errors of estimates relative to compiled steps, written by experiments/search/table.py."""
 MAX_CANDIDATES = 500
-"""Maximum number of layouts per slice in a shortlist, the fastest first."""
+"""Maximum number of fitting layouts per slice in a shortlist, and of doubtful ones."""
 MAX_VARIANTS = 3
 """Maximum number of layouts in an answer with the same slice, mesh and partition."""
 EQUALLY_FAST = 1.01
-"""A layout counts as equally fast on another torus with as many chips up to this ratio of its estimates."""
+"""A layout counts as equally fast on another torus if its estimate there is at most this multiple."""
 
 
 class MeshPartition(NamedTuple):
-    """Chips, mesh and partition of a layout by name, independent of the torus."""
+    """Chips, mesh and partition (with its pipeline schedule) of a layout by name, independent of the torus."""
 
     chips: str
     mesh: str
@@ -34,7 +34,7 @@ class MeshPartition(NamedTuple):
 
 
 def mesh_partition(layout: EstimatedLayout) -> MeshPartition:
-    """Return the chips, mesh and partition of a layout, without its torus."""
+    """Return the group of a layout. Compiled and measured step times correct the predictions of the whole group."""
     candidate, chips = layout.candidate, describe_chips(layout.group.target)
     return MeshPartition(chips, candidate.mesh, f"{candidate.partition} {candidate.schedule.value}")
 
@@ -50,7 +50,7 @@ def chip_name(layout: EstimatedLayout) -> str:
 
 
 def without_torus(layout: EstimatedLayout) -> Candidate:
-    """Return the candidate without its torus. Equal for the same layout on all tori with as many chips."""
+    """Return a layout without its torus and placement, so that it compares equal on all tori with as many chips."""
     return replace(layout.candidate, target=describe_chips(layout.group.target), placement=None)
 
 
@@ -65,7 +65,7 @@ class EstimateErrors:
 
 @cache
 def estimate_errors() -> EstimateErrors:
-    """Return the errors of estimates that ship with the package."""
+    """Load the published error ranges of the estimates, which ship with the package."""
     return load(EstimateErrors, FILE.read_text(), str(FILE))
 
 
@@ -76,7 +76,7 @@ class Shortlist:
     Args:
         fitting: Layouts that fit by estimate, the fastest first.
         doubtful: Layouts that do not fit by estimate, but may fit given the errors of estimates.
-        smallest: For each chip, the layout that needs the least memory.
+        smallest: For each kind of chip, the layout that needs the least memory.
     """
 
     fitting: list[EstimatedLayout] = field(default_factory=list)

@@ -44,7 +44,8 @@ class Calibration:
         families: Number of trials by family.
         before: Constants before the fit.
         after: Fitted constants.
-        errors: Ratio of known to estimated seconds of each trial, with the constants before the fit.
+        errors: Ratio of known (compiled or measured) to estimated seconds of each trial, with the constants before the
+            fit.
         left_out: The same ratios with constants fitted to the other families, or None if there is only one family.
         replay: Fit of replays to layouts that were both measured and compiled, or None if there are none.
         unpaired: Number of measured trials that were not compiled.
@@ -78,8 +79,8 @@ def calibrate_mode(run: Run) -> int:
     rows = [row for row in read_rows(paths) if row.ok and not row.group.simulated and not row.is_training]
     if instant := [row for row in rows if not (row.step_s or 0.0) > 0.0]:
         raise ValueError(
-            f"{instant[0].source}: {len(instant)} of {len(rows)} trials have a step of {instant[0].step_s:g} s. Only "
-            "steps above 0 s can be fitted to."
+            f"{instant[0].source}: {len(instant)} of {len(rows)} trials have a step of {instant[0].step_s:g} s. "
+            "Constants can be fitted only to steps above 0 s."
         )
     by_chip: dict[str, list[tuple[Row, Run]]] = defaultdict(list)
     without_settings = 0
@@ -90,14 +91,14 @@ def calibrate_mode(run: Run) -> int:
         elif (chip := trial_run.config.target.chip) is not None:
             by_chip[chip.name].append((row, trial_run))
     if without_settings:
-        left_out = f"skipping {without_settings} of {len(rows)} trials: their folders have no {RUN}"
-        console.print(left_out, style="yellow", markup=False, soft_wrap=True)
+        message = f"skipping {without_settings} of {len(rows)} trials: their folders have no {RUN}"
+        console.print(message, style="yellow", markup=False, soft_wrap=True)
     if not by_chip:
         raise ValueError(
             f"paths: no trial in {', '.join(map(str, paths))} was compiled or measured for a chip with known figures."
         )
     console.print(f"using {sum(map(len, by_chip.values()))} of {len(rows)} trials that have a step time")
-    too_few = [_too_few(chip, len(pairs)) for chip, pairs in by_chip.items() if len(pairs) < len(FITTED)]
+    too_few = [_too_few_message(chip, len(pairs)) for chip, pairs in by_chip.items() if len(pairs) < len(FITTED)]
     if len(too_few) == len(by_chip):
         raise ValueError("\n".join(too_few))
     for sentence in too_few:
@@ -114,7 +115,7 @@ def calibrate_mode(run: Run) -> int:
 
 
 def _saved_run(row: Row) -> Run | None:
-    """Return the run of a trial from its `run.yaml`, or None if its folder is gone.
+    """Return the run of a trial from its `run.yaml`, or None if it has none.
 
     Composing the trial's overrides again would not be enough: other settings would take today's defaults.
     """
@@ -133,12 +134,12 @@ def _check_path(path: Path) -> None:
         if not [*path.glob(ANSWER), *path.glob(f"*/{ANSWER}")]:
             raise ValueError(f"paths: {path} has no trials. {_PATHS_HINT}") from None
         raise ValueError(
-            f"paths: {path} is a search that has only estimates, nothing was compiled or measured. Search again "
+            f"paths: {path} is a search with only estimates: nothing was compiled or measured. Search again "
             "without mode.compiles=0, with a longer mode.budget, or on a machine with the compiler or the devices."
         ) from None
 
 
-def _too_few(chip: str, count: int) -> str:
+def _too_few_message(chip: str, count: int) -> str:
     trials = f"{count} trial{'s are' if count > 1 else ' is'}"
     return (
         f"{chip}: {trials} too few to fit {len(FITTED)} constants. Use at least {len(FITTED)} trials, best of several "

@@ -1,4 +1,7 @@
-"""Fits the factor of a chip's replays to measured steps, and derives its interval by cross-validation."""
+"""Fits the factor that scales a chip's replayed step times to measured ones.
+
+Derives its error interval by cross-validation over families of runs.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ class ReplayFit:
 
     Args:
         steps: Steps that were both measured and replayed.
-        before: Measured over predicted seconds, with the factor before the fit.
-        left_out: The same with the factor of the other families, or None if there is only one family.
+        before: Measured over predicted seconds of each step, with the factor before the fit.
+        left_out: The same with a factor fitted to the other families, or None if there is only one family.
         fitted: The factor and its interval.
     """
 
@@ -97,7 +100,10 @@ def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int
 
 
 def _fit_steps(steps: list[ReplayedStep], before: list[float]) -> ReplayFit | None:
-    """Fit the factor to these steps, and compute the errors of each with the factor of the other families."""
+    """Fit the factor to these steps, and compute the error of each with a factor fitted to the other families.
+
+    Returns None if there are no steps. `before` are measured over predicted seconds before the fit.
+    """
     families = {step.family for step in steps}
     factor = median_by_family([(step.family, step.ratio) for step in steps])
     if factor is None:

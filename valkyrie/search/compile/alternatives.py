@@ -23,8 +23,8 @@ def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...
     Each changes one of microbatches, partition and remat. A change is sufficient if it saves `missing` bytes. The list
     always contains the smallest sufficient saving. Of the remat policies with offload, and of those without, only the
     largest saving and the smallest sufficient one are considered. If no change is sufficient, the first entry is full
-    remat with the fewest microbatches that are. Savings are the estimates of `mode=show`, which can be off by a factor
-    of two for activations.
+    remat with the smallest sufficient number of microbatches, if there is one. Savings are the estimates of
+    `mode=show`, which can be off by a factor of two for activations.
     """
     current_bytes = _estimated_bytes(run)
 
@@ -112,7 +112,10 @@ def _other_remats(run: Run, offload: bool) -> list[tuple[str, Run]]:
 
 
 def _largest_and_smallest(savings: list[Saving], missing: int) -> list[Saving]:
-    """Return the largest of these savings and the smallest sufficient one."""
+    """Return the largest saving, and the smallest one of at least `missing` bytes if it is a different one.
+
+    `savings` must be sorted, largest first.
+    """
     sufficient = [entry for entry in savings if entry.saves >= missing]
     return savings[:1] + [entry for entry in sufficient[-1:] if entry is not savings[0]]
 

@@ -135,7 +135,7 @@ def compiler_flags() -> list[str]:
 def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:
     """Return the outcome of a request, or None if it is missing or damaged.
 
-    If the layout fits, its program must be in the cache as well, and with `hlo` also as text.
+    Also None if the layout fits but its program is not in the cache or, with `hlo`, is not stored as text.
     """
     try:
         outcome = read_record(CompileOutcome, folder / OUTCOME)
@@ -149,9 +149,9 @@ def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:
 
 
 def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
-    """Return the record of a compiled program, or None if it is missing or damaged.
+    """Return the record of a compiled program, or None if it or the module is missing or damaged.
 
-    With `hlo`, a program that fits must also be stored as text.
+    With `hlo`, also None if the program fits but is not stored as text.
     """
     try:
         program = read_record(ProgramRecord, folder / PROGRAM)

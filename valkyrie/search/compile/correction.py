@@ -3,7 +3,8 @@
 `published.json` has the ratio of measured to replayed seconds of every published run. It is written by
 experiments/published/predict.py. Replays are multiplied by the median ratio on their chip (the median over families),
 and by a factor for every doubling of slices. Errors are cross-validated: the prediction of a published run excludes the
-runs of its family. If `mode=calibrate` has set `target.chip.replay`, the user's own runs on that chip are used instead.
+runs of its family. If `mode=calibrate` has set `target.chip.replay`, the factor of the chip and the errors come from
+the user's own runs instead.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ class Correction:
 
 
 def target_correction(target: TargetConfig) -> Correction:
-    """Return the correction of replays on a slice, from the user's own runs on its chip or else from published runs."""
+    """Return the factors that correct replayed times on a target.
+
+    The chip factor is fitted to the user's runs if `mode=calibrate` set one, otherwise to published runs. The factor
+    for slices always comes from published runs.
+    """
     chip = target.chip
     assert chip is not None
     published_factors, user_runs = published_correction(published(), chip.name, target.slices), chip.replay
@@ -74,7 +79,10 @@ def target_correction(target: TargetConfig) -> Correction:
 def published_correction(
     rows: Sequence[PublishedRun], chip: str, slices: int, without: str | None = None
 ) -> Correction:
-    """Return the correction of replays on a chip from published runs, without those of the family `without`."""
+    """Return the factors that correct replayed times on `slices` slices of a chip, fitted to published runs.
+
+    Ignores the runs of the family `without`. The chip factor is 1 if no run is on this chip.
+    """
     other_runs = [row for row in rows if row.family != without]
     loss = _slice_loss(other_runs)
     on_chip = [row for row in other_runs if row.chip == chip]
@@ -86,9 +94,9 @@ def published_correction(
 
 
 def median_by_family(ratios: Sequence[tuple[str, float]]) -> float | None:
-    """Return the median of the medians of each family, in logarithms, or None if `ratios` is empty.
+    """Return the median over families of the median ratio of each family, or None if `ratios` is empty.
 
-    `ratios` are pairs of family and ratio.
+    `ratios` are pairs of family and ratio. Medians are computed in logarithms.
     """
     medians = [
         _log_median(ratio for family, ratio in ratios if family == name)
@@ -117,7 +125,7 @@ def published_interval(rows: Sequence[PublishedRun], chip: str, step_s: float) -
 
 
 def held_out_ratio(rows: Sequence[PublishedRun], row: PublishedRun) -> float | None:
-    """Return measured over predicted seconds of a run, predicted without its family.
+    """Return measured over predicted seconds of a published run, corrected by the runs of the other families.
 
     None if no other family has runs on its chip.
     """
@@ -138,7 +146,10 @@ def as_json(rows: Sequence[PublishedRun]) -> str:
 
 
 def step_interval(step_s: float, chip: ChipConfig) -> StepInterval | None:
-    """Return the range of a predicted step of `step_s` seconds, or None if there are too few runs."""
+    """Return the range of a predicted step of `step_s` seconds, or None if there are too few runs.
+
+    Uses the errors of the user's own runs if `mode=calibrate` has set a factor, otherwise those of published runs.
+    """
     user_runs = chip.replay
     if user_runs.factor is None:
         return published_interval(published(), chip.name, step_s)
@@ -151,7 +162,10 @@ def step_interval(step_s: float, chip: ChipConfig) -> StepInterval | None:
 
 
 def _slice_loss(rows: Sequence[PublishedRun]) -> float:
-    """Return the increase of the logarithmic ratio per doubling of slices, by linear regression within families."""
+    """Return how much the logarithm of measured over replayed time increases per doubling of slices.
+
+    The slope of a linear regression within families, or 0 if no family has runs on different numbers of slices.
+    """
     products = squares = 0.0
     for family in {row.family for row in rows}:
         doublings = [math.log2(row.slices) for row in rows if row.family == family]

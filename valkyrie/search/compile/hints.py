@@ -1,4 +1,7 @@
-"""Hints after a compile. Each hint follows from numbers of the prediction, and states them."""
+"""Hints after a compile: what slows the step down, and which setting to change.
+
+Each hint quotes the predicted numbers that it is based on.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +164,7 @@ def _describe_wait(facts: _Facts, part: StepPart) -> str:
         return text
     use = max(uses, key=lambda use: use.exposed_s)
     source = f" ({short_source(use.source)})" if use.source else ""
-    cause = f"for {short_cause(use.cause)}{source}" if use.cause else "that the compiler does not name"
+    cause = f"for {short_cause(use.cause)}{source}" if use.cause else "for an operation that the compiler does not name"
     return f"{text}. The largest cause, {use.kind} {cause}, is {percent(use.exposed_s / step_s)} of the step"
 
 
@@ -204,8 +207,8 @@ def _faster_layout_hints(facts: _Facts) -> Iterator[Hint]:
     (step_s, best), now = min(timed, key=lambda entry: entry[0]), facts.step.step_s
     if step_s < 0.98 * now:
         layout = best.layout.name
-        text = f"{layout}, a layout of the same work that you compiled before, is {now / step_s:.2f}x as fast: "
-        text += f"{1e3 * step_s:.0f} ms a step."
+        text = f"{layout}, which you compiled earlier for the same model and batch, is {now / step_s:.2f}x as fast "
+        text += f"({1e3 * step_s:.0f} ms per step)."
         yield Hint(HintCode.faster_layout, text, 1 - step_s / now, changes=(layout,))
 
 

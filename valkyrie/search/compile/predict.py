@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 U = TypeVar("U", Cost, CollectiveUse)
 MIN_LAYERS = 3
-"""Minimum number of operations of unrolled layers to sum in one row."""
+"""Minimum number of operations of unrolled layers that are merged into one row."""
 _NUMBERED = re.compile(r"((?:^|/)(?:[A-Za-z]\w*_)?)\d+(?=/)")
 """A numbered scope in an operation's name, such as `blocks_7` or `7`."""
 LOW_RATE = 0.35
@@ -72,8 +72,8 @@ def predict_function(
 ) -> Predicted:
     """Predict a step of a jitted, lowered or compiled function on a slice.
 
-    Raises ValueError for any other function, for devices that do not belong to the slice, and for options that the
-    compiler refuses. Other errors of tracing and compiling are not caught.
+    Raises ValueError for any other function, for a mesh of other devices than those of the slice, for a program
+    without a mesh, and for options that the compiler refuses. Other errors of tracing and compiling are not caught.
 
     Args:
         function: The function.
@@ -223,10 +223,10 @@ def _predict_module(
 
 
 def merge_layers(uses: Sequence[U]) -> list[U]:
-    """Sum the operations of unrolled layers: `blocks_0/Dense_1/dot_general` to `blocks_11/...` become `blocks_*/...`.
+    """Merge the operations of unrolled layers: `blocks_0/Dense_1/dot_general` to `blocks_11/...` become `blocks_*/...`.
 
-    They have the same source, and their names differ only in the first numbered scope. Fewer than `MIN_LAYERS` of them
-    are not summed.
+    Operations are merged if they share kind, axes and source, and their names differ only in the first numbered scope.
+    Groups smaller than `MIN_LAYERS` are returned unchanged.
     """
     groups: dict[tuple[object, ...], list[U]] = defaultdict(list)
     for use in uses:
@@ -239,7 +239,7 @@ def merge_layers(uses: Sequence[U]) -> list[U]:
 
 
 def _sum_uses(uses: Sequence[U], name: str) -> U:
-    """Sum uses into one with this name."""
+    """Merge operations into one called `name`, which has the sums of their numbers."""
     first = replace(uses[0], op_name=name)
     for field in fields(first):
         values = [getattr(use, field.name) for use in uses]

@@ -91,7 +91,7 @@ class MemoryReport:
         peak: Peak memory of a step.
         usable: Memory that the compiler may use.
         headroom: Usable memory minus the peak.
-        split: Contents of the peak by name.
+        split: Bytes of the peak by content, such as `parameters`.
         reserved: Memory reserved by the runtime.
         code: Generated code.
         host: Host memory.
@@ -126,7 +126,7 @@ class StepInterval:
     Args:
         low_s, high_s: Ends of the range in seconds.
         low, high: Smallest and largest ratio of measured to predicted seconds of these runs.
-        rows, models: Number of runs, and of their models.
+        rows, models: Number of runs, and of different models among them.
         chip: Chip of the runs, or None for runs on several chips.
         libtpu: Versions of libtpu that compiled them.
         yours: Whether they are the user's own runs instead of published ones.
@@ -145,7 +145,10 @@ class StepInterval:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of a step, and rates derived from it. `mfu` is the model FLOPs utilisation, from 0 to 1."""
+    """Time of a step, and rates derived from it.
+
+    `mfu` is the model FLOPs utilisation, from 0 to 1. `mfu_denominator` describes the peak rate that it is relative to.
+    """
 
     step_s: float
     tokens_per_second: float | None = None
@@ -335,7 +338,7 @@ class Prediction(LayoutResult):
         remat: Activations saved and recomputed for the backward pass.
         notes: Assumptions of the replay.
         hints: Advice.
-        work: Digest of the work, equal for all layouts of it.
+        work: Digest of everything but the layout (`work_key`). Layouts with the same digest can be compared.
     """
 
     program: ForeignProgram | None = None

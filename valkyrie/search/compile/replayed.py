@@ -86,7 +86,7 @@ def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positi
 REPLAYS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequence[Position]], Replay]] = {
     "libtpu": replay_on,
 }
-"""Functions that replay a compiled module, by the `replay` of its platform."""
+"""Functions that replay a compiled module, by `Platform.replay`."""
 
 
 def _digest(target: TargetConfig) -> str:

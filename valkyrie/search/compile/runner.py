@@ -45,8 +45,7 @@ class CompiledRun:
         programs: Folder that contains the folder of the compiled program.
         cached: Whether the program came from the cache.
         seconds: Duration of the compile or of reading the cache, in seconds.
-        note: Why the result is not in the cache, or None if it is. If not, the program is deleted when this process
-            ends.
+        note: Why the cache cannot be written, or None if it can. If not, the program is deleted when this process ends.
     """
 
     outcome: CompileOutcome
@@ -82,7 +81,7 @@ def compile_layout(
         run: The run.
         limit_s: Time limit of the child process, in seconds.
         use_cache: Whether to return cached results. Reproducible results (fits, does not fit) are always stored in the
-            cache, under `VALKYRIE_CACHE`.
+            cache, under `VALKYRIE_CACHE`, if it can be written.
         progress: Called about five times a second with a status line.
     """
     began = time.perf_counter()

@@ -120,7 +120,7 @@ def _show_memory(memory: MemoryReport, options: Sequence[Option], console: Conso
     if memory.peak is None:
         usable = "" if memory.usable is None else f" of {gib(memory.usable)} usable"
         arguments = gib(memory.split["arguments"])
-        console.print(f"memory: {arguments}{usable} for arguments; the module does not contain its other memory")
+        console.print(f"memory: arguments need {arguments}{usable}. The module does not record its other memory.")
         return
     unit = "GiB" if memory.peak >= GIB / 10 else "MiB"
     rows = (memory.split | {"peak": memory.peak}).items()

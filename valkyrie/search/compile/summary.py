@@ -102,7 +102,7 @@ def with_parts(prediction: Prediction, replay: Replay | None, uses: Iterable[Col
 
 
 def source_lines(costs: Iterable[Cost]) -> tuple[SourceLine, ...]:
-    """Return the slowest source lines."""
+    """Return the source lines with the slowest operations, the slowest line first."""
     seconds: dict[str, float] = defaultdict(float)
     waiting: dict[str, float] = defaultdict(float)
     for cost in costs:
@@ -128,7 +128,7 @@ def model_settings(run: Run) -> dict[str, str]:
 
 
 def implementation_settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
-    """Yield block, name and value of the settings that choose an implementation. Such settings accept `auto`."""
+    """Yield block, name and value of the settings that choose an implementation: the enums with a value `auto`."""
     model = run.model
     for block_name, block in (model.blocks | model.feed_forwards).items() if isinstance(model, Stack) else ():
         for name in (field.name for field in fields(block)):
@@ -140,7 +140,8 @@ def implementation_settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
 def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
     """Return the activations that a run saves for its backward pass, and those that it recomputes.
 
-    The seconds of an activation are those of the recomputed operations with its name in a replay's costs.
+    The seconds of an activation are those of the recomputed operations in `costs` that are named after it, or after
+    another activation that is needed only to recompute it.
     """
     saved, remat = saved_bytes(run), run.config.remat
     paths = [(set(cost.op_name.split("/")), cost.seconds) for cost in costs if _RECOMPUTED in cost.op_name]

@@ -37,4 +37,4 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
     "positions": lambda place: encode(Position.parse(place)) if isinstance(place, str) else place,
     "hints": lambda hint: {"code": None, "text": hint} if isinstance(hint, str) else hint,
 }
-"""Converters for the values of a list, by its key."""
+"""Functions that upgrade each entry of a list, by the key of the list."""

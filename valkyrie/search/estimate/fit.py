@@ -112,7 +112,7 @@ def fit_constants(timed: Sequence[TimedLayouts], start: Efficiency, names: Seque
 def cross_validate(
     timed: Sequence[TimedLayouts], start: Efficiency, names: Sequence[str]
 ) -> list[tuple[TimedLayouts, np.ndarray]]:
-    """Return each layout group with its estimated seconds, using constants fitted to all other families."""
+    """Return each entry of `timed` with its estimated seconds, using constants fitted to the other families, if any."""
     estimates = []
     for family in dict.fromkeys(rows.family for rows in timed):
         other_families = [rows for rows in timed if rows.family != family]

@@ -14,7 +14,7 @@ from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import AxisLinks
 
 MIN_LINKS = 0.25
-"""Lower bound on the links of an axis of a run's mesh on a torus. In a search, axes may share links further."""
+"""Minimum number of links that the estimate of a run assumes for a mesh axis on a torus. Searches have no minimum."""
 
 
 def axis_links(

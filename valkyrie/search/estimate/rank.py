@@ -81,7 +81,8 @@ class Ranking:
     def order(self) -> list[tuple[int, int]]:
         """Pairs of an index into `estimates` and an index of a layout in that group, the fastest first.
 
-        Ties go to the partition with fewer classes of mesh axes, then to the policy with fewer offloaded activations.
+        Ties go to the partition with fewer classes of mesh axes (see `space.py`), then to the remat policy that
+        offloads fewer activations.
         """
         sizes = [len(e.times.step_s) for e in self.estimates]
         step_s = np.concatenate([e.times.step_s for e in self.estimates] or [np.zeros(0)])
@@ -111,7 +112,10 @@ class Ranking:
         return EstimatedLayout(e.group, int(e.memory.total.argmin()), e.remat, e.times, e.memory)
 
     def __iter__(self) -> Iterator[EstimatedLayout]:
-        """Yield every layout, the fastest first. Skips layouts on the same slice with equal estimates."""
+        """Yield every layout, the fastest first.
+
+        Of layouts on one slice with the same step time, memory and number of microbatches, yields only the first.
+        """
         seen: set[tuple[object, ...]] = set()
         for group_index, layout_index in self.order:
             e = self.estimates[group_index]

@@ -1,4 +1,4 @@
-"""Estimates the step times of composed runs, which may differ in mesh and placement."""
+"""Estimates the step times of given runs, where a search would enumerate layouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from valkyrie.train.memory import layout_arrays
 
 
 def estimate_runs(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str, float]]:
-    """Return the estimated seconds of each run by part, and in total as `step`. Runs must share model and batch."""
+    """Return the estimated seconds per step of each run by part, and in total as `step`.
+
+    Runs must share model, batch, precision and chip. Their layouts may differ.
+    """
     groups: dict[str, list[int]] = defaultdict(list)
     for i, run in enumerate(runs):
         groups[repr((run.config.partition, run.config.remat, list(run.config.mesh.axes)))].append(i)

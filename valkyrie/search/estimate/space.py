@@ -32,7 +32,7 @@ from valkyrie.train.memory import saved_location
 MAX_MICROBATCHES = 128
 """Largest number of microbatches to try in a pipeline. More would shorten its bubble by less than one percent."""
 MAX_ACCUMULATION_STEPS = 32
-"""Largest number of microbatches to try without a pipeline. They then only save memory."""
+"""Largest number of microbatches to try without a pipeline, where microbatches only save memory."""
 ROUNDS = (2, 4)
 """Numbers of rounds to try under the circular schedule, in which each stage has this many blocks of layers."""
 
@@ -77,7 +77,7 @@ class LayoutGroup:
 
     Args:
         target: The slice.
-        candidates: Their sizes as arrays.
+        candidates: Mesh sizes, links and microbatches of the layouts, as arrays with one entry per layout.
         remats: Remat policies to combine with each of them.
         classes: Number of classes of mesh axes under the partition.
         meshes: Mesh of each layout, with its placement.
@@ -121,7 +121,8 @@ class LayoutGroup:
 class LayoutSpace:
     """All legal layouts, in groups.
 
-    `refused` counts the illegal layouts by problem. `duplicates` is the number of meshes that shard like another one.
+    `refused` counts the illegal layouts by problem. `duplicates` is the number of meshes that were skipped because they
+    shard like another one.
     """
 
     groups: list[LayoutGroup]
@@ -139,7 +140,9 @@ def enumerate_layouts(
     remats: Sequence[RematConfig],
     microbatches: int | None = None,
 ) -> LayoutSpace:
-    """Return every legal layout of a run's model. Raises ProblemError if no partition is legal on any mesh.
+    """Return every legal layout of a run's model.
+
+    Raises ProblemError if `microbatches` does not divide the batch, or if every partition has a problem on all meshes.
 
     Args:
         run: Provides model, batch and sequence length. Its remat policy is always tried.
@@ -168,9 +171,9 @@ def enumerate_layouts(
 
 
 def partition_variants(partition: PartitionConfig, fixed: Collection[str] = ()) -> Iterator[PartitionConfig]:
-    """Yield a partition with and without ZeRO-1 and, if it has a pipeline, with each schedule.
+    """Yield a partition with each pipeline schedule, if it has a pipeline, and with and without ZeRO-1.
 
-    Settings in `fixed` (`schedule`, `rounds`, `zero1`) keep their values.
+    Settings in `fixed` (`schedule`, `rounds`, `zero1`) keep their values. A partition with ZeRO-1 always keeps it.
     """
     gpipe, circular, current = PipelineSchedule.gpipe, PipelineSchedule.circular, (partition.schedule, partition.rounds)
     pipelines = [(gpipe, 1), (PipelineSchedule["1f1b"], 1), *((circular, rounds) for rounds in ROUNDS)]

@@ -125,7 +125,10 @@ class StepEstimator:
 
     @cached_property
     def _head_seconds(self) -> np.ndarray:
-        """Seconds of the forward and backward pass of the logits. The stages of a pipeline may share this work."""
+        """Seconds of the forward and backward pass of the logits in one microbatch.
+
+        The stages of a pipeline share this work if `Candidates.shares_loss` is set.
+        """
         model = self.work.run.model
         rows = self.rows / self._loss_shards() / (self.layouts.stages if self.layouts.shares_loss else 1)
         n = model.vocab_rows / self.layouts.split("vocab", "used", model.vocab_rows)
@@ -302,9 +305,11 @@ class StepEstimator:
 
     @cached_property
     def _gradient_sums(self) -> np.ndarray:
-        """Seconds of summing gradients over data axes, for all microbatches of a step.
+        """Seconds per step spent summing gradients over data axes.
 
-        A pipeline sums them once, after its last microbatch. Under ZeRO-1, reduce-scatters replace all-reduces.
+        Gradients are summed after each microbatch, or once per step in a pipeline or with `sums_once`. With
+        `loop_sums`, a pipeline sums them in every iteration, unless `sums_once` is set. ZeRO-1 uses reduce-scatters
+        instead of all-reduces, unless `whole_sums` is set.
         """
         layouts, seconds = self.layouts, np.zeros(len(self.layouts))
         itemsize = self.work.run.config.precision.reduction.itemsize

@@ -1,4 +1,4 @@
-"""The work of a training step, independent of the layout: products, mixing, activations and parameters."""
+"""The work of a training step, independent of the layout: matrix products, mixing of positions, and activations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Product:
 
     @property
     def n(self) -> int:
-        """Length of the result's dimension."""
+        """Length of the dimension of the result that comes from the parameter."""
         return math.prod(n for _, n in self.output_axes)
 
     def is_recomputed(self, remat: RematConfig) -> bool:
@@ -63,7 +63,8 @@ class Mixing:
         axes: Logical axes that split the work.
         count: Number of layers.
         name: Name of the result in remat policies, or None if it has none.
-        shards_rows_over_embed: Whether mesh axes that split the residual stream, but none of `axes`, split the rows.
+        shards_rows_over_embed: Whether rows are also split over the mesh axes that split the residual stream, but
+            none of `axes`.
         neighbours: Activations read from other shards of the sequence, each with the number of positions, or None for
             all positions.
     """
@@ -142,7 +143,7 @@ def step_work(run: Run, *, whole_blocks: bool = False) -> StepWork:
 def _products(
     block: Block, context: BlockContext, count: int, block_key: tuple[object, ...], last: bool
 ) -> list[Product]:
-    """Return the products of a block. A product gets the name of the first unused activation with its size."""
+    """Return the products of a block. Each gets the name of the first activation of its size that is not yet taken."""
     unmatched = [
         pair for pair in zip(block.saves(context), block.saved_activations(context), strict=True) if pair[0].product
     ]

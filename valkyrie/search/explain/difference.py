@@ -180,7 +180,10 @@ def compared_quantities(prediction: Prediction) -> ComparedQuantities:
 
 
 def model_mismatch(first: Prediction, second: Prediction) -> list[str]:
-    """Return an error message if two layouts are of different models, by name or by a setting that both have."""
+    """Return a list with an error message if two layouts are of different models, otherwise an empty list.
+
+    Models differ if their names differ, or a setting that both have.
+    """
     names = [prediction.layout.model for prediction in (first, second)]
     shared = first.model.keys() & second.model.keys()
     changed = [key for key in first.model if key in shared and first.model[key] != second.model[key]]
@@ -274,12 +277,15 @@ def _sentences(a: _Side, b: _Side) -> list[str]:
     text = f"{fast.label} is {slow.step_s / fast.step_s:.2f} times as fast as {slow.label}: "
     text += f"{duration(fast.step_s)} a step, not {duration(slow.step_s)}."
     if a.parts.tokens != b.parts.tokens:
-        text += f" Seconds and bytes of {b.label} are scaled to the {a.parts.tokens:,} tokens of a step of {a.label}."
+        text += (
+            f" {b.label} has another number of tokens per step, so its times and bytes are scaled to {a.label}'s "
+            f"{a.parts.tokens:,}."
+        )
     lines = [text]
-    shortest, longest = slow.step.interval, fast.step.interval
-    if shortest and longest and shortest.low * slow.step_s < longest.high * fast.step_s:
+    slow_range, fast_range = slow.step.interval, fast.step.interval
+    if slow_range and fast_range and slow_range.low * slow.step_s < fast_range.high * fast.step_s:
         lines.append(
-            "The difference is within the prediction errors of published runs, so the order may be the other way round."
+            "The difference is within the error ranges of the predictions, so the order may be the other way round."
         )
     if slow.step_s <= fast.step_s:
         return lines

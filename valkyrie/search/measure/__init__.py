@@ -1,1 +1,1 @@
-"""Times the real step, and the speed of the devices, on this machine."""
+"""Measures the step of a run, or the speed of the devices, on this machine."""

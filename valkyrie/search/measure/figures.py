@@ -41,9 +41,9 @@ LARGE, SMALL = 512, 64
 PROCESS_BYTES, MIN_DEVICE_BYTES = 2**28, 2**24
 """Total bytes of the arrays of a process, larger than most caches, and minimum bytes of each device's array."""
 MAX_CALL_S = 0.15
-"""Once a call takes this many seconds, no larger collective is timed.
+"""Collectives are timed at increasing sizes until a call takes this many seconds.
 
-Other functions are repeated more often until the calls take half of this.
+Other functions are repeated within a call until it takes half of this.
 """
 MAX_COLLECTIVE_BYTES = 2**25
 """Maximum bytes per device of the result of a timed collective."""
@@ -80,7 +80,7 @@ def figures_mode(run: Run) -> int:
 
 
 def figures(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
-    """Measure the figures of the devices, with a process as a host. All processes of the team must call this."""
+    """Measure the figures of the devices. Each process counts as a host. All processes of the team must call this."""
     dtype, places = jnp.dtype(compute.value), Mesh(np.array(devices), ("all",))
     timer = _Timer(team, places)
     devices_per_process = len(devices) // team.count

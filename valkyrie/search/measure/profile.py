@@ -47,15 +47,16 @@ class Event(NamedTuple):
 
 
 def collective_times(
-    step: Callable[[], object], module: Module, mesh_axes: dict[str, int], keep: Path | None
+    step: Callable[[], object], module: Module, mesh_axes: dict[str, int], trace_folder: Path | None
 ) -> CollectiveTrace:
     """Trace `STEPS` calls of a step after its warm-up, and return the time in collectives.
 
-    `keep` is the folder for the trace, or None to delete it.
+    `trace_folder` is the folder for the trace, or None to delete it. If the profiler fails or records no names, the
+    result has the reason in its note instead of times.
     """
     collectives = collectives_by_operation(module, mesh_axes)
     try:
-        with nullcontext(keep) if keep is not None else tempfile.TemporaryDirectory() as folder:
+        with nullcontext(trace_folder) if trace_folder is not None else tempfile.TemporaryDirectory() as folder:
             files, step_s = _trace_steps(step, Path(folder))
             events = [event for file in files for event in read_events(file, module)]
     except (RuntimeError, OSError) as error:  # the measurement works without a trace

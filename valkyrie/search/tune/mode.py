@@ -35,7 +35,7 @@ _COLUMNS: tuple[Column[Attempt], ...] = (
 
 
 def tune_mode(run: Run) -> int:
-    """Tune the run's compiler options by compiling it, print and store the results, and return the exit status.
+    """Tune compiler options and implementations for a run, print and store the results, and return the exit status.
 
     Ctrl-C stops the search and keeps the results so far. The same command resumes it, using cached programs.
     """

@@ -70,7 +70,7 @@ def tune(
     Tries each value of each option on top of the best so far. If any was kept, a second round also tries to remove kept
     options. Equal programs are compiled only once, also across calls (`mode.cache`).
 
-    Raises ValueError if the target has no options to tune, or the baseline does not compile.
+    Raises ValueError if the target has no options to tune, or the baseline does not compile or does not fit.
 
     Args:
         run: The run.
@@ -106,7 +106,10 @@ def tuning_refusal(target: TargetConfig) -> str | None:
 
 
 def implementations(run: Run, fixed: Collection[str] = ()) -> list[tuple[str, Enum]]:
-    """Return other implementations of blocks, such as `("model.s5.scan", blocked)`, except for keys in `fixed`."""
+    """Return the settings that choose another implementation of a block, such as `("model.s5.scan", blocked)`.
+
+    Leaves out the keys in `fixed`.
+    """
     return [
         (f"model.{block}.{name}", value)
         for block, name, current in implementation_settings(run)
@@ -130,7 +133,7 @@ def with_settings(run: Run, options: Mapping[str, Any], model: Mapping[str, Enum
 
 @dataclass(frozen=True)
 class _Move:
-    """Options and settings of the model to set on top of the best.
+    """Compiler options and model settings to try in addition to the best so far.
 
     `combines` are the settings that were joined only to find out whether any of them changes the program.
     """
@@ -205,10 +208,12 @@ class _Tuner:
             self._attempt(_Move({}, {key: value}), 1)
 
     def _first_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
-        """Yield each value of each candidate, except the second value of a switch whose first value has an effect.
+        """Yield each value of each candidate.
 
-        If the first value of a switch changes nothing, it may be the compiler's default. The second value is then tried
-        at the end, together with others. Options that rarely change a program on this chip are also tried together.
+        The second value of a switch is skipped if the first changes the program, because the second is then the
+        compiler's default, or if the first fails. If the first changes nothing, it may be the default itself, so the
+        second is tried at the end, together with others. Options that rarely change a program on this chip are also
+        tried together.
         """
         idle = [candidate.settings() for candidate in candidates if candidate.idle]
         untried = [options for settings in idle for options in settings[1:]]
@@ -224,7 +229,11 @@ class _Tuner:
         yield from self._combinations(untried)
 
     def _second_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
-        """Yield all settings without effect, combined; then the removal of each kept option, and its other values."""
+        """Yield all settings without effect in combination, then other values of the options that had one.
+
+        For each option that changed the program, yields its removal if it was kept and, unless it is a switch, each of
+        its values again.
+        """
         idle: dict[str, Options] = {}
         active: list[tuple[CompilerOption, list[Options]]] = []
         for candidate in candidates:

@@ -112,7 +112,7 @@ class TuneRecord(TuneResult):
 
     @staticmethod
     def from_results(tuned: Tuned, versions: dict[str, str]) -> TuneRecord:
-        """Build the record of a tuning."""
+        """Build the record of `tuned`, with the versions of installed packages."""
         results = {field.name: getattr(tuned, field.name) for field in fields(TuneResult)}
         return TuneRecord(about=tuned.run.about(), versions=versions, **results)
 
