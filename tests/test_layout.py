@@ -29,10 +29,10 @@ YAMLS = {partition.name: partition for partition in read_group("partition", Part
 ARRAYS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}").arrays for model in MODELS}
 
 
-def listed(*parameters: tuple[str, Tensor], follows: dict[str, str] | None = None) -> Arrays:
+def listed(*parameters: tuple[str, Tensor], sharded_like: dict[str, str] | None = None) -> Arrays:
     """Return the arrays of a model with these parameters."""
     axes = ["batch", "seq", "layers", *(a for _, t in parameters for a in t.axes if a)]
-    return Arrays(dict.fromkeys(axes, ""), {t: [name] for name, t in parameters}, {}, follows or {})
+    return Arrays(dict.fromkeys(axes, ""), {t: [name] for name, t in parameters}, {}, sharded_like or {})
 
 
 def layout_of(mesh: str | MeshConfig, partition: PartitionConfig, **asked: Any) -> tuple[Layout | None, list[Problem]]:
@@ -255,7 +255,7 @@ HEADS = Tensor(("heads",), (16,), (None,))
     ],
 )
 def test_key_heads_are_split_like_heads_as_far_as_they_divide(mesh, rule, split, note):
-    arrays = listed(("q", HEADS), ("k", KEYS), follows={"kv_heads": "heads"})
+    arrays = listed(("q", HEADS), ("k", KEYS), sharded_like={"kv_heads": "heads"})
     both = {"heads": rule, "kv_heads": rule}
     layout = legal(mesh, PartitionConfig("mine", both, both), arrays=arrays)
     assert (

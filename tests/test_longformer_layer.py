@@ -157,7 +157,7 @@ def test_queries_meet_their_key_heads_however_both_are_split(case, impl):
         axes=dict.fromkeys(["batch", "seq", "layers", "embed", *block.axes], ""),
         parameters={Tensor(p.axes, p.shape, p.keys): [name] for name, p in block.parameters(context).items()},
         activations={},
-        follows=dict(block.follows),
+        sharded_like=dict(block.sharded_like),
     )
     parameters = {axis: on for axis, on in rules.items() if axis != "seq"}
     partition = PartitionConfig("mine", parameters, {"batch": ["z"], **rules})

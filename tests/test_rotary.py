@@ -41,7 +41,7 @@ def test_bfloat16_is_rotated_in_float32_and_given_back_as_bfloat16():
 
 
 def test_odd_head_dim_is_refused():
-    with pytest.raises(ValueError, match="head_dim=7 .*Use 8"):
+    with pytest.raises(ValueError, match="head_dim=7 .*Use head_dim=8"):
         rotate(jnp.zeros((1, 2, 1, 7)), jnp.arange(2), THETA)
 
 

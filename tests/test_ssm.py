@@ -45,7 +45,7 @@ def _legs(n: int) -> np.ndarray:
     return off_diagonal - np.diag(np.arange(n) + 1.0)
 
 
-discretized = jax.jit(discretize, static_argnames=("method", "step_rescale", "clip_eigs"))
+discretized = jax.jit(discretize, static_argnames=("method", "step_rescale", "clip_eigenvalues"))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 16])
@@ -273,7 +273,7 @@ def test_gradients_of_the_discretisation_equal_differences_in_float64(method: Di
 def test_clipping_bounds_the_real_part_and_leaves_the_rest() -> None:
     re, im = jnp.asarray([0.5, -1e-5, -0.3], jnp.float32), jnp.asarray([1.0, 2.0, 3.0], jnp.float32)
     log_step = jnp.zeros(3, jnp.float32)
-    clipped, _ = discretized(re, im, log_step, clip_eigs=True)
+    clipped, _ = discretized(re, im, log_step, clip_eigenvalues=True)
     magnitude = np.abs(_complex(clipped))
     np.testing.assert_allclose(magnitude, np.exp([-1e-4, -1e-4, -0.3]), rtol=1e-6)
     free, _ = discretized(re, im, log_step)

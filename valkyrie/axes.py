@@ -92,7 +92,7 @@ PARAMETER_GROUPS: dict[str, str] = {
     "value_embedding": "tables of attention values by token; decayed",
     "vector": "scales of norms; not decayed",
     "residual_scale": "scales of the residual stream, one per layer; not decayed",
-    "input_scale": "scales of the first stream, one per layer; not decayed",
+    "input_scale": "scales of the stream before the first layer, one per layer; not decayed",
     "scalar": "other scales and small gates; not decayed",
     "ssm": "state space parameters; not decayed, with a separate learning rate",
     "puzzle": "puzzle embeddings; a step updates only the rows in its batch, by the signs of their gradients",
@@ -125,7 +125,7 @@ class Arrays:
         axes: Every logical axis, with a description.
         parameters: Every distinct parameter tensor, with its names in messages.
         activations: The same for activations that the model constrains.
-        follows: Axes that are sharded like another axis, as far as their length is divisible.
+        sharded_like: Axes that are sharded like another axis, as far as their length is divisible.
         stacked: Number of layers in each stack of equal layers, first to last.
         dispatched: Axes with data sent to their shards instead of gathered parameters (`experts`).
     """
@@ -133,7 +133,7 @@ class Arrays:
     axes: dict[str, str]
     parameters: dict[Tensor, list[str]]
     activations: dict[Tensor, list[str]]
-    follows: dict[str, str] = field(default_factory=dict)
+    sharded_like: dict[str, str] = field(default_factory=dict)
     stacked: tuple[int, ...] = ()
     dispatched: frozenset[str] = frozenset()
 

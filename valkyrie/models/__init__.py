@@ -1,7 +1,7 @@
-"""Models: blocks, stacks of blocks, and model families, each a module with a `Config`.
+"""The interface of models (`Model`), and the registry of model families.
 
-Built-in families are modules of `valkyrie.models.families`. Any other family name is an importable module of the user.
-Its `Config` derives from `Stack`, or implements the methods of `Model`.
+A family is a Python module with a class `Config` that derives from `Stack` or implements `Model`. Built-in families are
+modules of `valkyrie.models.families`. Any other family name is the name of a module to import.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FAMILIES = Families("model.family", "valkyrie.models.families")
 
 @runtime_checkable
 class Model(Protocol):
-    """The configuration of a model of any family. Only `build` imports JAX."""
+    """Interface of the configuration of a model. Only `build` imports JAX."""
 
     family: str
     name: str
@@ -37,7 +37,7 @@ class Model(Protocol):
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the token embedding."""
+        """Number of rows of the token embedding, at least `vocab_size`."""
         ...
 
     @property
@@ -50,11 +50,11 @@ class Model(Protocol):
         ...
 
     def parameters(self) -> dict[str, Parameter]:
-        """Return every parameter by dotted name, in the order of the built model."""
+        """Return every parameter by dotted name, in the order of the leaves of the built module."""
         ...
 
     def arrays(self) -> Arrays:
-        """Return the arrays that a layout shards."""
+        """Return the parameters and activations that a layout shards, with their logical axes."""
         ...
 
     def parameter_count(self) -> int:
@@ -70,11 +70,11 @@ class Model(Protocol):
         ...
 
     def saved_activations(self) -> list[SavedActivation]:
-        """Estimate the activations that the backward pass needs."""
+        """Estimate the activations that are saved for the backward pass if nothing is recomputed."""
         ...
 
     def working_activations(self) -> list[SavedActivation]:
-        """Estimate the additional activations that exist while a part of the model runs."""
+        """Estimate the activations that exist only temporarily, while one group of layers or the loss runs."""
         ...
 
     def build(self, *, numerics: Numerics, key: Array) -> Any:
@@ -84,7 +84,7 @@ class Model(Protocol):
 
 @runtime_checkable
 class Layered(Model, Protocol):
-    """A model of sequential layers that are made of blocks, such as a `Stack`."""
+    """A model whose layers run one after another, such as a `Stack`."""
 
     embed: int
 
@@ -100,7 +100,7 @@ def activation_names(model: Model) -> list[str]:
 
 
 def known_axes() -> dict[str, str]:
-    """Return the logical axes of all families, including the user's, with descriptions."""
+    """Return a description of every logical axis, for all families, including the user's."""
     return _axis_descriptions((*FAMILIES.names(), *FAMILIES.user_names()))
 
 

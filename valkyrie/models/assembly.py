@@ -1,4 +1,4 @@
-"""Initialises the parameters of a model, and builds its module from parameters."""
+"""Initialises the parameters of a model, and builds its Flax module from them."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ class Attention(Block):
         windows: Number of keys per window, including the token itself (see `valkyrie.ops.attention.pattern`); null is
             full attention. Attention layers cycle through the list, first layer first.
         dilations: Distance between the keys of a window. Attention layers cycle through the list.
-        global_tokens: Number of leading positions that see all positions and are seen by all. They have separate
-            projections.
+        global_tokens: Number of leading positions that see all positions and are seen by all, as far as `causal`
+            allows. They have separate projections.
         rope_theta: Base of the rotary frequencies; null: queries and keys are not rotated.
         bias: Projections that have a bias.
         rope_stretch: Slows down rotary frequencies for long contexts.
@@ -49,7 +49,7 @@ class Attention(Block):
         "head_dim": "channels of one head",
     }
     activations = (("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim"))
-    follows = {"kv_heads": "heads"}
+    sharded_like = {"kv_heads": "heads"}
     shards_rows_over_embed = True
 
     module_class = "valkyrie.models.attention_layer:AttentionLayer"
@@ -66,10 +66,18 @@ class Attention(Block):
             for problem in check_range(f"{key}.{name}", getattr(self, name), least=1)
         ]
         if not problems and self.heads % self.kv_heads:
-            text = f"{key}.heads={self.heads} must be a multiple of {key}.kv_heads={self.kv_heads}."
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            nearest = min(divisors, key=lambda n: abs(n - self.kv_heads))
+            text = (
+                f"{key}.heads={self.heads} must be a multiple of {key}.kv_heads={self.kv_heads}. "
+                f"Use {key}.kv_heads={nearest}."
+            )
             problems.append(Problem(ProblemCode.conflict, f"{key}.heads", self.heads, text))
         if self.head_dim % 2:
-            text = f"{key}.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of channels."
+            text = (
+                f"{key}.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of channels. "
+                f"Use {key}.head_dim={self.head_dim + 1}."
+            )
             problems.append(Problem(ProblemCode.unsupported, f"{key}.head_dim", self.head_dim, text))
         if not self.windows or any(w is not None and w < 1 for w in self.windows):
             text = f"{key}.windows={self.windows}: each window must be at least 1, or null for full attention."
@@ -113,11 +121,14 @@ class Attention(Block):
         return self.window(context), self.dilation(context)
 
     def window(self, context: BlockContext) -> int | None:
-        """Return the number of keys this layer sees, including the token's, or None if all."""
+        """Return the window of this layer, or None for no limit.
+
+        It is the number of keys that a query sees on each side (if causal, only before it), including its own position.
+        """
         return self.windows[context.number % len(self.windows)]
 
     def dilation(self, context: BlockContext) -> int:
-        """Return the distance between the keys that this layer sees."""
+        """Return the distance between neighbouring keys in this layer's window."""
         return self.dilations[context.number % len(self.dilations)]
 
     def flops(self, context: BlockContext, seq: int) -> float:
@@ -148,7 +159,7 @@ class Attention(Block):
         ]
 
     def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        """Return keys and values, with the number of positions before a shard that its window reaches."""
+        """Return keys and values, with the number of positions that the window reaches beyond a shard (None: all)."""
         window = self.window(context)
         positions = None if window is None else (window - 1) * self.dilation(context)
         return [

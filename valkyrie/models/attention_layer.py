@@ -1,4 +1,4 @@
-"""The module of the attention block (`valkyrie.models.attention`)."""
+"""The Flax module of the attention block (`valkyrie.models.attention`)."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class AttentionLayer(nnx.Module):
         tokens: Int[Array, "batch seq"] | None,
         shard: Shard,
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
-        """Return the keys and values of all positions, without those of global tokens."""
+        """Return the keys and values of all positions under the local projections. Subclasses may use `tokens`."""
         return self.local.keys_values(x, positions, shard)
 
     def _local_attention(self, segmented: bool, shard: Shard):

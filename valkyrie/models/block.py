@@ -1,4 +1,4 @@
-"""Declarations of blocks and of the layers made of them: axes, parameters, FLOPs and saved activations.
+"""Base classes of blocks and layers, which declare their axes, parameters, FLOPs and saved activations.
 
 A block is a dataclass that derives from `Block`. Its fields are configuration keys. Other code uses only the
 methods of `Block`. Nothing here imports JAX except `Block.build`, so that layouts can be checked and their memory
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from valkyrie.ops.linear import Numerics
 
 BLOCK_INPUT = "block_input"
-"""Name of the residual stream at the input of a block. The input of a group's first block is always saved."""
+"""Checkpoint name of the residual stream at the input of a block. That of a group's first block is always saved."""
 
 
 @dataclass(frozen=True)
 class BlockContext:
-    """Position of a block in a stack.
+    """Position of a block in a stack, and sizes of the stack.
 
     Args:
         embed: Width of the residual stream.
         layers: Number of layers of the stack.
         number: Number of earlier layers with the same kind of mixer.
         key: Configuration key of the block, such as `model.s5`.
-        vocab: Number of rows of a token table.
+        vocab: Number of rows of the token embedding.
     """
 
     embed: int
@@ -47,7 +47,7 @@ class BlockContext:
 
 
 class Weight(NamedTuple):
-    """A parameter as declared by `weight`."""
+    """A parameter that a block declares with `weight`."""
 
     dims: tuple[str | int, ...]
     group: str
@@ -56,7 +56,7 @@ class Weight(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Activations for the backward pass, as declared by `saved`."""
+    """Activations for the backward pass that a block declares with `saved`."""
 
     dims: tuple[str | int, ...]
     name: str | None
@@ -78,7 +78,7 @@ class SavedActivation:
         name: Name by which `remat` saves or offloads them, or None.
         product: Whether they are results of a matrix product.
         never_recomputed: Whether they are saved under every remat policy.
-        needed_for: Name of the only activation that needs them, when it is recomputed, or None.
+        needed_for: Name of an activation if they are needed only to recompute it, else None.
     """
 
     tensor: Tensor
@@ -95,7 +95,7 @@ def weight(*dims: str | int, group: str = "matrix", float32: bool = False, outpu
     """Declare a parameter.
 
     Args:
-        *dims: A logical axis per dimension, or a length for one that is never split.
+        *dims: Logical axis of each dimension, or its length if it is never sharded.
         group: Optimizer group, one of `valkyrie.axes.PARAMETER_GROUPS`.
         float32: Store it in float32 under every precision policy.
         output_first: Whether its first dimension is an output of the product, instead of an input.
@@ -115,14 +115,14 @@ def saved(
     """Declare activations of shape (batch, seq, *dims).
 
     Args:
-        *dims: A logical axis per dimension, or a length for one that is never split.
-        count: Number of such arrays.
+        *dims: Logical axis of each dimension, or its length if it is never sharded.
+        count: Number of arrays of this shape.
         name: Their `jax.ad_checkpoint.checkpoint_name` in the module, by which `remat` saves or offloads them. Without
             a name they are recomputed unless everything is saved.
         float32: Whether they are float32 instead of the compute dtype.
         product: Whether they are results of a product with a parameter, which `remat=dots` saves.
         result: Whether they are the output of the block, which only later blocks need.
-        needed_for: Name of the only activation that needs them, when it is recomputed, or None.
+        needed_for: Name of an activation if they are needed only to recompute it, else None.
     """
     return Saved((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for)
 
@@ -134,19 +134,20 @@ class Block(ABC):
     Args:
         axes: Logical axes it declares in addition to `embed`, with descriptions.
         activations: Axes of the activations to which its module applies a sharding constraint.
-        follows: Axes that are sharded like another axis, as far as their length divides (key heads like heads).
+        sharded_like: Axes that are sharded like another axis, as far as their length is divisible, such as key heads
+            like query heads.
         dispatches: Axes of its parameters, such as experts, that are never gathered. Tokens are sent to the shards
             instead.
         norm_group: Optimizer group of the norm before it.
         shards_rows_over_embed: While it mixes positions, rows are also sharded over the mesh axes that shard the
             residual stream but none of its `activations`.
-        pointwise: Each position is computed from itself alone. Pointwise blocks are feed-forwards; others are mixers.
+        pointwise: Whether it computes each position separately. Pointwise blocks are feed-forwards, others are mixers.
         module_class: Class of its module, as `package.file:Class`. Only `build` imports it, because it needs JAX.
     """
 
     axes: ClassVar[Mapping[str, str]] = {}
     activations: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    follows: ClassVar[Mapping[str, str]] = {}
+    sharded_like: ClassVar[Mapping[str, str]] = {}
     dispatches: ClassVar[tuple[str, ...]] = ()
     norm_group: ClassVar[str] = "vector"
     shards_rows_over_embed: ClassVar[bool] = False
@@ -160,11 +161,12 @@ class Block(ABC):
 
     @property
     def auxiliary(self) -> dict[str, float]:
-        """Auxiliary values that its module returns, by name, with their weights in the objective.
+        """Weights in the objective of the auxiliary values that its module returns, by name.
 
-        With such values, the module returns `(output, values)` with a float32 value per sequence for every name. A
-        value is averaged over sequences, weighted by their targets, and its weighted sum over layers is added to the
-        objective. Every value is logged as `KIND/NAME`, averaged over layers too. Use weight 0 to only log a value.
+        If there are any, the module returns `(output, values)`, where `values` has a float32 number per sequence for
+        every name. The numbers are averaged over sequences, weighted by the sums of their token weights. The objective
+        includes the sum over layers, times the weight. The log shows the mean over layers as `KIND/NAME`. Use weight 0
+        to only log a value.
         """
         return {}
 
@@ -193,7 +195,7 @@ class Block(ABC):
         return resolve_name(self.module_class)(self, context, numerics=numerics, key=key)
 
     def variant(self, context: BlockContext) -> Hashable:
-        """Return a value that is equal for blocks of the same kind that can share a scan."""
+        """Return a value to compare blocks of the same kind. Layers share a scan only if these values are equal."""
         return None
 
     def parameters(self, context: BlockContext) -> dict[str, Parameter]:
@@ -207,7 +209,7 @@ class Block(ABC):
         }
 
     def scores(self, context: BlockContext, seq: int) -> float:
-        """Return the number of values per token for pairs of positions, such as attention logits."""
+        """Return the number of values per token that it computes for pairs of positions, such as attention logits."""
         return 0.0
 
     def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
@@ -217,7 +219,7 @@ class Block(ABC):
     def saved_activations(self, context: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
         """Return the activations that its backward pass needs.
 
-        `needed_for` is the `SavedActivation.needed_for` of the block's output.
+        `needed_for` is the name of an activation if the block's output is needed only to recompute it, else None.
         """
         sizes = self._sizes(context)
         return [
@@ -256,19 +258,19 @@ class Boundary(Enum):
 
 
 class Residual(Enum):
-    """Order of mixer and feed-forward: one after the other (`sequential`), or a sum on a shared norm (`parallel`)."""
+    """Whether the feed-forward reads the stream after the mixer (`sequential`) or the mixer's input (`parallel`)."""
 
     sequential = "sequential"
     parallel = "parallel"
 
 
 DENSE = "feed_forward"
-"""Name in `feed_forward_pattern` of the feed-forward that `Stack.feed_forward` and `Stack.mlp` define."""
+"""Name of the dense feed-forward in `feed_forward_pattern`. `Stack.feed_forward` and `Stack.mlp` configure it."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A mixer and the feed-forward after it, if any, each between a norm and a residual sum."""
+    """A mixer and an optional feed-forward, with their norms and residual sums."""
 
     kind: str
     context: BlockContext
@@ -279,7 +281,7 @@ class Layer:
 
     @property
     def variant(self) -> Hashable:
-        """Value that is equal for layers that can be scanned together."""
+        """Value to compare layers: they can share a scan only if their values are equal."""
         return tuple((kind, block.variant(context)) for kind, (block, context) in self.blocks.items())
 
     @property
@@ -291,7 +293,7 @@ class Layer:
 
     @property
     def blocks(self) -> dict[str, tuple[Block, BlockContext]]:
-        """Blocks by kind: the mixer, then the feed-forward."""
+        """The mixer, then the feed-forward, by name, each with its context."""
         blocks = {self.kind: (self.mixer, self.context)}
         if self.feed_forward is not None:
             blocks[self.feed_forward_kind] = self.feed_forward, self.feed_forward_context
@@ -313,12 +315,12 @@ class Layer:
         return [t for block, context in self.blocks.values() for t in block.constrained_activations(context)]
 
     def flops(self, seq: int) -> float:
-        """Return forward FLOPs per token."""
+        """Return forward FLOPs per token for sequences of `seq` tokens."""
         return sum(block.flops(context, seq) for block, context in self.blocks.values())
 
     @property
     def auxiliary(self) -> dict[str, float]:
-        """Weights of the auxiliary values of its blocks, by `KIND/NAME` (`Block.auxiliary`)."""
+        """Weights of the auxiliary values of its blocks, by `KIND/NAME` (see `Block.auxiliary`)."""
         return {
             f"{kind}/{name}": weight
             for kind, (block, _) in self.blocks.items()
@@ -345,7 +347,7 @@ class Layer:
 
 
 class AuxiliaryTerm(NamedTuple):
-    """Weight of an auxiliary value in the objective, and number of layers that return it."""
+    """Weight of an auxiliary value in the objective, and the number of layers that return it."""
 
     weight: float
     layers: int
@@ -357,5 +359,5 @@ def vector_parameter(axis: str, length: int, group: str) -> Parameter:
 
 
 def add_prefix(prefix: str, values: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return the values with `prefix.` prepended to their names."""
+    """Return the parameters with `prefix.` prepended to their names."""
     return {f"{prefix}.{name}": value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""The module of the feed-forward block (`valkyrie.models.feed_forward`)."""
+"""The Flax module of the feed-forward block (`valkyrie.models.feed_forward`)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class FeedForwardLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
-        """Return the output of each position."""
         up = self._add_bias(
             project("bse,em->bsm", x, self.up, shard=shard, numerics=self.numerics, name="up"), "up", shard
         )

@@ -1,4 +1,4 @@
-"""The module of GPT-2 (`valkyrie.models.families.gpt2`)."""
+"""The Flax module of GPT-2 (`valkyrie.models.families.gpt2`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The module of a language model: an embedding, blocks in scanned segments, and a head for logits or losses.
+"""The Flax module of a language model: an embedding, blocks in scanned segments, and a head for logits or losses.
 
 The three parts are separate methods, because tasks and pipelines call them separately.
 """
@@ -37,10 +37,14 @@ if TYPE_CHECKING:
 
 
 class Losses(NamedTuple):
-    """Sums over the tokens of a batch, in nats.
+    """Losses of a batch, in nats.
 
-    `objective_sum` includes z-loss and auxiliary losses, `loss_sum` does not. `per_token` is the unweighted loss of
-    each token, for bits per byte. `auxiliary` has the auxiliary values of blocks, averaged over layers.
+    Args:
+        objective_sum: Weighted sum of the token losses, plus z-loss and auxiliary losses.
+        loss_sum: Weighted sum of the token losses alone.
+        weight_sum: Sum of the token weights.
+        per_token: Unweighted loss of each token, for bits per byte; 0 where the weight is 0.
+        auxiliary: Auxiliary values of the blocks by name, averaged over layers and summed with the token weights.
     """
 
     objective_sum: Float[Array, ""]
@@ -51,9 +55,12 @@ class Losses(NamedTuple):
 
 
 class ResidualStream(NamedTuple):
-    """The carry between layers: the residual stream `x`, and sums of auxiliary values over layers.
+    """Values that each layer passes to the next one.
 
-    nanochat stores the residual stream after the middle layer in `middle`.
+    Args:
+        x: The residual stream.
+        auxiliary: Sums of auxiliary values over the layers so far.
+        middle: The residual stream after the middle layer, which nanochat needs, else None.
     """
 
     x: Float[Array, "batch seq embed"]
@@ -67,7 +74,10 @@ class ResidualStream(NamedTuple):
 
 
 class ResidualBlock(nnx.Module):
-    """Norm, mixer and residual sum, followed by norm, feed-forward and residual sum if the layer has a feed-forward."""
+    """Norm, mixer and residual sum, followed by norm, feed-forward and residual sum if the layer has a feed-forward.
+
+    With `residual=parallel`, mixer and feed-forward share the norm and the residual sum.
+    """
 
     norm_kind: type[RMSNorm | PlainRMSNorm | LayerNorm] = RMSNorm
 
@@ -94,7 +104,7 @@ class ResidualBlock(nnx.Module):
     def apply(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard, key: Array | None
     ) -> tuple[Float[Array, "batch seq embed"], AuxiliaryValues]:
-        """Run the block without naming its input. Returns the same as `__call__`."""
+        """Like `__call__`, but does not give the input a checkpoint name."""
         keys = (None, None) if key is None else jax.random.split(key)
         normed, values = self.norm(x), {}
         y = self._take_output(self.mixer(normed, boundaries, shard), self.kinds[0], values)
@@ -195,7 +205,7 @@ class LanguageModel(nnx.Module):
     def boundaries(
         self, segment_ids: Int[Array, "batch seq"] | None, tokens: Int[Array, "batch seq"] | None = None
     ) -> Boundaries:
-        """Return the document boundaries for the blocks. There are none under `document_boundary=cross`."""
+        """Return the document boundaries. There are none without `segment_ids` or with `document_boundary=cross`."""
         if segment_ids is None or self.config.document_boundary is Boundary.cross:
             return Boundaries()
         same = segment_ids[:, 1:] == segment_ids[:, :-1]
@@ -216,7 +226,7 @@ class LanguageModel(nnx.Module):
         key: Array | None = None,
         head: LossHead | None = None,
     ) -> Any:
-        """Return the residual stream after the last block, or the result of `head`. `key` enables dropout."""
+        """Return the residual stream after the last block, or the result of `head` if given. `key` enables dropout."""
 
         def run(stream: Any, layer: tuple[BlockGroup, Array | None], boundaries: Boundaries, shard: Shard) -> Any:
             def blocks(stream: Any, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Any:
@@ -248,7 +258,7 @@ class LanguageModel(nnx.Module):
         checkpoint: Checkpoint = lambda block: block,
         key: Array | None = None,
     ) -> Losses:
-        """Return the loss sums for the output of `embed`: `blocks`, then `head_loss`."""
+        """Run `blocks` and `head_loss` on `x`, the output of `embed`. Includes auxiliary losses."""
         graph, head_state, other_state = nnx.split(self, lambda path, _: path[0] in self.head_parameters, ...)
 
         def f(head_state: Any, stream: Any, rows: tuple[Array, Array], shard: Shard) -> tuple[Any, Array]:
@@ -263,7 +273,7 @@ class LanguageModel(nnx.Module):
         return Losses(objective, loss, weight, per_token, auxiliary)
 
     def head_input(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:
-        """Return the input of the head."""
+        """Return the input of the head: the last residual stream, unless a subclass changes it."""
         return stream.x
 
     @property
@@ -279,7 +289,10 @@ class LanguageModel(nnx.Module):
         *,
         shard: Shard = UNSHARDED,
     ) -> Losses:
-        """Return the loss sums of the residual stream. Logits are computed for `loss_chunk` positions at a time."""
+        """Return the losses of a residual stream, without auxiliary losses.
+
+        Logits are computed for `loss_chunk` positions at a time.
+        """
         hidden = self.norm(x)
         positions, shards, width = _loss_sharding(shard, hidden.shape[1])
         sums = cross_entropy(
@@ -317,7 +330,7 @@ class LanguageModel(nnx.Module):
         return self._step_embedded(self._scale(self.embedding[...].astype(self.numerics.compute)[tokens]), state)
 
     def _step_embedded(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Like `step`, for the embedding of a token."""
+        """Like `step`, for the scaled embeddings of tokens."""
         new_state = []
 
         def body(x: Array, scanned: tuple[BlockGroup, Any]) -> tuple[Array, Any]:
@@ -367,7 +380,7 @@ def _stack_groups(
 def _add_auxiliary(
     losses: Losses, values: AuxiliaryValues, weights: Float[Array, "batch seq"], terms: dict[str, AuxiliaryTerm]
 ) -> Losses:
-    """Add auxiliary values to the losses. Sequences are weighted by their targets, as in the loss."""
+    """Add auxiliary values to the losses. A sequence is weighted by the sum of its token weights."""
     for name, term in terms.items():
         total = jnp.sum(values[name] * jnp.sum(weights, axis=1))
         losses = losses._replace(

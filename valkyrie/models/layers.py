@@ -1,4 +1,4 @@
-"""Building blocks of all modules: parameters, projections, norms, dropout, and document boundaries."""
+"""Building blocks of the models' Flax modules: parameters, projections, norms, dropout, and document boundaries."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ Checkpoint = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Boundaries(NamedTuple):
-    """Documents in packed rows. `keep` is 0 at the first token of a document, `segment_ids` number the documents.
+    """Boundaries of documents that are packed into rows.
 
-    Both are None if rows are not packed. `tokens` is set only for models with value embeddings (nanochat).
+    Args:
+        keep: 0 at the first token of a document, 1 elsewhere. None if rows are not packed, or if states and attention
+            cross documents (`document_boundary=cross`).
+        segment_ids: Number of the document of each token, or None like `keep`.
+        tokens: Token ids, for the value embeddings of nanochat, or None.
     """
 
     keep: Float[Array, "batch seq"] | None = None
@@ -30,12 +34,12 @@ class Boundaries(NamedTuple):
 
 
 AuxiliaryValues = dict[str, Float[Array, " batch"]]
-"""Auxiliary losses and metrics by name: a float32 number per sequence."""
+"""Auxiliary losses and metrics by name, each with a float32 number per sequence."""
 
 
 @runtime_checkable
 class FeedForwardModule(Protocol):
-    """The module of a pointwise block. The stack adds the norm before it and the residual sum after it."""
+    """Interface of the module of a feed-forward. The stack adds the norm before it and the residual sum after it."""
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
@@ -46,14 +50,17 @@ class FeedForwardModule(Protocol):
 
 @runtime_checkable
 class BlockModule(FeedForwardModule, Protocol):
-    """The module of a block that mixes positions."""
+    """Interface of the module of a block that mixes positions."""
 
     def init_state(self, batch: int, max_len: int) -> Any:
         """Return the generation state before the first token, for sequences of at most `max_len` tokens."""
         ...
 
     def step(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch embed"], Any]:
-        """Return the output of the next position and the new state. Outputs equal those of `__call__`."""
+        """Return the output for `x`, the input at the next position, and the new state.
+
+        The outputs equal those of `__call__` for the whole sequence.
+        """
         ...
 
 
@@ -154,7 +161,10 @@ def unit_mean_square(x: Float[Array, "*rows width"], epsilon: float) -> Float[Ar
 
 
 def dropout(x: Float[Array, "batch seq embed"], rate: float, key: Array | None) -> Float[Array, "batch seq embed"]:
-    """Drop channels for a whole sequence, as lindermanlab/S5 does. Without a key, return `x` unchanged."""
+    """Drop each channel for a whole sequence with probability `rate`, as lindermanlab/S5 does.
+
+    The other channels are divided by `1 - rate`. Without a key, returns `x` unchanged.
+    """
     if key is None or rate == 0:
         return x
     mask = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, x.shape[2]))

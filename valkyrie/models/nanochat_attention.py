@@ -34,10 +34,15 @@ class NanochatAttention(Attention):
     def problems(self, key: str) -> list[Problem]:
         problems = super().problems(key)
         if self.qk_norm:
-            text = f"{key}.qk_norm=true: nanochat already normalises queries and keys, without parameters. Use false."
+            text = (
+                f"{key}.qk_norm=true: nanochat already normalises queries and keys, without parameters. "
+                f"Use {key}.qk_norm=false."
+            )
             problems.append(Problem(ProblemCode.unsupported, f"{key}.qk_norm", True, text))
         if self.global_tokens:
-            text = f"{key}.global_tokens={self.global_tokens}: nanochat has no global tokens. Use 0."
+            text = (
+                f"{key}.global_tokens={self.global_tokens}: nanochat has no global tokens. Use {key}.global_tokens=0."
+            )
             problems.append(Problem(ProblemCode.unsupported, f"{key}.global_tokens", self.global_tokens, text))
         problems += check_range(f"{key}.qk_gain", self.qk_gain, above=0)
         return problems + check_range(f"{key}.qk_norm_epsilon", self.qk_norm_epsilon, above=0)

@@ -1,4 +1,4 @@
-"""The module of nanochat's attention (`valkyrie.models.nanochat_attention`)."""
+"""The Flax module of nanochat's attention (`valkyrie.models.nanochat_attention`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The module of nanochat (`valkyrie.models.families.nanochat`)."""
+"""The Flax module of nanochat (`valkyrie.models.families.nanochat`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ GATE_INIT = 0.02
 
 
 class NanochatBlock(ResidualBlock):
-    """A residual block with parameter-free norms. Its input is the scaled stream plus the scaled first stream."""
+    """A residual block with parameter-free norms.
+
+    Its input is the residual stream plus the stream before the first layer, each multiplied by a learned scale.
+    """
 
     norm_kind = PlainRMSNorm
     residual_scale: nnx.Param
@@ -41,7 +44,7 @@ class NanochatBlock(ResidualBlock):
         down[...] = jnp.zeros_like(down[...])
 
     def add_first_stream(self, x: Float[Array, "*rows embed"], first: Float[Array, "*rows embed"]) -> Array:
-        """Return the scaled residual stream plus the scaled first stream, the input of the block."""
+        """Return the input of the block. `first` is the residual stream before the first layer."""
         if not self.has_scales:
             return x
         scales = (scale[...].astype(x.dtype) for scale in (self.residual_scale, self.input_scale))
@@ -50,7 +53,10 @@ class NanochatBlock(ResidualBlock):
     def step_from(
         self, x: Float[Array, "batch embed"], state: Any, first: Float[Array, "batch embed"], tokens: Array
     ) -> tuple[Float[Array, "batch embed"], Any]:
-        """Return the residual stream of the next token and the mixer's new state."""
+        """Return the residual stream of the next token and the mixer's new state.
+
+        Like `step`, but also takes the stream before the first layer, and the token ids.
+        """
         x = self.add_first_stream(x, first)
         y, state = self.mixer.step(self.norm(x), state, tokens)
         x = x + y
@@ -62,8 +68,8 @@ class _Middle(NamedTuple):
 
     Args:
         repeats: Number of groups in the segment.
-        repeat: Group with the middle layer.
-        block: Block in that group whose output is the middle stream, or None if the middle is in another segment.
+        repeat: Index of the group that contains the middle layer.
+        block: Index of the middle layer in that group, or None if the segment does not contain the middle layer.
     """
 
     repeats: int
@@ -72,7 +78,11 @@ class _Middle(NamedTuple):
 
 
 class NanochatModel(LanguageModel):
-    """nanochat: embedding, norm, smear, blocks, backout, norm and head."""
+    """nanochat: embedding, norm, smear, blocks, backout, norm and head.
+
+    Smear adds a gated part of the previous token's embedding to each embedding. Backout subtracts the scaled stream
+    after the middle layer from the last one.
+    """
 
     block_kind = NanochatBlock
 
@@ -157,7 +167,7 @@ class NanochatModel(LanguageModel):
         return stream if head is not None else self.head_input(stream)
 
     def head_input(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:
-        """Return the input of the head: the last residual stream minus the scaled stream after the middle layer."""
+        """Return the last residual stream, minus the scaled stream after the middle layer if `backout` is set."""
         return self._back_out(stream.x, stream.middle)
 
     @property
@@ -207,7 +217,7 @@ class NanochatModel(LanguageModel):
         return x if self.nanochat_config.backout is None else x - self.backout_scale[...].astype(x.dtype) * middle
 
     def _middle(self, segment: int) -> _Middle:
-        """Locate the middle layer in a segment. `block` is None if it is in another one, or without backout."""
+        """Locate the middle layer in a segment. Without backout, `block` is None for all segments."""
         segments = self.config.segments()
         offset = self.config.layers // 2 - sum(len(layers) * repeats for layers, repeats in segments[:segment])
         layers, repeats = segments[segment]
@@ -217,7 +227,7 @@ class NanochatModel(LanguageModel):
 
 
 def _previous_positions(x: Float[Array, "batch seq embed"], boundaries: Boundaries) -> Float[Array, "batch seq embed"]:
-    """Shift by one position, with zeros at the start of each document."""
+    """Return the stream at the previous position, or zeros at the start of a document."""
     previous = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
     return previous if boundaries.keep is None else previous * boundaries.keep[..., None].astype(x.dtype)
 

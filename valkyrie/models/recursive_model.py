@@ -1,4 +1,4 @@
-"""The module of the Tiny Recursive Model (`valkyrie.models.families.trm`)."""
+"""The Flax module of the Tiny Recursive Model (`valkyrie.models.families.trm`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from valkyrie.ops.ssm import truncated_normal
 
 
 class States(NamedTuple):
-    """The two states of every position, in the compute dtype: the answer z_H and the reasoning z_L."""
+    """The states of every position: the answer z_H (`high`) and the reasoning z_L (`low`), in the compute dtype."""
 
     high: Float[Array, "batch seq embed"]
     low: Float[Array, "batch seq embed"]
@@ -47,7 +47,6 @@ class RecursiveLayer(nnx.Module):
             setattr(self, name, parameter(spec, weights, numerics))
 
     def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
-        """Return the output of this layer."""
         x = checkpoint_name(x, BLOCK_INPUT)
         if self.config.has_attention:
             x = self._normalise(x + self._attention(x, shard), -1)
@@ -100,7 +99,10 @@ class HaltHead(nnx.Module):
         self.numerics = numerics
 
     def __call__(self, first: Float[Array, "batch embed"]) -> Float[Array, " batch"]:
-        """Return the float32 logit of halting from the stream at the first position. The second row is unused."""
+        """Return the float32 logit of halting, given the answer state at the first position.
+
+        The second row of the weight is not used.
+        """
         weight = self.weight[0].astype(self.numerics.compute)
         logit = jnp.einsum("be,e->b", first, weight, preferred_element_type=jnp.float32)
         return logit + self.bias[0].astype(jnp.float32)
@@ -165,7 +167,7 @@ class RecursiveModel(nnx.Module):
     ) -> Answers:
         """Run one supervision step. Only its last cycle has gradients.
 
-        No gradient flows from the next step through the returned states.
+        The returned states have none, so no gradient flows from the next step into this one.
         """
         graph, state = nnx.split(self)
         fixed = nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, state))

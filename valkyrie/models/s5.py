@@ -22,7 +22,7 @@ from valkyrie.problems import Problem, ProblemCode, check_range
 
 
 class Activation(Enum):
-    """The gate after an S5 layer, named as in lindermanlab/S5 `layers.py`."""
+    """Activation after the state space: GELU, alone or with a gate. Names are those of lindermanlab/S5 `layers.py`."""
 
     gelu = "gelu"
     half_glu1 = "half_glu1"
@@ -37,7 +37,23 @@ class Activation(Enum):
 
 @dataclass
 class S5(Block):
-    """An S5 layer. Names and defaults follow the paper and its code (lindermanlab/S5)."""
+    """An S5 layer. Names and defaults follow the paper and its code (lindermanlab/S5).
+
+    Args:
+        state_size: Number of real states before diagonalisation.
+        blocks: Number of identical HiPPO-N blocks in the initial state matrix.
+        conjugate_symmetric: Store only one state of each conjugate pair.
+        discretization: Zero-order hold or bilinear.
+        dt_min: Smallest initial step size Delta.
+        dt_max: Largest initial step size.
+        step_rescale: Factor applied to the step sizes, for data with a different sampling rate.
+        clip_eigenvalues: Limit the real parts of eigenvalues to at most -1e-4, so that no state grows.
+        c_init: Initialiser of the output matrix C.
+        activation: Activation after the state space.
+        bidirectional: Scan in both directions.
+        scan: Implementation of the recurrence.
+        scan_block: Block length of `scan=blocked`.
+    """
 
     state_size: int = 64
     blocks: int = 4
@@ -69,7 +85,7 @@ class S5(Block):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no position depends on later ones: the scan runs only forward."""
+        """Whether the scan runs only forward, so that no position depends on later ones."""
         return not self.bidirectional
 
     def problems(self, key: str) -> list[Problem]:

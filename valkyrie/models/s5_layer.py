@@ -1,4 +1,4 @@
-"""The module of the S5 block (`valkyrie.models.s5`)."""
+"""The Flax module of the S5 block (`valkyrie.models.s5`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _C_AXES: Axes = ("embed", "state")
 
 
 class S5Layer(nnx.Module):
-    """y = 2 Re(C x) + D u over x_t = Lambda_bar x_{t-1} + B_bar u_t, then a gated activation.
+    """y_t = 2 Re(C x_t) + D u_t with x_t = Lambda_bar x_{t-1} + B_bar u_t, then a gated activation.
 
     Without conjugate symmetry there is no factor 2. A bidirectional layer scans in both directions, with a C for each.
     """
@@ -68,7 +68,7 @@ class S5Layer(nnx.Module):
         return self._gate(checkpoint_name(y.astype(self.numerics.compute), "read"), shard)
 
     def init_state(self, batch: int, max_len: int) -> Carry:
-        """Return the state before the first position: zeros, independent of `max_len`."""
+        """Return the state before the first position, which is zero. `max_len` is not used."""
         zeros = jnp.zeros((batch, self.config.states), jnp.float32)
         return zeros, zeros
 
@@ -81,7 +81,7 @@ class S5Layer(nnx.Module):
         return self._gate(y.astype(self.numerics.compute), shard)[:, 0], state
 
     def _drive_states(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
-        """Return Lambda_bar, and B_bar u, the inputs of the states."""
+        """Return Lambda_bar, and the inputs B_bar u of the recurrence."""
         c, B, u = self.config, self.B[...], _sum_gradients_first(u)
         # B_bar, which is as small as a parameter, is computed before the product. Scaling B_tilde u instead would read
         # and write arrays of shape (batch, seq, state) once more, forward and backward.
@@ -91,7 +91,7 @@ class S5Layer(nnx.Module):
             self.log_step[...],
             c.discretization,
             step_rescale=c.step_rescale,
-            clip_eigs=c.clip_eigenvalues,
+            clip_eigenvalues=c.clip_eigenvalues,
         )
         B_bar = mul((scale[0][:, None], scale[1][:, None]), (B[..., 0], B[..., 1]))
         with jax.named_scope("driven"):
@@ -157,7 +157,7 @@ class S5Layer(nnx.Module):
 
 @jax.custom_vjp
 def _sum_gradients_first(u: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-    """Identity that adds up the gradients of all uses of its result before the gradients of other uses of `u`.
+    """Identity. The gradients of all uses of its result are added up before those of other uses of `u`.
 
     If `state` is sharded, the gradients of both parts of B u need a sum over devices. When they are added to each other
     first, the compiler merges the two sums into one.

@@ -1,4 +1,4 @@
-"""The configuration of a language model made of layers. Its costs are sums over its blocks.
+"""The configuration of a language model made of layers. Its parameters, FLOPs and activations are those of its blocks.
 
 A family derives from `Stack` and has a field for each of its blocks. `block_pattern` and `feed_forward_pattern` contain
 the names of these fields.
@@ -104,18 +104,18 @@ class Stack:
 
     @property
     def kinds(self) -> list[str]:
-        """The kind of every mixer, first to last."""
+        """Name of the mixer in every layer, first to last."""
         return [self.block_pattern[i % len(self.block_pattern)] for i in range(self.layers) if self.block_pattern]
 
     @property
     def blocks(self) -> dict[str, Block]:
-        """The mixers in use, by kind."""
+        """The mixers that the layers use, by name."""
         mixers = self.mixer_blocks
         return {kind: mixers[kind] for kind in self.block_pattern[: max(self.layers, 0)] if kind in mixers}
 
     @property
     def feed_forwards(self) -> dict[str, Block]:
-        """The feed-forwards in use, by kind."""
+        """The feed-forwards in `feed_forward_pattern`, by name."""
         feed_forwards = self.feed_forward_blocks
         pattern = self.feed_forward_pattern[: max(self.layers, 0)]
         return {kind: feed_forwards[kind] for kind in pattern if kind in feed_forwards}
@@ -157,7 +157,7 @@ class Stack:
         if unknown or not self.feed_forward_pattern:
             key, value = "model.feed_forward_pattern", self.feed_forward_pattern
             names = ", ".join(self.feed_forward_blocks)
-            text = f"{key}={value}: list feed-forwards of model.family={self.family}: {names}."
+            text = f"{key}={value}: list one or more of {names} (the feed-forwards of model.family={self.family})."
             problems.append(Problem(ProblemCode.unknown_name, key, value, text))
         problems += [*check("dropout", least=0, below=1), *check("norm_epsilon", least=0), *check("z_loss", least=0)]
         problems += [*check("embedding_scale", above=0), *check("logits_soft_cap", "null for no cap", above=0)]
@@ -202,7 +202,7 @@ class Stack:
         return segments
 
     def parameters(self) -> dict[str, Parameter]:
-        """Return every parameter by dotted name, as in the built model. Segments have a leading `layers` axis."""
+        """Return every parameter by dotted name. Parameters of segments have a leading `layers` axis."""
         parameters = {
             "embedding": self._embedding_table(),
             "norm.scale": vector_parameter("embed", self.embed, "vector"),
@@ -216,7 +216,7 @@ class Stack:
         return dict(sorted(parameters.items(), key=lambda item: item[0].split(".")))
 
     def arrays(self) -> Arrays:
-        """Return the arrays that a layout shards. Parameters are named by kind of block, such as `attention.out`."""
+        """Return the arrays that a layout shards. Parameters are named after their block, such as `attention.out`."""
         blocks: list[Block] = [*self.blocks.values(), *self.feed_forwards.values()]
         sizes = {"embed": Size(self.embed, "model.embed"), "vocab": Size(self.vocab_rows, "model.vocab_multiple")}
         parameters: dict[Tensor, list[str]] = {_as_tensor(self._embedding_table()): ["embedding"]}
@@ -233,10 +233,10 @@ class Stack:
         axes = {**SHARED_AXES, "embed": "the residual stream", "vocab": "rows of the token embedding"}
         for block in blocks:
             axes |= block.axes
-        follows = {a: b for block in blocks for a, b in block.follows.items()}
+        sharded_like = {a: b for block in blocks for a, b in block.sharded_like.items()}
         stack_sizes = tuple(repeats for _, repeats in self.segments())
         dispatched = frozenset(axis for block in blocks for axis in block.dispatches)
-        return Arrays(axes, parameters, activations, follows, stack_sizes, dispatched)
+        return Arrays(axes, parameters, activations, sharded_like, stack_sizes, dispatched)
 
     def parameter_count(self) -> int:
         """Return the number of learned parameters."""
@@ -275,7 +275,7 @@ class Stack:
 
     @property
     def auxiliary(self) -> dict[str, AuxiliaryTerm]:
-        """Auxiliary values of its layers, by `KIND/NAME`."""
+        """Weight of each auxiliary value, and number of layers that return it, by `KIND/NAME`."""
         layers = [layer.auxiliary for layer in self.make_layers()]
         counts = Counter(name for values in layers for name in values)
         return {name: AuxiliaryTerm(values[name], counts[name]) for values in layers for name in values}

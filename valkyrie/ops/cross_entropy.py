@@ -21,7 +21,14 @@ ArrayFunction = Callable[[Array], Array]
 
 
 class CrossEntropy(NamedTuple):
-    """Sums over the tokens of a batch. The loss to minimise is (loss_sum + z_sum) / weight_sum, in nats per token."""
+    """Losses of a batch. The loss to minimise is (loss_sum + z_sum) / weight_sum, in nats per token.
+
+    Args:
+        loss_sum: Weighted sum of -log p(target).
+        weight_sum: Sum of the weights.
+        z_sum: Weighted sum of the squared log-sum-exp, times `z_loss`.
+        per_token: Unweighted -log p(target) of every token, 0 where the weight is 0.
+    """
 
     loss_sum: Float[Array, ""]
     weight_sum: Float[Array, ""]
@@ -30,7 +37,7 @@ class CrossEntropy(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """Static settings of the loss (see `cross_entropy`)."""
+    """Settings of the loss that are known at compile time (see `cross_entropy`)."""
 
     vocab_size: int
     softcap: float | None
@@ -57,10 +64,10 @@ def cross_entropy(
     gather: ArrayFunction | None = None,
     sum_gradient: ArrayFunction | None = None,
 ) -> CrossEntropy:
-    """Return the weighted sums of -log p(target), and the unweighted value of every token (0 if its weight is 0).
+    """Return the cross-entropy of the targets and the z-loss.
 
-    Products take operands in the dtype of `hidden`; logits, softmax and sums are float32. Raises ValueError if a length
-    is not divisible.
+    Products take operands in the dtype of `hidden`; logits, softmax and sums are float32. Raises ValueError for an
+    invalid `vocab_size` or `chunk`, or if the batch or the sequence is not divisible by its number of shards.
 
     Args:
         hidden: Hidden states.
@@ -69,7 +76,7 @@ def cross_entropy(
         weights: Weight of every target.
         vocab_size: Number of tokens.
         chunk: Positions of each sequence shard that are computed at a time.
-        z_loss: Weight of the squared log-sum-exp in `z_sum` (PaLM, arXiv 2204.02311, section 5).
+        z_loss: Factor of the squared log-sum-exp in `z_sum` (PaLM, arXiv 2204.02311, section 5).
         softcap: Bound c of the logits: c * tanh(logit / c). None: no bound.
         shards: Number of shards of the sequence.
         batch_shards: Number of shards of the batch.
@@ -145,7 +152,7 @@ def _logits(
 
 
 def _is_target(targets: Int[Array, "batch part"], vocab: int) -> Bool[Array, "batch part vocab"]:
-    """Return the one-hot targets. Computed by comparison, so that a sharded vocabulary stays sharded."""
+    """Return the targets as one-hot vectors, by a comparison that keeps a sharded vocabulary sharded."""
     return targets[..., None] == jnp.arange(vocab)
 
 

@@ -40,7 +40,7 @@ class Numerics(NamedTuple):
 
 
 FLOAT32 = Numerics(DType.float32.value, DType.float32.value, DType.float32.value)
-"""Everything in float32."""
+"""Numerics with all dtypes float32, whatever the precision policy."""
 
 
 def linear(

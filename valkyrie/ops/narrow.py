@@ -37,7 +37,10 @@ def narrow_einsum(
 def scale_to(
     x: Float[Array, "..."], dtype: str, axes: tuple[int, ...]
 ) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
-    """Return `x` divided by its scale, in a narrow dtype, and the nonzero scale, of length 1 along `axes`."""
+    """Return `x` divided by a scale, in a narrow dtype, and the scale, which has length 1 along `axes`.
+
+    The scale maps the largest magnitude along `axes` to the largest value of the dtype, and is 1 where `x` is all 0.
+    """
     integer = jnp.issubdtype(dtype, jnp.integer)
     largest_value = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
     wide = x.astype(jnp.float32)
@@ -52,7 +55,7 @@ def _summed_axes(letters: str, out: str) -> tuple[int, ...]:
 
 
 def _align_scale(scale: Float[Array, "..."], letters: str, out: str) -> Float[Array, "..."]:
-    """Return a scale with a dimension for every letter of the result, of length 1 for letters that are not its own."""
+    """Return a scale with a dimension for every letter of the result, of length 1 for letters its operand lacks."""
     shared = [letter for letter in letters if letter in out]
     scale = jax.lax.squeeze(scale, _summed_axes(letters, out))
     scale = scale.transpose([shared.index(letter) for letter in out if letter in shared])

@@ -37,7 +37,8 @@ def rotate(
     head_dim = x.shape[-1]
     if head_dim % 2:
         raise ValueError(
-            f"head_dim={head_dim} must be even: rotary embeddings rotate pairs of channels. Use {head_dim + 1}."
+            f"head_dim={head_dim} must be even: rotary embeddings rotate pairs of channels. "
+            f"Use head_dim={head_dim + 1}."
         )
     half = head_dim // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)

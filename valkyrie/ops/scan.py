@@ -38,7 +38,7 @@ DEFAULT_BLOCK = 128
 
 
 class _Recurrence(NamedTuple):
-    """Static settings of a recurrence."""
+    """Settings of a recurrence that are known at compile time."""
 
     impl: ScanImpl
     backend: str
@@ -63,7 +63,7 @@ def resolve_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
 
 
 def supports_vma_check(impl: ScanImpl, backend: str | None = None) -> bool:
-    """Whether a recurrence works inside a `jax.shard_map` that checks over which mesh axes values vary.
+    """Return whether a recurrence works inside a `jax.shard_map` that checks over which mesh axes values vary.
 
     All implementations do except the interpreted kernel. Without the check, JAX sums the gradients of values that are
     replicated over a mesh axis and divides them again, which sends arrays of shape (batch, seq, state) for nothing.
@@ -136,7 +136,7 @@ def _run_checked(
     h0: Carry | None,
     keep: Float[Array, "batch seq"] | Bool[Array, "batch seq"] | None,
 ) -> States:
-    """Compute the states. Casts all inputs to float32 and makes them vary over the same mesh axes."""
+    """Check the arguments, cast inputs to float32, make them vary over the same mesh axes, and compute the states."""
     if plan.block < 1:
         raise ValueError(f"block={plan.block}: a block has at least 1 position. Use block=1 or more.")
     bu = as_float32(bu)
@@ -156,13 +156,13 @@ def _recurrence(plan: _Recurrence, lam_bar: Eigenvalues, bu: States, h0: Carry |
     return _evaluate(plan, lam_bar, bu, h0, keep)[0]
 
 
-_Saved = tuple[Eigenvalues, States, Carry | None, Carry | None, Keep]
-"""Residuals of the derivative: lam_bar, the states, h0, the state that enters the shard, and keep."""
+_Residuals = tuple[Eigenvalues, States, Carry | None, Carry | None, Keep]
+"""Values for the backward pass: lam_bar, the states, h0, the state that enters this device's shard, and keep."""
 
 
 def _forward(
     plan: _Recurrence, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
-) -> tuple[States, _Saved]:
+) -> tuple[States, _Residuals]:
     h, entering = _evaluate(plan, lam_bar, bu, h0, keep)
     h = checkpoint_name(h[0], STATES), checkpoint_name(h[1], STATES)
     # The returned states must differ from the saved ones by an operation, here a no-op. Otherwise a policy that saves
@@ -172,10 +172,10 @@ def _forward(
 
 
 def _backward(
-    plan: _Recurrence, saved: _Saved, g: States
+    plan: _Recurrence, residuals: _Residuals, g: States
 ) -> tuple[Eigenvalues, States, Carry | None, Float32[Array, "batch seq"] | None]:
-    """Return the gradients. That of bu is a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}."""
-    lam_bar, h, h0, entering, keep = saved
+    """Return the gradients. The gradient of bu is a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}."""
+    lam_bar, h, h0, entering, keep = residuals
     a, _ = _evaluate(plan._replace(reverse=not plan.reverse), conj(lam_bar), g, None, _next_visited_keep(plan, keep))
     first, before, after = _visit_slices(plan.reverse)
     products = mul(conj(index_parts(h, before)), index_parts(a, after))
@@ -237,7 +237,10 @@ def _entering_state(plan: _Recurrence, lam_bar: Eigenvalues, local: States, h0: 
 
 
 def _next_visited_keep(plan: _Recurrence, keep: Keep) -> Keep:
-    """Return the `keep` of the next visited position, for each position (1 after the last)."""
+    """Shift `keep` by one position against the scan, across shards: position t gets keep_{t+1} (`reverse`: keep_{t-1}).
+
+    The value past the end is arbitrary, because it only multiplies a zero state.
+    """
     if keep is None:
         return None
     first, _, after = _visit_slices(plan.reverse)
@@ -261,7 +264,6 @@ def _visit_slices(reverse: bool) -> tuple[tuple[slice, int], tuple[slice, slice]
 
 
 def _shard_count(plan: _Recurrence) -> int:
-    """Return the number of sequence shards."""
     return jax.lax.axis_size(plan.axis_names)
 
 

@@ -42,12 +42,12 @@ def add(a: Complex, b: Complex) -> Complex:
 
 
 def conj(a: Complex) -> Complex:
-    """Return the complex conjugate of a."""
+    """Return the complex conjugate of `a`."""
     return a[0], -a[1]
 
 
 def scale_by(factor: Factor, a: Complex) -> Complex:
-    """Return a times a real factor."""
+    """Return `a` times a real factor."""
     return a if factor is None else (factor * a[0], factor * a[1])
 
 
@@ -59,12 +59,12 @@ def div(a: Complex, b: Complex) -> Complex:
 
 
 def as_float32(a: Complex) -> Complex:
-    """Return a with both parts in float32."""
+    """Return `a` with both parts in float32."""
     return a[0].astype(jnp.float32), a[1].astype(jnp.float32)
 
 
 def zeros_like(a: Complex) -> Complex:
-    """Return zeros with the sharding of a and, inside `jax.shard_map`, its varying axes."""
+    """Return zeros with the shape and sharding of `a` and, inside `jax.shard_map`, its varying axes."""
     return jnp.zeros_like(a[0]), jnp.zeros_like(a[1])
 
 

@@ -30,7 +30,7 @@ from valkyrie.ops.scan_complex import (
 from valkyrie.ops.scan_complex import power as power_of
 
 Keep = Float32[Array, "batch seq"] | None
-"""1 where a state continues from its neighbour, 0 at the start of a document; None: it always continues."""
+"""1 where a state continues from the previous position, 0 at the start of a document; None: it always continues."""
 
 Form = Callable[[Eigenvalues, States, Carry | None, Keep, bool, int], States]
 """Takes lam_bar, bu, h0, keep, reverse and block, and returns the states."""
@@ -128,7 +128,7 @@ FORMS: dict[ScanImpl, Form] = {
     ScanImpl.blocked: blocked,
     ScanImpl.kernel: kernel,
 }
-"""The function of each implementation."""
+"""Functions that compute the states, by implementation."""
 
 
 def form_for_backend(impl: ScanImpl, backend: str) -> Form:
@@ -138,7 +138,7 @@ def form_for_backend(impl: ScanImpl, backend: str) -> Form:
 
 
 def _add_state_axis(keep: Array | None) -> Array | None:
-    """Return keep with a trailing state axis of length 1."""
+    """Return `keep` with a trailing state axis of length 1."""
     return None if keep is None else keep[..., None]
 
 

@@ -30,7 +30,7 @@ LANES = 128
 """States in a vector register. Also the minimum block length, because `keep` is read with positions on lanes."""
 
 STATE_BLOCKS = (256, 128)
-"""Possible numbers of states per block, best first. While one register computes, the other waits."""
+"""Possible numbers of states per block, best first. With 256, one vector register computes while the other waits."""
 
 TIME_BLOCKS = (512, 256, 128)
 """Possible numbers of positions per block, best first. At 512 by 256, two double-buffered inputs and two outputs take
@@ -88,12 +88,12 @@ def kernel(
 
 
 def _pad_parts(a: Complex, *widths: tuple[int, int]) -> Complex:
-    """Return a padded with zeros, or a itself if all widths are 0."""
+    """Return `a` padded with zeros, or `a` itself if all widths are 0."""
     return (jnp.pad(a[0], widths), jnp.pad(a[1], widths)) if any(map(sum, widths)) else a
 
 
 def _keep_products(keep: Float32[Array, "batch seq"], reverse: bool) -> Float32[Array, "batch step seq"]:
-    """Return the products of `keep` over 1, 2, 4 and 8 positions: each position and those visited before it."""
+    """Return, for each position, the products of `keep` over the last 1, 2, 4 and 8 visited positions, including it."""
     seq, products = keep.shape[1], [keep]
     for distance in DOUBLINGS:
         shift = min(distance, seq)
@@ -215,13 +215,13 @@ def _write_entering_state(stages: Any, carry: Any, entering: list[Any], tile: An
 
 
 def _broadcast_factor(table: Any, step: int, column: Any) -> Complex:
-    """Return the power of Lambda_bar of a step for one register of states, broadcast to every row."""
+    """Return the power of Lambda_bar that a step multiplies by, for one register of states, repeated in every row."""
     re, im = (table[2 * step + part : 2 * step + part + 1, column] for part in (0, 1))
     return jnp.broadcast_to(re, (TILE, LANES)), jnp.broadcast_to(im, (TILE, LANES))
 
 
 def _doubling_step(stage: Any, value: Complex, factor: Complex, base: Any, distance: int, reverse: bool) -> Complex:
-    """Return one tile after a doubling step. Stores its input in `stage` for the tiles that look back at it."""
+    """Return a tile (`value`) after a doubling step. First stores it in `stage`, which later tiles look back at."""
     write_row, read_row = (base, base + distance) if reverse else (base + TILE, base + TILE - distance)
     stage[0, pl.ds(write_row, TILE), :], stage[1, pl.ds(write_row, TILE), :] = value
     return add(value, mul(factor, (stage[0, pl.ds(read_row, TILE), :], stage[1, pl.ds(read_row, TILE), :])))

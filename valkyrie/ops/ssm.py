@@ -31,10 +31,9 @@ _SERIES_TERMS = 9
 
 @dataclass(frozen=True, eq=False)
 class BlockHippo:
-    """The initial state matrix of a layer: `blocks` equal HiPPO-N blocks, diagonalised.
+    """Diagonalised initial state matrix of a layer, made of `blocks` identical HiPPO-N blocks.
 
-    With conjugate symmetry, only the half of each block with negative imaginary parts is stored, and `V` is
-    rectangular.
+    With conjugate symmetry, only the eigenvalues with negative imaginary part are stored, so `V` is rectangular.
 
     Args:
         Lambda: Stored eigenvalues of all blocks.
@@ -78,7 +77,7 @@ def hippo_n(n: int) -> tuple[Complex128[np.ndarray, " block"], Complex128[np.nda
 
 
 def block_hippo(state_size: int, blocks: int, conjugate_symmetric: bool = True) -> BlockHippo:
-    """Return the diagonalised HiPPO-N initialisation of `state_size` real states in `blocks` equal blocks.
+    """Return the diagonalised HiPPO-N initialisation of `state_size` real states in `blocks` identical blocks.
 
     Each full block is diagonalised first and halved afterwards, as in lindermanlab/S5. Halving first would change the
     eigenvalues. Raises ValueError if the blocks do not divide the states, or if conjugate symmetry would halve an odd
@@ -156,13 +155,14 @@ def discretize(
     method: Discretization = Discretization.zoh,
     *,
     step_rescale: float = 1.0,
-    clip_eigs: bool = False,
+    clip_eigenvalues: bool = False,
 ) -> tuple[Eigenvalues, Eigenvalues]:
     """Return Lambda_bar and the factor s with B_bar = s B_tilde, each as float32 (real, imaginary).
 
     s is one number per state, so scaling rows of B_tilde gives B_bar. Delta is `step_rescale` times exp(log_step).
     `step_rescale` is the ratio of the training data's step to the current data's step, as in the paper's zero-shot
-    resampling. `clip_eigs` limits real parts to at most -1e-4, so that no state grows (Goel et al., arXiv 2202.09729).
+    resampling. `clip_eigenvalues` limits real parts to at most -1e-4, so that no state grows (Goel et al., arXiv
+    2202.09729).
 
     Zero-order hold: Lambda_bar = exp(Lambda Delta), s = (Lambda_bar - 1) / Lambda, by series for small Lambda Delta.
     Bilinear: Lambda_bar = (1 + Lambda Delta / 2) / (1 - Lambda Delta / 2), s = Delta / (1 - Lambda Delta / 2).
@@ -174,7 +174,7 @@ def discretize(
     """
     Delta = step_rescale * jnp.exp(log_step.astype(jnp.float32))
     re, im = Lambda_re.astype(jnp.float32), Lambda_im.astype(jnp.float32)
-    if clip_eigs:
+    if clip_eigenvalues:
         re = jnp.minimum(re, LAMBDA_RE_MAX)
     if method is Discretization.zoh:
         return _zero_order_hold((re, im), Delta)

@@ -1,4 +1,4 @@
-"""Optimizers: the schedule, clipping, and rules for groups of parameters that all families share.
+"""Optimizers: the learning rate schedule, clipping and update rules that all optimizer families share.
 
 A family is a module with a dataclass `Config` that derives from `OptimizerConfig`; see README.md in this folder.
 """
@@ -90,10 +90,12 @@ class OptimizerConfig:
             rate: learning rate by step.
         """
         # Not abstract: Muon overrides `transformation` and has no rules.
-        raise NotImplementedError(f"{self.family} defines neither `rules` nor `transformation`")
+        raise NotImplementedError(
+            f"optimizer.family={self.family}: Config defines neither `rules` nor `transformation`. Define one of them."
+        )
 
     def transformation(self, specs: Any, training: Training) -> optax.GradientTransformation:
-        """Build the update without clipping.
+        """Build the transformation of all parameters, without clipping.
 
         Args:
             specs: tree of `Parameter` with the structure of the parameters. Gradients, parameters and state are
@@ -167,7 +169,7 @@ class OptimizerConfig:
 
 
 class AdamLike(OptimizerConfig, ABC):
-    """Base of optimizers that differ only in `directions`, with decoupled weight decay of matrices.
+    """Base of Adam-like optimizers. Subclasses define `directions`; weight decay of matrices is decoupled.
 
     `ssm_learning_rate_ratio` scales the learning rate of S5's parameters (B, Lambda, log_step, norm), which are never
     decayed, as in lindermanlab/S5 `train_helpers.py`.
@@ -233,9 +235,9 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def rate_rises_if_extended(config: OptimizerConfig, steps: int, longer: int) -> bool:
-    """Return whether extending a run of `steps` steps to `longer` raises its learning rate by stretching the schedule.
+    """Return whether a run of `steps` steps would continue with a higher learning rate if extended to `longer` steps.
 
-    It does not for a constant schedule (`final_ratio=1`) or one with a fixed length (`decay_steps`).
+    A longer run stretches the schedule, unless it is constant (`final_ratio=1`) or has a fixed length (`decay_steps`).
     """
     import numpy as np
 
@@ -288,7 +290,7 @@ def make_optimizer(config: OptimizerConfig, specs: Any, training: Training) -> o
 
 
 def is_parameter(node: Any) -> bool:
-    """Return True for a `Parameter`, as the `is_leaf` of tree functions."""
+    """Return whether a node is a `Parameter`. Pass it as `is_leaf` to `jax.tree` functions."""
     return isinstance(node, Parameter)
 
 

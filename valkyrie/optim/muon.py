@@ -2,8 +2,8 @@
 
 Matrices of the same shape are stacked over all layers and parameters, the stack is split over all devices, and each
 device orthogonalizes whole matrices. Devices only communicate twice per step, and exchange all parameters in the
-compute dtype each time.
-Iterating on sharded matrices would instead all-reduce a square matrix twice in each of five iterations.
+compute dtype each time. Iterating on sharded matrices would instead all-reduce a square matrix twice in each of five
+iterations.
 """
 
 from __future__ import annotations
@@ -52,7 +52,15 @@ class StackSharding(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Settings of an update. `rate`, `momentum` and `decay` are functions of the step, starting at 0."""
+    """Settings of an update.
+
+    Args:
+        rate: Learning rate by step, starting at step 0.
+        momentum: Momentum by step.
+        decay: Weight decay by step.
+        beta2: Decay of NorMuon's mean squares, or None for plain Muon.
+        compute: Dtype of the orthogonalization.
+    """
 
     rate: Callable[[Any], Any]
     momentum: Callable[[Any], Any]
@@ -62,7 +70,7 @@ class Recipe(NamedTuple):
 
 
 class MuonState(NamedTuple):
-    """Number of steps, momentum by parameter, and mean squares of rows or columns (with `beta2`)."""
+    """Number of steps, momentum of each parameter, and mean squares of its rows or columns (None without `beta2`)."""
 
     count: Array
     momentum: Any
@@ -135,9 +143,9 @@ def _directions(
 
 
 def orthogonal(stack: Float[Array, "n rows columns"], output_first: bool) -> Float[Array, "n rows columns"]:
-    """Return the nearest orthogonal matrices with norm sqrt(min(rows, columns)), in the dtype of the stack.
+    """Orthogonalize each matrix approximately and scale it to norm sqrt(min(rows, columns)), in the stack's dtype.
 
-    First scales the vectors of the outputs (rows if `output_first`, else columns) to equal norms (MuonEq, arXiv
+    Scales the vectors of the outputs (rows if `output_first`, else columns) to equal norms before that (MuonEq, arXiv
     2603.28254).
     """
     as_float32, rows = stack.astype(jnp.float32), stack.shape[-2 if output_first else -1]
@@ -158,9 +166,9 @@ _COEFFICIENTS = np.array([[c / NORM_MARGIN ** (2 * i + 1) for i, c in enumerate(
 def _normalise(
     directions: Float[Array, "n rows columns"], old_squares: Float[Array, "n length"], beta2: float, axis: int
 ) -> tuple[Float[Array, "n rows columns"], Float[Array, "n length"]]:
-    """Divide rows (or columns) by their running root mean squares, keeping the norm of each matrix.
+    """Divide rows (axis 1) or columns (axis 2) by their running root mean squares, keeping the norm of each matrix.
 
-    NorMuon, arXiv 2510.05491.
+    Also returns the new mean squares (NorMuon, arXiv 2510.05491).
     """
     squares = jnp.mean(jnp.square(directions.astype(jnp.float32)), axis=3 - axis)
     new_squares = beta2 * old_squares + (1 - beta2) * squares

@@ -143,10 +143,10 @@ class Candidates:
             return np.ones(len(self), np.int64)
         axes = self.activations[logical] if kind == "active" else getattr(self, f"{kind}_axes")(logical)
         parts = self.parts(axes)
-        if logical not in self.arrays.follows:
+        if logical not in self.arrays.sharded_like:
             return parts
         rules = self.activations if kind == "active" else self.parameters
-        if rules[logical] != rules[self.arrays.follows[logical]]:
+        if rules[logical] != rules[self.arrays.sharded_like[logical]]:
             return parts
         divisible_parts = np.ones(len(self), np.int64)
         for end in range(1, len(axes) + 1):

@@ -276,7 +276,7 @@ def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
     fewer key heads than devices over which the query heads are split.
     """
     notes = []
-    for axis, leading in arrays.follows.items():
+    for axis, leading in arrays.sharded_like.items():
         sizes = {n for t in arrays.parameters for a, n in zip(t.axes, t.shape, strict=True) if a == axis}
         for kind in ("parameters", "activations"):
             rules: Rules = getattr(layout, kind)

@@ -1,8 +1,7 @@
 """Dense decoders such as Llama and modern GPTs: RMSNorm, rotary positions, no biases.
 
-Grouped heads, gated or plain feed-forward, tied or untied embeddings and window patterns are settings. LayerNorm,
-biases and learned positional embeddings, as in GPT-2, are not supported here. They take less than a thousandth of a
-step's work.
+Grouped heads, biases of attention, windows, gated or plain feed-forwards, and tied or untied embeddings are settings.
+For LayerNorm, biases of feed-forwards and learned positions, use the family `gpt2`.
 """
 
 from __future__ import annotations

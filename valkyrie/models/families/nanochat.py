@@ -22,7 +22,10 @@ SMEAR_CHANNELS = 24
 
 @dataclass(frozen=True)
 class NanochatLayer(Layer):
-    """A layer with parameter-free norms and two scales: of the residual stream, and of its value before layer 0."""
+    """A layer with parameter-free norms.
+
+    With `scales`, it has a learned scale of the residual stream and one of the stream before the first layer.
+    """
 
     scales: bool = True
 
@@ -44,7 +47,7 @@ class Config(Stack):
         window_pattern: Windows of the layers, one letter each, repeated. S is the token itself and a quarter of
             `context`, rounded up to a multiple of 128. L and G are all earlier tokens. The last layer always sees all
             earlier tokens. null: use `attention.windows`.
-        layer_scales: Before each layer, scale the residual stream and add the scaled first stream.
+        layer_scales: Before each layer, scale the residual stream and add the scaled stream before the first layer.
         smear: Add the gated embedding of the previous token.
         backout: Initial factor of the stream after the middle layer, which is subtracted from the last stream; null:
             nothing is subtracted.
@@ -100,7 +103,10 @@ class Config(Stack):
             problems.append(Problem(ProblemCode.malformed, "model.window_pattern", pattern, text))
         problems += check_range("model.depth", self.depth, least=1)
         if self.residual is not Residual.sequential:
-            text = "model.residual=parallel: in nanochat, the feed-forward follows attention. Use sequential."
+            text = (
+                "model.residual=parallel: in nanochat, the feed-forward follows attention. "
+                "Use model.residual=sequential."
+            )
             problems.append(Problem(ProblemCode.unsupported, "model.residual", "parallel", text))
         if self.feed_forward_after is not None and "attention" not in self.feed_forward_after:
             key, value = "model.feed_forward_after", self.feed_forward_after
@@ -131,7 +137,7 @@ class Config(Stack):
         return arrays
 
     def _extra_parameters(self) -> dict[str, Parameter]:
-        """Return the parameters in addition to those of `Stack`."""
+        """Return the parameters that `Stack` does not have."""
         extra = {}
         if self.smear:
             channels = self.smear_channels

@@ -1,8 +1,8 @@
 """The Tiny Recursive Model (arXiv 2510.04871), which applies a small network many times to improve an answer.
 
-Every position has two states, z_H (the answer) and z_L (the reasoning). They pass through the same few layers 21 times
-per supervision step, and the gradient flows through the last seven passes. It is not a language model: its task is
-`puzzles`.
+Every position has two states, z_H (the answer) and z_L (the reasoning). By default, they pass through the same two
+layers 21 times per supervision step, and the gradient flows through the last seven passes. It is not a language model:
+its task is `puzzles`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ class Config:
             for problem in check_range(f"model.{name}", getattr(self, name), least=number)
         ]
         if self.has_attention and self.head_dim % 2:
-            text = f"model.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of channels."
+            text = (
+                f"model.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of channels. "
+                f"Use model.head_dim={self.head_dim + 1}."
+            )
             problems.append(Problem(ProblemCode.unsupported, "model.head_dim", self.head_dim, text))
         if self.puzzle_embed > self.puzzle_tokens * self.embed:
             capacity = self.puzzle_tokens * self.embed
@@ -144,7 +147,7 @@ class Config:
         return dict(sorted(parameters.items(), key=lambda item: item[0].split(".")))
 
     def arrays(self) -> Arrays:
-        """Return the arrays that a layout shards. Rows of tables and the length in `length_*` are never sharded."""
+        """Return the arrays that a layout shards. Rows of tables and positions in `length_*` are never sharded."""
         parameters: dict[Tensor, list[str]] = {}
         for name, parameter in self.parameters().items():
             short_name = name.replace("layer_0.", "layer.", 1)
@@ -197,7 +200,7 @@ class Config:
         return {name: Size(getattr(self, name), f"model.{name}") for name in names}
 
     def _layer_dimensions(self) -> dict[str, tuple[str | int, ...]]:
-        """Return the dimensions of a layer's matrices."""
+        """Return the logical axis or length of each dimension of a layer's matrices."""
         gated = dict.fromkeys(("down", "gate", "up"), ("embed", "mlp"))
         if self.has_attention:
             return {**gated, **dict.fromkeys(("key", "out", "query", "value"), ("embed", "heads", "head_dim"))}

@@ -69,7 +69,7 @@ def attention(
         causal: Mask the keys after each query.
         dilation: Distance between the keys of a window.
         segment_ids: Positions of different segments do not see each other.
-        global_tokens: Positions that see, and are seen from, all others.
+        global_tokens: Positions that see all others and are seen by all others, as far as `causal` allows.
         impl: Implementation.
         backend: Backend that will run the result (cpu, gpu, tpu), by default JAX's default backend.
         chunk: Number of queries that the chunked implementation processes at a time, or None to choose it.
@@ -94,7 +94,7 @@ def attention(
 
 
 class AttentionRequest(NamedTuple):
-    """Requirements on an attention implementation: pattern, dtype, head size and features."""
+    """Properties of an attention call that decide which implementations support it."""
 
     pattern: Pattern
     dtype: Any
@@ -151,7 +151,7 @@ def _cudnn_problem(request: AttentionRequest) -> str | None:
     if request.pattern.soft_cap is not None:
         return "cuDNN does not support a soft cap of the logits"
     if request.head_dim % 8 or request.head_dim > 128:
-        return f"cuDNN supports a head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
+        return f"cuDNN supports multiples of 8 up to 128 as head_dim, not {request.head_dim}"
     return None
 
 

@@ -41,7 +41,7 @@ def attend_with_global_tokens(
     take: Callable[[Array, Int[Array, "batch globals"]], Array] = take_positions,
     axis_names: tuple[str, ...] = (),
 ) -> Queries:
-    """Return windowed attention with global columns added, and with the rows of global positions replaced.
+    """Return windowed attention in which every query also sees the global tokens, and global tokens see all keys.
 
     Args:
         attend: Computes windowed attention for a key range, including its columns.
@@ -57,7 +57,7 @@ def attend_with_global_tokens(
     """
     segments, seq = key_range.query_segments, k.shape[1]
     rows, local_positions = start + jnp.arange(seq), tokens.positions - start
-    valid = _counted_tokens(tokens, seq * shards)
+    valid = _distinct_tokens(tokens, seq * shards)
     global_segments = None if segments is None else take(segments, local_positions)
     visible = _column_visibility(pattern, rows, segments, tokens.positions, valid, global_segments)
     out = attend(key_range._replace(columns=Columns(take(k, local_positions), take(v, local_positions), visible)))
@@ -65,8 +65,8 @@ def attend_with_global_tokens(
     return _overwrite_rows(out, global_rows, local_positions, valid)
 
 
-def _counted_tokens(tokens: GlobalTokens, seq: int) -> Bool[Array, "batch globals"]:
-    """Mark the entries of `tokens` that are valid, inside a sequence of length `seq`, and no repetitions."""
+def _distinct_tokens(tokens: GlobalTokens, seq: int) -> Bool[Array, "batch globals"]:
+    """Mark the entries of `tokens` that are valid, inside a sequence of length `seq`, and repeat no earlier entry."""
     positions = tokens.positions
     valid = tokens.valid & (positions >= 0) & (positions < seq)
     same = (positions[:, :, None] == positions[:, None, :]) & valid[:, None, :]
@@ -82,7 +82,7 @@ def _column_visibility(
     valid: Bool[Array, "batch globals"],
     segments: Int[Array, "batch globals"] | None,
 ) -> Bool[Array, "batch rows globals"]:
-    """Mark the global columns that each row sees, except those that are already in its window."""
+    """Mark the global tokens that each query sees, except those that are already in its window."""
     row, column = rows[None, :, None], positions[:, None, :]
     visible = valid[:, None, :] & ~pattern.sees(row, column) & same_segment(row_segments, segments)
     return visible & (column <= row) if pattern.causal else visible
@@ -111,7 +111,7 @@ def _overwrite_rows(
     positions: Int[Array, "batch globals"],
     valid: Bool[Array, "batch globals"],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Return `out` with `rows` written at those `positions` that are valid and inside it."""
+    """Return `out` with `rows` written at those `positions` that are valid and on this shard."""
     seq = out.shape[1]
     is_inside = valid & (positions >= 0) & (positions < seq)
     index = jnp.where(is_inside, positions, seq)

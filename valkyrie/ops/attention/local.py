@@ -1,7 +1,7 @@
 """Attention of queries to the keys around them on one device, by the platform's kernel or by chunks of queries.
 
-Dilated attention becomes plain windowed attention by grouping positions with the same residue. Sequence-sharded
-attention also uses this module, with keys from other shards.
+Dilated attention becomes plain windowed attention by grouping positions that are equal modulo the dilation.
+Sequence-sharded attention also uses this module, with keys from other shards.
 
 Chunks keep memory linear in the length with plain XLA. Each chunk is recomputed in the backward pass. Compared with one
 batched product over all chunks, a scan over chunks is equally fast or up to twice as fast on a CPU, with half of the
@@ -71,7 +71,7 @@ def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: M
 
 
 def _dilated_attention(q: Queries, k: Keys, v: Keys, pattern: Pattern, method: Method, key_range: KeyRange) -> Queries:
-    """Compute dilated attention as plain windowed attention over the positions of each residue."""
+    """Compute dilated attention as windowed attention among the positions that are equal modulo the dilation."""
     dilation, columns = pattern.dilation, key_range.columns
     assert isinstance(key_range.before, int) and key_range.before % dilation == 0
     by_residue = functools.partial(_regroup, dilation=dilation)

@@ -1,4 +1,4 @@
-"""Visibility of keys, and the softmax over blocks of keys that all XLA implementations except the reference use.
+"""Defines which keys a query sees, and the softmax over blocks of keys that implementations in plain XLA share.
 
 Window convention: a window of W counts W keys *including the token itself*, one every `dilation` positions. Causal: key
 j is visible to query i iff 0 <= i - j <= (W - 1) * dilation and (i - j) % dilation == 0. Bidirectional: the same
@@ -82,7 +82,7 @@ class KeyBlock(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Extra keys in addition to the window of each row: the global tokens under their local projections."""
+    """Local keys and values of global tokens, and the rows that see them (`visible`) in addition to their window."""
 
     k: Float[Array, "batch globals kv_heads head_dim"]
     v: Float[Array, "batch globals kv_heads head_dim"]
@@ -93,7 +93,7 @@ class KeyRange(NamedTuple):
     """A range of keys and its position relative to the queries.
 
     Args:
-        before: Number of keys before the first query: query i is at key `before + i`.
+        before: Number of keys before the first query: query i has the position of key `before + i`.
         key_valid: Whether each key may be seen, or None if all may.
         query_segments: Segment of each query, or None. Only keys of the same segment are seen.
         key_segments: Segment of each key, or None.

@@ -6,8 +6,8 @@ come from as many neighbours as that spans, each by one `ppermute` directly from
 Full attention gathers all keys. A kernel that skips blocks hidden by the causal mask would give later shards more work.
 To balance it, queries are exchanged first: of 2 n chunks, shard i of n computes chunks i and 2 n - 1 - i.
 
-Global columns are fetched from their owners by a sum over shards. Global rows are one softmax over the keys of all
-shards.
+Keys and values of global tokens are fetched from the shards that own them, by a sum over shards. Outputs of global
+tokens are one softmax over the keys of all shards.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _half_owners(shards: int) -> list[int]:
 
 
 def _exchange_halves(x: Array, axis_names: tuple[str, ...], shards: int, back: bool = False) -> Array:
-    """Exchange halves of `x` (batch, seq, ...). Returns those that this shard computes; `back` is the inverse."""
+    """Exchange halves of `x` (batch, seq, ...), and return the two that this shard computes. `back` is the inverse."""
     parts = []
     for i, part in enumerate(jnp.split(x, 2, axis=1)):
         pairs = [(half // 2, owner) for half, owner in enumerate(_half_owners(shards)) if half % 2 == i]

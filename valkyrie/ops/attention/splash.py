@@ -51,7 +51,7 @@ DQ_WRITES = 8
 def splash_window(
     q: Queries, k: Keys, v: Keys, *, pattern: Pattern, key_range: KeyRange, interpret: bool = False
 ) -> Queries:
-    """Compute attention (dilation 1) with splash attention. Columns are merged by their log-sum-exp.
+    """Compute attention (dilation 1) with splash attention. `key_range.columns` are merged by their log-sum-exp.
 
     `interpret` runs the kernel without a TPU, slowly, for tests.
     """
@@ -118,7 +118,7 @@ def splash_causal_shard(
 
 
 def whole_blocks(length: int) -> bool:
-    """Whether a chunk of queries needs no padding."""
+    """Return whether a chunk of `length` queries needs no padding."""
     return length == _padded_length(length)
 
 
@@ -310,7 +310,7 @@ def _merged_attention(
     column_output: Float[Array, "heads rows head_dim"],
     column_log_sum: Float[Array, "heads rows"],
 ) -> Float[Array, "heads rows head_dim"]:
-    """Merge the attention of a kernel with that over the columns, given its output and log-sum-exp."""
+    """Run the kernel and merge its result with that of attention over the columns, which has already been computed."""
     return _merged_attention_forward(options, masks, q, k, v, segments, column_output, column_log_sum)[0]
 
 

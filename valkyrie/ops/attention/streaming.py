@@ -28,7 +28,7 @@ class GlobalCache(NamedTuple):
 class KVCache(NamedTuple):
     """The cache of causal attention after `position` tokens.
 
-    The token at position p is stored at [p % dilation, p // dilation % slots].
+    The token at position p is stored at [p % dilation, p // dilation % slots]. `first` stores global tokens, if any.
     """
 
     k: Float[Array, "batch dilation slots kv_heads head_dim"]
@@ -75,7 +75,7 @@ def attention_step(
     global_step: GlobalStep | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "batch heads head_dim"], KVCache]:
-    """Return the next token's row of causal `attention`, and the cache with that token added.
+    """Return the output of causal `attention` for the next token, and the cache with that token added.
 
     Window, dilation and number of global tokens are those of `init_cache`. Results equal the parallel form up to
     `max_len` tokens. Without a window, later tokens see only the last `max_len`. `global_step` is required if the cache

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Config(AdamLike):
-    """AdamATan2."""
+    """AdamATan2, which has no epsilon to tune."""
 
     name: str = "adam_atan2"
     family: str = "adam_atan2"

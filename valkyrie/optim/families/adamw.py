@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Config(AdamLike):
-    """AdamW."""
+    """AdamW. `epsilon` is added to the square root of the second moment."""
 
     beta1: float = 0.9
     beta2: float = 0.95

@@ -57,7 +57,7 @@ class Config(OptimizerConfig):
         momentum_start: momentum at the first step. It rises to `momentum` over `momentum_warmup` steps.
         momentum_end: momentum at the last step. It falls during the last `warmdown` of the steps. Like nanochat's, it
             does not depend on how the learning rate falls, so `schedule=cosine` does not change it.
-        beta2: decay of the mean squares that NorMuon scales rows by, null for plain Muon.
+        beta2: decay of the mean squares by which NorMuon divides rows or columns, null for plain Muon.
         groups: settings of AdamW by parameter group.
     """
 
@@ -131,7 +131,7 @@ class Config(OptimizerConfig):
             for setting in ("beta1", "beta2"):
                 problems += check_range(f"{key}.{setting}", getattr(group, setting), least=0, below=1)
         if missing := ", ".join(name for name in _ADAMW_GROUPS if name not in self.groups):
-            text = f"optimizer.groups has no settings for {missing}. Add them."
+            text = f"optimizer.groups has no settings for {missing}. Add settings for these groups."
             problems.append(Problem(ProblemCode.missing, "optimizer.groups", text=text))
         return problems
 
