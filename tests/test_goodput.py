@@ -109,7 +109,7 @@ def test_what_is_known_while_a_run_goes_on_is_what_its_file_comes_to(
     for step in range(301, 500):
         clock.now += 0.1
         spent["steps"] = spent.get("steps", 0.0) + 0.1
-        ledger.at(step)
+        ledger.step_done(step)
     clock.now += 7
     known = ledger.goodput()
     ledger.write(end="finished")

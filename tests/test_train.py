@@ -148,7 +148,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     poison(monkeypatch, at_step=4, parameter="log_step")
     assert command(*tiny_arguments(tmp_path, "steps=8", "checkpoint.every=2")) == 1
     out, err = capfd.readouterr()
-    assert "step 4: " in err and "nan" in err and "of step 2" in err, "the last good checkpoint is named"
+    assert "step 4: " in err and "nan" in err and "checkpoint: step 2." in err, "the last good checkpoint is named"
     assert re.search(r"gradient .*\(\d+ of", err), "the first parameter without a finite gradient is named"
     assert "Traceback" not in out + err
     folder = tmp_path / "run"

@@ -212,7 +212,7 @@ class Ledger:
             self.write(self._earlier[-1].points[-1].step if self._earlier and self._earlier[-1].points else 0, STOPPED)
             raise
 
-    def at(self, step: int) -> None:
+    def step_done(self, step: int) -> None:
         """Record that a step is done. Writes a line if one is due."""
         self._step, now = step, self._time()
         if now - self._written >= min(max(_INTERVAL_SHARE * (now - self._began), _MIN_INTERVAL_S), _MAX_INTERVAL_S):

@@ -1,1 +1,1 @@
-"""From a run to a trained model: the train state, the one step program, and the loop."""
+"""Trains a model: the train state, the compiled training step, and the training loop."""

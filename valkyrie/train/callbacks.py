@@ -27,7 +27,7 @@ from valkyrie.train.state import TrainState
 
 
 class DivergedError(RuntimeError):
-    """The loss or a gradient is not finite. The message names the step and the first such parameter."""
+    """The loss or a gradient is not finite. The message names the step and the first parameter with such a gradient."""
 
 
 class FolderGoneError(RuntimeError):
@@ -78,7 +78,7 @@ class Progress:
             self.screen.say(trouble, style="yellow")
 
     def log(self, record: dict[str, float] | dict[str, str]) -> None:
-        """Record additional values of this step."""
+        """Log additional values of this step with the tracker."""
         self.warn(self.tracker.log(record, self.step))
 
     def summary(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Callback:
         return False
 
     def on_step(self, progress: Progress) -> None:
-        """Called after a step for which `is_due` returned true, when its metrics are logged."""
+        """Called after a step for which `is_due` returned true, once its metrics have been passed to `on_metrics`."""
 
     def on_end(self, progress: Progress) -> None:
         """Called after the last step, or when the training is stopped."""
@@ -139,16 +139,16 @@ class RefuseDivergence(Callback):
             return
         nonfinite = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
         finding = (
-            f"{len(nonfinite)} of {len(names)} gradients are not finite, first that of {names[nonfinite[0]]}"
+            f"{len(nonfinite)} of {len(names)} gradients are not finite, starting with {names[nonfinite[0]]}"
             if nonfinite.size
             else "All gradients are finite"
         )
         saved = self.checkpoints.last_saved
-        last = "No checkpoint was saved before" if saved is None else f"The last good checkpoint is of step {saved}"
+        last_good = "none" if saved is None else f"step {saved}"
         raise DivergedError(
-            f"step {metrics.step}: the loss is {float(values['loss'])} and the gradient norm "
-            f"{float(values['grad_norm'])}. {finding}. {last}. Lower optimizer.learning_rate, or find the operation "
-            "with debug=nans."
+            f"step {metrics.step}: loss={float(values['loss'])}, gradient norm={float(values['grad_norm'])}. "
+            f"{finding}. Last good checkpoint: {last_good}. Lower optimizer.learning_rate, or set debug=nans to find "
+            "the operation that produces the NaN."
         )
 
 
@@ -252,7 +252,7 @@ class Save(Callback):
         return progress.stopping or progress.finished or progress.is_multiple_of(every)
 
     def _how_to_continue(self, folder: Path) -> str:
-        """Return how to continue after the last state could not be saved."""
+        """Return advice for the case that the last state could not be saved."""
         fast_tier = self.checkpoints.fast
         if fast_tier is not None and fast_tier.last_saved is not None:
             step, path = fast_tier.last_saved, fast_tier.path
@@ -281,7 +281,7 @@ class Sample(Callback):
 
 @dataclass
 class EvaluateCode(Callback):
-    """Runs code that the model writes every `code_eval_every` steps, until `stopped` returns true."""
+    """Tests code that the model writes, every `code_eval_every` steps. Gives up if `stopped` returns true."""
 
     evaluation: CodeEvaluation
     stopped: Callable[[], bool]
@@ -303,7 +303,7 @@ class Log(Callback):
     """Writes step metrics to the tracker and the screen, and step times to the ledger."""
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
-        progress.ledger.at(metrics.step)
+        progress.ledger.step_done(metrics.step)
         if metrics.logged:
             record = metrics.record | {"goodput": progress.ledger.goodput().share}
             progress.warn(progress.tracker.log(record, metrics.step))

@@ -78,7 +78,7 @@ class CodeEvaluation:
         started_at: float,
         stopped: Callable[[], bool],
     ) -> tuple[dict[str, float], str]:
-        """Judge completions whose sampling began at `began`. Returns (rates, a line about them)."""
+        """Judge completions whose sampling began at `started_at`. Returns (rates, a line about them)."""
         sampled_at, config = time.monotonic(), self.config
         limits = Limits(config.time_s, config.memory_mib, config.sandbox)
         try:
@@ -95,7 +95,7 @@ class CodeEvaluation:
         return rates, f"step {step}: {describe(rates)}{unwritten}"
 
     def _write(self, folder: Path, step: int, rates: dict[str, float], seconds: dict[str, float]) -> str:
-        """Write the file. Returns a note in parentheses if the disk refuses it."""
+        """Write `code_eval.json`. If that fails, returns the error message in parentheses, else an empty text."""
         settings = {key: getattr(self.config, key) for key in ("problems", "samples", "tokens", "temperature", "top_k")}
         values = {"step": step, **settings, **seconds, "rates": rates, "completions": encode(self.results)}
         try:

@@ -1,4 +1,4 @@
-"""The compiled step of a training, with its memory and its traffic."""
+"""Compiles the training step, and reads its peak memory and the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from valkyrie.units import GIB
 
 
 class StepExecutable(NamedTuple):
-    """A compiled step: the function to call, its program, seconds to compile, and peak memory per device."""
+    """A compiled training step.
+
+    Args:
+        advance: The function (state, batch) -> (state, metrics).
+        program: The compiled program.
+        compile_s: Seconds to compile.
+        hbm_gib: Peak memory per device in GiB, or None if unknown.
+    """
 
     advance: Any
     program: jax.stages.Compiled
@@ -29,7 +36,7 @@ class StepExecutable(NamedTuple):
     hbm_gib: float | None
 
     def traffic(self, mesh: AnyMesh, say: Callable[[str], object]) -> Communication | None:
-        """Return the bytes that a device sends in a step, or None if they cannot be read, with the reason to `say`."""
+        """Return the bytes that a device sends in a step. If they cannot be read, print why with `say`, return None."""
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
             return sum_communication(traffic(parse(serialised_module(self.program)), axes))
@@ -53,7 +60,7 @@ def _peak_bytes(compiled: jax.stages.Compiled, backend: str) -> int | None:
 
 
 def _with_nan_checks(step: Any) -> Any:
-    """Return the step under `jax.debug_nans`. JAX resets the global switch when any such context is left."""
+    """Run each call of a step under `jax.debug_nans`. The global setting does not last: any such context resets it."""
 
     def advance(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         with jax.debug_nans(True):

@@ -1,4 +1,4 @@
-"""Texts generated over several commands: tokens and streaming state, saved in the run folder."""
+"""Texts that several commands generate together: their tokens and the model's state, saved in the run folder."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _METADATA, _METADATA_FIELDS = "about", ("ids", "prompt", "read", "step", "ended"
 
 @dataclass
 class Text:
-    """An unfinished document.
+    """A generated document that can be continued.
 
     Args:
         ids: Tokens so far, BOS first.
-        prompt: Text that it began with.
+        prompt: Text that it begins with.
         read: Number of tokens that `state` includes.
-        step: Step of the model's checkpoint.
+        step: Step of the checkpoint that generates it.
         ended: Whether the model has sampled the end of the document.
         state: Streaming state of the model after `read` tokens, or None before any.
     """

@@ -1,4 +1,4 @@
-"""The devices of a run: the target's, this machine's, or simulated ones."""
+"""Configures JAX and finds the devices of a run: those of the target, those of this machine, or simulated ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from valkyrie.train.host import simulation_refusal, unknown_flags_message
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a run. `simulated`: CPU devices simulate the mesh, and their speed means nothing."""
+    """The devices of a run.
+
+    Args:
+        devices: The JAX devices, one for each position of the mesh.
+        platform: Their JAX platform.
+        chip: Their chip, or None if unknown.
+        simulated: Whether CPU devices simulate the mesh. Their speed means nothing.
+    """
 
     devices: tuple[Any, ...]
     platform: str
@@ -34,7 +41,7 @@ class Devices:
 
     @property
     def chips(self) -> float:
-        """Number of chips; a simulated device counts as one."""
+        """Number of chips. A device without a known chip, such as a simulated one, counts as one."""
         return len(self.devices) / (1 if self.chip is None else self.chip.devices)
 
     @property
@@ -52,7 +59,11 @@ class Devices:
 
 
 def missing_devices(run: Run) -> list[Problem]:
-    """Return problems if this machine lacks the target's devices, judging by device files. Imports no JAX."""
+    """Return the problems of training on this machine. Imports no JAX.
+
+    Checks the environment (`XLA_FLAGS`, `JAX_DISABLE_JIT`, `JAX_PLATFORMS`), the number of simulated devices, and
+    whether the machine has accelerators, judging by device files.
+    """
     target, mesh = run.config.target, run.config.mesh
     if message := unknown_flags_message(flags := os.environ.get("XLA_FLAGS", "")):
         return [Problem(ProblemCode.unknown_name, "XLA_FLAGS", flags, message)]
@@ -73,8 +84,8 @@ def missing_devices(run: Run) -> list[Problem]:
     if platform.jax_name is None or accelerators():
         return []
     text = (
-        f"target={target.describe()} is not this machine, which has no accelerator that JAX can use "
-        f"({os.cpu_count()} CPU cores). Run on the target, use target=auto, or plan with mode=show or mode=compile."
+        f"target={target.describe()} needs accelerators, but JAX finds none on this machine, only {os.cpu_count()} CPU "
+        "cores. Run on the target, use target=auto, or plan with mode=show or mode=compile."
     )
     return [Problem(ProblemCode.missing, "target", target.name, text)]
 
@@ -88,7 +99,7 @@ def _platforms_message(reason: str) -> str:
 
 
 def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
-    """Return the devices for the run's mesh. Raises ValueError if the machine has too few, or a different chip.
+    """Return the devices for the run's mesh. Raises ValueError if the machine's devices do not match mesh and target.
 
     Call it before anything else initialises a JAX backend, which fixes the number of CPU devices.
     """
@@ -141,7 +152,7 @@ def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Tea
 def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
     """Configure JAX for the process: its persistent compilation cache, and `debug=nans`.
 
-    If the cache cannot be written, JAX runs without it and `say` gets a line about that.
+    If the cache cannot be written, JAX runs without it, and the reason is printed with `say`.
     """
     import jax
 
@@ -164,7 +175,7 @@ def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
 
 
 def only_libtpu_without_a_tpu() -> bool:
-    """Return whether libtpu is the only installed JAX plugin, on a machine without a TPU."""
+    """Return whether libtpu is the only JAX plugin, on a machine without a TPU. False if `JAX_PLATFORMS` is set."""
     if os.environ.get("JAX_PLATFORMS") or accelerators():
         return False
     has_other_plugins = find_spec("jax_plugins") is not None or bool(entry_points(group="jax_plugins"))
@@ -172,7 +183,7 @@ def only_libtpu_without_a_tpu() -> bool:
 
 
 _THREADS_PER_DEVICE = 4
-"""A simulated device computes while it waits in up to three collectives at once, each on a separate thread."""
+"""Threads of a simulated device: it computes while it waits in up to three collectives, each on a separate thread."""
 
 
 def _configure_simulated_devices(count: int) -> None:

@@ -39,7 +39,7 @@ class Evaluator:
 
     @property
     def generates_text(self) -> bool:
-        """Whether the model generates text."""
+        """Whether the run has a tokenizer, so that its model can generate text."""
         return self._tokenizer is not None
 
     def sample(self, parameters: Any) -> str:

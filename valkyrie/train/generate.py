@@ -43,9 +43,9 @@ def generate(
 ) -> Iterator[str]:
     """Yield the continuation of `prompt` as it is sampled, for `tokens` tokens or until the end of the document.
 
-    A prompt is read after a BOS. A `Text` is continued from its state and updated with every token; its tokens equal
-    those sampled in one go, except for rounding with unbounded attention, since a longer cache is summed in another
-    order. Bytes of an incomplete character are held back.
+    A string is read after a BOS token. A `Text` is continued from its state and updated with every token. Its tokens
+    equal those of a single call that samples all of them, up to rounding: unbounded attention sums a longer key cache
+    in another order. Bytes of an incomplete character are held back.
     """
     text = begin_text(tokenizer, prompt) if isinstance(prompt, str) else prompt
     if tokens == 0 or text.ended:

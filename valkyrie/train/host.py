@@ -1,4 +1,4 @@
-"""Properties of this host: the number of devices that it can simulate, and the flags of its XLA."""
+"""Checks of this host: how many devices it can simulate, and which flags its XLA knows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 DEVICES_PER_CORE = 128
-"""Most simulated devices per core. On two cores, 256 took 12 s per step, and 512 finished no step in 3 minutes."""
+"""Maximum number of simulated devices per core. On two cores, a step takes 12 s with 256, over 3 minutes with 512."""
 
 
 def simulation_refusal(mesh: str, devices: int) -> str | None:
@@ -28,9 +28,9 @@ def simulation_refusal(mesh: str, devices: int) -> str | None:
 
 @cache
 def unknown_flags_message(flags: str) -> str | None:
-    """Return an error message if `XLA_FLAGS` has unknown names, at which XLA would end the process, else None.
+    """Return an error message if `flags`, the value of `XLA_FLAGS`, has unknown names, else None.
 
-    Searches for the names in the binary of XLA, which takes 10 ms for an existing name.
+    XLA would abort the process. Searches for the names in XLA's binary, which takes 10 ms for an existing name.
     """
     names = [flag[2:].partition("=")[0] for flag in flags.split() if flag.startswith("--xla_")]
     spec = find_spec("jaxlib") if names else None
@@ -42,4 +42,5 @@ def unknown_flags_message(flags: str) -> str | None:
     if not unknown:
         return None
     listed = ", ".join(f"--{name}" for name in unknown)
-    return f"XLA_FLAGS has {listed}, which the XLA of jaxlib {version('jaxlib')} does not have. Remove it."
+    remedy = "Remove them." if len(unknown) > 1 else "Remove it."
+    return f"XLA_FLAGS sets {listed}, but jaxlib {version('jaxlib')} has no such flag. {remedy}"

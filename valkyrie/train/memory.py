@@ -1,7 +1,7 @@
 """Memory of a training step on one device, for one layout or for thousands at once. Imports no JAX.
 
-Parameters, gradients, optimizer state and the average follow from shapes. Activations are estimated from the sizes that
-blocks declare (`SavedActivation`).
+The sizes of parameters, gradients, optimizer state and the average of parameters (EMA) follow from shapes. Those of
+activations are estimates, based on what the model's blocks declare (`SavedActivation`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ Bytes = TypeVar("Bytes", int, np.ndarray)
 
 @dataclass(frozen=True)
 class ExpectedMemory(Generic[Bytes]):
-    """Peak memory of a step by part, in bytes per device. Numbers for one layout, arrays for several."""
+    """Peak memory of a step by part, in bytes per device: numbers for one layout, or arrays for several.
+
+    `average` is the average of parameters (EMA), 0 if the run has none.
+    """
 
     parameters: Bytes
     gradients: Bytes
@@ -46,7 +49,7 @@ class ExpectedMemory(Generic[Bytes]):
 
     @property
     def at_rest(self) -> Bytes:
-        """Bytes that are in use between steps."""
+        """Bytes in use between steps."""
         return self.parameters + self.optimizer + self.average
 
     @property
@@ -64,18 +67,21 @@ class SavedBytes:
 
     @property
     def on_device(self) -> int:
-        """Sum on the device."""
+        """Bytes saved in device memory."""
         return sum(self.device.values())
 
     @property
     def on_host(self) -> int:
-        """Sum in host memory."""
+        """Bytes saved in host memory."""
         return sum(self.host.values())
 
 
 @dataclass(frozen=True)
 class MemoryErrors:
-    """Ratios of actual to estimated bytes over `layouts` of `models`; `within_15_percent` counts layouts."""
+    """Smallest, largest and median ratio of actual to estimated bytes.
+
+    `layouts` and `models` are the numbers of those compared. `within_15_percent` is a number of layouts.
+    """
 
     layouts: int
     models: int
@@ -97,8 +103,8 @@ class MemoryEstimator:
         self.run, self.layouts = run, layouts
 
     def under(self, remat: RematConfig) -> ExpectedMemory[np.ndarray]:
-        """Return the memory under a remat policy, without arrays in host memory."""
-        partition, (parameters, gradients, moments, average) = self.layouts.partition, self._at_rest
+        """Return the device memory under a remat policy. Omits arrays that the partition keeps in host memory."""
+        partition, (parameters, gradients, moments, average) = self.layouts.partition, self._array_bytes
         on_device = partition.parameter_memory is Memory.device
         return ExpectedMemory(
             parameters=parameters * on_device,
@@ -118,7 +124,7 @@ class MemoryEstimator:
 
     @cached_property
     def activations(self) -> list[tuple[SavedActivation, np.ndarray]]:
-        """Activations that a backward pass may read, with their bytes over all microbatches in flight on a stage."""
+        """Activations that a backward pass may read, with their bytes per device for all microbatches in flight."""
         microbatches = self.layouts.in_flight / self.layouts.stages
         return [
             (activation, self._bytes(activation) * microbatches) for activation in self.run.model.saved_activations()
@@ -126,7 +132,7 @@ class MemoryEstimator:
 
     @cached_property
     def gathered(self) -> np.ndarray:
-        """Bytes of one layer's gathered weights, and of their gradients before the reduction."""
+        """Bytes per device of one layer's gathered weights and of their gradients before the reduction."""
         layouts, total, policy = self.layouts, np.zeros(len(self.layouts)), self.run.config.precision
         itemsize = policy.compute.itemsize + policy.reduction.itemsize
         for spec in self.run.model.parameters().values():
@@ -137,8 +143,8 @@ class MemoryEstimator:
         return total
 
     @cached_property
-    def _at_rest(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Bytes of parameters, gradients, optimizer state and the average of parameters."""
+    def _array_bytes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Bytes per device of parameters, gradients, optimizer state and the average of parameters."""
         layouts, config = self.layouts, self.run.config
         parameters, reduced_gradients, accumulated, moments, average = (np.zeros(len(layouts)) for _ in range(5))
         for spec in self.run.model.parameters().values():
@@ -152,7 +158,7 @@ class MemoryEstimator:
         return parameters, gradients, moments, average
 
     def _activations(self, remat: RematConfig, gradients: np.ndarray) -> np.ndarray:
-        """Return the bytes of saved activations and of the working sets of a group of blocks and of the loss."""
+        """Return the bytes of activations at the peak of a step: those saved, and the working sets at that time."""
         saved, unnamed = np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for activation, bytes_ in self.activations:
             if saved_location(activation, remat) is ActivationLocation.device:
@@ -164,7 +170,7 @@ class MemoryEstimator:
 
     @cached_property
     def _working_sets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of the working sets of one part of the loss (its logits) and of one group of blocks."""
+        """Bytes of two working sets: the logits that exist at a time, and the activations of one group of blocks."""
         layouts, model, microbatches = self.layouts, self.run.model, self.layouts.microbatches
         loss, group, is_pipelined = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
         for activation in model.working_activations():
@@ -176,7 +182,7 @@ class MemoryEstimator:
         return loss / layouts.stages * np.where(is_pipelined & (not layouts.alternates), microbatches, 1), group
 
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
-        """Return the bytes of an activation of one microbatch on one device of a stage."""
+        """Return the bytes of an activation's arrays for one microbatch, divided over the devices of one stage."""
         config, layouts, axes = self.run.config, self.layouts, activation.tensor.axes
         assert axes[:2] == (BATCH, SEQ), axes
         positions = config.seq / layouts.parts(layouts.activations[SEQ])
@@ -189,7 +195,7 @@ class MemoryEstimator:
 
 
 def layout_arrays(runs: Sequence[Run]) -> Candidates:
-    """Return the layouts of several runs as arrays, without links. The runs share a partition and mesh axes."""
+    """Return the layouts of runs with the same partition and mesh axes as arrays, without the links of mesh axes."""
     config, layouts = runs[0].config, [run.layout for run in runs]
     parameters, activations, _ = resolve_rules(config.partition, config.mesh, runs[0].arrays.axes, known_axes())
     return Candidates(
@@ -205,9 +211,10 @@ def layout_arrays(runs: Sequence[Run]) -> Candidates:
 
 
 def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = None) -> ExpectedMemory[int]:
-    """Return the memory of a run under `remat`, or under its own policy if None, without arrays in host memory.
+    """Return the device memory of a run under `remat`, or under its own policy if None.
 
-    The size of the optimizer state comes from `abstract_state`, which has shapes and shardings.
+    The size of the optimizer state comes from `abstract_state`, which has shapes and shardings. Arrays that the
+    partition keeps in host memory are omitted.
     """
     memory = MemoryEstimator(run, layout_arrays([run])).under(remat or run.config.remat)
     on_device = run.layout.partition.optimizer_memory is Memory.device
@@ -216,14 +223,14 @@ def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = N
 
 
 def _shard_bytes(abstract: Any) -> int:
-    """Return the bytes of one device's shards of a tree of shapes with shardings."""
+    """Return the bytes that a tree of shapes with shardings takes on one device."""
     import jax
 
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(abstract))
 
 
 def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
-    """Return the bytes that a run saves for its backward pass under `remat`, or under its own policy if None."""
+    """Return the bytes that a run saves for the backward pass under `remat`, or under its own policy if None."""
     saved = MemoryEstimator(run, layout_arrays([run])).saved(remat or run.config.remat)
     locations = saved[ActivationLocation.device], saved[ActivationLocation.host]
     return SavedBytes(
@@ -232,9 +239,9 @@ def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
 
 
 def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Return the named activations that a run recomputes, each with the bytes per device needed to save it.
+    """Return the activations that a run recomputes, by name, as (bytes per device to save it, names of its inputs).
 
-    Each also lists the activations that are only needed to recompute it, and not at all once it is saved.
+    The inputs are activations that are recomputed only to obtain it, and not at all if it is saved.
     """
     layout, remat = run.layout, run.config.remat
     if (

@@ -1,4 +1,4 @@
-"""Step times, throughput, and time spent on everything else. Rates count only the time of steps."""
+"""Measures step times, throughput, and the time spent on everything else. Throughput counts only the time of steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TimeKind = Literal["setup", "compile", "restore", "save", "evaluation", "other"]
 
 
 class Meter:
-    """Durations of finished steps in seconds. The first is separate, because it includes warm-up.
+    """Durations of finished steps in seconds: `first`, which includes warm-up, and `steps`, the others.
 
-    `spent`: seconds since the start by kind: `steps`, `data` (waiting for a batch), and the kinds of `paused`.
+    `spent` has the seconds since the start by kind: `steps`, `data` (waiting for a batch), and the kinds of `paused`.
     """
 
     def __init__(self, tokens: int, chips: float | int, flops: float, peak_flops: float | None) -> None:
@@ -75,7 +75,7 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Time the fetching of the next batch. Counts as waiting once the devices have finished the last step."""
+        """Time the fetching of the next batch. Only time after the devices have finished the last step is waiting."""
         start_time = time.perf_counter()
         yield
         last = self._finish_time
@@ -89,9 +89,10 @@ class Meter:
         self._thread.shutdown(wait=False)
 
     def rates(self, window: int | None = None) -> dict[str, float | None]:
-        """Return tokens/s, tokens/s/chip and MFU at the median of the last `window` steps (None: all).
+        """Return the median time of the last `window` steps (None: all), and tokens/s, tokens/s/chip and MFU at it.
 
-        `data_wait` is the share of that time during which the devices waited for a batch.
+        `data_wait` is the share of these steps' time during which the devices waited for a batch. All values are None
+        if only the first step has finished.
         """
         recent = self.steps[-window:] if window else self.steps
         if not recent:

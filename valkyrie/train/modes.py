@@ -1,4 +1,7 @@
-"""Modes `train`, `eval`, `generate`, `code_eval`, `checkpoints` and `show`. JAX is imported after cheaper checks."""
+"""Carries out the modes `train`, `eval`, `generate`, `code_eval`, `checkpoints` and `show`.
+
+JAX is imported after cheaper checks.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> int:
-    """Train, evaluate, print a sample, the run folder and the next commands; return the exit status."""
+    """Train, print the results, a text sample and the commands to continue, and return the exit status."""
     began = time.time()
     with join_processes(run) as team:
         return _train(run, team, began)
@@ -177,7 +180,10 @@ def _to_stderr(line: str) -> None:
 def _continue_saved_text(
     program: StepProgram, step: int, parameters: Any, tokenizer: Tokenizer, path: Path, team: Team
 ) -> None:
-    """Print the text saved as `mode.keep` and its continuation, and save both with the state, also on Ctrl-C."""
+    """Print the text saved as `mode.keep` (or the prompt) and its continuation, and save both with the model's state.
+
+    A single process also saves them after Ctrl-C.
+    """
     import jax
 
     from valkyrie.train.continued import begin_text, load_text, save_text
@@ -189,7 +195,8 @@ def _continue_saved_text(
         text = load_text(path, jax.eval_shape(lambda p: program.assembly.module(p).init_state(1, 1), parameters))
         if text.step != step:
             _to_stderr(
-                f"{path.stem} was written at step {text.step}. The model of step {step} reads it from the start."
+                f"mode.keep={path.stem} was saved with the checkpoint at step {text.step}. Re-reading the text with "
+                f"the checkpoint at step {step}."
             )
             text = text.reread(step)
         if prompt != text.prompt:
@@ -202,7 +209,7 @@ def _continue_saved_text(
             save_text(text, path)
         raise
     save_text(text, path, writes=team.is_leader)
-    ending = " The text has ended; continue it with prompt=." if text.ended else ""
+    ending = " The model has ended the text. To extend it, add prompt=TEXT." if text.ended else ""
     _to_stderr(f"saved in {path} ({len(text.ids) - 1:,} tokens).{ending}")
 
 
@@ -231,11 +238,11 @@ def _report(console: Console, fitted: FitResult, devices: Devices) -> None:
     traffic = summary.get(TRAFFIC) or {}
     if total := traffic.get("bytes"):
         by_axes = ", ".join(f"{axes} {traffic_text(size)}" for axes, size in traffic["bytes_by_mesh_axes"].items())
-        console.print(f"a device sends {traffic_text(total)} in a step, by mesh axes: {by_axes}")
+        console.print(f"a device sends {traffic_text(total)} per step, by mesh axes: {by_axes}")
 
 
 def _nan_message(error: FloatingPointError) -> str:
-    """Return the message for `debug=nans`, with the innermost line of this package in the traceback."""
+    """Return the error message under `debug=nans`, with the last line of this package in the traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}valkyrie{os.sep}" in f.filename]
     innermost = frames[-1]
     return f"debug=nans: {error}, at {innermost.filename}:{innermost.lineno} in {innermost.name}: {innermost.line}"

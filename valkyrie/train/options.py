@@ -15,7 +15,7 @@ from valkyrie.problems import suggest
 
 KEY = "target.chip.xla_options"
 CHIP, YOU, VALKYRIE = "chip default", "you", "Valkyrie"
-"""Origins of an option: the chip's YAML; the command line or an experiment; or Valkyrie, by the size of the model."""
+"""Origins of an option: the chip's YAML, the user (command line or experiment), or Valkyrie (from the model's size)."""
 
 TO_FIT = "needed to fit"
 """Origin of options added because the program slightly exceeded the memory without them."""
@@ -43,8 +43,8 @@ def collect_options(chip: ChipConfig | None, computed: dict[str, str]) -> list[O
     """Return all options, including removed defaults.
 
     Args:
-        chip: The chip. An option with the value of the chip's shipped YAML counts as its default. Defaults that the
-            installed compiler no longer accepts (`xla_options_until`) are left out.
+        chip: The chip, or None. An option with the value of the chip's shipped YAML counts as its default. Defaults
+            that the installed compiler no longer accepts (`xla_options_until`) are left out.
         computed: Options set by Valkyrie. Options of the chip override them.
     """
     requested = dict(chip.xla_options) if chip else {}

@@ -1,4 +1,4 @@
-"""Inputs of a run: devices, data and tokenizer, with the cheapest checks first; and restoring trained runs."""
+"""Prepares the devices, the data and the tokenizer of a run, cheapest checks first, and restores trained runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Inputs(NamedTuple):
-    """Inputs of a training or an evaluation."""
+    """Inputs of a training or an evaluation. `tokenizer` is None if the data is not text."""
 
     devices: Devices
     data: Dataset
@@ -30,9 +30,10 @@ class Inputs(NamedTuple):
 
 
 def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
-    """Return the devices, prepared data and tokenizer of a run, and print them.
+    """Return the devices, the data and the tokenizer of a run, and print the first two.
 
-    Raises ValueError if this machine lacks the devices, or if tokenizer and model do not match.
+    Raises ValueError if this machine lacks the devices or cannot judge code that the run evaluates, or if the model
+    does not match the data or the tokenizer.
     """
     refuse(missing_devices(run))
     refuse_other_data(run)
@@ -50,7 +51,7 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
 
 
 def refuse_other_data(run: Run) -> None:
-    """Raise ValueError if the run's task needs another kind of data: text, puzzles, or one that a user added."""
+    """Raise ValueError if the run's data has the wrong kind for its task (text, puzzles) or does not suit its model."""
     task, data = run.task, run.config.data
     if task.data_kind != data.kind:
         choices = ", ".join(f"data={name}" for name in sources_of(task.data_kind)) or "a source of that kind"
@@ -61,7 +62,7 @@ def refuse_other_data(run: Run) -> None:
 
 
 def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
-    """Raise ValueError if process 0, which judges code, lacks problems, a compiler or a sandbox."""
+    """Raise ValueError if process 0, which judges code, lacks the coding problems, a compiler or a sandbox."""
     from valkyrie.code_eval.config import judge_problems
 
     # Messages of problems, since only JSON values travel between processes.
@@ -73,7 +74,7 @@ def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
 
 
 def _prepare_data(run: Run, console: Console, team: Team) -> Dataset:
-    """Prepare the data, on process 0 first. The others then find it in the cache, unless they have separate caches."""
+    """Prepare the data, on process 0 first. The other processes then find it in the cache if they share one with it."""
     if not team.is_leader:
         team.wait("data of process 0")
     data = run.config.data.open(run.tokenizer, team, console.print)
@@ -84,11 +85,11 @@ def _prepare_data(run: Run, console: Console, team: Team) -> Dataset:
 
 
 def load_run_tokenizer(run: Run) -> Tokenizer:
-    """Return the tokenizer of a run. Raises ValueError if it has more ids than the model has rows."""
+    """Return the tokenizer of a run. Raises ValueError if its data is not text, or if its vocabulary is too large."""
     from valkyrie.data.tokenizer import load_tokenizer, vocab_size_of
 
     if not run.task.is_text:
-        raise ValueError(f"model={run.model.name} solves puzzles: it has no tokenizer and cannot continue text.")
+        raise ValueError(f"model={run.model.name} has no tokenizer and cannot continue text: it solves puzzles.")
 
     ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
     if ids > rows:

@@ -27,13 +27,13 @@ LOGS = "logs"
 
 
 _FIRST_FAILURE_S = 2.0
-"""Seconds to wait for the message about the process that failed first, because its failure breaks collectives and saves
-of the others."""
+"""Seconds to wait before an error of this process is reported, because another process may have failed first and caused
+it. That process then reports its error, and this one is ended."""
 
 
 @contextlib.contextmanager
 def join_processes(run: Run) -> Iterator[Team]:
-    """Join the processes of a run and start JAX among them. Yields the team, or `ALONE` for a single process.
+    """Join the processes of a run and start JAX in them. Yields the team, or `ALONE` for a single process.
 
     The processes first compare code versions and configurations. Only process 0 prints. An error ends all processes,
     since those in a collective would wait forever.
@@ -64,7 +64,7 @@ def agree_on_configuration(team: Team, run: Run) -> None:
 
 
 def silence_workers(team: Team) -> None:
-    """Hide the output of all processes except the first, and of native libraries in the first."""
+    """Hide the standard output of all processes except the first, and that of native libraries in the first."""
     if team.is_leader:
         _only_python_prints()
     else:
@@ -88,7 +88,7 @@ def check_shared(team: Team, folder: Path) -> None:
         processes = f"process{'es' * (len(missing_on) > 1)} {', '.join(map(str, missing_on[:16]))}"
         raise ValueError(
             f"{folder}: {processes} cannot see the files that process 0 writes there. Checkpoints need a folder that "
-            "all hosts share: runs=DIR, checkpoint.folder=gs://BUCKET/DIR, or distributed=off to train on one host."
+            "all hosts share: set runs=DIR or checkpoint.folder=gs://BUCKET/DIR. To train on one host: distributed=off."
         )
 
 
@@ -139,7 +139,7 @@ def _only_python_prints() -> None:
 
 
 def _print_to(path: Path, *, errors: bool = False) -> None:
-    """Redirect this process's output to a file, including that of native libraries."""
+    """Redirect stdout (and stderr, with `errors`) of this process and its native libraries to a file."""
     for stream in (sys.stdout, sys.stderr) if errors else (sys.stdout,):
         stream.flush()
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)

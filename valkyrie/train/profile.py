@@ -1,4 +1,4 @@
-"""Traces of a window of steps by JAX's profiler, one file per process."""
+"""Traces a window of steps with JAX's profiler, into separate files for each process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FOLDER = "profile"
 """Subfolder of a run folder that xprof and TensorBoard open."""
 _XPLANE = ".xplane.pb"
 _KINDS = (_XPLANE, ".trace.json.gz")
-"""Files that the profiler writes per host: for xprof, and for ui.perfetto.dev."""
+"""Suffixes of the files that the profiler writes on each host: for xprof, and for ui.perfetto.dev."""
 
 
 @contextlib.contextmanager
 def tracing(folder: Path) -> Iterator[list[Path]]:
-    """Trace the code inside. Afterwards the list contains the new `*.xplane.pb` files in the folder.
+    """Trace the code inside. Yields a list that afterwards contains the new `*.xplane.pb` files in the folder.
 
     Raises RuntimeError if a trace is already running, OSError if the folder cannot be written.
     """
@@ -61,7 +61,7 @@ class ProfileWindow:
         self.close()
 
     def missed_warning(self, start: int) -> str | None:
-        """Return a warning if a run that continues after step `start` has no step of the window left, else None."""
+        """Return a warning if a run that continues after step `start` is already past the window, else None."""
         if self._steps is None or self._steps[1] > start:
             return None
         return f"profile={self._steps[0]}-{self._steps[1]} traces nothing: the run has already finished {start} steps"
@@ -75,7 +75,7 @@ class ProfileWindow:
         return self._trace is not None and self._steps is not None and step == self._steps[1]
 
     def open(self, step: int, state: Any) -> str | None:
-        """Start the trace once the arrays of `before` are ready. Returns the error message, or None."""
+        """Start the trace once the arrays of `state` are ready. Returns an error message, or None if it started."""
         assert self._steps is not None
         self._name = f"steps-{step}-{self._steps[1]}"
         jax.block_until_ready(state)
@@ -91,7 +91,7 @@ class ProfileWindow:
         return None
 
     def close(self) -> str | None:
-        """End the trace. Returns how to view it, or an error message, or None if no trace was running."""
+        """End the trace. Returns the command that shows it, an error message, or None if no trace was running."""
         if self._trace is None:
             return None
         trace, self._trace, self._steps = self._trace, None, None

@@ -147,7 +147,10 @@ class StepProgram:
         return self.mesh.devices.flat[0]
 
     def loader(self, prepared: Dataset, split: str) -> Loader[Any]:
-        """Return this process's batches: `train` endless in the run's order, `validation` once in file order."""
+        """Return a loader of this process's rows of each batch.
+
+        `train` repeats without end, in an order set by `Run.order_seed`. `validation` is read once, in file order.
+        """
         from valkyrie.data.batches import make_loader
 
         config, training = self.run.config, split == "train"
@@ -187,7 +190,7 @@ class StepProgram:
         return jax.make_array_from_callback(array.shape, array.sharding, part)
 
     def checkpoint(self) -> Checkpoint:
-        """Return the wrapper of blocks for the layout's remat."""
+        """Return the function that wraps groups of blocks in `jax.checkpoint`, as the layout's remat specifies."""
         return make_block_checkpoint(self.layout.remat, self.backend)
 
     def _init(self, seed: int | jax.Array) -> TrainState:
@@ -223,7 +226,7 @@ class StepProgram:
         return chip if chip is not None and chip.platform == (backend or jax.default_backend()) else None
 
     def _gathered_size(self, spec: Parameter) -> int:
-        """Return the elements of one layer's parameter that a device holds while it is used."""
+        """Return the size of one layer's parameter on a device after it is gathered for use, in elements."""
         parts = [
             math.prod(self.layout.mesh.axes[m] for m in mesh_axes) for mesh_axes in self.layout.used_axes(spec.axes)
         ]
@@ -231,7 +234,7 @@ class StepProgram:
         return math.prod(size // part for size, part, axis in sizes if axis != "layers")
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Force float32 products under a float32 policy, instead of TF32 or a single bfloat16 pass."""
+        """Compute matrix products in full float32 under a float32 policy, instead of TF32 or a bfloat16 pass."""
         is_float32 = self.run.config.precision.compute is DType.float32
         return jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext()
 
@@ -244,7 +247,7 @@ def serialised_module(compiled: jax.stages.Compiled) -> bytes:
 
 
 def _gradient_sum(chip: ChipConfig | None) -> GradientSum:
-    """Return the collective for `gradient_sum=auto`: all-to-all if the chip's compiler overlaps it with products."""
+    """Return the collective for `gradient_sum=auto`: all-to-all if the compiler overlaps it with matrix products."""
     overlaps = chip is not None and option_text(chip.xla_options.get(_ASYNC_ALL_TO_ALL)) == "true"
     return GradientSum.all_to_all if overlaps else GradientSum.reduce_scatter
 

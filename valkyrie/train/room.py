@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from valkyrie.train.program import StepProgram
 
 _CPU_ERROR = 2.0
-"""Most that simulated devices exceed the estimate: a step of valkyrie_tiny at seq=4096 took 18 GiB instead of 9."""
+"""Factor by which simulated devices may exceed the estimate: a step of valkyrie_tiny at seq=4096 took 18 GiB, not 9."""
 
-_ON_A_SLICE = "To check whether it fits a slice: mode=compile target=v5p-64"
+_ON_A_SLICE = "To check whether it fits on a slice: mode=compile target=v5p-64"
 
 
 class DoesNotFit(ValueError):
-    """A run needs more memory than its devices have, judging by its arrays or by a failed allocation."""
+    """A run needs more memory than its devices have, because its arrays alone exceed it or an allocation failed."""
 
 
 def check_room(
@@ -35,9 +35,9 @@ def check_room(
 ) -> None:
     """Raise an error if a run's arrays exceed the memory of its devices; warn through `say` if it may not fit.
 
-    The error counts only arrays whose sizes follow from shapes: parameters, optimizer state, the average, and gradients
-    when `training`. It is a ValueError for simulated devices, which share the host's memory, and DoesNotFit for others.
-    There is none with `force=true` or if the memory size is unknown.
+    The error counts only arrays whose sizes follow from shapes: parameters, optimizer state, the average of parameters,
+    and gradients when `training`. It is a plain ValueError for simulated devices, which share the host's memory, and
+    DoesNotFit for others. There is no error with `force=true` or if the memory size is unknown.
     """
     run = program.run
     available = _available(devices)
@@ -51,15 +51,15 @@ def check_room(
         arrays = "parameters, optimizer state and gradients" if training else "parameters and optimizer state"
         refusal = f"{run.model.name}, mesh={run.config.mesh.name} partition={run.config.partition.name}: {arrays} "
         refusal += f"alone take {memory_text(known_bytes)}, but {memory_note}. "
-        refusal += f"{_suggest_smaller(run, available, count, training)} "
+        refusal += f"{_suggest_smaller(run, devices, available, training)} "
         raise (ValueError if devices.simulated else DoesNotFit)(f"{refusal}force=true runs it anyway.")
     if not training or say is None or expected_bytes * (_CPU_ERROR if devices.simulated else 1.0) <= available:
         return
     likelihood = "likely does not" if expected_bytes > available else "may not"
     say(
-        f"memory: {likelihood} fit: about {memory_text(expected_bytes)} expected "
-        f"({memory_text(count * estimate.activations)} of them activations, which may be off by a factor of two), "
-        f"but {memory_note}. {_suggest_lighter(program, available, count)}"
+        f"This run {likelihood} fit in memory: it needs about {memory_text(expected_bytes)}, including "
+        f"{memory_text(count * estimate.activations)} of activations (accurate to a factor of two), but {memory_note}. "
+        f"{_suggest_lighter(program, available, count)}"
     )
 
 
@@ -110,16 +110,20 @@ def _known_bytes(estimate: ExpectedMemory[int], training: bool) -> int:
     return estimate.at_rest + (estimate.gradients if training else 0)
 
 
-def _suggest_smaller(run: Run, available: int, count: int, training: bool) -> str:
-    """Suggest a partition or a model whose arrays fit."""
+def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool) -> str:
+    """Suggest a partition or a model whose arrays fit, or other devices if the run is not a training."""
     from valkyrie.train.program import StepProgram
+
+    count = len(devices.devices) if devices.simulated else 1
 
     def size(other: Run) -> int:
         program = StepProgram(other, abstract_mesh(other.config.mesh), backend="cpu")
         return count * _known_bytes(expected_memory(other, program.abstract_state), training)
 
     if not training:
-        return f"Use a mesh with more devices, or the one it was trained on. {_ON_A_SLICE}."
+        if devices.simulated:
+            return f"Use a machine with more memory. {_ON_A_SLICE}."
+        return f"Use a mesh with more devices, or the mesh that the model was trained on. {_ON_A_SLICE}."
     suggestions, current = [], size(run)
     fsdp = run.changed(partition=read_config("partition", "fsdp", PartitionConfig))
     if run.config.partition.name != "fsdp" and not fsdp.problems() and size(fsdp) <= available:
@@ -141,12 +145,12 @@ def _family_sizes(run: Run) -> dict[str, int]:
 
 
 def _suggest_lighter(program: StepProgram, available: int, count: int) -> str:
-    """Suggest changes of remat, microbatches and batch under which the estimate fits."""
+    """Suggest a remat policy, a number of microbatches, or a batch with which the run fits by the estimate."""
     run, config = program.run, program.run.config
-    halves = [config.microbatches * 2**n for n in range(1, 8)]
+    larger_counts = [config.microbatches * 2**n for n in range(1, 8)]
     full_remat = load_remat("full")
     variants = [[("remat=full", run.changed(remat=full_remat))] if config.remat.label != full_remat.name else []]
-    variants.append([(f"microbatches={n}", run.changed(microbatches=n)) for n in halves])
+    variants.append([(f"microbatches={n}", run.changed(microbatches=n)) for n in larger_counts])
     variants.append([(f"batch={config.batch // 2**n}", run.changed(batch=config.batch // 2**n)) for n in range(1, 8)])
     suggestions = []
     for variant in variants:
@@ -156,7 +160,5 @@ def _suggest_lighter(program: StepProgram, available: int, count: int) -> str:
             if (size := count * expected_memory(other, program.abstract_state).total) <= available:
                 suggestions.append(f"{change} (about {memory_text(size)})")
                 break
-    advice = (
-        f"By the same estimate, these fit: {', '.join(suggestions)}" if suggestions else "Use a smaller batch= or seq="
-    )
-    return f"{advice}; or a smaller model. {_ON_A_SLICE}."
+    advice = f"{', '.join(suggestions)} or a smaller model" if suggestions else "a smaller batch=, seq= or model="
+    return f"Use {advice}. {_ON_A_SLICE}."

@@ -16,7 +16,7 @@ from valkyrie.train.program import StepProgram
 
 
 def checkpoint_info(program: StepProgram) -> CheckpointInfo:
-    """Return the metadata of a run's checkpoints: model, layout, mesh, devices of processes, tokenizer, versions."""
+    """Return the metadata of a run's checkpoints: model, layout, mesh, each process's devices, tokenizer, versions."""
     devices: dict[str, list[int]] = {}
     assert isinstance(program.mesh, jax.sharding.Mesh), "a run that trains has devices"
     for device in program.mesh.devices.flat:

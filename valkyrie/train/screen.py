@@ -16,7 +16,7 @@ from valkyrie.paths import is_full
 
 
 def make_console() -> Console:
-    """Return the console of a command. In a file or a pipe, tables are 140 columns wide and each line is flushed."""
+    """Return the console of a command. If it prints to a file or a pipe, it is 140 columns wide and flushes lines."""
     if not sys.stdout.isatty() and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     return _Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -32,7 +32,7 @@ class _Console(Console):
 class Screen:
     """A progress bar with loss, rate, MFU and time left, or one line every `log_every` steps in a file or a pipe.
 
-    `is_closed`: the reader of the output (such as `head`) or the terminal is gone. Nothing is written after that.
+    `is_closed`: whether the terminal or the reader of the output (such as `head`) is gone. Further output is dropped.
     """
 
     def __init__(self, console: Console, steps: int, done: int, simulated: bool) -> None:
@@ -61,7 +61,7 @@ class Screen:
         self._bar.stop()
 
     def step(self, step: int, record: Mapping[str, float | None], *, line: bool) -> None:
-        """Show a finished step; `line` also prints it if there is no live bar."""
+        """Show a finished step in the bar. Without a terminal, print it if `line` is true."""
         text = self.describe(record)
         with self._detecting_closed_output():
             self._bar.update(self._task, completed=step, text=text)

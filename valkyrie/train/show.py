@@ -28,7 +28,10 @@ from valkyrie.units import GIB
 
 
 def show_run(run: Run, console: Console) -> None:
-    """Print the tables of a run."""
+    """Print a run's parameters with their shardings and bytes, its layout, and its expected memory per device.
+
+    The last table has the memory under each remat policy.
+    """
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
     layout, parameters, shards = program.layout, run.model.parameters(), layout_arrays([run])
     table = _table(f"{run.model.name} under {layout.name}")
@@ -106,7 +109,7 @@ def verdict(memory: ExpectedMemory[int], usable: int, device_name: str, *, measu
 
 
 def _print_remats(console: Console, run: Run, memory: ExpectedMemory[int]) -> None:
-    table = _table("memory of each remat on one device, GiB (estimate)")
+    table = _table("memory of one device under each remat policy, GiB (estimate)")
     table.add_column("remat=")
     for column in ("saved on the device", "in host memory", "total"):
         table.add_column(column, justify="right")
@@ -120,7 +123,7 @@ def _print_remats(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
         table.add_row(name, *(f"{size / GIB:.3f}" for size in sizes), style=style)
     console.print(table, soft_wrap=False)
     listed = ", ".join(f"{name} {size / GIB:.3f}" for name, size in saved_bytes(run, EVERYTHING).device.items())
-    console.print(f"activations of all blocks, GiB: {listed}", markup=False)
+    console.print(f"saved size of each activation, GiB per device, all blocks: {listed}", markup=False)
 
 
 def _table(title: str) -> Table:

@@ -1,4 +1,4 @@
-"""Shardings of Muon's stacks of matrices: like the parameters, or with whole matrices on each device."""
+"""Shardings of the stacks of matrices that Muon updates: like the parameters, or with whole matrices on each device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ Split = tuple[tuple[str, ...], ...]
 
 
 def matrix_stack_sharding(shard: MeshShard) -> StackSharding:
-    """Return the shardings for a layout. `shard_by_matrix` splits stacks over all mesh axes."""
+    """Return the shardings of matrix stacks for a layout.
+
+    `shard_as_stored` follows the parameter. `shard_by_matrix` splits only the stack dimension, over all mesh axes.
+    """
     sizes = shard.layout.mesh.axes
     mesh_axes = tuple(axis for axis in sizes if sizes[axis] > 1)
 

@@ -27,7 +27,7 @@ class TrainState(NamedTuple):
     Args:
         step: Number of finished optimizer steps.
         ema: Average of the parameters, or None without `optimizer.ema_decay`.
-        key: Data of a PRNG key.
+        key: Data of a PRNG key (`jax.random.key_data`).
         carry: Arrays that the task passes from step to step, or None.
     """
 
@@ -76,8 +76,8 @@ def state_shardings(
 ) -> TrainState:
     """Return the sharding of every array of the state.
 
-    Parameters and their average follow the partition. Optimizer state is sharded like its parameter, and under ZeRO-1
-    over the data axes too. Everything else is replicated.
+    Parameters and their average follow the partition. Optimizer state with the shape of its parameter is sharded like
+    it, and under ZeRO-1 over the data axes too. The carry is sharded like activations. Everything else is replicated.
     """
     layout, specs = shard.layout, assembly.specs
     host = {Memory.host: "pinned_host", Memory.device: None}
@@ -106,7 +106,7 @@ def state_shardings(
 
 
 def _matching_parameter(path: str, specs: Collection[str]) -> str | None:
-    """Return the name of the parameter that a dotted path in the optimizer state ends with."""
+    """Return the parameter name at the end of a dotted path in the optimizer state, or None."""
     parts = path.split(".")
     for start in range(len(parts)):
         name = ".".join(parts[start:])

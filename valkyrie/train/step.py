@@ -1,4 +1,4 @@
-"""One optimizer step and one evaluation step: losses averaged over tokens, gradients over microbatches."""
+"""The training step and the evaluation step of a `StepProgram`, as functions to trace."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Batch = dict[str, jax.Array]
 
 
 def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Return the state after one optimizer step and its metrics.
+    """Return the state after one optimizer step and the metrics of the step.
 
-    Metrics: `loss` (nats per token, without z-loss), `tokens`, `grad_norm` (before clipping), `learning_rate`, and
+    Metrics: those of the task (`loss`, `tokens` and others), `grad_norm` (before clipping), `learning_rate`, and
     `leaf_norms` (squared gradient norms by parameter, in the order of `program.parameter_names`).
     """
     shardings = program.shardings
@@ -63,7 +63,10 @@ def eval_step(program: StepProgram, parameters: Any, batch: Batch, references: A
 def _gradients(
     program: StepProgram, parameters: Any, batch: Batch, carry: Any, key: jax.Array
 ) -> tuple[Any, dict[str, jax.Array], Any]:
-    """Return the sums over all tokens of gradients and metrics, and the carry. Microbatches are added in float32."""
+    """Return the gradients and the metrics, both summed over the batch, and the carry.
+
+    Gradients of several microbatches are added in float32.
+    """
     needs_key = program.run.model.dropout > 0 or program.task.needs_key
 
     def objective(

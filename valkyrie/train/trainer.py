@@ -101,7 +101,7 @@ def fit(
         FolderGoneError: The run folder was deleted.
         NotSavedError: The disk is too full for the last state.
         DiskError: The run folder cannot be written.
-        ValueError: The checkpoint, the data or the memory of this machine do not fit.
+        ValueError: The checkpoint or the data does not match the run, or this machine lacks memory.
     """
     config, began = run.config, began or time.time()
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
@@ -165,7 +165,7 @@ def fit(
 
 @contextlib.contextmanager
 def _bucket_errors(folder: str | None) -> Iterator[None]:
-    """Name the bucket in the error of one that cannot be reached. Libraries raise many types."""
+    """Turn any error of a bucket that cannot be reached into DiskError with its name."""
     try:
         yield
     except Exception as error:
@@ -252,7 +252,7 @@ def _restore_or_init(
 ) -> tuple[int, TrainState]:
     """Restore the newest checkpoint and its data position, or initialise. Returns the finished steps and the state.
 
-    A continued run prints its first step, the settings that changed, and any jump of its learning rate.
+    For a continued run, prints from where it continues, the settings that changed, and any jump of the learning rate.
     """
     run, changed = program.run, changed_settings(program.run, folder)
     restored = checkpoints.newest(program.abstract_state, changed=changed)

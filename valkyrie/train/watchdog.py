@@ -23,7 +23,7 @@ from valkyrie.train.processes import LOGS
 HANG_FACTOR = 20
 """A step hangs if it takes longer than the limit and longer than this many times the median of earlier steps."""
 FIRST_STEP_S = 1800.0
-"""Minimum limit of the first step, in seconds: devices connect, kernels are tuned, caches are cold."""
+"""Minimum limit of the first two steps, in seconds: devices connect, kernels are tuned, and caches are cold."""
 _REMEDY = "Run the same command to resume from the newest checkpoint. distributed.step_timeout_s sets the limit."
 _KEPT_STEP_TIMES = 50
 _WRITE_S = 5.0
@@ -51,11 +51,11 @@ class Watchdog:
         """Create a watchdog.
 
         Args:
-            limit_s: Seconds that a step may take, or more in slow trainings (`HANG_FACTOR`). None watches nothing.
+            limit_s: Seconds after which a step hangs, or more in slow trainings (`HANG_FACTOR`). None watches nothing.
             team: Processes of the run.
-            log: File that also gets the stacks.
-            first_s: Minimum limit of the first step.
-            remedy: Last sentence of the error message.
+            log: File to which the stacks are also written, or None.
+            first_s: Minimum limit of the first two steps, in seconds.
+            remedy: Advice at the end of the error message.
             clock: Returns the time in seconds.
             end: Ends the process with a status and a reason.
         """
@@ -81,7 +81,7 @@ class Watchdog:
         self._stopped.set()
 
     def step(self, step: int) -> None:
-        """Record that a step begins, and that the previous one is nearly done."""
+        """Record that a step begins. The time since the previous call counts as the duration of the previous step."""
         now = self._clock()
         if self._current is not None:
             self._step_times.append(now - self._current[1])
@@ -94,7 +94,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Watch nothing inside, nor until the next step begins: evaluations and saves may take any time."""
+        """Stop watching until the next step begins. For evaluations and saves, which may take any time."""
         self._rest()
         yield
 
@@ -116,7 +116,7 @@ class Watchdog:
         return f"step {step[0]} hangs: nothing has finished for {self._waited:.3g} s{usual_time}"
 
     def print_stacks(self, head: str) -> None:
-        """Print the stacks of all threads once. Gives up after `_WRITE_S` seconds."""
+        """Print the stacks of all threads. Gives up after `_WRITE_S` seconds. Only the first call prints."""
         if self._printed.acquire(blocking=False):
             writing = threading.Thread(target=self._write, args=(head,), name="stacks", daemon=True)
             writing.start()
@@ -135,7 +135,7 @@ class Watchdog:
                 return self._end_process(line)
 
     def _end_process(self, line: str) -> None:
-        """Print the stacks on all processes, and end them."""
+        """Make all processes print their stacks, and end them."""
         prefix = f"process {self._team.index}: " if self._team.count > 1 else ""
         self.print_stacks(f"{prefix}{line}: stacks of all threads of this process:")
         self._team.fail(LOST, line)
