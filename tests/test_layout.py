@@ -246,15 +246,15 @@ HEADS = Tensor(("heads",), (16,), (None,))
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rule", "split", "note"),
+    ("mesh", "rule", "split", "replicated"),
     [
-        ("2x1x1", ["x"], ("x",), ()),
-        ("4x1x1", ["x"], (), ("kv_heads (2) is not split over x=4, unlike heads, because of its length",)),
-        ("2x4x1", ["x", "y"], ("x",), ("kv_heads (2) is not split over y=4, unlike heads, because of its length",)),
-        ("4x2x1", ["x", "y"], (), ("kv_heads (2) is not split over x=4·y=2, unlike heads, because of its length",)),
+        ("2x1x1", ["x"], ("x",), None),
+        ("4x1x1", ["x"], (), ("x=4", 4)),
+        ("2x4x1", ["x", "y"], ("x",), ("y=4", 8)),
+        ("4x2x1", ["x", "y"], (), ("x=4·y=2", 8)),
     ],
 )
-def test_key_heads_are_split_like_heads_as_far_as_they_divide(mesh, rule, split, note):
+def test_key_heads_are_split_like_heads_as_far_as_they_divide(mesh, rule, split, replicated):
     arrays = listed(("q", HEADS), ("k", KEYS), sharded_like={"kv_heads": "heads"})
     both = {"heads": rule, "kv_heads": rule}
     layout = legal(mesh, PartitionConfig("mine", both, both), arrays=arrays)
@@ -263,7 +263,11 @@ def test_key_heads_are_split_like_heads_as_far_as_they_divide(mesh, rule, split,
         == layout.activation_axes(("heads", "kv_heads"))
         == (tuple(rule), split)
     )
-    assert layout.notes == note
+    notes = ()
+    if replicated is not None:
+        axes, parts = replicated
+        notes = (f"kv_heads (2) is replicated over {axes}, unlike heads, because its size is not divisible by {parts}",)
+    assert layout.notes == notes
     otherwise = PartitionConfig("mine", {"heads": ["y"], "kv_heads": ["x"]}, {"batch": ["x"]})
     refused = {(p.axes, p.size, p.names) for p in problems_of("4x1x1", otherwise, arrays=arrays)}
     assert (("kv_heads",), 2, ("k",)) in refused

@@ -45,7 +45,10 @@ def chips_rented_as(cloud: str) -> list[str]:
 
 
 def add_shipped_figures(saved: Mapping[str, object]) -> dict[str, object]:
-    """Add today's figures for keys that chips lacked when an older `run.yaml` was written."""
+    """Fill in keys that older `run.yaml` files lack (`cores`, `host_gbs`, `splash_bundles`) from the chip's file.
+
+    Chips without a file are returned unchanged.
+    """
     name = str(saved.get("name"))
     if name not in config_names(CHIP_GROUP):
         return dict(saved)

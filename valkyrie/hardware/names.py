@@ -1,4 +1,4 @@
-"""Parse target names such as `v4-64`, `v6e-4x4`, `h100-8` or `cpu8`; suggest the nearest valid one.
+"""Parses target names such as `v4-64`, `v6e-4x4`, `h100-8` or `cpu8`, and suggests the nearest valid names.
 
 Source of the names: cloud.google.com/tpu/docs, the page of each generation; libtpu for `v4:2x4x4`.
 """
@@ -17,14 +17,14 @@ from valkyrie.hardware.target import ChipConfig, TargetConfig, make_slice, simul
 from valkyrie.problems import suggest
 
 MAX_SIMULATED = 4096
-"""Most CPU devices that a process can simulate."""
+"""Maximum number of CPU devices that a process can simulate."""
 _NAME = re.compile(r"(.+)([-:])([^-:]*)")
 
 
 def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), files: Sequence[str] = ()) -> TargetConfig:
     """Parse a target name. Raises ValueError with the nearest valid names.
 
-    The result has the shortest name of its slice.
+    The returned target has the shortest name of its slice: `v4-4x4x4` becomes `v4-128`.
 
     `CHIP-N` is the cloud's name of a slice: N counts `units_in_name` per chip, and the shape is the default for this
     size. `CHIP-AxBxC`, or libtpu's form `CHIP:AxBxC`, lists the chips along each axis.

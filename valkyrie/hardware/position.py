@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A device's slice, its chip's coordinates on the torus (its id on platforms without), and its core on the chip."""
+    """A device's slice, the coordinates of its chip on the torus (its id if there is no torus), and its core."""
 
     slice: int
     coords: tuple[int, ...]

@@ -22,14 +22,16 @@ SliceShape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Wrap:
-    """The shapes of a torus, and the axes that close into rings, as named in a chip's YAML.
+    """Rule for the shapes of a chip's slices, and for the axes that close into rings.
 
-    `axes_of_16`: Parts of a square pod of that side, n x n or n x 2n. An axis as long as the pod closes.
-    `cubes_of_4`: Cubes of that side, joined. All axes close if each consists of whole cubes.
-    `none`: Any shape, without rings.
+    The values of `wrap` in `conf/target/chip`:
+
+    `axes_of_16`: Slices are n x n or n x 2n parts of a square pod of 16 x 16 chips. An axis of 16 chips closes.
+    `cubes_of_4`: Slices are joined cubes of 4 x 4 x 4 chips, or smaller. All axes close if each is a multiple of 4.
+    `none`: Slices have any shape, and no rings.
 
     Args:
-        side: Side of the pod or of a cube, or None for any shape.
+        side: Chips along a side of the pod or of a cube, or None for any shape.
         cubes: Whether slices are built of cubes.
     """
 
@@ -65,11 +67,11 @@ _LONGEST_AXIS = 256
 
 @dataclass(frozen=True)
 class Slices:
-    """The slices of one chip.
+    """The slices that exist for a chip.
 
     Args:
-        axes: Axes of its torus, or None if chips are only counted, as GPUs are.
-        wrap: Shapes and rings.
+        axes: Number of torus axes, or None for chips without a torus, such as GPUs.
+        wrap: Rule for shapes and rings.
         largest: Chips of the largest slice, or None if unlimited.
         host_bounds: Chips of a host along each axis; empty if one host has all chips.
         single_host: Chips that a host may have if it is the only one (v5e: 8, not 4).
@@ -102,7 +104,7 @@ class Slices:
         )
 
     def size_rule(self, chips: int) -> str:
-        """Return the rule on sizes and shapes that a slice with this number of chips breaks, as text for a message."""
+        """Return the rule on sizes and shapes, as text for a message: the largest size if `chips` exceeds it."""
         if self.largest is not None and chips > self.largest:
             return f"the largest slice has {self.largest} chips, and this one would have {chips}"
         side = self.wrap.side
@@ -147,14 +149,17 @@ class Slices:
         )
 
     def nearest(self, chips: int | Fraction) -> list[SliceShape]:
-        """Return the next slices below and above this number of chips, as far as they exist."""
+        """Return the next smaller and the next larger slice than this number of chips, if they exist."""
         largest = self.largest or self.wrap.largest or math.ceil(chips) + math.prod(self.host_bounds)
         below = (self.default_shape(n) for n in range(min(math.ceil(chips) - 1, largest), 0, -1))
         above = (self.default_shape(n) for n in range(math.floor(chips) + 1, largest + 1))
         return [shape for sizes in (below, above) if (shape := next(filter(None, sizes), None))]
 
     def nearest_to(self, shape: SliceShape) -> list[SliceShape]:
-        """Return the slices nearest to a shape: one with as many chips, the next smaller and the next larger one."""
+        """Return the slices most similar to a shape: one of the same, of the next smaller and of the next larger size.
+
+        Sizes without another slice are left out.
+        """
         chips, sides = math.prod(shape), [math.log(side) for side in sorted(shape)]
 
         def distance(other: SliceShape) -> float:
@@ -169,7 +174,7 @@ class Slices:
         return nearest
 
     def host_shape(self, shape: SliceShape) -> SliceShape:
-        """Return the chips of a host along each axis of a slice."""
+        """Return the chips of a host along each axis of a slice: the whole slice if it is on a single host."""
         if not self.host_bounds or math.prod(shape) <= (self.single_host or 0):
             return shape
         return tuple(min(bound, side) for bound, side in zip(self.host_bounds, shape, strict=True))
@@ -190,7 +195,7 @@ class Slices:
         return self.twists and n % 4 == 0 and shape in ((n, n, 2 * n), (n, 2 * n, 2 * n))
 
     def _candidate_shapes(self, chips: int) -> list[SliceShape]:
-        """Return the shapes with this number of chips, in Cloud TPU's notation; the most even one without a rule."""
+        """Return the shapes with this number of chips that `wrap` allows, or the most even one without a rule."""
         if chips < 1 or (self.largest is not None and chips > self.largest):
             return []
         if self.wrap.side is None:

@@ -20,8 +20,8 @@ class ReplayConfig:
 
     Args:
         factor: Factor on replayed times; null for the factor from published runs.
-        low: Lowest ratio of measured to predicted step time, with each step predicted from other models and batches;
-            null if too few were measured.
+        low: Lowest ratio of measured to predicted step time, where each prediction is corrected by a factor fitted to
+            other models and batches only; null if too few were measured.
         high: Highest such ratio.
         rows: Number of measured steps.
         models: Number of models and batches among them.
@@ -85,12 +85,12 @@ class ChipConfig:
         host_gbs: One-way GB/s between device and host memory over PCIe. The default is gen 4 x8, used up to v5p
             (scaling book).
         splash_bundles: Costs of the kernels `forward`, `dkv_dq`, `dkv` and `dq`; without any, those of v5p are used.
-        rented_as: Names at clouds: `tpu_vm_type` and `tpu_vm_runtime` at Google's TPU VMs, `gke`, `skypilot`.
+        rented_as: Names at clouds: `tpu_vm_type` and `tpu_vm_runtime` (Google's TPU VMs), `gke`, `skypilot`.
         usd_per_hour: Price on demand; `spot_usd_per_hour` for interruptible chips. Users set both.
         compiler_name: libtpu's name of the chip, with the `compiler_options` that select it.
         xla_options: Compiler options of a step; null removes an option.
         xla_options_until: Last libtpu version that accepts an option.
-        device_kinds: Names that JAX reports.
+        device_kinds: Names that JAX reports as `device_kind`.
         estimate: Efficiencies that `mode=search` assumes (`valkyrie.search.estimate.efficiency`).
         replay: Correction of replayed times.
         calibrated: Chip that `estimate` and `replay` were fitted to by `mode=calibrate`.
@@ -138,7 +138,7 @@ class ChipConfig:
 
     @property
     def slices(self) -> Slices:
-        """The shapes of its slices. Raises ProblemError if its figures contradict each other."""
+        """The slices that exist for the chip. Raises ProblemError if its figures contradict each other."""
         refuse(self.problems())
         bounds = tuple(self.host_bounds)
         return Slices(self.ici_axes, Wrap.parse(self.wrap), self.max_chips, bounds, self.single_host_chips, self.twists)
@@ -221,7 +221,7 @@ class TargetConfig:
 
     @property
     def devices(self) -> int | None:
-        """JAX devices of all slices, or None if the machine decides."""
+        """Number of JAX devices in all slices, or None if `chips` is not set."""
         return None if self.chips is None else self.chips * (self.chip.devices if self.chip else 1) * self.slices
 
     def describe(self) -> str:
@@ -324,7 +324,7 @@ class TargetConfig:
         return None if shape is None else math.prod(shape)
 
     def _contradiction(self) -> str | None:
-        """Return an error message if its chips contradict its name or topology, else None."""
+        """Return an error message if `chips` contradicts the name or the topology, else None."""
         named_count, shape = self._chips_in_name(), parse_shape(self.topology)
         if self.chips is None or named_count in (None, self.chips) or (shape and math.prod(shape) == self.chips):
             return None
@@ -343,7 +343,7 @@ class TargetRecord:
     """The hardware of a run, as stored in run folders and `trials.jsonl`.
 
     Args:
-        chips: Chips of one slice, or None if the machine decided.
+        chips: Chips of one slice, or None if the run used the devices that it found.
         topology: The torus without its twist (`4x4x8`), or None for hardware without one.
         hosts: Hosts of one slice.
         described: For display only.
@@ -429,7 +429,7 @@ class Topology:
 def build_topology(target: TargetConfig) -> Topology:
     """Return the torus of a target. Targets without one (CPU, GPU) are a single axis of chips that does not wrap.
 
-    Raises ValueError if the target leaves the chips to the machine or its torus does not exist.
+    Raises ValueError if the target does not name a number of chips (`auto`), or if its torus does not exist.
     """
     refuse(target.problems())
     if target.chips is None:

@@ -1,6 +1,6 @@
 """Constants of the replay that come neither from the compiled module nor from a chip's figures.
 
-None is fitted to a published row. Sources: `scaling-book` is jax-ml/scaling-book, `tpu-recipes` is
+None is fitted to published runs. Sources: `scaling-book` is jax-ml/scaling-book, `tpu-recipes` is
 AI-Hypercomputer/tpu-recipes (microbenchmarks).
 """
 
@@ -10,9 +10,9 @@ hops (scaling-book, sharding, worked problem)."""
 
 ICI_EFFICIENCY = {"all-reduce": 0.65}
 ICI_EFFICIENCY_OTHERWISE = 0.9
-"""Share of `ici_link_gbs` that large transfers reach. All-gathers: 0.82 for 34 MB over 4 v5e chips (scaling-book),
-0.99 on tpu7x (tpu-recipes). All-reduce, which also adds: 235.8 GB/s of 4 x 90 for 0.6 GB on 16x16 v6e (tpu-recipes,
-psum)."""
+"""Share of `ici_link_gbs` that large transfers reach, by collective, and for all others. All-gathers: 0.82 for 34 MB
+over 4 v5e chips (scaling-book), 0.99 on tpu7x (tpu-recipes). All-reduce, which also adds: 235.8 GB/s of 4 x 90 for
+0.6 GB on 16x16 v6e (tpu-recipes, psum)."""
 
 DCN_EFFICIENCY = 1.0
 """Share of `dcn_gbs_per_host` that transfers between slices reach: network cards at their nominal rate."""

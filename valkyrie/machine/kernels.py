@@ -44,12 +44,12 @@ def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
         0.0,
         hbm_traffic,
         None,
-        f"kernel {name} has no cost estimate: counted as its bytes at HBM bandwidth, without FLOPs",
+        f"kernel {name} has no cost estimate: only the time to move its bytes at HBM bandwidth is counted",
     )
 
 
 class _SplashBlocks(NamedTuple):
-    """Kernel (empty for forward, `_dkv` or `_dq`) and its block of queries x keys."""
+    """A splash kernel (`part` is empty for forward, `_dkv` or `_dq`) and the numbers of queries and keys in a block."""
 
     part: str
     block_q: int
@@ -111,7 +111,16 @@ def _cycles(kernel: str, block_q: int, block_kv: int, head_dim: int, chip: ChipC
 
 
 def _interpolate(bundles: Sequence[int], size: float, large_size: int, lanes: int) -> float:
-    """Interpolate bundles: a constant, plus parts in `size` (of a block, 1 at 512) and in `size` x `lanes`."""
+    """Extend three bundle counts to another block and head size. Lanes are head size / 128, rounded up.
+
+    The model is a constant, plus a term proportional to `size`, plus a term proportional to `size * (lanes - 1)`.
+
+    Args:
+        bundles: Counts for (size, lanes) = (1, 1), (large_size, 1) and (1, 2).
+        size: Size relative to a block of 512: of one side, or of the whole block.
+        large_size: Size of the second count.
+        lanes: Lanes of the head.
+    """
     small, large, wide = bundles
     per_size = (large - small) / (large_size - 1)
     return small + (size - 1) * per_size + size * (lanes - 1) * (wide - small)
@@ -120,7 +129,8 @@ def _interpolate(bundles: Sequence[int], size: float, large_size: int, lanes: in
 def _blocks_visited(mask: Instruction) -> float | None:
     """Return the blocks per head that a block mask (heads, rows, columns) does not skip, or None if it is not found.
 
-    If every device slices its mask from a constant, the device with the most blocks counts, since the others wait.
+    If every device slices its mask from a constant, the device with the most blocks counts, since the others wait. If
+    the program computes the mask, all blocks count.
     """
     dims = mask.shape.dims
     if len(dims) != 3:

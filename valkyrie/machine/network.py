@@ -57,7 +57,14 @@ class LinkTraffic:
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """A `collective_algorithm_config`: one ring through the whole group, or rings along each dimension."""
+    """The compiler's `collective_algorithm_config`: one ring through the whole group, or rings along each dimension.
+
+    Args:
+        one_ring: Whether there is a single ring.
+        reordered: Whether the ring connects neighbours on the torus. Otherwise, it follows the order of the group.
+        sizes: Size of the group along each dimension.
+        orders: For each part of the array, the order of the dimensions.
+    """
 
     one_ring: bool = False
     reordered: bool = True
@@ -131,7 +138,10 @@ class LinkModel:
     def collective(
         self, kind: str, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None = None
     ) -> LinkTraffic:
-        """Return the cost of one collective that all groups run at the same time; `full_bytes` as in `payload`."""
+        """Return the cost of one collective that all groups run at the same time.
+
+        `full_bytes`: Size of a group's whole array, as in `payload`.
+        """
         members = groups.shape[1]
         if members < 2 or full_bytes <= 0:
             return LinkTraffic()
@@ -141,7 +151,7 @@ class LinkModel:
         return _at_achieved_rate(kind, self._within_slice(kind, groups, full_bytes, algorithm))
 
     def permute(self, pairs: np.ndarray, message_bytes: float) -> LinkTraffic:
-        """Return the cost of simultaneous messages of `each_bytes` between (source, target) pairs."""
+        """Return the cost of simultaneous messages of `message_bytes` between (source, target) pairs."""
         if not len(pairs) or message_bytes <= 0:
             return LinkTraffic()
         source, target = pairs.T
@@ -161,7 +171,7 @@ class LinkModel:
     def between_slices(self, kind: str, input_bytes: float, slices: int) -> LinkTraffic:
         """Return the cost of collectives with one device from each of `slices` slices, for all devices at once.
 
-        `each_bytes`: Input of each device. The host's runtime sends it over the host's network, through PCIe.
+        `input_bytes`: Input of each device. The host's runtime sends it over the host's network, through PCIe.
         """
         full = input_bytes * slices if kind == "all-gather" else input_bytes
         sent = payload(kind, full, slices)
@@ -192,7 +202,7 @@ class LinkModel:
         return LinkTraffic(latency + transfer, latency, busy, payload(kind, full, groups.shape[1]), by_axis)
 
     def _across_slices(self, kind: str, groups: np.ndarray, full: float, slices: int) -> LinkTraffic:
-        """Scatter within each slice, exchange the parts over the network, gather within each slice."""
+        """Return the cost of a scatter within slices, an exchange over the network, and a gather within slices."""
         members = groups.shape[1]
         inside = members // slices
         order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")
@@ -229,7 +239,7 @@ class LinkModel:
         return LinkTraffic(latency + max(busy.values()), latency, busy, sent, bytes_by_axis)
 
     def _one_ring(self, groups: np.ndarray, full: float, algorithm: _Algorithm | None) -> _Phase:
-        """One ring through all members, in both directions."""
+        """Return the phase of one ring through all members, in both directions."""
         members = groups.shape[1]
         sent = full * (members - 1) / members
         axes = self._torus.axes(groups)
@@ -242,7 +252,10 @@ class LinkModel:
         return _Phase(loads, sum(c.hops for c in by_axis.values()) * members / 2)
 
     def _ring_phases(self, dims: Sequence[Dimension], full: float, algorithm: _Algorithm | None) -> list[_Phase]:
-        """Rings along one dimension after another. Each part of the array starts with a different dimension."""
+        """Return the phases of rings along one dimension after another.
+
+        The array is divided into parts, each of which passes the dimensions in a different order.
+        """
         orders = _orders(dims, algorithm)
         pieces = [full / len(orders)] * len(orders)
         phases = []
@@ -260,7 +273,7 @@ class LinkModel:
         return phases
 
     def _busy(self, by_axis: dict[str, Crossings], message_bytes: float) -> dict[str, float]:
-        """Return the seconds of the busiest link, by axis and direction, for messages of `each` bytes."""
+        """Return the seconds of the busiest link, by axis and direction, for messages of `message_bytes`."""
         busy = {}
         for axis, crossings in by_axis.items():
             up, down = _links(axis)
@@ -288,7 +301,7 @@ def _links(axis: str) -> tuple[str, str]:
 
 
 def _at_achieved_rate(kind: str, traffic: LinkTraffic) -> LinkTraffic:
-    """Return the traffic at the rate that links reach in practice. The network between slices is not changed."""
+    """Lengthen the transfers to the rate that links reach in practice. `busy` of the network between slices is kept."""
     efficiency = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
     busy = {axis: seconds / (1.0 if axis == DCN else efficiency) for axis, seconds in traffic.busy.items()}
     transfer = (traffic.seconds - traffic.latency) / efficiency

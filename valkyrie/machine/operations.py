@@ -2,8 +2,9 @@
 
 The compiler's estimates of matrix products are used unchanged: 8192^3 in bfloat16 reaches 0.93 of peak on v4, 0.88 on
 v5e, 0.90 on v5p, and 0.897 on v6e with 96 MiB of scoped VMEM, where 0.90 was measured (tpu-recipes). In ten train steps
-hardly any of them was shorter than moving the bytes at the full rate of HBM. Estimates of elementwise operations
-are corrected (`ELEMENTWISE_FLOOR`). Products and kernels without an estimate run at most at the chip's bfloat16 peak.
+hardly any estimate was shorter than the time to move the bytes at the full rate of HBM. Estimates of elementwise
+operations are corrected (`ELEMENTWISE_FLOOR`). Products and kernels without an estimate run at most at the
+chip's bfloat16 peak.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _SCALAR_BYTES = 4096
 
 @dataclass(frozen=True)
 class OpCost:
-    """Seconds of the device, the kind of work, and the FLOPs of its products."""
+    """Cost of an operation: kind of work, seconds on the device, and FLOPs of its matrix products."""
 
     kind: PartKind
     seconds: float
@@ -113,7 +114,7 @@ class OpCosts:
             return OpCost(PartKind.compute, 0.0)
         if instruction.opcode == "custom-call":
             self.notes[
-                f"custom call {instruction.target} has no cost estimate: counted as its bytes at HBM bandwidth"
+                f"custom call {instruction.target} has no cost estimate: only the time to move its bytes is counted"
             ] = None
         return OpCost(PartKind.memory, traffic_s)
 

@@ -33,7 +33,7 @@ from valkyrie.machine.timeline import COPIES
 from valkyrie.parts import PartKind, StepPart, write_category
 
 _EXPLICIT_ITERATIONS = 4
-"""Iterations of a loop that are replayed one by one while transfers from before the loop are in flight."""
+"""Maximum number of a loop's iterations replayed one by one while transfers from before the loop are in flight."""
 
 
 @dataclass
@@ -66,15 +66,15 @@ class Replay:
     """One step of one device.
 
     Args:
-        step_s: Predicted seconds.
+        step_s: Predicted duration of the step.
         parts: Disjoint parts of the step, which sum to `step_s`.
         flops: FLOPs of products on the device.
         sending_s: Seconds during which any collective was in flight.
         collectives: All collectives, by bytes sent.
         costs: All operations, by seconds.
         spans: The timeline, with the first and the last iteration of each loop.
-        notes: Assumptions that this module needed.
-        correction: Factor that the times were multiplied by afterwards.
+        notes: Assumptions that were necessary for this module.
+        correction: Factor by which the times were multiplied after the replay.
     """
 
     step_s: float
@@ -89,7 +89,10 @@ class Replay:
 
 
 def replay(module: Module, machine: Machine) -> Replay:
-    """Replay one step on a machine. Raises ValueError if devices do not match, or the chip lacks figures."""
+    """Replay one step on a machine.
+
+    Raises ValueError if the module was compiled for another number of devices, or if the chip lacks figures.
+    """
     return _Replayer(module, machine).play()
 
 
@@ -126,7 +129,10 @@ class _Totals:
         return self.uses.setdefault(new.key, new)
 
     def add(self, other: _Totals, times: int, start: float, name: str) -> None:
-        """Add a part that ran `times` times from `start` on, with the spans of its first and last run."""
+        """Add a part of the program that runs `times` times in a row from `start`.
+
+        The timeline gets the spans of its first and last run, and one span for all runs in between.
+        """
         self.flops += times * other.flops
         self.sending_s += times * other.sending_s
         for cost in other.costs.values():
@@ -263,7 +269,7 @@ class _Replayer:
             start = start.operands[0]
         transfer = self._started.pop(start, None)
         if transfer is None:
-            self._notes[f"{instruction.name} waits for {start.name}, of which no start was found"] = None
+            self._notes[f"{instruction.name} waits for {start.name}, which was not found: no wait is assumed"] = None
             return
         self._wait(transfer)
 
@@ -350,7 +356,7 @@ class _Replayer:
         return self._alone[body]
 
     def _longest_branch(self, instruction: Instruction) -> None:
-        """Replay the branches and add the longest."""
+        """Replay all branches of a conditional, and add the longest to the step."""
         branches = [self._replay_alone(branch) for branch in instruction.called]
         longest = max(branches, key=lambda f: f.duration)
         self._totals.add(longest, 1, self._links.now, instruction.name)

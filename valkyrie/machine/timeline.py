@@ -42,7 +42,7 @@ def write_timeline(path: Path, spans: Sequence[TimelineSpan], title: str) -> Non
 
 
 def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[TraceEvent]:
-    """Return trace events, names of tracks first. Times count from the start of the step.
+    """Return trace events, after the events that name the process and the tracks. Times count from the step's start.
 
     Events of one track never overlap: if two collectives over the same axes are in flight, the later one goes to
     another track of that name.

@@ -19,10 +19,11 @@ from valkyrie.parallel.axis_links import CORE, TORUS_AXES
 
 @dataclass(frozen=True)
 class Crossings:
-    """Messages over the links of an axis.
+    """Load of the links of one torus axis.
 
     Args:
-        loads: Crossings of every link, descending and ascending; a single entry between the cores of a chip.
+        loads: Number of messages that cross each link, [descending and ascending, slice, *coordinates]. A single entry
+            for the cores of a chip.
         hops: Hops of the longest route.
         share: Messages per sender that use the axis.
     """
@@ -53,7 +54,14 @@ class Crossings:
 
 @dataclass(frozen=True)
 class Dimension:
-    """A torus axis of a group: members along it, load of its busiest link per byte sent, hops of a ring."""
+    """A torus axis along which a group extends.
+
+    Args:
+        axis: Name of the torus axis.
+        size: Members along it.
+        load: Bytes over its busiest link, per byte that a member sends.
+        hops: Hops of a ring.
+    """
 
     axis: str
     size: int
@@ -79,7 +87,10 @@ class Torus:
         return self._slice[group]
 
     def dimensions(self, groups: np.ndarray) -> list[Dimension] | None:
-        """Return the torus axes of groups that are boxes, with the load of a ring along each, or None for others."""
+        """Return the torus axes along which groups extend, with the load of a ring along each.
+
+        Returns None if the groups are not boxes on the torus.
+        """
         key = groups.tobytes()
         if key not in self._dimensions_by_group:
             self._dimensions_by_group[key] = self._find_dimensions(groups)
@@ -109,7 +120,7 @@ class Torus:
         return dimensions
 
     def ring_crossings(self, rings: np.ndarray) -> dict[str, Crossings]:
-        """Return the crossings by messages from every member to both of its neighbours."""
+        """Return the load of each axis if every member sends a message to both of its neighbours in its ring."""
         successors, predecessors = np.roll(rings, -1, axis=1), np.roll(rings, 1, axis=1)
         return self.crossings(
             np.concatenate([rings.ravel(), rings.ravel()]),
@@ -120,10 +131,14 @@ class Torus:
     def crossings(
         self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None = None
     ) -> dict[str, Crossings]:
-        """Return the crossings of each axis by one message from each source to its target.
+        """Return the load of each axis by one message from each source to its target.
 
-        `sense` (+1 or -1) is the direction for targets halfway round a ring. Chips of different slices have separate
-        links.
+        Chips of different slices have separate links.
+
+        Args:
+            source: Index of the sending device of each message.
+            target: Index of the receiving device.
+            sense: Direction (+1 or -1) of each message if its target is halfway round a ring.
         """
         by_axis: dict[str, Crossings] = {}
         senders = max(len(np.unique(source)), 1)
@@ -203,7 +218,11 @@ class Torus:
         return [name for d, name in enumerate(names) if len(np.unique(coords[:, d])) > 1]
 
     def _is_ring(self, d: int, coords: np.ndarray) -> bool:
-        """Return whether equally spaced positions go around an axis once and return to their start."""
+        """Return whether positions `coords` form a ring along torus axis `d`.
+
+        They do if they are equally spaced, the axis wraps around, and its wraparound (shifted on a twisted torus) leads
+        back to one of them.
+        """
         values = np.unique(coords[:, d])
         steps = np.diff(values, append=values[0] + self._shape[d])
         if not self._wrap[d] or self._shape[d] <= 2 or not (steps == steps[0]).all():

@@ -87,7 +87,7 @@ class _StageState(NamedTuple):
         returned: Gradient from the next stage.
         inputs: Inputs of layers, by microbatch.
         layers: Gradients of the floating-point leaves of the layers.
-        rows: Gradients of those leaves of the rows that have one.
+        rows: Gradients of the rows, by microbatch, for the leaves that have one.
         head: Gradients of the parameters of the head.
         sums: Sums that the head returns, such as the loss.
     """
@@ -229,7 +229,7 @@ class _Stage:
         return microbatch, microbatch == number
 
     def _exchange(self, tree: Any, offset: int) -> Any:
-        """Send arrays `offset` stages ahead. Returns the received ones: zeros if there is no sender."""
+        """Send arrays to the stage `offset` ahead. Returns the received arrays: zeros if no stage sends to this one."""
         stages = range(self._pipeline.stages)
         pairs = [(stage, stage + offset) for stage in stages if stage + offset in stages]
         with jax.named_scope(SEND_SCOPE):
@@ -239,7 +239,7 @@ class _Stage:
         return [leaf for leaf, has in zip(jax.tree.leaves(rows), self._has_gradient, strict=True) if has]
 
     def _rows_with(self, rows: Any) -> Any:
-        """Return a function that replaces those leaves of the rows that have a gradient."""
+        """Return a function that puts new values into the leaves of `rows` that have a gradient."""
         leaves, structure = jax.tree.flatten(rows)
 
         def replace_rows(differentiable: list[jax.Array]) -> Any:
@@ -250,7 +250,10 @@ class _Stage:
         return replace_rows
 
     def _split_microbatches(self, x: jax.Array) -> jax.Array:
-        """Reshape (rows of a stage, ...) to (microbatch, rows, ...). Devices of other mesh axes have rows of each."""
+        """Reshape (rows of a stage, ...) to (microbatch, rows, ...).
+
+        Each device along the other mesh axes gets rows of every microbatch.
+        """
         parts, count = self._shard.size(BATCH), self._pipeline.microbatches
         split = x.reshape(parts, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
         return constrain_rows(self._shard, split, 1)
@@ -272,7 +275,7 @@ class _Stage:
         return constrain_rows(self._shard, stage_rows, 0).reshape(-1, *shape)
 
     def _scatter_microbatch(self, x: jax.Array) -> jax.Array:
-        """Sum the rows of a microbatch over stages, and return this stage's. The transpose of `_gather_microbatch`."""
+        """Sum a microbatch over stages, and return the rows of this stage. The transpose of `_gather_microbatch`."""
         stage_rows = x.reshape(self._shard.size(BATCH), self._pipeline.stages, -1, *x.shape[1:])
         own_rows = scatter_sum(self._pipeline, constrain_rows(self._shard, stage_rows, 0).swapaxes(0, 1))
         return constrain_rows(self._shard, own_rows, 0).reshape(-1, *x.shape[1:])
@@ -291,7 +294,7 @@ def _zeros_like(tree: Any) -> Any:
 
 
 def _zero_sums(tree: Any) -> Any:
-    """Return zeros in the dtype in which gradients of microbatches are summed."""
+    """Return zeros in the dtype of sums over microbatches."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, ACCUMULATOR.value), tree)
 
 

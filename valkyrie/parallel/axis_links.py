@@ -19,7 +19,7 @@ DCN, CORE, HOST = "dcn", "core", "host"
 TORUS_AXES = ("a", "b", "c", "d")
 """Names of a slice's torus axes, in the order of a device's coordinates."""
 MAX_FACTORS = 2
-"""Maximum number of mesh axes on one physical axis. More would share its links without any gain."""
+"""Maximum number of mesh axes on a physical axis other than the last. More would share its links without any gain."""
 MAX_PLACEMENTS = 4000
 """Maximum number of placements of a mesh to compare."""
 
@@ -74,24 +74,24 @@ class AxisPlacement:
 
     @property
     def ring(self) -> bool:
-        """Whether it is on the torus, and a ring on each of its torus axes."""
+        """Whether the devices form a ring along each of its torus axes. False if it is not on the torus."""
         return bool(self.torus) and self.straight and all(factor.ring for factor in self.torus)
 
     @property
     def links(self) -> float:
-        """One-way links per chip: the bandwidth of a collective over the axis, as a multiple of that of a link."""
+        """One-way links per chip that a collective over the axis uses. 0 if it is not on the torus."""
         if not self.torus:
             return 0.0
         return sum((factor.links for factor in self.factors), 0.0) if self.straight else 1.0
 
     @property
     def ring_links(self) -> float:
-        """Links of a single ring through all devices of the axis: at most those of one torus axis."""
+        """One-way links per chip that a single ring through all devices uses: at most those of one torus axis."""
         return min(self.links, max((factor.links for factor in self.factors), default=0.0))
 
     @property
     def hops(self) -> float:
-        """Hops around all devices of the axis."""
+        """Hops until data from one device has reached all others, one torus axis after another."""
         return sum((factor.hops for factor in self.factors), 0.0)
 
     @property
@@ -118,7 +118,12 @@ class AxisPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """A placement of mesh axes: `factors` (axis number, size) from the slowest to the fastest, and each axis' links."""
+    """A placement of the axes of a mesh.
+
+    Args:
+        factors: (axis number, size) from the slowest to the fastest varying.
+        axes: Placement of each mesh axis.
+    """
 
     factors: tuple[tuple[int, int], ...]
     axes: tuple[AxisPlacement, ...]
@@ -169,9 +174,14 @@ def close_rings(factors: Sequence[Factor], topology: Topology) -> tuple[Factor, 
 
 @cache
 def undominated_placements(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
-    """Return the placements of axes of these sizes on one slice, without those that are worse for every axis.
+    """Return the placements of mesh axes on one slice, without those that another one equals or beats for every axis.
 
-    `torus`: Whether a torus joins the chips. Otherwise, a switch joins the devices of each host.
+    Compares links, links of a single ring, hops, and the number of hosts that an axis spans.
+
+    Args:
+        sizes: Sizes of the mesh axes.
+        topology: The slice.
+        torus: Whether a torus joins the chips. Otherwise, a switch joins the devices of each host.
     """
     order = sorted(range(len(sizes)), key=lambda axis: -sizes[axis])
     position_in_order = {axis: number for number, axis in enumerate(order)}
@@ -244,8 +254,8 @@ def iterate_fillings(
     """Yield all ways to fill physical axes of these lengths with factors of mesh axes of these sizes.
 
     With `max_axes`, at most that many mesh axes share a physical axis, each with one factor, largest first, except on
-    the last physical axis, which takes all remaining axes. None: no limit. An axis may then have several factors on a
-    physical axis, smallest first.
+    the last physical axis, which takes all remaining axes. Without it, any number of mesh axes share a physical axis,
+    and a mesh axis may have several factors on it, smallest first.
     """
     if not lengths:
         if math.prod(sizes) == 1:

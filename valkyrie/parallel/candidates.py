@@ -43,7 +43,7 @@ class Candidates:
     Args:
         sizes: Devices along each mesh axis.
         spans: Links of each mesh axis.
-        rounds: Stretches of layers per pipeline stage under the circular schedule, else 1.
+        rounds: Groups of layers per pipeline stage under the circular schedule, else 1.
         sums_once: Gradients are summed over devices once, after the last microbatch (PyTorch), instead of after each.
         shares_loss: Stages share the computation of the logits. Otherwise the last stage does all of it.
         sends_parts: Devices with the same activations each send a part of them to the next stage, which gathers them
@@ -132,9 +132,13 @@ class Candidates:
     def split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         """Return the number of parts of a logical axis of this length.
 
-        `kind` is `stored` or `used` for parameters, and `active` for activations.
+        If `Arrays.sharded_like` maps the axis to another one, and both have the same rule, the axis is split only over
+        the mesh axes that divide its length.
 
-        An axis that follows another one is split only as far as its length divides.
+        Args:
+            logical: The logical axis, or None for an axis that is never split.
+            kind: `stored` or `used` for parameters, `active` for activations.
+            length: Length of the logical axis.
         """
         return self._cached((logical, kind, length), lambda: self._split(logical, kind, length))
 
@@ -196,7 +200,7 @@ class Candidates:
 
     @property
     def in_flight(self) -> np.ndarray:
-        """Microbatches for which a stage stores layer inputs (`schedule.Pipeline.stored_microbatches`), per round."""
+        """`schedule.Pipeline.stored_microbatches` divided by the number of rounds. 1 without a pipeline."""
         stages, microbatches = self.stages, self.microbatches
         if self.alternates:
             stored = np.minimum(2 * stages - 1, microbatches)

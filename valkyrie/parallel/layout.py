@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def fused_rules(self) -> tuple[list[str], tuple[object, ...]]:
-        """Mesh axes with more than one device, in the order of the rules, and the rules after `fuse_axes`."""
+        """Mesh axes with more than one device, in the order of the rules, and the result of `fuse_axes` for them."""
         sizes = {axis: size for axis, size in self.mesh.axes.items() if size > 1}
         rules = [
             tuple(axis for axis in kind_rules[logical] if axis in sizes)
@@ -158,7 +158,10 @@ class Layout:
         return math.prod(self.mesh.axes[axis] for axis in mesh_axes)
 
     def split(self, logical: str, kind: str, length: int) -> int:
-        """Return the number of parts of a logical axis of parameters (`kind` `stored`) or activations (`active`)."""
+        """Return the number of parts of a logical axis of parameters (`kind` `stored`) or activations (`active`).
+
+        `length` is not used. It is an argument of `Candidates.split`, which takes the place of this method in searches.
+        """
         return self.parts((self.activations if kind == "active" else self.parameters)[logical])
 
     def sizes(self, mesh_axes: Sequence[str]) -> str:
@@ -205,15 +208,15 @@ def make_layout(
 
     Args:
         mesh: Device mesh.
-        partition: Rules.
+        partition: Rules that assign logical axes to mesh axes.
         arrays: Arrays of the model.
         microbatches: Parts of the batch.
-        remat: Rematerialisation.
+        remat: Activations to save or offload.
         batch: Sequences of the global batch.
         seq: Tokens of a sequence.
         known_axes: Logical axes of all models, for which a partition may have rules.
-        nearest: Searches values of a problem's key that remove the problem and cause no other, or None to suggest the
-            nearest values that divide.
+        nearest: Function that searches values of a problem's key that remove the problem and cause no other. None:
+            suggest the nearest multiples.
         advise: Whether to search for legal values, which takes longer than finding the problems.
     """
     if problems := mesh.problems() + check_range("microbatches", microbatches, least=1):
@@ -285,13 +288,19 @@ def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
                 new_rule = new_rule[:-1]
             if new_rule != rule:
                 unsplit, lengths = layout.sizes(rule[len(new_rule) :]), ", ".join(map(str, sorted(sizes)))
-                notes.append(f"{axis} ({lengths}) is not split over {unsplit}, unlike {leading}, because of its length")
+                notes.append(
+                    f"{axis} ({lengths}) is replicated over {unsplit}, unlike {leading}, because its size is not "
+                    f"divisible by {layout.parts(rule)}"
+                )
                 layout = replace(layout, **{kind: {**rules, axis: new_rule}})
     return replace(layout, notes=tuple(dict.fromkeys(notes)))
 
 
 def fuse_axes(axes: Sequence[str], sizes: Mapping[str, int], rules: Sequence[tuple[str, ...]]) -> tuple[object, ...]:
-    """Fuse axes that are adjacent in all rules. Returns the new sizes, and the rules with positions of axes."""
+    """Fuse mesh axes that are adjacent in every rule, or absent from it, into one axis.
+
+    Returns the sizes of the fused axes, and the rules with indices of fused axes instead of names.
+    """
     groups: list[list[str]] = []
     for axis in axes:
         if groups and all(_adjacent(groups[-1][-1], axis, rule) for rule in rules):

@@ -129,7 +129,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
 
     Without a `placement`, `mesh_utils.create_device_mesh` places the axes on the torus, and
     `create_hybrid_device_mesh` places the slice axis across slices. Both split an axis of the torus if the mesh needs
-    it. Raises ValueError if there are too few devices, or, without a `placement`, a different number of TPU slices.
+    it. Raises ValueError if there are too few devices, or if there is no `placement` and the devices are on several
+    slices, but not on `config.slices`.
     """
     axes = config.axes
     mesh_devices = list(devices)[: config.size]

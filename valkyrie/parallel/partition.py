@@ -50,7 +50,7 @@ PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "
 
 `gpipe`: all forward passes, then all backward passes (arXiv 1811.06965). `1f1b`: the backward pass of a microbatch
 starts when it has reached the last stage, so that only a few layer inputs are stored (arXiv 1806.03377). `circular`:
-like gpipe, but a stage has `rounds` stretches of layers, which divides the bubble by `rounds` (arXiv 2104.04473).
+like gpipe, but a stage has `rounds` groups of layers, which divides the bubble by `rounds` (arXiv 2104.04473).
 """
 
 
@@ -67,7 +67,7 @@ class PartitionConfig:
         zero1: Also split optimizer state over the data axes.
         gradient_sum: Collective that sums split gradients.
         schedule: Order of the pipeline along the mesh axis that splits `layers`.
-        rounds: Stretches of layers per stage under `schedule: circular`.
+        rounds: Groups of layers per stage under `schedule: circular`.
     """
 
     name: str = "dp"

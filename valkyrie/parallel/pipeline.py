@@ -46,7 +46,7 @@ def run_pipeline(
     def run_stage(layers: Any, x: Any, rows: Any) -> Any:
         shard, stage_index = in_stage(), jax.lax.axis_index(pipeline.axis)
         rows = _microbatches(pipeline, shard, rows)
-        stretches = _deal_layers(pipeline, layers, stage_index)
+        layer_groups = _deal_layers(pipeline, layers, stage_index)
         last = pipeline.rounds * pipeline.microbatches - 1
 
         def turn(carry: tuple[Any, Any], t: jax.Array) -> tuple[tuple[Any, Any], None]:
@@ -54,9 +54,9 @@ def run_pipeline(
             received_turn = t - pipeline.stages
             waiting = update_slot(waiting, received, received_turn % pipeline.microbatches, received_turn >= 0)
             number = jnp.clip(t - stage_index, 0, last)
-            microbatch, stretch = number % pipeline.microbatches, number // pipeline.microbatches
+            microbatch, layer_group = number % pipeline.microbatches, number // pipeline.microbatches
             entering = where_tree(stage_index == 0, index_tree(waiting, microbatch), received)
-            stage_layers = stretches if pipeline.rounds == 1 else index_tree(stretches, stretch)
+            stage_layers = layer_groups if pipeline.rounds == 1 else index_tree(layer_groups, layer_group)
             stage_layers = fold_in_keys(stage_layers, microbatch)
             leaving = scan_layers(apply_layer, stage_layers, entering, index_tree(rows, microbatch), shard)
             return (waiting, _send_to_next(pipeline, leaving)), None
@@ -75,7 +75,7 @@ def run_pipeline(
 
 
 def save_without_copies(f: LayerFunction) -> LayerFunction:
-    """Wrap a layer so that its backward pass saves all activations, but no copies of parameters.
+    """Wrap a layer so that all its activations are saved for the backward pass, but no copies of parameters.
 
     Otherwise JAX would save cast or resharded copies of parameters once per turn, like activations.
     """
@@ -136,7 +136,10 @@ def gather_stages(pipeline: Pipeline, x: jax.Array) -> jax.Array:
 
 
 def scatter_sum(pipeline: Pipeline, parts: jax.Array) -> jax.Array:
-    """Sum `parts`, one per stage, over stages, and return this stage's. The transpose of `gather_stages`."""
+    """Reduce-scatter over stages: sum `parts` (one entry per receiving stage) and return the entry of this stage.
+
+    The transpose of `gather_stages`.
+    """
     stage_index, stages = jax.lax.axis_index(pipeline.axis), range(pipeline.stages)
     sent = [index_tree(parts, (stage_index + k) % pipeline.stages) for k in stages]
     return sent[0] + sum(jax.lax.ppermute(sent[k], pipeline.axis, _pairs(np.roll(stages, -k))) for k in stages[1:])
@@ -145,26 +148,27 @@ def scatter_sum(pipeline: Pipeline, parts: jax.Array) -> jax.Array:
 def _deal_layers(pipeline: Pipeline, layers: Any, stage_index: jax.Array) -> Any:
     """Return the layers of a stage by round: (round, layers, ...), or unchanged for a single round.
 
-    Layers are stored in order: stage s stores the s-th part of the stack. In round v of the circular schedule, stage s
-    runs the (v * stages + s)-th of the smaller parts. Each step thus sends nearly all layers to other stages, and
-    gradients back, by one permute per round. Checkpoints do not depend on the schedule.
+    Layers are stored in order, so checkpoints do not depend on the schedule: stage s stores the s-th of `stages` equal
+    parts of the stack. The circular schedule divides the stack into `stages * rounds` groups, and stage s runs group
+    `v * stages + s` in round v. Each step therefore sends nearly all layers to other stages, and their gradients back,
+    with one permute per round.
     """
     stages, rounds = pipeline.stages, pipeline.rounds
     if rounds == 1:
         return layers
     common = stages // math.gcd(rounds, stages)
     sent_round = np.array([[(k + s // common) % rounds for s in range(stages)] for k in range(rounds)])
-    stretch = np.arange(stages) * rounds + sent_round
+    layer_group = np.arange(stages) * rounds + sent_round
     arrival_round = np.zeros((stages, rounds), int)
     for k in range(rounds):
-        arrival_round[stretch[k] % stages, stretch[k] // stages] = k
+        arrival_round[layer_group[k] % stages, layer_group[k] // stages] = k
 
     def deal(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(deal(jax.random.key_data(x)))
-        stretches = x.reshape(rounds, -1, *x.shape[1:])
-        leaving = [index_tree(stretches, jnp.asarray(sent_round[k])[stage_index]) for k in range(rounds)]
-        received = [jax.lax.ppermute(leaving[k], pipeline.axis, _pairs(stretch[k] % stages)) for k in range(rounds)]
+        layer_groups = x.reshape(rounds, -1, *x.shape[1:])
+        leaving = [index_tree(layer_groups, jnp.asarray(sent_round[k])[stage_index]) for k in range(rounds)]
+        received = [jax.lax.ppermute(leaving[k], pipeline.axis, _pairs(layer_group[k] % stages)) for k in range(rounds)]
         return jnp.stack(received)[jnp.asarray(arrival_round)[stage_index]]
 
     return jax.tree.map(deal, layers)

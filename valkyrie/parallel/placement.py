@@ -33,7 +33,7 @@ SLICE_AXIS = "s"
 
 
 def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: str) -> list[Problem]:
-    """Return a problem if a placement does not match the axes of a mesh, as a list of at most one."""
+    """Return a list with the problem of a placement that does not match the axes of a mesh, or an empty list."""
     mistakes = []
     factors_by_axis: dict[str, list[int]] = {axis: [] for axis in axes}
     for entry in placement:
@@ -77,7 +77,7 @@ def describe_entries(placement: Sequence[str], axes: Mapping[str, int], topology
 def describe_places(
     places: Sequence[Position], axes: Mapping[str, int], topology: Topology
 ) -> dict[str, AxisPlacement]:
-    """Return the placement of each mesh axis on the torus from the flattened positions of the mesh's devices."""
+    """Return the placement of each mesh axis on the torus. `places`: positions of the mesh's devices in order."""
     import numpy as np
 
     coords = np.array([[p.slice, *p.coords[: len(topology.shape)], p.core] for p in places])
@@ -187,7 +187,10 @@ def _describe_positions(positions: np.ndarray, names: Sequence[str], topology: T
 
 
 def _progressions(values: np.ndarray) -> list[tuple[int, int]] | None:
-    """Write sorted values as nested progressions (factor, stride), widest first. None if that is impossible."""
+    """Decompose sorted values into nested arithmetic progressions (length, stride), largest stride first.
+
+    Returns None if that is impossible. For example, 0, 1, 4, 5 are `[(2, 4), (2, 1)]`.
+    """
     import numpy as np
 
     digits: list[tuple[int, int]] = []

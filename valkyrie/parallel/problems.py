@@ -1,6 +1,6 @@
 """Problems of layouts, and values of settings that remove them. Imports no JAX.
 
-The formulas for sizes (`size_checks`) hold for one layout and for the search's arrays of layouts.
+`size_checks` works on one layout, or on all candidates of a search at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Nearest = Callable[[Problem], list[int]]
 
 
 def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:
-    """Return whether a value of the problem's key makes all sizes divisible. `arrays` are those of a model with it."""
+    """Return whether a value of the problem's key makes all sizes divisible.
+
+    `arrays`: Arrays of the model after the key is set to this value.
+    """
     tensors = [*arrays.parameters, *arrays.activations]
     sizes = [n for t in tensors for n, key in zip(t.shape, t.keys, strict=True) if key == problem.key]
     return not any(n % problem.parts for n in sizes or [value])
@@ -35,8 +38,8 @@ def add_advice(problem: Problem, nearest: Nearest | None, sizes: Callable[[Probl
 
     Args:
         problem: Problem of a layout. Problems that do not concern sizes are returned unchanged.
-        nearest: Searches values of the problem's key, or None to suggest the nearest multiples.
-        sizes: Searches sizes of the problem's mesh axis. Used only if it has exactly one.
+        nearest: Function that searches values of the problem's key, or None to suggest the nearest multiples.
+        sizes: Function that searches sizes of the problem's mesh axis. Used only if the problem has exactly one.
     """
     if problem.code not in INDIVISIBLE:
         return problem
@@ -70,8 +73,8 @@ class SizeCheck:
 
     Args:
         problem: The problem, without sizes of mesh axes.
-        wrong: Whether each layout has it.
-        parts: Number of parts that must divide the size, for each layout.
+        wrong: Whether each layout has the problem.
+        parts: Number by which the size must be divisible, for each layout.
     """
 
     problem: Problem
@@ -108,10 +111,10 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
         yield check(ProblemCode.no_stack, None, layer_axes, stages > 1)
     yield check(ProblemCode.seq_not_divisible, SEQ, seq_axes, seq % in_sequence != 0, in_sequence, size=seq)
     for repeats in dict.fromkeys(arrays.stacked) if circular else ():
-        stretches = stages * rounds
-        wrong = (repeats % stages == 0) & (repeats % stretches != 0) & (stages > 1)
+        group_count = stages * rounds
+        wrong = (repeats % stages == 0) & (repeats % group_count != 0) & (stages > 1)
         fields = {"axes": (LAYERS,), "size": repeats, "details": {"rounds": rounds}}
-        yield check(ProblemCode.rounds_not_divisible, "model.layers", layer_axes, wrong, stretches, **fields)
+        yield check(ProblemCode.rounds_not_divisible, "model.layers", layer_axes, wrong, group_count, **fields)
     for (logical, size, key, rule), (kinds, names) in _split_dimensions(layouts, arrays).items():
         kind_parts = [layouts.split(logical, kind, size) for kind in dict.fromkeys(kinds)]
         wrong = (size % kind_parts[0] != 0) | (size % kind_parts[-1] != 0)
@@ -144,7 +147,7 @@ def _least_common_multiple(a: Sizes, b: Sizes) -> Sizes:
 
 
 def layout_problems(layout: Layout, arrays: Arrays, batch: int, seq: int) -> list[Problem]:
-    """Return all problems of a layout for the arrays of a model, a global batch of sequences, and their length."""
+    """Return all problems of a layout for a model's arrays and a global batch of `batch` sequences of `seq` tokens."""
     size_problems: dict[ProblemCode, list[Problem]] = defaultdict(list)
     for check in size_checks(layout, arrays, batch, seq):
         if check.wrong:
@@ -170,7 +173,7 @@ def _with_mesh_axes(layout: Layout, problem: Problem, mesh_axes: Sequence[str], 
 def _pipeline_problems(
     layout: Layout, arrays: Arrays, size_problems: dict[ProblemCode, list[Problem]]
 ) -> list[Problem]:
-    """Return the problems of a pipeline: of its stages, its schedule, the model and the partition."""
+    """Return the problems of a pipeline's stages and schedule, and of a model or partition that does not support it."""
     pipeline, partition = layout.pipeline, layout.partition
     if pipeline is None:
         return []

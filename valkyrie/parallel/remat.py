@@ -106,13 +106,13 @@ def load_remat(name: str) -> RematConfig:
 
 @cache
 def _shipped_names() -> frozenset[str]:
-    """Return every name in a choice of `conf/remat`."""
+    """Return all activation names in the files of `conf/remat`."""
     names = (name for lists in _shipped_lists().values() for listed in lists for name in listed)
     return frozenset(names) - {ALL, PRODUCTS}
 
 
 @cache
 def _shipped_lists() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-    """Return the lists of every choice in `conf/remat`."""
+    """Return (`save`, `offload`) for each file in `conf/remat`, by name."""
     remats = {name: load_remat(name) for name in shipped_remats()}
     return {name: (frozenset(remat.save), frozenset(remat.offload)) for name, remat in remats.items()}

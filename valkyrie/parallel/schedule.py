@@ -24,7 +24,7 @@ class PipelineRecord:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline of stages along a mesh axis. Each stage has `rounds` stretches of the stacked layers."""
+    """A pipeline of stages along a mesh axis. Each stage has `rounds` groups of the stacked layers."""
 
     axis: str
     stages: int
@@ -63,7 +63,7 @@ class Pipeline:
 
     @property
     def forward_turns(self) -> int:
-        """Number of forward turns of a stage, each through one stretch of layers, including idle turns."""
+        """Number of forward turns of a stage, each through one group of layers, including idle turns."""
         return self.rounds * self.microbatches + self.stages - 1
 
     @property
@@ -83,7 +83,7 @@ class Pipeline:
 
     @property
     def stored_microbatches(self) -> int:
-        """Microbatches for which a stage stores the layer inputs of each stretch.
+        """Number of microbatches for which a stage stores layer inputs. A microbatch counts once per round.
 
         gpipe and circular store those of all turns, including idle ones. Under 1f1b, all stages run each turn (a
         forward and a backward pass) at the same time, so a microbatch returns to the first stage 2 (stages - 1) turns

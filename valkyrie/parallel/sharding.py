@@ -72,11 +72,18 @@ class MeshShard:
         reduction: str,
         whole: bool = False,
     ) -> jax.Array:
-        """Sum `f`, the gradient of a parameter, over devices. Returns it sharded like the stored parameter.
+        """Compute the gradient of a parameter, sum it over devices, and return it sharded like the stored parameter.
 
         Under `gradient_sum=all_to_all`, each device receives its parts from all others and adds them in float32. The
         TPU compiler overlaps this with products, unlike a reduce-scatter (experiments/LOG.md). Parameters that tensor
         parallelism splits too are excluded, because the compiler would gather the parts over that axis.
+
+        Args:
+            f: Computes the gradient from a device's part of the operands.
+            operands: Arrays of shape (batch, seq, ...).
+            axes: Logical axes of the parameter.
+            reduction: Dtype in which parts of the gradient are sent.
+            whole: Whether devices first sum the whole gradient and then take their part.
         """
         data = {*self.mesh_axes_of(BATCH), *self.mesh_axes_of(SEQ)}
         split = [tuple(m for m in entry if m in data) for entry in self.layout.gathered_axes(axes)]
@@ -125,7 +132,7 @@ class MeshShard:
         return apply_head(head, run_pipeline(pipeline, self.mesh, self._in_stage, f, layers, x, rows), self)
 
     def _in_stage(self) -> MeshShard:
-        """Return the `Shard` within a stage, over the other axes. Inside `jax.shard_map` over the pipeline's axis."""
+        """Return the `Shard` for use within a stage. Call it inside `jax.shard_map` over the pipeline's axis."""
         mesh = jax.sharding.get_abstract_mesh()
         return MeshShard(self.layout.stage_layout, mesh, self.backend, self._gradient_sum)
 
@@ -137,7 +144,14 @@ class MeshShard:
         *,
         checked: bool | None = None,
     ) -> Callable[..., Any]:
-        """Return `f` run once per device on its local shards of arguments with these logical axes."""
+        """Wrap `f` so that it runs on each device with its local shards of the arguments.
+
+        Args:
+            f: The function.
+            in_axes: Logical axes of each argument, or None for a replicated one.
+            out_axes: Logical axes of the result, or a list with those of each result.
+            checked: Whether `jax.shard_map` checks over which mesh axes results vary. None: except on TPUs.
+        """
         activation = self.layout.activation_axes
         in_specs = tuple(PartitionSpec() if axes is None else to_spec(activation(axes)) for axes in in_axes)
         out_specs = (

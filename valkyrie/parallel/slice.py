@@ -48,12 +48,12 @@ class Slice(TargetConfig):
         return placed_mesh(axes, devices, placement, self.slices)
 
     def places(self, shape: Sequence[int], names: Sequence[str]) -> tuple[Position, ...]:
-        """Return the positions of the devices of a mesh, flattened. Needs no libtpu."""
+        """Return the positions of a mesh's devices, flattened in row-major order. Needs no libtpu."""
         grid = placed_grid(self.axes(shape, names, None), list_device_stubs(self), slices=self.slices)
         return tuple(Position(d.slice_index, tuple(d.coords), d.core_on_chip) for d in grid.flat)
 
     def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:
-        """Return the axes of a mesh by name. Raises ValueError if this slice has no such mesh."""
+        """Return the sizes of a mesh's axes by name. Raises ValueError if the mesh does not fit this slice."""
         mesh_text = f"a mesh of {' x '.join(str(n) for n in shape) or 'no axes'}"
         if not get_platform(self.platform).compiles_without_devices or self.devices is None:
             raise ValueError(f"{self.describe()} is not a TPU slice. Only TPU programs compile without a device.")

@@ -73,7 +73,7 @@ class Platform(ABC):
     rotates_by_product: bool = False
 
     def device_files(self) -> list[Path]:
-        """Files of the devices of this host, one per chip."""
+        """Return the device files of this host's chips, one per chip."""
         return []
 
     def is_installed(self) -> bool:
@@ -81,15 +81,15 @@ class Platform(ABC):
         return any(importlib.util.find_spec(plugin) for plugin in self.plugins)
 
     def is_simulated(self, accelerators: int) -> bool:
-        """Return whether its devices are simulated on a host with this number of accelerators."""
+        """Return whether JAX simulates devices for this platform on a host with this number of accelerators."""
         return self.runs_on_host
 
     def missing_compiler(self, target: TargetConfig) -> str | None:
-        """Return what to install to compile for a target, or None if nothing is missing."""
+        """Return a message that names what to install to compile for a target, or None if nothing is missing."""
         return None
 
     def compile_environment(self) -> Mapping[str, str]:
-        """Environment variables of a process that compiles for it."""
+        """Return the environment variables of a process that compiles for the platform."""
         return {"JAX_PLATFORMS": "cpu"}
 
     @abstractmethod
@@ -97,9 +97,9 @@ class Platform(ABC):
         """Return at least `size` JAX devices to compile for. Raises ValueError if this machine cannot."""
 
     def usable_memory(self, chip: ChipConfig) -> int | None:
-        """Memory of one device that a program may use, in bytes, or None if unknown.
+        """Return the memory of one device that a program may use, in bytes, or None if unknown.
 
-        The smaller of `usable_hbm_gib`, which the compiler leaves to programs, and `hbm_gib`, the whole memory.
+        This is `usable_hbm_gib`, unless it is unknown or exceeds `hbm_gib`, the whole memory.
         """
         usable, total = chip.usable_hbm_gib, chip.hbm_gib
         if usable is None or (total is not None and usable > ROUNDING_TOLERANCE * total):
@@ -107,14 +107,16 @@ class Platform(ABC):
         return None if usable is None else int(usable * 2**30 / chip.devices)
 
     def peak_bytes(self, sizes: Any) -> int:
-        """Peak memory of a program per device, in bytes, from XLA's memory analysis.
+        """Return the peak memory of a program, in bytes per device, from XLA's memory analysis.
 
-        The default is for backends that state no peak, and allocate all temporaries at once.
+        The default is for backends that do not report a peak, and allocate all temporaries at once.
         """
         return resting_bytes(sizes) + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
 
     def activation_bytes(self, saved: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
-        """Bytes of activations at the peak of a step, in addition to the gradients. All are numbers or arrays.
+        """Return the bytes of activations at the peak of a step, not counting the gradients.
+
+        Arguments and result are numbers, or arrays with one entry per layout.
 
         Args:
             saved: Bytes saved for the backward pass.
@@ -127,7 +129,7 @@ class Platform(ABC):
         return saved + loss + group
 
     def step_options(self, largest_gradient: int) -> dict[str, str]:
-        """Compiler options of a training step in addition to the chip's.
+        """Return the compiler options of a training step, in addition to the chip's.
 
         `largest_gradient`: Bytes of the largest gradient of a layer's parameter before the reduction.
         """
@@ -135,7 +137,7 @@ class Platform(ABC):
 
 
 def resting_bytes(sizes: Any) -> int:
-    """Bytes of a program's arguments and results, from XLA's memory analysis."""
+    """Return the bytes of a program's arguments and results, from XLA's memory analysis. Shared memory counts once."""
     return sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
 

@@ -24,11 +24,11 @@ class Gpu(Platform):
     scan = "associative"
 
     def device_files(self) -> list[Path]:
-        """`/dev/nvidia0` and so on."""
+        """Return `/dev/nvidia0`, `/dev/nvidia1` and so on."""
         return [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
 
     def compile_environment(self) -> Mapping[str, str]:
-        """Return no variables: XLA compiles for visible GPUs."""
+        """Return no variables, so that GPUs stay visible: XLA compiles only for visible ones."""
         return {}
 
     def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:

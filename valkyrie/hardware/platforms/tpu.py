@@ -47,7 +47,7 @@ class Tpu(Platform):
     rotates_by_product = True
 
     def device_files(self) -> list[Path]:
-        """`/dev/accel0` and so on, or those in `/dev/vfio`."""
+        """Return `/dev/accel0` and so on, and the numbered files in `/dev/vfio`."""
         return [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
 
     def missing_compiler(self, target: TargetConfig) -> str | None:
@@ -87,12 +87,12 @@ class Tpu(Platform):
         return devices
 
     def peak_bytes(self, sizes: Any) -> int:
-        """Peak memory per device, in bytes: the number that the TPU compiler compares with its limit.
+        """Return the peak memory in bytes per device, as the TPU compiler compares it with its limit.
 
-        The compiler's temporaries count some arrays twice (20 GiB for a program that fits into 15.75, see
-        experiments/LOG.md). Its stated peak adds to the arguments the larger of the temporaries in HBM and in host
-        memory. If those in host memory (offloaded activations) are larger, the result counts all temporaries in HBM
-        instead, an upper bound.
+        The sum of temporaries counts some arrays twice (20 GiB for a program that fits into 15.75, see
+        experiments/LOG.md), so the peak that the compiler reports is used. It consists of the arguments and the larger
+        of two parts: temporaries in HBM, and temporaries in host memory (offloaded activations). If the latter are
+        larger, the sum of temporaries in HBM is used instead, which is an upper bound.
         """
         if not (stated_peak := sizes.peak_memory_in_bytes):
             return super().peak_bytes(sizes)
@@ -102,7 +102,7 @@ class Tpu(Platform):
         return min(stated_peak, resting + sizes.temp_size_in_bytes) if is_host_peak else stated_peak
 
     def activation_bytes(self, saved: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
-        """Bytes of activations at the peak, which is at the loss or in the backward pass of a group of blocks."""
+        """Return the bytes at the peak, which is either at the loss or in the backward pass of a group of blocks."""
         import numpy as np
 
         loss_peak, backward_peak = LOSS_FACTOR * loss, gradients + GROUP_FACTOR * group + gathered
