@@ -103,8 +103,8 @@ def test_control_characters_of_others_reach_no_terminal():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--json", "step.hlo"], "--json step.hlo is the file of the module"),
-        (["--json", "a", "--html", "./a"], "--html a is the file of --json"),
+        (["--json", "step.hlo"], "--json step.hlo would overwrite the input module"),
+        (["--json", "a", "--html", "./a"], "--html a would overwrite the file of --json"),
         (["--timeline", "nowhere/t.json"], "there is no folder nowhere"),
         (["--tokens", "-5"], "tokens=-5: must be above 0"),
         (["--flops", "nan"], "flops=nan: must be a finite number"),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """A compiled or measured layout. `print(result)` prints the output of the command; `record` is its JSON file.
+    """A compiled or measured layout. `print(result)` prints what the command prints; `record` has its JSON output.
 
     Properties are None if unknown, such as the step time of a layout that does not fit.
     """
@@ -193,7 +193,7 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
 def load(folder: str | Path, *overrides: str) -> Run:
     """Load a run from the `run.yaml` of a run folder, with some keys overridden: `load(folder, "steps=400")`.
 
-    Training it resumes from its newest checkpoint. Another choice of a group (`mesh=4x2x1`) is composed with the
+    `fit` resumes it from its newest checkpoint. Another choice of a group (`mesh=4x2x1`) is composed with the
     arguments that the run was trained with, like with `resume=`. Raises ValueError if the file is missing or damaged,
     and for the same reasons as `compose`.
     """
@@ -216,7 +216,7 @@ def named_slice(name: str, *, slices: int = 1) -> Slice:
 
 
 def show(run: Run) -> None:
-    """Print every parameter with its placement and bytes, the roles and the expected memory. Needs no device."""
+    """Print parameters with placements and bytes, the roles of mesh axes, and expected memory. Needs no device."""
     from valkyrie.train.screen import make_console
     from valkyrie.train.show import show_run
 
@@ -318,7 +318,7 @@ def measure(run: Run, *, quiet: bool = False) -> Result:
 
 
 def fit(run: Run, *, quiet: bool = False) -> Trained:
-    """Train a run in its run folder, like `mode=train` without the sample.
+    """Train a run in its run folder, like `mode=train`, but without printing a sample.
 
     A run with `resume=` or with the `name=` of an earlier run resumes from its newest checkpoint. Interrupting it (a
     notebook's stop button) raises KeyboardInterrupt and keeps the checkpoints saved so far. Raises ValueError if
@@ -337,7 +337,7 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
 
 
 def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
-    """Return the metrics of a trained run on its whole validation split: `eval_loss` in nats per token, ...
+    """Return the metrics of a trained run on its whole validation split: `eval_loss` and others.
 
     Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none.
     """

@@ -29,7 +29,7 @@ Axes = tuple[str | None, ...]
 """One logical axis per array dimension, or None for a dimension that is never sharded."""
 
 LayerFunction = Callable[[Any, Any, Any, "Shard"], Any]
-"""A function that applies one layer: (stream, layer, per-row arrays such as document boundaries, Shard) -> stream."""
+"""Applies one layer: (stream, parameters, arrays with one entry per row of the batch, Shard) -> stream."""
 
 
 class LossHead(NamedTuple):
@@ -57,7 +57,7 @@ def axes_text(mesh_axes: Sequence[str]) -> str:
 
 
 def parse_axes(text: str) -> tuple[str, ...]:
-    """Parse the text of `axes_text`. Versions before 6670094 wrote `?` for unknown axes."""
+    """Parse the text of `axes_text`. Earlier versions wrote `?` for `UNATTRIBUTED`."""
     return () if text in ("", "?", UNATTRIBUTED) else tuple(text.split(","))
 
 
@@ -127,7 +127,7 @@ class Arrays:
         activations: The same for activations that the model constrains.
         sharded_like: Axes that are sharded like another axis, as far as their length is divisible.
         stacked: Number of layers in each stack of equal layers, first to last.
-        dispatched: Axes with data sent to their shards instead of gathered parameters (`experts`).
+        dispatched: Axes (`experts`) where data is sent to the shards of the parameters, which are not gathered.
     """
 
     axes: dict[str, str]
@@ -152,11 +152,14 @@ class Shard(Protocol):
         ...
 
     def gather_for_use(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Gather a parameter over the mesh axes that split data, for a matrix product (`Layout.computed`)."""
+        """Gather a parameter over the mesh axes that split data, for a matrix product (`Layout.used_axes`)."""
         ...
 
     def gather_table(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Gather a table for looking up rows."""
+        """Gather an embedding table before its rows are looked up.
+
+        Like `gather_for_use`, but replicates the table within a pipeline stage.
+        """
         ...
 
     def shard_for_storage(self, x: jax.Array, *axes: str | None) -> jax.Array:

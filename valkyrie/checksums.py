@@ -1,4 +1,4 @@
-"""Checksums of the files in a folder, to verify the files before they are used."""
+"""Writes the checksums of the files in a folder, and verifies the files before they are used."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_checksums(folder: Path, without: Container[str] = ()) -> None:
 def folder_damage(folder: Path) -> Problem | None:
     """Return the problem of the first file that differs from `checksums.json`, or None.
 
-    Also returns None for a folder without `checksums.json`.
+    A folder without `checksums.json` counts as undamaged.
     """
     path = folder / CHECKSUMS
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Families of models and optimizers: modules chosen by name, from this package or from a folder of the user.
+"""Families of models, data sources, tasks, optimizers and modes: modules of this package or of the user, by name.
 
 A command names the user's folders with `--config-dir` or `modules=`. A run folder records those of its run.
 Code from a recorded folder is imported only if an earlier command on this machine named the same folder.
@@ -47,7 +47,7 @@ class Families:
         return sorted(module.name for module in iter_modules(import_module(self.package).__path__))
 
     def user_names(self) -> list[str]:
-        """Return the names of the user's families: modules next to a folder of YAMLs that use their schema."""
+        """Return the names of the user's families: those with a schema `NAME_schema` in a YAML of the user."""
         return list(_user_families(self, tuple(sys.path)))
 
     def __contains__(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Parses error messages of other programs. No other module of Valkyrie parses text meant for people.
+"""Parses error messages of other programs. No other module of Valkyrie parses text that is meant for people.
 
 Comments name the versions that produce the messages. `tests/test_foreign_errors.py` has an example of each.
 """
@@ -161,7 +161,7 @@ def parse_out_of_memory(text: str) -> OutOfMemory:
 
 @dataclass(frozen=True)
 class ScratchMemory:
-    """A kernel's scratch memory (VMEM), needed and available. `kernel` is None if XLA does not name it."""
+    """Scratch memory (VMEM) that a kernel needs, and the limit, in MiB. `kernel` is None if XLA does not name it."""
 
     kernel: str | None
     needed_mib: float

@@ -1,4 +1,4 @@
-"""Free memory of this host."""
+"""Reads the free memory of this host, within the limits of its containers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CGROUP_FILES = {  # by version: files of the limit and the use, and the key of 
 def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     """Return the free memory in bytes, within the limits of this process's cgroups.
 
-    On systems that do not report free memory, such as macOS, this is all memory; None if that is unknown too.
+    On systems that do not report free memory, such as macOS, returns the total memory, or None if that is unknown too.
     """
     try:
         lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())

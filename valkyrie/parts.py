@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class PartKind(Enum):
-    """Kind of work of a device during a part of a step."""
+    """What a device does during a part of a step."""
 
     matmul = "matmul"
     kernel = "kernel"

@@ -1,4 +1,4 @@
-"""Paths of the shipped configuration and of caches, reading configs without Hydra, and writing files."""
+"""Finds the shipped configuration and the caches, reads configs without Hydra, and writes files safely."""
 
 from __future__ import annotations
 
@@ -138,10 +138,10 @@ def cache_problem(folder: Path, elsewhere: str = "VALKYRIE_CACHE=DIR") -> str | 
 
 
 def source_digest(*names: str) -> str:
-    """Return a digest of the source of modules and folders, relative to this package (`run.py`, `models`) or absolute.
+    """Return a digest of the source code in modules and folders, including all importable subfolders.
 
-    Includes all importable subfolders of a folder. Files outside the package are read every time, because users edit
-    them while a notebook runs.
+    Names are relative to this package (`run.py`, `models`) or absolute. Files outside the package are read every time,
+    because users edit them while a notebook runs.
     """
     package = Path(__file__).resolve().parent
     digest = hashlib.sha256()
@@ -211,7 +211,7 @@ def read_config(group: str, name: str, schema: type[Schema]) -> Schema:
 
 @cache
 def _parsed_config(path: Path, modified_ns: int, schema: type) -> DictConfig:
-    """Parse a file once per version of it: a search reads every partition for every request."""
+    """Parse a config. Cached until the file changes, because a search reads every partition for every request."""
     from omegaconf import DictConfig, OmegaConf
 
     values = OmegaConf.load(path)

@@ -13,10 +13,10 @@ Number = int | float
 
 
 class ProblemCode(Enum):
-    """Kind of a problem. This module has the messages of layout codes; problems with general codes carry their own.
+    """Kind of a problem.
 
-    Layout codes are shared by `valkyrie.parallel.problems` (one layout) and the search (arrays of layouts), or are
-    counted by sweeps.
+    Problems with a general code carry their message. Messages of the other codes are in this module, because they are
+    shared by `valkyrie.parallel.problems`, which checks one layout, and the search, which checks arrays of layouts.
     """
 
     # General codes, for single settings and their combinations.
@@ -303,7 +303,7 @@ _TEMPLATES = {
         "partition={self.partition} puts layers on {over}, but this model has no stack of equal layers to split into "
         "pipeline stages: it applies the same few layers repeatedly. Use a mesh with {axis}=1, or another partition."
     ),
-    ProblemCode.wrong_rounds: "partition.rounds={value}: with schedule={schedule}, a stage has {held}. Use {use}.",
+    ProblemCode.wrong_rounds: "partition.rounds={value}: partition.schedule={schedule} {requirement}. Use {use}.",
     ProblemCode.too_few_microbatches: (
         "microbatches={value}: with schedule=circular, the first stage gets a microbatch back only after all "
         "stages, so at least one microbatch per stage ({over}) is needed. Use microbatches={self.parts}, or "
@@ -320,7 +320,7 @@ _TEMPLATES = {
     ),
     ProblemCode.rounds_not_divisible: (
         "partition={self.partition} with schedule=circular splits the layers ({self.size}) into {self.parts} "
-        "stretches ({over} times rounds={rounds}): {self.size} is not divisible by {self.parts}."
+        "groups ({over} times rounds={rounds}): {self.size} is not divisible by {self.parts}."
     ),
 }
 """Message templates by code. Placeholders are the fields of a problem, its details and its clauses."""
@@ -352,8 +352,9 @@ def _mesh_example_clause(problem: Problem) -> str:
     return {"w": " (four sizes, mesh=2x4x4x2)", "s": " (slices, mesh=2s4x4x2)"}.get(problem.mesh_axes[0], "")
 
 
-def _stretches_clause(problem: Problem) -> str:
-    return "2 or more stretches of layers" if problem.details["schedule"] == "circular" else "one stretch of layers"
+def _rounds_requirement_clause(problem: Problem) -> str:
+    circular = problem.details["schedule"] == "circular"
+    return "needs at least 2 rounds (groups of layers per stage)" if circular else "supports only one round"
 
 
 def _rounds_advice_clause(problem: Problem) -> str:
@@ -367,9 +368,9 @@ _CLAUSES: dict[ProblemCode, dict[str, Callable[[Problem], str]]] = {
     ProblemCode.batch_not_divisible: {"shards": lambda p: p.over or "one shard", "microbatches": _microbatches_clause},
     ProblemCode.device_batch_not_divisible: {"batch": _batch_clause, "at_a_time": _device_count_clause},
     ProblemCode.stage_axis_shared: {"pronoun": lambda p: "them" if len(p.axes) > 1 else "it"},
-    ProblemCode.wrong_rounds: {"held": _stretches_clause, "use": _rounds_advice_clause},
+    ProblemCode.wrong_rounds: {"requirement": _rounds_requirement_clause, "use": _rounds_advice_clause},
 }
-"""Functions for the placeholders of `_TEMPLATES` that depend on the values."""
+"""Functions that make the placeholders of a template from a problem, by code and placeholder."""
 
 
 def _number_text(value: Any) -> str:
@@ -399,7 +400,7 @@ def _advice(problem: Problem) -> str:
 
 
 def _first_names(names: Sequence[str]) -> str:
-    """Return the first three names as text, only parameters if there are any."""
+    """Return the first three names and the number of others. Omits activations if there are parameters."""
     parameters = [name for name in dict.fromkeys(names) if not name.startswith("activation")] or list(names)
     more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
     return ", ".join(parameters[:3]) + more

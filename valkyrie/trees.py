@@ -1,4 +1,4 @@
-"""Dotted names for leaves of nested dicts, nested dataclasses and JAX trees. Only the latter import JAX."""
+"""Dotted names for leaves of nested dicts, nested dataclasses and JAX trees. Imports JAX only for JAX trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`valkyrie-convert`: converts a Hugging Face model folder to a run folder, and a run to such a folder."""
+"""`valkyrie-convert`: converts a Hugging Face folder to a run folder, and a trained run to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from valkyrie.cli.parser import OneLineParser, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Run `valkyrie-convert` with `argv`, or with the arguments of the process if it is None."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # weights are converted on the host
     run_command("valkyrie-convert", _convert, argv)
 
@@ -68,9 +68,9 @@ def _convert_from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) ->
     refuse_typos(overrides, multirun=False)
     folder = from_folder(arguments.folder.expanduser(), arguments.name, arguments.tokenizer, overrides)
     print(f"{folder} in {time.perf_counter() - began:.1f} s")
-    again = f"{command_name()} resume={shlex.quote(folder.name if folder.parent == Path('runs') else str(folder))}"
-    print(f'next: {again} mode=generate prompt="class "')
-    print(f"      {again} data=text 'data.paths=[~/books/**/*.txt]' steps=1000   # continues its training")
+    command = f"{command_name()} resume={shlex.quote(folder.name if folder.parent == Path('runs') else str(folder))}"
+    print(f'next: {command} mode=generate prompt="class "')
+    print(f"      {command} data=text 'data.paths=[~/books/**/*.txt]' steps=1000   # continues its training")
 
 
 def _convert_to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:

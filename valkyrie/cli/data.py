@@ -16,11 +16,11 @@ from valkyrie.data.sources import text
 from valkyrie.paths import cache_root
 
 _SOURCES = [name for name in SOURCES.names() if issubclass(SOURCES.config_class(name), DocumentConfig)]
-"""Sources that can be tokenised ahead. Runs prepare puzzles themselves, and streams need no preparation."""
+"""Sources that can be tokenised before a run. A run prepares puzzles itself, and streams need no preparation."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Run `valkyrie-data` with `argv`, or with the arguments of the process if it is None."""
     run_command("valkyrie-data", _run, argv)
 
 

@@ -35,13 +35,13 @@ from valkyrie.sweep.names import multirun_arguments, reads_one_run
 
 COMMAND = "valkyrie-train"
 FULL_ERROR = "HYDRA_FULL_ERROR"
-"""Variable that makes Hydra raise its errors. If the user sets it to 1, tracebacks are shown."""
+"""Environment variable that makes Hydra raise its errors. If the user sets it to 1, we show tracebacks."""
 SWEEP_FAILED = 1
-"""Exit status if trials of a sweep ended without a result."""
+"""Exit status of a sweep if some of its trials ended without a result."""
 
 
 def dispatch() -> None:
-    """Execute the arguments of the process. A user's mistake is printed without a traceback and ends with status 2."""
+    """Run `valkyrie-train` with the arguments of the process. A mistake exits with status 2 and no traceback."""
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = strip_comment(sys.argv[1:])
     try:
@@ -132,7 +132,7 @@ def _dispatch(run: Run) -> int:
 
 
 def _describe_problems(run: Run, problems: Sequence[Problem]) -> str:
-    """Return the problems, with the legal partitions if this partition is a cause."""
+    """Return the messages of the problems. If the partition causes one, lists the legal partitions too."""
     lines = [str(problem) for problem in problems]
     if any(problem.partition for problem in problems) and (legal := run.legal_partitions()):
         lines.append(f"Partitions that work with mesh={run.config.mesh.name}: partition={', '.join(legal)}.")

@@ -1,4 +1,4 @@
-"""`valkyrie-doctor`: checks whether a training would run here, and prints a table of findings with remedies."""
+"""`valkyrie-doctor`: checks whether a training would run on this machine, and prints findings with remedies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from valkyrie.processes.interrupt import exit_on_ctrl_c
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command. Exits with status 1 if the training would fail, and 2 after a user's mistake."""
+    """Run `valkyrie-doctor`. Exits with status 1 if the training would fail, or 2 if the arguments are wrong."""
     with exit_on_ctrl_c("valkyrie-doctor"):
         run_command("valkyrie-doctor", _doctor, argv)
 

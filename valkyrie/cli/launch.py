@@ -1,4 +1,4 @@
-"""`valkyrie-launch`: starts a training on this or other machines, or prints the commands that do."""
+"""`valkyrie-launch`: starts a training on this or on other machines, or prints the commands that would start it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from valkyrie.processes.child import python_module
 from valkyrie.runs.folder import key_values
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
-"""First words that request something other than a training."""
+"""Words that request something other than starting a training, if they come first."""
 TRAIN = python_module("valkyrie.cli.train")
-"""The command of a process on this machine."""
+"""Command that runs `valkyrie-train` on this machine."""
 
 
 def main(argv: Sequence[str] | None = None, command: Sequence[str] = TRAIN) -> None:
-    """Run the command. `command` starts `valkyrie-train` on this machine."""
+    """Run `valkyrie-launch` with `argv`, or with the arguments of the process if it is None.
+
+    `command` is the command that starts `valkyrie-train` on this machine.
+    """
     run_command("valkyrie-launch", lambda words: _launch(words, command), argv)
 
 
@@ -73,7 +76,7 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
 
 
 def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> int:
-    """Print or run the one command of an action."""
+    """Print the command of an action, or run it if `run`. Returns the exit status."""
     if config.runs_immediately:
         raise ValueError(
             f"{action} does not apply to target={config.target}, which runs in the foreground. Stop it with Ctrl-C."
@@ -91,7 +94,7 @@ def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> 
 
 
 def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str], run: bool) -> int:
-    """Print the plan of a training or run it, and return its exit status."""
+    """Print the commands that start a training, or run them. Returns the exit status."""
     overrides, added = add_name(settings, config.name)
     config = replace(config, name=key_values(overrides).get("name") or config.name)
     if run and not config.runs_immediately:
@@ -120,7 +123,11 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
 
 
 def image_extra(words: Sequence[str]) -> str:
-    """Return the extra of `pyproject.toml` to install in an image: `tpu`, `cuda`, or empty for CPUs."""
+    """Parse the arguments of `valkyrie-launch dockerfile`. Returns the extra of `pyproject.toml` to install.
+
+    It is `tpu` for `extra=tpu` or no arguments, `cuda` for `extra=cuda`, and an empty string for `extra=none`, which is
+    for CPUs. Raises ValueError for anything else.
+    """
     if not words:
         return "tpu"
     extras = {"extra=tpu": "tpu", "extra=cuda": "cuda", "extra=none": ""}

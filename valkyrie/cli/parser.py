@@ -15,25 +15,25 @@ from valkyrie.processes.interrupt import repair_std_streams
 from valkyrie.units import printable
 
 BROKEN_PIPE = 141
-"""Exit status after the reader of a pipe closed it. Shells use it for SIGPIPE."""
+"""Exit status after the reader of our output closed the pipe. Shells report the same status for SIGPIPE."""
 
 
 _SHOWN = 160
-"""Characters of a path in a message."""
+"""Maximum number of characters of a path in a message."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """An argument parser that prints errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
+        """Print the message and exit with status 2."""
         self.exit(REFUSED, f"{self.prog}: {message}\n")
 
 
 def run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:
     """Run a command and exit with the status that `body` returns, if any.
 
-    A user's mistake is printed to stderr without a traceback and ends with status 2.
+    For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2.
 
     Args:
         command: the name of the command, for messages.
@@ -62,7 +62,7 @@ def strip_comment(arguments: Sequence[str]) -> list[str]:
 
 
 def error_text(error: Exception) -> str:
-    """Return the message for an error, which starts with the file for one of the system."""
+    """Return the message for an error. That of an OSError starts with the path of the file, if it has one."""
     if (text := output_error(error)) is not None:
         return text
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
@@ -74,7 +74,8 @@ def error_text(error: Exception) -> str:
 def output_error(error: Exception) -> str | None:
     """Return the message for an error of writing to stdout, as on a full disk, or None for other errors.
 
-    Python's error of a failed print names neither stdout nor a file. What is still unwritten is discarded.
+    Python's error after a failed print does not name stdout, so this writes a newline to find out whether stdout fails.
+    If it does, discards the unwritten output.
     """
     if type(error) is not OSError or error.filename is not None:
         return None

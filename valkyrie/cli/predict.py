@@ -21,7 +21,7 @@ DOES_NOT_FIT = 3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Run `valkyrie-predict` with `argv`, or with the arguments of the process if it is None."""
     run_command("valkyrie-predict", _predict, argv)
 
 
@@ -83,22 +83,22 @@ def _predict(words: list[str]) -> int:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Raise ValueError if an output would replace an input or another output, or its folder is missing."""
-    inputs = {options.module.resolve(): "the module"}
+    inputs = {options.module.resolve(): "the input module"}
     if options.places is not None:
-        inputs[options.places.resolve()] = "--places"
+        inputs[options.places.resolve()] = "the file of --places"
     for key in ("json", "timeline", "html"):
         path: Path | None = getattr(options, key)
         if path is None:
             continue
         if (other := inputs.get(path.resolve())) is not None:
-            raise ValueError(f"--{key} {path} is the file of {other}. Name another file.")
+            raise ValueError(f"--{key} {path} would overwrite {other}. Choose another path.")
         if not path.parent.is_dir():
             raise ValueError(f"--{key} {path}: there is no folder {path.parent}.")
-        inputs[path.resolve()] = f"--{key}"
+        inputs[path.resolve()] = f"the file of --{key}"
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """Return the axes of `data=8,model=4` in order. The ValueError shows the correct form."""
+    """Parse mesh axes such as `data=8,model=4` to their sizes, in order. Raises ValueError for other text."""
     entries = [re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9][0-9]*)\s*", entry) for entry in text.split(",")]
     axes = {entry[1]: int(entry[2]) for entry in entries if entry}
     if len(axes) != len(entries):

@@ -12,7 +12,7 @@ from valkyrie.report.wandb import add_arguments, main_wandb
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Run `valkyrie-report` with `argv`, or with the arguments of the process if it is None."""
     run_command("valkyrie-report", _run, argv)
 
 
@@ -66,8 +66,13 @@ def _report(arguments: argparse.Namespace) -> None:
     compared = arguments.compare or []
     paths = [*arguments.paths, *(Path(name) for name in compared if Path(name).is_dir())]
     if not paths:
-        problem = f"--compare {' '.join(compared)}: neither is a folder" if compared else "PATH is missing"
-        raise ValueError(f"{problem}. Name the folder of a sweep, or a folder with sweeps: valkyrie-report runs")
+        if compared:
+            arguments_text = f"--compare {' '.join(compared)}"
+            raise ValueError(
+                f"{arguments_text}: neither is a folder, so PATH is needed to find them. Example: valkyrie-report runs "
+                f"{arguments_text}"
+            )
+        raise ValueError("PATH is missing. Pass a sweep folder, or a folder with sweeps. Example: valkyrie-report runs")
     rows = read_rows(paths)
     comparison = compare(rows, *compared) if compared else None
     kind = arguments.format or "html"

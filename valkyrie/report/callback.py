@@ -15,7 +15,7 @@ from valkyrie.sweep.trial import PAGE, Status, TrialLog
 
 
 class SweepPage(Callback):
-    """Writes `report.html` into the sweep's folder if any trial there has results."""
+    """Writes `report.html` to the folder of a sweep, unless no trial there has results."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the page. On failure, print the error and remove the outdated page."""
@@ -33,7 +33,7 @@ class SweepPage(Callback):
 
 
 def _remove_outdated_page(page: Path) -> str:
-    """Remove the outdated page, if there is one. Returns a clause for the error message."""
+    """Remove the outdated page, if there is one. Returns the end of the error message."""
     if not page.exists():
         return ""
     try:

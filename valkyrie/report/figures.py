@@ -1,4 +1,4 @@
-"""The figures of the page: their titles, captions, data and Vega-Lite specifications."""
+"""Defines the figures of the page: titles, captions, data and Vega-Lite specifications."""
 
 from __future__ import annotations
 

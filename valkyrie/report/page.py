@@ -32,11 +32,11 @@ from valkyrie.sweep.trial import PAGE
 LIMIT = 2_000_000
 """Maximum size of a page in bytes. Hints and timelines are omitted until it fits."""
 TIMELINES = 8
-"""Maximum number of layouts with a timeline. The best layouts of each kind of speed get one first."""
+"""Maximum number of layouts with a timeline. The best layouts of each kind of speed take precedence."""
 TORUSES = 60
 """Maximum number of layouts with a drawing of the torus, and with hints if the page is too large."""
 LONG = 44
-"""Length of the longest label above which figures take the whole width of the page."""
+"""If a label has more characters than this, figures take the whole width of the page."""
 
 
 def page_file(paths: Sequence[Path], output: Path | None) -> Path:
@@ -61,7 +61,7 @@ def write_report(folder: Path) -> Path:
 def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
     """Return the HTML of a page. With `comparison`, it has a section that compares two sweeps.
 
-    If the page is larger than `LIMIT`, omits hints of all but the best layouts, and then timelines until one is left.
+    If the page is larger than `LIMIT`, omits the hints of all but the best layouts, then timelines down to one.
     """
     template, page_data, text = templates().get_template("page.html"), _page_data(rows), ""
     parts = _template_values(rows, comparison, page_data)
@@ -79,7 +79,7 @@ class PageData:
     Args:
         groups: Labels of the kinds of speed.
         figures: The specification of each figure for every kind of speed, by figure id.
-        together: The specification of each figure that shows all rows, by figure id.
+        together: The specification of each figure that shows all rows together, by figure id.
         columns: Columns of the ranked table.
         rows: Cells of the ranked table.
         details: Further facts about each row.
@@ -119,7 +119,7 @@ def _shrink(data: PageData) -> Iterator[PageData]:
 
 
 def _script_json(data: PageData) -> Markup:
-    """Return data as JSON for a script element. To save space, `details` are indices into distinct `texts`."""
+    """Convert data to JSON for a script element. To save space, `details` has indices into the distinct `texts`."""
     text_indices: dict[str, int] = {}
 
     def text_index(fact: Any) -> Any:
@@ -183,7 +183,7 @@ def templates() -> Environment:
 
 
 def _page_data(rows: Sequence[Row]) -> PageData:
-    """Return the data for the page's script. Timelines and drawings are those of the best rows."""
+    """Return the data for the page's script. Only the best rows have timelines and drawings of the torus."""
     rows_by_kind = group_by_kind(rows)
     ordered = [row for members in rows_by_kind.values() for row in members]
     best_rows = _best_first(list(rows_by_kind.values()))

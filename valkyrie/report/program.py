@@ -1,4 +1,4 @@
-"""Writes the page of one step: its main numbers, advice, a drawing of its timeline, and its report as tables."""
+"""Writes the page of one step: its main numbers, hints, a drawing of its timeline, and its report as tables."""
 
 from __future__ import annotations
 
@@ -123,7 +123,6 @@ def _text_table(table: Table) -> TextTable:
 
 
 def _draw_timeline(step_timeline: Timeline) -> Drawing:
-    """Convert a timeline to a drawing."""
     tracks, names, step_us = step_timeline.tracks, step_timeline.names, step_timeline.step_us
     rectangles, legend = [], {}
     for track, start, length, part, name, joined in step_timeline.spans:

@@ -62,8 +62,8 @@ def chip_price(row: Row) -> float | None:
 def simplest_partitions(rows: Sequence[Row]) -> dict[str, str]:
     """Return, by row id, the simplest partition that shards every array in the same way. It may be the row's own.
 
-    For example, `1d_tp` on a mesh with x=1 only shards the batch, so its speed says nothing about tensor parallelism.
-    The simplest partition is the one with the fewest kinds of roles.
+    The simplest partition is the one with the fewest kinds of roles. For example, `1d_tp` on a mesh with x=1 only
+    shards the batch, so its simplest partition is `dp`, and its speed says nothing about tensor parallelism.
     """
     kinds: dict[str, set[str]] = defaultdict(set)
     partitions_by_layout: dict[tuple[object, ...], set[str]] = defaultdict(set)
@@ -85,7 +85,7 @@ def same_layout(first: Row, second: Row) -> bool:
 
 
 def describe_simplest(partition: str) -> str:
-    """Describe a simpler partition to which a layout is equivalent, for a sentence."""
+    """Return a phrase for a layout that is equivalent to this simpler partition: `the same layout as fsdp`."""
     return "plain data parallelism, like dp" if partition == DATA_PARALLEL else f"the same layout as {partition}"
 
 
@@ -111,7 +111,8 @@ class Comparison:
         pairs: Pairs of rows with the same layout, workload and kind of speed.
         only_a: Rows with no counterpart in `b`.
         only_b: Rows with no counterpart in `a`.
-        again: Skipped rows, because the same sweep has a faster row with the same layout, workload and kind of speed.
+        slower_duplicates: Rows that are not compared, because their sweep has a faster row with the same layout,
+            workload and kind of speed.
     """
 
     a: str
@@ -177,7 +178,8 @@ def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
 def agreement(pairs: Sequence[RowPair]) -> float | None:
     """Return how often predictions rank two layouts of one workload in the measured order, from 0 to 1.
 
-    This is Kendall's concordance. It ignores ties and differences within noise. Returns None if no two layouts remain.
+    This is Kendall's concordance. Ignores equal predictions, and measurements that differ only by noise. Returns None
+    if no two layouts remain.
     """
     agree = total = 0
     for i, pair in enumerate(pairs):

@@ -29,7 +29,7 @@ MADE_BY = "# made by: "
 """Start of the comment in `run.yaml` that states the command of the training."""
 
 SEARCH_DEPTH = 2
-"""Number of levels of subfolders that are searched for sweeps and trainings."""
+"""Number of levels of subfolders to search for sweeps and trainings."""
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
@@ -66,7 +66,7 @@ def find_sweeps(paths: Sequence[Path]) -> list[Path]:
 
 
 _ADVICE = (
-    "Pass the folder of a training or a sweep, or a folder that contains several, such as runs. "
+    "Pass a run folder, a sweep folder, or a parent folder such as runs/. "
     "To start a sweep: valkyrie-train -m mode=measure mesh=2x2x2,8x1x1 partition=fsdp,1d_tp"
 )
 
@@ -83,12 +83,11 @@ def read_json(row: Row, name: str) -> Mapping[str, Any] | None:
 
 
 def read_answer(folder: Path) -> SearchAnswer | None:
-    """Read the answer of a search from its folder. Returns None if this version of Valkyrie can read none."""
+    """Read the answer of a search from its folder. Returns None if it is missing or this version cannot read it."""
     if not (folder / ANSWER).is_file():
         return None
-    from valkyrie.search.answer_record import (
-        SearchAnswer,
-    )  # imported here because it needs NumPy, which other reports do not
+    # Imported here, because it needs NumPy, which other reports do not.
+    from valkyrie.search.answer_record import SearchAnswer
 
     try:
         return read_record(SearchAnswer, folder / ANSWER)
@@ -126,7 +125,10 @@ def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]
 
 
 def read_training(folder: Path) -> Trial:
-    """Read the training in a run folder as a trial. Its status is `failed` if the settings cannot be read."""
+    """Read the training in a run folder as a trial.
+
+    Its status is `failed` if the settings or the metrics cannot be read, and `killed` if no step has finished.
+    """
     from valkyrie.runs.folder import saved_run
 
     about, values = None, {}

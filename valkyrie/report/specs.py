@@ -42,7 +42,7 @@ CONFIG: Spec = {
 """Style of all figures. Text and lines use the colour of the page's text, which is light or dark."""
 
 _WHITE_FROM = 0.74
-"""Share of the highest rate above which the text in a cell is white, not black. There, both have a contrast of 4.5."""
+"""Share of the highest rate above which the text in a cell is white. Here, both have a contrast of 4.5."""
 _RED = "#e05a5a"
 
 
@@ -94,7 +94,7 @@ _KIND_SHAPES = _shape_encoding("kind", {"measured": "circle", "simulated": "tria
 
 
 def _partition(data: Values) -> Spec:
-    """Return an encoding that colours partitions. A partition has the same colour in every figure."""
+    """Return the encoding of partitions as colours. A partition has the same colour in every figure."""
     names = list(dict.fromkeys(v["partition"] for v in data))
     scale = {"domain": names, "range": [partition_colour(name) for name in names]}
     return _nominal("partition", scale=scale, legend={"orient": "top", "title": None})
@@ -167,7 +167,7 @@ def heat(data: Values) -> Spec:
 
 
 def memory(data: Values) -> Spec:
-    """Return a scatter plot of memory and speed, with the front of each workload and the region that does not fit.
+    """Return a scatter plot of memory and speed, with Pareto fronts and the region that does not fit.
 
     The region takes at most a quarter of the memory axis. Points beyond the end of the axis are drawn at its end. If
     there are no speeds, returns a bar chart of memory.
@@ -240,7 +240,7 @@ def stacked_bars(title: str, part: str, colour: Callable[[Mapping[str, Any]], st
 
 
 def pairs(data: Values) -> Spec:
-    """Return a scatter plot of predicted and measured steps. Unless all are simulated, it has the line of equality."""
+    """Return a scatter plot of predicted and measured steps. Draws the line of equality unless all are simulated."""
     real = [v for v in data if v["kind"] != "simulated"]
     tooltip = _tooltip(
         ("label", "layout"),
@@ -267,7 +267,7 @@ def pairs(data: Values) -> Spec:
 
 
 def price(_: Values) -> Spec:
-    """Return a scatter plot of price and speed, with the front of each workload."""
+    """Return a scatter plot of price and speed, with the Pareto front of each workload."""
     tooltip = _tooltip(
         ("label", "layout"),
         ("target", "target"),

@@ -55,7 +55,7 @@ def best_table(rows: Sequence[Row]) -> TextTable:
 
 
 def ranked_table(rows: Sequence[Row]) -> TextTable:
-    """Return the table of rows of one kind of speed, sorted as given. Omits rows without results."""
+    """Return the table of rows of one kind of speed, in the given order. Omits rows without results."""
     listed_rows = [row for row in rows if has_results(row)]
     return _table("Ranked layouts", MARKDOWN, rank_rows(listed_rows))
 
@@ -113,7 +113,7 @@ def comparison_table(comparison: Comparison) -> TextTable:
 
 
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
-    """Set the label, rank, equivalent partition and Pareto front on sorted rows of one kind of speed."""
+    """Return copies of sorted rows of one kind of speed with label, rank, equivalent partition and Pareto front set."""
     row_labels, pareto_front, simplest = labels(rows), pareto_ids(rows, peak_memory), simplest_partitions(rows)
     equivalents = {row.id: simplest[row.id] for row in rows if row.ok and simplest[row.id] != row.about.partition}
     return [
@@ -134,9 +134,8 @@ def _rounded(value: Any) -> Any:
 
 def answer_table(answer: SearchAnswer) -> TextTable:
     """Return a table of the best layouts of a search, with the same columns as on a terminal."""
-    from valkyrie.search.answer_record import (
-        answer_columns,
-    )  # imported here because it needs NumPy, which other reports do not
+    # Imported here, because it needs NumPy, which other reports do not.
+    from valkyrie.search.answer_record import answer_columns
 
     columns = answer_columns(answer)
     classes = {column.name: "number" if column.is_number else "" for column in columns} | {"layout": "work"}

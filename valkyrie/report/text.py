@@ -31,7 +31,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def _cell(value: object) -> object:
-    """Return a cell of a CSV file that no spreadsheet evaluates: names may come from somebody else's trials."""
+    """Escape a text so that no spreadsheet evaluates it as a formula. Trials may come from someone else."""
     if not isinstance(value, str):
         return value
     return printable(f"'{value}" if value.startswith(("=", "+", "-", "@")) else value)

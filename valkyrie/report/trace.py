@@ -1,4 +1,4 @@
-"""Reads the timeline of a layout and its mesh on the torus, reduced to what a page with many layouts can hold."""
+"""Reads the timeline of a layout and its mesh on the torus, reduced in size for a page with many layouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Timeline:
         step_us: End of the last span.
         spans: (track, start, duration, category, name, merged operations) of each span. `track` is an index into
             `tracks`, and `category` and `name` are indices into `names`.
-        axes: Mesh axes (`x,y`) of the categories and tracks that have some.
+        axes: Mesh axes (`x,y`) of categories and tracks with communication, by their name.
     """
 
     tracks: list[str]
@@ -162,9 +162,10 @@ def _track_name(name: str) -> str:
 def _merge_spans(
     by_track: Mapping[int, Sequence[Mapping[str, Any]]], gap: float
 ) -> list[tuple[int, float, float, str, str, int]]:
-    """Convert events to spans, merging neighbours of one category if they and the time between them are short.
+    """Convert events to spans, merging neighbours on a track that are less than `gap` microseconds apart.
 
-    Times are compared with `gap`, in microseconds. With 0, nothing is merged.
+    The later event must be shorter than `4 * gap`. If the categories differ, both must be shorter than `gap`. The
+    longer of the two gives the merged span its name and category. With `gap=0`, nothing is merged.
     """
     merged: list[tuple[int, float, float, str, str, int]] = []
     for track, events in sorted(by_track.items()):

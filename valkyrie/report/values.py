@@ -20,13 +20,13 @@ BARS = 40
 """Maximum number of layouts in a bar chart, which shows the best ones."""
 _LONG_UNITS = (("days", 1 / 86400), ("hours", 1 / 3600), ("minutes", 1 / 60), ("s", 1.0))
 LETTER_WIDTH, LINE_HEIGHT, MAX_NAMES = 0.008, 0.06, 12
-"""Width of a letter and height of a line as shares of a chart's, and the maximum number of names in the chart."""
+"""Width of a letter and height of a line, as shares of a chart's size, and the maximum number of names in it."""
 FAR_FACTOR = 4
 """The usable memory is not drawn if it is more than this many times the largest peak."""
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the label of each row by its id: the layout, and the settings that distinguish rows of one layout."""
+    """Return the label of each row by its id: the layout, and what distinguishes it from other rows of that layout."""
     workload_texts = {row.id: _workload_texts(row) for row in rows}
     differs = [len(set(column)) > 1 for column in zip(*workload_texts.values(), strict=True)]
     shows_precision = len({(row.group, row.work.precision) for row in rows}) > len({row.group for row in rows})
@@ -48,7 +48,7 @@ def _workload_texts(row: Row) -> tuple[str, str, str]:
 
 
 def bars(rows: Sequence[Row]) -> Values:
-    """Return the speeds of the best rows. `low` and `high` are those of the 90th percentile and the fastest step."""
+    """Return the speeds of the best rows. `low` is the speed of the 90th percentile step, `high` of the fastest."""
     row_labels = labels(rows)
     values: Values = []
     for row in [row for row in rows if row.ok][:BARS]:
@@ -166,7 +166,7 @@ def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: flo
 
 
 def parts(rows: Sequence[Row]) -> Values:
-    """Return the step parts of the best rows, matrix products first and communication last. The latter has `axes`."""
+    """Return the step parts of the best rows, matrix products first. Communication is last and has `axes`."""
     shown_rows = [row for row in rows if row.ok and row.parts][:BARS]
     by_axes = {(p.kind.value, axes_text(p.mesh_axes)): p for row in shown_rows for p in row.parts if p.kind.by_axes}
     order = [
@@ -187,7 +187,7 @@ def part_name(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
 
 
 def sent(rows: Sequence[Row]) -> Values:
-    """Return the bytes that each device sends, by mesh axes, for the best rows that have them."""
+    """Return the bytes that a device sends per step, by mesh axes. Only the best rows with known bytes are shown."""
     shown_rows = [row for row in rows if row.sent][:BARS]
     order = sorted({axes for row in shown_rows for axes in row.sent}, key=lambda axes: (axes.count(","), axes))
     largest = max((sum(row.sent.values()) for row in shown_rows), default=0.0)
@@ -197,7 +197,10 @@ def sent(rows: Sequence[Row]) -> Values:
 
 
 def wall_times(rows: Sequence[Row]) -> Values:
-    """Return the wall time of trainings by kind, longest first. The labels are the names of the runs if they differ."""
+    """Return how trainings spent their wall time (steps, compile, saving, ...), longest training first.
+
+    Labels are run names if these are unique, else layouts.
+    """
     entries = [(row, row.goodput.seconds, row.goodput.wall_s) for row in rows if row.goodput and row.goodput.wall_s]
     entries = sorted(entries, key=lambda entry: -entry[2])[:BARS]
     names = {row.id: row.trial.name for row, *_ in entries}
@@ -261,7 +264,7 @@ def _stacked(
         row_labels: Labels by row id.
         entries: Rows, with their amounts by part and their total.
         order: All parts, in order.
-        part_labels: Labels of parts, if they differ from the parts.
+        part_labels: Labels of parts. A part without one is its own label.
         unit: Unit of the chart.
         scale: Factor from amounts to `unit`.
     """

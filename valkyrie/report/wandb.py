@@ -72,7 +72,7 @@ def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
 def build_dashboard(entity: str, project: str, group: str | None) -> tuple[Workspace, Report]:
     """Return a saved view and a report for one sweep, or for all if `group` is None.
 
-    Both have every section. The report has a run set for each stage.
+    Both have all sections of `dashboard.yaml`. The report has a run set for each stage.
     """
     import wandb_workspaces.reports.v2.interface as wr
     import wandb_workspaces.workspaces as ws
@@ -117,8 +117,8 @@ def build_dashboard(entity: str, project: str, group: str | None) -> tuple[Works
 def dashboard_json(workspace: Workspace, report: Report) -> dict[str, object]:
     """Return the dashboard as JSON values.
 
-    Run sets of the report are reduced to their name, filters and project, because converting them to W&B's format needs
-    the id of the project, and so an API key.
+    Of run sets, it has only name, filters and project, because their W&B format has the id of the project, and reading
+    that id needs an API key.
     """
     from wandb_workspaces.reports.v2.interface import PanelGrid
 

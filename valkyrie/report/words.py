@@ -59,7 +59,7 @@ class BigNumber(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """Which layout is fastest, among trials with one kind of speed.
+    """The fastest layout among trials with one kind of speed, and why it is faster than others.
 
     Args:
         head: The number of layouts and the kind of speed, or the reason why there are no speeds.
@@ -103,7 +103,7 @@ def answer(group: SpeedKind, rows: Sequence[Row]) -> Answer:
 
 
 def search_answer(search: SearchAnswer) -> Answer:
-    """Return the head and the main numbers of the best layout of a search, with its cost if the search has one."""
+    """Return the main numbers of the best layout of a search, including its cost if the search computed it."""
     best = search.best[0]
     low, high = (duration(seconds) for seconds in (best.low_s, best.high_s))
     layout = f"{best.candidate.mesh} {best.candidate.partition}"
@@ -131,7 +131,7 @@ def search_answer(search: SearchAnswer) -> Answer:
 
 
 def _without_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
-    """Return sentences about rows without speeds: the reason, and the least memory and fewest bytes sent, if known."""
+    """Return sentences for rows without speeds: the reason, the least memory and the fewest bytes sent, if known."""
     ok_rows = [row for row in rows if row.trial.status is Status.ok]
     if not ok_rows:
         return f"No layout {group.label} has a speed. The reasons are below."
@@ -154,7 +154,7 @@ def _layout_text(row: Row, several_workloads: bool) -> str:
 
 
 def _explain_workload(rows: Sequence[Row]) -> list[str]:
-    """Explain why the first row is faster than the best row of each other partition. Adds partitions without a speed.
+    """Explain why the first row is faster than the best row of each other partition, and why others have no speed.
 
     A row whose partition is equivalent to a simpler one on its mesh counts for the simpler one.
     """
@@ -195,7 +195,7 @@ def explain_ratio(fast: Row, slow: Row) -> str:
 
 
 def _prediction(row: Row) -> Prediction:
-    """Convert a row with a step time to a record for `compare_layouts`."""
+    """Convert a row with a step time, even a measured one, to the record that `compare_layouts` takes."""
     results, about = row.trial.results, replace(row.about, layout=row.layout)
     shared = Prediction(about, CompileStatus.ok, memory=results.memory, communication=results.communication)
     return replace(shared, parts=row.parts, step=replace(results.step, step_s=row.step_s))
@@ -203,11 +203,11 @@ def _prediction(row: Row) -> Prediction:
 
 @dataclass(frozen=True)
 class PairedRows:
-    """Comparisons of predicted rows.
+    """Sentences that compare predicted rows in pairs, and the quantities that they compare.
 
     Args:
         sides: The fields of `ComparedQuantities`, and the workload as `work`, by the index of the row.
-        why: Sentences that compare two rows, by their indices, such as `0,2`. The first row is A in the sentences.
+        why: Sentences about two rows, by their indices, such as `0,2`. The sentences call the first row A.
     """
 
     sides: dict[int, dict[str, object]] = field(default_factory=dict)
@@ -215,7 +215,7 @@ class PairedRows:
 
 
 def compare_rows(rows: Sequence[Row]) -> PairedRows:
-    """Compare predicted rows of the same workload, with any batch. Empty if fewer than two rows have step parts."""
+    """Compare predicted rows that differ at most in layout and batch. Empty if fewer than two rows have step parts."""
     predicted = {
         i: _prediction(row)
         for i, row in enumerate(rows)
@@ -264,7 +264,7 @@ def distinguishing_names(first: Row, second: Row) -> tuple[str, str]:
 
 
 def price_lines(rows: Sequence[Row]) -> list[str]:
-    """Return a line with the cheapest layout of each workload, unless its chips cost the same as the fastest one's."""
+    """Return a line with the cheapest layout of each workload, if its chips have another price than the fastest one's."""
     by_work: dict[Workload, list[Row]] = {}
     for row in sorted((row for row in rows if row.ok and row.per_million), key=lambda row: row.per_million or 0.0):
         by_work.setdefault(row.work, []).append(row)
@@ -280,7 +280,7 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def agreement_line(rows: Sequence[Row]) -> str | None:
-    """Return how often predictions pick the layout that was measured to be faster, or None if it is unknown."""
+    """Return a sentence: how often predictions pick the layout that is faster when measured. None if unknown."""
     pairs = pair_predictions(rows)
     share = agreement(pairs)
     if share is None:

@@ -91,7 +91,7 @@ class Task(ABC):
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """Return the rows at `places` of a random batch, determined by the seed. Every target counts in the loss."""
+        """Return rows `places` of a random global batch, which the seed determines. Every target counts in the loss."""
 
     @abstractmethod
     def loss(
@@ -108,7 +108,7 @@ class Task(ABC):
 
     @abstractmethod
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the logged metrics for the sums of a step: `loss`, `tokens` and others."""
+        """Convert the sums of a step to the logged metrics: `loss`, `tokens` and others."""
 
     def references(self, tokenizer: Tokenizer | None, vocab_rows: int) -> Any:
         """Return arrays that `evaluate` needs for every batch; empty by default."""
@@ -118,11 +118,11 @@ class Task(ABC):
     def evaluate(
         self, module: Any, batch: dict[str, jax.Array], references: Any, *, shard: Shard
     ) -> dict[str, jax.Array]:
-        """Return sums over an evaluation batch."""
+        """Return the sums of an evaluation batch, to be added over batches for `evaluation`."""
 
     @abstractmethod
     def evaluation(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the logged metrics for the sums over all evaluation batches. All names start with `eval_`."""
+        """Convert the sums over all evaluation batches to the logged metrics. All names start with `eval_`."""
 
     @abstractmethod
     def describe(self, evaluation: dict[str, float]) -> str:
@@ -130,4 +130,4 @@ class Task(ABC):
 
 
 TASKS = Families("task.family", "valkyrie.tasks", Task)
-"""Tasks by name."""
+"""The choices of `task.family`."""

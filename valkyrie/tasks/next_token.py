@@ -66,7 +66,7 @@ class Config(Task):
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """Return the rows at `places` of a batch of random tokens. Each row is one document."""
+        """Return rows `places` of a global batch of random tokens. Each row is one document."""
         import numpy as np
 
         rows = [np.random.default_rng([seed, place]).integers(0, vocab_size, seq + 1) for place in places]
@@ -102,7 +102,7 @@ class Config(Task):
         return {name: total / weight for name, total in sums.items() if name != "weight"} | {"tokens": sums["weight"]}
 
     def references(self, tokenizer: Tokenizer | None, vocab_rows: int) -> np.ndarray:
-        """Return the length of each token in bytes, 0 for special tokens and padding."""
+        """Return the length of each token in bytes, shape (vocab_rows,). It is 0 for special tokens and padding."""
         import numpy as np
 
         assert tokenizer is not None, "text has a tokenizer"

@@ -88,7 +88,7 @@ class Config(Task):
         return [Problem(ProblemCode.conflict, "seq", seq, text)]
 
     def data_problems(self, model: Any, seq: int, data: DataConfig) -> list[Problem]:
-        """Return a problem unless `seq` is the cells of a puzzle and the model has enough values and identifiers."""
+        """Return a problem unless `seq` is the number of cells and the model has enough values and identifiers."""
         assert isinstance(data, PuzzleConfig), "data of this kind"
         shape = data.shape()
         needed = {"context": shape.cells, "vocab_size": shape.vocab_size, "puzzles": shape.identifiers}
@@ -122,7 +122,7 @@ class Config(Task):
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """Return the rows at `places` of a batch of random cells. Every cell has a label."""
+        """Return rows `places` of a global batch of random cells. Every cell has a label."""
         import numpy as np
 
         cells = [np.random.default_rng([seed, place]).integers(1, vocab_size, (2, seq)) for place in places]
@@ -139,7 +139,7 @@ class Config(Task):
         checkpoint: Checkpoint,
         key: jax.Array | None,
     ) -> BatchLoss:
-        """Return the objective of one step of supervision, sums over the batch, and the new carry of each row."""
+        """Refine every row's answer by one step. Returns the objective, sums over the batch, and the new carry."""
         import jax.numpy as jnp
 
         assert key is not None, "a training step has a key"
@@ -219,7 +219,7 @@ class Config(Task):
         }
 
     def evaluation(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return `eval_loss`, the accuracy by puzzle and by cell, and the mean step where the model would halt."""
+        """Return the loss, the accuracy by puzzle and by cell, the mean steps until halting, and the puzzle count."""
         names = {"loss": "loss", "exact": "exact_accuracy", "cells": "cell_accuracy", "steps": "halting_steps"}
         values = {f"eval_{name}": sums[key] / sums["weight"] for key, name in names.items()}
         return {**values, "eval_puzzles": sums["weight"]}
