@@ -264,7 +264,7 @@ def distinguishing_names(first: Row, second: Row) -> tuple[str, str]:
 
 
 def price_lines(rows: Sequence[Row]) -> list[str]:
-    """Return a line with the cheapest layout of each workload, if its chips have another price than the fastest one's."""
+    """Return a line with the cheapest layout of each workload, unless its chips cost as much as the fastest one's."""
     by_work: dict[Workload, list[Row]] = {}
     for row in sorted((row for row in rows if row.ok and row.per_million), key=lambda row: row.per_million or 0.0):
         by_work.setdefault(row.work, []).append(row)
