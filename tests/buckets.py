@@ -1,4 +1,4 @@
-"""A bucket of an emulator of Google Cloud Storage on loopback, as a fixture."""
+"""An emulator of a Google Cloud Storage bucket on the loopback interface, as a fixture."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ server.start()
 print("ready", flush=True)
 sys.stdin.read()
 """
-"""Starts the emulator, with two additions that TensorStore needs: generations and conditional writes."""
+"""Starts the emulator with two additions that TensorStore needs: object generations and conditional writes."""
 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """A bucket of an emulator, configured for gcsfs and TensorStore."""
+    """The URL of an emulated bucket, configured for gcsfs and TensorStore."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     server = subprocess.Popen(

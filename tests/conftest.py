@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
 
 _COMPILE_QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Saves a third of the processor time of tests that compile much: 73 s instead of 107."""
+"""Saves a third of the processor time of tests that mostly compile: 73 s instead of 107 s."""
 if version("jaxlib").startswith("0.10."):  # later ones have no other emitters, and end at an unknown flag
     _COMPILE_QUICKLY += " --xla_cpu_use_fusion_emitters=false"  # 3.1 s to compile a step of valkyrie_tiny, and 7
 
@@ -35,7 +35,7 @@ _scratch = tempfile.TemporaryDirectory(prefix="valkyrie-tests-", ignore_cleanup_
 
 
 def _set_environment() -> None:
-    """Set the environment, for child processes too. Platform and cache set by the caller stay."""
+    """Set environment variables, also for child processes. Keep the caller's platform and cache."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if os.environ["JAX_PLATFORMS"] == "cpu":  # compiling is most of a test, and a program runs once
         os.environ["XLA_FLAGS"] = f"{_COMPILE_QUICKLY} {_WAIT} {os.environ.get('XLA_FLAGS', '')}".strip()
@@ -57,7 +57,7 @@ def _set_environment() -> None:
 
 
 def _check_signatures() -> None:
-    """Check the signatures that mention arrays at every call, or all of them with CHECK_ALL_TYPES=1.
+    """Check signatures that mention arrays at every call, or all signatures with CHECK_ALL_TYPES=1.
 
     Checking all of them makes code without arrays, such as the validation of layouts, five times slower.
     """
@@ -74,7 +74,7 @@ def _check_signatures() -> None:
 
 
 def _only_with_arrays(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `jaxtyped` that leaves functions and dataclasses without arrays in their annotations unchanged."""
+    """Wrap `jaxtyped` so that it skips functions and dataclasses without arrays in their annotations."""
 
     def mentions_arrays(checked: Any) -> bool:
         annotations = " ".join(map(str, getattr(checked, "__annotations__", {}).values()))
@@ -90,7 +90,10 @@ def _only_with_arrays(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_configs_once() -> None:
-    """Cache the configs that Hydra reads: those of this repository, its own, and the schemas. Halves composing time."""
+    """Cache the YAML files that Hydra reads: this repository's, Hydra's own, and the schemas.
+
+    Halves the time to compose.
+    """
     from hydra._internal.sources_registry import SourcesRegistry
 
     from valkyrie.config.compose import FAMILIES, SCHEMA_PATHS, ValkyrieSource, register
@@ -116,7 +119,7 @@ def _read_configs_once() -> None:
 
 
 def _compose_commands_once() -> None:
-    """Skip the extra composition in which Hydra reads `hydra.mode`, unless a sweep is possible: only sweeps set it."""
+    """Skip Hydra's extra composition to read `hydra.mode`, which only sweeps set, unless a sweep is possible."""
     from hydra._internal.hydra import Hydra
 
     compose_mode = Hydra.get_mode
@@ -190,7 +193,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 class Command(NamedTuple):
-    """Exit status, composed run and output of a command line, up to the use of a device."""
+    """Result of parsing a command line: exit status, composed run, and output. Devices are not used."""
 
     status: int
     run: Any
@@ -200,7 +203,7 @@ class Command(NamedTuple):
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """A function that composes the run of `valkyrie-train` for its arguments, without carrying it out."""
+    """A function that composes the run of `valkyrie-train` for its arguments, without executing it."""
     from valkyrie.cli import dispatch
 
     monkeypatch.chdir(tmp_path)

@@ -50,7 +50,10 @@ Settings that a model family lacks are skipped. The number of layers stays, to k
 
 
 CALM = ("optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
-"""A small learning rate. Adam scales even a rounding error to a step of that size, so second steps would differ."""
+"""Settings with a small learning rate.
+
+Adam scales even rounding errors to steps of that size, so second steps would differ.
+"""
 
 
 def config_names(group: str, pattern: str = "*") -> list[str]:
@@ -67,7 +70,7 @@ MODELS = config_names("model", "*_tiny")
 LANGUAGE_MODELS = [model for model in MODELS if not model.startswith("trm_")]
 """Models that predict tokens. The others solve puzzles."""
 MODELS_WITH_UNIQUE_LAYERS = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
-"""Models with layers that no other has. valkyrie contains the layers of s5 and longformer."""
+"""Models with layers that no other model has. The layers of s5 and longformer are also in valkyrie."""
 PARTITIONS = config_names("partition")
 PIPELINES = [name for name in PARTITIONS if "layers" in read_config("partition", name, PartitionConfig).parameters]
 """Pipeline partitions: layers are sharded over a mesh axis. They need a model with stacked layers."""
@@ -90,7 +93,7 @@ def assert_golden_message(file: str, arguments: Sequence[str], message: str) -> 
 
 
 def is_supported(model: str, partition: str) -> bool:
-    """Return whether a partition supports a model."""
+    """Return whether a partition supports a model. Pipelines support only language models."""
     return model in LANGUAGE_MODELS or partition not in PIPELINES
 
 
@@ -106,10 +109,7 @@ def compose_config(*overrides: str) -> DictConfig:
 
 
 def compose_run(*overrides: str) -> Run:
-    """Return the run of these overrides, which must be legal.
-
-    Runs are composed once and copied, because composing takes a fifth of a second.
-    """
+    """Return the run of these overrides, which must be legal. It is a copy of a cached run: composing takes 0.2 s."""
     variables = ("JAX_PLATFORMS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES")
     return copy.deepcopy(_legal_run(overrides, tuple(map(os.environ.get, variables))))
 
@@ -146,7 +146,7 @@ def small_run(model: str, *overrides: str) -> Run:
 
 
 def make_batch(run: Run, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return a random batch. Rows have several documents and different sums of weights, which are 0, 0.5 or 1.
+    """Return a random batch. Rows contain several documents and have different sums of weights (each 0, 0.5 or 1).
 
     Tasks without text provide their own random batches.
     """
@@ -225,24 +225,24 @@ def fill_zeros(host: TrainState) -> TrainState:
 
 
 def place_state(program: StepProgram, host: TrainState) -> TrainState:
-    """Return a host state placed on the devices of a program."""
+    """Return a state from the host, placed on the devices of a program."""
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), host, program.abstract_state)
 
 
 def two_steps(run: Run, host: TrainState) -> Steps:
-    """Run two steps from a host state, each on a different batch."""
+    """Run two steps from a state on the host, each on a different batch."""
     program = make_program(run)
     return run_steps(program, 2, place_state(program, host))
 
 
 @lru_cache
 def reference(model: str, *overrides: str) -> Steps:
-    """Return two steps of a shrunken model on one device, the reference for every layout."""
+    """Return two steps of a shrunken model on one device, with which those of every layout are compared."""
     return two_steps(small_run(model, *overrides), fill_zeros(initial_state((*small_overrides(model), *overrides))))
 
 
 def assert_same_steps(steps: Steps, expected: Steps, rtol: float = 2e-5) -> None:
-    """Compare the loss, token count, gradient norm and gradient norm by parameter of each step.
+    """Compare the loss, token count, gradient norm and gradient norms by parameter of each step.
 
     The absolute tolerance is for key biases without rotary embedding: their gradient is zero up to rounding, about
     1e-9 of the whole.

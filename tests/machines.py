@@ -1,4 +1,4 @@
-"""Chips, tori and meshes for replays without devices, and compiling small programs for TPUs without a TPU."""
+"""Chips, tori and meshes for replays without devices, and compiling for TPUs without a TPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ needs_libtpu = pytest.mark.skipif(
 
 
 def compile_devices(target: TargetConfig) -> list[Any]:
-    """Return the devices of a slice to compile for."""
+    """Return the compile-only devices of a slice."""
     return get_platform(target.platform).compile_devices(target, target.devices or 1)
 
 
@@ -69,18 +69,21 @@ CHIPS = {
         dcn_gbs_per_host=50.0,
     ),
 }
-"""Published figures of three chips. Copied, so that results do not change with the files of `conf/target`."""
+"""Published figures of three chips, copied so that edits of `conf/target` do not change test results."""
 
 
 def torus(shape: Sequence[int], slices: int = 1, wrap: Sequence[bool] | None = None) -> Topology:
-    """Return a topology. By default its axes wrap around as on Cloud TPUs with as many dimensions."""
+    """Return a topology. By default, its axes wrap around as on Cloud TPU slices with the same number of axes."""
     if wrap is None:
         wrap = [n == 16 for n in shape] if len(shape) == 2 else [all(n % 4 == 0 for n in shape)] * len(shape)
     return Topology(tuple(shape), tuple(wrap), (2, 2, 1)[: len(shape)], slices)
 
 
 def machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None = None) -> Machine:
-    """Return a machine with these mesh axes, by default one for the slices (if several) and one for each torus axis."""
+    """Return a machine with these mesh axes.
+
+    By default, there is a mesh axis for each torus axis, after one for the slices if there are several.
+    """
     places = list(itertools.product(range(topology.slices), *map(range, topology.shape)))
     positions = tuple(Position(s, tuple(coords), 0) for s, *coords in places)
     axes = dict(zip("xyzw", topology.shape, strict=False))
@@ -90,7 +93,7 @@ def machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None = No
 
 
 def tpu_devices(name: str, slices: int = 1) -> list[Any]:
-    """Return the devices of a TPU slice for compiling, without a TPU."""
+    """Return compile-only devices of a TPU slice."""
     os.environ |= ENVIRONMENT
     from jax.experimental import topologies
 

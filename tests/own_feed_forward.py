@@ -1,4 +1,4 @@
-"""A user's folder with a gated feed-forward that returns an auxiliary loss and a metric, and its family."""
+"""A user's gated feed-forward that returns an auxiliary loss and a metric, with its model family, in a folder."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ SMALL = ("model=gated_unit_tiny", "batch=16", "seq=48", "tracking=off")
 
 
 def write_folder(folder: Path) -> Path:
-    """Write the module, its model and a partition for it into a user's folder."""
+    """Write the module, a model that uses it, and a partition into a user's folder."""
     for name, text in {
         "gated_unit.py": MODULE,
         "model/gated_unit_tiny.yaml": MODEL,

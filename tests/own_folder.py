@@ -1,4 +1,4 @@
-"""A user's folder, written from the listings of documentation pages, and `valkyrie-train` with it."""
+"""A user's folder, written from the listings of documentation pages, and `valkyrie-train` with that folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_listed(folder: Path, *pages: Path, name: str = r"\S+") -> list[str]:
-    """Write the listings `FOLDER/...` of these pages into a folder. Return the names that match `name`, sorted."""
+    """Write the files of listings titled `FOLDER/...` on these pages. Return the names that match `name`, sorted."""
     listings = re.findall(
         rf"```(?:python|yaml)\n# FOLDER/({name})\n(.*?)```", "\n".join(page.read_text() for page in pages), re.DOTALL
     )

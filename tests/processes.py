@@ -1,4 +1,4 @@
-"""Runs of several processes: teams in threads of one process, and trainings in several."""
+"""Several processes of one run: as teams in threads of this process, or as trainings in subprocesses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from valkyrie.processes.team import ConnectedTeam, ProcessInfo, Team
 
 
 def free_address() -> str:
-    """Return an unused address of this machine."""
+    """Return an unused loopback address, `host:port`."""
     return f"127.0.0.1:{free_port()}"
 
 
 def run_teams(
     count: int, work: Callable[[Team], Any], *, counts: Sequence[int] | None = None, timeout_s: float = 5.0
 ) -> list[Any]:
-    """Connect `count` teams, each in a thread, and return the result of `work` for each, or its ValueError.
+    """Connect `count` teams, each in a thread. Return the result of `work` for each, or the ValueError it raised.
 
     `counts` is the number of processes that each team expects, if they differ.
     """

@@ -1,4 +1,4 @@
-"""Trials for tests of the report: made from a real `compile.json` or `measure.json`, with given numbers."""
+"""Trials for tests of the report: a real `compile.json` or `measure.json` with some numbers replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOLDENS = Path(__file__).parent / "goldens" / "report"
 
 
 def trial_from_summary(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
-    """Convert the summary of a stage to a trial."""
+    """Convert the summary that a stage wrote to a trial."""
     about = decode(LayoutRecord, summary["about"], stage)
     plain = upgrade_line({"results": summary | {"hints": [_text(hint) for hint in summary.get("hints", [])]}})
     results = decode(TrialResult, plain["results"], stage)
@@ -50,7 +50,7 @@ def _text(hint: str | dict[str, Any]) -> str:
 
 
 def golden_summary(stage: str) -> dict[str, Any]:
-    """Return the summary of a real run of a stage."""
+    """Return a summary that a real run of a stage wrote."""
     return json.loads((GOLDENS / f"{stage}.json").read_text())
 
 
@@ -77,14 +77,14 @@ def trial(
     least: float = 0.99,
     **step: float,
 ) -> Trial:
-    """Return a trial of a layout on 8 chips. Values that are not given are those of the real summary.
+    """Return a trial of a layout on 8 chips. Other values are those of the real summary.
 
     Args:
         layout: Mesh and partition, such as `2x4x1-fsdp`.
         per_chip: Tokens/s/chip, or None for a trial without results.
         gib: Peak memory of a device with 16 GiB.
-        seconds: Parts of the step, as shares of it.
-        collectives: Traced collectives by mesh axes, as shares of the step.
+        seconds: Parts of the step, as fractions of it.
+        collectives: Traced collectives by mesh axes, as fractions of the step.
         price: Price of a chip in USD per hour.
         asked: Further overrides.
         values: Recorded values of the overrides in force.

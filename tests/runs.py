@@ -1,4 +1,4 @@
-"""Tiny trainings, started by the command in this process or another one, and their results."""
+"""Tiny trainings, started in this process or a subprocess, and their results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TINY = (
     "prompt=a",
     "tracking=off",
 )
-"""Arguments of the smallest run that uses every part. It spends most of its time compiling."""
+"""Arguments of the smallest run that uses every component. It spends most of its time compiling."""
 SINGLE = ("mesh=1x1x1", "partition=dp")
 
 # A sandbox needs namespaces of Linux, which some containers forbid. The message to the user is tested in any case
@@ -57,7 +57,7 @@ needs_sandbox = pytest.mark.skipif(sandbox_problem() is not None, reason=f"no sa
 
 
 def command(*arguments: str) -> int:
-    """Run `valkyrie-train` in this process and return its exit status. It prints to the process's own streams."""
+    """Run `valkyrie-train` in this process and return its exit status. Output is not captured."""
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__  # Hydra closes any other, here pytest's own
     before = sys.argv
     sys.argv = ["valkyrie-train", *arguments]
@@ -72,7 +72,7 @@ def command(*arguments: str) -> int:
 
 
 def spawn(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    """Start Python with these arguments and additional environment variables. Its output goes to pipes."""
+    """Start Python with these arguments and extra environment variables. Its output goes to pipes."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -93,12 +93,12 @@ def start_training(*arguments: str, cwd: Path, **environment: str) -> subprocess
 
 
 def training_records(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the training records of a run by step. If a step was repeated, its last record."""
+    """Return the training records of a run by step. For a repeated step, this is the last record."""
     return {r["step"]: r for r in read_metrics(folder / "metrics.jsonl") if "loss" in r}
 
 
 def saved_arrays(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """Return the arrays of a checkpoint by path, and its data position, without building the run's program."""
+    """Return the arrays of a checkpoint by path, and its data position. Does not build the run's program."""
     import orbax.checkpoint as ocp
 
     step = latest_step(folder) if step is None else step
@@ -147,7 +147,7 @@ def trained_run(*overrides: str, steps: int = 6) -> Path:
 
 
 def copy_run(folder: Path, to: Path) -> Path:
-    """Copy a run folder into another folder, for a test that modifies it."""
+    """Copy a run folder, for a test that modifies it."""
     return Path(shutil.copytree(folder, to / folder.name))
 
 

@@ -1,6 +1,6 @@
-"""Runs multiruns with trials that are real processes and act as a test chooses: measure at once, fail, hang, die.
+"""Multiruns with trials that are real processes but act out a given part: measure, fail, hang, or die.
 
-Python imports `sitecustomize.py` at start. In a trial's process it reads the part of the trial's partition.
+Python imports `sitecustomize.py` at start. In a trial's process, it looks up the part of the trial's partition.
 """
 
 from __future__ import annotations
@@ -58,11 +58,14 @@ if "valkyrie.sweep.child" in sys.orig_argv:
         step = {"step_s": 1 / speed, "tokens_per_second": 8 * speed, "tokens_per_second_per_chip": speed}
         leave("ok", None, {"simulated": True, "step": step, "memory": {"peak": 2**20}})
 """
-"""Acts in a trial's process instead of the trial, or before it. The part `real` does nothing."""
+"""The `sitecustomize.py` that acts in a trial's process. With the part `real`, the trial runs normally."""
 
 
 class Stage:
-    """A folder for multiruns with fake trials. Each partition's trial plays a part: `measure`, `fail`, `hang`, ..."""
+    """A folder for multiruns with fake trials.
+
+    The trials of each partition play a part: `measure`, `fail`, `hang`, ...
+    """
 
     def __init__(self, folder: Path, **parts: str) -> None:
         self.folder, self.runs = folder, folder / "runs"
@@ -74,7 +77,7 @@ class Stage:
         self.play(**parts)
 
     def play(self, **parts: str) -> None:
-        """Set the parts by partition. A partition that begins with a digit is written with a leading underscore."""
+        """Set parts by partition. Write a partition that begins with a digit with a leading underscore."""
         self.environment["PARTS"] = json.dumps({name.removeprefix("_"): part for name, part in parts.items()})
 
     def enter(self, monkeypatch: pytest.MonkeyPatch, **parts: str) -> None:
@@ -124,12 +127,12 @@ class Stage:
         return len((self.sweep / "trials.jsonl").read_text().splitlines())
 
     def started(self) -> list[str]:
-        """Return the names of the started trials, in order."""
+        """Return the names of trials that started, in order."""
         return self.starts.read_text().splitlines() if self.starts.is_file() else []
 
 
 def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[TrialPlan]:
-    """Return the plans of every job of a multirun, without running them."""
+    """Return the plans of all jobs of a multirun, without running them."""
     plans: list[TrialPlan] = []
 
     def carry_out(asked: Sequence[TrialPlan], *_: Any) -> dict[str, Trial]:
@@ -143,7 +146,7 @@ def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: st
 
 
 def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseException) -> None:
-    """Set the status of the trials of multiruns by partition, or an exception to raise. No process is started."""
+    """Set the status of multirun trials by partition, or an exception to raise. Starts no processes."""
 
     def carry_out(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
         trials = {}

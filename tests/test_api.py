@@ -32,7 +32,7 @@ QUICK = ("model.layers=1", "batch=8", "seq=32", "data=synthetic", "data.document
 
 
 def smaller(example: str) -> str:
-    """Return an example with the smallest model, little data and few steps."""
+    """Return an example changed to use the smallest model, little data and few steps."""
     quick = ", ".join(f'"{override}"' for override in QUICK)
     for run in ('"steps=40"', '"batch=32"'):
         example = example.replace(run, f"{run}, {quick}" if run == '"steps=40"' else quick)
@@ -108,7 +108,7 @@ def test_nothing_is_imported_before_it_is_used():
 
 
 def test_showing_a_run_leaves_the_devices_for_its_training():
-    """JAX's first use fixes the number of CPU devices: if showing a run used JAX, training would find one device."""
+    """JAX's first use fixes the number of CPU devices. If showing a run used JAX, training would find one device."""
     code = f"""
 import jax, valkyrie
 for model in {MODELS}:

@@ -19,7 +19,7 @@ from valkyrie.runs.folder import run_folder
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A folder of configurations. Hydra's grammar needs quotes to read its path."""
+    """A user's configuration folder. Hydra's grammar needs quotes to read its path."""
     folder = tmp_path / "my (own) configs, é"
     chip = folder / "target" / "chip"
     chip.mkdir(parents=True)
@@ -31,7 +31,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def saved_run(folder: Path, *arguments: str) -> Path:
-    """Write the run folder of a training with these arguments, without arrays."""
+    """Write the run folder of a training with these arguments, without checkpoints."""
     checkpoint = folder / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
@@ -113,7 +113,7 @@ def test_a_loaded_run_needs_no_folder_of_ones_own(own: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("chip", ["tuned", "dual", "timed"])
 def test_a_chip_of_ones_own_is_had_by_number(own: Path, chip: str):
-    """This includes a chip with names that count cores (inherited from v4), and the file that `mode=figures` writes."""
+    """Includes a chip whose names count cores (inherited from v4), and the file that `mode=figures` writes."""
     chips = own / "target" / "chip"
     (chips / "dual.yaml").write_text("defaults: [v4, _self_]\nname: dual\n")
     figures = {"platform": "cpu", "peak_tflops": {"float32": 0.05}, "hbm_gbs": 2.5, "host_bounds": [1]}
@@ -139,7 +139,7 @@ def test_another_choice_of_a_group_keeps_nothing_of_the_one_before(folder: Path)
 
 
 def test_a_run_is_resumed_from_its_run_yaml_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Resuming works from any directory and ignores today's defaults: it reads only this file and the checkpoints."""
+    """Resuming works from any directory and ignores current defaults: it reads only run.yaml and the checkpoints."""
     text = (folder / "run.yaml").read_text()
     (folder / "run.yaml").write_text(text.replace("learning_rate: 0.024", "learning_rate: 0.0625"))
     (tmp_path / "elsewhere").mkdir()

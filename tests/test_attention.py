@@ -32,7 +32,7 @@ GOLDEN = Path(__file__).parent / "goldens" / "longformer.npz"
 
 
 def make(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=0, segments=False, seed=0):
-    """Return random q, k and v, optional segment ids, and optional global tokens, one repeated and one invalid."""
+    """Return random q, k and v, optional segment IDs, and optional global tokens (one is repeated, one is invalid)."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -94,7 +94,7 @@ CASES = [
 
 
 def run(impl, q, k, v, tokens, ids=None, **options):
-    """Return the output, and the gradients of a function of all its entries for every differentiable input."""
+    """Return the output, and gradients of a function of the whole output with respect to every input."""
 
     @jax.jit
     @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
@@ -124,7 +124,7 @@ def test_dense_is_the_definition_and_chunks_equal_it(case):
 
 @pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
 def test_logits_stay_within_a_soft_cap(impl):
-    """With a cap of 1, the weights of two keys differ at most by a factor of e^2, even for very long queries."""
+    """With a cap of 1, the weights of two keys differ by at most a factor of e^2, even for very long queries."""
     q, k, v, *_ = make(40, heads=1, kv_heads=1)
     options = {"window": 2, "impl": impl, "chunk": 8}
     bounded = attention(1e6 * q, k, v, soft_cap=1.0, **options)
@@ -167,7 +167,7 @@ def test_bfloat16_stays_close_to_float32(impl):
 
 
 def temporaries(impl, seq, **options):
-    """Bytes of temporary memory of the gradient on this backend."""
+    """Return the bytes of temporary memory that the gradient needs on this backend."""
 
     def loss(q, k, v):
         return attention(q, k, v, impl=impl, **options).sum()
@@ -186,7 +186,7 @@ def test_memory_of_chunks_is_linear_in_length(dilation):
 
 @pytest.mark.parametrize("causal", mark_slow_except([True, False], [True]))
 def test_splash_kernel_with_a_stretch_of_keys_before_the_queries(causal):
-    """A shard of the sequence has more keys than queries, and some of the keys are invalid."""
+    """A shard of the sequence has more keys than queries, and some keys are invalid."""
     seq, before, after = 150, 30, 0 if causal else 20
     q, *_ = make(seq, batch=1, heads=2, head_dim=16)
     _, k, v, ids, _ = make(before + seq + after, batch=1, kv_heads=2, head_dim=16, segments=True, seed=1)
@@ -214,7 +214,7 @@ def test_splash_kernel_with_a_stretch_of_keys_before_the_queries(causal):
     ],
 )
 def test_splash_kernel_equals_dense(monkeypatch, window, causal, dilation, segments, count, soft_cap):
-    """Runs the TPU kernel in Pallas' interpreter. The columns of global tokens test its merged backward pass."""
+    """Runs the TPU kernel in Pallas' interpreter. Cases with global tokens test the merged backward pass."""
     from valkyrie.ops import attention as module
 
     q, k, v, ids, tokens = make(200, batch=1, heads=2, kv_heads=1, head_dim=32, global_tokens=count, segments=segments)
@@ -246,7 +246,7 @@ SHARDED = [
     ids=str,
 )
 def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case, check_vma):
-    """A caller with Pallas kernels inside `jax.shard_map` has to run it without varying-axes checks."""
+    """`jax.shard_map` around Pallas kernels needs `check_vma=False`, so both settings are tested."""
     window, causal, dilation, segments, count = case
     q, k, v, ids, tokens = make(40, global_tokens=count, segments=segments)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -284,7 +284,11 @@ def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case, check_vma)
     ],
 )
 def test_full_attention_of_a_split_sequence_by_the_kernel_equals_dense(seq, causal, segments, count, soft_cap):
-    """Runs in Pallas' interpreter. Four shards of 256 exchange halves of their queries, other lengths do not."""
+    """Runs in Pallas' interpreter.
+
+    At seq=1024, the four shards exchange halves of their queries to balance causal work. At the other lengths they do
+    not, because the halves are not whole blocks or the attention is not causal.
+    """
     q, k, v, ids, tokens = make(seq, batch=1, heads=2, kv_heads=1, segments=segments, global_tokens=count)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     split, whole = P(None, ("a", "b")), P()

@@ -36,7 +36,7 @@ def steps_of(folder: Path, *overrides: str) -> list[dict[str, np.ndarray]]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[dict[str, np.ndarray]]:
-    """Metrics of two steps on one device."""
+    """Return the metrics of two steps on one device."""
     return steps_of(folder, "mesh=1x1x1", "partition=dp")
 
 

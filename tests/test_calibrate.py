@@ -38,7 +38,8 @@ SLOWER = 1.2
 
 
 def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 1) -> list[Trial]:
-    """Return trials with the step times that the estimate predicts from these constants; `also` are more overrides."""
+    """Return trials with the step times that the estimate predicts from constants `truth`, with extra overrides `also`.
+    """
     outer = "" if slices == 1 else f"{slices}s"
     made = []
     for batch in batches:
@@ -62,14 +63,14 @@ def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 
 
 @pytest.fixture(scope="module")
 def truth() -> Efficiency:
-    """Constants that no chip has."""
+    """Constants that differ from those of every chip."""
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
     return replace(chip_efficiency(chip), products=0.6, gathers=0.5)
 
 
 def measured(compiled: Sequence[Trial], ratios: Sequence[float]) -> list[Trial]:
-    """Return trials that took so many times the steps of compiled ones, on devices that are no simulated ones."""
+    """Return measured trials with step times `ratios` times those of compiled trials. The devices are not simulated."""
     made = []
     for one, ratio in zip(compiled, ratios, strict=True):
         step = replace(one.results.step, step_s=ratio * one.results.step.step_s)
@@ -88,14 +89,14 @@ def saved_sweep(folder: Path, made: Sequence[Trial]) -> Path:
 
 
 def calibrated(folder: Path, made: Sequence[Trial], capfd: pytest.CaptureFixture[str]) -> str:
-    """Return the output of calibrating by these trials."""
+    """Return the output of a calibration with these trials."""
     sweep = saved_sweep(folder / "sweep", made)
     assert command("mode=calibrate", f"paths={sweep}", f"runs={folder}", "name=found") == 0
     return capfd.readouterr().out
 
 
 def used(folder: Path) -> TargetConfig:
-    """Return the target of a run with the written experiment."""
+    """Return the target of a run that uses the calibrated experiment."""
     file = folder / "mine" / "experiment" / "calibrated_v5e.yaml"
     file.parent.mkdir(parents=True)
     file.write_text((folder / "found" / "calibrated_v5e.yaml").read_text())
@@ -103,7 +104,7 @@ def used(folder: Path) -> TargetConfig:
 
 
 def with_it(folder: Path, *arguments: str) -> Run:
-    """Return the run of a command with the written experiment."""
+    """Return the run of a command with the calibrated experiment."""
     return parse_run(["--config-dir", str(folder / "mine"), "+experiment=calibrated_v5e", *arguments])
 
 
@@ -137,14 +138,14 @@ def test_constants_are_found_and_held_to_families_left_out(
 
 
 def rows_of(made: Sequence[Trial], folder: Path) -> list[tuple[Row, Run]]:
-    """Return rows of trials with their runs, the argument of `calibration`."""
+    """Return trials as rows with their runs, the argument of `fit_calibration`."""
     rows = read_rows([sweep_folder(folder, made)])
     return [(row, shared_run(*row.trial.overrides)) for row in rows]
 
 
 @pytest.fixture
 def unfitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the fit: the constants of the estimate stay unchanged."""
+    """Disables the fit, so that the estimate's constants stay unchanged."""
     monkeypatch.setattr(calibrate, "fit_constants", lambda known, start, names: start)
 
 
@@ -243,7 +244,7 @@ def test_what_cannot_be_fitted_to(
 
 
 def test_a_trial_is_fitted_by_its_own_settings(truth: Efficiency, tmp_path: Path) -> None:
-    """The settings of its `run.yaml` count, not today's defaults for what its overrides leave open."""
+    """Settings are read from the trial's `run.yaml`. Today's defaults do not replace those that its overrides omit."""
     sweep = saved_sweep(tmp_path / "sweep", trials((32,), truth, "model.layers=2")[:1])
     log = sweep / TRIALS
     log.write_text(log.read_text().replace('"model.layers=2"', '"seed=0"'))

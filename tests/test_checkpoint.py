@@ -25,7 +25,7 @@ DATA = {"version": 1, "row": 32, "content": "abc"}
 
 
 def make_state(step: int, size: int = 64, name: str = "w") -> TrainState:
-    """Return a state with numbers that depend on the step."""
+    """Return a state with values that depend on the step."""
     values = {"block": {name: jnp.arange(size, dtype=jnp.float32) + step}}
     moments = ({"count": jnp.int32(step)}, {"mu": {"block": {name: jnp.full(size, -float(step))}}})
     return TrainState(jnp.int32(step), values, moments, None, jax.random.key_data(jax.random.key(step)))

@@ -24,7 +24,7 @@ from valkyrie.train.state import TrainState
 
 
 def both(folder: Path, team: Team = ALONE, **config: Any) -> Checkpoints:
-    """Return the checkpoints of both tiers under a folder."""
+    """Return the checkpoints of a folder, with both tiers."""
     fast = FastConfig(every=1, folder=str(folder / "fast"))
     return Checkpoints(folder / "run", CheckpointConfig(fast=fast, **config), team=team)
 
@@ -189,7 +189,7 @@ def test_one_of_another_layout_is_not_used_and_the_durable_one_is(tmp_path: Path
 
 
 class OneOfTwo(Team):
-    """Process 0 of two, the other of which answers what it is told to."""
+    """Process 0 of two. `other` are the steps of the fast checkpoints that process 1 reports."""
 
     def __init__(self, other: list[int]) -> None:
         super().__init__(2, 0)
@@ -241,7 +241,7 @@ def test_policies_that_make_no_sense_are_refused(tmp_path: Path, capfd: pytest.C
 
 
 class Killed(BaseException):
-    """Stands for the end of a process that saves nothing any more."""
+    """Simulates a process killed before it saves."""
 
 
 def test_a_killed_training_goes_on_from_its_fast_checkpoint_bit_for_bit(

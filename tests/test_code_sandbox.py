@@ -24,7 +24,7 @@ MARK = "98765.4321"
 
 
 def asleep() -> list[str]:
-    """Return the remaining processes of these tests."""
+    """Return the processes of these tests that are still running."""
     left = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -50,7 +50,7 @@ def shell(command: str, time_s: float = 20.0, **limits: int) -> SandboxStepResul
 def judged(
     body: str, test: str = "assert f() is True", time_s: float = 20.0, isolated: bool = True
 ) -> CompletionResult:
-    """Return the result of a function `f` with this body, under a test."""
+    """Return the verdict on a function `f` with this body."""
     problem = CodingProblem("f", "python", "easy", "def f():\n", f"{test}\n")
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     return judge(problem, lines, Limits(time_s, 256, isolated))

@@ -21,19 +21,19 @@ LINK = CHIPS["v4"].ici_link_gbs * 1e9
 
 
 def network(shape, **more) -> tuple[LinkModel, np.ndarray]:
-    """Return a torus of v4 chips and its devices by coordinates."""
+    """Return a torus of v4 chips, and its device IDs as an array over the coordinates."""
     topology = torus(shape, **more)
     return LinkModel(machine("v4", topology)), np.arange(topology.devices).reshape(topology.slices, *shape)
 
 
 def seconds_of_links(traffic: LinkTraffic, kind: str) -> float:
-    """Return the seconds for the bytes at the full rate of the links."""
+    """Return the seconds to send the bytes at the full bandwidth of the links."""
     share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
     return (traffic.seconds - traffic.latency) * share
 
 
 def lines(ids: np.ndarray, axis: int) -> np.ndarray:
-    """Return the groups along one axis of the torus."""
+    """Return the groups of devices along one axis of the torus."""
     return np.moveaxis(ids[0], axis, -1).reshape(-1, ids.shape[axis + 1])
 
 
@@ -60,7 +60,7 @@ def test_a_line_that_does_not_close_is_half_as_fast():
 
 
 def test_the_scaling_books_all_gather_on_v5e():
-    """34 MB over 4 chips of an axis that does not close: 560 us in theory, 680 measured (scaling book)."""
+    """34 MB over 4 chips of an axis without wraparound: 560 us in theory, 680 us measured (scaling book)."""
     net = LinkModel(machine("v5e", torus((4, 8))))
     groups = np.arange(32).reshape(4, 8).T
     found = net.collective("all-gather", groups, 34e6)
@@ -103,7 +103,7 @@ def test_groups_that_skip_chips_share_their_links():
 
 @pytest.mark.parametrize(("shape", "wrap", "crossings"), [((4, 4, 4), True, 2.0), ((2, 2, 4), False, 4.0)])
 def test_an_all_to_all_loads_the_busiest_link(shape, wrap, crossings):
-    """On a ring of 4 each link and direction is crossed twice, on a line the middle one four times."""
+    """On a ring of 4, each link is crossed twice per direction. On a line of 4, the middle link is crossed 4 times."""
     net, ids = network(shape, wrap=(wrap,) * 3)
     found = net.collective("all-to-all", lines(ids, 2), BYTES)
     assert seconds_of_links(found, "all-to-all") == pytest.approx(crossings * BYTES / 4 / LINK)
@@ -153,7 +153,10 @@ def test_between_slices_a_hosts_devices_share_its_network():
 
 @pytest.mark.parametrize("name", ["v5e-8", "v5e-16", "v6e-8", "v6e-16"])
 def test_a_chip_has_its_share_of_the_network_whatever_its_hosts(name):
-    """A v5e-8 is one host of 8 chips, a v5e-16 has 4 hosts of 4; Cloud TPU gives a chip 3.125 GB/s, on v6e 12.5."""
+    """A v5e-8 is one host of 8 chips, and a v5e-16 has 4 hosts of 4.
+
+    Cloud TPU gives each chip 3.125 GB/s on v5e and 12.5 GB/s on v6e.
+    """
     target = replace(parse_target(name), slices=2)
     assert target.chip is not None
     topology = build_topology(target)
@@ -184,7 +187,7 @@ BESIDE_PRODUCTS = config("BarnaCoreAllGatherEmitter", "\ngroup_size = 16 \nhas_r
 
 
 def test_v4s_gathers_beside_products_are_one_ring_in_the_order_of_the_mesh():
-    """From the end of a row, the ring goes back over the whole row and shares its links with the other members."""
+    """At the end of a row, the ring returns over the whole row and shares its links with the other members."""
     net, ids = network((4, 4, 4), wrap=(False, False, False))
     planes = ids[0].reshape(4, 16)
     found = net.collective("all-gather", planes, BYTES, parse_algorithm(BESIDE_PRODUCTS))

@@ -253,7 +253,7 @@ MEMORY = ProgramMemory(1, 1, 0, 1, 1, 3)
 
 
 def entry(folder: Path, compile_s: float = 1.0) -> Path:
-    """Write a cached program as a compile does, with a module of three bytes."""
+    """Write a cached program as a compile would, with a module of three bytes."""
     folder.mkdir(parents=True)
     (folder / MODULE).write_bytes(b"hlo")
     record = ProgramRecord(compile_s, (), MEMORY, hashlib.sha256(b"hlo").hexdigest())
@@ -401,7 +401,7 @@ def test_a_gpu_target_without_a_gpu_says_what_is_missing(tiny: Run, monkeypatch:
 
 @pytest.mark.parametrize("lived_s", [0, 3])
 def test_a_killed_command_takes_its_compiler_along(tmp_path: Path, lived_s: int):
-    """The command may die early. Its compiler is then still importing and has another parent from the start."""
+    """The command may die while its compiler is still importing. The compiler then starts with another parent."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     program = (

@@ -46,7 +46,7 @@ def test_every_group_has_choices_and_every_folder_is_a_group():
 
 @pytest.mark.parametrize("turn", range(max(len(found) for found in CHOICES.values())))
 def test_every_choice_of_every_group_composes(turn: int):
-    """Each turn takes the next choice of every group at once: composing them one by one would take a minute."""
+    """Each turn takes the next choice of every group at once. Composing each choice separately would take a minute."""
     chosen = {group: found[turn % len(found)] for group, found in CHOICES.items()}
     run = Run.from_config(compose_config(*(f"{group}={choice}" for group, choice in chosen.items())))
     found = {group: getattr(run.config, group).name for group in GROUPS}
@@ -109,7 +109,7 @@ def test_every_sweep_is_a_list_of_legal_runs(
 
 
 def test_a_job_of_a_multirun_is_one_run_with_the_same_arguments(command: Any, monkeypatch: pytest.MonkeyPatch):
-    """A sweep starts its own multirun. A job that composed the sweep again would restart it endlessly."""
+    """A sweep starts its own multirun. If a job composed the sweep again, it would restart it endlessly."""
     first, second = multirun_plans(
         command, monkeypatch, "-m", "+sweep=laptop_partitions", "partition=dp,sp", "seq=${batch}"
     )
@@ -422,7 +422,7 @@ def test_a_bucket_is_refused_before_a_local_folder_takes_its_name(asked: str):
 
 
 def test_a_saved_run_does_not_say_which_process_wrote_it(tmp_path: Path):
-    """Else a run that is resumed on one host would wait for the others."""
+    """Otherwise a run that is resumed on one host would wait for the other hosts."""
     place = ["distributed.coordinator=a:1", "distributed.processes=2", "distributed.process=1"]
     compose_run(*place, "distributed.heartbeat_s=9").save(tmp_path / "run.yaml")
     saved = Run.from_config(OmegaConf.load(tmp_path / "run.yaml")).config.distributed

@@ -43,7 +43,10 @@ from valkyrie.trees import leaf_names
 
 STEPPED = [("valkyrie_tiny", "2d_tp_fsdp"), ("gpt_tiny", "fsdp")]
 STEPPED += [(model, "2d_tp") for model in MODELS_WITH_UNIQUE_LAYERS if model not in dict(STEPPED)]
-"""Pairs with steps in the default tests: every model with unique layers, under at least one partition."""
+"""(model, partition) pairs that take steps in the default tests.
+
+Includes every model with unique layers, under at least one partition.
+"""
 
 LOWERED = [("valkyrie_tiny", "sp"), ("valkyrie_tiny", "fsdp_tp")]
 LOWERED += [("valkyrie_tiny", "1d_tp"), ("gpt_tiny", "dp"), ("gpt_tiny", "data_model_fsdp")]
@@ -51,7 +54,7 @@ LOWERED += [("valkyrie_tiny", "1d_tp"), ("gpt_tiny", "dp"), ("gpt_tiny", "data_m
 
 
 def pairs(quick: Collection[tuple[str, str]]) -> list[Any]:
-    """Return every model under every partition that supports it, with all but the `quick` pairs marked slow."""
+    """Return every (model, partition) pair that is supported. All except the `quick` pairs are marked slow."""
     return [
         pytest.param(model, partition, marks=() if (model, partition) in quick else pytest.mark.slow)
         for model in MODELS
@@ -86,7 +89,7 @@ PARAMETERS = {
     "valkyrie_1b": 1_269_221_376,
     "valkyrie_7b": 6_682_480_640,
 }
-"""Parameters of every size, pinned so that none changes unnoticed; `test_parameters_by_hand` adds one up."""
+"""Parameters of every published size, so that a change cannot go unnoticed. `test_parameters_by_hand` adds one up."""
 
 
 def test_something_was_discovered():
@@ -154,7 +157,9 @@ def test_parameters_are_counted_without_allocating():
 
 
 def test_parameters_by_hand():
-    """24 blocks of embed 2048, each with SwiGLU: 16 S5 (1024 states, a square gate), 8 attention (16 heads of 128)."""
+    """24 blocks of embed 2048, each with SwiGLU. 16 have S5 (1024 states, a square gate), 8 have attention (16 heads
+    of 128).
+    """
     embed, states, mlp = 2048, 1024, 5632
     s5 = 3 * states + 2 * (2 * states * embed) + embed + embed**2
     attention = 4 * embed**2

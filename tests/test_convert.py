@@ -34,7 +34,7 @@ VOCAB = 300
 
 
 def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
-    """Draw the weights of the golden as goldens/make_transformers.py does."""
+    """Return random weights, the same as in goldens/make_transformers.py."""
     rng = np.random.default_rng(0)
     return {
         name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)
@@ -43,7 +43,7 @@ def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
 
 
 def published(folder: Path, case: str, dtype: Any = np.float32, **changed: Any) -> Path:
-    """Write the folder of a model as transformers saves it, with `changed` keys in its config.json."""
+    """Write a model folder as transformers saves it, with `changed` keys in its config.json."""
     folder.mkdir(parents=True)
     config = json.loads(str(GOLDEN[f"{case}_config"])) | {"dtype": np.dtype(dtype).name} | changed
     (folder / "config.json").write_text(json.dumps(config))
@@ -60,7 +60,7 @@ def tensors_in(folder: Path) -> dict[str, np.ndarray]:
 
 
 def restored(folder: Path, *overrides: str) -> tuple[Run, StepProgram, Any]:
-    """Return the run of a run folder on a mesh, its program and its parameters."""
+    """Return the run of a run folder on another mesh, its program, and its parameters."""
     run = load_run(folder, [*overrides, "precision=float32"])
     assert not run.problems(), run.problems()
     program = StepProgram(run, build_mesh(run.config.mesh, jax.devices()))

@@ -37,7 +37,7 @@ def plain(hidden, unembed, targets, weights, z_loss=0.0, softcap=None):
 
 
 def gradients(f, hidden, unembed):
-    """Return the results of `f`, and the gradients of a mixture of all its results."""
+    """Return the results of `f`, and gradients of a weighted sum of all results."""
 
     def mixture(hidden, unembed):
         parts = loss, z, per_token = f(hidden, unembed)
@@ -101,7 +101,7 @@ def test_bfloat16_operands_and_a_float32_gradient_of_float32_parameters(inputs):
 
 
 def test_gradient_over_many_chunks_is_summed_in_float32():
-    """Ones cannot be counted past 256 in bfloat16: with one chunk per position that would show."""
+    """A bfloat16 sum of ones stops at 256, so with one chunk per position it would be too small."""
     seq = 600
     hidden = jnp.ones((1, seq, 1), jnp.bfloat16)
     unembed = jnp.zeros((2, 1), jnp.bfloat16)

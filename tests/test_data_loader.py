@@ -27,7 +27,7 @@ BOS = 60000
 def write_dataset(
     path: Path, train: Sequence[int], validation: Sequence[int] = (BOS, 1), shard_tokens: int = 100
 ) -> Prepared:
-    """Write a dataset of these tokens. With `range` as tokens, the first token of a row identifies it."""
+    """Write a dataset of these tokens. If the tokens are a `range`, the first token of a row identifies the row."""
     splits: dict[str, Split] = {}
     path.mkdir(parents=True, exist_ok=True)
     for name, ids in (("train", train), ("validation", validation)):
@@ -44,7 +44,7 @@ def write_dataset(
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """37 rows of 16 tokens and a remainder, in shards of 100 tokens: rows cross shards."""
+    """37 rows of 16 consecutive numbers plus a remainder, in shards of 100 tokens. Some rows span two shards."""
     return write_dataset(tmp_path_factory.mktemp("counted"), range(37 * 16 + 5), range(50))
 
 
@@ -53,7 +53,7 @@ def take(loader: Loader, count: int) -> list[Batch]:
 
 
 def starts(batches: list[Batch]) -> list[int]:
-    """Return the number of every row of a dataset written with `range`."""
+    """Return the index of every row, for a dataset of consecutive numbers."""
     return [int(row[0]) // 16 for batch in batches for row in batch["tokens"]]
 
 
@@ -76,7 +76,7 @@ def assert_same(one: list[Batch], two: list[Batch]) -> None:
 
 
 def joined(parts: Sequence[list[Batch]]) -> list[Batch]:
-    """The global batches, from those of the processes in order."""
+    """Return global batches, from the batches of each process in order."""
     return [
         {name: np.concatenate([part[name] for part in step]) for name in step[0]} for step in zip(*parts, strict=True)
     ]
@@ -106,7 +106,7 @@ def test_a_batch_has_the_promised_arrays(counted: Prepared) -> None:
 
 @pytest.mark.parametrize("case", range(100))
 def test_packing_agrees_with_a_plain_loop(case: int) -> None:
-    """Seeds replace Hypothesis here: it fails if another thread draws from the module `random`."""
+    """Uses seeds instead of Hypothesis, which fails if another thread uses the module `random`."""
     rng, seq = np.random.default_rng(case), 8
     lengths = rng.integers(0, seq + 2, rng.integers(1, 5))
     windows = [rng.choice([BOS, 1, 2], length).tolist() for length in lengths]
@@ -138,20 +138,20 @@ def test_every_row_comes_once_an_epoch_in_an_order_of_its_own(counted: Prepared)
 
 
 def test_the_order_of_seed_0_stays_what_it_is(counted: Prepared) -> None:
-    """A change here breaks resuming every saved run."""
+    """If this order changes, resumed runs repeat some data and skip other data."""
     with make_loader(counted, "train", batch=6, seq=16, seed=0, repeat=True) as loader:
         assert starts(take(loader, 2)) == [9, 31, 20, 3, 11, 21, 8, 29, 33, 10, 19, 14]
 
 
 def stretch(batch: int, index: int, count: int) -> range:
-    """Return the rows of a batch for process `index` of `count`, all with equally many consecutive rows."""
+    """Return the row indices of process `index` of `count`: equal, consecutive parts of the batch."""
     return range(index * batch // count, (index + 1) * batch // count)
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_processes_divide_the_same_global_batches(counted: Prepared, split: str, processes: int) -> None:
-    """This includes more processes than shards: validation has one shard."""
+    """Includes more processes than shards: the validation split has one shard."""
     repeat = split == "train"
 
     def read(index: int, count: int) -> list[Batch]:

@@ -42,7 +42,7 @@ def all_tokens(prepared: Prepared, split: str) -> np.ndarray:
 
 
 def texts_of(prepared: Prepared, split: str) -> list[str]:
-    """Cut the stream at BOS and decode."""
+    """Split the token stream at BOS and return the decoded documents."""
     tokenizer = load_tokenizer(prepared.tokenizer)
     tokens = all_tokens(prepared, split)
     starts = np.flatnonzero(tokens == prepared.bos_id)

@@ -33,7 +33,7 @@ MEMORY = fsspec.filesystem("memory")
 
 @pytest.fixture
 def shelf() -> Iterator[str]:
-    """A folder in memory with files of every readable kind, and others."""
+    """A folder in memory, with files of every readable type and of other types."""
     rows = [{"text": "one"}, {"text": ""}, {"text": "two"}]
     table = io.BytesIO()
     parquet.write_table(pyarrow.table({"text": ["three", None, "four"]}), table)
@@ -99,7 +99,7 @@ def test_urls_without_text_are_refused(shelf: str, path: str, values: list[str])
 
 def test_what_the_service_refuses_is_said_with_the_remedy(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forbidden(Exception):
-        """What a service's package raises."""
+        """Stands for an exception of the storage service's package."""
 
     def refuse(*asked: Any, **more: Any) -> Any:
         raise Forbidden("caller does not have storage.objects.list\nmore")

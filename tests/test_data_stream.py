@@ -24,7 +24,7 @@ BOS = 256
 
 
 def write_shards(folder: Path, shards: int = 4, groups: int = 5, documents: int = 7) -> Path:
-    """Write shards of documents that start with their position, `shard.document.`, and continue with letters."""
+    """Write shards of documents. Each starts with its position, `shard.document.`, followed by letters."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(shards):
         lengths = np.random.default_rng(shard).integers(0, 60, groups * documents)
@@ -45,7 +45,7 @@ def streamed(folder: Path | str, team: Team | None = None, **options: Any) -> St
 
 
 def take(data: Streamed, count: int, state: dict[str, Any] | None = None, **options: Any) -> tuple[list[Batch], Any]:
-    """Return the next `count` batches after a position, and the position after them."""
+    """Return the next `count` batches from a position, and the position after them."""
     with make_loader(data, "train", **{"batch": 8, "seq": 32, "seed": 3, "repeat": True, **options}) as loader:
         if state is not None:
             loader.restore(json.loads(json.dumps(state)))
@@ -86,7 +86,7 @@ def test_processes_read_the_rows_of_one(shards: Path, packing: Packing, processe
 
 
 class Gathering(Team):
-    """One of two processes whose turn it is: it hears what both said."""
+    """One of two processes, used one after the other. Its exchange returns what both have sent so far."""
 
     said: list[Any] = []
 
@@ -223,7 +223,7 @@ def test_files_without_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_worker_goes_to_a_place_of_before_and_reads_the_same_again(shards: Path) -> None:
-    """Grain may reset a worker's iterator, though the loader itself starts new ones."""
+    """Grain may reset a worker's iterator to an earlier position. Our loader starts new iterators instead."""
     data = streamed(shards)
     loader = StreamLoader(data, "train", BatchPlan(4, 32, 0, True, np.arange(4)))
     start = stream_loader._Positions((None,) * len(loader._lanes))

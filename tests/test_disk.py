@@ -28,7 +28,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def full_for(times: float) -> Callable[..., None]:
-    """Return a function that raises 'no space left' in its first `times` calls and then does nothing."""
+    """Return a function whose first `times` calls raise "no space left on device". Later calls do nothing."""
     left = [times]
 
     def write(*_: Any, **__: Any) -> None:
@@ -41,7 +41,7 @@ def full_for(times: float) -> Callable[..., None]:
 
 @pytest.fixture
 def a_file(tmp_path: Path) -> Path:
-    """A file: no user, not even root, can create a folder under it."""
+    """A file used as a parent folder. Nobody, not even root, can create a folder under it."""
     (tmp_path / "file").touch()
     return tmp_path / "file"
 
@@ -94,7 +94,7 @@ def test_records_wait_while_the_disk_is_full_and_are_written_after(tmp_path: Pat
     disk, takes = tracker._file, [0, 5]
 
     class FullFile:
-        """A file on a disk that takes half a line before it is full."""
+        """A file on a disk that fills up in the middle of a line."""
 
         def write(self, body: bytes) -> int:
             if takes and (room := takes.pop()):

@@ -49,13 +49,13 @@ SMALL = (*TINY, "mesh=2x1x1", "partition=dp")
 
 
 def on_tpu(monkeypatch: pytest.MonkeyPatch, chips: int = 4) -> None:
-    """Let this host have `chips` TPU chips, according to its device files."""
+    """Make this host appear to have `chips` TPU chips, by faking its device files."""
     for module in (host, devices):
         monkeypatch.setattr(module, "accelerators", lambda: chips)
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Return exit status, output and errors of the command in this process."""
+    """Run the command in this process. Return its exit status, stdout and stderr."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         main(arguments)
@@ -64,7 +64,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 
 def look(check: Callable[[CheckContext], CheckResults], run: Run, processes: int = 1) -> tuple[str, ...]:
-    """The one finding of a check: severity, text and perhaps a remedy."""
+    """Return the only finding of a check: severity, text and, if there is one, a remedy."""
     (found,) = check(CheckContext(run, processes))
     return found
 
@@ -91,7 +91,7 @@ def test_chips_and_processes_are_held_against_the_hosts_of_the_target(monkeypatc
 
 
 def process_with(proc: Path, pid: int, device: str) -> None:
-    """Add a process with an open device file to a fake /proc."""
+    """Add a process that has a device file open to a fake /proc."""
     (proc / str(pid) / "fd").mkdir(parents=True)
     (proc / str(pid) / "fd" / "7").symlink_to(device)
     (proc / str(pid) / "cmdline").write_bytes(b"python\0other.py\0")
@@ -177,7 +177,7 @@ def test_the_folder_of_the_checkpoints_is_written_and_read(tmp_path: Path):
 
 
 def free_disk(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Let every disk have `size` free bytes."""
+    """Make every disk appear to have `size` free bytes."""
     monkeypatch.setattr(disks, "_free_bytes", lambda _: size)
 
 
@@ -435,7 +435,7 @@ def test_jax_is_not_imported_where_a_cheap_check_fails(tmp_path: Path):
 
 
 def several(count: int, arguments: Sequence[str], cwd: Path) -> list[tuple[int, str, str]]:
-    """Return status, output and errors of the command in so many processes."""
+    """Run the command in `count` processes. Return status, stdout and stderr of each."""
     given: dict[str, Any] = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": str(count)}
     processes = [
         subprocess.Popen(

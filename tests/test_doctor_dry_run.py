@@ -17,12 +17,12 @@ from valkyrie.train.devices import Devices
 
 
 def simulated() -> Devices:
-    """The devices of the tests."""
+    """The simulated CPU devices of the tests."""
     return Devices(tuple(jax.devices()), "cpu", None, simulated=True)
 
 
 def dry(*overrides: str) -> dict[str, Finding]:
-    """Return the findings of a dry run of three steps, by check."""
+    """Return the findings of a dry run of three steps, by check name."""
     run = compose_run(*TINY, *overrides)
     return {finding.check: finding for part in dry_run.dry_run(run, simulated(), 3, ALONE) for finding in part}
 
@@ -47,7 +47,7 @@ def test_a_nan_is_found_with_its_step():
 
 
 def copies(of_devices: list[float]) -> jax.Array:
-    """Return a replicated array of two numbers with different values on each device."""
+    """Return an array with a replicated sharding but a different value on each device. Its shape is (2,)."""
     mesh = jax.make_mesh((len(of_devices),), ("x",), devices=jax.devices()[: len(of_devices)])
     parts = [jax.device_put(np.full(2, v, np.float32), d) for v, d in zip(of_devices, jax.devices(), strict=False)]
     return jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, PartitionSpec()), parts)

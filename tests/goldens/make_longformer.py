@@ -22,7 +22,7 @@ LENGTHS = np.array([32, 27])
 
 
 def main() -> None:
-    """Run the reference once and write its inputs and output."""
+    """Run the reference and write its inputs and output."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     embed = HEADS * HEAD_DIM

@@ -23,7 +23,7 @@ SEQ = {"2025": 24, "2026": 200}
 
 
 def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
-    """Return random weights by name, scaled so that activations are of order one."""
+    """Return random weights by name, scaled so that activations are close to 1."""
     rng = np.random.default_rng(0)
     return {
         name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)
@@ -32,7 +32,7 @@ def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
 
 
 def logits_of(model: torch.nn.Module, forward: Any, seq: int) -> tuple[np.ndarray, str]:
-    """Return the logits of a model with drawn weights on drawn tokens, and the shapes of its weights as JSON."""
+    """Return the logits of a model with random weights on random tokens, and the shapes of its weights as JSON."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     values = drawn(shapes)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def logits_of(model: torch.nn.Module, forward: Any, seq: int) -> tuple[np.ndarra
 
 
 def of_2025() -> tuple[np.ndarray, str]:
-    """Return what transformers makes of it."""
+    """Return logits and weight shapes of nanochat as of October 2025, from transformers."""
     from transformers import NanoChatConfig, NanoChatForCausalLM
 
     config = NanoChatConfig(
@@ -59,7 +59,7 @@ def of_2025() -> tuple[np.ndarray, str]:
 
 
 def of_2026() -> tuple[np.ndarray, str]:
-    """Return what nanochat's gpt.py makes of it."""
+    """Return logits and weight shapes of nanochat as of July 2026, from its own gpt.py."""
     from nanochat.gpt import GPT, GPTConfig
 
     config = GPTConfig(SEQ["2026"], VOCAB, LAYERS, HEADS, KV_HEADS, EMBED, "SSSL")
@@ -69,7 +69,7 @@ def of_2026() -> tuple[np.ndarray, str]:
 
 
 def muon_steps() -> dict[str, np.ndarray]:
-    """Return what two steps of nanochat's Muon make of a tall and a wide matrix, and their gradients."""
+    """Return a tall and a wide matrix before and after two steps of nanochat's Muon, and their gradients."""
     from nanochat.optim import muon_step_fused
 
     rng, kept = np.random.default_rng(2), {}
@@ -88,7 +88,7 @@ def muon_steps() -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Run the references once and write what they return."""
+    """Run the references and write their results."""
     os.environ["NANOCHAT_DTYPE"] = "float32"
     torch.compile = lambda f=None, **_: f if f is not None else lambda g: g  # pyright: ignore[reportAttributeAccessIssue]
     sys.path.insert(0, sys.argv[1])

@@ -15,7 +15,10 @@ from s5.s5_model import S5, discretize_bilinear, discretize_zoh
 
 
 def main() -> None:
-    """Write the parameters, the input and the outputs for both discretisations, whole and continued half-way."""
+    """Write the parameters, the input and the outputs for both discretisations.
+
+    The outputs are computed in one call, and in two calls of half the sequence.
+    """
     torch.manual_seed(0)
     layer = S5(width=3, state_width=12, block_count=2, bcInit="dense")
     signal = torch.randn(2, 20, 3)

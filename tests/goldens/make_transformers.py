@@ -48,11 +48,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
     "gpt2": ("GPT2", GPT2),
 }
-"""The models by name: transformers' word for the kind, and their settings."""
+"""Models by name: the prefix of their classes in transformers, and their settings."""
 
 
 def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
-    """Return weights by name: as large as keeps activations of the order of one."""
+    """Return random weights by name, scaled so that activations are close to 1."""
     rng = np.random.default_rng(0)
     return {
         name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)
@@ -61,7 +61,7 @@ def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
 
 
 def of(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's config.json, the shapes in its file, and its logits with drawn weights."""
+    """Return a model's config.json, the shapes of the tensors in its file, and its logits with random weights."""
     config = getattr(transformers, f"{kind}Config")(**settings)
     made = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def of(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the references once and write what they return."""
+    """Run the references and write their results."""
     kept = {f"{name}_{key}": value for name, case in CASES.items() for key, value in of(*case).items()}
     np.savez_compressed(Path(__file__).with_name("transformers.npz"), **kept)
 

@@ -28,7 +28,7 @@ VARIANTS = {
 
 
 def main() -> None:
-    """Write weights, puzzles, and for each step the loss, gradient norms, what is carried, and the table's new rows."""
+    """Write `trm.npz` with the results of both variants."""
     golden = {}
     for name, own in VARIANTS.items():
         golden |= {f"{name}.{key}": value for key, value in answers(SHAPE | own).items()}
@@ -36,7 +36,10 @@ def main() -> None:
 
 
 def answers(config: dict) -> dict[str, np.ndarray]:
-    """Return what one variant is given and answers."""
+    """Return a variant's weights and, for each step, the batch, losses, gradient norms, carry, and puzzle embeddings.
+
+    The embedding table is the one after its update.
+    """
     torch.manual_seed(1)
     model = TinyRecursiveReasoningModel_ACTV1(config)
     inner, golden = model.inner, {}
