@@ -23,9 +23,9 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "valkyrie" / "README.md").read_text()
 
 
-def example_in(page: str) -> str:
-    """Return the first Python listing of a page that does not name its file."""
-    return re.findall(r"```python\n(import .*?)```", (ROOT / page / "README.md").read_text(), re.DOTALL)[0]
+def example_in(folder: str) -> str:
+    """Return the first Python listing in a folder's README that does not name its file."""
+    return re.findall(r"```python\n(import .*?)```", (ROOT / folder / "README.md").read_text(), re.DOTALL)[0]
 
 
 QUICK = ("model.layers=1", "batch=8", "seq=32", "data=synthetic", "data.documents=60", "tracking=off", "eval_batches=1")

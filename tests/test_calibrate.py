@@ -38,8 +38,7 @@ SLOWER = 1.2
 
 
 def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 1) -> list[Trial]:
-    """Return trials with the step times that the estimate predicts from constants `truth`, with extra overrides `also`.
-    """
+    """Return trials with the step times that the estimate predicts from constants `truth`. `also` are overrides."""
     outer = "" if slices == 1 else f"{slices}s"
     made = []
     for batch in batches:

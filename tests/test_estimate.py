@@ -41,13 +41,13 @@ COMPILED = Path(__file__).parents[1] / "experiments" / "search" / "compiled.json
 
 
 def searched(*arguments: str) -> tuple[Run, Ranking]:
-    """Return the run of a search and the ranking of its layouts."""
+    """Return the run of a search and its ranked layouts."""
     run = shared_run("mode=search", "precision=bf16_mixed", *arguments)
     return run, rank(run, parse_request(run).space())
 
 
 def some(ranking: Ranking, count: int) -> list[EstimatedLayout]:
-    """Return about `count` layouts of a ranking, from the fastest to the slowest."""
+    """Return about `count` layouts of a ranking, evenly spaced from the fastest to the slowest."""
     every = list(ranking)
     return every[:: max(len(every) // count, 1)]
 
@@ -123,7 +123,7 @@ def test_what_does_not_divide_is_refused_with_its_reason() -> None:
 
 
 def refused_by(run: Run, one: EstimatedLayout) -> list[Problem]:
-    """Return the problems of a command with the layout's overrides."""
+    """Return the problems of the search's command with the layout's overrides."""
     flags, overrides = split_flags(parse_request(run).command)
     return parse_run([*flags, *overrides, *one.candidate.overrides, "mode=show"]).problems(advise=False)
 
@@ -324,7 +324,7 @@ def test_a_chips_own_constants() -> None:
 
 
 def run_of_row(overrides: Sequence[str]) -> Run:
-    """Return the run of a compiled row; rows that differ in mesh and partition alone are composed once."""
+    """Return the run of a compiled row. Rows that differ only in mesh and partition are composed once."""
     mesh, partition = (key_value(override)[1] for override in overrides if override.startswith(("mesh=", "partition=")))
     others = [override for override in overrides if not override.startswith(("mesh=", "partition="))]
     return shared_run(*others, "mesh=1x1x32", "partition=dp").changed(
@@ -351,7 +351,7 @@ def test_the_pairs_of_the_tpu_v4_paper_stand_in_its_order(pair: str, monkeypatch
 
 
 def parse_seconds(*overrides: str, **constants: float) -> dict[str, float]:
-    """Return the seconds of a step's parts, with these constants in place of the chip's."""
+    """Return the estimated seconds of each part of a step, with `constants` instead of the chip's."""
     run = shared_run("mode=compile", "model=gpt_1b", "precision=bf16_mixed", *overrides)
     assert run.config.target.chip is not None
     (parts,) = estimate_runs([run], replace(chip_efficiency(run.config.target.chip), **constants))

@@ -43,7 +43,7 @@ FOREIGN = ForeignProgram("mine", "v5e-8", "v5e-8", "v5e", {"data": 8})
 
 
 def prediction(partition: str = "fsdp", **seconds: float) -> Prediction:
-    """Return a compiled layout with these parts of its step, in seconds: `matmul=0.3`, `exposed_x=0.1`."""
+    """Return the prediction of a layout with these seconds for parts of the step: `matmul=0.3, exposed_x=0.1`."""
     taken = {"matmul": 0.3, "memory": 0.1} | seconds
     parts = [StepPart(PartKind(name.split("_")[0]), tuple(name.split("_")[1:]), value) for name, value in taken.items()]
     causes = tuple(
@@ -70,7 +70,7 @@ def prediction(partition: str = "fsdp", **seconds: float) -> Prediction:
 
 
 def changed(one: Prediction, about: dict[str, Any] | None = None, **step: Any) -> Prediction:
-    """Return a prediction with other values of its layout's record and of its step."""
+    """Return a prediction with fields of its layout's record and of its step replaced."""
     assert one.step is not None
     return replace(one, about=replace(one.layout, **(about or {})), step=replace(one.step, **step))
 

@@ -13,7 +13,7 @@ from valkyrie.search.measure import figures
 
 
 def cost(function: Callable[..., Any], arrays: int, shape: Sequence[int], dtype: Any, what: str) -> float:
-    """Return the `flops` or `bytes accessed` that XLA counts in a function of some arrays."""
+    """Return the `flops` or `bytes accessed` that XLA counts for a function of `arrays` arrays."""
     made = [jax.ShapeDtypeStruct(tuple(shape), dtype)] * arrays
     counted = jax.jit(function).lower(*made).compile().cost_analysis()
     assert counted is not None
@@ -21,15 +21,15 @@ def cost(function: Callable[..., Any], arrays: int, shape: Sequence[int], dtype:
 
 
 class Counting(figures._Timer):
-    """Takes a second for 1e12 of the FLOPs that XLA counts."""
+    """A fake timer that reports one second per 1e12 FLOPs, as counted by XLA."""
 
     def __init__(self) -> None:
-        """Needs no devices."""
+        pass  # needs no devices
 
     def __call__(
         self, function: Callable[..., Any], shape: Sequence[int], dtype: Any = None, mesh: Any = None
     ) -> float:
-        """Return the seconds of a function of an array."""
+        """Return the fake seconds of a function of one array."""
         return cost(function, 1, shape, dtype, "flops") / 1e12
 
 

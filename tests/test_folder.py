@@ -32,7 +32,7 @@ from valkyrie.sweep import child as trial_child
 
 
 def make_run(runs: Path, name: str, *arguments: str, when: int = 0) -> Path:
-    """Make a run folder with one finished checkpoint and the settings that the arguments compose to."""
+    """Make a run folder with a finished checkpoint and the settings composed from these arguments."""
     checkpoint = runs / name / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")

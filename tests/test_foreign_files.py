@@ -36,7 +36,7 @@ REMOVED = object()
 
 @st.composite
 def damaged(draw: st.DrawFn, valid: Any) -> bytes:
-    """JSON text of `valid` with one field replaced or removed, or cut short."""
+    """JSON text of `valid`, cut off or with one field replaced or removed."""
     damage = draw(st.sampled_from([*VALUES, REMOVED, "cut"]))
     if damage == "cut":
         text = json.dumps(valid).encode()
@@ -54,7 +54,7 @@ def damaged(draw: st.DrawFn, valid: Any) -> bytes:
 
 
 def check(data: st.DataObject, path: Path, valid: Any, read: Callable[[], object]) -> None:
-    """Read a damaged file."""
+    """Read a damaged file. Asserts that the reader returns, or raises an error that names the file."""
     path.write_bytes(data.draw(damaged(valid)))
     message = path.name
     try:

@@ -49,7 +49,7 @@ def test_only_the_best_k_are_drawn(top_k: int, possible: set[int]) -> None:
 
 
 class Recital:
-    """A model that generates a fixed sequence of tokens after a prompt of one byte."""
+    """A fake model that generates a fixed sequence of tokens after a prompt of one byte."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = jnp.asarray([0, *tokens, BYTES.bos_id], jnp.int32)

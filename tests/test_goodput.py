@@ -41,7 +41,7 @@ TWO_RESTARTS = (
 
 
 def test_two_restarts_by_hand(tmp_path: Path) -> None:
-    """Steps 150 to 200 are done twice: 50 of the 100 steps between 19 and 37 seconds."""
+    """Steps 150 to 200 are done twice: 50 of the 100 steps between 19 s and 37 s."""
     (tmp_path / FILE).write_text(TWO_RESTARTS)
     found = read_goodput(tmp_path)
     assert found is not None
@@ -194,7 +194,7 @@ def test_neither_an_unreadable_program_nor_a_profiler_that_fails_ends_a_training
 def test_a_run_that_ended_without_a_word_restarts_and_does_its_steps_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder of a killed run is made from a finished one: an older checkpoint, and lines without an end."""
+    """The killed run is a finished run with an older checkpoint and without the records of its end."""
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     file = folder / FILE
     lines = [line for line in file.read_text().splitlines(keepends=True) if '"end"' not in line]
@@ -235,7 +235,7 @@ def test_the_processes_of_one_host_trace_into_files_of_their_own(tmp_path: Path)
 
 
 def test_the_loop_waits_for_data_only_where_the_devices_have_nothing_to_do() -> None:
-    """A batch that comes late while the step before is still under way delays nothing."""
+    """A batch that arrives late, but while the devices still compute the previous step, delays nothing."""
     import threading
     import time
 

@@ -18,7 +18,7 @@ HEAD = "HloModule m, is_scheduled=true, entry_computation_layout={(f32[8,128])->
 
 
 def module_of(function, *shapes: tuple[int, ...]) -> Module:
-    """A function compiled for one CPU device."""
+    """Return the module of a function compiled for one CPU device."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     done = jax.jit(function).lower(*arguments).compile()
     return parse(serialised_module(done))
@@ -195,7 +195,7 @@ def test_replica_groups_in_every_spelling(spelling: str):
     ],
 )
 def test_replica_groups_over_mesh_axes_and_parts_of_them(axes, expected):
-    """`mesh['x'=2,'y'=4] {'y'}`, which older parsers of text do not know: written into the message itself."""
+    """Tests the form `mesh['x'=2,'y'=4] {'y'}`. It is set in the proto, because older text parsers reject it."""
     instruction = reduced("{}").instructions["g"]
     spelt = instruction.message.mesh_groups
     for name, size in (("x", 2), ("y", 4)):

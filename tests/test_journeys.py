@@ -26,18 +26,18 @@ pytestmark = pytest.mark.slow
 
 TRAINING = (*TINY, *SINGLE, "sample_tokens=0", "tracking=off", "checkpoint.every=3")
 REFUSED_S, TRAINED_S = 15.0, 90.0
-"""Seconds that a refusal and a tiny training may take on a busy machine; on a quiet one they take 1 and 8."""
+"""Seconds that a refusal and a tiny training may take on a busy machine. On an idle one they take 1 s and 8 s."""
 
 
 class Ended(NamedTuple):
-    """How a command ended: exit status and everything it printed."""
+    """Exit status of a command, and everything it printed."""
 
     status: int
     text: str
 
 
 def typed(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **environment: str) -> Ended:
-    """Return how `valkyrie-train` ends, which must be in time and without a traceback."""
+    """Run `valkyrie-train` and return its status and output. It must end in time, without a traceback."""
     began = time.monotonic()
     process = start_training(*arguments, cwd=cwd, **environment)
     try:
@@ -52,7 +52,7 @@ def typed(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **environment:
 
 
 def until(process: subprocess.Popen[str], words: str) -> str:
-    """Return the output of a running command up to a line with these words."""
+    """Return the output of a running command up to and including a line with these words."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -109,7 +109,7 @@ MISTAKES: dict[str, Sequence[str]] = {
     "-m +sweep=nope": ("sweep=nope is not a choice",),
     "train": ("write mode=train",),
 }
-"""What a stranger types, and the words that matter in the answer."""
+"""Arguments with a mistake, and the words that the message must contain."""
 
 
 @pytest.mark.parametrize("line", MISTAKES)
@@ -157,7 +157,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def live(made: Path, tmp_path: Path) -> Path:
-    """A copy of that run, in the `runs` of an empty directory."""
+    """A copy of that run, in `runs` in an otherwise empty directory."""
     (tmp_path / "runs").mkdir()
     return copy_run(made, tmp_path / "runs")
 
@@ -216,7 +216,7 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(live: Path, t
 
 @pytest.fixture
 def running(tmp_path: Path):
-    """A training without end in an empty directory, once it takes steps."""
+    """An endless training in an empty directory, started and already taking steps."""
     process = start_training(
         *TRAINING, "steps=1000000", "name=live", "log_every=1", "checkpoint.every=20", cwd=tmp_path
     )

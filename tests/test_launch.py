@@ -48,7 +48,7 @@ CASES = {
 
 
 def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
-    """Return the exit status, output and messages of the command."""
+    """Return the exit status, stdout and stderr of `valkyrie-launch`."""
     with pytest.raises(SystemExit) as ended:
         launch.main(arguments)
     shown = capsys.readouterr()
@@ -102,7 +102,7 @@ ARGUMENTS = st.lists(st.one_of(ARGUMENT, st.sampled_from(["it's", "$(x)", "`x`",
 
 
 def words_of(call: CommandStep) -> list[str]:
-    """Return the words that a shell reads in a printed command."""
+    """Return the words that a shell splits a printed command into."""
     (command,) = call.commands
     return shlex.split(re.sub(r" \\\n  (?=(?:--|'--))", " ", call.text().removesuffix(" &"))) or list(command)
 
@@ -145,7 +145,7 @@ git() { shown git "$@"; }
 
 
 def shell_reads(text: str, folder: Path) -> list[list[str]]:
-    """Return the commands that bash runs in a script. Shell functions replace the programs and record them."""
+    """Return the commands that bash executes for a script. Shell functions replace the programs and record them."""
     shown = folder / "shown"
     shown.unlink(missing_ok=True)
     shown.touch()
@@ -316,7 +316,7 @@ def test_actions_print_one_command(capsys: pytest.CaptureFixture[str]):
 
 
 def program(folder: Path, name: str, code: str, flags: str = " -S") -> None:
-    """Put a program on the PATH that notes its arguments and then runs some code."""
+    """Put a program on the PATH that records its arguments and then runs some Python code."""
     file = folder / name
     head = f"#!{sys.executable}{flags}\nimport os, pathlib, subprocess, sys, time\n"
     note = f"with open({str(folder / 'calls')!r}, 'a') as file: print({name!r}, *sys.argv[1:], file=file)\n"
@@ -326,7 +326,7 @@ def program(folder: Path, name: str, code: str, flags: str = " -S") -> None:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder ahead of the PATH, in the current folder of a test."""
+    """A folder at the front of the PATH, inside the test's working directory."""
     folder = tmp_path / "programs"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -336,7 +336,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def verbs(folder: Path, skip: Sequence[str] = ("describe",)) -> list[str]:
-    """Return the actions of the recorded gcloud calls, in order. Those of ssh include what the command does."""
+    """Return the recorded gcloud actions in order. An ssh action includes what its command does."""
     actions = []
     for line in (folder / "calls").read_text().splitlines():
         words = line.split()
@@ -368,9 +368,10 @@ elif verb == "ssh" and ".venv/bin/valkyrie-train" in command:
 
 
 def rented(folder: Path, monkeypatch: pytest.MonkeyPatch, attempts: str, restarts: int = 2) -> int:
-    """Return the exit status of a training on a slice.
+    """Train on a fake slice and return the exit status.
 
-    Each of the `attempts` is the exit status of one start, with the state of the slice after it: `255:SUSPENDED`.
+    Each of `attempts` is the exit status of one start, optionally with the state of the slice after it:
+    `255:SUSPENDED`.
     """
     program(folder, "gcloud", GCLOUD)
     monkeypatch.setenv("STATE", str(folder / "state"))
@@ -442,7 +443,7 @@ SSH = """
 host, command = sys.argv[-2:]
 sys.exit(subprocess.run(["sh", "-c", command], cwd=os.environ["HOMES"] + "/" + host, start_new_session=True).returncode)
 """
-"""Replaces ssh. As on another machine, its command is not in the launcher's process group."""
+"""A replacement for ssh. Its command runs outside the launcher's process group, as if on another machine."""
 TRAINING = """
 index, folder = os.environ["JAX_PROCESS_INDEX"], pathlib.Path(os.environ["HOMES"])
 starts = int(os.environ.get("VALKYRIE_LAUNCH_RESTARTS") or 0)

@@ -35,12 +35,12 @@ def on(number, status):
 
 
 def member(code: str) -> list[str]:
-    """Return the command of a child."""
+    """Return the command of a child process with this Python code."""
     return [sys.executable, "-S", "-E", "-c", HEAD + code]
 
 
 def run(code: str, processes: int = 3, restarts: int = 2, **settings: Any) -> int:
-    """Return the exit status of a launch in this process and the current folder."""
+    """Launch children in this process, in the current folder, and return the exit status."""
     settings = {"grace_s": 0.1, "notice_s": 10.0, "min_uptime_s": 0.0, **settings}
     return Supervisor(lambda starts: local_processes(member(code), processes), restarts, Path("logs"), **settings).run()
 
@@ -167,7 +167,7 @@ def test_a_preemption_is_not_a_crash(capfd: Any):
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Any]:
-    """A function that starts the command with children of some code and waits until all are ready."""
+    """A function that starts the command with children that run some code, and waits until all are ready."""
     with contextlib.ExitStack() as stack:
 
         def start(code: str, processes: int = 3, *flags: str) -> subprocess.Popen[str]:

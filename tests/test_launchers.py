@@ -24,7 +24,10 @@ SWEPT = ["mesh=2x2x1,1x1x3", "partition=dp,fsdp,1d_tp", "trial.limit_s=20"]
 
 @cache
 def rows(launcher: str, folder: Path) -> dict[str, Any]:
-    """Return a launcher's records of every trial, without times. One trial is killed, and a second sweep adds none."""
+    """Return a launcher's record of every trial, without times. One trial is killed.
+
+    A second sweep must add no records.
+    """
     stage = Stage(folder / launcher, fsdp="kill")
     for _ in range(2):
         sweep = stage.start(*SWEPT, f"hydra/launcher={launcher}", *LAUNCHERS[launcher])
@@ -52,7 +55,10 @@ def test_every_launcher_gives_the_same_set_of_trials(launcher: str, tmp_path_fac
 def test_the_task_function_alone_records_a_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
-    """joblib, submitit and ray run this function. Hydra's basic launcher calls it in this process."""
+    """The joblib, submitit and ray launchers call the task function in workers.
+
+    Hydra's basic launcher calls it in this process, so it is tested through that.
+    """
     stage = Stage(tmp_path)
     stage.enter(monkeypatch)
     for times in (1, 2):

@@ -46,7 +46,10 @@ def projected(p: dict[str, np.ndarray], name: str, x: np.ndarray, theta: float) 
 
 
 def definition(module: Any, x: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
-    """Row i sees itself, its window and the global tokens. Global tokens see every row, by separate projections."""
+    """Return the layer's output from dense float64 attention. A row sees itself, its window and the global tokens.
+
+    Global tokens see every row, with separate projections.
+    """
     c = module.config
     tree = nnx.to_pure_dict(nnx.state(module))
     p = {name: np.asarray(x, np.float64) for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)}
@@ -139,13 +142,14 @@ GROUPED = {
     "full, with the sequence": ("2x2x1", {"heads": ["x"], "seq": ["y"]}, {"windows": [None]}),
     "with global tokens": ("4x2x1", {"heads": ["x"], "seq": ["y"]}, {"global_tokens": 2}),
 }
-"""Meshes, rules that split heads and key heads differently, and the numbers of heads if they are not 8 and 2."""
+"""Meshes, rules that shard heads and key heads differently, and changes to the block (by default 8 heads, 2 key heads).
+"""
 GROUPED_ONCE = [
     pytest.param(case, impl, marks=[pytest.mark.slow] * ((i + 2 * j) % 4 != 2))
     for i, case in enumerate(GROUPED)
     for j, impl in enumerate([AttentionImpl.chunked, AttentionImpl.dense])
 ]
-"""Every case with both implementations. The default tests run every other case, with alternating implementations."""
+"""Every case with both implementations. The default tests run half of them, and the other half is slow."""
 
 
 @pytest.mark.parametrize(("case", "impl"), GROUPED_ONCE)

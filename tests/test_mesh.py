@@ -156,7 +156,7 @@ def tpu_slices(shape: tuple[int, int, int], slices: int) -> list[SimpleNamespace
 
 @pytest.mark.parametrize("inner", ["8x8x1", "2x32x1", "4x4x4", "64x1x1", "2x4x4x2"])
 def test_the_mesh_of_a_slice_is_one_of_several_slices_too(inner: str, monkeypatch: pytest.MonkeyPatch):
-    """An axis of 8 is part of two axes of a 4x4x4 torus, in each slice as in one alone."""
+    """A mesh axis of 8 uses parts of two axes of a 4x4x4 torus, in each of two slices as in a single one."""
     monkeypatch.setattr(jax.sharding, "Mesh", lambda grid, axes, **_: SimpleNamespace(devices=grid, axis_names=axes))
     alone = build_mesh(parse_mesh(inner), tpu_slices((4, 4, 4), 1))
     both = build_mesh(parse_mesh(f"2s{inner}"), tpu_slices((4, 4, 4), 2))

@@ -220,7 +220,7 @@ def test_dropout_keeps_the_mean_and_drops_whole_channels():
 
 @pytest.mark.slow
 def test_every_layer_drops_by_a_key_of_its_own(monkeypatch):
-    """If the repeats of a scan shared a key, all of them would drop the same channels."""
+    """If the iterations of a scan shared a key, all of them would drop the same channels."""
     seen = []
 
     def spy(x, rate, key):
@@ -244,7 +244,7 @@ def test_tied_and_untied_embeddings():
 
 
 def products(jaxpr: Any, times: float = 1.0) -> float:
-    """Return the FLOPs of all matrix products of a jaxpr, two per multiply-add. Scans count once per iteration."""
+    """Return the FLOPs of all matrix products of a jaxpr, two per multiply-add. Scans count per iteration."""
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -271,7 +271,7 @@ FLOPS = {
 
 @pytest.mark.parametrize("case", FLOPS)
 def test_flops_of_the_config_are_those_of_the_program(case):
-    """Uses bidirectional full attention: every query sees every key, so no masked product is computed."""
+    """Uses bidirectional full attention, where every query sees every key, so no product is masked."""
     run = small_run("valkyrie_tiny", "mode=show", *FLOPS[case])
     assembly, seq = assembly_of(run), 32
     shapes = assembly.abstract_parameters

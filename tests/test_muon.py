@@ -40,11 +40,14 @@ from valkyrie.train.program import StepProgram
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
 PUBLISHED = Recipe(lambda _: 0.02, lambda _: 0.9, lambda _: 0.1, 0.9, "float32")
-"""The rates of goldens/make_nanochat.py."""
+"""The hyperparameters in goldens/make_nanochat.py."""
 
 
 def steps(name: str, specs: dict[str, Parameter], value: Any) -> dict[str, np.ndarray]:
-    """Return parameters after the golden's two steps. `value` turns a matrix (rows: outputs) into the stored array."""
+    """Return the parameters after the golden's two steps.
+
+    `value` converts a matrix of shape (outputs, inputs) to the stored array.
+    """
     optimizer = muon(PUBLISHED, specs)
     parameters = {key: jnp.asarray(value(GOLDEN[f"muon_{name}_first"]), jnp.float32) for key in specs}
     state = optimizer.init(parameters)
@@ -127,7 +130,7 @@ def test_every_group_has_its_own_rate():
 
 
 def test_the_estimate_counts_its_state_and_its_products():
-    """One matrix of 3 layers on 2 devices: 2 whole matrices on one of them, of 5 iterations each."""
+    """A matrix in 3 layers over 2 devices: one device orthogonalises 2 whole matrices, with 5 iterations each."""
     config, devices = Config(), np.array([1.0, 2.0])
     matrix = Parameter(("layers", "embed", "mlp"), (3, 8, 32), (None,) * 3)
     table = Parameter(("vocab", "embed"), (64, 8), (None,) * 2, group="embedding")

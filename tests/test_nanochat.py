@@ -23,12 +23,14 @@ FORMS = {
     "2025": ("model=nanochat_2025", "model.norm_epsilon=1e-6", "model.attention.qk_norm_epsilon=1e-6"),
     "2026": ("model=nanochat", "model.context=200"),
 }
-"""Forms of nanochat to compare with public code. transformers' form has another epsilon in its norms than nanochat's
-own; with a context of 200, short windows are 129."""
+"""Both versions of nanochat, with the settings of the public code.
+
+transformers' norms have another epsilon than nanochat's. With a context of 200, short windows are 129.
+"""
 
 
 def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
-    """The weights of the golden, as goldens/make_nanochat.py draws them."""
+    """Return random weights, the same as in goldens/make_nanochat.py."""
     rng = np.random.default_rng(0)
     return {
         name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)
@@ -65,11 +67,11 @@ PUBLIC = {
         "down": "transformer.h.{}.mlp.c_proj.weight",
     },
 }
-"""Names of the parameters in the public implementations, with `{}` for the layer."""
+"""Parameter names in the public implementations. `{}` is the layer index."""
 
 
 def module_with(run: Run, form: str, weights: dict[str, np.ndarray]) -> Any:
-    """The module of a run with the weights of the golden, each of them used."""
+    """Return the module of a run with the golden's weights. Fails if a weight is not used."""
     assembly, unused = assembly_of(run), {*weights}
     (group, repeats), *more = run.model.segments()
     assert not more

@@ -15,7 +15,7 @@ from valkyrie.ops.linear import Numerics, linear
 from valkyrie.ops.narrow import narrow_einsum, scale_to
 
 DTYPES = {"int8": 0.02, "float8_e4m3fn": 0.06}
-"""Largest error of a product as a fraction of the largest result, by dtype."""
+"""Largest error of a product relative to the largest result, by dtype."""
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -83,7 +83,7 @@ def test_training_with_narrow_products_learns_as_with_wide_ones(precision: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["2d_tp_fsdp", "fsdp", "1d_tp"])
 def test_narrow_products_on_eight_devices_are_those_of_one(partition: str):
-    """Equal up to rounding: sums in another order may round a value near one half the other way."""
+    """Equal up to rounding: sums in another order may round a value near a midpoint the other way."""
     overrides = (*small_overrides("gpt_tiny"), "precision=int8", "precision.compute=float32")
     host = initial_state(overrides)
     one = two_steps(small_run("gpt_tiny", "precision=int8", "precision.compute=float32"), host)

@@ -65,7 +65,7 @@ def sweep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_line(data: st.DataObject, path: Path, read: Callable[[], object]) -> None:
-    """Read a file of lines with a damaged one."""
+    """Read a file of JSON lines, one of them damaged."""
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
     number = data.draw(st.integers(0, len(lines) - 1))

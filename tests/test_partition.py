@@ -30,7 +30,7 @@ def composed(model: str) -> Run:
 
 
 def layout_of(mesh: str, partition: str, model: str = "valkyrie_tiny") -> Layout:
-    """The layout of a composed run with another mesh and partition; composing one for each would take minutes."""
+    """Return the layout of a cached run with another mesh and partition. Composing each would take minutes."""
     run = composed(model)
     return Run(replace(run.config, mesh=parse_mesh(mesh), partition=YAMLS[partition]), run.model).layout
 

@@ -93,9 +93,10 @@ def test_a_compiled_step_sends_as_often_as_the_formula_says(overrides: tuple[str
 
 @pytest.mark.slow
 def test_1f1b_keeps_inputs_of_fewer_microbatches():
-    """16 microbatches through 2 stages: gpipe keeps the inputs of 17 and 1f1b of 3, each 32 of (4, 128, 32) float32.
+    """With 16 microbatches and 2 stages, gpipe stores the inputs of 17 microbatches and 1f1b of 3.
 
-    In addition, gpipe holds about 3.5 whole batches of the residual stream.
+    The inputs of each are 32 float32 arrays of shape (4, 128, 32). Gpipe also holds about 3.5 batches of the residual
+    stream.
     """
     overrides = (
         "mesh=1x1x2",
@@ -125,7 +126,7 @@ def test_1f1b_keeps_inputs_of_fewer_microbatches():
     ],
 )
 def test_the_bubble_is_the_idle_share_of_a_stage(pipeline: Pipeline, bubble: float):
-    """A stage works in some turns and waits in the others. A forward takes 1/3 of a turn and a backward 2/3."""
+    """A stage is busy in some turns and idle in others. A forward pass takes 1/3 of a turn and a backward pass 2/3."""
     work = pipeline.rounds * pipeline.microbatches
     taken = pipeline.forward_turns
     if pipeline.alternates:

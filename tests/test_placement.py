@@ -39,7 +39,7 @@ def grid(entries: Sequence[str], axes: Mapping[str, int], topology: Topology) ->
 
 
 def by_hand(axes: dict[str, int], topology: Topology) -> set[tuple[int, ...]]:
-    """Return every assignment of devices, prime by prime: each prime of each physical axis goes to any mesh axis."""
+    """Return every assignment of devices by brute force: each prime factor of each torus axis goes to any mesh axis."""
     assignments = set()
     physical = [topology.slices, *topology.shape, topology.devices_per_chip]
     orders = [sorted(set(itertools.permutations(primes(length)))) for length in physical]
@@ -96,7 +96,7 @@ def test_the_axis_between_slices_stays_there():
 
 
 def test_counts_are_those_of_words():
-    """On power-of-two axes, a placement is a word over the mesh axes with one letter for each doubling."""
+    """If all sizes are powers of two, a placement is a sequence of mesh axes, one entry for each factor of 2."""
     assert len(placements({"x": 4, "y": 4, "z": 2}, torus(2, 4, 4))) == math.factorial(5) // 4
     assert len(placements({"x": 16, "y": 16, "z": 1}, torus(4, 8, 8))) == math.comb(8, 4)
 
@@ -231,7 +231,7 @@ def test_devices_that_fill_no_block_are_called_scattered():
     ],
 )
 def test_the_choice_of_mesh_utils_is_told(target: str, mesh: str, entries: list[str] | None, words: str):
-    """Which axis JAX lays where differs between its versions; the words for one choice do not."""
+    """The torus axis that JAX picks for a mesh axis depends on its version. The description of a choice does not."""
     topology, devices = build_topology(parse_target(target)), compile_devices(parse_target(target))
     built = build_mesh(parse_mesh(mesh), devices)
     placed = describe_placement(built, topology)

@@ -108,7 +108,7 @@ def test_a_proto_says_the_same_as_text_and_one_with_buffers_says_whether_it_fits
 
 
 def parse_to_proto(text: str) -> bytes:
-    """A module as a proto that, like dumps, does not name its devices."""
+    """Return a module as a serialised proto without device names, as dumps are."""
     import importlib
 
     return importlib.import_module("jaxlib._hlo").hlo_module_from_text(text).as_serialized_hlo_module_proto()

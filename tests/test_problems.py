@@ -107,7 +107,7 @@ MADE = [
     Problem(ProblemCode.same_sharding, "mesh", "4x2x1", "mesh=4x2x1 shards every array exactly like another mesh."),
     Problem(ProblemCode.damaged, names=("train-00000.array_record",), text="train-00000.array_record is damaged."),
 ]
-"""Problems that no arguments of a single run cause on every machine."""
+"""Problems that cannot be caused by arguments alone on every machine."""
 
 
 @cache
@@ -205,7 +205,7 @@ OF_A_MESH = {
     ProblemCode.no_stack,
     ProblemCode.rounds_not_divisible,
 }
-"""The problems that arrays of layouts are searched for."""
+"""The problem codes that the search checks with arrays, for many layouts at once."""
 
 
 @example(shape=[1, 3, 1, 1], name="sp", model="trm_tiny", order=("gpipe", 1), microbatches=1, batch=1, seq=30)

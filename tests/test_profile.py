@@ -40,11 +40,14 @@ ENTRY main {
     replica_groups={{0,1},{2,3},{4,5},{6,7}}
 }
 """
-"""An all-reduce over x and an all-gather over z, as a GPU's program has them."""
+"""An all-reduce over x and an all-gather over z, in the form of GPU programs."""
 
 
 def trace(folder: Path, *devices: dict[str, list[tuple[str, str | None, int]]]) -> Path:
-    """Return the file of a trace of devices: lines by name, of events of (name, `hlo_op` or None, microseconds)."""
+    """Write an XPlane trace and return its path.
+
+    Each device maps line names to events `(name, hlo_op or None, microseconds)`.
+    """
     planes = [_plane(number, lines) for number, lines in enumerate(devices)]
     file = folder / "host.xplane.pb"
     file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(" ".join(planes)))
@@ -104,7 +107,7 @@ def test_a_real_trace_has_every_collective_as_often_as_the_module_says():
 
 
 def times_of(**seconds: float) -> list[CollectiveTime]:
-    """The times of the collectives of `TWO_GROUPS`, by mesh axis."""
+    """Return the times of the collectives in `TWO_GROUPS`, in seconds by mesh axis."""
     kinds = {"x": "all-reduce", "z": "all-gather"}
     return [CollectiveTime(kinds[axis], (axis,), value) for axis, value in seconds.items()]
 

@@ -50,7 +50,10 @@ def test_a_group_is_estimated_from_the_others(group: str, order: float, error: f
 
 
 def handed_on(**changes: bool) -> float:
-    """Return the seconds that pipeline stages of vTrain's 175B runs with 8-way tensor parallelism spend sending."""
+    """Return the estimated seconds that pipeline stages spend sending.
+
+    The rows are vTrain's 175B runs with 8-way tensor parallelism.
+    """
     rows = [row for row in gpus.rows_of(gpus.FILE) if "175B_512" in row.line["group"] and row.line["tp"] == "8"]
     known, efficiency = gpus.timed_layouts(rows[:1]), Efficiency()
     layouts = replace(known.layouts, **changes)

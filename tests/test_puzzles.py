@@ -37,13 +37,13 @@ TINY += ("optimizer=adam_atan2", "optimizer.warmup_steps=0", "optimizer.learning
 
 @lru_cache
 def golden(variant: str) -> dict[str, np.ndarray]:
-    """Inputs and outputs of the reference for one variant."""
+    """Return the reference's inputs and outputs for a variant."""
     with np.load(GOLDEN) as archive:
         return {name.removeprefix(f"{variant}."): archive[name] for name in archive if name.startswith(f"{variant}.")}
 
 
 def ours(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The reference's arrays by our names, in our shapes: fused projections apart, inputs first."""
+    """Return the reference's weights with our names and shapes: inputs first, and fused projections split."""
     table = {name.removeprefix("weights."): value.astype(np.float32) for name, value in weights.items()}
     heads = (2, 4)
     renamed = {"embedding": table["embed_tokens.embedding_weight"], "head": table["lm_head.weight"]}
@@ -72,7 +72,7 @@ def reference_run(variant: str, *overrides: str) -> Run:
 
 
 def batch_of(told: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
-    """The batch of one of the reference's steps."""
+    """Return the reference's batch for a step."""
     names = {"inputs": "inputs", "labels": "labels", "puzzles": "puzzle_identifiers"}
     return {name: told[f"step_{step}.batch.{theirs}"].astype(np.int32) for name, theirs in names.items()}
 
@@ -120,7 +120,7 @@ def norms_of(expected: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def parts_of(name: str) -> list[str]:
-    """Our parameters that hold one of the reference's."""
+    """Return the names of our parameters that come from a parameter of the reference."""
     shapes = {"weight": np.zeros((24, 8)), "bias": np.zeros(2)}
     blank = {n: np.zeros(1) for n in ("H_init", "L_init", "puzzle_emb.weights", "embed_tokens.embedding_weight")}
     blank |= {n: np.zeros(1) for n in ("lm_head.weight", "q_head.weight", "q_head.bias")}
@@ -133,7 +133,7 @@ def parts_of(name: str) -> list[str]:
 
 
 def updated(gradient: Any, table: Any) -> Any:
-    """A table after one step of sign descent, as the golden's: rate 0.01, decay 0.5."""
+    """Return a table after one step of sign descent with the golden's settings: rate 0.01, decay 0.5."""
     run = compose_run("model=trm_tiny", *FLAT, "optimizer.learning_rate=0.01", "optimizer.weight_decay=0.5")
     optimizer = make_optimizer(run.config.optimizer, vector_specs({"table": "puzzle"}), Training(10))
     updates, _ = optimizer.update({"table": gradient}, optimizer.init({"table": table}), {"table": table})
@@ -141,7 +141,7 @@ def updated(gradient: Any, table: Any) -> Any:
 
 
 def stablemax_nats(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """The reference's formula in float64."""
+    """Return the loss of each token by the reference's formula, in float64."""
     x = logits.astype(np.float64)
     s = np.where(x < 0, 1 / (1 - x + 1e-30), x + 1)
     return -np.log(np.take_along_axis(s / s.sum(-1, keepdims=True), labels[:, None], axis=1))[:, 0]
@@ -203,7 +203,7 @@ def puzzles(tmp_path_factory: pytest.TempPathFactory) -> PreparedPuzzles:
 
 
 def steps_of(program: StepProgram, loader: Loader, state: Any, count: int) -> tuple[Any, list[dict[str, Any]]]:
-    """The state after some steps, and the metrics of each."""
+    """Return the state after `count` steps, and the metrics of each."""
     metrics = []
     for _ in range(count):
         state, told = program.step(state, program.place(next(loader)))

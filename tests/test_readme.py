@@ -78,15 +78,15 @@ def section(page: str, heading: str) -> str:
 
 SPANS = [span for page in PAGES.values() for span in spans(page)]
 TYPED = [line for page in PAGES.values() for line in COMMAND.findall(fenced(page)) if "FOLDER" not in line]
-"""Commands in fenced blocks. `test_own_block` runs those with a user's folder."""
+"""Commands in fenced blocks, except those with a user's folder, which `test_own_block` runs."""
 WITHIN = [span for span in SPANS if re.match(r"valkyrie-\w+ ", span) and "FOLDER" not in span and "ZONE" not in span]
 """Commands in sentences and tables."""
 COMMANDS = list({line.partition(" #")[0].rstrip(): line for line in WITHIN + TYPED}.values())
-"""Every command once, with its comment if it has one."""
+"""All commands without duplicates, each with its comment if it has one."""
 
 
 def arguments_of(line: str) -> list[str]:
-    """Split a line into arguments as zsh does, which does not drop comments."""
+    """Split a command line as zsh does, which does not strip comments."""
     typed, _, comment = line.partition(" #")
     return [*shlex.split(typed)[1:], *(["#", *comment.split()] if comment else [])]
 
@@ -196,7 +196,7 @@ def test_every_setting_has_its_key_and_its_choice(key: str):
 
 
 def test_a_comment_behind_a_command_can_be_pasted_into_any_shell():
-    """Zsh, which macOS has, takes no comments where one types: words and signs of a comment reach the command."""
+    """Interactive zsh, the default on macOS, does not support comments: their words become arguments of the command."""
     for line in (line for page in PAGES.values() for line in fenced(page).splitlines()):
         head, sign, comment = line.partition(" #")
         assert not sign or not head.startswith(("pip ", "uv ", "python ")), f"{line}: only our commands skip comments"
@@ -263,7 +263,7 @@ ROWS = {name.split("`")[1]: tuple(number(cell) for cell in cells) for name, *cel
 
 
 def layout(partition: str) -> Run:
-    """The run of the example under a partition."""
+    """Return the run of the example under a partition."""
     line = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
     return compose_run(*(a for a in arguments_of(line) if "partition" not in a), f"partition={partition}")
 
@@ -351,8 +351,8 @@ def test_the_accuracy_in_the_readme_is_that_of_the_full_table():
     assert len(short) == 5 and f"{pairs} pairs" in README
 
 
-REPORTED = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
-"""The command that made the report on the pages."""
+REPORT_COMMAND = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
+"""The command that produced the report on the pages."""
 COMPILER = re.findall(r"by libtpu ([\d.]+\d)", SEARCH)[0]
 # The libtpu that pip installs differs by Python version and by day, and each predicts other times. The figures on the
 # pages can only be compared with their own compiler, which `.ci/run` has on Python 3.11 until a new wheel comes out.
@@ -363,7 +363,7 @@ needs_the_same_libtpu = pytest.mark.skipif(
 
 
 def flat(text: str) -> str:
-    """Return a text without line breaks, column widths, line numbers of sources, and units in table headers."""
+    """Return a text without line breaks, column padding, line numbers of sources, and units in table headers."""
     return " ".join(re.sub(r"(\.py):\d+", r"\1", text).replace("%", "").replace(" ms ", " ").split())
 
 
@@ -383,7 +383,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 @needs_the_same_libtpu
 @pytest.mark.timeout(900)
 def test_the_report_is_what_the_compiler_predicts(compiled: Callable[[str], str]):
-    printed, shown = compiled(REPORTED), re.sub(r" +\(and the rest;.*", "", REPORT).strip()
+    printed, shown = compiled(REPORT_COMMAND), re.sub(r" +\(and the rest;.*", "", REPORT).strip()
     lines, hint = shown.split("hint: ")
     for part in [*lines.splitlines(), f"hint: {hint}"]:
         assert flat(part) in printed, part
@@ -394,7 +394,7 @@ def test_the_report_is_what_the_compiler_predicts(compiled: Callable[[str], str]
 @needs_the_same_libtpu
 @pytest.mark.timeout(900)
 def test_the_row_of_the_default_is_what_the_compiler_predicts(compiled: Callable[[str], str]):
-    printed, (peak, milliseconds, rate, mfu) = compiled(REPORTED.replace("2d_tp", "fsdp")), ROWS["fsdp"]
+    printed, (peak, milliseconds, rate, mfu) = compiled(REPORT_COMMAND.replace("2d_tp", "fsdp")), ROWS["fsdp"]
     assert f"fits: {peak} GiB of" in printed
     assert number(printed.split("predicted step: ")[1]) == pytest.approx(milliseconds, abs=0.6)
     assert f"{rate:,.0f} tokens/s/chip, MFU {mfu} of" in printed

@@ -44,7 +44,7 @@ REMATS = config_names("remat")
 
 
 def traced(run: Run, backend: str = "cpu") -> Any:
-    """The jaxpr of a run's step as a backend has it; nothing is compiled."""
+    """Return the jaxpr of a run's step, traced for a backend. Nothing is compiled."""
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend=backend)
     return program.step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
 
@@ -62,7 +62,7 @@ def scans(jaxpr: Any) -> Iterator[Any]:
 
 
 def handed_over(run: Run, backend: str = "cpu") -> tuple[int, int]:
-    """The bytes that the forward passes of all blocks hand to the backward passes: on the device and on the host."""
+    """Return the bytes that the blocks' forward passes save for their backward passes, on devices and on hosts."""
     length, device, host = run.config.seq, 0, 0
     for scan in scans(traced(run, backend)):
         outputs = [out.aval for out in scan.outvars[scan.params["num_carry"] :]]
@@ -76,7 +76,7 @@ def handed_over(run: Run, backend: str = "cpu") -> tuple[int, int]:
 
 @lru_cache
 def long(model: str) -> Run:
-    """A run long enough that attention takes a TPU's kernel."""
+    """Return a run that is long enough for attention to use the TPU kernel."""
     return small_run(model, "seq=256", "batch=4")
 
 

@@ -128,7 +128,10 @@ def gathered(name: str, operand: str, config: str, groups: str = PLANE) -> str:
 
 
 def carried_on_by_a_product(cycles: int, alone: str = "") -> Module:
-    """A gather as libtpu fuses it: one fusion starts it, a product carries it on, a third fusion ends it."""
+    """Return a module with a gather as libtpu fuses it.
+
+    One fusion starts the gather, a matrix product continues it, and a third fusion ends it.
+    """
     whole = "f32[16384,1024]"
     head = HEAD + (
         f"begin {{\n  w = f32[1024,1024] parameter(0)\n{gathered('g', 'w', FUSED)}"

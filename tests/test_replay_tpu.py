@@ -33,7 +33,7 @@ LINK = 45e9
 
 
 def everywhere(function: Any, mesh: Any) -> Any:
-    """Run the function on a separate array on every device."""
+    """Run the function on every device with a separate array."""
     return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
 
 
@@ -81,7 +81,7 @@ def test_a_collective_on_each_mesh_axis(kind, axis, sent, seconds):
 
 @pytest.mark.parametrize("axis", ["x", "y", "z"])
 def test_a_reduce_scatter_is_seen_in_the_fusion_that_does_it(axis):
-    """libtpu pads the array to whole tiles, so a device sends a little more than 3/4 of it."""
+    """libtpu pads the array to whole tiles, so a device sends slightly more than 3/4 of it."""
     use = use_of(collective("reduce-scatter", (axis,)), "reduce-scatter")
     assert use.mesh_axes == (axis,)
     assert use.bytes_sent == pytest.approx(0.75 * BYTES, rel=0.01)
@@ -219,7 +219,7 @@ def test_a_pallas_kernel_states_its_own_cost():
 
 @lru_cache
 def step(model: str, *overrides: str) -> tuple[Any, bytes]:
-    """A small train step compiled for 4 v4 chips, as bytes, and its run."""
+    """Return the run of a small training step, and the step's module compiled for 4 v4 chips, serialised."""
     mesh, _ = tpu_mesh("v4:2x2x1")
     run = compose_run(f"model={model}", "mesh=2x2x1", "partition=dp", "precision=bf16_mixed", *overrides)
     program = StepProgram(run, build_mesh(run.config.mesh, list(mesh.devices.flat)), backend="tpu")
@@ -244,10 +244,11 @@ FAMILIES = {
 
 
 def expected_flops(run: Any, devices: int) -> float:
-    """The model's FLOPs of a step and device, as this program does them.
+    """Return the FLOPs of a step per device, including those that the model's count leaves out.
 
-    The loss computes its logits again on the way back. Splash does whole blocks of 512, three of four of these rows
-    of 1024, with two products forward and five back, instead of the keys that a query sees.
+    The backward pass computes the logits again. Splash attention computes whole blocks of 512 instead of the keys in
+    the window: three of four blocks in rows of 1024, with two products in the forward pass and five in the backward
+    pass.
     """
     model, seq = run.model, run.config.seq
     tokens = run.config.batch * seq / devices

@@ -349,7 +349,7 @@ def test_a_twisted_torus_has_a_picture(tmp_path: Path):
 
 
 def visible(text: str) -> str:
-    """Return the text of a page that a reader without JavaScript sees, line by line."""
+    """Return the text of a page that is visible without JavaScript, line by line."""
     body = re.sub(r"<(script|style).*?</\1>", "", text.partition("<main>")[2].partition("</main>")[0], flags=re.DOTALL)
     lines = (" ".join(html.unescape(line).split()) for line in re.sub(r"<[^>]+>", "\n", body).splitlines())
     return "\n".join(line for line in lines if line)

@@ -85,15 +85,15 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("arguments", "remedy"),
     [
         (["gone"], "leave out PATH."),
         (["--format", "html"], "leave out --format."),
         (["--output", "a.html", "--compare", "a", "b"], "leave out --output, --compare."),
     ],
 )
-def test_a_dashboard_takes_nothing_that_it_does_not_read(capsys, given: list[str], named: str):
-    assert named in fails(capsys, "--wandb", "me/valkyrie", "--dry-run", *given)
+def test_wandb_rejects_arguments_that_it_ignores(capsys, arguments: list[str], remedy: str):
+    assert remedy in fails(capsys, "--wandb", "me/valkyrie", "--dry-run", *arguments)
 
 
 def test_csv_refuses_a_comparison(tmp_path: Path, capsys):

@@ -44,7 +44,7 @@ def test_numbers_on_the_map_are_read_on_every_blue():
 
 
 def asked(i: int) -> list[str]:
-    """Return overrides such as those of `sweeps/pa_nas_1b.yaml`. Trials come in pairs of one model shape."""
+    """Return overrides like those of `sweeps/pa_nas_1b.yaml`. Trials 2n and 2n + 1 have the same model shape."""
     return [
         *("sweep=pa_nas_1b", "tracking=off", "model.embed=1536", "model.mlp=4096", "model.attention.heads=12"),
         *("model.attention.kv_heads=12", f"model.layers={12 + i // 2 % 25}", f"model.s5.state_size={64 * (i // 50)}"),
@@ -87,7 +87,7 @@ def test_a_page_of_500_trials_stays_under_its_limit(tmp_path: Path):
 
 
 def facts(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
-    """Return the details of the row at this index, resolved as the page's script does."""
+    """Return the details of a row, with indices replaced by texts as in the page's script."""
     texts = data["texts"]
     found = data["details"][place].items()
     return {name: [texts[i] for i in at] if isinstance(at, list) else texts[at] for name, at in found}

@@ -21,7 +21,7 @@ from valkyrie.sweep.trial import GoodputResult, TrialResult
 
 @pytest.fixture
 def dry(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Output of `--wandb me/valkyrie --group laptop_8 --dry-run`."""
+    """Return the output of `--wandb me/valkyrie --group laptop_8 --dry-run`."""
     assert main_wandb("me/valkyrie", "laptop_8", dry_run=True) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -87,7 +87,7 @@ LAYERS = "model.layers"
 
 
 def test_the_model_of_one_sweep_is_told_from_that_of_another(tmp_path: Path):
-    """Each sweep has a single model shape, so it is only varied between the sweeps."""
+    """Each sweep has one model shape, so the shape only differs between the sweeps."""
     sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1", "name=one"])])
     sweep_folder(tmp_path / "two", [trial("8x1x1-2d_tp", 150, asked=[f"{LAYERS}=4", "name=two"])])
     rows = read_rows([tmp_path])

@@ -34,13 +34,13 @@ QUICK = {("valkyrie_tiny", "2d_tp_fsdp")}
 
 @lru_cache
 def programs(model: str) -> dict[str, StepProgram]:
-    """Return the uncompiled step program of a model under each layout."""
+    """Return the step program of a model under each layout, without compiling."""
     extra = ("optimizer.ema_decay=0.9", "microbatches=1")
     return {name: make_program(small_run(model, *layout, *extra)) for name, layout in LAYOUTS.items()}
 
 
 def state_of(program: StepProgram, seed: int) -> Any:
-    """Return a state of random numbers, the same for a seed under any layout."""
+    """Return a state of random numbers that depend on the seed but not on the layout."""
     generator = np.random.default_rng(seed)
 
     def values(like: Any) -> jax.Array:

@@ -25,7 +25,7 @@ FORMS = {
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals = signal.SIGINT) -> None:
-    """Send this process a signal once, when a step's metrics are shown."""
+    """Send this process one signal, when the metrics of `step` or a later one are shown."""
     show, sent = screen.Screen.step, []
 
     def shown(self: screen.Screen, of_step: int, record: dict[str, Any], *, line: bool) -> None:
@@ -67,7 +67,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
 
 
 def back_to(folder: Path, step: int) -> None:
-    """Remove the checkpoints after a step, as if the run had died before them."""
+    """Remove the checkpoints after a step, as if the run had died before it saved them."""
     for later in (folder / "checkpoints").iterdir():
         if int(later.name) > step:
             shutil.rmtree(later)
@@ -161,7 +161,7 @@ def test_other_data_are_refused_with_both_values(
 
 
 def _continuing(capfd: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
-    """Return the steps and the changed settings that a continued run prints."""
+    """Return the steps and the changed settings in the line that a continued run prints."""
     (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("continuing run "))
     steps, _, changes = line.partition(": ")
     return re.findall(r"step (\d+)", steps), changes

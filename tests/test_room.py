@@ -49,7 +49,7 @@ def with_memory(size: int | None) -> Devices:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that sets how many bytes are free."""
+    """A function that sets the free bytes of this machine."""
     return lambda size: monkeypatch.setattr(room, "free_memory", lambda: size)
 
 

@@ -26,7 +26,7 @@ from valkyrie.parallel.sharding import MeshShard
 EMBED, BATCH, SEQ = 6, 2, 23
 SITE = BlockContext(EMBED, layers=1)
 STARTS = ((0, 5), (9,))
-"""Where documents start in each row of the batch."""
+"""Positions at which documents start, for each row of the batch."""
 
 
 def layer(**settings) -> Any:
@@ -47,7 +47,10 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def paper(module: Any, u: np.ndarray, starts: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    """Equations 2, 3, 5 and 6 of arXiv 2208.04933 and the gate of its code, one position after another, in float64."""
+    """Return the layer's output in float64, one position at a time.
+
+    Computes equations 2, 3, 5 and 6 of arXiv 2208.04933, and the gate of the paper's code.
+    """
     c, p = module.config, values(module)
     real = np.minimum(p["Lambda_re"], -1e-4) if c.clip_eigenvalues else p["Lambda_re"]
     Lambda, Delta = real + 1j * p["Lambda_im"], c.step_rescale * np.exp(p["log_step"])

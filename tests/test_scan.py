@@ -33,7 +33,7 @@ def _complex(pair: tuple[jax.Array, jax.Array]) -> np.ndarray:
 
 
 def _problem(seq: int = SEQ, seed: int = 0) -> dict[str, np.ndarray]:
-    """Inputs of a recurrence that float32 represents exactly, with resets at a few positions of each sequence."""
+    """Return inputs of a recurrence, exact in float32, with resets at a fifth of the positions."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -52,7 +52,7 @@ def _problem(seq: int = SEQ, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def _loop(lam: np.ndarray, bu: np.ndarray, h0: np.ndarray | None, keep: np.ndarray | None, reverse: bool) -> np.ndarray:
-    """The definition, one position at a time in complex128."""
+    """Return the states by definition, one position at a time in complex128."""
     out = np.zeros_like(bu)
     h = np.zeros_like(bu[:, 0]) if h0 is None else h0
     for t in reversed(range(bu.shape[1])) if reverse else range(bu.shape[1]):
@@ -78,7 +78,7 @@ def _value_and_grads(lam, bu, h0, keep, weight, *, impl, reverse, block=BLOCK):
 def _differences(
     problem: dict[str, np.ndarray], name: str, step: float, keep: np.ndarray | None, reverse: bool
 ) -> np.ndarray:
-    """The gradient of the loss in one input, by central differences of the float64 loop, as d/dre + i d/dim."""
+    """Return the gradient of the loss for one input as d/dre + i d/dim, by central differences of the float64 loop."""
     gradient = np.zeros_like(problem[name])
     for index in np.ndindex(gradient.shape):
         for direction in (1.0, 1j):

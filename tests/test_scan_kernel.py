@@ -50,7 +50,7 @@ def problem(batch: int, seq: int, state: int, *, enters: bool, resets: bool) -> 
 
 @pytest.fixture
 def short_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, a kernel compiles in a time that grows with the tiles of a loop iteration."""
+    """Disables unrolling. An interpreted kernel's compile time grows with the tiles per loop iteration."""
     monkeypatch.setattr(scan_pallas, "UNROLL", 1)
 
 

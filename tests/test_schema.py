@@ -27,10 +27,10 @@ from valkyrie.train.program import StepProgram
 HUGE = (2**31, 10**400)
 INTEGERS, FLOATS = (0, -1, *HUGE), (0.0, -1.0, math.nan, math.inf, -math.inf)
 SHAPES = ("model", "optimizer", "mesh", "precision", "partition")
-"""The groups that decide a step; so do `SIZES` of the run itself."""
+"""Config groups that determine the training step, together with the run's `SIZES`."""
 SIZES = ("batch", "seq", "microbatches")
 LONG = ("data.max_bytes", "data.shard_tokens", "data.generator_seed")
-"""Keys with 64-bit values."""
+"""Keys with 64-bit integers."""
 
 
 @lru_cache
@@ -39,7 +39,7 @@ def base(model: str) -> Run:
 
 
 def numbers(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Return the key of every number in a tree of dataclasses, with the values to try."""
+    """Yield the key of every number in a tree of dataclasses with each bad value to try."""
     hints = typing.get_type_hints(type(values))
     for field in dataclasses.fields(values):
         value, hint, key = getattr(values, field.name), hints[field.name], f"{prefix}{field.name}"
@@ -70,7 +70,7 @@ CASES = [
 
 
 def problems_of(model: str, key: str, value: Any) -> tuple[Run, list[Problem]]:
-    """Change one key of a run; return the run and its problems, after checking that each problem names the key."""
+    """Return a run with one key changed, and its problems. Asserts that each problem names the key."""
     config = changed(base(model).config, key, value)
     run = Run(config, config.model)
     problems = run.problems()

@@ -37,12 +37,12 @@ TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed",
 
 @cache
 def make_request(*arguments: str) -> SearchRequest:
-    """Return the request of a search for the tiny GPT."""
+    """Return a search request for the tiny GPT."""
     return parse_request(parse_run([*TINY, *arguments]))
 
 
 class Finished(NamedTuple):
-    """Exit status, `search.json`, run and output of a search."""
+    """Exit status, content of `search.json`, run, and output of a search."""
 
     status: int
     answer: dict[str, Any]
@@ -54,7 +54,7 @@ class Finished(NamedTuple):
 def search(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Finished]:
-    """A function that carries out a search in an empty folder."""
+    """A function that runs a search in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
 
@@ -70,12 +70,12 @@ def search(
 
 
 def make_shortlist(request: SearchRequest) -> Shortlist:
-    """Return the layouts that a search may compile, fastest estimate first."""
+    """Return the layouts that a search may compile, with the shortest estimate first."""
     return shortlist(rank(request.run, request.space()))
 
 
 class ScaledCompiler:
-    """Replaces `compile_trial`. Steps take `factor` times their estimate; partitions in `does_not_fit` do not fit."""
+    """A fake `compile_trial`. Steps take `factor` times their estimate. Partitions in `does_not_fit` do not fit."""
 
     def __init__(self, factor: float = 1.0, does_not_fit: Sequence[str] = ()) -> None:
         self.factor, self.does_not_fit, self.plans = factor, does_not_fit, list[TrialPlan]()
@@ -91,14 +91,14 @@ class ScaledCompiler:
         return plan.ended(status, None, "2026-01-01T00:00:00+00:00", 1.0, results)
 
     def key(self, plan: TrialPlan) -> tuple[str, ...]:
-        """Return the overrides of the layout in a plan."""
+        """Return the overrides that describe the layout of a plan."""
         start = next(i for i, o in enumerate(plan.overrides) if o.startswith("mode=")) + 1
         return plan.overrides[start:]
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> ScaledCompiler:
-    """Replaces compiling for a whole test."""
+    """Replaces the compiler for a whole test."""
     replacement = ScaledCompiler()
     monkeypatch.setattr(compiling, "compile_trial", replacement)
     return replacement
@@ -280,7 +280,7 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
 
 
 def rivals_of(*arguments: str) -> dict[str, tuple[list[str] | None, str]]:
-    """Return the mesh and partition, or the reason for having none, of each rival on the last slice of a search."""
+    """Return each rival on the last slice of a search: its target, mesh and partition, or the reason it has none."""
     request = parse_request(parse_run(["mode=search", "model=gpt_tiny", "precision=bf16_mixed", *arguments]))
     rivals = rivals_on(request, rank(request.run, request.space()), request.targets[-1])
     return {rival.name: (rival.layout and rival.layout.candidate.overrides[:3], rival.why) for rival in rivals}

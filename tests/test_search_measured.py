@@ -46,7 +46,7 @@ CHIP = ChipConfig("cpu", "cpu", {"float32": 0.02}, hbm_gbs=5.0, host_bounds=[8],
 
 
 def make_request(*arguments: str) -> SearchRequest:
-    """Return the request of a search on eight CPU devices with known figures."""
+    """Return a search request for eight CPU devices with known figures."""
     request = parse_request(
         shared_run("mode=search", "target=cpu8", "model=gpt_tiny", "precision=float32", "batch=16", *arguments)
     )
@@ -54,12 +54,12 @@ def make_request(*arguments: str) -> SearchRequest:
 
 
 def make_shortlist(request: SearchRequest) -> Shortlist:
-    """Return the layouts that a search may measure, fastest estimate first."""
+    """Return the layouts that a search may measure, with the shortest estimate first."""
     return shortlist(rank(request.run, request.space()))
 
 
 class Devices:
-    """Replaces `run_trials`. Steps take twice their estimate, or ten times for `slow` partitions."""
+    """A fake `run_trials`. Steps take 2 times their estimate, or 10 times with the `slow` partitions."""
 
     def __init__(self, request: SearchRequest, slow: Sequence[str] = (), status: Status = Status.ok) -> None:
         self.estimates = {tuple(entry.candidate.overrides): entry.step_s for entry in make_shortlist(request).fitting}
@@ -169,7 +169,7 @@ def test_agreement_is_of_ranks_and_equals_share_theirs(expected: list[float], ag
 
 
 def compiled(request: SearchRequest, entry: EstimatedLayout, factor: float, folder: Path) -> CompiledLayout:
-    """Return a compiled layout with a step of `factor` times its estimate."""
+    """Return a compiled layout with a step time of `factor` times its estimate."""
     results = TrialResult(step=StepResult(step_s=factor * entry.step_s), memory=MemoryReport(peak=2**30))
     return CompiledLayout(entry, plan_compile(request, entry, folder).ended(Status.ok, None, "", 1.0, results))
 

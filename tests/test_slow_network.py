@@ -20,7 +20,7 @@ slow_network = import_module("slow_network")  # a script, found by the line abov
 
 @pytest.fixture
 def networks_possible() -> None:
-    """Skip where no network can be made: only root may, on Linux and in few containers."""
+    """Skip the test where network namespaces cannot be created: this needs Linux and root."""
     if why := slow_network.trouble():
         pytest.skip(f"no network of our own: {why}")
 
@@ -42,7 +42,7 @@ def test_layouts_of_the_slow_network_are_all_that_are_legal() -> None:
 
 
 def machine() -> str:
-    """Return the links and named networks of this machine, without counters."""
+    """Return this machine's network links and namespaces, without counters."""
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
     return links + subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 

@@ -48,7 +48,7 @@ KINDS = {
     "sequence": ([], ["seq"]),
     "nothing": ([], []),
 }
-"""Uses of a mesh axis: the logical axes of parameters and of activations that it splits."""
+"""Ways to use a mesh axis: the logical axes that it shards, of parameters and of activations."""
 
 
 DRAWN = st.tuples(
@@ -56,11 +56,11 @@ DRAWN = st.tuples(
     st.lists(st.sampled_from(sorted(KINDS)), min_size=3, max_size=3),
     st.sampled_from([False, False, True]),
 )
-"""The order of the axes within rules, the use of each, and ZeRO-1."""
+"""Order of the mesh axes within rules, use of each mesh axis, and whether ZeRO-1 is on."""
 
 
 def partition_of(order: Sequence[str], kinds: Sequence[str], zero1: bool) -> PartitionConfig:
-    """A partition that gives x, y and z any kind of work, in any order within a rule."""
+    """Return a partition that uses x, y and z in any of the `KINDS`, in any order within a rule."""
     parameters: dict[str, list[str]] = {}
     activations: dict[str, list[str]] = {}
     for axis, kind in zip(order, kinds, strict=True):
@@ -71,7 +71,7 @@ def partition_of(order: Sequence[str], kinds: Sequence[str], zero1: bool) -> Par
 
 
 def sound(run: Run, mesh: MeshConfig, partition: PartitionConfig, microbatches: int) -> Layout | None:
-    """Return the layout of a combination by `make_layout`, or None if it is illegal."""
+    """Return the layout that `make_layout` builds from a combination, or None if it is illegal."""
     c = run.config
     layout, problems = make_layout(
         mesh,
@@ -88,7 +88,7 @@ def sound(run: Run, mesh: MeshConfig, partition: PartitionConfig, microbatches: 
 
 
 def where(layout: Layout) -> tuple[object, ...]:
-    """Return the part of every kind of array that each device holds."""
+    """Return the index of the shard that each device holds, for each logical axis."""
     mesh = layout.mesh
     devices = np.arange(mesh.size)
     grid = devices.reshape([*mesh.axes.values()])
@@ -210,7 +210,7 @@ def test_a_pattern_stands_for_every_mesh_that_fits_it(devices: int, sizes: list[
 
 
 def test_on_a_torus_meshes_stay_apart_unless_their_placement_is_written_down():
-    """JAX places an axis on the torus depending on the sizes of all axes. Only an explicit placement fixes it."""
+    """JAX chooses the torus axes of a mesh axis by the sizes of all mesh axes. Only a placement fixes them."""
     run = compose_run("target=v5e-8", "mesh=1x2x4", "partition=dp")
     fsdp = {"fsdp": compose_run("mesh=1x2x4", "partition=fsdp").config.partition}
     counts = {

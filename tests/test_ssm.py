@@ -39,7 +39,7 @@ def _last_axis(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def _legs(n: int) -> np.ndarray:
-    """HiPPO-LegS as its paper writes it (arXiv 2008.07669, theorem 2)."""
+    """Return HiPPO-LegS as the paper defines it (arXiv 2008.07669, theorem 2)."""
     row, column = np.indices((n, n))
     off_diagonal = np.where(row > column, -np.sqrt((2 * row + 1.0) * (2 * column + 1.0)), 0.0)
     return off_diagonal - np.diag(np.arange(n) + 1.0)
@@ -136,7 +136,7 @@ def test_C_tilde_has_the_spread_of_its_initialiser(method: CInit, deviation: flo
 
 
 def test_C_tilde_is_C_times_V() -> None:
-    """Half of the eigenvectors lose half of C; a full set loses nothing, so there C itself can be looked at."""
+    """With half of the eigenvectors, C cannot be recovered. With all of them it can, so C itself is checked there."""
     full, half = block_hippo(16, 2, conjugate_symmetric=False), block_hippo(16, 2)
     V = np.asarray(scipy.linalg.block_diag(full.V, full.V))
     C_tilde = _last_axis(init_C_tilde(KEY, full, 5, CInit.trunc_standard_normal))
@@ -282,7 +282,7 @@ def test_clipping_bounds_the_real_part_and_leaves_the_rest() -> None:
 
 @pytest.mark.parametrize("method", list(Discretization), ids=lambda method: method.value)
 def test_half_of_the_states_give_the_output_of_the_real_system(method: Discretization) -> None:
-    """y = 2 Re(C_tilde x) + D u over P kept states equals the dense real system of 2 P states, in float64."""
+    """y = 2 Re(C_tilde x) + D u over P states equals the dense real system of 2 P states, in float64."""
     state_size, blocks, embed, seq, step = 12, 2, 3, 40, 0.05
     rng = np.random.default_rng(0)
     p = np.sqrt(np.arange(6) + 0.5)

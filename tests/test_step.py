@@ -74,7 +74,7 @@ def abstract_state(*overrides: str) -> Any:
 
 
 def test_uneven_microbatches_average_over_tokens():
-    """All the weight of a batch in one microbatch: an average of averages would be off by the number of them."""
+    """One microbatch has all the weight, so averaging the averages would be wrong by the number of microbatches."""
     run = small_run("gpt_tiny", "microbatches=4")
     batch = make_batch(run)
     batch["weights"][np.arange(8) % 4 != 1] = 0
@@ -132,7 +132,7 @@ def test_dp_only_sums_gradients():
 
 @pytest.mark.slow
 def test_fsdp_gathers_every_parameter_forward_and_backward():
-    """Never an activation; gradients are summed inside the scan (the CPU compiler leaves the scatter to a slice)."""
+    """Activations are never gathered. Gradients are summed in the scan, by all-reduces on CPU."""
     run = small_run(TINY, "mesh=2x2x2", "partition=fsdp")
     shapes_by_kind = collectives(compiled("fsdp").as_text())
     assert set(shapes_by_kind) <= {"all-gather", "all-reduce", "reduce-scatter"}
@@ -151,7 +151,7 @@ def test_fsdp_gathers_every_parameter_forward_and_backward():
     mark_slow_except(["1d_tp", "fsdp_tp", "data_model_fsdp", "fsdp", "sp"], []),
 )
 def test_no_partition_shuffles_everything(partition):
-    """An all-to-all of an activation would mean that two neighbouring operations disagree on its sharding."""
+    """An all-to-all of an activation would mean that two consecutive operations shard it differently."""
     moved = collectives(compiled(partition).as_text()).get("all-to-all", [])
     positions = {48, 24}  # whole sequences, and halves of them; a weight that changes places is no activation
     assert not any(positions & set(shape) for shape in moved)
@@ -159,7 +159,7 @@ def test_no_partition_shuffles_everything(partition):
 
 @pytest.mark.parametrize("partition", mark_slow_except(["2d_tp", "2d_tp_fsdp"], []))
 def test_logits_are_never_summed_over_devices(partition):
-    """Hidden states and attention's rows change from split widths to split positions and rows; nothing larger does."""
+    """All-to-alls only move hidden states and attention's rows between sharded widths and sharded positions."""
     shapes_by_kind = collectives(compiled(partition, "model.vocab_multiple=160").as_text())
     assert not any(shape[-1:] == (80,) for shapes in shapes_by_kind.values() for shape in shapes)
     assert max(map(math.prod, shapes_by_kind["all-to-all"])) <= 4 * 48 * 16
@@ -242,7 +242,7 @@ def test_products_take_bfloat16_under_bf16_mixed_and_the_state_space_does_not():
 
 @lru_cache
 def updated(*overrides: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Any, Any]:
-    """Parameters before and after one step, its metrics, and the state after it."""
+    """Return the parameters before and after one step, the metrics, and the state after it."""
     key = (*small_overrides(TINY), *overrides)
     program, host = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
     state, metrics = program.step(place_state(program, host), program.place(make_batch(program.run)))
@@ -259,7 +259,7 @@ RECIPE = (
     "optimizer.clip_norm=0.01",
     "optimizer.ema_decay=0.75",
 )
-"""With no epsilon, Adam's first update is the learning rate in size, whatever the gradient and its clipping."""
+"""With epsilon near 0, the size of Adam's first update is the learning rate, whatever the gradient or its clipping."""
 
 
 @pytest.mark.slow
@@ -282,7 +282,7 @@ def test_optimizer_groups_in_real_updates():
 
 @pytest.mark.slow
 def test_clipping_bounds_the_gradient_not_its_report():
-    """The first moment after one step is (1 - beta1) times the clipped gradient."""
+    """After one step, the first moment is (1 - beta1) times the clipped gradient."""
     *_, metrics, state = updated(*RECIPE)
     leaves = jax.tree_util.tree_flatten_with_path(state.optimizer)[0]
     moments = [m for path, m in leaves if ".mu" in jax.tree_util.keystr(path)]
@@ -334,7 +334,7 @@ def test_evaluation_counts_bytes_of_text_only():
 
 
 def test_a_tpu_compiler_loops_over_products_of_activations_alone():
-    """The threshold in MiB is above every gathered weight: here 32 x 64 float32, less than one."""
+    """The option is a threshold in MiB above every gathered weight. The largest here has less than 1 MiB."""
     run = small_run(TINY, "mesh=2x2x2", "partition=fsdp")
     mesh = abstract_mesh(run.config.mesh)
     (threshold,) = (StepProgram(run, mesh, backend="tpu").compiler_options or {}).values()

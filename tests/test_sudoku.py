@@ -21,7 +21,7 @@ from valkyrie.problems import ProblemCode
 from valkyrie.train.prepare import refuse_other_data
 
 HARD = "85...24..72......9..4.........1.7..23.5...9...4...........8..7..17..........36.4."
-"""A published puzzle that needs guesses, by a solver that fills in what is forced."""
+"""A published puzzle that a solver cannot complete without guesses."""
 
 
 def grid(text: str) -> np.ndarray:
@@ -29,7 +29,7 @@ def grid(text: str) -> np.ndarray:
 
 
 def is_solution(grids: np.ndarray, side: int) -> bool:
-    """Whether all rows, columns and boxes hold each digit once."""
+    """Return whether all rows, columns and boxes contain each digit once."""
     box = int(side**0.5)
     square = grids.reshape(-1, side, side)
     boxes = grids.reshape(-1, box, box, box, box).swapaxes(2, 3).reshape(-1, side, side)
@@ -165,7 +165,7 @@ REFUSED = {
     "no answer": ("question,rating\n", "column answer"),
     "nothing": (None, "train/dataset.json is missing"),
 }
-"""Rows or text of the CSV files, and words of the message."""
+"""Content of the CSV files, and words of the message that refuses it."""
 
 
 def prepared(run: Run) -> Dataset:

@@ -74,7 +74,7 @@ def replay(uses: list[CollectiveUse], step: float = 1.0) -> Replay:
 
 
 def predict(run: Run, result: Replay | None, outcome: CompileOutcome = FITS) -> Prediction:
-    """Return the prediction without hints, written to a record and read back."""
+    """Return the prediction without hints, after writing it to a record and reading it back."""
     compiled = CompiledRun(outcome, Path("cache"), Path("cache"), False, 3.0)
     found = summarise(run, compiled, result, result.collectives if result else [])
     return decode(Prediction, encode(found), "compile.json")

@@ -23,7 +23,7 @@ from wandb_files import wandb_logs
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """A stage for `command` in this process."""
+    """A stage for commands in this process."""
     stage = Stage(tmp_path)
     stage.enter(monkeypatch)
     return stage
@@ -185,7 +185,7 @@ LISTENING = (
     "from valkyrie.cli.train import main\n"
     "main()\n"
 )
-"""The command, listening to Ctrl-C even where these tests run in the background and their children would not."""
+"""Runs the command with Ctrl-C enabled. Children of tests in the background would otherwise ignore it."""
 
 
 def test_ctrl_c_in_a_terminal_keeps_what_is_done_and_ends_the_trial(tmp_path: Path):

@@ -17,7 +17,7 @@ LAUNCHERS = ["trials", "basic"]
 
 
 class Tracker:
-    """Replaces W&B and records the trials."""
+    """A fake W&B tracker that collects the trials."""
 
     def __init__(self, *_: object) -> None:
         self.logged: list[str] = []
@@ -64,7 +64,7 @@ def test_a_record_that_cannot_be_written_ends_a_sweep_with_its_table(
 
 
 def test_an_error_at_the_end_has_its_own_exit_status(command: Any, tracker: Tracker, monkeypatch: pytest.MonkeyPatch):
-    """Hydra turns exceptions of callbacks into warnings; the exit status would be 0."""
+    """Hydra turns exceptions of callbacks into warnings, which alone would leave an exit status of 0."""
 
     def broken(*_: object) -> None:
         raise KeyError("mesh")

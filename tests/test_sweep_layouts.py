@@ -30,12 +30,12 @@ from valkyrie.sweep.space import SpaceConfig, read_space
 from valkyrie.sweep.trial import Status, TrialLog
 
 CELLS = {"laptop_8": (62, 49), "v4_64_topology": (62, 58), "partition_by_length": (54, 44), "pa_nas_1b": (52, 52)}
-"""Number of layouts and of legal ones, by enumerated sweep."""
+"""Number of layouts and of legal layouts in each enumerated sweep."""
 
 
 @contextmanager
 def composer(*arguments: str) -> Iterator[tuple[Composer, list[str]]]:
-    """Yield the composer of a multirun with these arguments, and the arguments that are not Hydra's."""
+    """Yield the composer of a multirun with these arguments, and those arguments that Hydra does not parse."""
     with initialize_config_dir(str(register()), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         master = loader.load_configuration("train", list(arguments), run_mode=RunMode.MULTIRUN)
@@ -140,7 +140,7 @@ SWEPT_KEYS = [[], ["partition.zero1=true"], ["mesh.placement=null"], ["experimen
 def test_a_run_is_the_one_that_hydra_composes_of_its_overrides(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fixed: list[str]
 ):
-    """Hydra composes once for runs that differ only in mesh, partition and values, unless the config links them."""
+    """Runs that differ only in mesh, partition and values share one composition, unless the config links these keys."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "partition").mkdir()
     texts = {
@@ -164,7 +164,7 @@ def test_a_run_is_the_one_that_hydra_composes_of_its_overrides(
 
 @pytest.mark.slow
 def test_partitions_are_those_of_each_experiment(tmp_path: Path):
-    """An experiment may change a key of the partition, for its own layouts only."""
+    """An experiment may change a key of the partition. The change applies only to its own layouts."""
     (tmp_path / "experiment").mkdir()
     for name, zero1 in (("with", "true"), ("without", "false")):
         text = f"# @package _global_\npartition: {{zero1: {zero1}}}\n"
@@ -216,7 +216,7 @@ def test_refusals_are_grouped_and_counted():
 
 
 class Recording(Launcher):
-    """A launcher that starts nothing."""
+    """A launcher that records jobs without starting them."""
 
     def __init__(self) -> None:
         self.jobs: list[Sequence[str]] = []
@@ -311,7 +311,7 @@ def test_errors_say_what_to_write(command: Any, tmp_path: Path, case: str):
 
 
 def rates(folder: Path) -> dict[tuple[str, int], float]:
-    """Tokens per second and chip of every measured trial, by partition and microbatches."""
+    """Return tokens/s/chip of every measured trial, by partition and microbatches."""
     ended = [t for t in TrialLog(folder).read() if t.status is Status.ok]
     return {(t.about.partition, t.about.microbatches): t.results.step.tokens_per_second_per_chip for t in ended}
 
@@ -332,7 +332,7 @@ def test_a_space_is_measured_and_nothing_of_it_twice(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_optuna_finds_the_layout_with_the_most_tokens(tmp_path: Path):
-    """Refused layouts count as 0, and repeated ones are not measured again."""
+    """Refused layouts count as 0. Repeated layouts are not measured again."""
     swept = [
         "hydra.sweeper.params={partition:'choice(dp,2d_tp)',microbatches:'choice(1,2)'}",
         "hydra.sweeper.n_trials=5",

@@ -21,7 +21,7 @@ from valkyrie.sweep.trial import Status, TrialLog
 
 
 def test_a_multirun_never_works_in_the_folder_of_one_run(command: Any, tmp_path: Path):
-    """Both trials would continue `base`, one after the other, and write over its command."""
+    """Both trials would continue the run `base`, one after the other, and overwrite its recorded command."""
     base = make_run(tmp_path / "runs", "base", "model=s5_tiny")
     refused = command("-m", "resume=base", "mesh=1x1x1", "partition=dp", "seed=0,1")
     assert refused.status == 2
@@ -36,7 +36,7 @@ READ = {
     "": ["s5_tiny"],
     "resume=base,other": ["gpt_tiny", "s5_tiny"],
 }
-"""Overrides that select a run other than the latest (the default), and the models of the selected runs."""
+"""Overrides that select another run than the latest, which is the default, and the models of the selected runs."""
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_trials_that_disturb_each_other_are_warned_of(
 
 @pytest.mark.slow
 def test_a_sweeper_of_layouts_has_its_cells_planned_without_hydra(command: Any, monkeypatch: pytest.MonkeyPatch):
-    """Hydra takes a quarter of a second for each job, and the sweeper has every run already."""
+    """Composing a job with Hydra takes 0.25 s, and the sweeper has composed every run already."""
     asked = ["-m", "+sweep=laptop_8", "partition=dp,fsdp", "seq=32,64", "mode.trace=true", "hydra.sweeper.limit=3"]
     asked += ["+hydra.job.env_set.NUMBER='${hydra.job.num}'"]
     load, composed = ConfigLoaderImpl.load_sweep_config, []
@@ -161,7 +161,7 @@ def test_a_sweeper_of_layouts_has_its_cells_planned_without_hydra(command: Any, 
 
 
 def test_a_trial_is_a_run_of_its_own_folder(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Its process reads the run that was planned."""
+    """The trial's process reads the planned run from there."""
     overrides = ["-m", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "batch=8", "model.layers=3", "name=a b"]
     (plan,) = multirun_plans(command, monkeypatch, *overrides)
     plan.trial_folder.mkdir(parents=True)

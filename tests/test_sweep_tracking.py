@@ -86,7 +86,7 @@ def report(folder: Path, trials: list[Trial], **config: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """The folder of a sweep, and its W&B runs by name."""
+    """The folder of a reported sweep, and its W&B runs by name."""
     folder = tmp_path_factory.mktemp("sweep")
     assert report(folder, SWEEP) == []
     return folder, {log["run"].display_name: log for log in wandb_logs(folder)}
@@ -232,7 +232,7 @@ def test_told_twice_is_told_once_and_what_changed_replaces(tmp_path: Path) -> No
 
 
 def file_of(folder: Path, one: Trial) -> Path:
-    """Return the newest file of a trial's run at W&B."""
+    """Return the latest W&B file of a trial's run."""
     return max(folder.rglob(f"run-{wandb_run_id(TrackingConfig(), folder, one.key)}.wandb"))
 
 

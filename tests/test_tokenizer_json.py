@@ -39,7 +39,7 @@ def both(trained: Path) -> tuple[Any, Any]:
 
 
 def changed(path: Path, tmp_path: Path, **changes: Any) -> str:
-    """Write the tokenizer with some values changed to another file and return its path."""
+    """Write a copy of the tokenizer with some values changed, and return its path."""
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return str(other)
@@ -106,7 +106,7 @@ def test_its_fingerprint_is_in_the_manifest(trained: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("blank", ["\u2581", "G"])
 def test_another_kind_is_read_by_its_own_package(tmp_path: Path, blank: str) -> None:
-    """SentencePiece, and a byte-level tokenizer that normalises: neither can be a tiktoken encoding."""
+    """Tests SentencePiece, and a byte-level tokenizer that normalises text. Neither can be a tiktoken encoding."""
     package = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
     package.add_special_tokens(["<s>"])
     kinds = tokenizers.pre_tokenizers, tokenizers.decoders

@@ -26,11 +26,11 @@ PROCESSES = 2
 EVERY = 4
 """Steps between fast checkpoints."""
 LAUNCHED_S = 12.0
-"""Approximate seconds from a start to its first step. Half of the kills happen in this time."""
+"""Approximate seconds from a launch to its first step. Half of the kills happen in this time."""
 
 
 def launch(folder: Path, steps: int, *saving: str) -> subprocess.Popen[bytes]:
-    """Start a training under the launcher, its output in a file."""
+    """Start a training under the launcher, with its output in a file."""
     training = [*TINY, "mesh=2x1x1", "partition=fsdp", f"steps={steps}", "name=run", *saving]
     command = [sys.executable, "-m", "valkyrie.cli.launch", "target=local", f"processes={PROCESSES}"]
     with (folder / "output.txt").open("wb") as output:
@@ -40,7 +40,7 @@ def launch(folder: Path, steps: int, *saving: str) -> subprocess.Popen[bytes]:
 
 
 def workers(launcher: int) -> dict[int, int]:
-    """Return the process ids of the training's processes by index: descendants of the launcher with an index."""
+    """Return the process IDs of the launcher's workers by process index."""
     parents, indices = {}, {}
     for entry in Path("/proc").iterdir():
         try:
@@ -69,7 +69,7 @@ def last_step(folder: Path) -> int:
 
 
 def lost_steps(output: str) -> list[int]:
-    """Return the number of finished steps that each restart repeats, from the launcher's output."""
+    """Return how many finished steps each restart repeats, from the launcher's output."""
     lost, done = [], 0
     for line in output.splitlines():
         if logged := re.match(r"step (\d+)/", line):

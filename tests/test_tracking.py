@@ -38,9 +38,9 @@ def test_a_line_torn_by_a_crash_does_not_swallow_what_a_resumed_run_adds(tmp_pat
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     assert read_metrics(path) == [{"step": 1}]
-    again = tracker(tmp_path)
-    again.log({}, 2)
-    again.close()
+    resumed_tracker = tracker(tmp_path)
+    resumed_tracker.log({}, 2)
+    resumed_tracker.close()
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
 
 
@@ -151,7 +151,7 @@ print("wandb" in sys.modules, time.perf_counter() - began, one.note)
 
 
 def in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, str]:
-    """Run a tracker in a subprocess. Return whether wandb was imported, the seconds, and the note."""
+    """Run a tracker in a subprocess. Return whether wandb was imported, the seconds it took, and the note."""
     import os
 
     inherited = {key: value for key, value in os.environ.items() if key != "WANDB_MODE"}

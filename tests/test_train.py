@@ -125,7 +125,7 @@ def test_too_little_text_is_one_line_and_leaves_no_folder(tmp_path: Path) -> Non
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, at_step: int, parameter: str) -> None:
-    """Make one number of a parameter NaN before a step."""
+    """Set one number of a parameter to NaN before step `at_step`."""
     compile_step = trainer.compile_step
 
     def poisoned(program: Any) -> StepExecutable:
@@ -168,7 +168,7 @@ def test_debug_names_the_operation(
 
 
 def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> None:
-    """Compare the evaluator with a float64 sum over all windows, computed from the logits."""
+    """Compares the evaluator with a float64 sum over all windows, computed from the logits."""
     import jax.numpy as jnp
 
     from helpers import compose_run, make_program
@@ -249,7 +249,7 @@ def test_time_that_data_takes_is_part_of_a_step_but_evaluation_is_not(
 
 
 def read_terminal(fd: int, until: str, seconds: float) -> str:
-    """Return the output of a terminal up to a pattern, or until the time is over."""
+    """Return the output of a terminal up to a pattern, or up to the time limit."""
     seen, end = "", time.monotonic() + seconds
     while time.monotonic() < end and not re.search(until, seen):
         if select.select([fd], [], [], 0.2)[0]:
@@ -327,7 +327,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0.05, 0.2, 0.7, 1.3, 1.6, 2.0, 4.0, 6.0])
 def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, after: float) -> None:
-    """The signal is sent after Python's own start-up, during which Ctrl-C is handled by Python."""
+    """The signal is sent after Python's own start-up, during which Python itself handles Ctrl-C."""
     begin = "import valkyrie.cli.train\nopen('began', 'w').close()\nvalkyrie.cli.train.main()"
     arguments = tiny_arguments(tmp_path, "steps=100000", "log_every=1000")
     job = spawn("-c", begin, *arguments, cwd=tmp_path)
@@ -362,7 +362,7 @@ def test_a_signal_ends_a_first_step_that_may_never_end_and_waits_for_others(
 
 
 def test_ctrl_c_is_heard_inside_a_finaliser() -> None:
-    """Python would print a KeyboardInterrupt there as ignored and continue."""
+    """In a finaliser, Python would print a KeyboardInterrupt as ignored and continue."""
     lost = (
         "import os, signal\nfrom valkyrie.processes.interrupt import exit_on_ctrl_c\n"
         "class Dying:\n  def __del__(self):\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**8))\n"

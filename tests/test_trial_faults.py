@@ -72,7 +72,7 @@ def test_what_had_no_result_is_tried_again_when_asked(tmp_path: Path, monkeypatc
 
 
 def _no_process_of(stage: Stage) -> None:
-    """Assert that no process of the stage's trials is running."""
+    """Assert that no process of the stage's trials is still running."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             assert str(stage.sweep) not in (folder / "cmdline").read_text() or folder.name == str(os.getpid())
@@ -82,7 +82,7 @@ def _no_process_of(stage: Stage) -> None:
 
 @pytest.mark.slow
 def test_a_killed_sweep_started_again_ends_with_the_same_table(tmp_path: Path):
-    """The trial it was running survives the kill. The next sweep ends that process and repeats the trial."""
+    """The running trial survives the kill. The next sweep ends its process and repeats the trial."""
     swept = "partition=dp,fsdp,1d_tp,sp"
     stage, whole = Stage(tmp_path / "killed", fsdp="hang"), Stage(tmp_path / "whole")
     sweep = stage.start(swept)
@@ -139,7 +139,7 @@ def test_sigterm_ends_a_sweep_and_its_trial(tmp_path: Path):
 def test_a_full_disk_is_reported_and_a_rerun_completes_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
-    """A limit on the size of files acts as a full disk: the incomplete last line of the record is cut off later."""
+    """A file size limit simulates a full disk. The rerun cuts off the incomplete last line of the record."""
     stage = Stage(tmp_path)
     stage.enter(monkeypatch)
     assert command(*stage.arguments("partition=dp")) == 0
@@ -165,7 +165,7 @@ def test_a_full_disk_is_reported_and_a_rerun_completes_the_table(
 
 
 def json_lines_up_to(record: Path, size: int) -> int:
-    """Repeat the first line of a record until the file is as large as this; return the number of lines added."""
+    """Repeat the first line of a record until the file reaches `size` bytes. Return the number of lines added."""
     line, added = record.read_text(), 0
     with record.open("a") as file:
         while file.tell() < size:
@@ -219,7 +219,7 @@ def test_the_reason_is_the_last_error_of_the_log(tmp_path: Path):
 def test_a_process_that_ends_itself_leaves_its_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str, status: Status
 ):
-    """The ways the watchdog, a signal and a lost process end it. Other errors in the log change nothing."""
+    """Tests exits by the watchdog, a signal and a lost process. Other errors in the log do not change the outcome."""
     (tmp_path / "output.log").write_text(TRACEBACK)
     monkeypatch.setattr("os._exit", sys.exit)
     with (
@@ -257,7 +257,7 @@ def test_a_training_reports_its_last_summary(tmp_path: Path):
 
 
 def test_an_exception_is_a_short_outcome_and_a_traceback_in_the_log(tmp_path: Path):
-    """A trial's process can refuse for reasons the plan did not see: here its data file does not exist."""
+    """A trial can fail for reasons that the plan does not check. Here, its data file does not exist."""
     stage = Stage(tmp_path, dp="real")
     arguments = ["partition=dp", "mode=train", "data=text", "data.paths=[lost.txt]", "steps=1"]
     sweep = stage.start(*arguments)

@@ -26,7 +26,7 @@ SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 
 
 def test_the_process_of_an_earlier_attempt_is_forgotten(tmp_path: Path):
-    """Its number may be a stranger's when a later sweep dies before it has noted its own."""
+    """If a later sweep dies before it records its process ID, the old ID may belong to an unrelated process."""
     stranger = subprocess.Popen(SLEEP, start_new_session=True)
     try:
         earlier = TrialLock.acquire(tmp_path)

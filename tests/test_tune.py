@@ -43,7 +43,7 @@ Outcome = float | CompileOutcome
 
 @dataclass
 class OptionCompiler:
-    """Fake compiler. `steps` maps option values to the seconds of a step, or to an outcome without one.
+    """A fake compiler. `steps` maps option values to the seconds of a step, or to an outcome without a step.
 
     Programs with equal step times are equal. Each compile takes `takes` seconds of a simulated clock and is cached.
     """
@@ -83,7 +83,7 @@ class OptionCompiler:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OptionCompiler]:
-    """A function that replaces the real compiler with a fake one."""
+    """A function that replaces the compiler with a fake one."""
 
     def replace_compiler(steps: Callable[[Mapping[str, str | None]], Outcome], takes: float = 10.0) -> OptionCompiler:
         compiler = OptionCompiler(steps, takes)
@@ -353,7 +353,7 @@ def test_a_budget_that_is_no_time_is_refused(text: str):
 def tuned(
     compiles: Callable[..., OptionCompiler], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> tuple[Path, str]:
-    """The run folder of a tuning by the command, and its output."""
+    """The run folder of a finished `mode=tune`, and its output."""
     compiles(lambda o: 8.0 if o.get(FUSED) == "true" else 10.0)
     assert carry_out("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine", "mode.budget=1h", "mode.cache=false") == 0
     return tmp_path / "mine", capsys.readouterr().out

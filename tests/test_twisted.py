@@ -31,7 +31,7 @@ def torus(shape: tuple[int, ...], twisted: bool = True) -> Torus:
 
 
 def everyone_to_everyone(shape: tuple[int, ...], twisted: bool) -> float:
-    """Return the crossings of the busiest link when every chip sends to every other."""
+    """Return how often the busiest link is crossed when every chip sends to every other."""
     chips = int(np.prod(shape))
     source, target = (side.ravel() for side in np.meshgrid(np.arange(chips), np.arange(chips)))
     crossings = torus(shape, twisted).crossings(source[source != target], target[source != target])
@@ -39,7 +39,7 @@ def everyone_to_everyone(shape: tuple[int, ...], twisted: bool) -> float:
 
 
 def neighbours(at: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the six neighbours of a chip: over the end of a shortest axis the longer ones move by half."""
+    """Return the six neighbours of a chip. Wrapping around a shortest axis shifts the longer axes by half."""
     n, found = shape[0], []
     for axis, step in itertools.product(range(3), (1, -1)):
         to = list(at)

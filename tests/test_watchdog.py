@@ -20,7 +20,7 @@ from valkyrie.train.watchdog import FIRST_STEP_S, HANG_FACTOR, Watchdog, make_wa
 
 
 class SimulatedWatchdog:
-    """A watchdog with a clock that the test advances; it checks once per simulated second."""
+    """A watchdog on a simulated clock. It checks once per simulated second."""
 
     def __init__(self, limit_s: float) -> None:
         self.now = 0.0

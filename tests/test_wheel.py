@@ -27,7 +27,7 @@ def run(*command: str, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheel built from the tree, and the one built from the sdist."""
+    """The wheels built from the tree and from the sdist."""
     found = {}
     for name, flags in (("tree", ["--wheel"]), ("sdist", [])):
         out = tmp_path_factory.mktemp(name)
@@ -64,7 +64,7 @@ def test_the_wheel_holds_configuration_vocabulary_and_licences(wheels: dict[str,
 
 @pytest.fixture(scope="module")
 def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The scripts of a fresh environment with the wheel; the other packages are this environment's."""
+    """The scripts of a fresh environment that has the wheel. Other packages are this environment's."""
     folder = tmp_path_factory.mktemp("environment")
     run(UV, "venv", "--quiet", "--python", sys.executable, str(folder / "venv"), cwd=folder)
     python = folder / "venv" / "bin" / "python"

@@ -1,7 +1,7 @@
 """The order and the time limit of the slow tests: `pytest -m slow --minutes 30`.
 
-With `--minutes`, tests affected by changes run first. The other files start at another one after every commit, so that
-a few bounded runs reach all of them. Tests that were not reached are skipped, counted and listed.
+With `--minutes`, tests affected by changes run first. The order of the other files is rotated with every commit, so
+that a few bounded runs reach all of them. Tests that were not reached are skipped, counted and listed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 UNTIL = "VALKYRIE_TESTS_UNTIL"
-"""Environment variable with the end time for the workers of pytest-xdist, in seconds since the epoch."""
+"""Environment variable that passes the end time to the workers of pytest-xdist, in seconds since the epoch."""
 NOT_REACHED = "not reached: the minutes of --minutes are over"
 GOLDEN = 0.6180339887
 """Golden ratio minus one. Its multiples modulo one are spread evenly, so consecutive runs begin far apart."""
@@ -63,7 +63,7 @@ def order(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def skip_when_over(item: pytest.Item) -> None:
-    """Skip a test that would start after the time is up. The summary counts the skipped tests."""
+    """Skip a test if the time is up. The summary counts the skipped tests."""
     until = os.environ.get(UNTIL)
     if until is not None and item.config.getoption("--minutes") is not None and time.time() > float(until):
         # A run bounded by --minutes must end, and a test left out must not look passed: the summary counts it. Without

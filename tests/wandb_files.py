@@ -19,10 +19,10 @@ def wandb_log(folder: Path) -> dict[str, Any]:
 
 def wandb_logs(folder: Path) -> list[dict[str, Any]]:
     """Return the content of every W&B log in a folder, oldest first. Waits for W&B's process to finish writing."""
-    return [_finished(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
+    return [_read_when_finished(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
 
 
-def _finished(path: Path) -> dict[str, Any]:
+def _read_when_finished(path: Path) -> dict[str, Any]:
     end = time.monotonic() + 20
     while "exit" not in (log := read_wandb(path)) and time.monotonic() < end:
         time.sleep(0.1)
