@@ -73,7 +73,7 @@ def test_equals_the_plain_formula(inputs, seq, chunk, options):
     assert not np.asarray(ours[1][1])[VOCAB:].any(), "the padding of the vocabulary is not trained"
 
 
-def test_sums_and_ignored_targets(inputs):
+def test_sums_exclude_ignored_targets(inputs):
     hidden, unembed, targets, weights = inputs
     out = cross_entropy(hidden, unembed, targets, weights, vocab_size=VOCAB, chunk=5)
     np.testing.assert_allclose(out.weight_sum, weights.sum(), rtol=1e-6)
@@ -85,7 +85,7 @@ def test_sums_and_ignored_targets(inputs):
 
 
 @pytest.mark.slow
-def test_bfloat16_operands_and_a_float32_gradient_of_float32_parameters(inputs):
+def test_float32_parameters_have_float32_gradients_with_bfloat16_operands(inputs):
     hidden, unembed, targets, weights = inputs
 
     def loss(hidden, unembed):
@@ -173,6 +173,6 @@ def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk():
         ({"chunk": 0}, "chunk=0"),
     ],
 )
-def test_refusals(inputs, options, pattern):
+def test_invalid_arguments_are_refused(inputs, options, pattern):
     with pytest.raises(ValueError, match=pattern):
         cross_entropy(*inputs, **({"vocab_size": VOCAB, "chunk": 4} | options))

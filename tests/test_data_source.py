@@ -48,7 +48,7 @@ def texts(config: DocumentConfig) -> list[str]:
     return [document.text for document in read(config)]
 
 
-def test_the_config_loads_without_numpy_and_nothing_here_loads_jax() -> None:
+def test_configs_load_without_numpy_and_sources_load_without_jax() -> None:
     program = (
         "import sys; from valkyrie.data.config import SOURCES; [*map(SOURCES.config_class, SOURCES.names())];"
         "assert not {'numpy', 'jax', 'grain', 'omegaconf'} & set(sys.modules);"
@@ -74,7 +74,7 @@ def test_every_dataset_of_conf_is_a_data_config(file: Path, monkeypatch: pytest.
     assert getattr(config, "cache_dir", "/elsewhere/data") == "/elsewhere/data"
 
 
-def test_stdlib_is_the_source_of_this_python_without_its_tests() -> None:
+def test_stdlib_is_this_pythons_library_without_its_tests() -> None:
     config = stdlib.Config()
     listing = config.list_files()
     names = [file.id for file in listing.files]
@@ -100,7 +100,7 @@ def test_a_zipped_stdlib_is_read_and_a_missing_one_refused(tmp_path: Path, monke
         stdlib.Config().list_files()
 
 
-def test_files_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_directories_and_globs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes" / "deep").mkdir(parents=True)
     (tmp_path / "notes" / ".hidden").mkdir()
     for name, text in {
@@ -120,7 +120,7 @@ def test_files_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert texts(text_config("~/a.txt", "~/notes/*.md")) == ["A", "B"]
 
 
-def test_rows_of_jsonl_and_parquet(tmp_path: Path) -> None:
+def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path) -> None:
     lines = [{"body": "one"}, {"body": ""}, {"body": "two\nlines", "n": 1}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     parquet.write_table(pyarrow.table({"story": ["three", None, "four"], "n": [1, 2, 3]}), tmp_path / "b.parquet")
@@ -169,7 +169,7 @@ def test_utf16_is_refused(tmp_path: Path, encoding: str) -> None:
         read(text_config(tmp_path / "a.txt"))
 
 
-def test_links_in_a_circle_are_entered_once(tmp_path: Path) -> None:
+def test_circular_links_are_followed_once(tmp_path: Path) -> None:
     folder, linked = tmp_path / "a[1]", tmp_path / "linked"
     for directory in (folder / "deep", linked):
         directory.mkdir(parents=True)
@@ -218,7 +218,7 @@ def test_paths_without_text_are_refused(
     assert all(value in str(error.value) for value in (*values, str(tmp_path) if paths else ""))
 
 
-def test_the_synthetic_chain_is_seeded_and_has_the_entropy_it_claims() -> None:
+def test_the_synthetic_chain_is_seeded_and_has_the_stated_entropy() -> None:
     config = synthetic.Config(documents=700, mean_length=100, states=16)
     found = list(config.read_documents(config.list_files()))
     again = list(config.read_documents(config.list_files()))
@@ -240,7 +240,7 @@ def test_the_synthetic_chain_is_seeded_and_has_the_entropy_it_claims() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("states", 3), ("documents", 1), ("mean_length", 1)])
-def test_a_chain_that_cannot_be_drawn_is_refused(key: str, value: int) -> None:
+def test_an_impossible_synthetic_chain_is_refused(key: str, value: int) -> None:
     (problem,) = synthetic.Config(**{key: value}).problems()
     assert (problem.key, problem.value) == (f"data.{key}", value)
 
@@ -255,7 +255,7 @@ def splits_of(config: DocumentConfig, threshold: int | None = None) -> tuple[dic
     return found, census
 
 
-def test_a_split_follows_from_the_text_alone(tmp_path: Path) -> None:
+def test_the_split_of_a_document_depends_only_on_its_text(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
     for number in range(400):
@@ -270,7 +270,7 @@ def test_a_split_follows_from_the_text_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fraction", [1e-6, 0.999999])
-def test_both_splits_get_a_document(tmp_path: Path, fraction: float) -> None:
+def test_both_splits_get_at_least_one_document(tmp_path: Path, fraction: float) -> None:
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text(f"text {number}")
     config = text_config(tmp_path, validation_fraction=fraction)
@@ -282,7 +282,7 @@ def test_both_splits_get_a_document(tmp_path: Path, fraction: float) -> None:
     assert adjusted_threshold(config, config.list_files(), census, threshold) == threshold
 
 
-def test_a_single_file_is_split_inside_at_a_line(tmp_path: Path) -> None:
+def test_a_single_file_is_split_at_a_line(tmp_path: Path) -> None:
     lines = [f"line {number}\n" for number in range(100)]
     (tmp_path / "a.txt").write_text("".join(lines))
     found, census = splits_of(text_config(tmp_path / "a.txt", validation_fraction=0.1))
@@ -295,7 +295,7 @@ def test_a_single_file_is_split_inside_at_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 11, 12, 999, 1000])
-def test_max_bytes_is_exact(tmp_path: Path, limit: int) -> None:
+def test_max_bytes_limits_the_text_exactly(tmp_path: Path, limit: int) -> None:
     for number in range(100):
         (tmp_path / f"{number:03d}.txt").write_text(f"document {number % 10}")  # 10 bytes
     found, census = splits_of(text_config(tmp_path, max_bytes=limit))
@@ -311,7 +311,7 @@ def test_max_bytes_never_cuts_a_character(tmp_path: Path) -> None:
 
 @given(parts=st.lists(st.sampled_from(["ab", "1", " ", "\n", "\n\n", "\t", "!", "/", "'s", "é", "\r"]), max_size=40))
 @settings(deadline=None, max_examples=300)
-def test_pieces_give_the_tokens_of_the_whole(parts: list[str]) -> None:
+def test_tokenising_pieces_gives_the_tokens_of_the_whole_text(parts: list[str]) -> None:
     text = "".join(parts)
     found = list(pieces(text, "train", 2))
     contents = [piece.content for piece in found]
@@ -321,5 +321,5 @@ def test_pieces_give_the_tokens_of_the_whole(parts: list[str]) -> None:
     assert apart.tolist() == GPT2.encode_ordinary(text).tolist()
 
 
-def test_long_texts_are_cut() -> None:
+def test_long_texts_are_split() -> None:
     assert len(list(pieces("one line\n" * (cutting.PIECE_CHARS // 3), "train"))) == 3

@@ -46,7 +46,7 @@ def a_file(tmp_path: Path) -> Path:
     return tmp_path / "file"
 
 
-def test_what_cannot_be_written_is_named_with_what_to_do(a_file: Path):
+def test_the_error_for_an_unwritable_path_names_it_and_the_remedy(a_file: Path):
     for path, remedy in ((a_file / "run" / "x", "runs=DIR"), (cache_root() / "x", "VALKYRIE_CACHE=DIR")):
         with pytest.raises(DiskError) as caught, disk_errors(path):
             raise FULL
@@ -55,13 +55,13 @@ def test_what_cannot_be_written_is_named_with_what_to_do(a_file: Path):
         write_atomic(a_file / "run.yaml", "text")
 
 
-def test_runs_on_what_is_no_folder_are_one_line(a_file: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_runs_path_that_is_not_a_folder_is_refused_in_one_line(a_file: Path, capsys: pytest.CaptureFixture[str]):
     assert command(*tiny_arguments(a_file / "runs", "steps=1")) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"valkyrie-train: {a_file / 'runs' / 'run'} ") and err.count("\n") == 1
 
 
-def test_a_save_that_finds_the_disk_full_is_said_and_the_next_one_tries_again(
+def test_a_save_on_a_full_disk_is_reported_and_the_next_save_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(tier, "write_checksums", full_for(1))
@@ -74,7 +74,7 @@ def test_a_save_that_finds_the_disk_full_is_said_and_the_next_one_tries_again(
     assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
 
 
-def test_a_last_state_that_is_not_saved_ends_the_command_with_the_newest_that_is(
+def test_a_command_that_cannot_save_its_last_state_names_the_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     assert command(*tiny_arguments(tmp_path, "steps=2")) == 0
@@ -88,7 +88,7 @@ def test_a_last_state_that_is_not_saved_ends_the_command_with_the_newest_that_is
     assert "summary" in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
-def test_records_wait_while_the_disk_is_full_and_are_written_after(tmp_path: Path):
+def test_records_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path):
     tracker = Tracker(TrackingConfig(wandb=WandbMode.off), tmp_path, run_name="run", fields={}, group="g")
     assert tracker.log({"loss": 1.0}, 1) is None
     disk, takes = tracker._file, [0, 5]
@@ -115,14 +115,14 @@ def test_records_wait_while_the_disk_is_full_and_are_written_after(tmp_path: Pat
     assert [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_cache_is_tried_before_it_is_used(tmp_path: Path, a_file: Path):
+def test_a_cache_folder_is_tested_before_use(tmp_path: Path, a_file: Path):
     assert cache_problem(tmp_path / "cache" / "xla") is None
     assert list((tmp_path / "cache" / "xla").iterdir()) == []
     trouble = cache_problem(a_file / "cache")
     assert trouble is not None and trouble.startswith(f"{a_file / 'cache'} ") and "not a directory" in trouble
 
 
-def test_data_is_prepared_elsewhere_where_its_cache_cannot_be_written(
+def test_data_is_prepared_elsewhere_if_its_cache_cannot_be_written(
     tmp_path: Path, a_file: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert command(*tiny_arguments(tmp_path, "steps=1", f"data.cache_dir={a_file / 'cache'}")) == 0
@@ -130,9 +130,7 @@ def test_data_is_prepared_elsewhere_where_its_cache_cannot_be_written(
     assert out.startswith(f"{a_file / 'cache'} cannot be written") and "data.cache_dir=DIR" in out
 
 
-def test_compiled_programs_are_not_kept_where_the_cache_cannot_be_written(
-    a_file: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_compiled_programs_are_not_cached_if_the_cache_cannot_be_written(a_file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VALKYRIE_CACHE", str(a_file / "cache"))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     before, lines = jax.config.jax_compilation_cache_dir, []
@@ -147,7 +145,7 @@ def test_compiled_programs_are_not_kept_where_the_cache_cannot_be_written(
     assert "VALKYRIE_CACHE=DIR" in compiled.note
 
 
-def test_a_full_disk_under_the_output_does_not_stop_a_training(capfd: pytest.CaptureFixture[str]):
+def test_a_full_disk_for_the_output_does_not_stop_a_training(capfd: pytest.CaptureFixture[str]):
     class FullOutput(io.StringIO):
         def write(self, text: str) -> int:
             raise FULL

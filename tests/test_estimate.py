@@ -59,7 +59,7 @@ def tiny() -> tuple[Run, Ranking]:
 
 
 @pytest.mark.parametrize("model", [name for name in config_names("model") if not name.startswith("trm")])
-def test_products_and_mixing_have_the_flops_of_the_model(model: str) -> None:
+def test_estimated_flops_equal_those_of_the_model(model: str) -> None:
     run = parse_run([f"model={model}", "data.tokenizer=bytes", "mode=show"])
     assert isinstance(run.model, Stack)
     work = step_work(run)
@@ -71,7 +71,7 @@ def test_products_and_mixing_have_the_flops_of_the_model(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
-def test_memory_is_that_of_mode_show(model: str) -> None:
+def test_estimated_memory_equals_that_of_mode_show(model: str) -> None:
     run, ranking = searched("target=v5e-8", f"model={model}", "batch=32")
     partitions = set()
     for one in some(ranking, 12):
@@ -83,7 +83,7 @@ def test_memory_is_that_of_mode_show(model: str) -> None:
     assert len(partitions) > 3
 
 
-def test_zero1_spreads_only_what_a_data_axis_divides() -> None:
+def test_zero1_shards_only_arrays_that_a_data_axis_divides() -> None:
     run = parse_run(["model=gpt_tiny", "mesh=3x2x2", "partition=dp", "partition.zero1=true", "batch=96", "mode=show"])
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
     estimate = MemoryEstimator(run, layout_arrays([run])).under(run.config.remat).optimizer.item()
@@ -100,7 +100,7 @@ def test_every_layout_is_legal(tiny: tuple[Run, Ranking]) -> None:
         assert layout.problems(advise=False) == [], one.candidate.overrides
 
 
-def test_its_overrides_make_the_same_run(tiny: tuple[Run, Ranking]) -> None:
+def test_overrides_of_a_layout_compose_the_same_run(tiny: tuple[Run, Ranking]) -> None:
     run, ranking = tiny
     for one in some(ranking, 6):
         typed = parse_run(["model=gpt_tiny", "batch=32", "precision=bf16_mixed", *one.candidate.overrides])
@@ -109,14 +109,14 @@ def test_its_overrides_make_the_same_run(tiny: tuple[Run, Ranking]) -> None:
         assert typed.config.target == layout.config.target
 
 
-def test_meshes_that_shard_alike_are_counted_once(tiny: tuple[Run, Ranking]) -> None:
+def test_equivalent_meshes_are_counted_once(tiny: tuple[Run, Ranking]) -> None:
     _, ranking = tiny
     fsdp = [e.group for e in ranking.for_partition("fsdp").estimates]
     assert {mesh.name for group in fsdp for mesh in group.meshes} == {"8x1x1"}
     assert ranking.space.duplicates > 20
 
 
-def test_what_does_not_divide_is_refused_with_its_reason() -> None:
+def test_indivisible_layouts_are_refused_with_the_reason() -> None:
     _, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=6")
     assert ProblemCode.batch_not_divisible in {problem.code for problem in ranking.space.refused}
     assert not any(one.group.candidates.partition.name == "fsdp" for one in ranking)
@@ -129,7 +129,7 @@ def refused_by(run: Run, one: EstimatedLayout) -> list[Problem]:
 
 
 @pytest.mark.parametrize("target", ["target=v4-16", "target=v5e-8", "target=h100-16"])
-def test_several_slices_are_searched_with_an_axis_between_them(target: str) -> None:
+def test_several_slices_get_a_mesh_axis_between_them(target: str) -> None:
     few = ("microbatches=4", "remat=full", "partition.zero1=false")
     run, ranking = searched(target, "target.slices=2", "model=gpt_tiny", "batch=64", *few)
     assert run.problems() == []
@@ -150,7 +150,7 @@ def test_estimates_of_several_slices_are_those_of_the_composed_run() -> None:
     assert one.step_s > next(iter(slow)).step_s, "the network between slices is slower than the torus"
 
 
-def test_runs_of_one_slice_and_of_several_are_estimated_side_by_side() -> None:
+def test_runs_on_one_and_on_several_slices_can_be_estimated_together() -> None:
     base = ["model=gpt_tiny", "batch=64", "partition=fsdp", "mode=show"]
     one = parse_run([*base, "target=v5e-16", "mesh=16x1x1"])
     two = parse_run([*base, "target=v5e-8", "target.slices=2", "mesh=2s8x1x1"])
@@ -158,13 +158,13 @@ def test_runs_of_one_slice_and_of_several_are_estimated_side_by_side() -> None:
     assert estimate_runs([one, two], Efficiency()) == alone == estimate_runs([two, one], Efficiency())[::-1]
 
 
-def test_a_partition_that_leaves_the_slices_idle_is_refused() -> None:
+def test_a_partition_that_does_not_use_the_slice_axis_is_refused() -> None:
     with pytest.raises(ProblemError) as refused:
         searched("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition.activations.batch=[x]")
     assert {p.identity for p in refused.value.problems} == {(ProblemCode.idle_mesh_axis, None, (), ("s",))}
 
 
-def test_each_of_several_kinds_of_slices_comes_as_often() -> None:
+def test_every_target_of_a_search_has_the_same_number_of_slices() -> None:
     several = ("mode.targets=[v5e-8,v6e-8,v5e-8]", "target.slices=2")
     run = parse_run(["mode=search", "target=v5e-8", "model=gpt_tiny", *several])
     assert [(target.name, target.slices) for target in parse_request(run).targets] == [("v5e-8", 2), ("v6e-8", 2)]
@@ -179,7 +179,7 @@ def test_each_of_several_kinds_of_slices_comes_as_often() -> None:
         ("rounds=1", {("gpipe", 1), ("1f1b", 1)}),
     ],
 )
-def test_what_a_schedule_leaves_open_varies_and_is_legal(named: str, found: set[tuple[str, int]]) -> None:
+def test_settings_that_a_schedule_leaves_open_are_varied_legally(named: str, found: set[tuple[str, int]]) -> None:
     given = ("target=v5e-8", "model=gpt_tiny", "batch=64", "model.layers=24", "partition=pp", f"partition.{named}")
     run, ranking = searched(*given, "remat=full", "microbatches=8", "partition.zero1=false")
     partitions = [group.candidates.partition for group in ranking.space.groups]
@@ -188,7 +188,7 @@ def test_what_a_schedule_leaves_open_varies_and_is_legal(named: str, found: set[
         assert refused_by(run, one) == [], one.candidate.overrides
 
 
-def test_a_schedule_means_nothing_without_a_pipeline() -> None:
+def test_a_schedule_has_no_effect_without_a_pipeline() -> None:
     run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "partition=fsdp", "partition.schedule=1f1b")
     best = next(iter(ranking))
     assert refused_by(run, best) == [] and best.candidate.overrides[1:3] == ["mesh=8x1x1", "partition=fsdp"]
@@ -202,20 +202,20 @@ def test_a_schedule_means_nothing_without_a_pipeline() -> None:
         (("microbatches=3",), "batch_not_divisible", "batch", "microbatches=4, batch=120 or"),
     ],
 )
-def test_what_no_mesh_makes_legal_is_refused(given: Sequence[str], code: str, key: str, advice: str) -> None:
+def test_a_request_without_a_legal_mesh_is_refused(given: Sequence[str], code: str, key: str, advice: str) -> None:
     with pytest.raises(ProblemError) as refused:
         searched("target=v5e-8", "model=gpt_tiny", "batch=128", *given)
     (problem,) = refused.value.problems
     assert (problem.code, problem.key) == (ProblemCode(code), key) and advice in str(problem)
 
 
-def test_memory_of_gpus_is_a_limit() -> None:
+def test_gpu_memory_limits_the_layouts() -> None:
     assert not any(
         one.fits for one in some(searched("target=h100-8", "model=gpt3_175b", "batch=32", "remat=full")[1], 9)
     )
 
 
-def test_a_device_takes_as_many_sequences_as_asked() -> None:
+def test_a_device_processes_the_requested_number_of_sequences() -> None:
     run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "device_batch=4", "remat=full")
     assert run.problems() == []
     for one in some(ranking, 4):
@@ -246,13 +246,13 @@ print(len(space) / min(seconds))
 """Prints the number of layouts estimated per second of processor time."""
 
 
-def test_a_hundred_thousand_layouts_a_second() -> None:
+def test_estimates_100000_layouts_per_second() -> None:
     # In a new process, as this one checks the types of every call.
     done = subprocess.run([sys.executable, "-c", RATE], capture_output=True, text=True, check=True)
     assert float(done.stdout) > 100_000
 
 
-def test_a_pipeline_is_idle_by_its_formula() -> None:
+def test_the_idle_time_of_a_pipeline_follows_its_formula() -> None:
     run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "partition=pp", "remat=full")
     piped = [one for one in ranking if int(one.group.candidates.stages[one.number]) > 1]
     schedules = set()
@@ -266,7 +266,7 @@ def test_a_pipeline_is_idle_by_its_formula() -> None:
     assert schedules == {"gpipe", "1f1b", "circular"}
 
 
-def test_seconds_of_collectives() -> None:
+def test_estimated_seconds_of_collectives() -> None:
     run = parse_run(["target=v4-64", "model=gpt_1b", "mesh=1x32x1", "partition=fsdp", "batch=32", "mode=show"])
     layouts = stack_runs([run])
     network = replace(
@@ -279,7 +279,7 @@ def test_seconds_of_collectives() -> None:
     assert network.gather(layouts, ("x", "z"), full)[0] == 0.0  # of one device each
 
 
-def test_a_ring_through_hosts_is_as_fast_as_their_network_cards() -> None:
+def test_a_ring_through_hosts_is_limited_by_their_network_cards() -> None:
     run = parse_run(["target=h100-16", "model=gpt_1b", "mesh=1x1x16", "partition=fsdp", "batch=32", "mode=show"])
     layouts = stack_runs([run])
     span = layouts.spans["z"]
@@ -290,7 +290,7 @@ def test_a_ring_through_hosts_is_as_fast_as_their_network_cards() -> None:
     assert network.gather(layouts, ("z",), np.array([16e9]))[0] == pytest.approx(15e9 / 400e9)
 
 
-def test_placements_with_fewer_links_for_every_axis_are_left_out() -> None:
+def test_placements_with_fewer_links_for_every_axis_are_skipped() -> None:
     from valkyrie.hardware.names import parse_target
     from valkyrie.hardware.target import build_topology
 
@@ -300,7 +300,7 @@ def test_placements_with_fewer_links_for_every_axis_are_left_out() -> None:
     assert placed[0].entries(["w", "x", "y", "z"], [1, 4, 4, 4]) == ["x", "y", "z"]
 
 
-def test_constants_are_found_again() -> None:
+def test_fitting_recovers_known_constants() -> None:
     run = parse_run(["target=v4-64", "model=gpt_1b", "mesh=4x4x2", "partition=2d_tp", "batch=64", "mode=show"])
     others = [run.changed(microbatches=count) for count in (1, 2, 4)]
     layouts, chip = stack_runs(others), known_chips()["v4"]
@@ -316,7 +316,7 @@ def test_constants_are_found_again() -> None:
         fit_constants([], Efficiency(), ("products",))
 
 
-def test_a_chips_own_constants() -> None:
+def test_a_chip_can_override_the_constants() -> None:
     chip = replace(known_chips()["v4"], estimate={"products": 0.5})
     assert chip_efficiency(chip).products == 0.5
     with pytest.raises(ValueError, match=r"target\.chip\.estimate\.speed"):
@@ -332,7 +332,7 @@ def run_of_row(overrides: Sequence[str]) -> Run:
     )
 
 
-def test_compiled_layouts_stand_in_the_order_of_their_estimates() -> None:
+def test_estimates_rank_compiled_layouts_correctly() -> None:
     rows = [row for row in json.loads(COMPILED.read_text()) if row["space"] == "gpt" and row["step_s"]]
     runs = [run_of_row(row["overrides"]) for row in rows]
     estimates = [one["step"] for one in estimate_runs(runs, Efficiency())]
@@ -343,7 +343,7 @@ def test_compiled_layouts_stand_in_the_order_of_their_estimates() -> None:
 
 
 @pytest.mark.parametrize("pair", ["LLM", "GPT-3"])
-def test_the_pairs_of_the_tpu_v4_paper_stand_in_its_order(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_rank_the_pairs_of_the_tpu_v4_paper_correctly(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(COMPILED.parent))
     paper = importlib.import_module("paper")
     _, model, _, fast, slow = next(p for p in paper.PAIRS if p[0] == pair)
@@ -358,7 +358,7 @@ def parse_seconds(*overrides: str, **constants: float) -> dict[str, float]:
     return parts
 
 
-def test_activations_are_gathered_by_one_ring_over_several_axes_of_a_torus() -> None:
+def test_activations_are_gathered_by_one_ring_over_several_torus_axes() -> None:
     layout = ("target=v5p-64", "batch=64", "mesh=2x16x1", "partition=fsdp_tp")
     on_two, on_one = (
         parse_seconds(*layout, f"mesh.placement=[{places}]", hidden_activations=0.0)["activations"]
@@ -367,7 +367,7 @@ def test_activations_are_gathered_by_one_ring_over_several_axes_of_a_torus() -> 
     assert on_one > 0.9 * on_two  # two lines of four have twice the links of one, and no ring goes over both at once
 
 
-def test_windowed_products_gather_for_themselves() -> None:
+def test_windowed_products_gather_their_own_operands() -> None:
     layout = ("target=v5p-64", "batch=64", "mesh=8x4x1", "partition=fsdp_tp", "remat=none")
     shared, own = (parse_seconds(*layout, windowed=n, hidden_activations=0.0)["activations"] for n in (0.0, 1.0))
     # Of attention and the feed-forward each two gathers and two scatters forward, and as many backward; own: two
@@ -375,7 +375,7 @@ def test_windowed_products_gather_for_themselves() -> None:
     assert own / shared == pytest.approx(12 / 8, rel=0.05)
 
 
-def test_zero1_saves_no_sums_where_they_are_whole() -> None:
+def test_zero1_does_not_save_time_with_whole_sums() -> None:
     layout = ("target=v4-64", "batch=64", "mesh=32x1x1", "partition=dp")
     plain, zero1 = (parse_seconds(*layout, f"partition.zero1={on}")["gradients"] for on in ("false", "true"))
     assert zero1 > plain
@@ -383,7 +383,7 @@ def test_zero1_saves_no_sums_where_they_are_whole() -> None:
     assert cut < 0.8 * plain
 
 
-def test_parameters_on_two_kinds_of_axes_gather_whole_batches() -> None:
+def test_parameters_sharded_over_two_kinds_of_axes_gather_whole_batches() -> None:
     layout = ("target=v5p-64", "batch=64", "partition=2d_tp_fsdp")
     more = {}
     for mesh in ("4x4x2", "4x8x1", "16x1x2"):

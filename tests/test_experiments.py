@@ -16,7 +16,7 @@ EXPERIMENTS = config_names("experiment")
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_it_is_legal_at_both_sizes_with_a_tiny_model_of_its_kind(experiment):
+def test_an_experiment_is_legal_at_both_sizes_with_a_tiny_model_of_its_family(experiment):
     full = Run.from_config(compose_config(f"experiment={experiment}"))
     assert not full.problems()
     tiny = Run.from_config(compose_config(f"experiment={experiment}", "size=tiny"))
@@ -29,7 +29,7 @@ def test_it_is_legal_at_both_sizes_with_a_tiny_model_of_its_kind(experiment):
 @pytest.mark.slow
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_it_trains_at_size_tiny(experiment, tmp_path):
+def test_an_experiment_trains_at_size_tiny(experiment, tmp_path):
     command = [sys.executable, "-m", "valkyrie.cli.train", f"experiment={experiment}", "size=tiny"]
     more = ["mesh=1x1x2", "steps=6", "eval_every=6", "tracking=off", "name=tiny"]
     done = subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, timeout=400)
@@ -44,7 +44,7 @@ def test_an_experiment_without_a_tiny_model_is_refused():
     assert tiny_model_for(None) == "valkyrie_tiny"
 
 
-def test_llama_7b_is_the_published_size():
+def test_llama_7b_has_the_published_size():
     model = Run.from_config(compose_config("experiment=llama_7b_v4_64")).model
     shape = (model.vocab_size, model.embed, model.layers, model.attention.heads, model.mlp)
     assert shape == (32000, 4096, 32, 32, 11008)
@@ -59,11 +59,11 @@ def test_llama_7b_is_the_published_size():
         ("experiment=gpt_16b_v4_64", "mesh=4x2x4", "partition=fsdp_tp", "remat.save=[]"),
     ],
 )
-def test_the_layouts_that_were_asked_for_are_legal_where_the_comment_says(promised):
+def test_requested_layouts_are_legal_on_the_slices_in_the_comments(promised):
     assert not Run.from_config(compose_config(*promised)).problems()
 
 
-def test_eight_by_sixteen_is_not_for_v5p_128():
+def test_an_8x16_mesh_is_refused_on_v5p_128():
     overrides = ("experiment=multihost_v5p_128", "mesh=8x16x1", "partition=data_model_fsdp", "remat=full")
     (problem,) = Run.from_config(compose_config(*overrides)).problems()
     assert (problem.code, problem.size, problem.parts) == (ProblemCode.device_count, 128, 64)

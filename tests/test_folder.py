@@ -41,7 +41,7 @@ def make_run(runs: Path, name: str, *arguments: str, when: int = 0) -> Path:
     return runs / name
 
 
-def test_latest_is_the_run_that_saved_last(tmp_path: Path) -> None:
+def test_latest_is_the_run_with_the_newest_checkpoint(tmp_path: Path) -> None:
     make_run(tmp_path, "old", when=10)
     newest = make_run(tmp_path, "new", when=30)
     make_run(tmp_path, "middle", when=20)
@@ -54,7 +54,7 @@ def test_a_run_is_found_by_name_and_by_path(tmp_path: Path) -> None:
     assert find_run(Path("runs"), str(folder)) == folder
 
 
-def test_a_folder_without_a_finished_checkpoint_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_without_a_finished_checkpoint_is_not_a_run(tmp_path: Path) -> None:
     make_run(tmp_path, "good")
     (tmp_path / "torn" / "checkpoints" / "7").mkdir(parents=True)
     assert find_run(tmp_path, "latest").name == "good"
@@ -62,12 +62,12 @@ def test_a_folder_without_a_finished_checkpoint_is_no_run(tmp_path: Path) -> Non
         find_run(tmp_path, "torn")
 
 
-def test_without_any_run_latest_says_so(tmp_path: Path) -> None:
+def test_latest_is_refused_if_there_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"resume=latest .*={tmp_path}"):
         find_run(tmp_path, "latest")
 
 
-def test_the_settings_that_a_run_changes_are_found_as_they_are_written(tmp_path: Path) -> None:
+def test_changed_settings_are_listed_as_they_are_written(tmp_path: Path) -> None:
     asked = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", "remat=none", "data=text", "data.paths=[c]"]
     compose_run(*asked).save(tmp_path / "run.yaml")
     assert changed_settings(compose_run(*asked), tmp_path) == {}
@@ -93,7 +93,7 @@ def test_the_settings_that_a_run_changes_are_found_as_they_are_written(tmp_path:
     }
 
 
-def test_without_a_record_no_setting_has_changed(tmp_path: Path) -> None:
+def test_no_setting_counts_as_changed_without_a_record(tmp_path: Path) -> None:
     assert changed_settings(compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp"), tmp_path) == {}
 
 
@@ -102,7 +102,7 @@ def again(folder: Path) -> str:
     return f"Restore the file, or continue the run with {command} and the settings it was trained with."
 
 
-def test_a_missing_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_run_yaml_names_it_and_the_remedy(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "one")
     (folder / RUN).unlink()
     with pytest.raises(ValueError) as caught:
@@ -111,7 +111,7 @@ def test_a_missing_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert str(caught.value) == lost + again(folder)
 
 
-def test_a_damaged_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_the_error_for_a_damaged_run_yaml_names_it_and_the_remedy(tmp_path: Path) -> None:
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp")
     run.save(tmp_path / RUN)
     text = (tmp_path / RUN).read_text()
@@ -127,7 +127,7 @@ def test_a_damaged_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
         changed_settings(run, tmp_path)
 
 
-def test_the_processes_of_a_trial_and_of_a_compile_take_no_half_of_a_run(tmp_path: Path) -> None:
+def test_trial_and_compile_processes_refuse_an_incomplete_run_yaml(tmp_path: Path) -> None:
     compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp").save(tmp_path / RUN)
     text = (tmp_path / RUN).read_text()
     (tmp_path / RUN).write_text(text[: text.index("optimizer:")])
@@ -136,7 +136,7 @@ def test_the_processes_of_a_trial_and_of_a_compile_take_no_half_of_a_run(tmp_pat
             carry_out(tmp_path)
 
 
-def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_previous_record(tmp_path: Path) -> None:
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp")
     write_run_files(run, tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -151,13 +151,13 @@ def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_no_module_writes_a_record_in_pieces() -> None:
+def test_every_module_writes_records_atomically() -> None:
     package = Path(valkyrie.__file__).parent
     pieces = re.compile(r"\.write_text\(|OmegaConf\.save\(|json\.dump\(")
     assert [str(file) for file in package.rglob("*.py") if pieces.search(file.read_text())] == []
 
 
-def test_a_rate_that_jumps_in_a_continued_run_is_said_with_how_to_keep_it(tmp_path: Path) -> None:
+def test_a_resumed_run_warns_if_its_learning_rate_jumps(tmp_path: Path) -> None:
     asked = ["model=gpt_tiny", "mesh=1x1x1", "partition=dp", "optimizer.learning_rate=1e-3"]
     compose_run(*asked, "steps=200").save(tmp_path / RUN)
 
@@ -176,14 +176,14 @@ def test_a_rate_that_jumps_in_a_continued_run_is_said_with_how_to_keep_it(tmp_pa
     assert re.search("800 .*200", str(note("steps=800", step=400)))
 
 
-def test_a_name_is_one_folder(tmp_path: Path) -> None:
+def test_a_run_name_is_a_single_folder_name(tmp_path: Path) -> None:
     run = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}"]
     assert run_folder(compose_run(*run, "name=a")) == tmp_path / "a"
     with pytest.raises(ValueError, match=f"name=a/b .*runs={tmp_path / 'a'} name=b.* name=a-b"):
         run_folder(compose_run(*run, "name=a/b"))
 
 
-def test_what_is_printed_to_be_typed_begins_as_the_command_did(monkeypatch: pytest.MonkeyPatch):
+def test_printed_commands_start_like_the_users_command(monkeypatch: pytest.MonkeyPatch):
     assert command_name() == "valkyrie-train"
     monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")  # as uv sets it
     assert command_name("valkyrie-report") == "uv run valkyrie-report"
@@ -198,7 +198,7 @@ def test_a_run_that_does_not_exist_is_refused_with_the_nearest(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("how", ["resume=one", "name=one"])
-def test_a_compile_of_a_trained_run_leaves_its_settings_alone(tmp_path: Path, how: str) -> None:
+def test_a_compile_of_a_trained_run_does_not_change_its_settings(tmp_path: Path, how: str) -> None:
     make_run(tmp_path, "one")
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}", how)
     assert run_folder(run) == tmp_path / "one"
@@ -207,7 +207,7 @@ def test_a_compile_of_a_trained_run_leaves_its_settings_alone(tmp_path: Path, ho
     assert run_folder(run.changed(mode=MODES.config_class("eval")())) == tmp_path / "one"
 
 
-def test_code_is_imported_from_folders_that_a_command_has_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_code_is_only_imported_from_folders_that_a_command_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("VALKYRIE_MODULES", raising=False)
     folder = make_run(tmp_path, "somebody")
@@ -224,7 +224,7 @@ def test_code_is_imported_from_folders_that_a_command_has_named(tmp_path: Path, 
     assert (tmp_path / "ran").exists()
 
 
-def test_a_folder_with_other_files_is_no_run_folder(tmp_path: Path):
+def test_a_folder_with_other_files_is_refused_as_a_run_folder(tmp_path: Path):
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "metrics.jsonl").write_text("mine\n")
     with pytest.raises(ValueError, match="name=project"):
@@ -246,7 +246,7 @@ def test_links_in_a_run_folder_are_not_written_through(tmp_path: Path):
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_what_is_not_a_checkpoint_of_this_run_is_not_deleted(tmp_path: Path):
+def test_files_that_are_not_checkpoints_of_this_run_are_not_deleted(tmp_path: Path):
     ours, theirs = make_run(tmp_path, "ours"), make_run(tmp_path, "theirs")
     Checkpoints(ours, CheckpointConfig()).close()
     notes = ours / "checkpoints" / "1" / "notes.txt"

@@ -52,7 +52,7 @@ def table_row(table: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
-def test_the_table_says_how_many_times_as_fast_ours_is(monkeypatch: pytest.MonkeyPatch):
+def test_the_table_has_our_speedup(monkeypatch: pytest.MonkeyPatch):
     table = example("compare", monkeypatch).markdown
     program = {"status": "ok", "step_s": 0.5, "hidden": 0.25}
     result = {"work": "dense 1B", "slice": "v4-64", "ours": program, "maxtext": program | {"step_s": 0.6}}

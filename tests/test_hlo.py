@@ -32,7 +32,7 @@ def flops(module: Module) -> float:
     return sum(product_flops(i) for i in module.entry.instructions)
 
 
-def test_instructions_stand_in_the_order_they_run():
+def test_instructions_are_in_execution_order():
     text = HEAD + (
         "ENTRY e {\n  a = f32[8,128] parameter(0)\n  late = f32[8,128] negate(a)\n"
         "  early = f32[8,128] exponential(a)\n  ROOT r = f32[8,128] add(late, early)\n}\n"
@@ -49,7 +49,7 @@ def test_bytes_without_a_computation_are_refused():
         parse(b"")
 
 
-def test_shapes_know_their_bytes_padding_and_memory():
+def test_shapes_have_bytes_padding_and_memory_space():
     text = HEAD.replace("f32[8,128]", "bf16[3,5,100]") + (
         "ENTRY e {\n  a = bf16[3,5,100]{2,1,0:T(8,128)S(1)} parameter(0)\n"
         "  ROOT r = (bf16[3,5,100]{2,1,0:T(8,128)S(1)}, s4[7]{0:T(128)}, token[]) custom-call(a),"
@@ -62,7 +62,7 @@ def test_shapes_know_their_bytes_padding_and_memory():
     assert (second.bytes, token.bytes, whole.bytes) == (4, 0, 3004)
 
 
-def test_the_source_of_an_instruction_is_a_line_of_the_program():
+def test_an_instruction_has_a_source_line():
     module = module_of(lambda x: jnp.sin(x) @ x, (8, 8))
     sources = {i.source for i in module.instructions.values() if i.opcode == "dot"}
     assert sources and all("test_hlo.py:" in source for source in sources)
@@ -120,18 +120,18 @@ ENTRY e {
         (0, 10, -1, "LT", None),
     ],
 )
-def test_a_bound_hoisted_into_the_loops_tuple_is_followed(start, limit, step, direction, count):
+def test_a_loop_bound_hoisted_into_the_tuple_is_found(start, limit, step, direction, count):
     text = LOOP.replace("LEFT", "ci").replace("RIGHT", "cn").replace("DIRECTION", direction)
     text = text.replace("START", str(start)).replace("LIMIT", str(limit)).replace("STEP", str(step))
     assert loops(parse(text)) == [count]
 
 
-def test_a_bound_on_the_left_means_the_same():
+def test_a_loop_bound_on_the_left_is_equivalent():
     text = LOOP.replace("LEFT", "cn").replace("RIGHT", "ci").replace("DIRECTION", "GT")
     assert loops(parse(text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1"))) == [6]
 
 
-def test_a_bound_that_each_turn_copies_asynchronously_is_followed():
+def test_a_loop_bound_copied_asynchronously_in_each_iteration_is_found():
     text = LOOP.replace("LEFT", "ci").replace("RIGHT", "cn").replace("DIRECTION", "LT")
     text = text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1")
     begun = "{indent}begun{n} = (s32[], s32[], u32[]) copy-start({source})\n  {name} = s32[] copy-done(begun{n})"
@@ -143,12 +143,12 @@ def test_a_bound_that_each_turn_copies_asynchronously_is_followed():
     assert loops(parse(text)) == [6]
 
 
-def test_a_loop_whose_end_is_data_has_no_count():
+def test_a_loop_with_a_data_dependent_bound_has_no_count():
     module = module_of(lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x @ x) + 1, x), (8, 8))
     assert loops(module) == [None]
 
 
-def test_a_constant_is_followed_through_tuples_and_copies():
+def test_a_constant_is_found_through_tuples_and_copies():
     module = parse(
         LOOP.replace("LEFT", "ci")
         .replace("RIGHT", "cn")
@@ -179,7 +179,7 @@ def reduced(groups: str) -> Module:
 
 
 @pytest.mark.parametrize("spelling", GROUPS)
-def test_replica_groups_in_every_spelling(spelling: str):
+def test_replica_groups_are_parsed_in_every_spelling(spelling: str):
     (groups,) = replica_groups(reduced(spelling).instructions["g"], 8)
     assert groups.tolist() == GROUPS[spelling]
 
@@ -194,7 +194,7 @@ def test_replica_groups_in_every_spelling(spelling: str):
         ({"y": (2, 2)}, [[0, 1], [2, 3], [4, 5], [6, 7]]),
     ],
 )
-def test_replica_groups_over_mesh_axes_and_parts_of_them(axes, expected):
+def test_replica_groups_are_parsed_from_mesh_axes_and_parts_of_them(axes, expected):
     """Tests the form `mesh['x'=2,'y'=4] {'y'}`. It is set in the proto, because older text parsers reject it."""
     instruction = reduced("{}").instructions["g"]
     spelt = instruction.message.mesh_groups
@@ -208,7 +208,7 @@ def test_replica_groups_over_mesh_axes_and_parts_of_them(axes, expected):
     assert groups.tolist() == expected
 
 
-def test_groups_of_different_sizes_are_kept_apart():
+def test_groups_of_different_sizes_are_separate():
     found = replica_groups(reduced("{{0,1,2},{3,4,5},{6,7}}").instructions["g"], 8)
     assert [g.tolist() for g in found] == [[[6, 7]], [[0, 1, 2], [3, 4, 5]]]
 
@@ -221,7 +221,7 @@ def test_a_permute_keeps_the_pairs_that_leave_their_device():
     assert permute_pairs(module.instructions["g"]).tolist() == [[0, 1], [1, 0]]
 
 
-def test_products_are_counted_as_two_flops_a_multiply_add():
+def test_matrix_products_count_two_flops_per_multiply_add():
     assert flops(module_of(lambda a, b: a @ b, (16, 32), (32, 8))) == 2 * 16 * 32 * 8
     batched = module_of(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (3, 16, 32), (3, 32, 8))
     assert flops(batched) == 2 * 3 * 16 * 32 * 8
@@ -231,7 +231,7 @@ def test_products_are_counted_as_two_flops_a_multiply_add():
     ("stride", "padding", "window", "base"),
     [(1, (0, 0), 1, 1), (1, (2, 2), 1, 1), (2, (1, 1), 1, 1), (1, (3, 1), 2, 1), (1, (2, 2), 1, 2), (2, (2, 1), 1, 3)],
 )
-def test_a_convolution_counts_the_positions_that_meet_the_input(stride, padding, window, base):
+def test_a_convolution_counts_only_positions_inside_the_input(stride, padding, window, base):
     rows, taps, channels, features, batch = 11, 3, 4, 5, 2
     dilated = np.zeros((rows - 1) * base + 1)
     dilated[::base] = 1
@@ -276,7 +276,7 @@ ENTRY e {
 """
 
 
-def test_a_fusion_moves_what_it_reads_and_writes_not_what_it_is_handed():
+def test_a_fusion_moves_the_bytes_it_accesses_not_all_of_its_operands():
     at = parse(FUSED).instructions
     row = 128 * 4
     index = 4
@@ -285,7 +285,7 @@ def test_a_fusion_moves_what_it_reads_and_writes_not_what_it_is_handed():
     assert hbm_bytes(at["plain"]) == 3 * 64 * row
 
 
-def test_what_moves_numbers_between_lanes_is_not_elementwise():
+def test_operations_that_move_data_between_lanes_are_not_elementwise():
     at = parse(FUSED).instructions
     assert is_elementwise(at["plain"]) and is_elementwise(at["in_place"])
     assert not is_elementwise(at["turned"])

@@ -40,7 +40,7 @@ def test_nothing_to_time_is_refused(capfd: pytest.CaptureFixture):
     assert "mode.repeats=0" in capfd.readouterr().err
 
 
-def test_the_batch_is_next_tokens_of_the_seed():
+def test_the_batch_has_random_tokens_and_targets_of_the_next_token():
     batch, again = (next_token.Config().random_batch(8, 16, 61, seed=0, places=range(8)) for _ in range(2))
     part = next_token.Config().random_batch(8, 16, 61, seed=0, places=[2, 5])
     np.testing.assert_array_equal(batch["tokens"][[2, 5]], part["tokens"])
@@ -50,7 +50,7 @@ def test_the_batch_is_next_tokens_of_the_seed():
 
 
 @pytest.mark.slow
-def test_real_data_comes_from_the_loader_and_the_trace_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_real_data_comes_from_the_loader_and_the_trace_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     options = ("mode=measure", "mode.data=real", "mode.trace=true", "mode.repeats=2", "mode.warmup=0", "name=m")
     assert command(*TINY, *SINGLE, *options) == 0

@@ -35,7 +35,7 @@ def steps(meter: Meter, clock: Clock, *seconds: float, paused: float = 0.0) -> N
         meter.step_finished()
 
 
-def test_first_step_is_kept_apart_and_the_rest_are_by_median(clock: Clock) -> None:
+def test_the_first_step_is_separate_and_the_others_are_summarised_by_their_median(clock: Clock) -> None:
     meter = Meter(tokens=1000, chips=4, flops=8e6, peak_flops=1e9)
     meter.start()
     steps(meter, clock, 50.0, 0.1, 0.3, 0.1)
@@ -47,7 +47,7 @@ def test_first_step_is_kept_apart_and_the_rest_are_by_median(clock: Clock) -> No
     assert found["mfu"] == pytest.approx(8e6 / 0.1 / 1e9)
 
 
-def test_a_pause_is_no_part_of_the_step_around_it(clock: Clock) -> None:
+def test_a_pause_is_not_part_of_a_step(clock: Clock) -> None:
     meter = Meter(1, 1, 1.0, None)
     meter.start()
     steps(meter, clock, 1.0, 1.0, paused=7.0)
@@ -65,14 +65,14 @@ def test_what_happens_before_the_start_is_not_timed(clock: Clock) -> None:
     assert meter.first == pytest.approx(1.0)
 
 
-def test_p90_is_the_value_that_nine_of_ten_steps_stay_within(clock: Clock) -> None:
+def test_p90_is_the_smallest_time_that_90_percent_of_steps_do_not_exceed(clock: Clock) -> None:
     meter = Meter(1, 1, 1.0, None)
     meter.start()
     steps(meter, clock, 99.0, *(0.01 * i for i in range(10, 0, -1)))
     assert meter.summary()["step_p90_s"] == pytest.approx(0.09)
 
 
-def test_rates_look_at_the_last_steps_only(clock: Clock) -> None:
+def test_rates_are_computed_from_recent_steps(clock: Clock) -> None:
     meter = Meter(10, 1, 1.0, None)
     meter.start()
     steps(meter, clock, 9.0, 5.0, 5.0, 5.0, 0.5, 0.5)
@@ -80,7 +80,7 @@ def test_rates_look_at_the_last_steps_only(clock: Clock) -> None:
     assert meter.rates()["tokens_per_second"] == pytest.approx(2.0)
 
 
-def test_without_steps_or_peak_nothing_is_claimed(clock: Clock) -> None:
+def test_rates_are_unknown_without_steps_or_peak(clock: Clock) -> None:
     meter = Meter(10, 1, 1.0, None)
     meter.start()
     steps(meter, clock, 1.0)

@@ -63,7 +63,7 @@ def case(*values: str, quick: bool = False) -> Any:
         case("nanochat_tiny", "pp_2d_tp", "2x2x2", "microbatches=4", *ALTERNATING),
     ],
 )
-def test_same_steps_as_on_one_device(model: str, partition: str, mesh: str, overrides: tuple[str, ...]):
+def test_pipelines_take_the_same_steps_as_one_device(model: str, partition: str, mesh: str, overrides: tuple[str, ...]):
     of_model = tuple(o for o in overrides if o.startswith(("model.", "batch", "precision")))
     run = small_run(model, f"mesh={mesh}", f"partition={partition}", *overrides)
     assert run.layout.pipeline is not None
@@ -79,7 +79,7 @@ def test_same_steps_as_on_one_device(model: str, partition: str, mesh: str, over
         pytest.param(CIRCULAR, 2 * (2 * 8 + 3), 2 * 8 + 3, id="circular", marks=pytest.mark.slow),
     ],
 )
-def test_a_compiled_step_sends_as_often_as_the_formula_says(overrides: tuple[str, ...], sends: int, kept: int):
+def test_a_compiled_step_has_the_sends_of_the_formula(overrides: tuple[str, ...], sends: int, kept: int):
     asked = ("mesh=1x1x4", "partition=pp", "microbatches=8", "batch=32", "model.layers=8", "seq=16", *overrides)
     run = small_run("gpt_tiny", *asked)
     module = parse(serialised_module(make_program(run).compile_step()))
@@ -92,7 +92,7 @@ def test_a_compiled_step_sends_as_often_as_the_formula_says(overrides: tuple[str
 
 
 @pytest.mark.slow
-def test_1f1b_keeps_inputs_of_fewer_microbatches():
+def test_1f1b_stores_inputs_of_fewer_microbatches_than_gpipe():
     """With 16 microbatches and 2 stages, gpipe stores the inputs of 17 microbatches and 1f1b of 3.
 
     The inputs of each are 32 float32 arrays of shape (4, 128, 32). Gpipe also holds about 3.5 batches of the residual
@@ -125,7 +125,7 @@ def test_1f1b_keeps_inputs_of_fewer_microbatches():
         (Pipeline("z", 4, 8, PipelineSchedule.circular, 2), 3 / 16),
     ],
 )
-def test_the_bubble_is_the_idle_share_of_a_stage(pipeline: Pipeline, bubble: float):
+def test_the_bubble_is_the_idle_fraction_of_a_stage(pipeline: Pipeline, bubble: float):
     """A stage is busy in some turns and idle in others. A forward pass takes 1/3 of a turn and a backward pass 2/3."""
     work = pipeline.rounds * pipeline.microbatches
     taken = pipeline.forward_turns

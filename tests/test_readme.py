@@ -104,7 +104,7 @@ def test_the_commands_are_found():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_to_a_file_and_a_heading(page: str):
+def test_every_link_points_to_a_file_and_a_heading(page: str):
     for target in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
         path, _, anchor = target.partition("#")
         linked = (ROOT / page).parent / path if path else ROOT / page
@@ -138,7 +138,7 @@ def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.slow
-def test_the_sweep_that_is_listed_runs(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_listed_sweep_runs(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (listing,) = re.findall(r"```yaml\n(.*?)```", PAGES["sweeps/README.md"], re.DOTALL)
     folder = tmp_path / "mine"
     (folder / "sweep").mkdir(parents=True)
@@ -154,7 +154,7 @@ LAUNCHED = [line for line in COMMANDS if line.startswith("valkyrie-launch")]
 
 
 @pytest.mark.parametrize("line", [line for line in LAUNCHED if " -- " in line])
-def test_commands_behind_valkyrie_launch_compose(command: Any, line: str):
+def test_commands_after_valkyrie_launch_compose(command: Any, line: str):
     ahead, overrides = split_launch(arguments_of(line))
     config = read_config([word for word in ahead if "=" in word], restarts=0)
     composed = command(*(overrides or ()))
@@ -174,7 +174,7 @@ OTHERS = [line for line in COMMANDS if not line.startswith(("valkyrie-train", "v
 
 
 @pytest.mark.parametrize("line", OTHERS)
-def test_the_other_commands_have_these_arguments(line: str):
+def test_other_commands_accept_their_arguments(line: str):
     parsers = {"valkyrie-report": report_parser, "valkyrie-predict": predict_parser, "valkyrie-data": data_parser}
     parsers["valkyrie-convert"] = convert_parser
     parsers[line.split(" ")[0]]().parse_args(strip_comment(arguments_of(line)))
@@ -187,7 +187,7 @@ KEYS = {setting.split("=")[0] for setting in SETTINGS} - {"quiet"}
 
 
 @pytest.mark.parametrize("key", sorted(key for key in KEYS if not key.startswith("hydra")))
-def test_every_setting_has_its_key_and_its_choice(key: str):
+def test_every_documented_setting_exists(key: str):
     chosen = [setting for setting in SETTINGS if setting.split("=")[0] == key and "mine" not in setting]
     mode = [f"mode={name}" for name in MODES.with_key(key.removeprefix("mode."))[:1] if key.startswith("mode.")]
     for setting in dict.fromkeys(chosen):
@@ -195,7 +195,7 @@ def test_every_setting_has_its_key_and_its_choice(key: str):
         assert not re.search(r"[\[*?]", re.sub(r"'.*?'", "", setting)), "zsh looks for files of such a name"
 
 
-def test_a_comment_behind_a_command_can_be_pasted_into_any_shell():
+def test_a_command_with_a_comment_can_be_pasted_into_any_shell():
     """Interactive zsh, the default on macOS, does not support comments: their words become arguments of the command."""
     for line in (line for page in PAGES.values() for line in fenced(page).splitlines()):
         head, sign, comment = line.partition(" #")
@@ -207,7 +207,7 @@ def test_a_comment_behind_a_command_can_be_pasted_into_any_shell():
 NUMBERS = dict(zip(["twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen"], range(12, 18), strict=True))
 
 
-def test_counts_are_those_of_the_code():
+def test_counts_equal_those_of_the_code():
     (parameters,) = re.findall(r"([\d,]+) parameters", README.replace("\n", " "))
     assert int(parameters.replace(",", "")) == compose_run("mesh=2x2x2").model.parameter_count()
     (word,) = re.findall(r"(\w+) names of", PACKAGE)
@@ -216,7 +216,7 @@ def test_counts_are_those_of_the_code():
     assert ("half an hour" in PAGES["tests/README.md"].replace("\n", " ")) == (minutes == "30")
 
 
-def test_the_extras_are_those_of_the_project():
+def test_the_listed_extras_exist():
     table = re.findall(r"^\| (`.*?) \|", section(PACKAGE, "Installation"), re.MULTILINE)
     listed = {extra for cell in table for extra in re.findall(r"`([\w-]+)`", cell)}
     optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -235,7 +235,7 @@ def first_column(page: str, heading: str) -> list[str]:
     return [name for cell in cells for name in re.findall(r"`([^`]*[^`=])`", cell)]
 
 
-def test_the_lists_of_choices_are_those_of_the_files():
+def test_lists_of_choices_equal_the_files():
     assert sorted(name for name in first_column(CONF, "Partitions") if re.fullmatch(r"\w+", name)) == PARTITIONS
     assert sorted(first_column(CONF, "Precision")) == config_names("precision")
     assert sorted(first_column(CONF, "Data")) == config_names("data")
@@ -274,7 +274,7 @@ def test_the_readme_shows_lines_of_the_report():
     assert len(shown.splitlines()) > 12
 
 
-def test_the_search_in_the_readme_agrees_with_itself():
+def test_the_search_output_in_the_readme_is_consistent():
     shown = section(README, "Search for the fastest layout").split("```")[3]
     rows = [line.split() for line in shown.splitlines() if re.match(r" +\d +mesh=", line)]
     run = compose_run("target=v5p-64", "model=llama_8b", "batch=256", "seq=4096", "mesh=32x1x1")
@@ -287,7 +287,7 @@ def test_the_search_in_the_readme_agrees_with_itself():
         assert dollars == pytest.approx(20e9 / rate / 3600 * chip.usd_per_hour, rel=1e-3)
 
 
-def test_the_report_is_of_the_run_and_agrees_with_itself():
+def test_the_report_matches_the_run_and_is_consistent():
     run = layout("2d_tp")
     assert REPORT.strip().splitlines()[0] == f"valkyrie_1b under {run.layout.name} on {run.config.target.describe()}"
     assert f"roles: {run.layout.describe_roles()}\n" in REPORT
@@ -305,7 +305,7 @@ def test_the_report_is_of_the_run_and_agrees_with_itself():
         assert float(percent) == pytest.approx(float(milliseconds) / step / 10, abs=0.06)
 
 
-def test_the_table_of_the_search_agrees_with_itself_and_with_the_model():
+def test_the_search_table_is_consistent_and_matches_the_model():
     rows = table(SEARCH, "layout on v4-64")
     run, steps = compose_run("target=v4-64", "model=valkyrie_1b", "batch=128", "mesh=32x1x1", "partition=fsdp"), []
     for _, _, *cells in rows:
@@ -316,7 +316,7 @@ def test_the_table_of_the_search_agrees_with_itself_and_with_the_model():
     assert len(steps) == 4 and steps == sorted(steps)
 
 
-def test_the_table_of_partitions_agrees_with_itself_and_with_the_text():
+def test_the_partition_table_is_consistent_and_matches_the_text():
     assert len(ROWS) == 6
     for partition, (_, milliseconds, rate, mfu) in ROWS.items():
         run = layout(partition)
@@ -327,7 +327,7 @@ def test_the_table_of_partitions_agrees_with_itself_and_with_the_text():
     assert "`fsdp` (the default)" in SEARCH and default_partition() == "fsdp"
 
 
-def test_the_summary_of_the_published_runs_is_that_of_its_rows():
+def test_the_summary_of_published_runs_matches_the_rows():
     written = (ROOT / "experiments" / "published" / "results.md").read_text()
     cells = re.compile(r"^\| (\w+) \| (\d+) \| ([\d.%, ]+) \| ([\d.%, ]+) \| ([\d.%, ]+) \|", re.MULTILINE)
     stated, computed = (
@@ -341,7 +341,7 @@ def test_the_summary_of_the_published_runs_is_that_of_its_rows():
     assert f"{median(abs(float(error)) for error in errors):.1f}%" == computed["all"][1].split(",")[0]
 
 
-def test_the_accuracy_in_the_readme_is_that_of_the_full_table():
+def test_the_accuracy_in_the_readme_matches_the_full_table():
     short, full = table(README, "chip | runs"), section(EXPERIMENTS, "Predicted against published")
     rows = {chip: (runs, cells) for chip, runs, *cells in table(full, "chip | rows")}
     for chip, runs, *cells in short:
@@ -382,7 +382,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 @needs_libtpu
 @needs_the_same_libtpu
 @pytest.mark.timeout(900)
-def test_the_report_is_what_the_compiler_predicts(compiled: Callable[[str], str]):
+def test_the_report_equals_a_new_prediction(compiled: Callable[[str], str]):
     printed, shown = compiled(REPORT_COMMAND), re.sub(r" +\(and the rest;.*", "", REPORT).strip()
     lines, hint = shown.split("hint: ")
     for part in [*lines.splitlines(), f"hint: {hint}"]:
@@ -393,7 +393,7 @@ def test_the_report_is_what_the_compiler_predicts(compiled: Callable[[str], str]
 @needs_libtpu
 @needs_the_same_libtpu
 @pytest.mark.timeout(900)
-def test_the_row_of_the_default_is_what_the_compiler_predicts(compiled: Callable[[str], str]):
+def test_the_row_of_the_default_partition_equals_a_new_prediction(compiled: Callable[[str], str]):
     printed, (peak, milliseconds, rate, mfu) = compiled(REPORT_COMMAND.replace("2d_tp", "fsdp")), ROWS["fsdp"]
     assert f"fits: {peak} GiB of" in printed
     assert number(printed.split("predicted step: ")[1]) == pytest.approx(milliseconds, abs=0.6)
@@ -403,7 +403,7 @@ def test_the_row_of_the_default_is_what_the_compiler_predicts(compiled: Callable
 @pytest.mark.slow
 @needs_libtpu
 @needs_the_same_libtpu
-def test_a_layout_that_does_not_fit_prints_what_the_page_shows(compiled: Callable[[str], str]):
+def test_the_page_shows_the_output_for_a_layout_that_does_not_fit(compiled: Callable[[str], str]):
     line = next(line for line in TRAIN if "target=v5e-4" in line)
     printed, shown = compiled(line), fenced(SEARCH).split(line)[1].split("\nvalkyrie-train")[0]
     assert flat(shown.replace(", ...", "")) in printed

@@ -35,7 +35,7 @@ class Whole:
 WHOLE = Whole([Part(Colour.red, ("x", "y"), 0.5)])
 
 
-def test_a_record_survives_a_file_with_the_keys_it_does_not_know(tmp_path: Path):
+def test_unknown_keys_in_a_file_are_ignored(tmp_path: Path):
     path = write_record(tmp_path / "whole.json", WHOLE)
     assert read_record(Whole, path) == WHOLE
     newer = encode(WHOLE) | {"later": [1]}
@@ -64,11 +64,11 @@ def test_an_error_names_the_file_and_the_field(plain: Any, place: str):
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"parts": [], }'])
-def test_broken_json_is_named_too(tmp_path: Path, text: str):
+def test_the_error_for_broken_json_names_the_file(tmp_path: Path, text: str):
     (tmp_path / "whole.json").write_text(text)
     with pytest.raises(RecordError, match="whole.json"):
         read_record(Whole, tmp_path / "whole.json")
 
 
-def test_a_record_that_was_read_is_written_with_its_defaults() -> None:
+def test_a_record_is_written_with_its_defaults() -> None:
     assert encode(decode(TrialResult, {}, "trials.jsonl")) == encode(TrialResult())

@@ -71,7 +71,7 @@ def links(kind: str) -> float:
         ("collective-permute", BYTES, BYTES),
     ],
 )
-def test_a_collective_on_each_mesh_axis(kind, axis, sent, seconds):
+def test_collectives_on_each_mesh_axis_take_their_closed_form_time(kind, axis, sent, seconds):
     use = use_of(collective(kind, (axis,)), kind)
     assert use.mesh_axes == (axis,) and use.torus_axes == ({"x": "a", "y": "b", "z": "c"}[axis],)
     assert use.bytes_sent == sent
@@ -80,7 +80,7 @@ def test_a_collective_on_each_mesh_axis(kind, axis, sent, seconds):
 
 
 @pytest.mark.parametrize("axis", ["x", "y", "z"])
-def test_a_reduce_scatter_is_seen_in_the_fusion_that_does_it(axis):
+def test_a_reduce_scatter_inside_a_fusion_is_found(axis):
     """libtpu pads the array to whole tiles, so a device sends slightly more than 3/4 of it."""
     use = use_of(collective("reduce-scatter", (axis,)), "reduce-scatter")
     assert use.mesh_axes == (axis,)
@@ -94,14 +94,14 @@ def test_an_all_reduce_over_a_cube_uses_six_links():
     assert use.busy_s == pytest.approx(2 * 63 / 64 * BYTES / 6 / links("all-reduce"), rel=0.1)
 
 
-def test_an_all_reduce_between_two_slices():
+def test_an_all_reduce_between_two_slices_uses_the_network():
     use = use_of(collective("all-reduce", ("s",), 2, "v4:2x2x1"), "all-reduce")
     assert use.mesh_axes == ("s",) and use.torus_axes == ("dcn",)
     assert use.bytes_sent == BYTES
     assert use.busy_s == pytest.approx(4 * BYTES / 25e9, rel=0.1)
 
 
-def test_an_all_reduce_within_and_between_slices():
+def test_an_all_reduce_within_and_between_slices_takes_its_closed_form_time():
     done = collective("all-reduce", ("s", "x", "y"), 2, "v4:2x2x1")
     between = [u for u in done.collectives if u.mesh_axes == ("s",)]
     assert sum(u.bytes_sent for u in between) == pytest.approx(BYTES / 4, rel=0.01)
@@ -122,7 +122,7 @@ def test_a_matrix_product_runs_near_the_chips_peak(name, share):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_stream_runs_at_the_memorys_rate(dtype):
+def test_a_memory_bound_operation_runs_at_memory_bandwidth(dtype):
     mesh, machine = tpu_mesh("v4:2x2x1")
     done = replay(compile_module(lambda a: a * 2 + 1, mesh, ((2**15, 8192), dtype)), machine)
     moved = 2 * 2**28 * jnp.dtype(dtype).itemsize
@@ -130,7 +130,7 @@ def test_a_stream_runs_at_the_memorys_rate(dtype):
     assert {part.kind for part in done.parts} == {PartKind.memory}
 
 
-def test_loops_multiply_what_they_hold():
+def test_loops_multiply_the_cost_of_their_body():
     mesh, machine = tpu_mesh("v4:2x2x1")
 
     def inner(x, w):
@@ -147,7 +147,7 @@ def test_loops_multiply_what_they_hold():
 
 
 @pytest.mark.slow
-def test_a_permute_goes_on_beside_a_product():
+def test_a_permute_overlaps_with_a_matrix_product():
     mesh, machine = tpu_mesh("v4:4x4x4")
 
     def ring(x, w):
@@ -173,7 +173,7 @@ FUSED |= {"xla_tpu_overlap_compute_collective_tc": "true"}
 
 
 @pytest.mark.parametrize("options", [ASYNC, pytest.param(FUSED, marks=pytest.mark.slow)], ids=["async", "fused"])
-def test_gathers_beside_products_take_the_same_ring_as_those_alone(options):
+def test_overlapped_gathers_use_the_same_ring_as_other_gathers(options):
     mesh, machine = tpu_mesh("v4:2x4x4")
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -193,7 +193,7 @@ def test_gathers_beside_products_take_the_same_ring_as_those_alone(options):
     assert after.exposed_s < before.exposed_s
 
 
-def test_a_pallas_kernel_states_its_own_cost():
+def test_a_pallas_kernel_declares_its_cost():
     from jax.experimental import pallas as pl
 
     def double(x_ref, o_ref):
@@ -267,7 +267,7 @@ def expected_flops(run: Any, devices: int) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", FAMILIES)
-def test_flops_of_a_step_are_the_models(model):
+def test_flops_of_a_step_equal_those_of_the_model(model):
     run, raw = step(model, *SMALL, *FAMILIES[model])
     _, machine = tpu_mesh("v4:2x2x1")
     chip = replace(machine.chip, splash_bundles=known_chips()["v4"].splash_bundles)
@@ -279,7 +279,7 @@ def test_flops_of_a_step_are_the_models(model):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_module_is_read_and_replayed_in_two_seconds_a_megabyte():
+def test_a_module_is_parsed_and_replayed_in_two_seconds_per_megabyte():
     _, raw = step("longformer_125m", *SMALL, *FAMILIES["longformer_125m"])
     _, machine = tpu_mesh("v4:2x2x1")
     begin = time.process_time()  # of this process alone: the machine may be busy

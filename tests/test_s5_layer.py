@@ -98,7 +98,7 @@ CASES = [
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
 @pytest.mark.parametrize("packed", mark_slow_except([False, True], [True]), ids=["whole", "packed"])
-def test_layer_is_the_paper(settings, packed):
+def test_layer_equals_the_equations_of_the_paper(settings, packed):
     module, u = layer(**settings), drive()
     starts = STARTS if packed else ((), ())
     keep = None
@@ -111,7 +111,7 @@ def test_layer_is_the_paper(settings, packed):
     np.testing.assert_allclose(output, paper(module, u.astype(np.float64), starts), rtol=1e-4, atol=1e-5)
 
 
-def test_clipping_matters_where_a_state_would_grow():
+def test_clipping_changes_the_output_if_a_state_would_grow():
     module, clipped = layer(clip_eigenvalues=False), layer(clip_eigenvalues=True)
     for m in (module, clipped):
         m.Lambda_re[...] = jnp.full_like(m.Lambda_re[...], 5.0)
@@ -122,7 +122,7 @@ def test_clipping_matters_where_a_state_would_grow():
 
 
 @pytest.mark.parametrize("settings", [{}, {"conjugate_symmetric": False, "discretization": Discretization.bilinear}])
-def test_streaming_is_the_loop(settings):
+def test_streaming_equals_the_loop(settings):
     module, u = layer(**settings), drive()
     state, rows = module.init_state(BATCH, SEQ), []
     for t in range(SEQ):
@@ -131,7 +131,7 @@ def test_streaming_is_the_loop(settings):
     np.testing.assert_allclose(np.stack(rows, 1), paper(module, u.astype(np.float64), ((), ())), rtol=1e-4, atol=1e-5)
 
 
-def test_parameters_at_the_start():
+def test_initial_parameters():
     block = S5(state_size=128, blocks=8, dt_min=1e-3, dt_max=1e-1)
     module = block.build(BlockContext(256, layers=1), numerics=FLOAT32, key=jax.random.key(0))
     p = values(module)
@@ -168,7 +168,7 @@ def test_state_space_stays_float32_under_every_policy():
 
 
 @pytest.mark.parametrize(("partition", "gathers"), [("1d_tp", 1), pytest.param("2d_tp", 0, marks=pytest.mark.slow)])
-def test_activations_are_gathered_once_and_no_gradient_is_summed_where_it_is_alike(partition, gathers):
+def test_activations_are_gathered_once_and_replicated_gradients_are_not_summed(partition, gathers):
     run = small_run("s5_tiny", "mesh=2x2x2", f"partition={partition}")
     # A TPU's way of mapping, with a form that compiles on a CPU.
     shard = MeshShard(run.layout, build_mesh(run.config.mesh, jax.devices()), "tpu")

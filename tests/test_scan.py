@@ -114,7 +114,7 @@ def test_values_and_gradients_of_every_form_equal_a_float64_loop(reverse: bool, 
 
 
 @pytest.mark.parametrize("seq", mark_slow_except([1, 4, 9], [9]))
-def test_blocked_takes_every_length(seq: int) -> None:
+def test_blocked_form_supports_every_length(seq: int) -> None:
     problem = _problem(seq)
     for reverse in (False, True):
         expected = _loop(problem["lam"], problem["bu"], problem["h0"], problem["keep"], reverse)
@@ -167,7 +167,7 @@ def test_streaming_equals_the_parallel_form() -> None:
         np.testing.assert_allclose(h[1], parallel[1][:, t], rtol=2e-6, atol=2e-6)
 
 
-def test_two_halves_joined_by_the_state_between_them_equal_the_whole() -> None:
+def test_two_halves_joined_by_a_state_equal_the_whole_sequence() -> None:
     problem = _problem()
     lam, bu = _pair(problem["lam"]), _pair(problem["bu"])
     for impl in FORMS:
@@ -195,7 +195,7 @@ def test_bfloat16_inputs_give_float32_states_and_bfloat16_gradients() -> None:
     np.testing.assert_allclose(gradient[0].astype(jnp.float32), wide[0], rtol=1e-2, atol=1e-3)
 
 
-def test_keep_is_a_constant() -> None:
+def test_keep_gets_no_gradient() -> None:
     problem = _problem()
 
     def loss(keep: jax.Array) -> jax.Array:
@@ -225,7 +225,7 @@ def _mesh(axis_type: AxisType = AxisType.Auto, **shape: int) -> jax.sharding.Mes
 @pytest.mark.parametrize("check_vma", mark_slow_except([True, False], [True]), ids=["vma", "no_vma"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("given", mark_slow_except(["nothing", "all"], ["all"]))
-def test_a_sequence_split_over_two_mesh_axes_equals_the_whole(given: str, reverse: bool, check_vma: bool) -> None:
+def test_a_sequence_sharded_over_two_mesh_axes_equals_the_whole(given: str, reverse: bool, check_vma: bool) -> None:
     mesh = _mesh(y=2, x=4)
     problem = _problem(seq=24, seed=3)
     keep = np.ones((BATCH, 24))
@@ -265,7 +265,7 @@ def test_a_sequence_split_over_two_mesh_axes_equals_the_whole(given: str, revers
 
 
 @pytest.mark.parametrize("impl", mark_slow_except(FORMS, [ScanImpl.associative]), ids=lambda impl: impl.value)
-def test_every_form_runs_split_beside_a_split_batch_and_state(impl: ScanImpl) -> None:
+def test_every_form_runs_with_batch_sequence_and_state_sharded(impl: ScanImpl) -> None:
     mesh = _mesh(z=2, y=2, x=2)
     rng = np.random.default_rng(5)
     lam = np.exp(-0.1 + 1j * np.arange(4))
@@ -293,7 +293,7 @@ def test_every_form_runs_split_beside_a_split_batch_and_state(impl: ScanImpl) ->
 @pytest.mark.parametrize(
     "axis_type", mark_slow_except([AxisType.Auto, AxisType.Explicit], [AxisType.Auto]), ids=["auto", "explicit"]
 )
-def test_a_split_batch_and_state_cost_one_reduction_of_the_gradient(axis_type: AxisType, impl: ScanImpl) -> None:
+def test_a_sharded_batch_and_state_need_one_reduction_of_the_gradient(axis_type: AxisType, impl: ScanImpl) -> None:
     mesh = _mesh(axis_type, y=2, x=4)
     rng = np.random.default_rng(6)
     lam = _pair(np.exp(-0.1 + 1j * np.arange(4)))
@@ -335,12 +335,12 @@ def test_powers_follow_the_rounded_base() -> None:
     ("backend", "impl"),
     [("cpu", ScanImpl.sequential), ("gpu", ScanImpl.associative), ("tpu", ScanImpl.kernel)],
 )
-def test_auto_is_chosen_by_backend_and_a_named_form_is_kept(backend: str, impl: ScanImpl) -> None:
+def test_auto_chooses_the_form_by_backend_and_an_explicit_form_is_used(backend: str, impl: ScanImpl) -> None:
     assert resolve_impl(ScanImpl.auto, backend) is impl
     assert resolve_impl(ScanImpl.associative, backend) is ScanImpl.associative
 
 
-def test_refusals_name_what_is_wrong() -> None:
+def test_refusals_name_the_wrong_argument() -> None:
     lam, bu = _pair(np.ones(1)), _pair(np.ones((1, 2, 1)))
     with pytest.raises(ValueError, match="abacus"):
         resolve_impl(ScanImpl.auto, "abacus")

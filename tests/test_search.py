@@ -115,7 +115,7 @@ def compiled_by(
     return compiles
 
 
-def test_it_stops_when_no_other_layout_can_be_faster(compiler: ScaledCompiler, tmp_path: Path) -> None:
+def test_search_stops_when_no_other_layout_can_be_faster(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
     listed = make_shortlist(request)
     compiles = compiled_by(compiler, request, listed, tmp_path, most=500)
@@ -127,7 +127,7 @@ def test_it_stops_when_no_other_layout_can_be_faster(compiler: ScaledCompiler, t
     assert len(first) == compiling.DISTINCT_FIRST
 
 
-def test_a_layout_that_does_not_fit_is_no_answer(compiler: ScaledCompiler, tmp_path: Path) -> None:
+def test_a_layout_that_does_not_fit_is_not_the_answer(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
     listed = make_shortlist(request)
     fastest = listed.fitting[0].group.candidates.partition.name
@@ -136,14 +136,14 @@ def test_a_layout_that_does_not_fit_is_no_answer(compiler: ScaledCompiler, tmp_p
     assert best is not None and best.estimate.group.candidates.partition.name != fastest
 
 
-def test_it_compiles_no_more_than_asked_for(compiler: ScaledCompiler, tmp_path: Path) -> None:
+def test_search_compiles_at_most_the_requested_number(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
     compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=2)
     assert len(compiles.done) == 2
     assert "mode.compiles=2" in compiles.why
 
 
-def test_rivals_are_compiled_even_where_nothing_can_be_faster(compiler: ScaledCompiler, tmp_path: Path) -> None:
+def test_baselines_are_compiled_even_if_none_can_be_faster(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
     ranked = rank(request.run, request.space())
     listed, every = shortlist(ranked), list(ranked)
@@ -156,7 +156,7 @@ def test_rivals_are_compiled_even_where_nothing_can_be_faster(compiler: ScaledCo
     ]
 
 
-def test_no_compile_is_begun_that_would_end_after_the_budget(
+def test_no_compile_starts_that_would_exceed_the_budget(
     compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -173,7 +173,7 @@ def test_no_compile_is_begun_that_would_end_after_the_budget(
     assert "mode.budget=100s" in compiles.why
 
 
-def test_the_budget_ends_even_the_first_compile_and_leaves_estimates(
+def test_the_budget_stops_even_the_first_compile_and_the_answer_is_an_estimate(
     monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished]
 ) -> None:
     clock = [0.0]
@@ -191,7 +191,9 @@ def test_the_budget_ends_even_the_first_compile_and_leaves_estimates(
     assert "mode.budget=30min" in printed, "a longer budget is suggested"
 
 
-def test_where_little_was_compiled_a_better_estimate_comes_first(compiler: ScaledCompiler, tmp_path: Path) -> None:
+def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(
+    compiler: ScaledCompiler, tmp_path: Path
+) -> None:
     request = make_request()
     listed, compiler.factor = make_shortlist(request), 1.0
     slow = [
@@ -209,7 +211,7 @@ def test_where_little_was_compiled_a_better_estimate_comes_first(compiler: Scale
     assert "(by estimate)" in comparison and f"{slow.step_s / fast.step_s:.2f} times the" in comparison
 
 
-def test_with_dollars_the_cheapest_slice_is_compiled_first(compiler: ScaledCompiler, tmp_path: Path) -> None:
+def test_the_cheapest_slice_is_compiled_first_if_prices_are_known(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request("mode.targets=[v5e-8,v6e-8]", "mode.tokens=1e9")
     listed = make_shortlist(request)
     compiles = compiled_by(compiler, request, listed, tmp_path, most=1)
@@ -218,7 +220,7 @@ def test_with_dollars_the_cheapest_slice_is_compiled_first(compiler: ScaledCompi
     assert entry.target.name == cheapest.group.target.name
 
 
-def test_each_number_of_chips_has_rows_and_the_cheapest_is_first() -> None:
+def test_every_number_of_chips_has_rows_and_the_cheapest_is_first() -> None:
     request = parse_request(
         parse_run(["mode=search", "model=gpt_125m", "batch=512", "mode.targets=[v4-8,v4-512]", "mode.tokens=1e9"])
     )
@@ -234,7 +236,7 @@ def test_each_number_of_chips_has_rows_and_the_cheapest_is_first() -> None:
 
 @pytest.mark.parametrize(("factor", "first"), [(1.05, "compile"), (2.0, "estimate")])
 @pytest.mark.parametrize("tokens", [(), ("mode.tokens=1e9",)])
-def test_an_estimate_stands_first_where_its_whole_interval_is_better_than_what_was_compiled(
+def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_layouts(
     factor: float, first: str, tokens: tuple[str, ...], compiler: ScaledCompiler, tmp_path: Path
 ) -> None:
     request = make_request("mode.targets=[v5e-8,v6e-8]", *tokens)
@@ -247,7 +249,7 @@ def test_an_estimate_stands_first_where_its_whole_interval_is_better_than_what_w
 
 
 @pytest.mark.parametrize("price", ["0", "null"])
-def test_without_a_price_a_layout_is_chosen_by_its_step(price: str) -> None:
+def test_layouts_are_ranked_by_step_time_if_prices_are_unknown(price: str) -> None:
     request = make_request("mode.tokens=1e9", "mode.budget_usd=5", f"target.chip.usd_per_hour={price}")
     assert not request.by_price and request.cost(request.targets[0], 2.0) == 2.0
     rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
@@ -286,7 +288,7 @@ def rivals_of(*arguments: str) -> dict[str, tuple[list[str] | None, str]]:
     return {rival.name: (rival.layout and rival.layout.candidate.overrides[:3], rival.why) for rival in rivals}
 
 
-def test_rivals_are_of_one_slice() -> None:
+def test_baselines_are_for_one_slice() -> None:
     rivals = rivals_of("target=v4-64", "model=gpt_1b", "batch=64", "partition.zero1=false", "mode.targets=[v4-8,v4-64]")
     assert rivals[PAPER_RULE][0] == ["target=v4-64", "mesh=4x4x2", "partition=2d_tp"]
     assert rivals[PLAIN_FSDP][0] == ["target=v4-64", "mesh=32x1x1", "partition=fsdp"]
@@ -305,13 +307,13 @@ def test_rivals_are_of_one_slice() -> None:
         (("target=h100-8", "batch=32"), {PLAIN_FSDP: ""}),
     ],
 )
-def test_a_rival_that_was_not_looked_at_is_left_out_and_another_says_why(
+def test_an_excluded_baseline_is_omitted_and_others_have_a_reason(
     arguments: Sequence[str], expected: dict[str, str]
 ) -> None:
     assert {name: why for name, (_, why) in rivals_of(*arguments).items()} == expected
 
 
-def test_slices_that_cannot_be_compiled_for_leave_the_others_compiled(
+def test_slices_that_cannot_be_compiled_for_do_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished], compiler: ScaledCompiler
 ) -> None:
     arguments = ("mode.targets=[h100-8,v5e-8]", "partition=fsdp", "remat=full", "mode.compiles=1")
@@ -324,7 +326,7 @@ def test_slices_that_cannot_be_compiled_for_leave_the_others_compiled(
     assert "only for h100-8:" in printed
 
 
-def test_settings_of_the_user_are_not_varied() -> None:
+def test_explicit_settings_are_not_varied() -> None:
     request = make_request("partition=fsdp", "remat=dots", "microbatches=2")
     layouts = list(rank(request.run, request.space()))
     assert {entry.group.candidates.partition.name for entry in layouts} == {"fsdp"}
@@ -332,7 +334,7 @@ def test_settings_of_the_user_are_not_varied() -> None:
     assert {int(entry.group.candidates.microbatches[entry.number]) for entry in layouts} == {2}
 
 
-def test_a_setting_of_partitions_goes_for_all_of_them() -> None:
+def test_a_partition_setting_applies_to_all_partitions() -> None:
     request = make_request("partition.zero1=true")
     ranking = rank(request.run, request.space())
     partitions = [group.candidates.partition for group in ranking.space.groups]
@@ -342,7 +344,7 @@ def test_a_setting_of_partitions_goes_for_all_of_them() -> None:
     assert best.run(request.run).config.partition.zero1
 
 
-def test_zero1_is_tried_where_it_changes_the_layout() -> None:
+def test_zero1_is_tried_only_if_it_changes_the_layout() -> None:
     layouts = list(rank(make_request().run, make_request().space()))
     spread = [entry for entry in layouts if entry.group.candidates.partition.zero1]
     assert {entry.group.candidates.partition.name for entry in spread} >= {"dp", "1d_tp", "2d_tp", "pp"}
@@ -356,13 +358,13 @@ def test_zero1_is_tried_where_it_changes_the_layout() -> None:
     assert not [entry for entry in spread if entry.group.candidates.partition.name == "fsdp"]
 
 
-def test_a_schedule_of_the_user_is_not_varied() -> None:
+def test_an_explicit_pipeline_schedule_is_not_varied() -> None:
     request = make_request("partition.schedule=1f1b")
     piped = [entry for entry in rank(request.run, request.space()) if entry.group.candidates.stages[entry.number] > 1]
     assert piped and all("partition.schedule=1f1b" in entry.candidate.overrides for entry in piped)
 
 
-def test_devices_without_a_torus_have_one_shape() -> None:
+def test_devices_without_a_torus_have_one_topology() -> None:
     for target in ("cpu8", "h100-8"):
         request = parse_request(
             parse_run(["mode=search", f"target={target}", "model=gpt_tiny", "batch=32", "mode.shapes=true"])
@@ -380,7 +382,7 @@ def test_devices_without_a_torus_have_one_shape() -> None:
         (("mode.targets=[v5e-8,v9-8]",), "target=v9-8 "),
     ],
 )
-def test_requests_that_are_refused(arguments: Sequence[str], message: str) -> None:
+def test_invalid_requests_are_refused(arguments: Sequence[str], message: str) -> None:
     run = parse_run([*TINY, *arguments])
     assert run.problems() == [], "no mesh is asked for, so none is refused"
     with pytest.raises(ValueError) as refusal:
@@ -414,17 +416,17 @@ def test_a_recursive_model_is_refused() -> None:
         (["target.chip.hbm_gib=9", "tokens=1"], ["target.chip.hbm_gib=9", "tokens=1"]),
     ],
 )
-def test_abbreviations(typed: list[str], written: list[str]) -> None:
+def test_shorthand_arguments_are_expanded(typed: list[str], written: list[str]) -> None:
     assert expand_shorthand(typed) == written
     assert expand_shorthand(written) == written
 
 
-def test_a_chip_without_a_number() -> None:
+def test_shorthand_of_a_chip_needs_a_number_of_chips() -> None:
     with pytest.raises(ValueError, match="add target.chips=N"):
         expand_shorthand(["target.chip=v4"])
 
 
-def test_estimates_alone(search: Callable[..., Finished]) -> None:
+def test_a_search_can_use_only_estimates(search: Callable[..., Finished]) -> None:
     status, answer, run, printed = search("mode.compiles=0", "mode.tokens=1e9")
     assert status == 0
     assert answer["compiled"] == 0 and len(answer["best"]) == mode.SHOWN
@@ -458,7 +460,7 @@ def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
 FEW = ("partition=fsdp", "remat=full", "microbatches=1", "mode.compiles=0")
 
 
-def test_a_folder_of_something_else_is_refused_before_anything_is_estimated(
+def test_a_folder_with_other_files_is_refused_before_estimating(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, search: Callable[..., Finished]
 ) -> None:
     runs = tmp_path / "runs"
@@ -478,7 +480,7 @@ def test_a_folder_of_something_else_is_refused_before_anything_is_estimated(
             search(*FEW, *arguments)
 
 
-def test_an_earlier_answer_that_knows_more_stays(tmp_path: Path) -> None:
+def test_an_answer_does_not_replace_an_earlier_one_with_more_results(tmp_path: Path) -> None:
     compiled = SearchAnswer(["mode=search"], "abc", 9, {}, 0, 2, "", MeasureReport(), [], [])
     runs = [MeasuredLayout(["mesh=8x1x1"], 1.0, step_s, "ok") for step_s in (1.0, None)]
     measured = replace(compiled, measured=MeasureReport(runs))
@@ -489,7 +491,9 @@ def test_an_earlier_answer_that_knows_more_stays(tmp_path: Path) -> None:
     assert save_answer(tmp_path, replace(measured, compiled=0)).startswith("answer: not kept")
 
 
-def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answer_if_no_layout_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     run = parse_run(["mode=search", "target=v5e-4", "model=llama_7b", "batch=64", "precision=bf16_mixed"])
     assert run.config.mode.run(run) != 0
@@ -504,7 +508,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     assert text.splitlines()[0].endswith("target=v5e-16.") and "target=v4-" in text.splitlines()[1]
 
 
-def test_where_none_should_fit_and_none_was_compiled_there_is_no_answer(
+def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
     monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished]
 ) -> None:
     listed = make_shortlist(make_request())
@@ -520,7 +524,7 @@ def test_a_note_says_that_int8_is_estimated_as_bfloat16(search: Callable[..., Fi
     assert "precision=int8: " in printed and "in bfloat16" in printed
 
 
-def test_no_layout_is_legal(search: Callable[..., Finished]) -> None:
+def test_the_answer_if_no_layout_is_legal(search: Callable[..., Finished]) -> None:
     circular = ("partition=pp", "partition.schedule=circular", "partition.rounds=2", "microbatches=1")
     for arguments, words in (
         (("batch=1", "partition=fsdp"), ("batch=1 and",)),
@@ -542,7 +546,7 @@ def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch, search: 
     assert status == 130 and len(answer["best"]) == mode.SHOWN and "best so far:" in printed
 
 
-def test_options_tuned_for_a_slower_layout_are_left_out(
+def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
     monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished], compiler: ScaledCompiler
 ) -> None:
     compiler.steps = {
@@ -568,7 +572,7 @@ def test_the_ratio_of_a_compiled_layout_to_its_estimate(compiler: ScaledCompiler
     assert compiles.ratio(mesh_partition(entry)) == pytest.approx(2.0)
 
 
-def test_compiler_options_of_the_best_stand_in_the_command(
+def test_the_command_of_the_best_layout_has_its_compiler_options(
     compiler: ScaledCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     request = make_request("mode.tune=5min")

@@ -52,12 +52,12 @@ MIXED = Numerics("float32", "bfloat16", "float32")
         pytest.param("2x2x2", "2d_tp", "partition.zero1=true", marks=pytest.mark.slow),
     ],
 )
-def test_layout_choices_leave_the_steps_alone(mesh, partition, override):
+def test_layout_settings_do_not_change_the_steps(mesh, partition, override):
     run = small_run(TINY, f"mesh={mesh}", f"partition={partition}", override)
     assert_same_steps(two_steps(run, initial_state(small_overrides(TINY))), reference(TINY))
 
 
-def test_zero1_splits_optimizer_state_and_nothing_else():
+def test_zero1_shards_only_optimizer_state():
     program = make_program(small_run(TINY, "mesh=2x2x2", "partition=2d_tp", "partition.zero1=true"))
 
     def per_device(tree: Any) -> int:
@@ -150,7 +150,7 @@ def test_fsdp_gathers_every_parameter_forward_and_backward():
     "partition",
     mark_slow_except(["1d_tp", "fsdp_tp", "data_model_fsdp", "fsdp", "sp"], []),
 )
-def test_no_partition_shuffles_everything(partition):
+def test_no_partition_reshards_activations_by_all_to_all(partition):
     """An all-to-all of an activation would mean that two consecutive operations shard it differently."""
     moved = collectives(compiled(partition).as_text()).get("all-to-all", [])
     positions = {48, 24}  # whole sequences, and halves of them; a weight that changes places is no activation
@@ -198,7 +198,7 @@ def step_of(precision: str) -> Steps:
 
 
 @pytest.mark.slow
-def test_bf16_mixed():
+def test_dtypes_under_bf16_mixed():
     found, exact = step_of("bf16_mixed"), reference(TINY)
     for new, old in zip(found.metrics, exact.metrics, strict=True):
         np.testing.assert_allclose(new["loss"], old["loss"], rtol=5e-3)
@@ -229,7 +229,7 @@ def operand_dtypes(jaxpr: Any, found: Counter) -> Counter:
     return found
 
 
-def test_products_take_bfloat16_under_bf16_mixed_and_the_state_space_does_not():
+def test_matrix_products_use_bfloat16_under_bf16_mixed_but_the_state_space_does_not():
     run = small_run(TINY, "precision=bf16_mixed", "mesh=1x1x1")
     program = StepProgram(run, abstract_mesh(run.config.mesh))
     traced = program.step.trace(program.abstract_state, program.abstract_batch)
@@ -263,7 +263,7 @@ RECIPE = (
 
 
 @pytest.mark.slow
-def test_optimizer_groups_in_real_updates():
+def test_each_optimizer_group_updates_at_its_rate():
     before, after, metrics, _ = updated(*RECIPE)
     groups = {name: spec.group for name, spec in make_program(small_run(TINY)).assembly.specs.items()}
     assert metrics["learning_rate"] == np.float32(0.01)
@@ -281,7 +281,7 @@ def test_optimizer_groups_in_real_updates():
 
 
 @pytest.mark.slow
-def test_clipping_bounds_the_gradient_not_its_report():
+def test_clipping_does_not_change_the_reported_gradient_norm():
     """After one step, the first moment is (1 - beta1) times the clipped gradient."""
     *_, metrics, state = updated(*RECIPE)
     leaves = jax.tree_util.tree_flatten_with_path(state.optimizer)[0]
@@ -293,7 +293,7 @@ def test_clipping_bounds_the_gradient_not_its_report():
 
 
 @pytest.mark.slow
-def test_moving_average():
+def test_moving_average_of_parameters():
     before, after, _, state = updated(*RECIPE)
     for name, average in leaves_by_name(state.ema).items():
         np.testing.assert_allclose(average, 0.75 * before[name] + 0.25 * after[name], rtol=1e-5, atol=1e-7)
@@ -301,7 +301,7 @@ def test_moving_average():
 
 
 @pytest.mark.slow
-def test_dropout_is_drawn_anew_each_step_and_repeats_with_the_state():
+def test_dropout_differs_by_step_and_repeats_for_the_same_state():
     key = (*small_overrides(TINY), "model.dropout=0.5", "optimizer.learning_rate=1e-20")
     program, host = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
     batch = program.place(make_batch(program.run))
@@ -333,7 +333,7 @@ def test_evaluation_counts_bytes_of_text_only():
     np.testing.assert_allclose(sums["bytes"], (length[batch["targets"]] * batch["weights"]).sum(), rtol=1e-6)
 
 
-def test_a_tpu_compiler_loops_over_products_of_activations_alone():
+def test_the_tpu_compiler_only_loops_over_products_of_activations():
     """The option is a threshold in MiB above every gathered weight. The largest here has less than 1 MiB."""
     run = small_run(TINY, "mesh=2x2x2", "partition=fsdp")
     mesh = abstract_mesh(run.config.mesh)
@@ -345,7 +345,7 @@ def test_a_tpu_compiler_loops_over_products_of_activations_alone():
     assert int(threshold) == 2048 * 5632 // 2 * 4 // 2**20 + 1
 
 
-def test_cotangents_made_once_are_the_same():
+def test_materialising_cotangents_once_does_not_change_them():
     a, b = (jnp.asarray(np.random.default_rng(i).normal(size=(3, 4))) for i in (0, 1))
     plain, once = (
         jax.grad(lambda x, y, f=f: jnp.prod(jnp.stack(f(x, y))), (0, 1))

@@ -39,7 +39,7 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
 
 
 @pytest.mark.parametrize("runs", LAUNCHERS)
-def test_ctrl_c_ends_the_sweep_with_its_table(
+def test_ctrl_c_ends_a_sweep_and_prints_its_table(
     command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, runs: str
 ):
     fake_outcomes(monkeypatch, dp=Status.ok, fsdp=KeyboardInterrupt(), sp=Status.ok)
@@ -51,7 +51,7 @@ def test_ctrl_c_ends_the_sweep_with_its_table(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", LAUNCHERS)
-def test_a_record_that_cannot_be_written_ends_a_sweep_with_its_table(
+def test_a_record_that_cannot_be_written_ends_the_sweep_and_prints_its_table(
     command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, runs: str
 ):
     fake_outcomes(
@@ -63,7 +63,9 @@ def test_a_record_that_cannot_be_written_ends_a_sweep_with_its_table(
     assert tracker.logged == ["dp"]
 
 
-def test_an_error_at_the_end_has_its_own_exit_status(command: Any, tracker: Tracker, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_at_the_end_of_a_sweep_sets_the_exit_status(
+    command: Any, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+):
     """Hydra turns exceptions of callbacks into warnings, which alone would leave an exit status of 0."""
 
     def broken(*_: object) -> None:
@@ -78,7 +80,7 @@ def test_an_error_at_the_end_has_its_own_exit_status(command: Any, tracker: Trac
 
 
 @pytest.mark.parametrize("sweeper", [[], ["hydra/sweeper=layouts"]])
-def test_where_no_trial_is_legal_every_sweeper_ends_alike(
+def test_every_sweeper_ends_the_same_way_if_no_trial_is_legal(
     command: Any, tracker: Tracker, tmp_path: Path, sweeper: list[str]
 ):
     ended = command(*ASKED, "mesh=2x2x2", "target=cpu8", "batch=3", "partition=dp,fsdp", *sweeper)

@@ -34,13 +34,13 @@ def trial(key: str, status: Status = Status.ok, reason: str | None = None) -> Tr
     )
 
 
-def test_a_trial_comes_back_as_it_was_written(tmp_path: Path):
+def test_a_trial_is_read_back_as_it_was_written(tmp_path: Path):
     log = TrialLog(tmp_path / "a" / "sweep")
     log.append([trial("1"), trial("2", Status.refused, "batch=7 is odd")])
     assert log.read() == [trial("1"), trial("2", Status.refused, "batch=7 is odd")]
 
 
-def test_a_later_line_of_a_key_replaces_an_earlier_one(tmp_path: Path):
+def test_a_later_line_replaces_an_earlier_one_with_the_same_key(tmp_path: Path):
     log = TrialLog(tmp_path)
     log.append([trial("1", Status.failed), trial("2")])
     log.append([trial("1")])
@@ -53,7 +53,7 @@ def _write(folder: Path, writer: int, count: int) -> None:
         TrialLog(folder).append([trial(f"{writer}-{number}")])
 
 
-def test_writers_of_several_processes_lose_nothing(tmp_path: Path):
+def test_concurrent_writers_lose_no_lines(tmp_path: Path):
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=_write, args=(tmp_path, writer, 30)) for writer in range(4)]
     for writer in writers:
@@ -66,7 +66,7 @@ def test_writers_of_several_processes_lose_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kept", [1, 100, -1])
-def test_a_torn_last_line_is_left_out_and_then_cut_off(tmp_path: Path, kept: int):
+def test_an_incomplete_last_line_is_ignored_and_removed_by_the_next_write(tmp_path: Path, kept: int):
     log = TrialLog(tmp_path)
     log.append([trial("1"), trial("2")])
     whole, torn, _ = log.path.read_bytes().split(b"\n")
@@ -76,7 +76,7 @@ def test_a_torn_last_line_is_left_out_and_then_cut_off(tmp_path: Path, kept: int
     assert log.read() == [trial("1"), trial("3")]
 
 
-def test_a_line_without_the_newest_keys_is_read(tmp_path: Path):
+def test_a_line_without_recently_added_keys_is_read(tmp_path: Path):
     log = TrialLog(tmp_path)
     values = json.loads(replace(trial("1"), values={"model.layers": "4"}, flags=["--config-dir", "/mine"]).to_json())
     log.path.write_text(json.dumps({k: v for k, v in values.items() if k not in ("values", "flags")}) + "\n")
@@ -96,7 +96,7 @@ OLD_LINE = """{"schema": 1, "key": "ab", "name": "n", "sweep": "s", "stage": "co
 "cached": false}, "hints": [], "placement": ["x=4 on torus a"]}, "values": {"model.layers": "4"}, "flags": []}"""
 
 
-def test_a_line_of_before_typed_records_is_read():
+def test_a_line_in_the_format_before_typed_records_is_read():
     trial_read = Trial.from_json(OLD_LINE.replace("\n", " "))
     assert trial_read.about is not None and trial_read.about.hardware is not None
     hardware = trial_read.about.hardware
@@ -115,7 +115,7 @@ def test_a_line_of_before_typed_records_is_read():
     assert Trial.from_json(trial_read.to_json()) == trial_read
 
 
-def test_a_newer_schema_is_refused_and_new_keys_are_not(tmp_path: Path):
+def test_a_newer_schema_is_refused_but_unknown_keys_are_accepted(tmp_path: Path):
     log = TrialLog(tmp_path)
     values = json.loads(trial("1").to_json())
     log.path.write_text(json.dumps({**values, "weather": "fine"}) + "\n")
@@ -135,7 +135,7 @@ WRONG += [("results.communication.bytes_by_mesh_axes", 3), ("results.loss", "x")
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_line_with_a_wrong_value_is_named_with_the_remedy(tmp_path: Path, name: str, value: Any):
+def test_the_error_for_a_wrong_value_names_the_line_and_the_remedy(tmp_path: Path, name: str, value: Any):
     log = TrialLog(tmp_path)
     log.append([trial("1"), trial("2")])
     first, second = log.path.read_text().splitlines()
@@ -161,7 +161,7 @@ def test_a_line_with_a_wrong_value_is_named_with_the_remedy(tmp_path: Path, name
         (b'{"schema": 1, "status": "ok"}', "`key`"),
     ],
 )
-def test_a_line_that_is_no_trial_is_named_with_the_remedy(tmp_path: Path, line: bytes, reason: str):
+def test_the_error_for_a_line_that_is_not_a_trial_names_it_and_the_remedy(tmp_path: Path, line: bytes, reason: str):
     log = TrialLog(tmp_path)
     log.path.write_bytes(line + b"\n")
     with pytest.raises(ValueError) as caught:

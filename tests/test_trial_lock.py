@@ -25,7 +25,7 @@ from valkyrie.sweep.process import TrialProcess
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 
 
-def test_the_process_of_an_earlier_attempt_is_forgotten(tmp_path: Path):
+def test_the_process_id_of_an_earlier_attempt_is_deleted(tmp_path: Path):
     """If a later sweep dies before it records its process ID, the old ID may belong to an unrelated process."""
     stranger = subprocess.Popen(SLEEP, start_new_session=True)
     try:
@@ -47,7 +47,7 @@ def test_the_process_of_an_earlier_attempt_is_forgotten(tmp_path: Path):
         stranger.wait()
 
 
-def test_a_process_whose_number_cannot_be_noted_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_is_ended_if_its_id_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plan = TrialPlan("k", "trial", "show", tmp_path, (), None, run=compose_run(*SINGLE))
     monkeypatch.setattr(TrialPlan, "command", SLEEP)
     lock = TrialLock.acquire(plan.trial_folder)
@@ -66,7 +66,7 @@ def test_a_process_whose_number_cannot_be_noted_is_ended(tmp_path: Path, monkeyp
         os.kill(noted[0], 0)
 
 
-def test_a_lock_is_one_process_s_until_its_file_is_closed(tmp_path: Path):
+def test_a_lock_is_held_until_its_file_is_closed(tmp_path: Path):
     with (tmp_path / "file").open("w") as one, (tmp_path / "file").open("w") as other:
         assert lock(one) is LockState.ours
         assert lock(other, wait=False) is LockState.another
@@ -107,7 +107,7 @@ def test_a_run_folder_has_one_writer_at_a_time(tmp_path: Path):
         ({"host": socket.gethostname()}, None),
     ],
 )
-def test_without_locks_the_writer_is_looked_up(
+def test_the_writer_is_looked_up_by_process_id_without_file_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: dict[str, Any] | None, refused: str | None
 ):
     def no_locks(*_: object) -> None:

@@ -12,7 +12,7 @@ from turns import ROOT, rotate_files
 FILES = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py"))
 
 
-def test_tests_of_what_changed_come_first():
+def test_tests_of_changed_files_come_first():
     order = rotate_files(FILES, {"tests/test_wheel.py", "valkyrie/ops/rotary.py"}, turn=3)
     assert sorted(order) == FILES
     first = order[: order.index("tests/test_wheel.py") + 1]
@@ -20,7 +20,7 @@ def test_tests_of_what_changed_come_first():
     assert order.index("tests/test_rotary.py") < order.index("tests/test_tokenizer.py")
 
 
-def test_a_third_of_the_files_in_each_of_five_runs_is_all_of_them():
+def test_five_runs_of_a_third_of_the_files_cover_all_files():
     for begin in range(40):
         reached = {
             file for turn in range(begin, begin + 5) for file in rotate_files(FILES, set(), turn)[: len(FILES) // 3]
