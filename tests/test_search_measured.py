@@ -101,7 +101,7 @@ def test_a_slow_partition_is_left_for_others(monkeypatch: pytest.MonkeyPatch, tm
     partitions = [plan.about.partition for plan in devices.plans]
     assert partitions[0] == best and best not in partitions[3:]
     assert measures.timed[0].estimate.group.candidates.partition.name != best and (measures.regret or 0) > 1
-    assert "regret" in measurement_summary(measures) and "Spearman" in measurement_summary(measures)
+    assert "% slower than the fastest" in measurement_summary(measures) and "Spearman" in measurement_summary(measures)
 
 
 def test_what_is_measured_runs_on_the_devices_that_the_command_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -148,7 +148,7 @@ def test_a_rival_that_was_measured_is_compared_by_that(monkeypatch: pytest.Monke
     rival = measures.timed[1].estimate
     assert measures.step_s(rival) == pytest.approx(2 * rival.step_s)
     line = format_comparison(Rival(PLAIN_FSDP, rival), CompiledLayouts(), rows[0], measures.step_s(rival))
-    assert f"(measured), {rival.step_s / measures.timed[0].estimate.step_s:.2f} times the best;" in line
+    assert f"(measured), {rival.step_s / measures.timed[0].estimate.step_s:.2f} times as long as the best;" in line
     other = make_shortlist(request).fitting[-1]
     assert measures.step_s(other) is None
     assert "(by estimate)" in format_comparison(
@@ -185,7 +185,7 @@ def test_a_compiled_rival_is_compared_with_what_was_compiled(monkeypatch: pytest
     assert f"(by estimate), {times:.2f} times" in line
     compiles.done.append(compiled(request, best, 4.0, tmp_path))
     line = format_comparison(Rival(PLAIN_FSDP, rival), compiles, row)
-    assert f"(by compile), {5 * rival.step_s / (4 * best.step_s):.2f} times the best;" in line
+    assert f"(by compile), {5 * rival.step_s / (4 * best.step_s):.2f} times as long as the best;" in line
 
 
 @pytest.mark.parametrize(

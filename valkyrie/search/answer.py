@@ -180,9 +180,9 @@ def launch_command(request: SearchRequest, row: RankedLayout, tuned: Sequence[st
     None for several slices on a platform where Valkyrie can rent only one.
     """
     target = next(target for target in request.targets if target.name == row.candidate.target)
-    rented = get_platform(target.platform).rented_as_slices
-    if target.slices > 1 and not rented:
+    rents_slices = get_platform(target.platform).rented_as_slices
+    if target.slices > 1 and not rents_slices:
         return None
-    words = [f"target={target.name}"] if rented else ["target=skypilot", f"slice={target.name}"]
+    words = [f"target={target.name}"] if rents_slices else ["target=skypilot", f"slice={target.name}"]
     words += [f"slices={target.slices}"] if target.slices > 1 else []
     return f"valkyrie-launch {shlex.join(words)} -- {train_command(request, row, tuned).partition(' ')[2]}"

@@ -70,8 +70,8 @@ class CompiledLayouts:
 
         None if no such layout was compiled and fits.
         """
-        same = [c for c in self.done if mesh_partition(c.estimate) == key and c.step_s is not None]
-        return (same[-1].step_s or 0.0) / same[-1].estimate.step_s if same else None
+        matching = [c for c in self.done if mesh_partition(c.estimate) == key and c.step_s is not None]
+        return (matching[-1].step_s or 0.0) / matching[-1].estimate.step_s if matching else None
 
 
 class BudgetOver(BaseException):
@@ -147,7 +147,7 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
     `watch` is called several times a second, and can stop the compile by raising an exception.
     """
 
-    def work(check_limits: Callable[[], None]) -> Outcome:
+    def run_trial(check_limits: Callable[[], None]) -> Outcome:
         run, folder = plan.run, plan.trial_folder
         assert run is not None
         (folder / OUTPUT).unlink(missing_ok=True)
@@ -160,7 +160,7 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
 
             return capture_outcome(compile_layout, log)
 
-    return run_in_this_process(plan, work, watch)
+    return run_in_this_process(plan, run_trial, watch)
 
 
 def plan_compile(request: SearchRequest, layout: EstimatedLayout, folder: Path) -> TrialPlan:

@@ -61,8 +61,7 @@ def remove_if_empty(folder: Path) -> None:
 def save_answer(folder: Path, answer: SearchAnswer) -> str:
     """Write `search.json`, and return a line to print with its path.
 
-    Keeps an earlier answer if it has measured layouts and the new one has none, or the same for compiled layouts. The
-    line then says so.
+    Keeps an earlier answer that has measured (or compiled) layouts if the new one has none. The line then says so.
     """
     file, earlier = folder / ANSWER, _read_earlier(folder)
     if earlier is not None:

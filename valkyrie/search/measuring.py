@@ -83,8 +83,8 @@ class MeasuredTrials:
 
     def ratio(self, key: MeshPartition) -> float | None:
         """Return the median of measured over predicted step time for a mesh and partition, or None if unknown."""
-        same = [trial for trial in self.timed if mesh_partition(trial.estimate) == key]
-        return median((trial.step_s or 0.0) / trial.expected_s for trial in same) if same else None
+        matching = [trial for trial in self.timed if mesh_partition(trial.estimate) == key]
+        return median((trial.step_s or 0.0) / trial.expected_s for trial in matching) if matching else None
 
 
 def measure_best(
@@ -163,7 +163,7 @@ def measurement_summary(measured: MeasuredTrials) -> str:
         return text
     if measured.agreement is not None:
         text += f": rank correlation with predictions {measured.agreement:.2f} (Spearman)"
-    return f"{text}; regret of the predicted best {100 * measured.regret:.1f}%"
+    return f"{text}; the layout predicted to be the fastest is {100 * measured.regret:.1f}% slower than the fastest"
 
 
 def measure_report(measured: MeasuredTrials) -> MeasureReport:

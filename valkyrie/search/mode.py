@@ -41,7 +41,7 @@ from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory_text, parse_seconds
 
 SHOWN = 10
-"""Number of layouts in the answer. It has more if more were measured, or more kinds of chips are compared."""
+"""Maximum number of layouts in the answer, unless more were measured."""
 REASONS = 5
 """Maximum number of reasons for refusals to print."""
 
@@ -253,7 +253,8 @@ def _describe_no_fit(
         no_fit = "no compiled layout fits; the smallest layout by estimate needs"
         prefix = no_fit if layout.fits else "nothing fits: the smallest layout needs"
         usable, chip = memory_text(usable_hbm(layout.group.target.chip)), chip_name(layout)
-        text = f"{prefix} {memory_text(layout.bytes)} a device of {usable}, {' '.join(layout.candidate.overrides)}"
+        needs, overrides = memory_text(layout.bytes), " ".join(layout.candidate.overrides)
+        text = f"{prefix} {needs} per device, and {usable} are usable ({overrides})"
         text += _describe_untried(
             shortlisted.for_targets([t.name for t in request.targets if t.chip and t.chip.name == chip]), compiles
         )

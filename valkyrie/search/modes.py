@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import Replay
 
 PREDICTION_FILE = "prediction.json"
-"""File in the compile cache with the prediction of a layout. Hints of other layouts are compared with it."""
+"""File in the compile cache with the prediction of a layout, from which later compiles derive hints."""
 
 
 def compile_mode(run: Run) -> int:

@@ -168,12 +168,12 @@ def _available_shapes(target: TargetConfig) -> list[TargetConfig]:
 
 
 def step_tokens(run: Run) -> int:
-    """Return the tokens per step."""
+    """Return the number of tokens in the global batch of a step."""
     return run.config.batch * run.config.seq
 
 
 def dollars(target: TargetConfig, seconds: float) -> float | None:
-    """Return the on-demand price in dollars of using a slice for some seconds, or None if unknown."""
+    """Return the on-demand price in dollars of using all slices of a target for `seconds`, or None if unknown."""
     usd = None if target.chip is None else target.chip.usd_per_hour
     return None if usd is None or target.chips is None else usd * target.chips * target.slices * seconds / 3600
 

@@ -84,7 +84,8 @@ def format_comparison(
     description = " ".join(layout.candidate.overrides[1:])
     if measured_s is not None and best.stage is Stage.measure:
         return (
-            f"{name}: {duration(measured_s)} (measured), {measured_s / best.step_s:.2f} times the best; {description}"
+            f"{name}: {duration(measured_s)} (measured), {measured_s / best.step_s:.2f} times as long as the best; "
+            f"{description}"
         )
     compiled = next((c for c in compiles.done if c.estimate.candidate == layout.candidate), None)
     if compiled is not None and compiled.step_s is None:
@@ -92,6 +93,9 @@ def format_comparison(
     best_s = next((c.step_s for c in compiles.done if c.estimate.candidate == best.candidate), None)
     if compiled is not None and compiled.step_s is not None and best_s is not None:
         times = compiled.step_s / best_s
-        return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times the best; {description}"
+        return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times as long as the best; {description}"
     times = layout.step_s / sum(best.parts_s.values())
-    return f"{name}: {duration(layout.step_s)} (by estimate), {times:.2f} times the best by estimate; {description}"
+    return (
+        f"{name}: {duration(layout.step_s)} (by estimate), {times:.2f} times as long as the best by estimate; "
+        f"{description}"
+    )

@@ -34,7 +34,10 @@ class MeshPartition(NamedTuple):
 
 
 def mesh_partition(layout: EstimatedLayout) -> MeshPartition:
-    """Return the group of a layout. Compiled and measured step times correct the predictions of the whole group."""
+    """Return the key of the group that a layout belongs to.
+
+    The compiled or measured step time of one layout corrects the predictions for its group.
+    """
     candidate, chips = layout.candidate, describe_chips(layout.group.target)
     return MeshPartition(chips, candidate.mesh, f"{candidate.partition} {candidate.schedule.value}")
 

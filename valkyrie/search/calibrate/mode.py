@@ -62,7 +62,7 @@ class Calibration:
 
     @property
     def gains(self) -> bool:
-        """Whether fitted constants improve the estimates of families that were left out of the fit."""
+        """Whether fitted constants lower the median error for families that were left out of the fit."""
         return self.left_out is not None and percent_errors(self.left_out)[0] < percent_errors(self.errors)[0]
 
 
@@ -77,9 +77,9 @@ def calibrate_mode(run: Run) -> int:
     for path in paths:
         _check_path(path)
     rows = [row for row in read_rows(paths) if row.ok and not row.group.simulated and not row.is_training]
-    if instant := [row for row in rows if not (row.step_s or 0.0) > 0.0]:
+    if zero_rows := [row for row in rows if not (row.step_s or 0.0) > 0.0]:
         raise ValueError(
-            f"{instant[0].source}: {len(instant)} of {len(rows)} trials have a step of {instant[0].step_s:g} s. "
+            f"{zero_rows[0].source}: {len(zero_rows)} of {len(rows)} trials have a step of {zero_rows[0].step_s:g} s. "
             "Constants can be fitted only to steps above 0 s."
         )
     by_chip: dict[str, list[tuple[Row, Run]]] = defaultdict(list)
@@ -148,7 +148,11 @@ def _too_few_message(chip: str, count: int) -> str:
 
 
 def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
-    """Fit constants to the trials of a chip. A family consists of all trials with one model, batch and length."""
+    """Fit the constants of a chip to trials, which must all be on this chip.
+
+    Trials with the same model, batch and length form a family. The fit is cross-validated over families if there are
+    several.
+    """
     step_times: dict[str, list[tuple[float, Run]]] = defaultdict(list)
     families: dict[str, str] = {}
     for row, run in pairs:
@@ -203,24 +207,24 @@ def describe(result: Calibration) -> list[str]:
 
 
 def _describe_estimates(result: Calibration) -> list[str]:
-    rows, families, (middle, worst) = len(result.errors), len(result.families), percent_errors(result.errors)
+    rows, families, (median, worst) = len(result.errors), len(result.families), percent_errors(result.errors)
     names = f"{families} famil{'y' if families == 1 else 'ies'}"
     lines = [
         f"{result.chip.name}: {rows} trials of {names}. Errors of estimates with the chip's own constants: median "
-        f"{middle:.1f}%, worst {worst:.1f}%."
+        f"{median:.1f}%, worst {worst:.1f}%."
     ]
     if result.left_out is None:
         return [*lines, "All trials are of one family, so the fitted constants cannot be validated on another one."]
-    middle, worst = percent_errors(result.left_out)
+    median, worst = percent_errors(result.left_out)
     low, high = np.quantile(result.left_out, [0.05, 0.95])
     lines.append(
-        f"Errors with constants fitted to the other families: median {middle:.1f}%, worst {worst:.1f}%. Nine of ten "
+        f"Errors with constants fitted to the other families: median {median:.1f}%, worst {worst:.1f}%. Nine of ten "
         f"trials took {low:.2f} to {high:.2f} times their estimate."
     )
-    better = (
+    verdict = (
         "The fit is an improvement." if result.gains else "The fit is no improvement: keep the chip's own constants."
     )
-    return [*lines, better]
+    return [*lines, verdict]
 
 
 def as_json(result: Calibration) -> dict[str, Any]:

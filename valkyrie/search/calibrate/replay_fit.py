@@ -56,16 +56,16 @@ class ReplayFit:
     @property
     def sentences(self) -> list[str]:
         """The fit and its errors, in sentences."""
-        families, (middle, worst) = self.fitted.models, percent_errors(self.before)
+        families, (median, worst) = self.fitted.models, percent_errors(self.before)
         names = f"{families} famil{'y' if families == 1 else 'ies'}"
         lines = [
             f"Replays: {len(self.steps)} measured steps of {names} were also compiled. Errors of predictions: median "
-            f"{middle:.1f}%, worst {worst:.1f}%. The fitted factor for replays is {self.fitted.factor:g}."
+            f"{median:.1f}%, worst {worst:.1f}%. The fitted factor for replays is {self.fitted.factor:g}."
         ]
         if self.left_out is None:
             return [*lines, "All steps are of one family, so the factor cannot be validated on another one."]
-        middle, worst = percent_errors(self.left_out)
-        lines.append(f"Errors with the factor of the other families: median {middle:.1f}%, worst {worst:.1f}%.")
+        median, worst = percent_errors(self.left_out)
+        lines.append(f"Errors with the factor of the other families: median {median:.1f}%, worst {worst:.1f}%.")
         if self.fitted.low is None:
             lines.append(f"An interval needs at least {MIN_RUNS} steps.")
         return lines

@@ -173,10 +173,10 @@ def store_program(scratch: Path, folder: Path, replace: bool) -> None:
     if not replace and read_program(folder, hlo=(scratch / TEXT).is_file()) is not None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    trash = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         with contextlib.suppress(FileNotFoundError):
-            folder.rename(aside / "old")
+            folder.rename(trash / "old")
         publish_folder(scratch, folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(trash, ignore_errors=True)

@@ -215,12 +215,12 @@ def peak_without_host(
 
 def _explain_scratch_memory(text: str) -> str | None:
     """Explain an error about a kernel that needs too much scratch memory, or return None for other errors."""
-    used = parse_scratch_memory(text)
-    if used is None:
+    usage = parse_scratch_memory(text)
+    if usage is None:
         return None
     return (
-        f"kernel {used.kernel or '(not named by XLA)'} needs {used.needed_mib:g} MiB of scratch memory (VMEM), and "
-        f"a core has {used.limit_mib:g} MiB. Another layout does not help. Use another model.attention.head_dim, or a "
+        f"kernel {usage.kernel or '(not named by XLA)'} needs {usage.needed_mib:g} MiB of scratch memory (VMEM), and "
+        f"a core has {usage.limit_mib:g} MiB. Another layout does not help. Use another model.attention.head_dim, or a "
         "larger target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib."
     )
 
@@ -250,8 +250,8 @@ def _too_large_outcome(run: Run, shortage: MemoryReport, reason: str | None) -> 
     from valkyrie.search.compile.alternatives import cheaper_layouts
 
     missing = (shortage.needed or 0) - (shortage.usable or 0)
-    full = replace(shortage, largest=_largest_allocations(run, shortage), savings=cheaper_layouts(run, missing))
-    return CompileOutcome(CompileStatus.does_not_fit, reason, shortage=full)
+    report = replace(shortage, largest=_largest_allocations(run, shortage), savings=cheaper_layouts(run, missing))
+    return CompileOutcome(CompileStatus.does_not_fit, reason, shortage=report)
 
 
 def _largest_allocations(run: Run, shortage: MemoryReport) -> tuple[Allocation, ...]:
@@ -267,8 +267,8 @@ def _largest_allocations(run: Run, shortage: MemoryReport) -> tuple[Allocation, 
 
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
     expected = expected_memory(run, program.abstract_state)
-    resting = expected.parameters + expected.average + expected.optimizer
-    temporaries = (shortage.needed or expected.total) - resting
+    state_bytes = expected.parameters + expected.average + expected.optimizer
+    temporaries = (shortage.needed or expected.total) - state_bytes
     parts = {
         "parameters": expected.parameters + expected.average,
         "optimizer state": expected.optimizer,

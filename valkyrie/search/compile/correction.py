@@ -170,9 +170,9 @@ def _slice_loss(rows: Sequence[PublishedRun]) -> float:
     for family in {row.family for row in rows}:
         doublings = [math.log2(row.slices) for row in rows if row.family == family]
         logs = [math.log(row.ratio) for row in rows if row.family == family]
-        middle, mean = statistics.fmean(doublings), statistics.fmean(logs)
-        products += sum((x - middle) * (y - mean) for x, y in zip(doublings, logs, strict=True))
-        squares += sum((x - middle) ** 2 for x in doublings)
+        mean_doublings, mean_log = statistics.fmean(doublings), statistics.fmean(logs)
+        products += sum((x - mean_doublings) * (y - mean_log) for x, y in zip(doublings, logs, strict=True))
+        squares += sum((x - mean_doublings) ** 2 for x in doublings)
     return products / squares if squares else 0.0
 
 

@@ -204,12 +204,14 @@ def _faster_layout_hints(facts: _Facts) -> Iterator[Hint]:
     timed = [(o.step.step_s, o) for o in facts.other_layouts if o.status is CompileStatus.ok and o.step is not None]
     if not timed:
         return
-    (step_s, best), now = min(timed, key=lambda entry: entry[0]), facts.step.step_s
-    if step_s < 0.98 * now:
+    (best_s, best), current_s = min(timed, key=lambda entry: entry[0]), facts.step.step_s
+    if best_s < 0.98 * current_s:
         layout = best.layout.name
-        text = f"{layout}, which you compiled earlier for the same model and batch, is {now / step_s:.2f}x as fast "
-        text += f"({1e3 * step_s:.0f} ms per step)."
-        yield Hint(HintCode.faster_layout, text, 1 - step_s / now, changes=(layout,))
+        text = (
+            f"{layout}, which you compiled earlier for the same model and batch, is {current_s / best_s:.2f}x as fast "
+            f"({1e3 * best_s:.0f} ms per step)."
+        )
+        yield Hint(HintCode.faster_layout, text, 1 - best_s / current_s, changes=(layout,))
 
 
 def _reduction_hints(facts: _Facts) -> Iterator[Hint]:
@@ -244,7 +246,7 @@ def _recomputation_hints(facts: _Facts) -> Iterator[Hint]:
 
 
 def _save_activation_hints(facts: _Facts) -> Iterator[Hint]:
-    """Suggest the activation to save next, the slowest to recompute that fits, or one to offload if none fits."""
+    """Suggest saving the slowest activation to recompute among those that fit, or offloading one if none fits."""
     report, headroom, step_s = facts.prediction.remat, facts.headroom, facts.step.step_s
     if report is None or headroom is None:
         return

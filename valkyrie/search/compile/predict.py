@@ -94,7 +94,7 @@ def predict_function(
     if mesh is not None:
         _refuse_other_devices(mesh, target)
     texts = {name: text for name, value in (options or {}).items() if (text := option_text(value)) is not None}
-    used = [Option(name, text, YOU) for name, text in texts.items()]
+    used_options = [Option(name, text, YOU) for name, text in texts.items()]
     work, peak, platform = work or ProgramWork(), None, get_platform(target.platform)
     if compiled is None:
 
@@ -103,8 +103,8 @@ def predict_function(
 
         try:
             with explain_option_errors(), without_cache():
-                compiled, used = compile_within_memory(used, compile, platform)
-                peak = peak_without_host(compiled, compile, used, platform)
+                compiled, used_options = compile_within_memory(used_options, compile, platform)
+                peak = peak_without_host(compiled, compile, used_options, platform)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(str(error)) or mesh is None:
                 raise
@@ -130,7 +130,7 @@ def predict_function(
         work.name or _function_name(function) or module.name.removeprefix("jit_"), target, executable.axes
     )
     return _predict_module(
-        program, module, target, executable.axes, executable.positions, executable.memory, work, used
+        program, module, target, executable.axes, executable.positions, executable.memory, work, used_options
     )
 
 
@@ -160,8 +160,8 @@ def predict_file(
     if places is not None:
         if sorted(places) != sorted(positions):
             raise ValueError(
-                f"places: the {len(places)} positions must be those of the {target.devices} devices of "
-                f"{target.describe()}, each once."
+                f"places has {len(places)} positions. It must have the position of each of the {target.devices} "
+                f"devices of {target.describe()} exactly once."
             )
         positions = tuple(places)
     devices, per_slice = len(positions), len(positions) // target.slices
@@ -256,8 +256,8 @@ def _sum_uses(uses: Sequence[U], name: str) -> U:
 def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
     if isinstance(memory, int):
         usable = usable_hbm(target.chip)
-        short = usable - memory if usable is not None and memory > usable else None
-        return MemoryReport(usable=usable, headroom=short, split={"arguments": memory}, needed=memory)
+        deficit = usable - memory if usable is not None and memory > usable else None
+        return MemoryReport(usable=usable, headroom=deficit, split={"arguments": memory}, needed=memory)
     report = memory_report(target.chip, memory)
     largest = [Allocation(size, name) for name, size in report.split.items() if size > 0]
     return replace(report, needed=memory.peak, largest=tuple(sorted(largest, key=lambda entry: -entry.bytes)))

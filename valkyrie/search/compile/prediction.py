@@ -192,7 +192,7 @@ class MeasuredStep(StepTime):
 
 @dataclass(frozen=True)
 class OperationCost:
-    """Total time of the operations with one name in one part of the step. `source` is `file:line`."""
+    """Calls and seconds per step of the operations with the same kind, mesh axes, name and source (`file:line`)."""
 
     kind: PartKind
     mesh_axes: tuple[str, ...]

@@ -59,7 +59,8 @@ def correct_replay(raw: Replay, target: TargetConfig) -> Replay:
     if target.slices > 1:
         more = 100 * (correction.slices_factor - 1)
         notes.append(
-            f"another {more:.1f}% is added: the loss of published runs on {target.slices} slices relative to one"
+            f"replayed times are increased by another {more:.1f}%, the loss of published runs on {target.slices} "
+            "slices compared with one"
         )
     return replace(
         raw,
@@ -90,7 +91,7 @@ REPLAYS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequen
 
 
 def _digest(target: TargetConfig) -> str:
-    """Return a digest of what determines a replay besides the module: the source code and the target's figures."""
+    """Return a digest of the inputs of a replay other than the module: the source code and the target's figures."""
     figures = json.dumps(target_settings(target), sort_keys=True, default=str)
     source = source_digest("compiled", "machine", "hardware")
     return digest(figures + source)[:16]

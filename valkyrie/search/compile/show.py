@@ -110,10 +110,10 @@ def describe_shortage(memory: MemoryReport, reason: str | None) -> str:
 
 def _describe_options(options: Sequence[Option]) -> str:
     """Format compiler options by who set them: `a=1, b=true (chip default) · c=2, d removed (you)`."""
-    by: dict[str, list[str]] = {}
+    texts_by_source: dict[str, list[str]] = {}
     for option in options:
-        by.setdefault(option.set_by, []).append(str(option))
-    return " · ".join(f"{', '.join(texts)} ({who})" for who, texts in by.items())
+        texts_by_source.setdefault(option.set_by, []).append(str(option))
+    return " · ".join(f"{', '.join(texts)} ({source})" for source, texts in texts_by_source.items())
 
 
 def _show_memory(memory: MemoryReport, options: Sequence[Option], console: Console) -> None:

@@ -146,8 +146,10 @@ def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
     saved, remat = saved_bytes(run), run.config.remat
     paths = [(set(cost.op_name.split("/")), cost.seconds) for cost in costs if _RECOMPUTED in cost.op_name]
     recomputed = [
-        Recomputed(name, size, sum((seconds for path, seconds in paths if not path.isdisjoint((name, *serving))), 0.0))
-        for name, (size, serving) in recomputed_activations(run).items()
+        Recomputed(
+            name, size, sum((seconds for path, seconds in paths if not path.isdisjoint((name, *helper_names))), 0.0)
+        )
+        for name, (size, helper_names) in recomputed_activations(run).items()
     ]
     recomputed.sort(key=lambda entry: -entry.seconds)
     return RematReport(tuple(remat.save), tuple(remat.offload), saved.device, saved.host, tuple(recomputed))

@@ -39,7 +39,7 @@ ROUNDS = (2, 4)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout on one slice, as an identifier in a search and as command-line overrides."""
+    """One layout on one slice. Identifies it within a search, and converts to command-line overrides."""
 
     target: str
     slices: int

@@ -34,10 +34,12 @@ MIXING_BACKWARD = 2.5
 class EstimatedTimes:
     """Estimated seconds per step by part, as arrays over layouts. The parts add up to the step.
 
-    Parts of compute are `products`, `mixing` (attention scores, scans), `moving` (activations through HBM), `head`,
-    `optimizer`, `launching` (starting operations, where this takes longer than the operations), and the `bubble` of a
-    pipeline. Parts of exposed communication are `weights` (gathered), `gradients` (summed), `activations` (of tensor
-    and sequence parallelism), `host` (to host memory), and `stages` (between the stages of a pipeline).
+    Compute: `products` with parameters, `mixing` (attention scores and scans), `moving` activations through HBM, the
+    loss `head`, the `optimizer`, `launching` operations (time by which starting them exceeds running them), and the
+    `bubble` of a pipeline.
+
+    Exposed communication: gathering `weights`, summing `gradients`, sending `activations` (tensor and sequence
+    parallelism), offloading to the `host`, and sending between the `stages` of a pipeline.
     """
 
     parts: dict[str, np.ndarray]
@@ -191,7 +193,7 @@ class StepEstimator:
         return bytes_by_activation
 
     def _activation_collectives(self, remat: RematConfig, is_recomputed: Sequence[bool]) -> np.ndarray:
-        """Return the seconds of the collectives of activations in a microbatch."""
+        """Return the seconds of collectives on activations in a microbatch, before any overlap with compute."""
         seconds = _sum_arrays(
             (1 + again) * forward + backward + (0 if again else regather)
             for again, (forward, backward, regather) in zip(is_recomputed, self._product_collectives, strict=True)
@@ -257,17 +259,18 @@ class StepEstimator:
         return forward, backward, regather
 
     def _batch_gathers(self, logical: str, other: np.ndarray) -> np.ndarray:
-        """Return the seconds of gathering the other factor of a parameter's gradient over data axes.
+        """Return the seconds of gathering whole batches to compute a parameter's gradient.
 
-        XLA does this if a logical axis of the parameter is split over both data axes and other mesh axes, because it
-        cannot scatter a sum within a shard. `other` is the size of the other factor in bytes per device.
+        The gradient is the product of operand and result gradients. If `logical`, an axis of one of them, is split over
+        both data axes and other mesh axes, XLA gathers the batches of the other factor over the data axes, because it
+        cannot scatter a sum within a shard. `other` is the size of that factor in bytes per device.
         """
         layouts, stored = self.layouts, self.layouts.stored_axes(logical)
         data = tuple(axis for axis in stored if axis in layouts.data_axes)
         parts = layouts.parts(data)
-        both = (parts > 1) & (layouts.parts(layouts.used_axes(logical)) > 1)
+        is_split_twice = (parts > 1) & (layouts.parts(layouts.used_axes(logical)) > 1)
         seconds = self.network.gather(layouts, data, other * parts)
-        return np.where(both, self.efficiency.whole_batches * seconds, 0.0)
+        return np.where(is_split_twice, self.efficiency.whole_batches * seconds, 0.0)
 
     def _sequence_exchange(self, mixing: Mixing) -> np.ndarray:
         """Return the seconds of fetching activations from other shards of the sequence, for one layer and pass."""

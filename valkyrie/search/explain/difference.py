@@ -151,10 +151,10 @@ def compare_layouts(
     if problems or (problems := model_mismatch(first, second)):
         raise ValueError("\n".join(problems))
     assert first.step is not None and second.step is not None
-    in_text = labels or LETTERS
+    side_labels = labels or LETTERS
     a, b = (
-        _Side(in_text[0], first, first.step, compared_quantities(first)),
-        _Side(in_text[1], second, second.step, compared_quantities(second)),
+        _Side(side_labels[0], first, first.step, compared_quantities(first)),
+        _Side(side_labels[1], second, second.step, compared_quantities(second)),
     )
     b = replace(b, scale=a.parts.tokens / b.parts.tokens)
     return Difference(
@@ -169,7 +169,7 @@ def compare_layouts(
 
 
 def compared_quantities(prediction: Prediction) -> ComparedQuantities:
-    """Return the compared quantities of a layout. Mesh axes are named with their roles: `x,y (FSDP)`."""
+    """Return seconds, bytes sent and bytes of memory by name. Mesh axes are named with their roles: `x,y (FSDP)`."""
     layout, traffic, memory_report = prediction.layout, prediction.communication, prediction.memory
     seconds = {record_name(part.kind, _format_axes(part.mesh_axes, layout)): part.seconds for part in prediction.parts}
     sent_by_axes = (
@@ -278,8 +278,8 @@ def _sentences(a: _Side, b: _Side) -> list[str]:
     text += f"{duration(fast.step_s)} a step, not {duration(slow.step_s)}."
     if a.parts.tokens != b.parts.tokens:
         text += (
-            f" {b.label} has another number of tokens per step, so its times and bytes are scaled to {a.label}'s "
-            f"{a.parts.tokens:,}."
+            f" {b.label} has another number of tokens per step, so its times and bytes are scaled to the "
+            f"{a.parts.tokens:,} tokens of {a.label}."
         )
     lines = [text]
     slow_range, fast_range = slow.step.interval, fast.step.interval
@@ -317,11 +317,11 @@ def _explain_communication(fast: _Side, slow: _Side) -> list[str]:
             continue
         amount = "More than the whole difference" if share > 1 else f"{percent(share)} of the difference"
         fast_s, slow_s = (duration(side.seconds(kind)) for side in (fast, slow))
-        start = f"{amount} is {subject}" if share > 0 else f"In the other direction: {subject}"
+        start = f"{amount} is {subject}" if share > 0 else f"In the other direction, {subject}"
         text = (
-            f"{start}: {slow.label} {verb} {slow_s} of a step, {fast.label} {fast_s}. A device sends {slow_bytes} and "
+            f"{start}: {slow.label} {verb} {slow_s} of a step, {fast.label} {fast_s}. A device sends {slow_bytes} "
+            f"under {slow.label} and {fast_bytes} under {fast.label}."
         )
-        text += f"{fast_bytes}."
         longer = slow if share > 0 else fast
         for use in _longest_waits(longer)[:1]:
             text += f" {longer.label} waits longest, {duration(use.waited_s)} in {use.calls:,.0f} calls, for the "
@@ -361,7 +361,7 @@ def _explain_other_parts(fast: _Side, slow: _Side) -> list[str]:
         subject = _SUBJECTS[kind] if share > 0 else f"In the other direction, {_SUBJECTS[kind].lower()}"
         verb = "take" if kind is PartKind.memory else "takes"
         fast_s, slow_s = (f"{duration(side.seconds(kind))} under {side.label}" for side in (fast, slow))
-        lines.append(f"{subject} {verb} {fast_s}, {slow_s}.")
+        lines.append(f"{subject} {verb} {fast_s} and {slow_s}.")
     return lines
 
 

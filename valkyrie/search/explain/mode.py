@@ -97,7 +97,10 @@ def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple
 
 
 def _parse_layout(run: Run, request: str) -> Run | Prediction:
-    """Return the prediction in a folder, or the run with overrides. Raises ValueError if `request` is neither."""
+    """Return the prediction in a folder, or the run with overrides.
+
+    Raises ValueError if `request` is neither, or if the layout is illegal or cannot be compiled here.
+    """
     for folder in (Path(request).expanduser(), Path(run.config.runs) / request):
         if folder.is_dir():
             return _read_folder(folder)

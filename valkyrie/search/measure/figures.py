@@ -37,7 +37,7 @@ from valkyrie.train.screen import make_console
 
 REPEATS = 5
 LARGE, SMALL = 512, 64
-"""Sides of the timed square products. The large one gives the peak rate, the small one the loss at small sizes."""
+"""Sides of the timed square products. The large one gives the peak rate, the small one the rate at small sizes."""
 PROCESS_BYTES, MIN_DEVICE_BYTES = 2**28, 2**24
 """Total bytes of the arrays of a process, larger than most caches, and minimum bytes of each device's array."""
 MAX_CALL_S = 0.15
@@ -81,8 +81,8 @@ def figures_mode(run: Run) -> int:
 
 def figures(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
     """Measure the figures of the devices. Each process counts as a host. All processes of the team must call this."""
-    dtype, places = jnp.dtype(compute.value), Mesh(np.array(devices), ("all",))
-    timer = _Timer(team, places)
+    dtype, mesh = jnp.dtype(compute.value), Mesh(np.array(devices), ("all",))
+    timer = _Timer(team, mesh)
     devices_per_process = len(devices) // team.count
     peak, half = _product_speed(timer, dtype)
     estimate = {"products": 1.0, "hbm": 1.0, "tile": 1.0, "float32_passes": 1.0, "gathers": 1.0, "outside": 1.0}
@@ -137,9 +137,9 @@ class _Timer:
         """
         mesh = mesh or self.mesh
         axes = PartitionSpec(mesh.axis_names)
-        part = np.full(tuple(shape), 0.01, dtype)
-        whole = (mesh.size * shape[0], *shape[1:])
-        array = jax.make_array_from_callback(whole, NamedSharding(mesh, axes), lambda index: part)
+        shard = np.full(tuple(shape), 0.01, dtype)
+        global_shape = (mesh.size * shape[0], *shape[1:])
+        array = jax.make_array_from_callback(global_shape, NamedSharding(mesh, axes), lambda index: shard)
         mapped = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False))
         jax.block_until_ready(mapped(array))
         slowest_seconds = []

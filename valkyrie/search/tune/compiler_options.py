@@ -45,7 +45,7 @@ class CompilerOption:
 
     @property
     def is_switch(self) -> bool:
-        """Whether its values are true and false."""
+        """Whether all its values are booleans."""
         return all(isinstance(value, bool) for value in self.values)
 
     def settings(self) -> list[Options]:

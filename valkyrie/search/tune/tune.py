@@ -178,7 +178,7 @@ class _Tuner:
         if program.step_s is None:
             raise ValueError(
                 f"{self._run.layout.name} on target={self._run.config.target.describe()} has no step time to improve: "
-                f"{_reason(program.compiled)} Start from a layout that fits under mode=compile."
+                f"{_reason(program.compiled)} Choose a layout that fits. To check one, use mode=compile."
             )
         self._baseline_options, self._defaults = program.options(), program.options(CHIP)
         first = self._judge(_Move({}), program, 1)
@@ -278,7 +278,7 @@ class _Tuner:
         together = f"{len(move.combines)} options together"
         program = self._compile(run, together if move.combines else ", ".join(assignments(move.settings)))
         self._tried.add(key)
-        attempt = self._judge(move, program, number, fewer=len(options) < len(best.options))
+        attempt = self._judge(move, program, number, removes_option=len(options) < len(best.options))
         self.tuned = replace(best, attempts=(*best.attempts, attempt))
         for setting in (move.settings, *(move.combines if attempt.verdict is Verdict.same else ())):
             self._effects[_options_key(setting)] = attempt.verdict
@@ -299,8 +299,8 @@ class _Tuner:
             model={key: str(value.value) for key, value in model.items()},
         )
 
-    def _judge(self, move: _Move, program: _Program, number: int, fewer: bool = False) -> Attempt:
-        """Return the attempt with its verdict. `fewer` is True if the move removes a kept option."""
+    def _judge(self, move: _Move, program: _Program, number: int, removes_option: bool = False) -> Attempt:
+        """Return the attempt with its verdict. `removes_option`: Whether the move removes a kept option."""
         compiled, change = program.compiled, None
         attempt = Attempt(move.settings, Verdict.start, number, seconds=program.seconds, cached=compiled.cached)
         if program.step_s is None:
@@ -310,7 +310,7 @@ class _Tuner:
         if not self._digest:
             return attempt
         change = program.step_s / self.tuned.step_s - 1
-        if fewer and change <= 0:
+        if removes_option and change <= 0:
             verdict = Verdict.not_needed
         elif program.step.module_sha256 == self._digest:
             verdict = Verdict.same
