@@ -99,7 +99,7 @@ def test_no_setting_counts_as_changed_without_a_record(tmp_path: Path) -> None:
 
 def again(folder: Path) -> str:
     command = f"valkyrie-train name={folder.name}"
-    return f"Restore the file, or continue the run with {command} and the settings it was trained with."
+    return f"continue with `{command}` plus the original training settings."
 
 
 def test_the_error_for_a_missing_run_yaml_names_it_and_the_remedy(tmp_path: Path) -> None:
@@ -108,14 +108,14 @@ def test_the_error_for_a_missing_run_yaml_names_it_and_the_remedy(tmp_path: Path
     with pytest.raises(ValueError) as caught:
         saved_config(folder)
     lost = f"{folder} has checkpoints, but run.yaml with the settings of the run is missing. "
-    assert str(caught.value) == lost + again(folder)
+    assert str(caught.value) == f"{lost}Restore it from a backup, or {again(folder)}"
 
 
 def test_the_error_for_a_damaged_run_yaml_names_it_and_the_remedy(tmp_path: Path) -> None:
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp")
     run.save(tmp_path / RUN)
     text = (tmp_path / RUN).read_text()
-    remedy = f"Delete it. {again(tmp_path)}"
+    remedy = f"Restore it from a backup, or delete it and {again(tmp_path)}"
     ends = [text.index("hydra:") + n for n in (0, len("hydra:"), len("hydra:\n  run"))]
     for length in (0, 30, 200, 211, 300, *ends, len(text) - len("    root: null\n"), len(text) - 2):
         (tmp_path / RUN).write_text(text[:length])

@@ -280,7 +280,7 @@ WRONG = {
         ["hydra.sweeper.space.parameters=[2e9,1e9]"],
         "hydra.sweeper.space.parameters=[2e+09,1e+09] is no",
     ),
-    "an empty list": (["hydra.sweeper.space.meshes=[]"], "hydra.sweeper.space.meshes=[]: the space"),
+    "an empty list": (["hydra.sweeper.space.meshes=[]"], "hydra.sweeper.space.meshes=[]: must have"),
     "a layout's key among the others": (
         ["+hydra.sweeper.space.vary.remat=[none]"],
         "Use hydra.sweeper.space.remat.",
@@ -291,7 +291,7 @@ WRONG = {
     "no such value": (["seq=64,abc"], "seq=abc: a whole"),
     "one of what goes together": (
         ["sweep=partition_by_length", "seq=64"],
-        "varies seq,batch together.",
+        "varies seq,batch together, ",
     ),
     "no limit": (["hydra.sweeper.limit=0"], "hydra.sweeper.limit=0: must be"),
 }

@@ -1,1 +1,1 @@
-"""Run folders: where they are, what is logged to them, and how their wall time was spent."""
+"""Run folders: their files, the metrics logged to them and to W&B, and the wall time of runs."""

@@ -1,4 +1,4 @@
-"""Columns of tables, and how to format their values for terminals, pages and W&B."""
+"""Columns of tables, and the formats of their values on terminals, on pages and at W&B."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Column(Generic[R]):
         wandb: Key at W&B, or None to use `name`.
         scale: Factor for values at W&B.
         unknown: Text on a terminal for an unknown value.
-        least: Minimum width on a terminal, with wrapped cells. None if cells must not wrap.
+        least: Minimum width on a terminal, where longer cells wrap. None if cells must not wrap.
     """
 
     name: str

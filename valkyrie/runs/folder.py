@@ -49,7 +49,7 @@ _UNREPORTED_SETTINGS = {
 }
 _UNREPORTED_SETTINGS |= {"profile", "eval_every", "prompt", "sample_tokens", "temperature", "top_k", "hydra"}
 _UNREPORTED_SETTINGS |= {"data.cache_dir", "data.workers", "code_eval", "code_eval_every", "sample_every"}
-"""Settings that may change when a run is continued without being listed as changed."""
+"""Settings that are not listed as changed when a run continues with other values."""
 
 _FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
 _FLAGS_WITH_VALUE |= {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
@@ -60,7 +60,7 @@ _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-
 
 
 def find_run(runs: Path, resume: str) -> Path:
-    """Find the run folder of `resume`, which is `latest`, a name under `runs`, or a path. Raises ValueError if none."""
+    """Find the run folder of `resume`: `latest`, a name under `runs`, or a path. Raises ValueError if there is none."""
     candidates = sorted((f for f in runs.glob("*") if has_saved(f)), key=_last_saved)
     if resume == "latest":
         if not candidates:
@@ -90,9 +90,9 @@ def _last_saved(folder: Path) -> float:
 def run_folder(run: Run) -> Path:
     """Return the folder of this run: that of `resume`, that of `name`, or a new one named after model, layout and time.
 
-    A compile or measurement of a trained run gets a folder next to it, so that its settings do not replace those of the
-    training. Raises ValueError if `name` has a slash, because `resume=latest` would not find the run, or if the folder
-    contains other files.
+    A compile or measurement of a trained run gets a separate folder next to that run, so that its `run.yaml` does not
+    replace that of the training. Raises ValueError if there is no run `resume`, if `name` has a slash, because
+    `resume=latest` would not find the run, or if the folder contains other files.
     """
     runs, mode = Path(run.config.runs), run.config.mode.name
     uses_run_folder = mode == "train" or reads_run(mode)
@@ -119,7 +119,7 @@ def run_folder(run: Run) -> Path:
 
 
 def _claim_unused(folder: Path) -> Path:
-    """Create the first unused folder of FOLDER, FOLDER-2, ..., so that trainings of one second have different ones.
+    """Create the first of FOLDER, FOLDER-2, ... that does not exist, so that two trainings never share a folder.
 
     It is removed when the process ends if it is still empty, such as after a refusal.
     """
@@ -175,12 +175,13 @@ def saved_config(folder: Path) -> DictConfig:
     if latest_step(folder) is None:
         raise ValueError(f"{folder} is not a run folder: it has no {RUN}.")
     raise ValueError(
-        f"{folder} has checkpoints, but {RUN} with the settings of the run is missing. {_restore_hint(folder)}"
+        f"{folder} has checkpoints, but {RUN} with the settings of the run is missing. Restore it from a backup, or "
+        f"{_continue_hint(folder)}."
     )
 
 
 def saved_run(folder: Path) -> Run:
-    """Return the run in a run folder's `run.yaml`, as a training. ValueError names the file, and the key at fault."""
+    """Return the run in a run folder's `run.yaml`, as a training. Raises ValueError with the file and the wrong key."""
     saved = saved_config(folder)
     saved.mode = {"name": "train"}  # the keys of the mode may have changed since
     try:
@@ -189,14 +190,16 @@ def saved_run(folder: Path) -> Run:
         raise ValueError(f"{folder / RUN}: {error}") from error
 
 
-def _restore_hint(folder: Path) -> str:
+def _continue_hint(folder: Path) -> str:
     name = shlex.quote(f"name={folder.absolute().name}")
-    return f"Restore the file, or continue the run with {command_name()} {name} and the settings it was trained with."
+    return f"continue with `{command_name()} {name}` plus the original training settings"
 
 
 def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
     """Read a `run.yaml` or, with `whole=False`, the output of `--cfg job`. Raises ValueError if the file is damaged."""
-    remedy = f"Delete it. {_restore_hint(file.absolute().parent)}" if file.name == RUN else "Create it again."
+    remedy = "Create it again."
+    if file.name == RUN:
+        remedy = f"Restore it from a backup, or delete it and {_continue_hint(file.absolute().parent)}."
     try:
         config = OmegaConf.load(file)
     except (OmegaConfBaseException, OSError, UnicodeDecodeError, YAMLError) as error:
@@ -221,8 +224,8 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
 def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
     """Return the settings that differ from those in the run folder's `run.yaml`, as (requested, saved) texts by key.
 
-    If a group has a different choice, only the choice is listed. Empty if there is no `run.yaml`. Raises ValueError if
-    `run.yaml` is damaged.
+    Omits those that may change freely, such as `steps`. If a group has a different choice, only the choice is listed.
+    Empty if there is no `run.yaml`. Raises ValueError if `run.yaml` is damaged.
     """
     if not (folder / RUN).is_file():
         return {}
@@ -232,7 +235,7 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def describe_continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str, str]]) -> str:
-    """Return a line that says how a run continues: its first and last step, and the settings that have changed."""
+    """Return a line about a run that continues: its first and last step, and the settings that have changed."""
     config, was = run.config, saved_config(folder).steps if (folder / RUN).is_file() else run.config.steps
     differs = {"steps": (str(config.steps), str(was))} if was != config.steps else {}
     listed = ", ".join(f"{key}={now} (was {before})" for key, (now, before) in (differs | changed).items())
@@ -240,7 +243,7 @@ def describe_continuation(run: Run, folder: Path, step: int, changed: dict[str, 
 
 
 def describe_schedule_change(run: Run, folder: Path, step: int) -> str | None:
-    """Return a warning if the learning rate jumps at `step` because the schedule has a different length, else None.
+    """Return a warning if the learning rate jumps at `step` because the schedule has another length now, else None.
 
     Raises ValueError if `run.yaml` is damaged.
     """

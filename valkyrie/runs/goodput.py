@@ -34,14 +34,14 @@ KINDS = {
     "down": "downtime before restarts",
     "other": "other",
 }
-"""Kinds of wall time and their labels. `steps` is the time of steps that were not repeated, without data waits."""
+"""Kinds of wall time with their labels. `steps` omits steps that were repeated later, and waits for data."""
 
 FINISHED, STOPPED, PREEMPTED = "finished", "stopped", "preempted"
 """How a start ended, unless its process was killed."""
 _PLANNED = (FINISHED, STOPPED)
-"""Ends after which no time counts until the user starts the run again, and that start is not a restart."""
+"""Ends that the user planned. The time until the next start does not count, and that start is not a restart."""
 _INTERVAL_SHARE, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.01, 1.0, 60.0
-"""Time between two lines: a share of the time since the start, but at least a second and at most a minute."""
+"""Interval between two lines: a share of the time since the start, but at least a second and at most a minute."""
 _MIN_LISTED_SHARE = 0.005
 """Smallest share of the wall time that `Goodput.rest` lists."""
 
@@ -75,15 +75,15 @@ class Start:
 
     @property
     def planned(self) -> bool:
-        """Whether it finished or was stopped by the user."""
+        """Whether the start finished the run or was stopped by the user."""
         return self.end in _PLANNED
 
     def spent(self, kind: str) -> float:
-        """Return the seconds spent on a kind of work."""
+        """Return the seconds spent on a kind of work (a key of `KINDS`)."""
         return self.points[-1].seconds.get(kind, 0.0) if self.points else 0.0
 
     def steps_after(self, step: int) -> float:
-        """Return the seconds spent on steps after `step`, interpolated between points."""
+        """Return the seconds that this start spent on steps after `step`, interpolated between points."""
         after = 0.0
         for before, now in itertools.pairwise(self.points):
             if now.step > max(step, before.step):
@@ -110,7 +110,7 @@ class Goodput(NamedTuple):
         return {"goodput": self.share, "restarts": self.restarts, "time/total": round(self.wall_s, 4), **seconds}
 
     def describe(self) -> str:
-        """Return a line with the goodput, the wall time, the restarts and the other kinds of time."""
+        """Return a line with the goodput, the wall time, the number of restarts, and the other kinds of time."""
         if self.share is None:
             return "goodput: not known yet"
         restarts = [f"{self.restarts} restart{'s' * (self.restarts > 1)}"] if self.restarts else []
@@ -126,7 +126,7 @@ class Goodput(NamedTuple):
 
 
 def goodput(starts: Sequence[Start]) -> Goodput | None:
-    """Sum the time of a run's starts by kind. Returns None if there are no starts.
+    """Sum the wall time of a run by kind, over all its starts. Returns None if there are no starts.
 
     If a step was repeated, only its last execution counts as `steps`. The time between a planned end and the next start
     does not count at all.
@@ -193,7 +193,7 @@ class Ledger:
         self._append({"start": round(began, 3)})
 
     def prepared(self, step: int) -> None:
-        """Count the unaccounted time so far as setup, and write a line.
+        """Count all time that has no kind yet as setup, and write a line.
 
         `step` is the step from which the run continues. May be called several times before the first step.
         """
@@ -205,7 +205,10 @@ class Ledger:
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Record this start as stopped if it raises ValueError or OSError, so that the next one is not a restart."""
+        """Record this start as stopped if the code inside raises ValueError or OSError, as for a mistake of the user.
+
+        The next start then does not count as a restart.
+        """
         try:
             yield
         except (ValueError, OSError):
@@ -253,7 +256,7 @@ class Ledger:
         return self._began + time.perf_counter() - self._clock
 
     def _append(self, line: Mapping[str, object]) -> None:
-        """Append a line. Drops the line if it cannot be written."""
+        """Append a line. If the disk refuses it, the line is lost."""
         if not self._writes:
             return
         with contextlib.suppress(OSError), open_to_append(self._file) as file:

@@ -1,4 +1,4 @@
-"""How run folders and `trials.jsonl` record a layout and the run that requested it. Imports no JAX."""
+"""The record of a layout and of the run that requested it, in run folders and `trials.jsonl`. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayoutRecord:
         mesh_placement: Order in which mesh axes map to the topology, or None for the default.
         microbatches: Number of microbatches.
         remat: Name of the remat policy.
-        described: The target as text. Stored for older versions of Valkyrie, as are `chip` and `chips`.
+        described: The target as text. This field, `chip` and `chips` are stored for older versions of Valkyrie.
         chip: Name of the chip, or None if the devices are simulated or unknown.
         chips: Number of chips in all slices.
         batch: Sequences in the global batch.
@@ -77,7 +77,7 @@ class LayoutRecord:
 
 
 def with_hardware(record: LayoutRecord, overrides: Mapping[str, str]) -> LayoutRecord:
-    """Add `hardware` to the record of an older Valkyrie, derived from the target's name and the trial's overrides.
+    """Add `hardware` to a record of version 1.0 or earlier, derived from the target's name and the trial's overrides.
 
     It remains None if the target is not built in.
     """

@@ -1,4 +1,4 @@
-"""Writes the metrics of a run: a JSON line per record in the run folder, and W&B if enabled."""
+"""Writes the metrics of a run: a JSON line per record to the run folder, and to W&B if enabled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def profile_window(window: str) -> tuple[int, int]:
 
 
 def profile_problems(window: str | None, steps: int) -> list[Problem]:
-    """Return the problems of `profile=window` in a training of `steps` steps. None traces no steps."""
+    """Return the problems of `profile=window` in a training of `steps` steps. There are none if `window` is None."""
     try:
         last = 0 if window is None else profile_window(window)[1]
     except ProblemError as error:
@@ -43,8 +43,8 @@ class Tracker:
         run_name: Name of the W&B run.
         fields: Config of the W&B run, see `WandbWriter.start`.
         group: Group of the W&B run if `config` sets none.
-        start: The step from which a run continues, or None for a new run. Removes the records of later steps, because
-            those steps are repeated.
+        start: The step from which a run continues. The records of later steps are removed, because those steps are
+            repeated. None removes no records.
         write: Whether to write anything. False on processes other than the leader.
     """
 
@@ -103,7 +103,7 @@ class Tracker:
     def summary(self, values: Mapping[str, object]) -> None:
         """Record values of the whole run, in W&B's summary and as a JSON line without a step.
 
-        Closes the last step at W&B first, because closing it later would overwrite equal keys of the summary.
+        First closes the last step at W&B. If it were closed later, its values would replace those of the summary.
         """
         self._write({"summary": values})
         if self._wandb is not None:
@@ -126,7 +126,10 @@ class Tracker:
             self._wandb.finish(exit_code=exit_code)
 
     def _write(self, values: Mapping[str, object]) -> str | None:
-        """Append a line after earlier ones that could not be written. The first of these may be partly written."""
+        """Append a line, after those that could not be written so far. Returns a line to print, or None.
+
+        The first line that could not be written may be in the file partly.
+        """
         if self._file is None:
             return None
         was_delayed = bool(self._unwritten)
@@ -141,7 +144,7 @@ class Tracker:
                 if was_delayed
                 else f"cannot write {self.file} ({error_reason(error)}). Records are kept in memory.{remedy}"
             )
-        return f"{self.file} is written again, including the delayed records" if was_delayed else None
+        return f"{self.file} can be written again, and now has the delayed records" if was_delayed else None
 
 
 def cut_torn_line(path: Path) -> None:
@@ -154,7 +157,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Remove the records of steps after `step`, from which a run continues."""
+    """Remove the records of steps after `step`. A run that continues from `step` writes them again."""
     if not path.is_file():
         return
     lines = path.read_bytes().splitlines(keepends=True)

@@ -15,9 +15,9 @@ from valkyrie.paths import cache_problem
 TRAFFIC = "communication"
 """Key in a training's summary for the bytes that a device sends."""
 FLUSH_S = 1.0
-"""Seconds until W&B writes a record to its file. A killed run loses the records of that time, and the last one."""
+"""Seconds between W&B's writes to its file. A killed run loses the records of that time, and the last one."""
 OFFLINE_SUFFIX = "-offline"
-"""Suffix of the id of a run that failed to start online and is offline: W&B reserves the id of the failed start."""
+"""Suffix of the id of a run that is offline because it failed to start online: W&B reserves the id of that start."""
 TAG_GROUPS = ("mesh", "partition", "model", "target")
 """Config groups whose choices become tags of a run."""
 _GROUPS = ("model", "mesh", "partition", "target", "precision")
@@ -25,7 +25,7 @@ _GROUPS = ("model", "mesh", "partition", "target", "precision")
 
 
 class WandbMode(Enum):
-    """How W&B is used. `auto` follows `WANDB_MODE`; if that is unset, it is online if `WANDB_API_KEY` is set."""
+    """Whether and how W&B is used. `auto` follows `WANDB_MODE`, else is online if `WANDB_API_KEY` is set, else offline."""
 
     auto = "auto"
     online = "online"
@@ -39,7 +39,7 @@ class TrackingConfig:
 
     Args:
         name: Name of this choice of the config group.
-        wandb: How W&B is used.
+        wandb: Whether W&B is used online, offline or not at all.
         project: W&B project.
         entity: W&B user or team, or None for the default.
         group: W&B group of the run, or None to group by model and target.
@@ -57,10 +57,10 @@ class TrackingConfig:
 
 
 class WandbWriter:
-    """Starts W&B runs in `folder/wandb`. A run that cannot start online starts offline, if possible.
+    """Starts W&B runs in `folder/wandb`. A run that cannot start online starts offline, as do all later runs.
 
-    After a run has failed to start online, all later runs are offline. `mode` is the mode of the next run. `note`
-    describes the failure of the last start, or is None.
+    If a run cannot start offline either, `mode`, the mode of the next run, becomes `off`. `note` describes the failures
+    of the last start, or is None.
     """
 
     def __init__(self, config: TrackingConfig, folder: Path) -> None:
@@ -125,7 +125,7 @@ class WandbWriter:
 
 
 def group_tag(key: str, name: object) -> str:
-    """Return the tag for the choice of a group, such as `mesh=4x4x2`. W&B rejects more than 64 characters."""
+    """Return the tag for the choice of a config group, such as `mesh=4x4x2`. W&B rejects more than 64 characters."""
     return f"{key}={name}"[:64]
 
 
@@ -157,7 +157,7 @@ def wandb_summary(values: Mapping[str, Any]) -> dict[str, object]:
 
 
 def resolve_mode(mode: WandbMode) -> WandbMode:
-    """Resolve `auto` to another mode, from the environment variables `WANDB_MODE` and `WANDB_API_KEY`."""
+    """Replace `auto` by the mode that the environment variables `WANDB_MODE` and `WANDB_API_KEY` select."""
     if mode is not WandbMode.auto:
         return mode
     modes = {"online": WandbMode.online, "offline": WandbMode.offline, "disabled": WandbMode.off}

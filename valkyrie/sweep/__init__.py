@@ -1,1 +1,1 @@
-"""Carries out multiruns: enumerates layouts, runs each trial in a separate process, and records its result."""
+"""Sweeps (Hydra's multiruns): enumerates layouts, runs each in a separate process, and records the results."""

@@ -40,7 +40,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells of a space, in order, and a problem for each skipped combination."""
+    """The cells of a space, in order of enumeration, and a problem for each skipped combination."""
 
     cells: list[Cell]
     skipped: list[Problem]
@@ -122,7 +122,7 @@ def _distinct_meshes(
     has_accelerators: bool,
     skipped: list[Problem],
 ) -> Iterator[tuple[str, MeshConfig]]:
-    """Yield the name and the mesh, with its placement, for each distinct sharding under a partition.
+    """Yield each mesh that shards arrays differently under a partition, as (name, mesh with its placement).
 
     Appends a problem to `skipped` for each duplicate or unusable mesh. If the partition can use no mesh at all, yields
     the first one, so that its refusal is recorded.
@@ -159,7 +159,7 @@ def _distinct_meshes(
 
 
 def _mesh_problem(layout: Layout, problems: Sequence[Problem]) -> Problem | None:
-    """Return why a partition cannot use a mesh (an unused or a missing axis), or None if it can."""
+    """Return the problem if a partition leaves a mesh axis unused or needs one that is missing, else None."""
     idle = tuple(axis for axis, role in layout.roles.items() if role.kind is RoleKind.idle)
     if idle:
         return Problem(ProblemCode.idle_mesh_axis, partition=layout.partition.name, mesh_axes=idle)
@@ -194,7 +194,7 @@ def _sharding_key(layout: Layout, has_torus: bool) -> tuple[object, ...]:
 def _meshes(
     space: SpaceConfig, run: Run, resolve_mesh: Callable[[str], MeshConfig]
 ) -> dict[str, tuple[MeshConfig, bool]]:
-    """Return, by name, each mesh of a space and whether it was enumerated from a pattern."""
+    """Return the meshes of a space, by name, as (mesh, whether it was enumerated from a pattern)."""
     meshes: dict[str, tuple[MeshConfig, bool]] = {}
     for entry in space.meshes:
         enumerated = is_pattern(entry)
@@ -261,7 +261,7 @@ def _with_placements(space: SpaceConfig, run: Run, mesh: MeshConfig) -> Iterator
 
 
 def _range_problem(space: SpaceConfig, run: Run) -> Problem | None:
-    """Return a problem if the model is outside a range of the space, or None."""
+    """Return a problem if the model's parameters or FLOPs are outside the range of the space, else None."""
     values = {
         "parameters": run.model.parameter_count,
         "flops_per_token": lambda: run.model.flops_per_token(run.config.seq),

@@ -1,6 +1,6 @@
-"""Composes the runs of a multirun quickly: Hydra composes one job of each kind, and the others reuse its result.
+"""Composes the runs of a multirun. Hydra composes one job of each kind, and the others reuse its result.
 
-Composing every job through Hydra would take too long for a sweep with thousands of jobs.
+If Hydra composed every job, sweeps with thousands of jobs would take too long.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
 
 @dataclass
 class _JobKind:
-    """The composed configuration of a kind of jobs, the run of its first job, and runs by overridden values.
+    """What jobs of one kind share: the composed configuration and run of the first, and runs by overridden values.
 
-    The runs have an arbitrary layout, which `Composer.run` replaces.
+    The mesh and partition of these runs are arbitrary, because `Composer.run` replaces them.
     """
 
     config: DictConfig
@@ -62,7 +62,7 @@ class Composer:
     _shipped: dict[str, PartitionConfig | None] = field(default_factory=dict)
 
     def run(self, overrides: Sequence[str]) -> Run:
-        """Return the run of a job. Raises ValueError for an invalid value, and any exception of Hydra."""
+        """Return the run of a job. Raises ValueError for an invalid value, and passes on Hydra's exceptions."""
         parsed = self.parse(overrides)
         layout = self._layout(parsed)
         other_overrides = [override for override in parsed if override.key_or_group not in layout]
@@ -96,7 +96,7 @@ class Composer:
         return mesh or getattr(self.run([*fixed, f"{group}={name}"]).config, group)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
-        """Parse overrides with Hydra's grammar, each once: most are those of every job."""
+        """Parse overrides with Hydra's grammar. Caches the results, because most jobs share most overrides."""
         parser = OverridesParser.create(config_loader=self.loader)
         for line in overrides:
             if line not in self._parsed:
@@ -133,7 +133,7 @@ class Composer:
         return parse_mesh(name) if name[:1].isdigit() and name not in self.options("mesh") else None
 
     def _partition(self, name: str) -> PartitionConfig | None:
-        """Return the shipped partition with a name, or None if the user's folder has one with the same name."""
+        """Return the shipped partition with a name, or None if there is none or a file of the user replaces it."""
         if name not in self._shipped:
             path = f"partition/{name}.yaml"
             sources = (source for source in self.loader.get_sources() if source.is_config(path))
@@ -151,9 +151,9 @@ def search_path(hydra: Any) -> list[str]:
 
 
 def _with_numbers(job_kind: _JobKind, overrides: Sequence[Override]) -> Run | None:
-    """Return the run of the first job with other numbers, or None if they need composing.
+    """Return the first job's run with the numbers in `overrides`, or None if only composing gives the right run.
 
-    Composing takes a tenth of a second, which a sweep over seeds or rates would spend on each of its trials.
+    Composing takes a tenth of a second per job, which adds up in a sweep over seeds or learning rates.
     """
     config = job_kind.first.config
     if (config.batch_tokens, config.device_batch) != (None, None):  # other keys depend on them

@@ -25,9 +25,9 @@ from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.screen import make_console
 
 NO_RESULT_STATUS = 1
-"""Exit status if any trial failed, was killed or timed out."""
+"""Exit status of a sweep if any trial failed, was killed or timed out."""
 ALL_REFUSED = 2
-"""Exit status if no trial was legal."""
+"""Exit status of a sweep if all its trials were refused."""
 STOPPED = "sweep interrupted: finished trials are recorded. Run the same command again to do the remaining ones."
 _FAILED = "sweep failed: finished trials are recorded. Run the same command again to do the remaining ones."
 
@@ -79,7 +79,7 @@ def _finish_sweeps(note: str | None = None) -> int:
 class SweepEnd(Callback):
     """Hydra callback that collects the trials of a multirun for its table, and reports them to W&B.
 
-    Valkyrie's launcher adds trials as they end. With other launchers, trials are read from the sweep's folder.
+    Valkyrie's launcher adds trials as they end. With other launchers, `finish` reads them from the sweep's folder.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class SweepEnd(Callback):
         self._tracker = SweepTracker(tracking, self.folder, self.folder.resolve().name)
 
     def expect_all_trials(self) -> None:
-        """Declare that every trial will be passed to `add`, so that `finish` does not read the folder."""
+        """Tell `finish` not to read the folder, because the caller passes every trial to `add`."""
         self._complete = True
 
     def add(self, trial: Trial) -> None:

@@ -32,7 +32,7 @@ SIDE_BY_SIDE = (
     "CONCURRENT MEASUREMENTS: hydra.launcher.jobs={jobs} runs {jobs} trials at a time on this machine, so they slow "
     "each other down. For comparable times, omit hydra.launcher.jobs."
 )
-"""Warning if several timed trials run at the same time."""
+"""Warning if several trials that measure time run at once."""
 
 
 def run_trial(config: DictConfig) -> float:
@@ -108,7 +108,7 @@ def launch(
 
 
 _REPORT_EVERY_S = 10.0
-"""Seconds between lines about the planning of a long sweep, where the output is no terminal."""
+"""Seconds between progress lines while a long sweep is planned and the output is not a terminal."""
 
 
 class _ScreenAndSweepEnd:
@@ -152,7 +152,7 @@ def _plan_job(composer: Composer, overrides: Sequence[str], number: int, run: Ru
 
 
 def _trained_run(overrides: Sequence[str], sweep: SweepContext) -> Run | None:
-    """Return the run of a job that reads a trained run, or None for other jobs."""
+    """Return the run of a job whose mode reads a trained run that it names, or None for other jobs."""
     values_by_key = key_values(overrides)
     if not reads_run(values_by_key.get("mode")) or not {"resume", "name"} & values_by_key.keys():
         return None

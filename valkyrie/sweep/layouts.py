@@ -1,4 +1,7 @@
-"""The sweeper `hydra/sweeper=layouts`: enumerates a space, records refused cells, runs legal ones. Imports no JAX."""
+"""The sweeper `hydra/sweeper=layouts`: enumerates the cells of a space, records the refused ones and runs the others.
+
+Imports no JAX.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def sweep_layouts(
         launcher: Runs the jobs.
 
     Raises:
-        ValueError: The space is invalid or has no cells.
+        ValueError: The space is invalid, or all its combinations were skipped.
         Exception: Any exception of a failed job, as with Hydra's own sweeper.
     """
     if limit is not None and limit < 1:
@@ -70,7 +73,7 @@ def sweep_layouts(
         if cells.cells and not selected:
             sweep_end.expect_all_trials()
     if not cells.cells:
-        raise ValueError("nothing to run: the space has no cells.")
+        raise ValueError("nothing to run: all combinations in the space were skipped, for the reasons above.")
     if not selected:
         return []
     jobs = [[*sweep_space.fixed, *cell.overrides] for cell in selected]
@@ -123,11 +126,11 @@ def sample_evenly(cells: Sequence[Cell], limit: int | None) -> list[Cell]:
 
 
 def count_line(cells: Cells, selected: Sequence[Cell]) -> str:
-    """Return the text printed before a sweep starts: the numbers of cells, and the reasons for refusals and skips."""
-    legal, refused = len(cells.legal), len(cells.refused)
-    lines = [f"{len(cells.cells)} cells: {legal} legal, {refused} refused"]
+    """Return the text printed before a sweep starts: the numbers of trials, and the reasons for refusals and skips."""
+    legal, refused, total = len(cells.legal), len(cells.refused), len(cells.cells)
+    lines = [f"{total} trial{'s' * (total != 1)}: {legal} legal, {refused} refused"]
     if len(selected) < legal:
-        lines[0] += f"; running {len(selected)} of the legal cells, as set by hydra.sweeper.limit"
+        lines[0] += f"; running {len(selected)} of the legal ones (hydra.sweeper.limit={len(selected)})"
     reasons = count_kinds(cell.problems[0] for cell in cells.refused)
     lines += [f"  {count:>4} refused: {why}" for why, count in reasons[:REASONS_SHOWN]]
     if len(reasons) > REASONS_SHOWN:
@@ -140,7 +143,7 @@ def count_line(cells: Cells, selected: Sequence[Cell]) -> str:
 
 
 def count_kinds(problems: Iterable[Problem]) -> list[tuple[str, int]]:
-    """Count problems by code, key and axes. Returns (label, count) pairs, most frequent first."""
+    """Count problems of the same kind (`Problem.identity`). Returns (label, count) pairs, most frequent first."""
     reasons: dict[Identity, list[Problem]] = defaultdict(list)
     for problem in problems:
         reasons[problem.identity].append(problem)

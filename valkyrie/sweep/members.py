@@ -33,12 +33,12 @@ from valkyrie.train.processes import abort_all_on_error, agree_on_versions
 BESIDE = "beside"
 """Command-line argument for the processes of a trial other than process 0, which write no outcome."""
 _GRACE_S = 60.0
-"""Seconds for a trial to save and exit after process 0 of the multirun is lost."""
+"""Seconds for a trial to save and exit after another process of the multirun is lost."""
 _UNSUPPORTED_LAUNCHER = "hydra/launcher={name} cannot start trials on {count} hosts. Omit it, or add distributed=off."
 
 
 class Members:
-    """The processes of a multirun, as process 0 controls them: starts and ends each trial that needs devices."""
+    """The processes of a multirun. Process 0 uses it to start the processes of a trial on the other hosts."""
 
     def __init__(self, team: ConnectedTeam) -> None:
         self._team, self._trials = team, 0
@@ -50,7 +50,7 @@ class Members:
         return self._team.count
 
     def takes(self, plan: TrialPlan) -> bool:
-        """Return whether all processes run a trial. A trial that needs no devices runs on process 0 alone."""
+        """Return whether a trial runs on all hosts. A trial that needs no devices runs on the first host alone."""
         return plan.mode.needs is Needs.devices
 
     def start_trial(self, plan: TrialPlan) -> dict[str, str]:
@@ -133,7 +133,7 @@ def join_multirun(arguments: Sequence[str]) -> Iterator[bool]:
 
 
 def _comparable_arguments(arguments: Sequence[str]) -> dict[str, str]:
-    """Return arguments by key, or by position if they have no key. Omits the process index, which differs."""
+    """Return arguments by key, or by position if they have no key. Omits `distributed.process`, which must differ."""
     values_by_key = {key: value for key, value in key_values(arguments).items() if key != "distributed.process"}
     keyless = {f"argument {i}": text for i, text in enumerate(arguments) if "=" not in text}
     return keyless | values_by_key

@@ -15,10 +15,10 @@ from valkyrie.config.run import Run
 from valkyrie.runs.folder import key_value, key_values, split_flags
 
 _GROUPS_NOT_IN_NAME = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
-"""Keys that may differ between commands of one sweep, so that compiled and measured layouts share a page."""
+"""Config groups that do not affect the name of a sweep, so that compiled and measured layouts share a page."""
 _SWEEPER_PREFIXES = ("hydra/sweeper", "hydra.sweeper.")
 _SWEEPER_KEYS_NOT_IN_NAME = ("hydra.sweeper.limit", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs")
-"""Keys of the sweeper that may differ too, because they only limit how many trials run, or how many at a time."""
+"""Sweeper keys that do not affect it either, because they only limit how many trials run, or how many at a time."""
 
 _MAX_LENGTH = 120
 
@@ -55,7 +55,7 @@ def sweep_name(arguments: Sequence[str]) -> str:
 
 
 def trial_key(run: Run) -> str:
-    """Return a digest of the mode and of every setting that affects the result."""
+    """Return a digest of the mode and of every setting that affects its result. Equal trials have equal keys."""
     config, values = run.config, asdict(run.config)
     mode, keys = config.mode, config.mode.decided_by()
     if keys is None:

@@ -1,4 +1,4 @@
-"""Measurement noise: decides which speeds are equal, from the spread of the step times. Imports no JAX."""
+"""Decides which speeds are equal within noise, judging by the spread of step times. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from valkyrie.sweep.trial import Trial
 
 EQUAL_WITHIN = 1e-3
-"""Relative difference up to which two speeds are equal even without noise, such as those of predictions."""
+"""Relative difference up to which two speeds count as equal even without noise, as between predictions."""
 
 
 def has_spread(trial: Trial) -> bool:
-    """Return whether a trial has the spread of its step times. Predictions have none."""
+    """Return whether a trial recorded the spread of its step times. Predictions have none."""
     return _speed_range(trial) is not None
 
 

@@ -151,7 +151,7 @@ class TrialPlan:
         )
 
     def settled_by(self, trial: Trial | None) -> bool:
-        """Return whether an earlier record of this trial, or None, makes it unnecessary to run it.
+        """Return whether an earlier record of this trial makes it unnecessary to run it. False if `trial` is None.
 
         Refused trials are always checked again, because the machine may have changed. Predictions are repeated if the
         code or the compiler has changed. Trials that did not fit are repeated with `force=true`, and other trials

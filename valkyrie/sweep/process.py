@@ -52,7 +52,7 @@ class TrialProcess:
 
     @property
     def grace_s(self) -> float:
-        """Seconds between an interrupt and the kill. A training saves its state in that time."""
+        """Seconds between the interrupt at the time limit and the kill. A training saves its state in that time."""
         return self.plan.mode.grace_s
 
     def poll(self) -> Trial | None:

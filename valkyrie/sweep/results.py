@@ -1,4 +1,4 @@
-"""Reads the outcome of a trial's process: its status, the reason, and the results in the files of its mode."""
+"""Reads the outcome of a trial: its status, the reason, and the results in the files that its mode writes."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def read_outcome(folder: Path, returncode: int) -> Outcome:
 
 
 def outcome_from_status(status: int, reason: str) -> Outcome:
-    """Return the outcome of a process that ended deliberately, from its exit status and the reason it gave."""
+    """Return the outcome of a process that ended itself, from its exit status and its reason."""
     if status in (INTERRUPTED, PREEMPTED):
-        return Outcome(Status.killed, "another program interrupted the process")
+        return Outcome(Status.killed, "the process was interrupted by another program")
     statuses = {REFUSED: Status.refused, DOES_NOT_FIT: Status.does_not_fit}
     return Outcome(statuses[status], reason) if status in statuses else failed_outcome(reason)
 
@@ -86,7 +86,7 @@ def read_results(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:
 
 
 def trial_result(result: Prediction | Measurement) -> TrialResult:
-    """Return the results that a line of `trials.jsonl` stores for a prediction or a measurement."""
+    """Convert a prediction or a measurement to the results that a line of `trials.jsonl` stores."""
     communication = result.communication
     shared_results = TrialResult(
         memory=result.memory or MemoryReport(),
@@ -113,7 +113,7 @@ def trial_result(result: Prediction | Measurement) -> TrialResult:
 
 @dataclass(frozen=True)
 class _TrainingNumbers:
-    """The values of a training's records that its result states, with their types."""
+    """Values of a training's records that go into its `TrialResult`, to check their types."""
 
     step: int | None = None
     steps: int | None = None
@@ -129,7 +129,7 @@ def training_results(metrics: Path) -> TrialResult:
     """Return the speeds, memory and losses of a training from its `metrics.jsonl`.
 
     Speeds come from the summary of a finished training, or from the last record of an unfinished one. Raises ValueError
-    with the file and the field for a value of another type.
+    with the file and the field if a value has the wrong type.
     """
     records = read_metrics(metrics) if metrics.is_file() else []
     summary: dict[str, Any] = {}

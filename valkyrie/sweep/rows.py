@@ -28,10 +28,10 @@ _UNKNOWN_LAYOUT = LayoutRecord("?", "?", "?", "unknown target")
 
 
 class SpeedKind(NamedTuple):
-    """How a speed was obtained: by which stage, on which target, and whether devices were simulated.
+    """The stage and the target that a speed comes from. Only speeds of the same kind are ranked together.
 
     `target` includes the topology and slices if the user set them. For a measurement on this machine, it names the
-    devices instead. Only speeds of the same kind are ranked together.
+    devices instead.
     """
 
     stage: str
@@ -53,7 +53,7 @@ class SpeedKind(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """What a step computes, independent of the layout. Explanations only compare speeds of the same workload.
+    """The computation of a step, independent of the layout. Only speeds of the same workload are compared.
 
     `varied` lists other settings that the sweep varies, such as `("layers=12", "state_size=1024")`.
     """
@@ -84,8 +84,8 @@ class Row:
     Args:
         trial: The trial.
         source: Folder of the sweep.
-        group: How its speed was obtained.
-        work: What its step computes.
+        group: The kind of its speed.
+        work: The workload of its step.
         about: The layout, with question marks if the configuration does not compose.
         layout: Name of the layout, or of the trial if the configuration does not compose.
         step_s: Step time.
@@ -276,7 +276,7 @@ def group_by_kind(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
 
 
 def with_ranks(rows: Sequence[Row]) -> list[Row]:
-    """Return sorted rows of one kind of speed with their ranks. Ranks tie within noise; None without a speed."""
+    """Add ranks to sorted rows of one kind of speed. Rows within noise share a rank; rows without a speed get None."""
     ranks = tied_ranks([row.trial for row in rows])
     return [replace(row, rank=rank if row.ok else None) for rank, row in zip(ranks, rows, strict=True)]
 
@@ -305,7 +305,7 @@ def with_predictions(rows: Iterable[Row]) -> list[Row]:
 
 
 def _price(trial: Trial, simulated: bool) -> float | None:
-    """Return a chip's price in dollars per hour: the recorded one, else that in the chip's file, or None if unknown."""
+    """Return a chip's price in dollars per hour: as recorded, else from the chip's file. None if unknown."""
     step, about = trial.results.step, trial.about
     per_dollar = step.tokens_per_dollar.get("on_demand")
     if about is None:
@@ -337,11 +337,13 @@ def _reason(trial: Trial) -> str | None:
     if trial.status is Status.does_not_fit and memory.needed and memory.usable:
         return f"needs {memory.needed / 2**30:.1f} GiB of {memory.usable / 2**30:.1f} GiB usable"
     if trial.status is Status.ok and trial.stage == "compile" and trial.results.step == StepResult():
-        return "CPU targets have memory and bytes per axis only. For a predicted step time, choose a TPU slice"
+        return (
+            "compiling for a CPU target predicts memory and bytes sent, but no step time. Use a TPU slice as the target"
+        )
     return trial.reason
 
 
 def _is_comparable(pair: RowPair) -> bool:
-    """Return whether a run is comparable with a prediction: it has the same target, or no named target."""
+    """Return whether a run is comparable with a prediction: its target is the same, local or simulated."""
     is_local = pair.b.about.target == LOCAL_TARGET
     return pair.b.group.simulated or is_local or pair.b.group.target == pair.a.group.target

@@ -1,4 +1,4 @@
-"""Carries out trials: skips recorded ones, refuses illegal ones, and runs and records the others."""
+"""Carries out trials: skips recorded ones, refuses illegal ones, runs the others and records their results."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _start_next(
     trials: dict[str, Trial],
     watcher: Watcher | None,
 ) -> bool:
-    """Start the first waiting trial that no other sweep is running, or use its record. Return False if none is left."""
+    """Start the first waiting trial that no other sweep is running, or use its record. Return whether there is one."""
     for plan in waiting:
         if plan.key in trials:  # another job has the same key
             waiting.remove(plan)

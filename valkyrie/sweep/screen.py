@@ -28,11 +28,11 @@ _STYLES = {Status.ok: "green", Status.refused: "dim", Status.does_not_fit: "yell
 
 
 REFUSED_LINES = 10
-"""Maximum number of refused trials that are printed one by one. Further ones are only counted."""
+"""Number of refused trials that are printed one by one. Further ones are only counted."""
 
 
 class LineScreen:
-    """Prints a numbered line for each trial that ends, and the number of trials recorded earlier."""
+    """Prints a numbered line for each trial that ends. Only counts trials recorded earlier and surplus refused ones."""
 
     def __init__(self, console: Console | None = None, total: int = 1) -> None:
         self.console, self.total, self.done = console or make_console(), total, 0
@@ -47,7 +47,7 @@ class LineScreen:
         self._print_counts()
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """Print pending counts, and a line if all remaining trials are running in another sweep."""
+        """Print the counts so far, and a line if all remaining trials are running in another sweep."""
         self._print_counts()
         if waiting and not processes and not self._is_waiting_for_sweep:
             line = f"waiting for another sweep, which is running the last {waiting} trial{'s' * (waiting > 1)}"

@@ -1,4 +1,4 @@
-"""Reads the space of layouts and models to try, from the configuration and arguments of a multirun. Imports no JAX."""
+"""Reads the space of a sweep, the layouts and models to try, from configuration and arguments. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class SpaceConfig:
         microbatches: Numbers of microbatches, or None to use the run's.
         remat: Names of remat policies, or None to use the run's.
         placements: `default`, `all`, or lists of mesh axes such as `z,x,y`.
-        vary: Other keys or groups to vary. The values are a list, or a text in command-line syntax (`512,1024`). Keys
-            joined by commas vary together.
+        vary: Values of other keys or groups: a list, or a text in command-line syntax (`512,1024`). Keys joined by
+            commas vary together.
         parameters: Smallest and largest parameter count of a model. None within the list means no bound.
         flops_per_token: Smallest and largest forward FLOPs per token.
         same: Which meshes count as duplicates.
@@ -75,11 +75,11 @@ class SpaceConfig:
     same: Same = Same.sharding
 
     def problems(self) -> list[Problem]:
-        """Return the problems of these settings."""
+        """Return the problems of the space, such as an empty list or an invalid range."""
         problems = []
         for name in LAYOUT_KEYS.values():
             if getattr(self, name) == []:
-                text = f"{SPACE}.{name}=[]: the space has no cells. Add at least one value."
+                text = f"{SPACE}.{name}=[]: must have at least one value."
                 problems.append(Problem(ProblemCode.missing, f"{SPACE}.{name}", [], text))
         problems += check_range(f"{SPACE}.devices", self.devices, least=1)
         for key in ("parameters", "flops_per_token"):
@@ -94,7 +94,7 @@ class SpaceConfig:
 
 @dataclass(frozen=True)
 class SweepSpace:
-    """The space of a multirun, and the overrides that all its trials share."""
+    """The space of a sweep, and the overrides that all its trials share."""
 
     config: SpaceConfig
     fixed: list[str]
@@ -135,7 +135,8 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
             continue
         if joined_keys := [joined for joined in vary if key in joined.split(",") and joined != key]:
             raise ValueError(
-                f"{line}: this sweep varies {joined_keys[0]} together. Omit {key}, or replace '{SPACE}.vary'."
+                f"{line}: this sweep varies {joined_keys[0]} together, so {key} cannot be set alone. Omit {key}, or "
+                f"replace '{SPACE}.vary'."
             )
         vary.pop(key, None)
         if override.is_sweep_override():
@@ -169,7 +170,7 @@ def compose_variants(space: SweepSpace, composer: Composer) -> list[ModelVariant
 
 
 class _OverrideText(str):
-    """A value that is already in command-line syntax, with quotes if it needs them."""
+    """A value that is already in command-line syntax and must not be quoted again."""
 
 
 def _values(override: Override) -> list[str]:

@@ -59,10 +59,9 @@ def count_statuses(trials: Sequence[Trial]) -> str:
 
 
 def closing_lines(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> list[str]:
-    """Return the lines below the table: counts by status, reasons of refusals, the folder and the page.
+    """Return the lines below the table: counts by status, reasons for refusals, how to retry, the folder and the page.
 
-    `complete` states whether the sweep has finished. If it has not, its page is missing or outdated, so the last line
-    has the command that writes the page.
+    If the sweep is not `complete` or has no page yet, the last line is the command that writes the page.
     """
     lines = [count_statuses(trials)]
     refused = [trial for trial in trials if trial.status is Status.refused]

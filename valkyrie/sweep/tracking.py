@@ -72,9 +72,10 @@ class SweepTracker:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")
 
     def log(self, trial: Trial) -> None:
-        """Queue a trial to be reported, unless its training reported itself or the same content was reported before.
+        """Queue a trial to be reported, unless the same content was reported before.
 
-        If its training reported itself, removes offline runs of earlier failed attempts that were not uploaded.
+        A training that reports itself is not reported again. Offline runs of its earlier, failed attempts are removed
+        unless they were uploaded.
         """
         if self._writer.mode is not WandbMode.off:
             self._worker.submit(self._report_safely, self._log_trial, trial)
@@ -94,7 +95,8 @@ class SweepTracker:
         except Exception as error:  # an error in W&B must not end the sweep
             self._writer.mode = WandbMode.off
             self._say(
-                f"W&B failed ({type(error).__name__}: {error}) and is off for the sweep. trials.jsonl is still written."
+                f"W&B failed ({type(error).__name__}: {error}) and is off for the rest of the sweep. trials.jsonl is "
+                "still written."
             )
 
     def _log_trial(self, trial: Trial) -> None:
@@ -188,7 +190,7 @@ class SweepTracker:
 
 
 def wandb_run_id(config: TrackingConfig, folder: Path, key: str) -> str:
-    """Return the W&B id of a trial in a sweep's folder. It is the same each time."""
+    """Return the W&B id of a trial (or of the sweep, if `key` is `sweep`). It is the same for each attempt."""
     identity = (config.entity, config.project, folder.resolve().name, folder.stat().st_ino, key)
     return digest(repr(identity))[:16]
 
@@ -237,7 +239,7 @@ def _reported_itself(trial: Trial, folder: Path) -> bool:
 
 
 def _table_and_plots(rows: list[list[Any]]) -> dict[str, object]:
-    """Return what the parent run logs: the table of all trials, and plots of speeds and memory."""
+    """Return the records of the parent run: the table of all trials, and plots of speeds and memory."""
     import wandb
 
     keys = [column.key for column in WANDB_TABLE]

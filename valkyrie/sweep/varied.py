@@ -1,4 +1,4 @@
-"""Finds what distinguishes trials of one layout: the other settings that a sweep varies, and the target."""
+"""Finds the settings and targets that distinguish trials with the same layout."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TRIAL_GROUPS = {"name", "runs", "resume", "trial", "tracking", "hydra"}
 _GROUPS_WITHOUT_EFFECT = {"mesh", "partition", "microbatches", "remat", "placement", "mode", "target"} | _TRIAL_GROUPS
 """Groups that do not change what a step computes. The group of a key is the part before its first dot."""
 _DESCRIBED_FIELDS = ("model", "batch", "seq")
-"""Fields of `about` that are already shown. For keys of the precision, `precision` is another."""
+"""Fields of `Trial.about` that tables show anyway. A setting that follows from them is not listed as varied."""
 _MODEL_GROUPS = {"model"}
-"""Groups that distinguish any two trials."""
+"""Config groups in which any two trials are compared."""
 _STEP_GROUPS = _MODEL_GROUPS | {"precision", "optimizer"}
-"""Groups that distinguish trials of one stage and target, also in different sweeps."""
+"""Config groups in which trials of one stage and target are compared, also across sweeps."""
 
 
 def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], tuple[str, ...]]:
@@ -98,7 +98,10 @@ def _differing_keys(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
 
 
 def _distinguishing_keys(trials: Sequence[tuple[Trial, dict[str, str]]], keys: Sequence[str]) -> list[str]:
-    """Return the keys whose values do not follow from the fields in `_DESCRIBED_FIELDS` and from earlier keys."""
+    """Return the keys whose values do not follow from the fields in `_DESCRIBED_FIELDS` and from earlier keys.
+
+    Keys of the group `precision` must not follow from the field `precision` either.
+    """
     described: list[tuple[str, ...]] = [
         tuple(str(getattr(trial.about, key, None)) for key in _DESCRIBED_FIELDS) for trial, _ in trials
     ]
