@@ -25,7 +25,11 @@ _GROUPS = ("model", "mesh", "partition", "target", "precision")
 
 
 class WandbMode(Enum):
-    """Whether and how W&B is used. `auto` follows `WANDB_MODE`, else is online if `WANDB_API_KEY` is set, else offline."""
+    """Whether W&B is used, and how.
+
+    `auto` follows the environment variable `WANDB_MODE`. Without it, `auto` is `online` if `WANDB_API_KEY` is set, else
+    `offline`.
+    """
 
     auto = "auto"
     online = "online"
