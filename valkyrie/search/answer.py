@@ -43,10 +43,10 @@ _COMPILED_BOTTLENECKS = {PartKind.matmul: "compute", PartKind.kernel: "compute",
 def rank_layouts(
     request: SearchRequest, shortlisted: Shortlist, compiles: CompiledLayouts, count: int
 ) -> list[RankedLayout]:
-    """Return about `count` layouts: compiled ones first, then estimated ones, each ordered by `SearchRequest.cost`.
+    """Return up to `count` layouts: compiled ones first, then estimated ones, each ordered by `SearchRequest.cost`.
 
     An estimated layout ranks among the compiled ones only if even the slow end of its interval beats the best compiled
-    one. The best layout on each kind and number of chips is always included.
+    one. The best layout on each kind and number of chips is always included, even beyond `count`.
     """
     chip_kinds = list(dict.fromkeys(map(describe_chips, request.targets)))
     share = max(-(-count // len(chip_kinds)), 2)

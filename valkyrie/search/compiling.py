@@ -81,7 +81,7 @@ class BudgetOver(BaseException):
 def compile_best(
     request: SearchRequest,
     shortlisted: Shortlist,
-    always: Sequence[EstimatedLayout],
+    rivals: Sequence[EstimatedLayout],
     folder: Path,
     limit: int,
     compiles: CompiledLayouts,
@@ -96,14 +96,14 @@ def compile_best(
     Args:
         request: The search.
         shortlisted: Layouts that may be the best.
-        always: Layouts to compile right after the one that is expected to be the fastest, however slow their estimates.
+        rivals: Layouts to compare with, compiled right after the first layout, however slow their estimates are.
         folder: Folder of the search. Layouts in its records are not compiled again.
         limit: Largest number of compiles.
         compiles: Receives the results.
         on_result: Called after each compile.
     """
     began, longest, waiting = time.monotonic(), 0.0, [*shortlisted.fitting, *shortlisted.doubtful]
-    required = list(always)
+    required = list(rivals)
 
     def watch() -> None:
         if request.budget_s is not None and time.monotonic() - began > request.budget_s:

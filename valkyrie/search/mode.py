@@ -47,7 +47,7 @@ REASONS = 5
 
 
 def search(run: Run) -> int:
-    """Search the layouts of a run's model on its target, print the best, and return the exit status.
+    """Find the fastest layouts of a run's model on its targets, print and store them, and return the exit status.
 
     With several processes, the leader searches and the others take part in measurements.
     """

@@ -39,7 +39,7 @@ PREDICTION_FILE = "prediction.json"
 
 
 def compile_mode(run: Run) -> int:
-    """Compile the run's step for its target, print its predicted time and where it goes, and return the exit status."""
+    """Compile the run's step for its target, print its predicted time by part, and return the exit status."""
     return compile_into_folder(run, make_console())
 
 
@@ -141,7 +141,7 @@ def compile_and_summarise(
 
 
 def work_key(run: Run) -> str:
-    """Return a digest of everything but the layout: model, batch, length, precision, target and source code."""
+    """Return a digest that is equal for layouts of the same model, batch, length, precision, target and source code."""
     config = run.config
     work = [repr(run.model), config.batch, config.seq, repr(config.precision), repr(config.target), package_digest(run)]
     return digest(work)[:16]

@@ -23,7 +23,7 @@ from valkyrie.units import parse_seconds
 SEARCH_KEYS = ("mode", "target", "partition", "remat", "microbatches", "device_batch", "name")
 """Keys that training commands in the answer do not repeat: those that a layout sets, and those of the search itself."""
 _PARTITION_KEYS = ("zero1", "gradient_sum", "parameter_memory", "optimizer_memory", "schedule", "rounds")
-"""Settings of a partition that apply to any partition."""
+"""Settings that every partition has. A command that sets one of them does not fix the choice of partition."""
 
 
 @dataclass(frozen=True)

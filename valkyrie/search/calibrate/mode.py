@@ -179,7 +179,7 @@ def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
 
 
 def experiment_yaml(result: Calibration) -> str:
-    """Return an experiment that sets the fitted constants. Comments describe the trials and the errors."""
+    """Return an experiment config that sets the fitted constants. Comments describe the trials and the errors."""
     comments = [f"# {line}" for line in describe(result)]
     constants = [f"      {name}: {round_digits(getattr(result.after, name)):g}" for name in FITTED]
     name = CALIBRATED.format(chip=result.chip.name)
@@ -210,8 +210,8 @@ def _describe_estimates(result: Calibration) -> list[str]:
     rows, families, (median, worst) = len(result.errors), len(result.families), percent_errors(result.errors)
     names = f"{families} famil{'y' if families == 1 else 'ies'}"
     lines = [
-        f"{result.chip.name}: {rows} trials of {names}. Errors of estimates with the chip's own constants: median "
-        f"{median:.1f}%, worst {worst:.1f}%."
+        f"{result.chip.name}: {rows} trials of {names} (model, batch and length). Errors of estimates with the chip's "
+        f"own constants: median {median:.1f}%, worst {worst:.1f}%."
     ]
     if result.left_out is None:
         return [*lines, "All trials are of one family, so the fitted constants cannot be validated on another one."]

@@ -88,7 +88,7 @@ class _Facts:
 
 
 def hints(prediction: Prediction, other_layouts: Sequence[Prediction] = ()) -> tuple[Hint, ...]:
-    """Return the hints for a compiled layout.
+    """Return the hints for a compiled layout, or none if it does not fit or has no predicted step time.
 
     `other_layouts` are predictions of the same model, batch, length and target under other layouts.
     """
@@ -171,7 +171,9 @@ def _describe_wait(facts: _Facts, part: StepPart) -> str:
 def _suggest_partitions(facts: _Facts, axes: Sequence[str], excluded: Collection[str]) -> dict[str, str]:
     """Return up to two partitions that split only data over these axes, fit, and send fewer bytes.
 
-    Maps names to descriptions. The partition that sends the least comes first. Skips those in `excluded`.
+    Maps names to descriptions. The partition that sends the least comes first. Skips those in `excluded`. If no
+    partition is known to send fewer bytes and the layout splits weights or the sequence, suggests one that sends an
+    unknown number.
     """
     prediction = facts.prediction
     usable, traffic = prediction.memory and prediction.memory.usable, prediction.communication
@@ -246,7 +248,7 @@ def _recomputation_hints(facts: _Facts) -> Iterator[Hint]:
 
 
 def _save_activation_hints(facts: _Facts) -> Iterator[Hint]:
-    """Suggest saving the slowest activation to recompute among those that fit, or offloading one if none fits."""
+    """Suggest saving the activation that is slowest to recompute and fits or, if none fits, offloading the slowest."""
     report, headroom, step_s = facts.prediction.remat, facts.headroom, facts.step.step_s
     if report is None or headroom is None:
         return

@@ -144,7 +144,8 @@ def predict_file(
 ) -> Predicted:
     """Predict a step of a dumped module on a slice.
 
-    Raises ValueError for a module that cannot be replayed, or was compiled for another chip or number of devices.
+    Raises ValueError for a module that cannot be replayed, or was compiled for another chip or number of devices, and
+    for `places` that are not those of the slice.
 
     Args:
         path: File of the module.

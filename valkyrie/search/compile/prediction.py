@@ -121,7 +121,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class StepInterval:
-    """Range of a predicted step, derived from other runs.
+    """Range of a predicted step time, derived from the prediction errors of measured runs.
 
     Args:
         low_s, high_s: Ends of the range in seconds.
@@ -338,7 +338,7 @@ class Prediction(LayoutResult):
         remat: Activations saved and recomputed for the backward pass.
         notes: Assumptions of the replay.
         hints: Advice.
-        work: Digest of everything but the layout (`work_key`). Layouts with the same digest can be compared.
+        work: Digest of model, batch, length, precision, target and source code (`work_key`).
     """
 
     program: ForeignProgram | None = None

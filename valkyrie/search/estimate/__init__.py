@@ -1,1 +1,1 @@
-"""The estimate: closed formulas for the step time and memory of many layouts at once, without a compiler or JAX."""
+"""Estimates the step time and memory of many layouts at once by closed formulas, without a compiler or JAX."""

@@ -1,4 +1,4 @@
-"""Estimates the step times of given runs, where a search would enumerate layouts."""
+"""Estimates the step times of given runs, rather than of all layouts of a search."""
 
 from __future__ import annotations
 

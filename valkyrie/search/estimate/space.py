@@ -78,7 +78,7 @@ class LayoutGroup:
     Args:
         target: The slice.
         candidates: Mesh sizes, links and microbatches of the layouts, as arrays with one entry per layout.
-        remats: Remat policies to combine with each of them.
+        remats: Remat policies to combine with each layout.
         classes: Number of classes of mesh axes under the partition.
         meshes: Mesh of each layout, with its placement.
     """
@@ -342,7 +342,7 @@ def _microbatch_counts(batch: int, shards: int, stages: int) -> list[int]:
 def _row_mesh(row: _Row, partition: PartitionConfig, target: TargetConfig) -> MeshConfig:
     """Return the mesh of a row, with the axis `w` only if it has several devices or a rule needs it.
 
-    A mesh with a single axis larger than 1 gets no placement, because JAX's own is as good.
+    A mesh with a single axis larger than 1 gets no placement, because JAX's default is as good.
     """
     inner = {axis: n for axis, n in row.sizes.items() if axis != SLICE_AXIS}
     needs_w = any("w" in axes for rules in (partition.parameters, partition.activations) for axes in rules.values())

@@ -392,7 +392,10 @@ def _sum_arrays(arrays: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _exposed_seconds(sent: np.ndarray, computing: np.ndarray, hidden: float) -> np.ndarray:
-    """Return the exposed seconds of communication, of which at most the share `hidden` overlaps with compute."""
+    """Return the exposed seconds of communication that takes `sent` seconds.
+
+    At most the share `hidden` overlaps with compute, and at most `computing` seconds.
+    """
     return np.maximum((1 - hidden) * sent, sent - computing)
 
 

@@ -30,7 +30,10 @@ def read_figures(file: Path) -> ChipConfig:
 
 
 def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> bool:
-    """Check whether a folder has figures of this machine with `devices` devices per process and this dtype."""
+    """Check whether a folder has figures of this machine with `devices` devices per process and this dtype.
+
+    Raises ValueError if they are damaged.
+    """
     if not ((folder / FIGURES).is_file() and (folder / MACHINES).is_file()):
         return False
     chip, machines = (

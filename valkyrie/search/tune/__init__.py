@@ -1,1 +1,1 @@
-"""Tries compiler options and implementations on one layout, by compiling."""
+"""Finds the best compiler options and implementations for a layout, by compiling it with each."""

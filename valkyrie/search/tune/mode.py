@@ -163,7 +163,7 @@ def option_gains(tuned: Tuned) -> list[str]:
 
 
 def experiment_yaml(tuned: Tuned) -> str:
-    """Return an experiment that sets the best options. Comments describe its use and the gain of each option."""
+    """Return an experiment config that sets the best options. Comments describe its use and the gain of each option."""
     record, steps = tuned.run.about(), [duration(seconds) for seconds in (tuned.start_s, tuned.step_s)]
     lines = [
         "# @package _global_",

@@ -32,7 +32,7 @@ class Attempt:
     """One change that was tried by compiling it.
 
     Args:
-        options: Options that it changes, several if they are tried together.
+        options: Options and model settings that it changes, several if they are tried together.
         verdict: Result of the attempt.
         round: Round of the search, from 1.
         step_s: Predicted seconds per step.
