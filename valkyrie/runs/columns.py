@@ -39,7 +39,7 @@ TIMED = ("speed", "seconds")
 
 @dataclass(frozen=True)
 class Column(Generic[R]):
-    """A column of rows of one type.
+    """A column of a table with rows of type `R`.
 
     Args:
         name: Key in CSV files and on the page.
@@ -111,7 +111,7 @@ def terminal_table(
 
 
 def terminal_line(columns: Sequence[Column[R]], row: R | None = None) -> str:
-    """Return a row as a line, or the line of headings if `row` is None. For tables printed line by line.
+    """Return a row, or the headings if `row` is None, as a line of a table that is printed line by line.
 
     Pads cells to the column's `least`, except in the last column.
     """

@@ -37,7 +37,7 @@ KINDS = {
 """Kinds of wall time with their labels. `steps` omits steps that were repeated later, and waits for data."""
 
 FINISHED, STOPPED, PREEMPTED = "finished", "stopped", "preempted"
-"""How a start ended, unless its process was killed."""
+"""Recorded ends of a start. If its process is killed, no end is recorded."""
 _PLANNED = (FINISHED, STOPPED)
 """Ends that the user planned. The time until the next start does not count, and that start is not a restart."""
 _INTERVAL_SHARE, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.01, 1.0, 60.0
@@ -56,7 +56,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Start:
-    """One start of a run.
+    """One start of a run, with its progress until it ended.
 
     Args:
         began: Unix time of the start.
@@ -93,7 +93,7 @@ class Start:
 
 
 class Goodput(NamedTuple):
-    """How a run spent its wall time: `seconds` by kind, which sum to `wall_s`, and the number of restarts."""
+    """The wall time of a run: `seconds` by kind, which sum to `wall_s`, and the number of restarts."""
 
     wall_s: float
     seconds: dict[str, float]

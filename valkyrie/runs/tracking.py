@@ -128,7 +128,7 @@ class Tracker:
     def _write(self, values: Mapping[str, object]) -> str | None:
         """Append a line, after those that could not be written so far. Returns a line to print, or None.
 
-        The first line that could not be written may be in the file partly.
+        Part of the first of those may already be in the file.
         """
         if self._file is None:
             return None

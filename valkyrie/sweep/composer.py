@@ -31,7 +31,7 @@ _LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
 
 @dataclass
 class _JobKind:
-    """What jobs of one kind share: the composed configuration and run of the first, and runs by overridden values.
+    """Jobs of one kind: the composed configuration and the run of the first job, and all runs by overridden values.
 
     The mesh and partition of these runs are arbitrary, because `Composer.run` replaces them.
     """

@@ -106,7 +106,7 @@ class SweepEnd(Callback):
         self._complete = True
 
     def add(self, trial: Trial) -> None:
-        """Add a recorded trial."""
+        """Add a recorded trial to the table, and report it to W&B if it has results."""
         self._trials[trial.key] = trial
         if self._tracker is not None and has_results(trial.stage):
             self._tracker.log(trial)

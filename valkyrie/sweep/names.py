@@ -18,7 +18,7 @@ _GROUPS_NOT_IN_NAME = {"mode", "target", "name", "runs", "resume", "trial", "tra
 """Config groups that do not affect the name of a sweep, so that compiled and measured layouts share a page."""
 _SWEEPER_PREFIXES = ("hydra/sweeper", "hydra.sweeper.")
 _SWEEPER_KEYS_NOT_IN_NAME = ("hydra.sweeper.limit", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs")
-"""Sweeper keys that do not affect it either, because they only limit how many trials run, or how many at a time."""
+"""Sweeper keys that do not affect the name of a sweep: they only limit how many trials run, or how many at a time."""
 
 _MAX_LENGTH = 120
 

@@ -22,7 +22,7 @@ from valkyrie.sweep.varied import target_text, varied_settings
 STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
 """Adjective that describes the speeds of each stage."""
 LOCAL_TARGET = "auto"
-"""Name of the target that stands for the devices of this machine."""
+"""Name of the target that means the devices of this machine."""
 _SIMULATED = (LOCAL_TARGET, "cpu")
 _UNKNOWN_LAYOUT = LayoutRecord("?", "?", "?", "unknown target")
 
@@ -79,7 +79,7 @@ class Workload(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A trial as a row. Units are seconds, bytes per device and tokens per second. None means unknown.
+    """A trial as a row of a table or figure. Units are seconds, bytes per device and tokens/s. None means unknown.
 
     Args:
         trial: The trial.
@@ -344,6 +344,6 @@ def _reason(trial: Trial) -> str | None:
 
 
 def _is_comparable(pair: RowPair) -> bool:
-    """Return whether a run is comparable with a prediction: its target is the same, local or simulated."""
+    """Return whether both have the same target, or the run used simulated devices or those of this machine."""
     is_local = pair.b.about.target == LOCAL_TARGET
     return pair.b.group.simulated or is_local or pair.b.group.target == pair.a.group.target

@@ -32,7 +32,10 @@ REFUSED_LINES = 10
 
 
 class LineScreen:
-    """Prints a numbered line for each trial that ends. Only counts trials recorded earlier and surplus refused ones."""
+    """Prints a numbered line for each trial that ends.
+
+    Trials recorded earlier, and refused trials after the first `REFUSED_LINES`, are only counted.
+    """
 
     def __init__(self, console: Console | None = None, total: int = 1) -> None:
         self.console, self.total, self.done = console or make_console(), total, 0

@@ -20,7 +20,7 @@ from valkyrie.sweep.composer import Composer
 from valkyrie.trees import override_text
 
 ALL, DEFAULT = "all", "default"
-"""Special values in a space: every partition or placement, and the placement that the mesh itself specifies."""
+"""Special values in a space: `all` partitions or placements, and the `default` placement, which is that of the mesh."""
 SPACE = "hydra.sweeper.space"
 """Config key of the space."""
 LAYOUT_KEYS = {
@@ -34,10 +34,10 @@ LAYOUT_KEYS = {
 
 
 class Same(Enum):
-    """How duplicate meshes of a partition are removed.
+    """Which meshes of a partition count as duplicates, so that only the first one is tried.
 
-    `none`: keep all meshes. `sharding`: two meshes are equal if every device holds the same part of every array, so
-    that they compile to the same step. `roles`: two meshes are equal if every role has the same number of devices.
+    `none`: no meshes. `sharding`: meshes with which every device holds the same part of every array, so that they
+    compile to the same step. `roles`: meshes with which every role has the same number of devices.
     """
 
     none = "none"

@@ -1,7 +1,7 @@
 """Reports sweeps to W&B: a group with a run for each trial, and a parent run with the table and plots.
 
-The id of a run is derived from the sweep's folder and the trial's key, so that a repeated trial updates its run. What
-was reported is stored in the run's W&B folder, so that unchanged trials are not reported again. Imports no JAX.
+The id of a run is derived from the sweep's folder and the trial's key, so that a repeated trial updates its run. The
+reported content is stored in the run's W&B folder, so that unchanged trials are not reported again. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from valkyrie.sweep.rows import Row, make_row, with_predictions
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 REPORTED = "reported.json"
-"""File in the W&B folder of a run that stores what was reported."""
+"""File in the W&B folder of a run with the content that was last reported."""
 
 _FAILED_STATUSES = {Status.failed, Status.killed, Status.timeout}
 _MINIMAL_SETTINGS = {

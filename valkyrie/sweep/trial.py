@@ -62,7 +62,7 @@ class StepResult(PredictedStep, MeasuredStep):
 
 @dataclass(frozen=True)
 class GoodputResult:
-    """How a training spent its wall time.
+    """The wall time of a training.
 
     Args:
         wall_s: Wall time, including restarts.
@@ -99,7 +99,7 @@ class TrialResult:
         eval_loss: Last evaluation loss.
         steps: Last step of a training.
         finished: Whether that is the last step requested.
-        goodput: How a training spent its wall time.
+        goodput: The wall time of a training by kind.
     """
 
     parameters: int | None = None

@@ -31,7 +31,7 @@ class DivergedError(RuntimeError):
 
 
 class FolderGoneError(RuntimeError):
-    """The run folder was deleted during its run, or its disk is gone."""
+    """The run folder was deleted during the training, or its disk is gone."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Progress:
         self.warn(self.tracker.log(record, self.step))
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary of the steps so far."""
+        """Return the run's summary so far: rates, evaluation metrics, goodput, facts and status."""
         ending = {
             "steps": self.step,
             "finished": self.finished,

@@ -36,7 +36,7 @@ class StepExecutable(NamedTuple):
     hbm_gib: float | None
 
     def traffic(self, mesh: AnyMesh, say: Callable[[str], object]) -> Communication | None:
-        """Return the bytes that a device sends in a step. If they cannot be read, print why with `say`, return None."""
+        """Return the bytes that a device sends in a step. If they cannot be read, print why with `say`; return None."""
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
             return sum_communication(traffic(parse(serialised_module(self.program)), axes))
@@ -60,7 +60,7 @@ def _peak_bytes(compiled: jax.stages.Compiled, backend: str) -> int | None:
 
 
 def _with_nan_checks(step: Any) -> Any:
-    """Run each call of a step under `jax.debug_nans`. The global setting does not last: any such context resets it."""
+    """Wrap a step so that it runs under `jax.debug_nans`. Leaving any such context resets the global setting."""
 
     def advance(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         with jax.debug_nans(True):

@@ -1,4 +1,4 @@
-"""Sampling of one or many texts: token by token through the streaming state, in constant time per token."""
+"""Samples one or many texts, token by token, with the streaming state of a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:
-    """Sample a token from logits (batch, vocab): the most likely at temperature 0, otherwise among the `top_k` best."""
+    """Sample a token for each row of logits (batch, vocab).
+
+    At temperature 0 it is the most likely token, otherwise one of the `top_k` most likely tokens, or of all if None.
+    """
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / temperature
@@ -151,7 +154,7 @@ class Completer:
         Args:
             parameters: Parameters of the model.
             prompts: The prompts.
-            tokens: Longest continuation; it ends earlier with the document.
+            tokens: Maximum number of tokens of a continuation. It is shorter if the document ends.
             batch: Prompts sampled at a time.
             seed: Seed of the samples.
             ended: Returns whether the text of the prompt at an index needs no more tokens. A batch ends once every

@@ -30,7 +30,7 @@ def simulation_refusal(mesh: str, devices: int) -> str | None:
 def unknown_flags_message(flags: str) -> str | None:
     """Return an error message if `flags`, the value of `XLA_FLAGS`, has unknown names, else None.
 
-    XLA would abort the process. Searches for the names in XLA's binary, which takes 10 ms for an existing name.
+    XLA itself would abort the process. Searches XLA's binary, which takes 10 ms for an existing name.
     """
     names = [flag[2:].partition("=")[0] for flag in flags.split() if flag.startswith("--xla_")]
     spec = find_spec("jaxlib") if names else None

@@ -158,7 +158,7 @@ class MemoryEstimator:
         return parameters, gradients, moments, average
 
     def _activations(self, remat: RematConfig, gradients: np.ndarray) -> np.ndarray:
-        """Return the bytes of activations at the peak of a step: those saved, and the working sets at that time."""
+        """Return the bytes of activations at the peak of a step: those saved, and `_working_sets`."""
         saved, unnamed = np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for activation, bytes_ in self.activations:
             if saved_location(activation, remat) is ActivationLocation.device:

@@ -151,7 +151,7 @@ def code_eval(run: Run) -> int:
 
 
 def list_checkpoints(run: Run) -> int:
-    """Print the checkpoints of a trained run, including this host's fast ones; return 1 if one is damaged."""
+    """Print the checkpoints of a trained run and the fast ones on this host. Return 1 if one is damaged, else 0."""
     folder, console = trained_folder(run), make_console()
     checkpoints = stored_checkpoints(folder, run.config.checkpoint)
     for c in checkpoints:

@@ -68,7 +68,7 @@ def add_saving_options(options: Sequence[Option]) -> list[Option]:
 
 
 def option_text(value: object) -> str | None:
-    """Format a value for the compiler: `true` for True."""
+    """Format a value for the compiler, such as `true` for True. None stays None."""
     return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -91,7 +91,7 @@ def explain_refusal(message: str) -> str | None:
         names = {option for chip in known_chips().values() for option in chip.xla_options}
         suggestion = suggest(name, sorted(names))
         hint = f" Did you mean {suggestion}?" if suggestion else ""
-        remedy = f"Leave it out, or write {KEY}.{name}=null."
+        remedy = f"Omit it. If it is a default of the chip, set {KEY}.{name}=null."
         return f"{KEY}.{name}: {_compiler()} has no such option.{hint} {remedy}"
     if details := unreadable_option(message):
         name, value, reason = details

@@ -1,4 +1,4 @@
-"""Runs in several processes: they start together, compare code and configuration, and end together."""
+"""Joins the processes of a run, which start together, compare code and configuration, and end together."""
 
 from __future__ import annotations
 

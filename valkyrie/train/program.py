@@ -1,4 +1,4 @@
-"""The step program, shared by training, evaluation, compilation and measurement, on any mesh."""
+"""`StepProgram`: the jitted functions of a run, for training, evaluation, compilation and measurement."""
 
 from __future__ import annotations
 

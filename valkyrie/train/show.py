@@ -103,7 +103,7 @@ def verdict(memory: ExpectedMemory[int], usable: int, device_name: str, *, measu
     source = (
         f"its error on {errors.layouts} layouts of {errors.models} models" if measured else "an error of a factor of 2"
     )
-    estimate = f"{memory.total / GIB:.1f} GiB ({low / GIB:.1f} to {high / GIB:.1f} GiB with {source})"
+    estimate = f"{memory.total / GIB:.1f} GiB ({low / GIB:.1f} to {high / GIB:.1f} GiB, given {source})"
     usable_gib = f"{usable / GIB:.1f} GiB"
     return f"{judgement}: estimated {estimate}; {device_name} has {usable_gib} usable. To be certain, run mode=compile"
 

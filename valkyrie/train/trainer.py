@@ -58,7 +58,15 @@ from valkyrie.train.watchdog import Watchdog, make_watchdog
 
 @dataclass(frozen=True)
 class FitResult:
-    """The result of a training: the program, the last state, the summary, and whether it was stopped early."""
+    """The result of a training.
+
+    Args:
+        program: The step program of the run.
+        state: The last state.
+        summary: The run's summary, as in `metrics.jsonl`.
+        interrupted: Whether the training was stopped before its last step.
+        preempted: Whether it was stopped because its machine is being taken away.
+    """
 
     program: StepProgram
     state: TrainState

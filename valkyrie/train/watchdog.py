@@ -94,7 +94,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Stop watching until the next step begins. For evaluations and saves, which may take any time."""
+        """Stop watching until the next step begins, because evaluations and saves may take any time."""
         self._rest()
         yield
 
