@@ -51,13 +51,13 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("target", "mesh"), [("mine", "1x2x2"), ("tuned-8", "1x2x4")])
-def test_a_target_and_a_chip_of_ones_own_are_composed(own: Path, target: str, mesh: str):
+def test_a_users_target_and_chip_compose(own: Path, target: str, mesh: str):
     run = valkyrie.compose("model=gpt_tiny", f"target={target}", config_dir=own)
     assert run.config.target.name == target and run.config.target.chip is not None
     assert run.config.target.chip.hbm_gib == 33 and run.config.mesh.name == mesh
 
 
-def test_resume_begins_with_the_saved_settings(folder: Path):
+def test_resume_starts_from_the_saved_settings(folder: Path):
     run = valkyrie.compose("resume=latest", f"runs={folder.parent}", "steps=8")
     assert (run.model.name, run.config.model.embed, run.config.mesh.name) == ("s5_tiny", 16, "2x1x1")
     assert run.config.steps == 8 and run_folder(run) == folder
@@ -76,7 +76,7 @@ def test_an_override_that_compose_cannot_read_is_refused(override: str):
     assert_golden_message("arguments", ["compose", override], str(refused.value))
 
 
-def test_groups_are_chosen_anew_as_resume_does(folder: Path):
+def test_load_can_choose_other_groups_like_resume(folder: Path):
     run = valkyrie.load(folder, "mesh=4x2x1", "partition=dp", "steps=8")
     assert (run.config.mesh.name, run.config.partition.name, run.config.steps) == ("4x2x1", "dp", 8)
     assert (run.model.name, run.config.model.embed) == ("s5_tiny", 16)
@@ -85,7 +85,7 @@ def test_groups_are_chosen_anew_as_resume_does(folder: Path):
     assert moved.config.target.name == "v4-8" and moved.config.model.embed == 16
 
 
-def test_values_are_read_by_the_grammar_of_the_command(folder: Path):
+def test_values_are_parsed_like_those_of_the_command(folder: Path):
     run = valkyrie.load(
         folder, "steps=8", "data=text", "data.paths=[a,'b c']", "optimizer.clip_norm=null", "prompt='x'"
     )
@@ -103,7 +103,7 @@ def test_an_override_that_load_cannot_apply_is_refused(folder: Path, override: s
     assert_golden_message("arguments", ["load", override], str(refused.value).replace(str(folder), "FOLDER"))
 
 
-def test_a_loaded_run_needs_no_folder_of_ones_own(own: Path, tmp_path: Path):
+def test_a_loaded_run_does_not_need_the_users_folder(own: Path, tmp_path: Path):
     folder = saved_run(tmp_path / "one", "--config-dir", str(own), "model=gpt_tiny", "target=mine", "partition=dp")
     shutil.rmtree(own)
     run = valkyrie.load(folder, "partition=fsdp")
@@ -112,7 +112,7 @@ def test_a_loaded_run_needs_no_folder_of_ones_own(own: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("chip", ["tuned", "dual", "timed"])
-def test_a_chip_of_ones_own_is_had_by_number(own: Path, chip: str):
+def test_a_users_chip_is_selected_by_name_and_number(own: Path, chip: str):
     """Includes a chip whose names count cores (inherited from v4), and the file that `mode=figures` writes."""
     chips = own / "target" / "chip"
     (chips / "dual.yaml").write_text("defaults: [v4, _self_]\nname: dual\n")
@@ -130,7 +130,7 @@ def test_a_chip_of_ones_own_is_had_by_number(own: Path, chip: str):
         valkyrie.compose("--config-dir", str(own), "target.chip=tuned")
 
 
-def test_another_choice_of_a_group_keeps_nothing_of_the_one_before(folder: Path):
+def test_another_choice_of_a_group_replaces_all_of_its_settings(folder: Path):
     changed = valkyrie.load(folder, "partition=1d_tp", "partition.zero1=true", "mesh=1x2x1").config
     assert (
         changed.partition.parameters == valkyrie.compose("model=s5_tiny", "partition=1d_tp").config.partition.parameters
@@ -138,7 +138,7 @@ def test_another_choice_of_a_group_keeps_nothing_of_the_one_before(folder: Path)
     assert changed.partition.zero1 and changed.optimizer == valkyrie.load(folder).config.optimizer
 
 
-def test_a_run_is_resumed_from_its_run_yaml_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_is_resumed_only_from_its_run_yaml(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Resuming works from any directory and ignores current defaults: it reads only run.yaml and the checkpoints."""
     text = (folder / "run.yaml").read_text()
     (folder / "run.yaml").write_text(text.replace("learning_rate: 0.024", "learning_rate: 0.0625"))
@@ -155,7 +155,7 @@ def test_an_empty_resume_is_refused(folder: Path, asked: str):
     assert str(refused.value).startswith("resume= ") and "resume=latest" in str(refused.value)
 
 
-def test_a_run_that_is_continued_takes_no_other_name(folder: Path):
+def test_a_resumed_run_cannot_be_renamed(folder: Path):
     given = [f"resume={folder}", f"runs={folder.parent}"]
     with pytest.raises(ValueError) as refused:
         valkyrie.compose(*given, "name=fresh")
@@ -168,7 +168,7 @@ def test_a_run_that_is_continued_takes_no_other_name(folder: Path):
 
 
 @pytest.mark.parametrize("mode", ["eval", "generate"])
-def test_reading_a_run_takes_its_settings_without_resume_too(folder: Path, mode: str):
+def test_modes_that_read_a_run_take_its_settings_without_resume(folder: Path, mode: str):
     saved_run(folder.parent / "two", "model=longformer_tiny", "mesh=1x1x1", "partition=dp")
     os.utime(folder.parent / "two" / "checkpoints", (1, 1))
     latest = [f"mode={mode}", f"runs={folder.parent}"]
@@ -177,7 +177,7 @@ def test_reading_a_run_takes_its_settings_without_resume_too(folder: Path, mode:
 
 
 @pytest.mark.parametrize("name", [None, "one"])
-def test_line_one_of_run_yaml_makes_another_run_of_the_same_settings(folder: Path, name: str | None):
+def test_the_command_in_run_yaml_makes_a_new_run_with_the_same_settings(folder: Path, name: str | None):
     valkyrie.compose(*TINY, "mesh=2x1x1", f"name={name or 'null'}", f"runs={folder.parent}").save(folder / "run.yaml")
     first, *_ = (folder / "run.yaml").read_text().splitlines()
     _, _, *again = shlex.split(first)
@@ -201,7 +201,7 @@ def test_a_record_has_the_full_paths_of_what_it_reads(tmp_path: Path, monkeypatc
     assert run.config.data.paths[0] == "texts/*.md", "messages show what was typed"
 
 
-def test_half_of_the_settings_is_no_whole_configuration(tmp_path: Path):
+def test_an_incomplete_configuration_is_refused(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("model: gpt_tiny\nsteps: 5\n")
     with pytest.raises(ValueError) as refused:
         valkyrie.compose("--config-path", str(tmp_path), "--config-name", "mine")
@@ -212,7 +212,7 @@ def test_half_of_the_settings_is_no_whole_configuration(tmp_path: Path):
     assert all(part in message for part in ("FOLDER/experiment/mine.yaml", "@package _global_", "experiment=mine"))
 
 
-def test_a_key_of_what_is_null_is_refused():
+def test_a_key_of_a_null_group_is_refused():
     with pytest.raises(ValueError) as refused:
         valkyrie.compose("model=s5_tiny", "target.chip.hbm_gib=9")
     assert str(refused.value).startswith("target.chip.hbm_gib=9: ") and "target=v5e-8" in str(refused.value)
@@ -225,7 +225,7 @@ def test_a_key_of_what_is_null_is_refused():
         ("  embed: 16", "  embd: 16", "model.embd "),
     ],
 )
-def test_a_typo_in_run_yaml_is_refused_by_file_and_key(folder: Path, line: str, typo: str, key: str):
+def test_the_error_for_a_typo_in_run_yaml_names_file_and_key(folder: Path, line: str, typo: str, key: str):
     text = (folder / "run.yaml").read_text()
     assert line in text
     (folder / "run.yaml").write_text(text.replace(line, typo))
@@ -234,14 +234,14 @@ def test_a_typo_in_run_yaml_is_refused_by_file_and_key(folder: Path, line: str, 
     assert str(refused.value).startswith(f"{folder}/run.yaml: {key}")
 
 
-def test_a_setting_that_run_yaml_has_not_is_the_default(folder: Path):
+def test_a_setting_missing_in_run_yaml_has_its_default(folder: Path):
     text = (folder / "run.yaml").read_text()
     (folder / "run.yaml").write_text(text.replace("force: false\n", "").replace("log_every: ", "log_every: 3 # "))
     config = valkyrie.compose(f"resume={folder}", "steps=9").config
     assert (config.force, config.log_every, config.model.embed) == (False, 3, 16)
 
 
-def test_a_home_directory_is_known_in_runs_and_resume(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tilde_is_expanded_in_runs_and_resume(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     assert valkyrie.compose("model=s5_tiny", "runs=~/mine").config.runs == f"{folder.parent}/mine"
     assert run_folder(valkyrie.compose("resume=~/one", "steps=8")) == folder

@@ -112,7 +112,7 @@ def assert_close(ours, expected, atol=1e-5):
 
 
 @pytest.mark.parametrize("case", mark_slow_except(CASES, CASES[2:3]), ids=str)
-def test_dense_is_the_definition_and_chunks_equal_it(case):
+def test_dense_and_chunked_attention_equal_the_definition(case):
     seq, window, causal, dilation, segments, count, chunk = case
     q, k, v, ids, tokens = make(seq, global_tokens=count, segments=segments)
     options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids}
@@ -185,7 +185,7 @@ def test_memory_of_chunks_is_linear_in_length(dilation):
 
 
 @pytest.mark.parametrize("causal", mark_slow_except([True, False], [True]))
-def test_splash_kernel_with_a_stretch_of_keys_before_the_queries(causal):
+def test_splash_kernel_with_more_keys_than_queries(causal):
     """A shard of the sequence has more keys than queries, and some keys are invalid."""
     seq, before, after = 150, 30, 0 if causal else 20
     q, *_ = make(seq, batch=1, heads=2, head_dim=16)
@@ -245,7 +245,7 @@ SHARDED = [
     ],
     ids=str,
 )
-def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case, check_vma):
+def test_attention_over_a_sharded_sequence_equals_that_over_a_whole_one(case, check_vma):
     """`jax.shard_map` around Pallas kernels needs `check_vma=False`, so both settings are tested."""
     window, causal, dilation, segments, count = case
     q, k, v, ids, tokens = make(40, global_tokens=count, segments=segments)
@@ -283,7 +283,7 @@ def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case, check_vma)
         pytest.param(200, False, True, 0, None, marks=pytest.mark.slow),
     ],
 )
-def test_full_attention_of_a_split_sequence_by_the_kernel_equals_dense(seq, causal, segments, count, soft_cap):
+def test_kernel_attention_over_a_sharded_sequence_equals_dense(seq, causal, segments, count, soft_cap):
     """Runs in Pallas' interpreter.
 
     At seq=1024, the four shards exchange halves of their queries to balance causal work. At the other lengths they do
@@ -336,7 +336,7 @@ def test_streaming_equals_parallel_token_by_token(dilation, count, window):
         assert final.k.shape[1:3] == (dilation, window), "the ring does not grow with the sequence"
 
 
-def test_a_cache_with_global_tokens_wants_their_projections():
+def test_a_cache_with_global_tokens_needs_their_projections():
     cache = init_cache(1, 1, 4, window=2, max_len=8, global_tokens=2)
     with pytest.raises(ValueError, match=r"\b2 global\b"):
         attention_step(jnp.zeros((1, 1, 4)), jnp.zeros((1, 1, 4)), jnp.zeros((1, 1, 4)), cache)
@@ -376,7 +376,7 @@ def test_auto_chooses_by_backend_and_length(backend, seq, asked, chosen):
         ("gpu", request(head_dim=136), r"\b128\b.*\b136\b"),
     ],
 )
-def test_a_kernel_that_cannot_serve_says_why_and_what_to_use(backend, asked, reason):
+def test_an_unsupported_kernel_is_refused_with_reason_and_alternative(backend, asked, reason):
     with pytest.raises(ValueError, match=f"{reason}.*model.attention.impl=chunked"):
         choose_implementation(AttentionImpl.kernel, backend, 4096, asked)
 
@@ -408,7 +408,7 @@ def test_shapes_that_do_not_fit_are_refused(kv_heads, options, message):
         (8192, 128, 512, 512, 512, 512, False),
     ],
 )
-def test_tiles_of_the_splash_kernel(length, head_dim, window, forward, backward, at_once, fused):
+def test_block_sizes_of_the_splash_kernel(length, head_dim, window, forward, backward, at_once, fused):
     from valkyrie.ops.attention.splash import _block_sizes
 
     sizes = _block_sizes(length, length, head_dim, window)

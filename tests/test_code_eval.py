@@ -48,7 +48,7 @@ def solutions(name: str) -> dict[str, str]:
     return {values["name"]: values["completion"] for values in map(json.loads, lines)}
 
 
-def test_the_problems_of_the_package() -> None:
+def test_the_packaged_problems_are_valid() -> None:
     cpp = read_problems("cpp")
     count = [sum(problem.difficulty == difficulty for problem in cpp) for difficulty in ("easy", "medium", "hard")]
     assert count == [7, 6, 4] and {problem.language for problem in cpp} == {"cpp"}
@@ -74,7 +74,7 @@ def test_every_problem_can_be_solved_and_a_wrong_answer_fails(name: str) -> None
 
 @needs_sandbox
 @needs_compiler
-def test_a_completion_compiles_or_not_and_passes_or_not() -> None:
+def test_a_completion_is_judged_by_compiling_and_by_passing() -> None:
     (problem, *_) = read_problems("cpp")
     results = [judge(problem, text) for text in ("    return a + b;\n}", "return a - b; }", "return a +; }", "  \n")]
     assert [(result.compiled, result.passed) for result in results] == [
@@ -103,7 +103,7 @@ def test_a_completion_compiles_or_not_and_passes_or_not() -> None:
         "    print(f'{left ^ right:032x}', flush=True)\n    os._exit(0)\n",
     ],
 )
-def test_a_completion_cannot_find_the_word_that_proves_its_tests(completion: str) -> None:
+def test_a_completion_cannot_find_the_secret_that_proves_its_tests(completion: str) -> None:
     result = judge(CodingProblem(**ADD), completion, Limits(30.0))
     assert result.compiled and not result.passed
 
@@ -119,7 +119,7 @@ def test_a_completion_of_cpp_cannot_read_its_source() -> None:
 
 
 @needs_sandbox
-def test_any_text_may_be_written() -> None:
+def test_a_completion_with_unusual_text_fails_without_an_error() -> None:
     (problem, *_) = read_problems("python")
     for text in ("    return '\x00'", "    return '\ud800'", "    \N{PILE OF POO}", "    return (" * 300):
         assert not judge(problem, text).passed
@@ -138,17 +138,17 @@ def test_any_text_may_be_written() -> None:
         ("c = '\\''; }x", "x"),
     ],
 )
-def test_a_function_ends_with_its_brace(text: str, rest: str) -> None:
+def test_a_function_ends_at_its_closing_brace(text: str, rest: str) -> None:
     end = closing_brace(text)
     assert end is not None and text[end:] == rest
 
 
 @pytest.mark.parametrize("text", ["return 1;", "if (a) { }", '"}', "/* }", "// }", 'R"(}'])
-def test_a_function_that_stays_open_has_no_end(text: str) -> None:
+def test_an_unclosed_function_has_no_end(text: str) -> None:
     assert closing_brace(text) is None
 
 
-def test_a_function_of_python_ends_with_its_indentation() -> None:
+def test_a_python_function_ends_with_its_indentation() -> None:
     problem = CodingProblem(**ADD)
     body = "    return 1\n\n    # and\n"
     assert cut_completion(problem, f"{body}print(2)\n    3") == body
@@ -159,7 +159,7 @@ def test_a_function_of_python_ends_with_its_indentation() -> None:
     )
 
 
-def test_pass_at_k_is_the_share_of_choices_with_one_that_passes() -> None:
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_passing_sample() -> None:
     for samples, k in ((4, 1), (5, 2), (6, 6)):
         for passed in range(samples + 1):
             choices = list(itertools.combinations([True] * passed + [False] * (samples - passed), k))
@@ -182,7 +182,7 @@ def test_rates_are_of_all_samples_and_pass_at_k_of_problems() -> None:
 
 
 @needs_sandbox
-def test_judging_stops_when_it_is_told_to() -> None:
+def test_judging_stops_on_request() -> None:
     problem = CodingProblem(**ADD)
     seen: list[None] = []
     assert judge_all([(problem, "    return 1\n")] * 6, Limits(), 1, lambda: seen.append(None) or len(seen) > 2) is None
@@ -204,7 +204,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
-def test_a_bad_problem_is_refused_with_its_line(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_an_invalid_problem_is_refused_with_its_line(tmp_path: Path, change: dict[str, object], message: str) -> None:
     values = {key: value for key, value in (ADD | change).items() if value is not ...}
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps(values) + "\n\n")
@@ -212,7 +212,7 @@ def test_a_bad_problem_is_refused_with_its_line(tmp_path: Path, change: dict[str
     assert str(problem).startswith(f"code_eval.problems={path}: line 1: ") and message in str(problem)
 
 
-def test_bad_lines_are_told_together(tmp_path: Path) -> None:
+def test_all_invalid_lines_are_reported_together(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text("\n".join([json.dumps(ADD), "{", json.dumps(ADD), "[]", *["{}"] * 4]))
     with pytest.raises(ValueError) as refused:
@@ -239,7 +239,7 @@ def test_bad_lines_are_told_together(tmp_path: Path) -> None:
         ("code_eval_every=5 code_eval.problems=mine.jsonl", "code_eval.problems=mine.jsonl:"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(
+def test_invalid_settings_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], change: str, start: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -263,13 +263,13 @@ def refused(tmp_path: Path, *arguments: str, **environment: str) -> tuple[str, f
     return done.stderr, min(taken)
 
 
-def test_no_compiler_is_refused_before_jax(tmp_path: Path) -> None:
+def test_a_missing_compiler_is_refused_before_jax_loads(tmp_path: Path) -> None:
     message, seconds = refused(tmp_path, "code_eval_every=5", PATH=str(tmp_path))
     assert message.startswith("valkyrie-train: code_eval.problems=cpp:") and "apt install g++" in message
     assert seconds < 5
 
 
-def test_no_sandbox_is_refused_before_jax_unless_it_is_asked_for(
+def test_a_missing_sandbox_is_refused_before_jax_loads_unless_it_is_disabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message, seconds = refused(tmp_path, "code_eval_every=5", "code_eval.problems=python", PATH=str(tmp_path))
@@ -279,20 +279,20 @@ def test_no_sandbox_is_refused_before_jax_unless_it_is_asked_for(
     assert [p.key for p in judge_problems(CodeEvalConfig(problems="python"))] == ["code_eval.sandbox"]
 
 
-def test_a_compiler_that_a_sandbox_does_not_show_is_none() -> None:
+def test_a_compiler_outside_the_sandbox_counts_as_missing() -> None:
     at_home = {"g++": "/home/me/bin/g++", "clang++": None, "c++": None}.get
     assert languages.compiler.__wrapped__(True, at_home) is None
     assert languages.compiler.__wrapped__(False, at_home) == "/home/me/bin/g++"
 
 
-def test_the_path_of_own_problems_is_kept_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_of_a_users_problems_is_saved_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert CodeEvalConfig(problems="own.jsonl").anywhere().problems == str(tmp_path / "own.jsonl")
     assert CodeEvalConfig().anywhere() == CodeEvalConfig() and LANGUAGES.keys() == {"cpp", "python"}
 
 
 @needs_sandbox
-def test_a_training_and_its_mode_leave_every_completion_and_the_rates(
+def test_training_and_mode_write_every_completion_and_the_rates(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert command(*tiny_arguments(tmp_path, "steps=4", "code_eval_every=2", *CODE)) == 0
@@ -318,7 +318,7 @@ def test_a_training_and_its_mode_leave_every_completion_and_the_rates(
 
 @needs_sandbox
 @pytest.mark.slow
-def test_it_changes_no_loss(tmp_path: Path) -> None:
+def test_code_evaluation_does_not_change_the_loss(tmp_path: Path) -> None:
     plain = training_records(trained_run())
     assert command(*tiny_arguments(tmp_path, "steps=6", "code_eval_every=3", *CODE)) == 0
     evaluated = training_records(tmp_path / "run")
@@ -326,7 +326,7 @@ def test_it_changes_no_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sandbox_that_fails_on_the_way_ends_no_training(
+def test_a_sandbox_failure_does_not_end_a_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: object) -> None:

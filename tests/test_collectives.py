@@ -50,7 +50,7 @@ def test_a_ring_uses_both_links_of_an_axis(kind, passes, axis):
     assert found.latency == pytest.approx(assumptions.COLLECTIVE_START_S + passes * n / 2 * 1e-6)
 
 
-def test_a_line_that_does_not_close_is_half_as_fast():
+def test_a_line_is_half_as_fast_as_a_ring():
     ring, ids = network((4, 4, 4))
     line, _ = network((4, 4, 4), wrap=(False, False, False))
     groups = lines(ids, 1)
@@ -59,7 +59,7 @@ def test_a_line_that_does_not_close_is_half_as_fast():
     assert two.latency == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
 
 
-def test_the_scaling_books_all_gather_on_v5e():
+def test_an_all_gather_on_v5e_takes_the_time_in_the_scaling_book():
     """34 MB over 4 chips of an axis without wraparound: 560 us in theory, 680 us measured (scaling book)."""
     net = LinkModel(machine("v5e", torus((4, 8))))
     groups = np.arange(32).reshape(4, 8).T
@@ -71,7 +71,7 @@ def test_the_scaling_books_all_gather_on_v5e():
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-reduce"])
-def test_all_axes_of_a_cube_work_at_once(kind):
+def test_all_axes_of_a_cube_are_used_at_once(kind):
     net, ids = network((4, 4, 4))
     found = net.collective(kind, ids.reshape(1, -1), BYTES)
     passes = 2 if kind == "all-reduce" else 1
@@ -87,7 +87,7 @@ def test_a_plane_uses_the_links_of_two_axes():
     assert set(found.bytes_by_axis) == {"a", "c"}
 
 
-def test_half_of_an_axis_is_a_line():
+def test_a_group_on_half_of_an_axis_is_a_line():
     net, ids = network((8, 4, 4))
     halves = lines(ids, 0).reshape(-1, 4)
     found = net.collective("all-gather", halves, BYTES)
@@ -110,7 +110,7 @@ def test_an_all_to_all_loads_the_busiest_link(shape, wrap, crossings):
     assert found.bytes_sent == payload("all-to-all", BYTES, 4)
 
 
-def test_a_permute_takes_one_direction_and_the_way_back_the_other():
+def test_a_permute_uses_one_direction_and_the_reverse_permute_the_other():
     net, ids = network((4, 4, 4))
     ring = lines(ids, 0)
     up = np.stack([ring.ravel(), np.roll(ring, -1, axis=1).ravel()], axis=1)
@@ -120,7 +120,7 @@ def test_a_permute_takes_one_direction_and_the_way_back_the_other():
     assert one.bytes_sent == BYTES and one.bytes_by_axis == {"a": BYTES}
 
 
-def test_a_permute_to_far_chips_goes_over_every_link_between():
+def test_a_permute_to_a_distant_chip_crosses_every_link_between():
     net, ids = network((8, 4, 4))
     ring = lines(ids, 0)
     pairs = np.stack([ring.ravel(), np.roll(ring, -3, axis=1).ravel()], axis=1)
@@ -129,7 +129,7 @@ def test_a_permute_to_far_chips_goes_over_every_link_between():
     assert found.latency == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
 
 
-def test_two_devices_of_a_chip_share_its_links_and_have_one_of_their_own():
+def test_two_devices_of_a_chip_share_its_links_and_have_a_link_between_them():
     topology = Topology((4, 4), (False, False), (2, 2), devices_per_chip=2)
     positions = [Position(0, (x, y), core) for x in range(4) for y in range(4) for core in range(2)]
     net = LinkModel(Machine(CHIPS["v4"], topology, tuple(positions), {"x": 4, "y": 4, "z": 2}))
@@ -141,7 +141,7 @@ def test_two_devices_of_a_chip_share_its_links_and_have_one_of_their_own():
     assert inside.bytes_by_axis == {"core": BYTES / 2} and inside.latency < along.latency
 
 
-def test_between_slices_a_hosts_devices_share_its_network():
+def test_devices_of_a_host_share_its_network_between_slices():
     net, ids = network((4, 4, 4), slices=2)
     found = net.between_slices("all-reduce", BYTES, 2)
     assert found.seconds - found.latency == pytest.approx(BYTES * 4 / 25e9)
@@ -152,7 +152,7 @@ def test_between_slices_a_hosts_devices_share_its_network():
 
 
 @pytest.mark.parametrize("name", ["v5e-8", "v5e-16", "v6e-8", "v6e-16"])
-def test_a_chip_has_its_share_of_the_network_whatever_its_hosts(name):
+def test_a_chips_network_bandwidth_does_not_depend_on_its_host_size(name):
     """A v5e-8 is one host of 8 chips, and a v5e-16 has 4 hosts of 4.
 
     Cloud TPU gives each chip 3.125 GB/s on v5e and 12.5 GB/s on v6e.
@@ -165,7 +165,7 @@ def test_a_chip_has_its_share_of_the_network_whatever_its_hosts(name):
     assert BYTES / (found.seconds - found.latency) == pytest.approx({"v5e": 3.125e9, "v6e": 12.5e9}[target.chip.name])
 
 
-def test_nothing_moves_in_a_group_of_one():
+def test_a_group_of_one_sends_nothing():
     net, ids = network((4, 4, 4))
     assert net.collective("all-reduce", ids.reshape(-1, 1), BYTES) == LinkTraffic()
     assert net.permute(np.zeros((0, 2), int), BYTES) == LinkTraffic()
@@ -186,7 +186,7 @@ TWO_DIMS = config(
 BESIDE_PRODUCTS = config("BarnaCoreAllGatherEmitter", "\ngroup_size = 16 \nhas_reordering_map: false \n")
 
 
-def test_v4s_gathers_beside_products_are_one_ring_in_the_order_of_the_mesh():
+def test_overlapped_gathers_on_v4_use_one_ring_in_mesh_order():
     """At the end of a row, the ring returns over the whole row and shares its links with the other members."""
     net, ids = network((4, 4, 4), wrap=(False, False, False))
     planes = ids[0].reshape(4, 16)
@@ -197,14 +197,14 @@ def test_v4s_gathers_beside_products_are_one_ring_in_the_order_of_the_mesh():
     assert seconds_of_links(by_rows_and_columns, "all-gather") == pytest.approx(one_link_of_a_row / 2)
 
 
-def test_the_compilers_one_ring_through_a_plane_uses_two_links():
+def test_a_single_ring_through_a_plane_uses_two_links():
     net, ids = network((4, 4, 4))
     planes = ids[0].reshape(4, 16)
     found = net.collective("all-gather", planes, BYTES, parse_algorithm(ONE_RING_EMITTERS))
     assert seconds_of_links(found, "all-gather") == pytest.approx(15 / 16 * BYTES / (2 * LINK))
 
 
-def test_the_compilers_orders_of_dimensions_are_read():
+def test_the_compilers_dimension_orders_are_parsed():
     how = parse_algorithm(TWO_DIMS)
     assert how is not None and how.sizes == (4, 4) and how.orders == ((0, 1), (1, 0))
     net, ids = network((4, 4, 4))
@@ -212,11 +212,11 @@ def test_the_compilers_orders_of_dimensions_are_read():
     assert net.collective("all-reduce", planes, BYTES, how) == net.collective("all-reduce", planes, BYTES)
 
 
-def test_an_algorithm_that_is_not_stated_is_none():
+def test_an_unstated_algorithm_is_none():
     assert parse_algorithm({}) is None
 
 
-def test_a_chip_without_link_bandwidth_is_refused_by_its_file():
+def test_a_chip_without_link_bandwidth_is_refused_with_its_file():
     where = machine("v4", torus((4, 4, 4)))
     where.chip.ici_link_gbs, before = None, where.chip.ici_link_gbs
     try:

@@ -79,7 +79,7 @@ def test_simulated_devices_are_a_warning_unless_they_are_asked_for():
     assert look(host.check_chips, compose_run(*SMALL, "target=cpu"))[0] == OK
 
 
-def test_chips_and_processes_are_held_against_the_hosts_of_the_target(monkeypatch: pytest.MonkeyPatch):
+def test_chips_and_processes_are_compared_with_the_hosts_of_the_target(monkeypatch: pytest.MonkeyPatch):
     run = compose_run("model=gpt_tiny", "mesh=4x4x2", "target=v4-64", "batch=32")
     on_tpu(monkeypatch)
     assert look(host.check_chips, run, 8)[0] == OK and list(host.check_processes(CheckContext(run, 8))) == []
@@ -106,7 +106,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_process_that_has_the_tpu_is_named(proc: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_holds_the_tpu_is_named(proc: Path, monkeypatch: pytest.MonkeyPatch):
     run = compose_run(*SMALL)
     process_with(proc, os.getpid(), "/dev/accel0")
     assert look(host.check_chips_free, run)[0] == OK
@@ -125,7 +125,7 @@ def test_a_gpu_that_another_process_has_open_is_a_warning(proc: Path):
     assert verdict == WARNING and "4000002 (python other.py)" in text
 
 
-def test_a_lock_of_libtpu_that_somebody_holds_is_found(proc: Path):
+def test_a_held_libtpu_lock_is_found(proc: Path):
     lockfile = proc / "lockfile"
     lockfile.touch()
     assert look(host.check_chips_free, compose_run(*SMALL))[0] == OK
@@ -135,7 +135,7 @@ def test_a_lock_of_libtpu_that_somebody_holds_is_found(proc: Path):
     assert verdict == FAILS and text.startswith(f"{lockfile} is locked")
 
 
-def test_host_memory_holds_its_part_of_the_state(monkeypatch: pytest.MonkeyPatch):
+def test_host_memory_must_hold_its_part_of_the_state(monkeypatch: pytest.MonkeyPatch):
     run = compose_run("model=gpt_1b", "mesh=4x4x2", "batch=32")
     on_chips = compose_run("model=gpt_1b", "mesh=4x4x2", "batch=32", "target=v4-64")
     whole = 3 * state_bytes(run)
@@ -150,14 +150,14 @@ def test_host_memory_holds_its_part_of_the_state(monkeypatch: pytest.MonkeyPatch
         assert look(host.check_host_memory, one, processes)[0] == verdict
 
 
-def test_few_open_files_fail(monkeypatch: pytest.MonkeyPatch):
+def test_a_low_limit_of_open_files_fails(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host.resource, "getrlimit", lambda _: (1024, 1024))
     assert look(host.check_open_files, compose_run(*SMALL), 8)[0] == OK
     assert look(host.check_open_files, compose_run(*SMALL), 2000)[0] == FAILS
 
 
 @pytest.mark.parametrize("overrides", [(), ("optimizer.ema_decay=0.9",), ("precision=bf16",), ("optimizer=muon",)])
-def test_the_size_of_a_state_is_that_of_its_arrays(overrides: Sequence[str]):
+def test_the_state_size_equals_that_of_its_arrays(overrides: Sequence[str]):
     run = compose_run(*SMALL, *overrides)
     state = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu").abstract_state
     arrays = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
@@ -209,12 +209,12 @@ def test_a_folder_that_cannot_be_written_fails_once(tmp_path: Path):
     assert found.severity == FAILS and "cannot be written" in found.text
 
 
-def test_looking_leaves_no_folder_behind(tmp_path: Path):
+def test_checks_leave_no_folder_behind(tmp_path: Path):
     found = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={tmp_path}/a/b")))
     assert [finding.severity for finding in found] == [OK, OK] and list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_whose_clock_is_off_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_with_a_wrong_clock_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = time.time
     monkeypatch.setattr(disks.time, "time", lambda: now() - 90)
     verdict, text, _ = look(disks.check_disk_clock, compose_run(*SMALL, f"runs={tmp_path}"))
@@ -234,7 +234,7 @@ def data_finding(*overrides: str) -> Finding:
     return found
 
 
-def test_data_are_enough_for_a_batch():
+def test_data_must_fill_a_batch():
     run = compose_run(*SMALL, "steps=10")
     prepare(run.config.data, run.tokenizer)
     assert data_finding(*SMALL, "steps=10").severity == OK
@@ -243,7 +243,7 @@ def test_data_are_enough_for_a_batch():
     assert data_finding(*SMALL, "steps=100000").severity == WARNING
 
 
-def test_data_that_are_not_there_fail_and_those_not_prepared_do_not(tmp_path: Path):
+def test_missing_data_fails_but_unprepared_data_does_not(tmp_path: Path):
     for path in (f"{tmp_path}/*.txt", "memory://none/*.txt"):
         found = data_finding("model=gpt_tiny", "mesh=1x1x1", "data=text", f"data.paths=[{path}]")
         assert found.severity == FAILS and path in found.text
@@ -264,7 +264,7 @@ def test_data_that_are_not_there_fail_and_those_not_prepared_do_not(tmp_path: Pa
         ("auto", "local-" + 40 * "a", False, OK, "online, with"),
     ],
 )
-def test_the_key_of_wandb(
+def test_the_wandb_key_is_checked(
     mode: str, key: str, netrc: bool, verdict: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     file = tmp_path / "netrc"
@@ -276,7 +276,7 @@ def test_the_key_of_wandb(
     assert found[0] == verdict and found[1].startswith(text)
 
 
-def test_versions_that_do_not_fit_together_are_named(monkeypatch: pytest.MonkeyPatch):
+def test_incompatible_versions_are_named(monkeypatch: pytest.MonkeyPatch):
     run = compose_run(*SMALL)
     assert look(host.check_versions, run)[0] == OK
     (wanted,) = [line.partition("libtpu")[2] for line in requires("jax") or [] if line.startswith("libtpu")]
@@ -295,7 +295,7 @@ def test_a_tpu_needs_libtpu(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("off", "verdict"), [(1.0, OK), (30.0, WARNING), (-900.0, FAILS)])
-def test_a_clock_that_is_off_that_of_process_0(off: float, verdict: str):
+def test_a_clock_that_differs_from_that_of_process_0_is_found(off: float, verdict: str):
     class Second(Team):
         def exchange(self, name: str, value: Any = None) -> list[Any]:
             return [1000.0, 1000.0 + off]
@@ -304,7 +304,7 @@ def test_a_clock_that_is_off_that_of_process_0(off: float, verdict: str):
     assert found == verdict and (verdict == OK or f"{off:+.0f} s" in text)
 
 
-def test_processes_that_differ_are_found(tmp_path: Path):
+def test_differing_processes_are_found(tmp_path: Path):
     runs = [compose_run(*SMALL, f"runs={tmp_path}", f"steps={3 + index}") for index in range(2)]
     for found in run_teams(2, lambda team: run_checks(TEAM_CHECKS, CheckContext(runs[team.index], 2, team))):
         verdicts = {finding.check: finding.severity for finding in found if finding.check != "same data"}
@@ -312,7 +312,7 @@ def test_processes_that_differ_are_found(tmp_path: Path):
         assert "steps=4" in found[1].text
 
 
-def test_data_that_differ_are_found():
+def test_differing_data_is_found():
     runs = [compose_run(*SMALL, f"data.documents={documents}") for documents in (60, 60, 61)]
     for run in runs[1:]:
         prepare(run.config.data, run.tokenizer)
@@ -325,13 +325,13 @@ def test_data_that_differ_are_found():
     assert alone == [[], []]
 
 
-def test_a_folder_that_the_others_do_not_see_is_found(tmp_path: Path):
+def test_a_folder_that_is_not_shared_is_found(tmp_path: Path):
     runs = [compose_run(*SMALL, f"runs={tmp_path}/{index // 2}") for index in range(3)]
     found = run_teams(3, lambda team: list(disks.check_shared_folder(CheckContext(runs[team.index], 3, team))))
     assert [verdict for ((verdict, *_),) in found] == [OK, OK, FAILS]
 
 
-def test_the_table_has_equal_answers_once_and_the_others_beside_them():
+def test_the_table_lists_equal_findings_once_with_their_processes():
     console = Console(width=140, record=True, file=io.StringIO())
     findings = FindingsTable(console, ["a", "b", "c"])
     fine, wrong = Finding("disk", OK, "4 GiB free"), Finding("disk", FAILS, "none", "Free some.")
@@ -346,7 +346,7 @@ def test_the_table_has_equal_answers_once_and_the_others_beside_them():
     assert rows[4][0].startswith("1 ")
 
 
-def test_many_answers_are_cut_and_what_is_amiss_is_not():
+def test_long_lists_are_cut_but_failures_are_not():
     console = Console(width=140, record=True, file=io.StringIO())
     findings = FindingsTable(console)
     findings.add([[Finding("memory", OK if i < 60 else FAILS, f"{i} GiB")] for i in range(64)])
@@ -355,7 +355,7 @@ def test_many_answers_are_cut_and_what_is_amiss_is_not():
     assert findings.failed
 
 
-def test_all_fine_is_status_0_and_leaves_nothing(
+def test_status_is_0_without_failures_and_no_files_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
@@ -365,7 +365,7 @@ def test_all_fine_is_status_0_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_would_fail_is_status_1_and_spares_the_rest(
+def test_status_is_1_for_a_failure_and_later_checks_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
@@ -389,19 +389,19 @@ def test_what_would_fail_is_status_1_and_spares_the_rest(
         ["runs=gs://bucket/x"],
     ],
 )
-def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str]):
+def test_a_mistake_is_reported_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str]):
     status, out, err = doctor(capsys, *arguments)
     assert (status, out) == (2, "") and err.startswith("valkyrie-doctor: ") and err.count("\n") == 1
     assert_golden_message("doctor", arguments, err)
 
 
-def test_all_problems_of_a_layout_are_told_at_once(capsys: pytest.CaptureFixture[str]):
+def test_all_problems_of_a_layout_are_reported_at_once(capsys: pytest.CaptureFixture[str]):
     status, out, err = doctor(capsys, "mesh=3x2x2", "partition=2d_tp", "batch=7")
     assert (status, out) == (2, "")
     assert err.splitlines()[0] == "valkyrie-doctor: 5 problems" and err.count("\n  - ") == 5
 
 
-def test_a_port_that_is_taken_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_used_port_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -412,19 +412,19 @@ def test_a_port_that_is_taken_is_a_finding(monkeypatch: pytest.MonkeyPatch, caps
     assert status == 1 and re.search("FAILS +processes", out) and address.rpartition(":")[2] in out
 
 
-def test_a_process_0_that_is_not_there_is_a_finding(capsys: pytest.CaptureFixture[str]):
+def test_a_missing_process_0_is_a_finding(capsys: pytest.CaptureFixture[str]):
     given = {"coordinator": free_address(), "processes": 2, "process": 1, "timeout_s": 0.2}
     status, out, _ = doctor(capsys, *SMALL, *(f"distributed.{key}={value}" for key, value in given.items()))
     assert status == 1 and re.search("FAILS +processes", out) and given["coordinator"] in out
 
 
-def test_half_a_place_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_incomplete_process_settings_are_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("JAX_PROCESS_COUNT", "2")
     status, out, _ = doctor(capsys, *SMALL)
     assert status == 1 and re.search("FAILS +processes", out) and "JAX_PROCESS_COUNT" in out
 
 
-def test_jax_is_not_imported_where_a_cheap_check_fails(tmp_path: Path):
+def test_jax_is_not_imported_if_a_cheap_check_fails(tmp_path: Path):
     (tmp_path / "runs").touch()
     code = (
         "import sys\nfrom valkyrie.cli.doctor import main\n"
@@ -456,7 +456,7 @@ def several(count: int, arguments: Sequence[str], cwd: Path) -> list[tuple[int, 
 
 
 @pytest.mark.slow
-def test_several_processes_look_together(tmp_path: Path):
+def test_several_processes_check_together(tmp_path: Path):
     arguments = [*TINY, "mesh=2x2x1", "partition=2d_tp", "steps=10", "--dry-run", "3"]
     first, second = several(2, arguments, tmp_path)
     assert (first[0], second[0]) == (0, 0), (first, second)
@@ -467,7 +467,7 @@ def test_several_processes_look_together(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_what_one_of_several_processes_finds_ends_all_with_1(tmp_path: Path):
+def test_a_failure_on_one_process_gives_all_status_1(tmp_path: Path):
     (tmp_path / "runs").touch()
     first, second = several(2, [*SMALL, "--dry-run", "3"], tmp_path)
     assert (first[0], second[0]) == (1, 1) and "FAILS    run folder" in first[1]

@@ -21,7 +21,7 @@ shapes = st.lists(sizes, min_size=3, max_size=4)
 
 
 @given(shapes, st.none() | st.integers(1, 64))
-def test_a_name_stands_for_its_sizes(shape: list[int], slices: int | None):
+def test_a_mesh_name_gives_its_sizes(shape: list[int], slices: int | None):
     name = ("" if slices is None else f"{slices}s") + "x".join(str(n) for n in shape)
     mesh = parse_mesh(name)
     assert mesh == MeshConfig(name=name, shape=shape, slices=slices or 1)
@@ -32,7 +32,7 @@ def test_a_name_stands_for_its_sizes(shape: list[int], slices: int | None):
 
 
 @given(st.text("0123456789xs-. ", max_size=12))
-def test_any_other_name_is_refused_with_a_mesh_that_could_be(name: str):
+def test_other_mesh_names_are_refused_with_a_valid_example(name: str):
     message = ""
     try:
         mesh = parse_mesh(name)
@@ -47,7 +47,7 @@ def test_any_other_name_is_refused_with_a_mesh_that_could_be(name: str):
 @pytest.mark.parametrize(
     "name", ["banana", "4x4x2\n", "4x-4x2", "8", "2s8", "4x4", "2x2x2x2x2", "2s2x2x2x2x3", "4x0x2", "0s1x1x1"]
 )
-def test_refusals_say_what_to_write(name: str):
+def test_refusals_of_a_mesh_say_what_to_write(name: str):
     with pytest.raises(ValueError) as refused:
         parse_mesh(name)
     assert_golden_message("mesh", [f"mesh={name}"], str(refused.value))
@@ -64,12 +64,12 @@ def test_refusals_say_what_to_write(name: str):
         (MeshConfig(name="2x2x2", shape=[2, 2, 2], names=["data"]), ProblemCode.mesh_names),
     ],
 )
-def test_a_mesh_that_cannot_be_says_why(mesh: MeshConfig, code: ProblemCode):
+def test_an_impossible_mesh_is_refused_with_the_reason(mesh: MeshConfig, code: ProblemCode):
     (problem,) = mesh.problems()
     assert problem.code is code
 
 
-def test_the_launch_environment_names_sizes_and_roles():
+def test_the_launch_environment_gives_sizes_and_roles():
     mesh = mesh_from_environment({"TPU_MESH_CONFIG": "4,4,2", "TPU_AXIS_NAMES": "data, model,fsdp"})
     assert mesh == MeshConfig(name="4x4x2", shape=[4, 4, 2], names=["data", "model", "fsdp"])
     assert mesh_from_environment({"TPU_MESH_CONFIG": "4,4,2"}) == MeshConfig(name="4x4x2", shape=[4, 4, 2])
@@ -99,7 +99,7 @@ def ids(mesh: jax.sharding.Mesh) -> np.ndarray:
     return np.vectorize(lambda device: device.id)(mesh.devices)
 
 
-def test_every_device_stands_once_and_axes_keep_their_names():
+def test_every_device_is_placed_once_and_axes_keep_their_names():
     for name in ("2x2x2", "8x1x1", "1x2x2x2", "2s2x2x1", "1s4x2x1"):
         config = parse_mesh(name)
         mesh = build_mesh(config, jax.devices())
@@ -124,7 +124,7 @@ def test_placement_lists_axes_from_the_slowest_to_the_fastest(placement: list[st
     np.testing.assert_array_equal(found, x * strides["x"] + y * strides["y"] + z * strides["z"])
 
 
-def test_placement_goes_by_coordinates_before_ids(monkeypatch: pytest.MonkeyPatch):
+def test_placement_uses_coordinates_before_ids(monkeypatch: pytest.MonkeyPatch):
     devices = [
         SimpleNamespace(id=100 - i, coords=(x, y, z), core_on_chip=0, slice_index=s)
         for i, (s, x, y, z) in enumerate(np.ndindex(2, 2, 2, 1))
@@ -136,7 +136,7 @@ def test_placement_goes_by_coordinates_before_ids(monkeypatch: pytest.MonkeyPatc
         assert (grid[s, x, y, z].slice_index, grid[s, x, y, z].coords) == (s, (x, y, z))
 
 
-def test_slices_lie_along_the_slice_axis(monkeypatch: pytest.MonkeyPatch):
+def test_slices_are_placed_along_the_slice_axis(monkeypatch: pytest.MonkeyPatch):
     devices = [
         SimpleNamespace(id=i, platform="cpu", device_kind="cpu", process_index=s, slice_index=s)
         for i, s in enumerate([0, 1, 0, 1, 0, 1, 0, 1])
@@ -155,7 +155,7 @@ def tpu_slices(shape: tuple[int, int, int], slices: int) -> list[SimpleNamespace
 
 
 @pytest.mark.parametrize("inner", ["8x8x1", "2x32x1", "4x4x4", "64x1x1", "2x4x4x2"])
-def test_the_mesh_of_a_slice_is_one_of_several_slices_too(inner: str, monkeypatch: pytest.MonkeyPatch):
+def test_each_of_several_slices_has_the_mesh_of_a_single_slice(inner: str, monkeypatch: pytest.MonkeyPatch):
     """A mesh axis of 8 uses parts of two axes of a 4x4x4 torus, in each of two slices as in a single one."""
     monkeypatch.setattr(jax.sharding, "Mesh", lambda grid, axes, **_: SimpleNamespace(devices=grid, axis_names=axes))
     alone = build_mesh(parse_mesh(inner), tpu_slices((4, 4, 4), 1))
@@ -167,7 +167,7 @@ def test_the_mesh_of_a_slice_is_one_of_several_slices_too(inner: str, monkeypatc
 
 
 @pytest.mark.parametrize(("name", "slices"), [("8x8x2", "1 slice"), ("4s4x4x2", "4 slices")])
-def test_a_mesh_of_other_slices_than_the_devices_is_refused(name: str, slices: str):
+def test_a_mesh_with_another_number_of_slices_than_the_devices_is_refused(name: str, slices: str):
     with pytest.raises(ValueError) as refused:
         build_mesh(parse_mesh(name), tpu_slices((4, 4, 4), 2))
     for part in (f"mesh={name} needs {slices};", "begins with 2s", "64 devices"):

@@ -46,7 +46,7 @@ def tokens_of(run: Run, rows: int = 2, seq: int = 32, seed: int = 0) -> jax.Arra
 
 
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
-def test_causal(model):
+def test_logits_do_not_depend_on_later_tokens(model):
     run, module = built(model)
     logits = jax.jit(module.logits)
     tokens = tokens_of(run)
@@ -112,14 +112,14 @@ def stream(run: Run, module: Any, tokens: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
-def test_streaming_is_the_parallel_form(model):
+def test_streaming_equals_the_parallel_form(model):
     run, module = built(model)
     tokens = tokens_of(run)
     np.testing.assert_allclose(stream(run, module, tokens), jax.jit(module.logits)(tokens), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("variant", mark_slow_except(VARIANTS, ["dilated_global"]))
-def test_streaming_is_the_parallel_form_in_every_variant(variant):
+def test_streaming_equals_the_parallel_form_in_every_variant(variant):
     run, module = built("valkyrie_tiny", *VARIANTS[variant])
     tokens = tokens_of(run, seq=21)
     parallel = jax.jit(module.logits)(tokens)
@@ -143,7 +143,7 @@ def packed(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
 
 
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
-def test_packed_documents_lose_what_they_lose_alone(model):
+def test_packed_documents_have_the_same_losses_as_alone(model):
     lengths = (13, 11, 8)
     run, module = built(model)
     _, crossing = built(model, "model.document_boundary=cross")
@@ -163,7 +163,7 @@ def test_packed_documents_lose_what_they_lose_alone(model):
 
 
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
-def test_padding_changes_nothing(model):
+def test_padding_does_not_change_the_loss(model):
     run, module = built(model)
     losses = jax.jit(lambda m, batch: losses_of(m, batch))
     batch = jax.tree.map(jnp.asarray, make_batch(run))
@@ -195,7 +195,7 @@ def test_loss_is_the_log_likelihood_of_the_logits():
 
 
 @pytest.mark.slow
-def test_dropout():
+def test_dropout_changes_training_but_not_evaluation():
     run, module = built("valkyrie_tiny", "model.dropout=0.3")
     _, without = built("valkyrie_tiny")
     batch = jax.tree.map(jnp.asarray, make_batch(run))
@@ -219,7 +219,7 @@ def test_dropout_keeps_the_mean_and_drops_whole_channels():
 
 
 @pytest.mark.slow
-def test_every_layer_drops_by_a_key_of_its_own(monkeypatch):
+def test_every_layer_has_a_different_dropout_key(monkeypatch):
     """If the iterations of a scan shared a key, all of them would drop the same channels."""
     seen = []
 
@@ -270,7 +270,7 @@ FLOPS = {
 
 
 @pytest.mark.parametrize("case", FLOPS)
-def test_flops_of_the_config_are_those_of_the_program(case):
+def test_flops_of_the_config_equal_those_of_the_program(case):
     """Uses bidirectional full attention, where every query sees every key, so no product is masked."""
     run = small_run("valkyrie_tiny", "mode=show", *FLOPS[case])
     assembly, seq = assembly_of(run), 32

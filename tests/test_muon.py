@@ -59,7 +59,7 @@ def steps(name: str, specs: dict[str, Parameter], value: Any) -> dict[str, np.nd
 
 
 @pytest.mark.parametrize("name", ["tall", "wide"])
-def test_two_steps_are_those_of_nanochat(name):
+def test_two_steps_equal_those_of_nanochat(name):
     rows, columns = GOLDEN[f"muon_{name}_last"].shape
     as_torch = {"w": Parameter(("mlp", "embed"), (rows, columns), (None, None), output_first=True)}
     last = steps(name, as_torch, lambda m: m)["w"]
@@ -68,7 +68,7 @@ def test_two_steps_are_those_of_nanochat(name):
     np.testing.assert_allclose(steps(name, inputs_first, np.transpose)["w"], last.T, rtol=1e-5, atol=1e-6)
 
 
-def test_layers_and_heads_are_matrices_of_their_own():
+def test_every_layer_and_head_is_a_separate_matrix():
     last = GOLDEN["muon_tall_last"]
     heads = Parameter(("layers", "embed", "heads", "head_dim"), (3, 8, 4, 3), (None,) * 4)
     specs = {"heads": heads}
@@ -76,14 +76,14 @@ def test_layers_and_heads_are_matrices_of_their_own():
     np.testing.assert_allclose(stacked, np.stack([last.T.reshape(8, 4, 3)] * 3), rtol=2e-5, atol=2e-6)
 
 
-def test_orthogonal_means_equal_singular_values():
+def test_orthogonalised_matrices_have_equal_singular_values():
     stack = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 6)), jnp.float32)
     values = np.linalg.svd(orthogonal(stack, output_first=True), compute_uv=False)
     np.testing.assert_allclose(values, 1, atol=0.2)
     np.testing.assert_allclose(np.square(values).sum(-1), 6, rtol=1e-4)
 
 
-def test_only_what_a_step_makes_smaller_is_decayed():
+def test_weights_are_decayed_only_if_the_step_shrinks_them():
     spec = {"w": Parameter(("a", "b"), (2, 2), (None, None))}
     value = {"w": jnp.asarray([[3.0, 0.0], [0.0, -3.0]])}
     gradient = {"w": jnp.asarray([[1.0, 0.0], [0.0, 1.0]])}
@@ -93,7 +93,7 @@ def test_only_what_a_step_makes_smaller_is_decayed():
     np.testing.assert_allclose(moved[1] - moved[0], [[-0.02 * 0.1 * 3.0, 0], [0, 0]], atol=1e-7)
 
 
-def test_the_schedule_is_held_and_lowered_evenly():
+def test_the_schedule_is_constant_and_then_falls_linearly():
     config = Config(learning_rate=0.02, warmup_steps=4, final_ratio=0.05, schedule=Schedule.trapezoid, warmdown=0.5)
     rates = [float(learning_rate(config, 20)(step)) for step in range(21)]
     np.testing.assert_allclose(rates[:4], 0.02 * np.array([0.25, 0.5, 0.75, 1]), rtol=1e-6)
@@ -129,7 +129,7 @@ def test_every_group_has_its_own_rate():
     np.testing.assert_allclose(moved["w"], -0.02 * np.eye(4), atol=1e-6)
 
 
-def test_the_estimate_counts_its_state_and_its_products():
+def test_the_estimate_counts_the_state_and_products_of_muon():
     """A matrix in 3 layers over 2 devices: one device orthogonalises 2 whole matrices, with 5 iterations each."""
     config, devices = Config(), np.array([1.0, 2.0])
     matrix = Parameter(("layers", "embed", "mlp"), (3, 8, 32), (None,) * 3)
@@ -140,7 +140,7 @@ def test_the_estimate_counts_its_state_and_its_products():
     assert list(config.update_flops([matrix, table], devices)) == [3 * 5 * iteration, 2 * 5 * iteration]
 
 
-def test_the_estimated_memory_is_that_of_the_arrays():
+def test_the_estimated_memory_equals_that_of_the_arrays():
     arguments = ("mesh=2x2x2", "partition=fsdp", "optimizer=muon", "optimizer.beta2=null", "target=v5e-8")
     run = small_run("nanochat_tiny", *arguments)
     (estimate,) = MemoryEstimator(run, layout_arrays([run])).under(run.config.remat).optimizer
@@ -177,7 +177,7 @@ def test_muon_takes_the_same_steps_on_eight_devices_as_on_one(model, partition):
     assert_same_steps(sharded, alone, rtol=1e-4)
 
 
-def test_momentum_lies_as_its_parameter_does():
+def test_momentum_is_sharded_like_its_parameter():
     program = make_program(small_run("nanochat_tiny", "mesh=2x2x2", "partition=fsdp", "optimizer=muon"))
     parameters = {str(p): x for p, x in jax.tree_util.tree_leaves_with_path(program.abstract_state.parameters)}
     momentum = [
@@ -192,17 +192,17 @@ def test_momentum_lies_as_its_parameter_does():
 
 
 @pytest.mark.parametrize("override", ["optimizer.momentum=1", "optimizer.momentum_warmup=0", "optimizer.warmdown=0"])
-def test_a_recipe_that_makes_no_sense_is_refused(override):
+def test_invalid_muon_settings_are_refused(override):
     run = Run.from_config(compose_config("optimizer=muon", "mesh=1x1x1", "partition=dp", override))
     assert override.partition("=")[0] in {problem.key for problem in run.problems()}
 
 
-def test_a_group_that_there_is_not_is_refused():
+def test_an_unknown_parameter_group_is_refused():
     own = Config(groups=Config().groups | {"heads": AdamGroup()})
     assert [(p.code, p.key) for p in own.problems()] == [(ProblemCode.unknown_name, "optimizer.groups.heads")]
 
 
-def test_rates_follow_the_width():
+def test_learning_rates_scale_with_the_width():
     run = Run.from_config(compose_config("optimizer=muon", "model=nanochat", "model.depth=16"))
     assert isinstance(run.config.optimizer, Config)
     assert math.isclose(run.config.optimizer.groups["embedding"].learning_rate, 0.3 * (768 / 1024) ** 0.5)

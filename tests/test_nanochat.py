@@ -100,7 +100,7 @@ def module_with(run: Run, form: str, weights: dict[str, np.ndarray]) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_logits_are_those_of_the_public_model(form):
+def test_logits_equal_those_of_the_public_model(form):
     run = compose_run(*FORMS[form], *SMALL, "mesh=1x1x1", "partition=dp")
     module = module_with(run, form, drawn(json.loads(str(GOLDEN[f"shapes_{form}"]))))
     expected = GOLDEN[f"logits_{form}"]
@@ -119,7 +119,7 @@ def test_logits_are_those_of_the_public_model(form):
         (24, 1536, 12, 1_384_122_122, 780_140_544),
     ],
 )
-def test_the_depth_decides_the_size(depth, embed, heads, total, of_2025):
+def test_the_depth_determines_the_size(depth, embed, heads, total, of_2025):
     model = compose_run("model=nanochat", f"model.depth={depth}", "model.vocab_size=32768").model
     assert (model.embed, model.attention.heads, model.layers, model.mlp) == (embed, heads, depth, 4 * embed)
     assert model.parameter_count() == total
@@ -135,7 +135,7 @@ def windows_of(pattern: str, depth: int = 6, context: int = 2048) -> list[int | 
     return [layer.mixer.window(layer.context) for layer in model.make_layers()]
 
 
-def test_letters_are_tiled_over_layers_and_the_last_sees_all():
+def test_the_window_pattern_repeats_and_the_last_layer_has_no_window():
     assert windows_of("SSSL") == [513, 513, 513, None, 513, None]
     assert windows_of("GL") == windows_of("L") == [None] * 6
     assert windows_of("S", context=1000) == [257] * 5 + [None]
@@ -152,17 +152,17 @@ def test_letters_are_tiled_over_layers_and_the_last_sees_all():
         ("model.attention.qk_gain=0", ProblemCode.out_of_range),
     ],
 )
-def test_what_it_does_not_have_is_refused(override, code):
+def test_unsupported_settings_are_refused(override, code):
     run = Run.from_config(compose_config("model=nanochat", "mesh=1x1x1", "partition=dp", override))
     assert (run.problems()[0].code, run.problems()[0].key) == (code, override.partition("=")[0])
 
 
-def test_a_depth_that_the_mesh_cannot_split_is_refused_with_what_can():
+def test_a_depth_that_the_mesh_does_not_divide_is_refused():
     run = Run.from_config(compose_config("model=nanochat", "model.depth=12", "mesh=4x1x1", "partition=1d_tp"))
     assert (6, 4) in {(problem.size, problem.parts) for problem in run.problems()}
 
 
-def test_scales_fall_over_the_layers():
+def test_initial_scales_decrease_over_the_layers():
     run = small_run("nanochat_tiny")
     parameters = assembly_of(run).init(jax.random.key(0))
     blocks = parameters["segment_0"]

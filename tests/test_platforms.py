@@ -11,7 +11,7 @@ from valkyrie.hardware.platforms import Platform, get_platform, platforms
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 
 
-def test_a_platform_is_found_by_its_name_and_by_those_of_its_backend() -> None:
+def test_a_platform_is_found_by_its_name_and_its_backend_names() -> None:
     assert [platform.name for platform in platforms()] == ["any", "cpu", "gpu", "tpu"]
     assert get_platform("cuda") is get_platform("gpu")
     with pytest.raises(ValueError, match="platform=abacus"):
@@ -19,12 +19,12 @@ def test_a_platform_is_found_by_its_name_and_by_those_of_its_backend() -> None:
 
 
 @pytest.mark.parametrize("platform", platforms(), ids=lambda platform: platform.name)
-def test_simulated_devices_are_those_of_the_host(platform: Platform) -> None:
+def test_simulated_devices_are_cpu_devices(platform: Platform) -> None:
     expected = {"any": (True, False), "cpu": (True, True)}.get(platform.name, (False, False))
     assert (platform.is_simulated(0), platform.is_simulated(4)) == expected
 
 
-def test_an_unknown_platform_is_refused_by_its_key() -> None:
+def test_the_refusal_of_an_unknown_platform_names_its_key() -> None:
     for problems, key in (
         (TargetConfig(platform="abacus").problems(), "target.platform"),
         (ChipConfig(platform="abacus").problems(), "target.chip.platform"),

@@ -56,7 +56,7 @@ def of_the_dtype(tree: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("case", mark_slow_except(CASES, QUICK))
-def test_a_step_leaves_the_dtype_of_every_array(case: tuple[str, str, int, str, str]):
+def test_a_step_does_not_change_the_dtype_of_any_array(case: tuple[str, str, int, str, str]):
     policy, reduction, microbatches, ema, zero1 = case
     layout = (f"microbatches={microbatches}", f"partition.zero1={zero1}")
     program = program_of(policy, reduction, *layout, f"optimizer.ema_decay={ema}")
@@ -83,14 +83,14 @@ def test_a_step_leaves_the_dtype_of_every_array(case: tuple[str, str, int, str, 
         (("precision=bf16_mixed", "precision.reduction=bfloat16"), 2),
     ],
 )
-def test_expected_gradients_are_those_of_a_microbatch_and_their_float32_sum(overrides: Any, bytes_each: int):
+def test_gradient_memory_is_that_of_a_microbatch_and_a_float32_sum(overrides: Any, bytes_each: int):
     program = program_of(*overrides, "partition=dp")
     count = sum(spec.size for spec in program.assembly.specs.values())
     assert expected_memory(program.run, program.abstract_state).gradients == count * bytes_each
 
 
 @pytest.mark.parametrize(("precision", "rounding"), [("precision=bf16", 2**-9), ("precision=float32", 2**-20)])
-def test_the_average_moves_by_its_share_of_every_step(precision: str, rounding: float):
+def test_the_moving_average_follows_every_step(precision: str, rounding: float):
     """A thousandth of a step is below bfloat16's precision: an average in bfloat16 would never move."""
     recipe = ("optimizer.ema_decay=0.999", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01")
     key = (*small_overrides(TINY), "model.layers=1", precision, *recipe)
@@ -124,7 +124,7 @@ def test_second_moments_of_bfloat16_parameters_follow_their_gradients():
 
 
 @pytest.mark.slow
-def test_microbatches_are_added_in_float32():
+def test_gradients_of_microbatches_are_summed_in_float32():
     """The sum of 64 equal gradients equals that of the whole batch, for any dtype of sums over devices."""
     key = ("model.layers=1", "batch=64", "seq=16", "precision=bf16_mixed", "precision.reduction=bfloat16")
     norms = []
@@ -136,7 +136,7 @@ def test_microbatches_are_added_in_float32():
     assert norms[0] == pytest.approx(norms[1], rel=2e-3)
 
 
-def test_the_gradient_of_a_frequent_token_is_added_in_float32_under_any_policy():
+def test_the_gradient_of_a_frequent_token_is_summed_in_float32_under_any_policy():
     """One token in 4096 positions: a sum of ones in bfloat16 ends at 256."""
     numerics = Numerics("float32", "bfloat16", "bfloat16")
 
@@ -150,7 +150,7 @@ def test_the_gradient_of_a_frequent_token_is_added_in_float32_under_any_policy()
 
 
 @pytest.mark.slow
-def test_training_with_an_average_under_bf16(tmp_path: Path):
+def test_training_with_a_moving_average_under_bf16(tmp_path: Path):
     """The average is float32. Evaluation and sampling use it, with bfloat16 activations."""
     overrides = tiny_arguments(
         tmp_path, "precision=bf16", "precision.reduction=float32", "microbatches=2", "optimizer.ema_decay=0.9"

@@ -41,7 +41,7 @@ def test_a_child_imports_nothing_from_the_current_folder(tmp_path: Path):
     assert ran.returncode == 0 and "Zen" in ran.stdout
 
 
-def test_values_are_exchanged_and_those_of_process_0_are_taken():
+def test_values_are_exchanged_and_those_of_process_0_are_used():
     def talk(team: Team) -> Any:
         letters = team.exchange("letters", "abc"[team.index])
         folder = team.broadcast_from_leader("folder", lambda: f"runs/{team.index}")
@@ -51,7 +51,7 @@ def test_values_are_exchanged_and_those_of_process_0_are_taken():
     assert run_teams(3, talk) == [(["a", "b", "c"], "runs/0")] * 3
 
 
-def test_what_differs_is_named_on_every_process():
+def test_every_process_names_the_differing_setting():
     def differ(team: Team) -> None:
         team.agree("configuration", {"steps": 7, "batch": 8 if team.index < 2 else 16})
 
@@ -59,7 +59,7 @@ def test_what_differs_is_named_on_every_process():
         assert "batch=16" in str(error) and "2, 3, 8" in str(error)
 
 
-def test_an_error_of_process_0_is_raised_by_all():
+def test_an_error_of_process_0_is_raised_on_all_processes():
     def look(team: Team) -> None:
         def find() -> str:
             raise ValueError("no run")
@@ -69,19 +69,19 @@ def test_an_error_of_process_0_is_raised_by_all():
     assert [str(error) for error in run_teams(2, look)] == ["no run"] * 2
 
 
-def test_a_process_that_does_not_come_is_named_in_time():
+def test_a_missing_process_is_named_within_the_timeout():
     began = time.monotonic()
     for error in run_teams(2, lambda team: None, counts=[3, 3], timeout_s=1.0):
         assert "1 of 3" in str(error) and "in time: 2." in str(error)
     assert time.monotonic() - began < 15
 
 
-def test_a_process_with_another_count_is_named():
+def test_a_process_with_another_process_count_is_named():
     for error in run_teams(2, lambda team: None, counts=[2, 4]):
         assert str(error).startswith("process 1 (on ") and "4 processes" in str(error) and str(error).endswith(" 2.")
 
 
-def test_a_taken_port_is_named():
+def test_a_used_port_is_named():
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -90,7 +90,7 @@ def test_a_taken_port_is_named():
             ConnectedTeam(ProcessInfo(address, 2, 0), timeout_s=1.0, heartbeat_s=2.0)
 
 
-def test_another_server_is_not_taken_for_process_0():
+def test_another_server_is_not_mistaken_for_process_0():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -129,7 +129,7 @@ time.sleep(60)
         (1, 19, "for 3 s"),
     ],
 )
-def test_the_others_end_when_one_is_lost(lost: int, signal: int, says: str):
+def test_the_other_processes_end_if_one_is_lost(lost: int, signal: int, says: str):
     address = free_address()
     members = [spawn("-c", MEMBER, str(index), address, cwd=Path.cwd()) for index in range(2)]
     try:
@@ -150,12 +150,12 @@ OTHER_NAMES = {"JAX_COORDINATOR_ADDRESS": "10.0.0.2:8476", "JAX_NUM_PROCESSES": 
 
 
 @pytest.mark.parametrize("environment", [GIVEN, OTHER_NAMES])
-def test_the_environment_names_the_place(environment: dict[str, str]):
+def test_the_environment_gives_coordinator_count_and_index(environment: dict[str, str]):
     assert find_process(DistributedConfig(), environment=environment) == ProcessInfo("10.0.0.2:8476", 4, 3)
     assert find_process(DistributedConfig(name="off"), environment=environment) is None
 
 
-def test_the_command_line_comes_before_the_environment():
+def test_the_command_line_overrides_the_environment():
     config = DistributedConfig(coordinator="a:1", processes=2, process=1)
     assert find_process(config, environment=GIVEN) == ProcessInfo("a:1", 2, 1)
     assert find_process(DistributedConfig(), environment={}) is None
@@ -172,7 +172,7 @@ def test_the_command_line_comes_before_the_environment():
         ({"JAX_COORDINATOR_ADDRESS": "10.0.0.2"}, "HOST:PORT"),
     ],
 )
-def test_half_a_place_is_refused(change: dict[str, str], says: str):
+def test_incomplete_process_settings_are_refused(change: dict[str, str], says: str):
     with pytest.raises(ValueError) as refused:
         find_process(DistributedConfig(), environment=GIVEN | change)
     assert says in str(refused.value)
@@ -201,7 +201,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["dp", "fsdp", "1d_tp", "2d_tp", "fsdp_tp"])
 @pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_train_as_one_does(partition: str, processes: int, tmp_path: Path):
+def test_several_processes_train_like_one(partition: str, processes: int, tmp_path: Path):
     overrides = [*TINY, "mesh=2x2x2", f"partition={partition}", "steps=10", "name=run", "eval_every=10"]
     for folder in ("one", "many"):
         (tmp_path / folder).mkdir()
@@ -216,7 +216,7 @@ def test_several_processes_train_as_one_does(partition: str, processes: int, tmp
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path):
+def test_a_run_resumes_with_another_number_of_processes(tmp_path: Path):
     overrides = [*TINY, "partition=fsdp", "name=run", "checkpoint.every=2"]
     (whole,) = wait_for_processes(
         [start_training(*overrides, "mesh=2x2x1", "steps=6", "runs=whole", "optimizer.decay_steps=6", cwd=tmp_path)]
@@ -273,7 +273,7 @@ def test_a_preemption_of_one_process_saves_on_all_at_the_same_step(preempted: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_others_end_when_a_process_is_killed_and_the_run_goes_on_from_its_checkpoint(killed: int, tmp_path: Path):
+def test_the_others_end_if_a_process_is_killed_and_the_run_resumes(killed: int, tmp_path: Path):
     overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "checkpoint.every=5"]
     processes = start_processes(2, *overrides, "steps=100000", cwd=tmp_path)
     wait_for_step(tmp_path / "runs/run", 20)
@@ -294,7 +294,7 @@ def test_the_others_end_when_a_process_is_killed_and_the_run_goes_on_from_its_ch
         (["data.documents=61"], r"\bdata\.documents=61\b.* 1\b.* 60\b"),
     ],
 )
-def test_processes_with_different_settings_are_refused_by_all(change: list[str], pattern: str, tmp_path: Path):
+def test_every_process_refuses_mismatched_settings(change: list[str], pattern: str, tmp_path: Path):
     overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=4", "name=run"]
     given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
     processes = [
@@ -321,7 +321,7 @@ def test_several_processes_measure_and_evaluate(tmp_path: Path):
 
 @pytest.mark.slow
 @needs_sandbox
-def test_one_of_several_processes_judges_code(tmp_path: Path):
+def test_only_one_process_judges_generated_code(tmp_path: Path):
     code = ("code_eval.problems=python", "code_eval.samples=1", "code_eval.tokens=4", "code_eval_every=1")
     overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run", *code]
     results = wait_for_processes(start_processes(2, *overrides, cwd=tmp_path))
@@ -353,7 +353,7 @@ FULL_DISK = textwrap.dedent("""
 
 
 @pytest.mark.slow
-def test_a_write_that_fails_on_one_process_ends_all_instead_of_hanging(tmp_path: Path):
+def test_a_failed_write_on_one_process_ends_all_processes(tmp_path: Path):
     script = tmp_path / "full_disk.py"
     script.write_text(FULL_DISK)
     overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "steps=4000", "checkpoint.every=3"]

@@ -75,7 +75,7 @@ def _plane(number: int, lines: dict[str, list[tuple[str, str | None, int]]]) -> 
 
 
 @pytest.mark.slow  # `test_measure` has a real trace in the default part
-def test_a_real_trace_has_every_collective_as_often_as_the_module_says():
+def test_a_real_trace_has_every_run_of_every_collective():
     run = compose_run(*TINY, "mesh=2x2x2", "partition=2d_tp", "model.layers=2")
     program = make_program(run)
     compiled = program.lower_step().compile()
@@ -112,7 +112,7 @@ def times_of(**seconds: float) -> list[CollectiveTime]:
     return [CollectiveTime(kinds[axis], (axis,), value) for axis, value in seconds.items()]
 
 
-def test_it_is_the_median_of_runs_and_the_mean_of_devices():
+def test_collective_times_are_medians_over_runs_and_means_over_devices():
     known = collectives_by_operation(parse(TWO_GROUPS), AXES)
     reduce, gather = "all-reduce-start.1", "all-gather.2"
     times = {"0": (1.0, 2.0, 30.0), "1": (3.0, 4.0, 50.0)}
@@ -132,7 +132,7 @@ def test_collectives_that_overlap_count_once():
     assert seconds_by_axes(untold, known) == times_of(x=1.0, z=1.0)
 
 
-def test_kernels_of_a_gpu_name_their_operation_and_runs_are_not_told(tmp_path: Path):
+def test_gpu_kernels_are_matched_to_operations_without_run_numbers(tmp_path: Path):
     module = parse(TWO_GROUPS)
     kernels = [("ncclDevKernel_AllReduce", "all-reduce-start.1", 30), ("gemm", "p", 99), ("memset", None, 7)]
     stream = {"Stream #14(Compute)": kernels * STEPS}
@@ -143,7 +143,7 @@ def test_kernels_of_a_gpu_name_their_operation_and_runs_are_not_told(tmp_path: P
     assert time.mesh_axes == ("x",) and time.seconds == pytest.approx(30e-6)
 
 
-def test_of_several_lines_the_one_of_operations_counts(tmp_path: Path):
+def test_only_the_line_of_operations_is_read(tmp_path: Path):
     module = parse(TWO_GROUPS)
     operations = [("%all-gather.2 = f32[128] all-gather(f32[64] %x)", None, 12)] * STEPS
     lines = {"XLA Ops": operations, "Async XLA Ops": operations}
@@ -160,7 +160,7 @@ def test_of_several_lines_the_one_of_operations_counts(tmp_path: Path):
         ("nameless", "no trace: the profiler recorded the step without the names of its collectives"),
     ],
 )
-def test_without_a_trace_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, wrong: str, said: str):
+def test_the_reason_is_reported_if_there_is_no_trace(monkeypatch: pytest.MonkeyPatch, wrong: str, said: str):
     def events(_: object, module: Module) -> list[Event]:
         return [] if wrong == "empty" else [Event("p", "0", 0, 0.0, 1.0)]
 

@@ -22,7 +22,7 @@ def test_the_page_has_the_table_that_the_script_prints():
 
 
 @pytest.mark.parametrize("promise", promised.PROMISES, ids=lambda promise: promise.experiment)
-def test_the_kept_results_are_of_the_layouts_that_the_experiments_have(promise):
+def test_the_stored_results_are_of_the_current_experiments(promise):
     for overrides, which in ((), "best"), (promise.requested, "asked"):
         if which not in KEPT[promise.experiment]:
             assert not promise.requested

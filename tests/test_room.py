@@ -55,9 +55,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("limit", "expected"), [(8 * GIB, 8 * GIB - 3 * GIB + GIB), (None, 24 * GIB)])
-def test_free_memory_is_the_hosts_within_the_limits_of_its_cgroups(
-    tmp_path: Path, version: int, limit: int | None, expected: int
-):
+def test_free_memory_is_limited_by_cgroups(tmp_path: Path, version: int, limit: int | None, expected: int):
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     root = cgroups / "memory" if version == 1 else cgroups
     (proc / "self").mkdir(parents=True)
@@ -75,12 +73,12 @@ def test_free_memory_is_the_hosts_within_the_limits_of_its_cgroups(
     assert free_memory(proc, cgroups) == expected
 
 
-def test_where_the_system_does_not_tell_what_is_free_it_is_all_of_it(tmp_path: Path):
+def test_all_memory_counts_as_free_if_the_system_does_not_report_it(tmp_path: Path):
     everything = free_memory(tmp_path, tmp_path)
     assert everything is not None and everything >= (free_memory() or 0)
 
 
-def test_what_cannot_fit_is_refused_with_both_numbers_and_what_would(free: Any):
+def test_a_run_that_cannot_fit_is_refused_with_both_sizes_and_a_remedy(free: Any):
     free(20 * GIB)
     with pytest.raises(ValueError) as caught:
         check_room(program_of(*LARGE), simulated())
@@ -105,7 +103,7 @@ def test_an_evaluation_needs_no_gradients(free: Any):
         check_room(program_of(*LARGE), simulated())
 
 
-def test_memory_of_devices_is_what_they_report_else_their_chips():
+def test_device_memory_is_reported_by_the_device_or_else_by_the_chip():
     with pytest.raises(DoesNotFit) as caught:
         check_room(program_of(*LARGE), with_memory(64 * GIB))
     assert "has 64.0 GiB" in str(caught.value)
@@ -115,14 +113,14 @@ def test_memory_of_devices_is_what_they_report_else_their_chips():
     assert "has 80.0 GiB" in str(caught.value)
 
 
-def test_force_goes_on_and_unknown_memory_refuses_nothing(free: Any):
+def test_forced_runs_and_unknown_memory_are_not_refused(free: Any):
     free(20 * GIB)
     check_room(program_of(*LARGE, "force=true"), simulated())
     free(None)
     check_room(program_of(*LARGE), simulated())
 
 
-def test_what_likely_does_not_fit_is_said_once_with_what_would(free: Any):
+def test_a_likely_misfit_is_reported_once_with_a_remedy(free: Any):
     lines: list[str] = []
     free(5 * GIB)
     run = ("model=gpt_125m", "mesh=1x1x1", "partition=dp", "batch=8", "seq=512")
@@ -148,7 +146,7 @@ def test_what_likely_does_not_fit_is_said_once_with_what_would(free: Any):
         MemoryError("Unable to allocate 37580968260 bytes"),
     ],
 )
-def test_memory_that_runs_out_is_one_line_with_what_helps(free: Any, error: Exception):
+def test_running_out_of_memory_is_reported_in_one_line_with_a_remedy(free: Any, error: Exception):
     free(20 * GIB)
     run = compose_run("mesh=1x1x1", "partition=dp", "batch=8", "seq=4096")
     with pytest.raises(DoesNotFit) as caught, explain_oom(run, simulated()):
@@ -158,7 +156,7 @@ def test_memory_that_runs_out_is_one_line_with_what_helps(free: Any, error: Exce
         assert part in str(caught.value)
 
 
-def test_other_errors_of_the_compiler_stay_as_they_are():
+def test_other_compiler_errors_are_not_changed():
     with (
         pytest.raises(jax.errors.JaxRuntimeError),
         explain_oom(compose_run("mesh=1x1x1"), simulated()),
@@ -177,7 +175,7 @@ def test_the_command_refuses_before_it_makes_a_folder(
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_more_simulated_devices_than_cores_can_play_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_more_simulated_devices_than_the_cores_support_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     run = compose_run("mesh=10x10x10", "partition=dp", "batch=1000")
     (problem,) = missing_devices(run)
@@ -186,7 +184,7 @@ def test_more_simulated_devices_than_cores_can_play_are_refused(monkeypatch: pyt
     assert missing_devices(compose_run("mesh=8x8x1", "partition=dp", "batch=64")) == []
 
 
-def test_the_estimate_of_a_tpu_is_told_with_how_far_off_it_was():
+def test_the_memory_estimate_of_a_tpu_has_its_past_error():
     results = json.loads((Path(__file__).parents[1] / "experiments" / "memory.json").read_text())
     ratios, off = [result["ratio"] for result in results], estimate_errors()
     assert (off.layouts, off.low, off.high) == (len(ratios), min(ratios), max(ratios))
@@ -201,7 +199,7 @@ def test_the_estimate_of_a_tpu_is_told_with_how_far_off_it_was():
     )
 
 
-def test_the_estimate_of_a_tpu_counts_the_weights_that_a_layer_gathers_and_the_loss_or_the_gradients():
+def test_the_memory_estimate_counts_gathered_weights_and_loss_or_gradients():
     def activations(*overrides: str) -> tuple[float, float]:
         run = compose_run("model=gpt_tiny", "mesh=2x2x1", "batch=8", "seq=64", "remat=full", *overrides)
         memory = MemoryEstimator(run, layout_arrays([run]))
@@ -214,7 +212,7 @@ def test_the_estimate_of_a_tpu_counts_the_weights_that_a_layer_gathers_and_the_l
 
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "nanochat_tiny", "trm_tiny", "valkyrie_tiny"])
-def test_every_model_of_a_family_can_be_named_instead(model: str) -> None:
+def test_every_family_has_other_sizes_to_suggest(model: str) -> None:
     run = compose_run(f"model={model}", *(["data=sudoku"] if model == "trm_tiny" else []))
     sizes = room._family_sizes(run)  # pyright: ignore[reportPrivateUsage]
     assert sizes[model] == run.model.parameter_count() and len(sizes) >= 2

@@ -26,7 +26,7 @@ def networks_possible() -> None:
 
 
 @pytest.mark.parametrize("batch", slow_network.BATCHES)
-def test_the_layouts_that_were_measured_stand_in_the_order_of_their_estimates(batch: int) -> None:
+def test_estimates_rank_the_measured_layouts_correctly(batch: int) -> None:
     _, estimated, known = (np.array(column) for column in zip(*slow_network.kept(batch), strict=True))
     assert len(known) >= 10 and known.max() > 3 * known.min(), "layouts differ"
     assert known[estimated.argmin()] <= 1.05 * known.min()
@@ -34,7 +34,7 @@ def test_the_layouts_that_were_measured_stand_in_the_order_of_their_estimates(ba
     assert agreement.statistic > 0.95
 
 
-def test_layouts_of_the_slow_network_are_all_that_are_legal() -> None:
+def test_layouts_of_the_slow_network_are_all_legal_ones() -> None:
     found = slow_network.layouts(slow_network.read_figures(slow_network.KEPT), 16)
     assert len({slow_network.name(one) for one in found}) == len(found) > 10
     partitions = {one.group.candidates.partition.name for one in found}
@@ -52,7 +52,7 @@ def of_hosts(network: Any, command: str) -> str:
 
 
 @pytest.mark.usefixtures("networks_possible")
-def test_two_slow_networks_at_once_are_apart_and_leave_nothing() -> None:
+def test_two_slow_networks_are_separate_and_leave_nothing_behind() -> None:
     before = machine()
     with slow_network.slow_network(100.0) as one, slow_network.slow_network(50.0) as other:
         assert machine() == before
@@ -66,7 +66,7 @@ def test_two_slow_networks_at_once_are_apart_and_leave_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("networks_possible")
-def test_the_choice_is_the_fastest_here_too(tmp_path: Path) -> None:
+def test_the_estimates_choice_is_fastest_on_this_machine(tmp_path: Path) -> None:
     with slow_network.slow_network(100.0) as networks:
         figures = slow_network.timed(networks, tmp_path / "figures.json")
         rows = slow_network.measured(networks, slow_network.layouts(figures, 16), 16, 4, Console(quiet=True))

@@ -122,7 +122,7 @@ def shapes_of_three(devices: int) -> list[str]:
     same=st.sampled_from([Same.none, Same.sharding]),
     placed=st.booleans(),
 )
-def test_every_cell_is_legal_none_is_missing_none_is_there_twice(
+def test_every_legal_layout_is_enumerated_once(
     drawn: tuple[list[str], list[str], bool],
     devices: int,
     batch: int,
@@ -162,7 +162,7 @@ def test_every_cell_is_legal_none_is_missing_none_is_there_twice(
 
 @QUICK
 @given(drawn=DRAWN, devices=st.sampled_from([4, 8, 12]))
-def test_roles_count_once_whatever_the_mesh(drawn: tuple[list[str], list[str], bool], devices: int):
+def test_layouts_with_the_same_roles_are_enumerated_once(drawn: tuple[list[str], list[str], bool], devices: int):
     partition = partition_of(*drawn)
     base = tiny("cpu8")
     run = Run(replace(base.config, target=simulated_target(devices)), base.model)
@@ -189,7 +189,7 @@ def test_roles_count_once_whatever_the_mesh(drawn: tuple[list[str], list[str], b
     sizes=st.lists(st.sampled_from(["A", "B", "C", "D", "1", "2", "3", "4"]), min_size=3, max_size=4),
     slices=st.sampled_from([None, 1, 2]),
 )
-def test_a_pattern_stands_for_every_mesh_that_fits_it(devices: int, sizes: list[str], slices: int | None):
+def test_a_mesh_pattern_matches_every_mesh_that_fits_it(devices: int, sizes: list[str], slices: int | None):
     pattern = (f"{slices}s" if slices else "") + "x".join(sizes)
     inner = devices // (slices or 1)
     divisors = [n for n in range(1, inner + 1) if inner % n == 0] if inner * (slices or 1) == devices else []
@@ -209,7 +209,7 @@ def test_a_pattern_stands_for_every_mesh_that_fits_it(devices: int, sizes: list[
             expand_pattern(pattern, devices)
 
 
-def test_on_a_torus_meshes_stay_apart_unless_their_placement_is_written_down():
+def test_equivalent_meshes_on_a_torus_are_distinct_unless_their_placement_is_explicit():
     """JAX chooses the torus axes of a mesh axis by the sizes of all mesh axes. Only a placement fixes them."""
     run = compose_run("target=v5e-8", "mesh=1x2x4", "partition=dp")
     fsdp = {"fsdp": compose_run("mesh=1x2x4", "partition=fsdp").config.partition}
@@ -235,7 +235,7 @@ def cells(space: SpaceConfig, run: Run, *partitions: PartitionConfig) -> Cells:
     return enumerate_space(space, [ModelVariant((), run)], {p.name: p for p in partitions})
 
 
-def test_axes_that_a_partition_does_not_use_multiply_nothing():
+def test_axes_that_a_partition_does_not_use_add_no_layouts():
     enumerated = cells(SpaceConfig(meshes=["AxBxC", "AxBxCxD"]), tiny("cpu8"), ONLY_X)
     assert [cell.overrides for cell in enumerated.cells] == [("mesh=8x1x1", "partition=only_x")]
     # Eleven meshes of three axes leave one idle; of four, 1x8x1x1 is the same as 8x1x1 and the others idle.
@@ -244,20 +244,20 @@ def test_axes_that_a_partition_does_not_use_multiply_nothing():
     assert " 1 skipped" in count_line(enumerated, enumerated.legal)
 
 
-def test_a_mesh_that_was_asked_for_is_refused_with_its_reason():
+def test_a_requested_illegal_mesh_is_refused_with_the_reason():
     enumerated = cells(SpaceConfig(meshes=["4x2x1", "8x1x1"]), tiny("cpu8"), ONLY_X)
     assert [bool(cell.problems) for cell in enumerated.cells] == [True, False]
     assert enumerated.cells[0].problems[0].identity == (ProblemCode.idle_mesh_axis, None, (), ("y",))
     assert not enumerated.skipped
 
 
-def test_a_partition_without_any_mesh_is_one_refusal():
+def test_a_partition_without_a_legal_mesh_is_refused_once():
     enumerated = cells(SpaceConfig(meshes=["1xBxC"]), tiny("cpu8"), ONLY_X)
     assert len(enumerated.cells) == len(enumerated.refused) == 1
     assert enumerated.cells[0].problems[0].code is ProblemCode.idle_mesh_axis
 
 
-def test_an_unsound_shape_is_said_once():
+def test_an_invalid_mesh_is_reported_once():
     run = compose_run("mesh=2x2x2", "partition=2d_tp")
     wrong = Run(run.config, replace(run.model, layers=0))
     enumerated = enumerate_space(
@@ -268,7 +268,7 @@ def test_an_unsound_shape_is_said_once():
 
 
 @pytest.mark.parametrize("key", ["parameters", "flops_per_token"])
-def test_a_range_keeps_the_shapes_in_it(key: str):
+def test_a_range_keeps_only_the_meshes_in_it(key: str):
     run = tiny("cpu8")
     runs = [Run(run.config, replace(run.model, layers=layers)) for layers in range(1, 9)]
     sizes = [
@@ -285,7 +285,7 @@ def test_a_range_keeps_the_shapes_in_it(key: str):
 
 
 @pytest.mark.parametrize("model", [*MODELS, "variants"])
-def test_parameters_are_counted_as_they_are_built(model: str):
+def test_parameter_counts_equal_those_of_the_built_model(model: str):
     run = compose_run(f"model={'valkyrie_tiny' if model == 'variants' else model}", "mesh=1x1x1", "partition=dp")
     if model == "variants":
         c = run.model
@@ -297,7 +297,7 @@ def test_parameters_are_counted_as_they_are_built(model: str):
     assert run.model.parameter_count() == count_learned(assembly_of(run))
 
 
-def test_a_cell_takes_about_a_millisecond():
+def test_enumerating_a_layout_takes_less_than_20_ms():
     space = SpaceConfig(placements=["all"])
     run = compose_run("target=v4-64", "mesh=4x4x2", "partition=2d_tp", "model=valkyrie_1b", "batch=64")
     started = time.process_time()
@@ -306,7 +306,7 @@ def test_a_cell_takes_about_a_millisecond():
     assert (time.process_time() - started) / len(enumerated.cells) < 0.02
 
 
-def test_the_layout_of_a_cell_is_that_of_its_run():
+def test_an_enumerated_layout_equals_that_of_its_run():
     run = compose_run("model=gpt_tiny", "mesh=1x1x1", "partition=dp", "model.attention.kv_heads=2", "batch=8")
     rules = {axis: ["x"] for axis in ("heads", "kv_heads", "state")}  # a GPT has no axis `state`, another model has
     partition = PartitionConfig(name="mine", parameters=rules, activations=rules | {"batch": ["z"]})

@@ -119,7 +119,7 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
     assert "measured runs" in describe_range(None)
 
 
-def test_what_is_sent_adds_up_however_it_is_counted(run: Run):
+def test_bytes_sent_add_up_in_every_breakdown(run: Run):
     sent = predict(run, replay([use(("x",), 7.0, 0.1), use(("x", "y"), 5.0, 0.0)])).communication
     assert sent is not None and sent.bytes == 12
     assert sent.by_mesh_axes == {("x",): 7, ("x", "y"): 5}
@@ -141,7 +141,7 @@ def test_hints_follow_from_the_numbers(run: Run):
     assert hint_of(HintCode.faster_layout, other, prediction) is None
 
 
-def test_waiting_names_a_partition_that_removes_it_fits_and_sends_less(run: Run):
+def test_the_hint_on_waiting_names_a_partition_that_fits_and_sends_less(run: Run):
     known = other_partitions(run)
     assert {entry.partition for entry in known} >= {"dp", "fsdp", "1d_tp"}
     waiting = replay([use(("y",), 6e10, 0.5), use(("x",), 2e10, 0.2)])
@@ -160,12 +160,12 @@ def test_waiting_names_a_partition_that_removes_it_fits_and_sends_less(run: Run)
     assert all(hint.changes == () for hint in hints(none))
 
 
-def test_the_least_sufficient_change_is_listed(run: Run):
+def test_the_smallest_sufficient_change_is_listed(run: Run):
     every_change = cheaper_layouts(run, missing=1, count=99)
     assert len(every_change) > 2 and cheaper_layouts(run, missing=1, count=2) == (every_change[0], every_change[-1])
 
 
-def test_partitions_that_send_no_less_are_not_named():
+def test_partitions_that_do_not_send_less_are_not_suggested():
     fsdp = compose_run("model=gpt_1b", "mesh=4x4x2", "partition=fsdp", "target=v4-64", "batch=64")
     waiting, known = replay([use(("x", "y", "z"), 9e9, 0.5)]), Alternatives(partitions=other_partitions(fsdp))
     hint = hint_of(HintCode.exposed, predict(fsdp, waiting, fitting_outcome(alternatives=known)))
@@ -181,7 +181,7 @@ def with_step(prediction: Prediction, **fields: float) -> Prediction:
     return replace(prediction, step=replace(prediction.step, **fields))
 
 
-def test_hints_about_copies_and_narrow_products(run: Run):
+def test_hints_mention_copies_and_narrow_products(run: Run):
     prediction = replace(predict(run, replay([])), parts=parts(matmul=0.6, copies=0.4))
     first = hints(prediction)[0]
     assert (first.code, first.share, first.changes) == (HintCode.copies, 0.4, ()) and "host" not in first.text
@@ -201,7 +201,7 @@ def test_hints_about_copies_and_narrow_products(run: Run):
     assert whole is not None and "no axis splits" in whole.text
 
 
-def test_the_hint_where_no_part_is_large(run: Run):
+def test_the_hint_if_no_part_of_the_step_is_large(run: Run):
     prediction = with_step(predict(run, replay([use(("y",), 7.0, 0.1)])), product_rate=0.77)
     (hint,) = hints(prediction)
     assert (hint.code, hint.share) == (HintCode.largest_part, pytest.approx(0.9))
@@ -210,7 +210,7 @@ def test_the_hint_where_no_part_is_large(run: Run):
     assert "100%" in hint.text and hint.text.endswith("77% of peak.")
 
 
-def test_sums_of_gradients_that_are_waited_for_name_the_dtype():
+def test_the_hint_on_exposed_gradient_sums_names_the_dtype():
     overrides = ("model=gpt_1b", "mesh=4x4x2", "partition=fsdp", "target=v4-64", "batch=64", "precision=bf16_mixed")
     waited = replay([use(("x", "y", "z"), 7.0, 0.29)])
     hint = hint_of(HintCode.reduction, predict(compose_run(*overrides), waited))
@@ -222,14 +222,14 @@ def test_sums_of_gradients_that_are_waited_for_name_the_dtype():
     assert hint_of(HintCode.reduction, predict(compose_run(*overrides), gathers)) is None
 
 
-def test_communication_that_is_all_waited_for_is_0_percent_hidden(run: Run):
+def test_fully_exposed_communication_is_0_percent_hidden(run: Run):
     prediction = predict(run, replay([use(("y",), 7e9, 0.41)]))
     assert prediction.communication is not None
     sent = replace(prediction.communication, sending_s=0.41 * (1 - 1e-9))
     assert "\n0% of the" in printed(replace(prediction, communication=sent))
 
 
-def test_the_verdict_of_a_layout_that_does_not_fit(run: Run):
+def test_the_report_of_a_layout_that_does_not_fit(run: Run):
     gib = 2**30
     largest = (Allocation(12 * gib, "bf16[24,64]", "jit(step)/while/body/f/dot"),)
     savings = (Saving("remat=full", 9 * gib),)
@@ -240,7 +240,7 @@ def test_the_verdict_of_a_layout_that_does_not_fit(run: Run):
         assert words in verdict
 
 
-def test_the_printed_report_is_the_golden_one(run: Run):
+def test_the_printed_report_equals_the_golden_file(run: Run):
     """To rewrite the golden file: `UPDATE_GOLDENS=1 pytest tests/test_summary.py`."""
     options = (Option("xla_a", "true", CHIP), Option("xla_b", "7", YOU), Option("xla_c", None, YOU))
     prediction = predict(run, replay([use(("y",), 7e9, 0.41)]), fitting_outcome(options=options))
@@ -270,13 +270,13 @@ def test_a_file_of_version_1_is_read():
     assert all(part in first_line for part in ("valkyrie_tiny", "2x4x1-fsdp", "v5e-8"))
 
 
-def test_a_file_that_cannot_be_read_names_the_command(tmp_path: Path):
+def test_the_error_for_an_unreadable_file_names_the_command(tmp_path: Path):
     (tmp_path / "compile.json").write_text('{"schema": 1, "about": {}, "status": "ok", "seconds": {"weather": 1.0}}')
     with pytest.raises(ValueError, match="valkyrie-train mode=compile"):
         read_prediction(tmp_path / "compile.json")
 
 
-def test_names_are_short_but_tell_apart():
+def test_short_names_are_distinct():
     assert short_cause("jit(step)/while/body/checkpoint/a/b/c/d") == "b/c/d"
     assert short_cause(None) == "unnamed"
     assert short_source("/home/x/valkyrie/models/s5.py:94") == "models/s5.py:94"
@@ -289,7 +289,7 @@ def printed(found: Prediction) -> str:
     return console.file.getvalue()
 
 
-def test_an_older_prediction_of_another_program_is_read(tmp_path: Path):
+def test_an_older_prediction_of_a_foreign_program_is_read(tmp_path: Path):
     about = {"program": "step", "target": "v5e-8", "described": "v5e-8", "chip": "v5e", "axes": {"data": 8}}
     (tmp_path / "old.json").write_text(json.dumps({"schema": 2, "about": about, "status": "ok"}))
     program = read_prediction(tmp_path / "old.json").program

@@ -20,7 +20,7 @@ from valkyrie.sweep.tracking import wandb_run_id
 from valkyrie.sweep.trial import Status, TrialLog
 
 
-def test_a_multirun_never_works_in_the_folder_of_one_run(command: Any, tmp_path: Path):
+def test_a_multirun_cannot_use_one_run_folder_for_all_trials(command: Any, tmp_path: Path):
     """Both trials would continue the run `base`, one after the other, and overwrite its recorded command."""
     base = make_run(tmp_path / "runs", "base", "model=s5_tiny")
     refused = command("-m", "resume=base", "mesh=1x1x1", "partition=dp", "seed=0,1")
@@ -60,7 +60,7 @@ def test_trials_that_read_a_run_are_planned_as_that_run(
         assert plan.run.model.name == plan.about.model and plan.run.config.batch == 3
 
 
-def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
+def test_a_plan_is_settled_by_an_outcome_of_the_same_request_and_code(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     overrides = ["-m", "mode=compile", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "target=cpu"]
@@ -79,7 +79,7 @@ def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
     assert measured.about.predicted_by is None, "a measurement stays what it was"
 
 
-def test_a_record_has_the_values_that_decide_what_a_step_computes(command: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_record_has_the_settings_that_determine_the_step(command: Any, monkeypatch: pytest.MonkeyPatch):
     overrides = ["-m", "model=s5_tiny", "mesh=1x1x1,3x1x1", "partition=dp", "batch=8", "model.dropout=1e-1"]
     plans = multirun_plans(command, monkeypatch, *overrides)
     assert [plan.refusal is None for plan in plans] == [True, False]
@@ -92,7 +92,7 @@ def test_a_record_has_the_values_that_decide_what_a_step_computes(command: Any, 
 
 
 @pytest.mark.slow
-def test_a_record_says_where_a_configuration_of_ones_own_lies(
+def test_a_record_has_the_path_of_the_users_configuration(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     (tmp_path / "my own" / "optimizer").mkdir(parents=True)
@@ -135,7 +135,7 @@ def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, mon
         (["mode=compile", "hydra.launcher.jobs=2"], False),
     ],
 )
-def test_trials_that_disturb_each_other_are_warned_of(
+def test_parallel_trials_that_distort_each_other_cause_a_warning(
     command: Any, monkeypatch: pytest.MonkeyPatch, asked: list[str], warned: bool
 ):
     fake_outcomes(monkeypatch, dp=Status.ok, fsdp=Status.ok)
@@ -144,7 +144,7 @@ def test_trials_that_disturb_each_other_are_warned_of(
 
 
 @pytest.mark.slow
-def test_a_sweeper_of_layouts_has_its_cells_planned_without_hydra(command: Any, monkeypatch: pytest.MonkeyPatch):
+def test_the_layouts_sweeper_plans_trials_without_hydra(command: Any, monkeypatch: pytest.MonkeyPatch):
     """Composing a job with Hydra takes 0.25 s, and the sweeper has composed every run already."""
     asked = ["-m", "+sweep=laptop_8", "partition=dp,fsdp", "seq=32,64", "mode.trace=true", "hydra.sweeper.limit=3"]
     asked += ["+hydra.job.env_set.NUMBER='${hydra.job.num}'"]
@@ -160,7 +160,7 @@ def test_a_sweeper_of_layouts_has_its_cells_planned_without_hydra(command: Any, 
     assert [replace(plan, environment={}) for plan in alone] == [replace(plan, environment={}) for plan in plans]
 
 
-def test_a_trial_is_a_run_of_its_own_folder(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_trial_has_its_own_run_folder(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The trial's process reads the planned run from there."""
     overrides = ["-m", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "batch=8", "model.layers=3", "name=a b"]
     (plan,) = multirun_plans(command, monkeypatch, *overrides)

@@ -41,7 +41,7 @@ def test_every_trial_of_a_multirun_runs_on_all_processes(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_processes_of_other_arguments_are_refused_before_anything_is_written(tmp_path: Path):
+def test_processes_with_different_arguments_are_refused_before_anything_is_written(tmp_path: Path):
     given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
     one = start_training(*SWEEP, "mesh=2x1x1", cwd=tmp_path, **given, JAX_PROCESS_INDEX="0")
     other = start_training(*SWEEP, "mesh=2x1x1", "batch=24", cwd=tmp_path, **given, JAX_PROCESS_INDEX="1")
@@ -51,7 +51,7 @@ def test_processes_of_other_arguments_are_refused_before_anything_is_written(tmp
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_multirun_and_the_next_goes_on(tmp_path: Path):
+def test_a_killed_process_ends_the_multirun_and_the_next_one_continues(tmp_path: Path):
     arguments = [*SWEEP, "mesh=2x1x1,2x2x1", "mode.repeats=2"]
     processes = start_processes(2, *arguments, cwd=tmp_path)
     deadline = time.monotonic() + 100

@@ -42,7 +42,7 @@ NAMED = [(f"{chip}-{size}", *rest) for chip, text in SLICES.items() for size, *r
 
 
 @pytest.mark.parametrize(("name", "topology", "hosts"), NAMED, ids=[name for name, *_ in NAMED])
-def test_a_name_is_the_slice_that_its_cloud_means(name: str, topology: str, hosts: str):
+def test_a_name_means_the_same_slice_as_at_its_cloud(name: str, topology: str, hosts: str):
     target = parse_target(name)
     assert target.chip is not None and target.chips is not None
     assert (target.name, target.topology, target.hosts) == (name, topology, int(hosts))
@@ -72,7 +72,7 @@ def test_a_name_is_the_slice_that_its_cloud_means(name: str, topology: str, host
         ("cpu6", "cpu6", 6),
     ],
 )
-def test_other_spellings_and_other_hardware(name: str, described: str, devices: int):
+def test_other_spellings_and_other_hardware_are_parsed(name: str, described: str, devices: int):
     target = parse_target(name)
     assert (target.describe(), target.devices, target.problems()) == (described, devices, [])
     assert parse_target(target.name) == target
@@ -80,7 +80,7 @@ def test_other_spellings_and_other_hardware(name: str, described: str, devices: 
 
 @settings(deadline=None)
 @given(st.sampled_from(list(known_chips())), st.integers(1, 10000))
-def test_between_the_nearest_slices_of_a_size_there_is_none(word: str, chips: int):
+def test_no_slice_is_between_the_suggested_sizes(word: str, chips: int):
     slices = known_chips()[word].slices
     below, above = [], []
     for shape in slices.nearest(chips):
@@ -91,7 +91,7 @@ def test_between_the_nearest_slices_of_a_size_there_is_none(word: str, chips: in
 
 
 @pytest.mark.parametrize("word", ["v3", "v4", "v5e", "tpu7x"])
-def test_every_shape_is_one_target_by_one_name(word: str):
+def test_every_topology_has_one_target_name(word: str):
     chip = known_chips()[word]
     shapes = [s for s in itertools.product([1, 2, 4, 8, 12, 16], repeat=chip.ici_axes or 0) if chip.slices.exists(s)]
     targets = [parse_target(f"{word}-{format_shape(shape)}") for shape in shapes]
@@ -129,7 +129,7 @@ def test_the_command_refuses_a_target_in_one_line(command: Any, name: str, argum
     assert (refused.status, refused.err) == (2, f"valkyrie-train: {refusal(name)}\n")
 
 
-def test_a_name_reads_the_file_of_its_chip_alone_and_no_file_twice(monkeypatch: pytest.MonkeyPatch):
+def test_parsing_a_name_reads_only_its_chip_file_and_only_once(monkeypatch: pytest.MonkeyPatch):
     read: list[str] = []
     monkeypatch.setattr(
         chips, "read_config", lambda group, name, schema: [read.append(name), read_config(group, name, schema)][1]
@@ -145,7 +145,7 @@ def test_a_name_reads_the_file_of_its_chip_alone_and_no_file_twice(monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["v5litepod-8", "h100-16", "cpu6"])
-def test_hydra_composes_what_the_name_is_parsed_to(name: str):
+def test_hydra_composes_the_target_that_the_name_parses_to(name: str):
     run = compose_run(f"target={name}", "partition=dp", "model=s5_tiny", "batch=96")
     assert asdict(run.config.target) == asdict(parse_target(name)) == asdict(get_target(name))
     assert run.problems() == []
@@ -167,7 +167,9 @@ def test_hydra_composes_what_the_name_is_parsed_to(name: str):
         ("auto", "1x1x4", "bf16_mixed"),
     ],
 )
-def test_mesh_and_precision_follow_the_target(monkeypatch: pytest.MonkeyPatch, name: str, mesh: str, precision: str):
+def test_default_mesh_and_precision_depend_on_the_target(
+    monkeypatch: pytest.MonkeyPatch, name: str, mesh: str, precision: str
+):
     monkeypatch.setattr("valkyrie.config.compose.accelerators", lambda: 4)
     assert (default_mesh(name), default_precision(name)) == (mesh, precision)
 
@@ -204,7 +206,7 @@ OF_A_FOLDER = {
 
 
 @pytest.mark.parametrize("name", mark_slow_except(OF_A_FOLDER, ["mychip-8", "v4-64", "desk"]))
-def test_chips_and_targets_of_a_users_folder_are_chosen_alike(command: Any, mine: str, name: str):
+def test_chips_and_targets_of_a_users_folder_are_selected_by_name(command: Any, mine: str, name: str):
     config = command("--config-dir", mine, f"target={name}", "partition=dp", "batch=192").run.config
     assert (config.target.describe(), config.mesh.name) == OF_A_FOLDER[name]
     assert config.precision.name == ("float32" if name == "desk" else "bf16_mixed")
@@ -223,7 +225,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", mark_slow_except(WRONG, ["mychip-128", "mchip-8"]))
-def test_a_users_chip_or_target_is_refused(command: Any, mine: str, name: str):
+def test_an_invalid_user_chip_or_target_is_refused(command: Any, mine: str, name: str):
     refused = command("--config-dir", mine, f"target={name}")
     assert refused.status == 2
     (line,) = refused.err.splitlines()
@@ -239,7 +241,7 @@ def test_tab_completion_offers_a_target_of_each_chip(command: Any, monkeypatch: 
         get_target(word.partition("=")[2])
 
 
-def test_a_chip_without_a_known_rule_takes_any_shape_of_whole_hosts():
+def test_a_chip_without_slice_rules_accepts_any_topology_of_whole_hosts():
     free = Slices(3, Wrap(), 1000, (2, 2, 1))
     assert [free.default_shape(n) for n in (1, 2, 4, 8, 12, 16, 1004)] == [
         (1, 1, 1),
@@ -254,7 +256,7 @@ def test_a_chip_without_a_known_rule_takes_any_shape_of_whole_hosts():
     assert Slices(2, Wrap(), None, ()).default_shape(10**12) == (10**6, 10**6)
 
 
-def test_a_number_beyond_all_reason_is_refused_like_any():
+def test_a_huge_number_is_refused_like_any_other():
     with pytest.raises(ValueError, match=r"Nearest: target=v4-8192 \(4096"):
         parse_target("v4-1" + "0" * 400)
 
@@ -268,12 +270,12 @@ def test_a_number_beyond_all_reason_is_refused_like_any():
         ("v4-8", {"hosts": 3}, "target.hosts=3"),
     ],
 )
-def test_a_number_that_the_name_contradicts_is_refused(target: str, change: dict[str, int], named: str):
+def test_a_number_that_contradicts_the_name_is_refused(target: str, change: dict[str, int], named: str):
     (problem,) = replace(parse_target(target), **change).problems()
     assert problem.code in (ProblemCode.conflict, ProblemCode.topology) and named in str(problem)
 
 
-def test_another_topology_than_the_names_brings_its_chips_and_hosts():
+def test_an_explicit_topology_determines_chips_and_hosts():
     larger = replace(parse_target("v4-64"), topology="4x4x4")
     assert (larger.chips, larger.hosts, larger.problems()) == (64, 16, [])
     assert replace(larger, slices=2).problems() == [], "as a run.yaml has it"

@@ -57,7 +57,7 @@ def test_gpt2_gives_the_published_ids() -> None:
     assert (GPT2.vocab_size, GPT2.bos_id) == (50257, 50256)
 
 
-def test_text_may_stop_inside_a_character() -> None:
+def test_text_may_end_inside_a_character() -> None:
     first, second = ByteTokenizer().encode_ordinary("é")
     assert ByteTokenizer().decode([first]) == "\ufffd"
     assert ByteTokenizer().decode_bytes([first]) + ByteTokenizer().decode_bytes([second]) == "é".encode()
@@ -75,19 +75,19 @@ def test_an_id_beyond_the_vocabulary_is_refused(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_vocab_size_and_fingerprint_need_no_loading(name: str) -> None:
+def test_vocab_size_and_fingerprint_are_known_without_loading(name: str) -> None:
     tokenizer = load_tokenizer(name)
     assert vocab_size_of(name) == tokenizer.vocab_size
     assert fingerprint_of(name) == tokenizer.fingerprint
 
 
-def test_the_sizes_of_encodings_that_are_fetched() -> None:
+def test_sizes_of_downloaded_encodings_are_known() -> None:
     known = {"r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
     assert {name: vocab_size_of(name) for name in known} == known
     assert len({fingerprint_of(name) for name in ["bytes", "gpt2", *known]}) == 6
 
 
-def test_a_vocabulary_file(tmp_path: Path) -> None:
+def test_a_vocabulary_file_is_read(tmp_path: Path) -> None:
     path = write_vocabulary(tmp_path / "mine.tiktoken")
     tokenizer = load_tokenizer(str(path))
     assert (tokenizer.vocab_size, tokenizer.bos_id) == (258, 257)
@@ -99,7 +99,7 @@ def test_a_vocabulary_file(tmp_path: Path) -> None:
     assert fingerprint_of(str(path)) != before
 
 
-def test_the_pattern_of_a_file_decides_how_text_is_cut(tmp_path: Path) -> None:
+def test_the_pattern_of_a_file_determines_how_text_is_split(tmp_path: Path) -> None:
     digits = [b"12", b"34", b"1234"]
     path = write_vocabulary(tmp_path / "digits.tiktoken")
     lines = [base64.b64encode(token) + b" %d" % (257 + rank) for rank, token in enumerate(digits)]
@@ -130,7 +130,7 @@ def test_a_damaged_vocabulary_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(path))
 
 
-def test_without_a_network_the_cache_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_a_network_names_the_cache_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(name: str) -> None:
         raise requests.ConnectionError(name)
 
@@ -139,7 +139,7 @@ def test_without_a_network_the_cache_variable_is_named(monkeypatch: pytest.Monke
         load_tokenizer("cl100k_base")
 
 
-def test_the_vendored_vocabulary_is_the_published_file() -> None:
+def test_the_vendored_vocabulary_equals_the_published_file() -> None:
     import hashlib
     import lzma
 

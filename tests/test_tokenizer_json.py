@@ -45,7 +45,7 @@ def changed(path: Path, tmp_path: Path, **changes: Any) -> str:
     return str(other)
 
 
-def test_a_trained_tokenizer_is_smaller_than_its_text_and_gives_it_back(trained: Path) -> None:
+def test_a_trained_tokenizer_compresses_and_restores_its_text(trained: Path) -> None:
     tokenizer = load_tokenizer(str(trained))
     ids = tokenizer.encode_ordinary(TEXTS[1])
     assert isinstance(tokenizer, TiktokenTokenizer) and tokenizer.decode(ids) == TEXTS[1]
@@ -57,13 +57,13 @@ def test_a_trained_tokenizer_is_smaller_than_its_text_and_gives_it_back(trained:
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 @settings(deadline=None)
-def test_its_ids_are_those_that_hugging_face_gives(both: tuple[Any, Any], text: str) -> None:
+def test_token_ids_equal_those_of_hugging_face(both: tuple[Any, Any], text: str) -> None:
     package, tokenizer = both
     assert tokenizer.encode_ordinary(text + "<").tolist() == package.encode(text + "<").ids
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_every_pattern_cuts_as_tiktoken_does(tmp_path: Path, pattern: str) -> None:
+def test_every_pattern_splits_text_like_tiktoken(tmp_path: Path, pattern: str) -> None:
     train_tokenizer(TEXTS[:1], 400, pattern, tmp_path / "t.json")
     path = str(tmp_path / "t.json")
     package, tokenizer = tokenizers.Tokenizer.from_file(path), load_tokenizer(path)
@@ -93,7 +93,7 @@ def test_a_saved_tokenizer_is_found_by_name_and_not_overwritten(
         fingerprint_of("mime")
 
 
-def test_its_fingerprint_is_in_the_manifest(trained: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_fingerprint_is_in_the_manifest(trained: Path, tmp_path: Path) -> None:
     paths = []
     for number in range(4):
         paths.append(str(tmp_path / f"{number}.txt"))
@@ -105,7 +105,7 @@ def test_its_fingerprint_is_in_the_manifest(trained: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("blank", ["\u2581", "G"])
-def test_another_kind_is_read_by_its_own_package(tmp_path: Path, blank: str) -> None:
+def test_other_tokenizer_types_are_read_by_the_tokenizers_package(tmp_path: Path, blank: str) -> None:
     """Tests SentencePiece, and a byte-level tokenizer that normalises text. Neither can be a tiktoken encoding."""
     package = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
     package.add_special_tokens(["<s>"])
@@ -154,7 +154,7 @@ def test_a_bad_file_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytes
     )
 
 
-def test_a_checkpoint_of_another_tokenizer_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_another_tokenizer_is_refused(trained: Path, tmp_path: Path) -> None:
     step, now, bytes_ = tmp_path / "run" / "checkpoints" / "5", identity_of(str(trained)), identity_of("bytes")
     refuse_other_tokenizer(step, bytes_, bytes_)
     refuse_other_tokenizer(step, None, now)
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(trained: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("pattern", [r"\p{N}{1,3}", r"\p{L}+|\p{N}+", r"[^\n]+", r"\S+|\s+(?!\S)", r"\p{N}*"])
-def test_text_that_no_match_of_the_pattern_covers_is_kept(trained: Path, tmp_path: Path, pattern: str) -> None:
+def test_text_outside_the_pattern_is_not_lost(trained: Path, tmp_path: Path, pattern: str) -> None:
     steps = json.loads(trained.read_text())["pre_tokenizer"]["pretokenizers"]
     steps[0]["pattern"] = {"Regex": pattern}
     path = changed(trained, tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": steps})

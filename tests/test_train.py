@@ -44,7 +44,7 @@ from valkyrie.units import GIB
 KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_s", "tokens_per_second", "mfu"}
 
 
-def test_a_run_has_a_pulse(tmp_path: Path) -> None:
+def test_the_loss_falls_towards_the_entropy_of_the_data(tmp_path: Path) -> None:
     arguments = ["steps=60", "optimizer.learning_rate=1e-2", "eval_every=20", "data.documents=300"]
     assert command(*tiny_arguments(tmp_path, *arguments)) == 0
     steps = training_records(tmp_path / "run")
@@ -75,7 +75,7 @@ def test_the_files_of_a_run_folder() -> None:
 
 
 @pytest.mark.slow
-def test_a_training_counts_its_memory_as_a_measurement_does(tmp_path: Path) -> None:
+def test_training_and_measuring_count_memory_alike(tmp_path: Path) -> None:
     assert command(*tiny_arguments(tmp_path, "steps=6", "mode=measure", "mode.repeats=1", "mode.warmup=0")) == 0
     measured = json.loads((tmp_path / "run" / "measure.json").read_text())["memory"]["peak"]
     summary = read_metrics(trained_run() / "metrics.jsonl")[-1]["summary"]
@@ -99,7 +99,7 @@ def test_the_output_says_simulated_and_names_the_next_command(
 
 
 @pytest.mark.slow
-def test_run_yaml_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_yaml_reproduces_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = trained_run()
     monkeypatch.chdir(folder.parent)
     assert command("--config-path", folder.name, "--config-name", "run", f"runs={tmp_path}", "name=again") == 0
@@ -113,7 +113,7 @@ def test_run_yaml_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert settings(tmp_path / "again" / "run.yaml") == settings(folder / "run.yaml")
 
 
-def test_too_little_text_is_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
+def test_too_little_text_is_refused_in_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "little.md").write_text("Hardly any text.")
     text = ("data=text", "data.paths=[little.md]", f"data.cache_dir={tmp_path / 'cache'}", "seq=512")
     settings = [a for a in tiny_arguments(tmp_path / "runs") if not a.startswith(("data", "seq="))]
@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
 
 
 @pytest.mark.slow
-def test_debug_names_the_operation(
+def test_debug_names_the_operation_that_produces_a_nan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     poison(monkeypatch, at_step=2, parameter="log_step")
@@ -203,7 +203,7 @@ def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> Non
 
 
 @pytest.mark.slow
-def test_the_average_of_the_parameters_is_what_is_judged() -> None:
+def test_evaluation_uses_the_average_of_the_parameters() -> None:
     from helpers import compose_run, make_program
     from valkyrie.data.prepare import prepare
     from valkyrie.data.tokenizer import load_tokenizer
@@ -225,9 +225,7 @@ def test_the_average_of_the_parameters_is_what_is_judged() -> None:
 
 
 @pytest.mark.slow
-def test_time_that_data_takes_is_part_of_a_step_but_evaluation_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_time_includes_loading_data_but_not_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(trainer.Evaluator):
         def __call__(self, *arguments: Any) -> dict[str, float]:
             time.sleep(0.5)
@@ -262,7 +260,7 @@ def read_terminal(fd: int, until: str, seconds: float) -> str:
     return seen
 
 
-def test_in_a_terminal_a_bar_is_live_and_ctrl_c_saves(tmp_path: Path) -> None:
+def test_a_terminal_shows_a_live_progress_bar_and_ctrl_c_saves(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         here, there = pty.openpty()
         stack.callback(os.close, here)
@@ -350,7 +348,7 @@ def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, after: float) -> 
         (True, 0, "stopping after"),
     ],
 )
-def test_a_signal_ends_a_first_step_that_may_never_end_and_waits_for_others(
+def test_a_signal_aborts_the_first_step_but_waits_for_later_steps(
     worth_saving: bool, status: int, message: str
 ) -> None:
     training = (
@@ -363,7 +361,7 @@ def test_a_signal_ends_a_first_step_that_may_never_end_and_waits_for_others(
     assert done.returncode == status and message in line
 
 
-def test_ctrl_c_is_heard_inside_a_finaliser() -> None:
+def test_ctrl_c_inside_a_finaliser_is_not_lost() -> None:
     """In a finaliser, Python would print a KeyboardInterrupt as ignored and continue."""
     lost = (
         "import os, signal\nfrom valkyrie.processes.interrupt import exit_on_ctrl_c\n"
@@ -375,7 +373,7 @@ def test_ctrl_c_is_heard_inside_a_finaliser() -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_ends_the_training_with_a_save(tmp_path: Path) -> None:
+def test_a_closed_pipe_saves_and_ends_the_training(tmp_path: Path) -> None:
     job = start_training(*tiny_arguments(tmp_path, "steps=100000"), cwd=tmp_path)
     assert job.stdout is not None and job.stderr is not None
     assert any(line.startswith("step 2/") for line in job.stdout)
@@ -388,7 +386,7 @@ def test_a_reader_that_goes_away_ends_the_training_with_a_save(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_terminal_that_is_gone_ends_the_training_with_a_save(tmp_path: Path) -> None:
+def test_a_closed_terminal_saves_and_ends_the_training(tmp_path: Path) -> None:
     job = start_training(*tiny_arguments(tmp_path, "steps=100000"), cwd=tmp_path)
     assert job.stdout is not None
     assert any(line.startswith("step 2/") for line in job.stdout)
@@ -410,7 +408,9 @@ def test_lines_reach_a_pipe_before_the_step_is_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("train", "validation", "noted"), [(95, 5, False), (91, 9, False), (67, 33, True)])
-def test_a_validation_split_far_from_its_share_is_noted(train: int, validation: int, noted: bool) -> None:
+def test_a_validation_split_far_from_its_requested_fraction_is_reported(
+    train: int, validation: int, noted: bool
+) -> None:
     splits = [Split(1, tokens, tokens, ()) for tokens in (train, validation)]
     data = Prepared("text", "", "", {}, "bytes", "", 257, 256, "uint16", *splits, path=Path("none"))
     note = text_source.Config(validation_fraction=0.05).note(data)

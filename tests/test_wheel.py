@@ -41,11 +41,11 @@ def contents(wheel: Path) -> dict[str, int]:
         return {entry.filename: entry.CRC for entry in archive.infolist() if not entry.filename.endswith("RECORD")}
 
 
-def test_both_wheels_hold_the_same_files(wheels: dict[str, Path]):
+def test_both_wheels_have_the_same_files(wheels: dict[str, Path]):
     assert contents(wheels["tree"]) == contents(wheels["sdist"])
 
 
-def test_the_wheel_holds_configuration_vocabulary_and_licences(wheels: dict[str, Path]):
+def test_the_wheel_has_configuration_vocabulary_and_licences(wheels: dict[str, Path]):
     names = set(contents(wheels["sdist"]))
     conf = [path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml")]
     conf += [Path("experiment") / path.name for path in (ROOT / "experiments").glob("*.yaml")]
@@ -76,7 +76,7 @@ def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return python.parent
 
 
-def test_it_composes_and_shows_from_an_empty_folder(installed: Path, tmp_path: Path):
+def test_the_installed_command_works_in_an_empty_folder(installed: Path, tmp_path: Path):
     printed = run(str(installed / "valkyrie-train"), "--cfg", "job", "+experiment=valkyrie_1b_v4_64", cwd=tmp_path)
     assert "name: valkyrie_1b" in printed
     large = ("mode=show", "model=valkyrie_1b", "mesh=4x4x2", "partition=2d_tp")
@@ -85,7 +85,7 @@ def test_it_composes_and_shows_from_an_empty_folder(installed: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_reads_its_vocabulary_without_a_network(installed: Path, tmp_path: Path):
+def test_the_installed_vocabulary_is_read_without_a_network(installed: Path, tmp_path: Path):
     script = (
         "from valkyrie.data.tokenizer import load_tokenizer\n"
         "tokenizer = load_tokenizer('gpt2')\n"
