@@ -26,11 +26,11 @@ def inputs():
     return hidden, unembed, targets, weights
 
 
-def plain(hidden, unembed, targets, weights, z_loss=0.0, softcap=None):
+def plain(hidden, unembed, targets, weights, z_loss=0.0, soft_cap=None):
     """Return the weighted loss, the weighted z-loss and the loss of every token, from all logits at once."""
     logits = jnp.einsum("bse,ve->bsv", hidden, unembed)[..., :VOCAB]
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     nll = log_sum - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     return (weights * nll).sum(), z_loss * (weights * log_sum**2).sum(), jnp.where(weights != 0, nll, 0.0)
@@ -51,8 +51,8 @@ def gradients(f, hidden, unembed):
     [
         (12, 12, {}),
         (12, 5, {"z_loss": 0.1}),
-        (11, 4, {"softcap": 1.5}),
-        (12, 100, {"softcap": 3.0, "z_loss": 0.5}),
+        (11, 4, {"soft_cap": 1.5}),
+        (12, 100, {"soft_cap": 3.0, "z_loss": 0.5}),
         (12, 2, {"shards": 3, "batch_shards": 2}),
         (10, 3, {"shards": 2, "z_loss": 0.2}),
     ],
@@ -65,7 +65,7 @@ def test_equals_the_plain_formula(inputs, seq, chunk, options):
         out = cross_entropy(hidden, unembed, targets, weights, vocab_size=VOCAB, chunk=chunk, **options)
         return out.loss_sum, out.z_sum, out.per_token
 
-    formula = {name: value for name, value in options.items() if name in ("z_loss", "softcap")}
+    formula = {name: value for name, value in options.items() if name in ("z_loss", "soft_cap")}
     ours = gradients(chunked, hidden, unembed)
     reference = gradients(lambda h, u: plain(h, u, targets, weights, **formula), hidden, unembed)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):

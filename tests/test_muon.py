@@ -32,7 +32,7 @@ from valkyrie.axes import Parameter
 from valkyrie.config.run import Run
 from valkyrie.optim import Schedule, Training, convert_old_settings, learning_rate, make_optimizer
 from valkyrie.optim.families.muon import AdamGroup, Config, momentum_schedule
-from valkyrie.optim.muon import Recipe, muon, orthogonal
+from valkyrie.optim.muon import Recipe, muon, orthogonalize
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train.memory import MemoryEstimator, expected_memory, layout_arrays
@@ -78,7 +78,7 @@ def test_every_layer_and_head_is_a_separate_matrix():
 
 def test_orthogonalised_matrices_have_equal_singular_values():
     stack = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 6)), jnp.float32)
-    values = np.linalg.svd(orthogonal(stack, output_first=True), compute_uv=False)
+    values = np.linalg.svd(orthogonalize(stack, output_first=True), compute_uv=False)
     np.testing.assert_allclose(values, 1, atol=0.2)
     np.testing.assert_allclose(np.square(values).sum(-1), 6, rtol=1e-4)
 

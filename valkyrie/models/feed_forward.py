@@ -53,8 +53,8 @@ class FeedForward(Block):
         names = ("up", "gate", "down") if self.kind.gated else ("up", "down")
         weights = {name: weight("embed", "mlp", output_first=name == "down") for name in names}
         if self.biases:
-            sides = {name: "embed" if name == "down" else "mlp" for name in names}
-            weights |= {f"{name}_bias": weight(side, group="vector") for name, side in sides.items()}
+            bias_axes = {name: "embed" if name == "down" else "mlp" for name in names}
+            weights |= {f"{name}_bias": weight(axis, group="vector") for name, axis in bias_axes.items()}
         return weights
 
     def flops(self, context: BlockContext, seq: int) -> float:

@@ -120,7 +120,7 @@ class ResidualBlock(nnx.Module):
         return x, self._check_values(values)
 
     def _take_output(self, result: Any, kind: str, values: AuxiliaryValues) -> Float[Array, "batch seq embed"]:
-        """Return the output of a module. Adds its auxiliary values to `values`."""
+        """Return the output in the result of a block's module, and add its auxiliary values to `values`."""
         if not isinstance(result, tuple):
             return result
         output, auxiliary = result
@@ -261,13 +261,13 @@ class LanguageModel(nnx.Module):
         """Run `blocks` and `head_loss` on `x`, the output of `embed`. Includes auxiliary losses."""
         graph, head_state, other_state = nnx.split(self, lambda path, _: path[0] in self.head_parameters, ...)
 
-        def f(head_state: Any, stream: Any, rows: tuple[Array, Array], shard: Shard) -> tuple[Any, Array]:
+        def head_losses(head_state: Any, stream: Any, rows: tuple[Array, Array], shard: Shard) -> tuple[Any, Array]:
             model = nnx.merge(graph, head_state, other_state)
             losses = model.head_loss(model.head_input(stream), *rows, shard=shard)
             losses = _add_auxiliary(losses, stream.auxiliary, rows[1], self.config.auxiliary)
             return (losses.objective_sum, losses.loss_sum, losses.weight_sum, losses.auxiliary), losses.per_token
 
-        head = LossHead(f, head_state, (targets, weights))
+        head = LossHead(head_losses, head_state, (targets, weights))
         sums, per_token = self.blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key, head=head)
         objective, loss, weight, auxiliary = sums
         return Losses(objective, loss, weight, per_token, auxiliary)
@@ -278,7 +278,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def head_parameters(self) -> set[str]:
-        """Names of the parameters that `head_input` and `head_loss` use."""
+        """Names of the top-level parameters that `head_input` and `head_loss` use."""
         return {"norm", "embedding" if self.config.tie_embeddings else "unembedding"}
 
     def head_loss(
@@ -303,7 +303,7 @@ class LanguageModel(nnx.Module):
             vocab_size=self.config.vocab_size,
             chunk=self.config.loss_chunk,
             z_loss=self.config.z_loss,
-            softcap=self.config.logits_soft_cap,
+            soft_cap=self.config.logits_soft_cap,
             shards=shards,
             batch_shards=shard.size("batch"),
             constrain=lambda logits: shard(logits, "batch", positions, "vocab"),
@@ -326,7 +326,7 @@ class LanguageModel(nnx.Module):
         ]
 
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Return the logits after the next token and the new state."""
+        """Return the logits after the next token of each sequence, and the new state. Start with `init_state`."""
         return self._step_embedded(self._scale(self.embedding[...].astype(self.numerics.compute)[tokens]), state)
 
     def _step_embedded(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
@@ -391,7 +391,7 @@ def _add_auxiliary(
 
 
 def _loss_sharding(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
-    """Return the axes and the number of shards of the loss positions, and the logical axis of the hidden states.
+    """Return the axes and the number of shards of the loss positions, and the logical axis of the hidden channels.
 
     If the residual stream is sharded over mesh axes that do not shard the vocabulary, these axes shard positions
     instead. Each device then computes complete logits, instead of partial float32 logits that are summed over the axes.

@@ -47,7 +47,7 @@ class NanochatProjections(Projections):
 
 
 class NanochatAttentionLayer(AttentionLayer):
-    """Attention that adds the value embedding of each token to the values, in every second layer."""
+    """Attention that adds a gated value embedding of each token to the values, in every second layer."""
 
     projections = NanochatProjections
 

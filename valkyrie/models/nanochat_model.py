@@ -50,7 +50,7 @@ class NanochatBlock(ResidualBlock):
         scales = (scale[...].astype(x.dtype) for scale in (self.residual_scale, self.input_scale))
         return next(scales) * x + next(scales) * first
 
-    def step_from(
+    def step_with_first_stream(
         self, x: Float[Array, "batch embed"], state: Any, first: Float[Array, "batch embed"], tokens: Array
     ) -> tuple[Float[Array, "batch embed"], Any]:
         """Return the residual stream of the next token and the mixer's new state.
@@ -63,7 +63,7 @@ class NanochatBlock(ResidualBlock):
         return x + self.feed_forward_step(self.feed_forward_norm(x)), state
 
 
-class _Middle(NamedTuple):
+class _MiddleLayer(NamedTuple):
     """Position of the middle layer in a segment.
 
     Args:
@@ -148,7 +148,7 @@ class NanochatModel(LanguageModel):
                 layer: tuple[BlockGroup, Array | None, Array],
                 rows: tuple[Boundaries, Array],
                 shard: Shard,
-                middle: _Middle = middle,
+                middle: _MiddleLayer = middle,
             ) -> Any:
                 old_middle, (group, key, repeat), (boundaries, first) = stream.middle, layer, rows
                 without_middle = stream._replace(middle=None)
@@ -187,11 +187,11 @@ class NanochatModel(LanguageModel):
             middle = self._middle(i)
 
             def body(
-                carry: tuple[Array, Array], scanned: tuple[Any, Any, Array], middle: _Middle = middle
+                carry: tuple[Array, Array], scanned: tuple[Any, Any, Array], middle: _MiddleLayer = middle
             ) -> tuple[tuple[Array, Array], Any]:
                 (x, middle_x), (group, old_states, repeat), states = carry, scanned, []
                 for j, (block, block_state) in enumerate(zip(group.blocks, old_states, strict=True)):
-                    x, block_state = block.step_from(x, block_state, first, tokens)
+                    x, block_state = block.step_with_first_stream(x, block_state, first, tokens)
                     states.append(block_state)
                     middle_x = jnp.where(repeat == middle.repeat, x, middle_x) if j == middle.block else middle_x
                 return (x, middle_x), states
@@ -216,14 +216,14 @@ class NanochatModel(LanguageModel):
     def _back_out(self, x: Array, middle: Array | None) -> Array:
         return x if self.nanochat_config.backout is None else x - self.backout_scale[...].astype(x.dtype) * middle
 
-    def _middle(self, segment: int) -> _Middle:
+    def _middle(self, segment: int) -> _MiddleLayer:
         """Locate the middle layer in a segment. Without backout, `block` is None for all segments."""
         segments = self.config.segments()
         offset = self.config.layers // 2 - sum(len(layers) * repeats for layers, repeats in segments[:segment])
         layers, repeats = segments[segment]
         if self.nanochat_config.backout is None or not 0 <= offset < len(layers) * repeats:
-            return _Middle(repeats, 0, None)
-        return _Middle(repeats, *divmod(offset, len(layers)))
+            return _MiddleLayer(repeats, 0, None)
+        return _MiddleLayer(repeats, *divmod(offset, len(layers)))
 
 
 def _previous_positions(x: Float[Array, "batch seq embed"], boundaries: Boundaries) -> Float[Array, "batch seq embed"]:

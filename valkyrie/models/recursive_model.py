@@ -170,11 +170,11 @@ class RecursiveModel(nnx.Module):
         The returned states have none, so no gradient flows from the next step into this one.
         """
         graph, state = nnx.split(self)
-        fixed = nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, state))
+        detached_model = nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, state))
         states, constant_x = jax.lax.stop_gradient(states), jax.lax.stop_gradient(x)
 
         def cycle(states: States, _: None) -> tuple[States, None]:
-            return fixed._cycle(states, constant_x, shard, lambda block: block), None
+            return detached_model._cycle(states, constant_x, shard, lambda block: block), None
 
         if self.config.high_cycles > 1:
             states, _ = jax.lax.scan(cycle, states, None, length=self.config.high_cycles - 1)

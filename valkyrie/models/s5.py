@@ -46,11 +46,11 @@ class S5(Block):
         discretization: Zero-order hold or bilinear.
         dt_min: Smallest initial step size Delta.
         dt_max: Largest initial step size.
-        step_rescale: Factor applied to the step sizes, for data with a different sampling rate.
+        step_rescale: Factor of the step sizes: 2 for data sampled half as often as the training data.
         clip_eigenvalues: Limit the real parts of eigenvalues to at most -1e-4, so that no state grows.
         c_init: Initialiser of the output matrix C.
         activation: Activation after the state space.
-        bidirectional: Scan in both directions.
+        bidirectional: Scan in both directions, each with a separate C.
         scan: Implementation of the recurrence.
         scan_block: Block length of `scan=blocked`.
     """

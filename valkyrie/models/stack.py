@@ -42,7 +42,7 @@ MAX_LAYERS = 4096
 
 @dataclass
 class Stack:
-    """Token embedding, layers of a mixer and a feed-forward, and a head.
+    """A language model: a token embedding, layers with a mixer and a feed-forward each, and a head.
 
     Args:
         context: Sequence length in training, unless `seq` is set.
@@ -50,7 +50,7 @@ class Stack:
         vocab_multiple: The embedding has `vocab_size` rows, rounded up to a multiple of this, to split evenly.
         block_pattern: Names of the mixers, which are fields of the family's config, repeated for `layers` layers.
         feed_forward: Nonlinearity of the dense feed-forward, with `mlp` hidden channels.
-        feed_forward_after: Mixers that are followed by a feed-forward; null: all of them.
+        feed_forward_after: Names of the mixers whose layers have a feed-forward; null: all.
         feed_forward_pattern: Names of the feed-forwards, repeated like `block_pattern`: `feed_forward` (the dense one),
             or fields of the family's config.
         residual: `parallel` applies mixer and feed-forward to the same norm and sums them (GPT-J, PaLM).
@@ -87,7 +87,7 @@ class Stack:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding: `vocab_size` rounded up to `vocab_multiple`."""
+        """Number of rows of the embedding: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         multiple = max(self.vocab_multiple, 1)  # `problems` reports values below 1
         return -(-self.vocab_size // multiple) * multiple
 

@@ -1,1 +1,1 @@
-"""The expensive array operations of the models. Implementations of an operation agree up to rounding."""
+"""The expensive array operations of models: attention, recurrences, matrix products and losses."""

@@ -48,7 +48,7 @@ class Bias(Enum):
 
 @dataclass
 class RopeStretch:
-    """Slower rotary frequencies, for contexts longer than the `context` that a model was first trained on (Llama 3.1).
+    """Lowers rotary frequencies, for contexts longer than the `context` that a model was first trained on (Llama 3.1).
 
     A pair of channels with fewer than `low` turns over that context rotates `factor` times slower. Pairs with more than
     `high` turns keep their frequency, and those in between are interpolated. A `factor` of 1 changes nothing.

@@ -36,11 +36,11 @@ class CrossEntropy(NamedTuple):
     per_token: Float[Array, "batch seq"]
 
 
-class _Head(NamedTuple):
-    """Settings of the loss that are known at compile time (see `cross_entropy`)."""
+class _Settings(NamedTuple):
+    """Arguments of `cross_entropy` that are known at compile time."""
 
     vocab_size: int
-    softcap: float | None
+    soft_cap: float | None
     constrain: ArrayFunction | None
     gather: ArrayFunction | None
     sum_gradient: ArrayFunction | None
@@ -57,7 +57,7 @@ def cross_entropy(
     vocab_size: int,
     chunk: int,
     z_loss: float = 0.0,
-    softcap: float | None = None,
+    soft_cap: float | None = None,
     shards: int = 1,
     batch_shards: int = 1,
     constrain: ArrayFunction | None = None,
@@ -77,7 +77,7 @@ def cross_entropy(
         vocab_size: Number of tokens.
         chunk: Positions of each sequence shard that are computed at a time.
         z_loss: Factor of the squared log-sum-exp in `z_sum` (PaLM, arXiv 2204.02311, section 5).
-        softcap: Bound c of the logits: c * tanh(logit / c). None: no bound.
+        soft_cap: Bound c of the logits: c * tanh(logit / c). None: no bound.
         shards: Number of shards of the sequence.
         batch_shards: Number of shards of the batch.
         constrain: Applied to the logits of each chunk, (batch, shards * chunk, vocab).
@@ -101,9 +101,9 @@ def cross_entropy(
         raise ValueError(f"chunk={chunk}: the loss is computed for `chunk` positions at a time. Use chunk=1 or more.")
     shard_length = seq // shards
     chunk = min(chunk, shard_length)
-    head = _Head(vocab_size, softcap, constrain, gather, sum_gradient, batch_shards, shards)
+    settings = _Settings(vocab_size, soft_cap, constrain, gather, sum_gradient, batch_shards, shards)
     split = functools.partial(_split_chunks, shards=shards, chunk=chunk)
-    token_losses: Any = _token_losses(head, split(hidden), unembed, split(targets))
+    token_losses: Any = _token_losses(settings, split(hidden), unembed, split(targets))
     nll, log_sum = (_merge_chunks(x, shards, batch, seq) for x in token_losses)
     has_weight = weights != 0
     nll, log_sum = jnp.where(has_weight, nll, 0.0), jnp.where(has_weight, log_sum, 0.0)
@@ -129,25 +129,27 @@ def _merge_chunks(x: Array, shards: int, batch: int, seq: int) -> Array:
     return x.reshape(batch, seq, *x.shape[3:])
 
 
-def _gather_unembed(head: _Head, hidden: Array, unembed: Float[Array, "vocab embed"]) -> Float[Array, "vocab embed"]:
+def _gather_unembed(
+    settings: _Settings, hidden: Array, unembed: Float[Array, "vocab embed"]
+) -> Float[Array, "vocab embed"]:
     """Return the unembedding in the dtype of `hidden`, gathered for products."""
     unembed = unembed.astype(hidden.dtype)
-    return unembed if head.gather is None else head.gather(unembed)
+    return unembed if settings.gather is None else settings.gather(unembed)
 
 
 def _logits(
-    head: _Head, hidden: Float[Array, "batch part embed"], unembed: Float[Array, "vocab embed"]
+    settings: _Settings, hidden: Float[Array, "batch part embed"], unembed: Float[Array, "vocab embed"]
 ) -> tuple[Float[Array, "batch part vocab"], Float[Array, "batch part vocab"] | None]:
     """Return the logits of a chunk (-inf in the padding), and the derivative of the soft cap, or None without one."""
     logits = jnp.einsum("bse,ve->bsv", hidden, unembed, preferred_element_type=jnp.float32)
-    if head.constrain is not None:
-        logits = head.constrain(logits)
+    if settings.constrain is not None:
+        logits = settings.constrain(logits)
     slope = None
-    if head.softcap is not None:
-        squashed = jnp.tanh(logits / head.softcap)
-        logits, slope = head.softcap * squashed, 1 - jnp.square(squashed)
-    if head.vocab_size < unembed.shape[0]:
-        logits = jnp.where(jnp.arange(unembed.shape[0]) < head.vocab_size, logits, -jnp.inf)
+    if settings.soft_cap is not None:
+        squashed = jnp.tanh(logits / settings.soft_cap)
+        logits, slope = settings.soft_cap * squashed, 1 - jnp.square(squashed)
+    if settings.vocab_size < unembed.shape[0]:
+        logits = jnp.where(jnp.arange(unembed.shape[0]) < settings.vocab_size, logits, -jnp.inf)
     return logits, slope
 
 
@@ -158,16 +160,16 @@ def _is_target(targets: Int[Array, "batch part"], vocab: int) -> Bool[Array, "ba
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_losses(
-    head: _Head,
+    settings: _Settings,
     hidden: Float[Array, "chunks batch part embed"],
     unembed: Float[Array, "vocab embed"],
     targets: Int[Array, "chunks batch part"],
 ) -> tuple[Float[Array, "chunks batch part"], Float[Array, "chunks batch part"]]:
     """Return -log p(target) and the log-sum-exp of every token."""
-    unembed = _gather_unembed(head, hidden, unembed)
+    unembed = _gather_unembed(settings, hidden, unembed)
 
     def chunk_step(carry: None, x: tuple[Array, Array]):
-        logits, _ = _logits(head, x[0], unembed)
+        logits, _ = _logits(settings, x[0], unembed)
         largest = logits.max(-1, keepdims=True)
         log_sum = jnp.log(jnp.exp(logits - largest).sum(-1)) + largest[..., 0]
         target_logit = jnp.where(_is_target(x[1], logits.shape[-1]), logits, 0.0).sum(-1)
@@ -176,19 +178,19 @@ def _token_losses(
     return jax.lax.scan(chunk_step, None, (hidden, targets))[1]
 
 
-def _token_losses_forward(head, hidden, unembed, targets):
-    losses: Any = _token_losses(head, hidden, unembed, targets)
+def _token_losses_forward(settings, hidden, unembed, targets):
+    losses: Any = _token_losses(settings, hidden, unembed, targets)
     return losses, (hidden, unembed, targets, losses[1])
 
 
-def _token_losses_backward(head, saved, cotangents):
+def _token_losses_backward(settings, saved, cotangents):
     hidden, unembed, targets, log_sum = saved
     d_nll, d_log_sum = cotangents
-    dtype, unembed = unembed.dtype, _gather_unembed(head, hidden, unembed)
+    dtype, unembed = unembed.dtype, _gather_unembed(settings, hidden, unembed)
 
     def chunk_step(d_unembed: Array, x: tuple[Array, ...]):
         hidden_chunk, target_chunk, log_sum_chunk, d_nll_chunk, d_log_sum_chunk = x
-        logits, slope = _logits(head, hidden_chunk, unembed)
+        logits, slope = _logits(settings, hidden_chunk, unembed)
         probability = jnp.exp(logits - log_sum_chunk[..., None])
         d_logits = probability * (d_nll_chunk + d_log_sum_chunk)[..., None]
         d_logits = d_logits - jnp.where(_is_target(target_chunk, logits.shape[-1]), d_nll_chunk[..., None], 0.0)
@@ -197,21 +199,25 @@ def _token_losses_backward(head, saved, cotangents):
         d_logits = d_logits.astype(hidden_chunk.dtype)
         d_hidden = jnp.einsum("bsv,ve->bse", d_logits, unembed, preferred_element_type=jnp.float32)
         d_hidden = d_hidden.astype(hidden_chunk.dtype)
-        by_shard = (_split_shards(head, x) for x in (d_logits, hidden_chunk))
+        by_shard = (_split_shards(settings, x) for x in (d_logits, hidden_chunk))
         d_unembed = d_unembed + jnp.einsum("ibjsv,ibjse->ijve", *by_shard, preferred_element_type=jnp.float32)
         return d_unembed, d_hidden
 
-    zeros = jnp.zeros((head.batch_shards, head.seq_shards, *unembed.shape), jnp.float32)
+    zeros = jnp.zeros((settings.batch_shards, settings.seq_shards, *unembed.shape), jnp.float32)
     d_unembed, d_hidden = jax.lax.scan(chunk_step, zeros, (hidden, targets, log_sum, d_nll, d_log_sum))
-    total = d_unembed.sum((0, 1)) if head.sum_gradient is None else head.sum_gradient(d_unembed)
+    total = d_unembed.sum((0, 1)) if settings.sum_gradient is None else settings.sum_gradient(d_unembed)
     return d_hidden, total.astype(dtype), None
 
 
-def _split_shards(head: _Head, x: Array) -> Array:
+def _split_shards(settings: _Settings, x: Array) -> Array:
     """Reshape (batch, part, ...) to (batch_shards, batch / batch_shards, seq_shards, chunk, ...)."""
     batch, length = x.shape[:2]
     return x.reshape(
-        head.batch_shards, batch // head.batch_shards, head.seq_shards, length // head.seq_shards, *x.shape[2:]
+        settings.batch_shards,
+        batch // settings.batch_shards,
+        settings.seq_shards,
+        length // settings.seq_shards,
+        *x.shape[2:],
     )
 
 

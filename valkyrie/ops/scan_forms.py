@@ -23,11 +23,11 @@ from valkyrie.ops.scan_complex import (
     add,
     index_parts,
     mul,
+    power,
     powers,
     scale_by,
     zeros_like,
 )
-from valkyrie.ops.scan_complex import power as power_of
 
 Keep = Float32[Array, "batch seq"] | None
 """1 where a state continues from the previous position, 0 at the start of a document; None: it always continues."""
@@ -92,7 +92,7 @@ def blocked(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, reve
     last_states = index_parts(local, 0 if reverse else -1)
     keep_products = None if local_keep is None else jax.lax.cumprod(local_keep, axis=0, reverse=reverse)
     block_keep = None if keep_products is None else keep_products[0 if reverse else -1].T
-    block_decay = power_of(lam_bar, block)
+    block_decay = power(lam_bar, block)
 
     def step_between_blocks(h: Carry, x: tuple[Array | None, Carry]) -> tuple[Carry, Carry]:
         return add(scale_by(_add_state_axis(x[0]), mul(block_decay, h)), x[1]), h

@@ -1,9 +1,9 @@
 """The S5 recurrence on a TPU core: a Pallas kernel that reads each input once and writes each state once.
 
 Time is on sublanes and states are on lanes, the usual layout of (batch, seq, state) arrays. Three doubling steps add to
-every input the intermediate results from 1, 2 and 4 positions back. Position t then holds the contribution of its last
-8 inputs to the state, and h_t is that plus Lambda_bar**8 h_{t-8}. A tile of 8 positions thus depends on the previous
-tile through a single multiplication.
+every input the intermediate results from 1, 2 and 4 positions back, times that power of Lambda_bar. Position t then
+holds the contribution of its last 8 inputs to the state, and h_t is that plus Lambda_bar**8 h_{t-8}. A tile of 8
+positions thus depends on the previous tile through a single multiplication.
 
 Entries a few positions back are read from VMEM at unaligned addresses, which costs half as much as rotating registers
 on v4. Blocks of a sequence are visited in order (`reverse`: last first) and pass on their last tile; sequences and

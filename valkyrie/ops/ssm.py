@@ -23,10 +23,10 @@ LAMBDA_RE_MAX = -1e-4
 """Maximum real part of clipped eigenvalues, per unit of time."""
 
 _SERIES_RADIUS = 0.25
-"""Below this |Lambda Delta|, the zero-order hold is computed as a series of _SERIES_TERMS terms."""
+"""Below this |Lambda Delta|, the zero-order hold is computed as a series of `_SERIES_TERMS` terms."""
 
 _SERIES_TERMS = 9
-"""Terms of that series. The first one omitted is below float32 rounding."""
+"""Number of terms of that series. The first omitted term is below float32 rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ def init_C_tilde(key: Array, hippo: BlockHippo, embed: int, method: CInit) -> Fl
 
     `trunc_standard_normal`: the parts of C have variance 1 / state_size (despite the name: it is LeCun normal by rows).
     `lecun_normal`: variance 1 / (state_size * embed), the fan-in that lindermanlab/S5 uses.
-    `complex_normal`: C V itself is drawn, with parts of variance 1/2.
+    `complex_normal`: C V itself is sampled, with parts of variance 1/2.
     """
     if method is CInit.complex_normal:
         return jax.random.normal(key, (embed, hippo.state, 2), jnp.float32) * math.sqrt(0.5)
@@ -160,9 +160,9 @@ def discretize(
     """Return Lambda_bar and the factor s with B_bar = s B_tilde, each as float32 (real, imaginary).
 
     s is one number per state, so scaling rows of B_tilde gives B_bar. Delta is `step_rescale` times exp(log_step).
-    `step_rescale` is the ratio of the training data's step to the current data's step, as in the paper's zero-shot
-    resampling. `clip_eigenvalues` limits real parts to at most -1e-4, so that no state grows (Goel et al., arXiv
-    2202.09729).
+    `step_rescale` is the time between positions relative to the training data: 2 for data sampled half as often (the
+    paper's zero-shot resampling). `clip_eigenvalues` limits real parts to at most -1e-4, so that no state grows (Goel
+    et al., arXiv 2202.09729).
 
     Zero-order hold: Lambda_bar = exp(Lambda Delta), s = (Lambda_bar - 1) / Lambda, by series for small Lambda Delta.
     Bilinear: Lambda_bar = (1 + Lambda Delta / 2) / (1 - Lambda Delta / 2), s = Delta / (1 - Lambda Delta / 2).
@@ -241,19 +241,19 @@ _TWO_PI = _split_constant(2 * math.pi, 11)
 
 
 def _split_bits(x: Float32[Array, " state"]) -> tuple[Array, Array]:
-    """Split x into a sum of two float32 numbers of at most 12 significant bits each."""
+    """Split `x` into a sum of two float32 numbers of at most 12 significant bits each."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000)
     upper = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return upper, x - upper
 
 
-_TRUNCATED = 0.87962566103423978
+_TRUNCATED_DEVIATION = 0.87962566103423978
 """Standard deviation of the unit normal distribution truncated at -2 and 2."""
 
 
 def truncated_normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float32[Array, "..."]:
     """Return normal random numbers truncated at two deviations, scaled to this standard deviation after truncation."""
-    return deviation / _TRUNCATED * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
+    return deviation / _TRUNCATED_DEVIATION * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
 
 
 def _einsum_float32(subscripts: str, *operands: Array | np.ndarray) -> Array:

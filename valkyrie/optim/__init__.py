@@ -38,9 +38,9 @@ class Training:
     """Properties of a run that an optimizer depends on.
 
     Args:
-        steps: optimizer steps of the run.
-        compute: name of the dtype of the model's matrix products.
-        stack_sharding: sharding of Muon's stacks of matrices, or None for a single device.
+        steps: Optimizer steps of the run.
+        compute: Name of the dtype of the model's matrix products.
+        stack_sharding: Sharding of Muon's stacks of matrices, or None for a single device.
     """
 
     steps: int
@@ -53,18 +53,18 @@ class OptimizerConfig:
     """Settings of every optimizer. The `Config` of a family derives from this and adds its settings.
 
     Args:
-        family: the module that defines the optimizer.
-        learning_rate: peak of the schedule.
-        warmup_steps: steps of linear warm-up.
-        decay_steps: length of the schedule in steps, null for the length of the run. The rate is constant afterwards.
-        final_ratio: last learning rate over the peak; 1 for no decay.
+        family: The module that defines the optimizer.
+        learning_rate: Peak of the schedule.
+        warmup_steps: Steps of linear warm-up.
+        decay_steps: Length of the schedule in steps, null for the length of the run. The rate is constant afterwards.
+        final_ratio: Last learning rate over the peak; 1 for no decay.
         schedule: `trapezoid` holds the peak until the last `warmdown` of the steps.
-        warmdown: fraction of the steps over which `trapezoid` decays.
-        weight_decay: decay of matrices and tables.
-        clip_norm: maximum global norm of the gradients, null for no clipping.
-        puzzle_learning_rate: peak rate of puzzle embeddings, which are updated by the signs of their gradients; null
+        warmdown: Fraction of the steps over which `trapezoid` decays.
+        weight_decay: Decay of matrices and tables.
+        clip_norm: Maximum global norm of the gradients, null for no clipping.
+        puzzle_learning_rate: Peak rate of puzzle embeddings, which are updated by the signs of their gradients; null
             for `learning_rate`.
-        ema_decay: decay of the moving average of parameters, null for no average.
+        ema_decay: Decay of the moving average of parameters, null for no average.
     """
 
     name: str = "adamw"
@@ -87,7 +87,7 @@ class OptimizerConfig:
         that distinguishes more groups overrides `transformation` instead.
 
         Args:
-            rate: learning rate by step.
+            rate: Learning rate by step.
         """
         # Not abstract: Muon overrides `transformation` and has no rules.
         raise NotImplementedError(
@@ -98,9 +98,9 @@ class OptimizerConfig:
         """Build the transformation of all parameters, without clipping.
 
         Args:
-            specs: tree of `Parameter` with the structure of the parameters. Gradients, parameters and state are
+            specs: Tree of `Parameter` with the structure of the parameters. Gradients, parameters and state are
                 float32.
-            training: properties of the run.
+            training: Properties of the run.
         """
         import jax
 
@@ -128,7 +128,7 @@ class OptimizerConfig:
         return optax.partition(all_rules, labels)
 
     def state_bytes(self, parameter: Parameter) -> float:
-        """Bytes of optimizer state per element of a parameter. By default two float32 moments."""
+        """Bytes of optimizer state per element of a parameter, by default those of two float32 moments."""
         return 8.0
 
     def update_bytes(self, parameter: Parameter) -> float:
@@ -142,8 +142,8 @@ class OptimizerConfig:
         """FLOPs of the matrix products in an update, on the device with the most of them. By default 0.
 
         Args:
-            parameters: every parameter of the model.
-            devices: number of devices of each layout.
+            parameters: Every parameter of the model.
+            devices: Number of devices of each layout.
         """
         return 0.0 * devices
 
@@ -160,7 +160,7 @@ class OptimizerConfig:
         ]
 
     def check(self, *names: str, otherwise: str = "", **bounds: int | float) -> list[Problem]:
-        """Return the problems of settings that are out of bounds. The bounds are those of `check_range`."""
+        """Return a problem for each of the named settings that is out of bounds (see `check_range`)."""
         return [
             problem
             for name in names
@@ -234,14 +234,14 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
-def rate_rises_if_extended(config: OptimizerConfig, steps: int, longer: int) -> bool:
-    """Return whether a run of `steps` steps would continue with a higher learning rate if extended to `longer` steps.
+def rate_rises_if_extended(config: OptimizerConfig, steps: int, extended_steps: int) -> bool:
+    """Return whether a run of `steps` steps would continue with a higher learning rate if extended to `extended_steps`.
 
     A longer run stretches the schedule, unless it is constant (`final_ratio=1`) or has a fixed length (`decay_steps`).
     """
     import numpy as np
 
-    extended, finished = (np.asarray(learning_rate(config, length)(steps)) for length in (longer, steps))
+    extended, finished = (np.asarray(learning_rate(config, length)(steps)) for length in (extended_steps, steps))
     return bool(extended > finished * (1 + 1e-6))  # both are float32
 
 
@@ -261,7 +261,7 @@ def _trapezoid(config: OptimizerConfig, length: int) -> optax.Schedule:
 
 
 def scale_schedule(schedule: optax.Schedule, ratio: float) -> optax.Schedule:
-    """Return a schedule multiplied by a ratio."""
+    """Return the schedule multiplied by `ratio`."""
     return schedule if ratio == 1.0 else lambda step: ratio * schedule(step)
 
 
@@ -271,9 +271,9 @@ def make_optimizer(config: OptimizerConfig, specs: Any, training: Training) -> o
     State and updates are float32 for any dtype of parameters and gradients.
 
     Args:
-        config: settings of the optimizer.
-        specs: tree of `Parameter` with the structure of the parameters.
-        training: properties of the run.
+        config: Settings of the optimizer.
+        specs: Tree of `Parameter` with the structure of the parameters.
+        training: Properties of the run.
     """
     import optax
 

@@ -131,7 +131,7 @@ def _directions(
     stack = jnp.concatenate([leaf.astype(recipe.compute).reshape(-1, rows, columns) for leaf in leaves])
     padding = -len(stack) % sharding.devices
     stack = jnp.pad(sharding.shard_as_stored(stack, spec), ((0, padding), (0, 0), (0, 0)))
-    directions = orthogonal(sharding.shard_by_matrix(stack), spec.output_first)
+    directions = orthogonalize(sharding.shard_by_matrix(stack), spec.output_first)
     if recipe.beta2 is not None:
         old_squares = jnp.pad(jnp.concatenate([s.reshape(-1, s.shape[-1]) for s in second]), ((0, padding), (0, 0)))
         directions, new_squares = _normalise(directions, old_squares, recipe.beta2, _second_moment_axis(spec))
@@ -142,7 +142,7 @@ def _directions(
     return [part.reshape(s.shape).astype(jnp.float32) for part, s in zip(parts, specs, strict=True)], second
 
 
-def orthogonal(stack: Float[Array, "n rows columns"], output_first: bool) -> Float[Array, "n rows columns"]:
+def orthogonalize(stack: Float[Array, "n rows columns"], output_first: bool) -> Float[Array, "n rows columns"]:
     """Orthogonalize each matrix approximately and scale it to norm sqrt(min(rows, columns)), in the stack's dtype.
 
     Scales the vectors of the outputs (rows if `output_first`, else columns) to equal norms before that (MuonEq, arXiv

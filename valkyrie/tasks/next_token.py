@@ -46,7 +46,7 @@ class Config(Task):
 
     def problems(self, model: Any, seq: int) -> list[Problem]:
         """Return problems if the model is not causal or supports fewer than `seq` positions."""
-        longest, problems = getattr(model, "longest", seq), []
+        max_seq, problems = getattr(model, "max_seq", seq), []
         if not model.causal:
             text = (
                 f"model={model.name} lets a position see the token that it predicts (model.attention.causal=false or "
@@ -54,8 +54,8 @@ class Config(Task):
                 "model."
             )
             problems.append(Problem(ProblemCode.unsupported, "model", model.name, text))
-        if seq > longest:
-            text = f"seq={seq}: model={model.name} has {longest} positions. Use seq={longest}, or model.context={seq}."
+        if seq > max_seq:
+            text = f"seq={seq}: model={model.name} has {max_seq} positions. Use seq={max_seq}, or model.context={seq}."
             problems.append(Problem(ProblemCode.conflict, "seq", seq, text))
         return problems
 

@@ -1,4 +1,4 @@
-"""Dense decoders such as Llama and modern GPTs: RMSNorm, rotary positions, no biases.
+"""Dense decoders such as Llama and modern GPTs: RMSNorm, rotary positions, and by default no biases.
 
 Grouped heads, biases of attention, windows, gated or plain feed-forwards, and tied or untied embeddings are settings.
 For LayerNorm, biases of feed-forwards and learned positions, use the family `gpt2`.

@@ -41,7 +41,7 @@ class Config(Stack):
         return [Problem(ProblemCode.unsupported, "model.residual", "parallel", text)]
 
     @property
-    def longest(self) -> int:
+    def max_seq(self) -> int:
         """Maximum sequence length: the number of learned positions."""
         return self.context
 

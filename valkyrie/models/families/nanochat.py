@@ -39,7 +39,7 @@ class NanochatLayer(Layer):
 
 @dataclass
 class Config(Stack):
-    """nanochat.
+    """A nanochat model.
 
     Args:
         depth: The YAML derives width, heads and layers from it. `embed` is 64 times the depth, rounded up to a multiple

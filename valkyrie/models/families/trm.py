@@ -77,7 +77,7 @@ class Config:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the token embedding."""
+        """Number of rows of the token embedding."""
         return self.vocab_size
 
     @property
@@ -176,7 +176,7 @@ class Config:
         return self.forward_passes * per_position * self._positions_per_cell(seq) + 2.0 * self.embed * self.vocab_size
 
     def step_flops_per_token(self, seq: int) -> float:
-        """Return FLOPs per cell of a training step: all forward passes, plus twice the last cycle for backward."""
+        """Return FLOPs per cell of a training step: all forward passes, and twice the last cycle for backward."""
         backward = (self.low_cycles + 1) * self._network_flops(seq + self.puzzle_tokens) * self._positions_per_cell(seq)
         return self.flops_per_token(seq) + 2.0 * (backward + 2.0 * self.embed * self.vocab_size)
 

@@ -1,4 +1,7 @@
-"""Global tokens: key columns that every row sees in addition to its window, and query rows that see all keys."""
+"""Adds global tokens to windowed attention: every query sees them, and they see all keys.
+
+In a matrix of logits they are columns that every row sees, and rows that see every column.
+"""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def chunked_attention(
 
 
 class _Chunk(NamedTuple):
-    """Queries of one scan step."""
+    """Queries of one scan step, with their segments, and whether they see the global tokens."""
 
     q: Float[Array, "batch chunk heads head_dim"]
     query_segments: Int[Array, "batch chunk"] | None
@@ -211,7 +211,7 @@ def _split_chunks(x: Array, chunk: int) -> Array:
 
 
 def _regroup(x: Array, dilation: int) -> Array:
-    """Reshape (batch, seq, ...) to (batch * dilation, ceil(seq / dilation), ...), grouping positions by residue."""
+    """Reshape (batch, seq, ...) to (batch * dilation, ceil(seq / dilation), ...), grouped by residue."""
     batch, seq = x.shape[:2]
     steps = -(-seq // dilation)
     x = jnp.pad(x, ((0, 0), (0, steps * dilation - seq)) + ((0, 0),) * (x.ndim - 2))

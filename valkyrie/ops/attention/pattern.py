@@ -6,10 +6,10 @@ conditions on |i - j|, so 2 W - 1 keys. A window of None has no limit. Other con
 counts one side without the token (W - 1 here), transformers counts both sides (2 (W - 1) here), and the (left, right)
 pairs of JAX, cuDNN and splash are inclusive: (W - 1, 0).
 
-Global tokens (Longformer, arXiv 2004.05150, section 3): let G be the set of global positions. A row i outside of G is
-one softmax over {j: j in its window or j in G} with the local q, k, v. A row i in G is a softmax over all keys with the
-separate projections q_g, k_g, v_g. Causal attention also requires j <= i. Positions with different segment ids never
-see each other. No key is counted twice. A row that sees no key is zero.
+Global tokens (Longformer, arXiv 2004.05150, section 3): let G be the set of global positions. Position i
+outside of G attends to {j: j in its window or j in G} with the local q, k, v. Position i in G attends to all keys with
+the separate projections q_g, k_g, v_g. Causal attention also requires j <= i. Positions with different segment ids
+never see each other. No key is counted twice. The output at a position that sees no key is zero.
 """
 
 from __future__ import annotations

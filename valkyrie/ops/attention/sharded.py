@@ -91,13 +91,17 @@ def _full_splash_attention(
     shards: int,
 ) -> Array:
     """Compute full attention of this shard's queries to all keys with splash attention."""
-    from valkyrie.ops.attention.splash import QueryChunks, splash_causal_shard, whole_blocks  # Pallas is slow to import
+    from valkyrie.ops.attention.splash import (
+        QueryChunks,
+        needs_no_padding,
+        splash_causal_shard,
+    )  # Pallas is slow to import
 
     if not pattern.causal:
         return local_attention(q, k, v, pattern=pattern, method=method, key_range=key_range._replace(before=0))
     shard, seq = jax.lax.axis_index(axis_names), q.shape[1]
     attend = functools.partial(splash_causal_shard, soft_cap=pattern.soft_cap, interpret=method.interpret)
-    if seq % 2 or not whole_blocks(seq // 2):
+    if seq % 2 or not needs_no_padding(seq // 2):
         starts = tuple((i * seq,) for i in range(shards))
         return attend(q, k, v, chunks=QueryChunks(starts, shard), key_range=key_range)
     swap = functools.partial(_exchange_halves, axis_names=axis_names, shards=shards)

@@ -33,7 +33,7 @@ BLOCK = 512
 """Block length with a window, or for short sequences."""
 
 WIDE_BLOCK = 1024
-"""Block length without a window, if the conditions below hold."""
+"""Block length without a window, if the limits below allow it."""
 
 WIDE_FROM = 4096
 """Sequence length from which wide blocks are faster."""
@@ -91,7 +91,7 @@ def splash_causal_shard(
     """Compute full causal attention of one shard's queries to the keys of all shards with splash attention.
 
     The first key is at position 0. If a shard has more than one chunk, their length must be a whole number of blocks
-    (`whole_blocks`).
+    (`needs_no_padding`).
     """
     head_dim, length = q.shape[3], q.shape[1] // len(chunks.starts[0])
     length_padded, keys_padded = _padded_length(length), _padded_length(k.shape[1])
@@ -117,7 +117,7 @@ def splash_causal_shard(
     return _run_kernel(kernel, q, k, v, segments, key_range.columns, rows_padded, keys_padded)
 
 
-def whole_blocks(length: int) -> bool:
+def needs_no_padding(length: int) -> bool:
     """Return whether a chunk of `length` queries needs no padding."""
     return length == _padded_length(length)
 
@@ -185,7 +185,7 @@ def _run_kernel(
     rows_padded: int,
     keys_padded: int,
 ) -> Queries:
-    """Pad rows and keys, run the kernel, and merge the columns."""
+    """Pad queries and keys, run the kernel, and merge its output with attention over the columns."""
     seq = q.shape[1]
     scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
     queries = _pad_length(scaled, rows_padded).swapaxes(1, 2)

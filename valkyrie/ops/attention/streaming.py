@@ -57,8 +57,8 @@ def init_cache(
     dtype: DTypeLike = jnp.float32,
 ) -> KVCache:
     """Return an empty cache for sequences of up to `max_len` tokens. The first `global_tokens` are global."""
-    longest = -(-max_len // dilation)
-    slots = longest if window is None else min(window, longest)
+    max_slots = -(-max_len // dilation)
+    slots = max_slots if window is None else min(window, max_slots)
     k, v = (jnp.zeros((batch, dilation, slots, kv_heads, head_dim), dtype) for _ in range(2))
     first = None
     if global_tokens:

@@ -53,12 +53,12 @@ class Config(OptimizerConfig):
     """Muon. `weight_decay` falls to 0 along a cosine and applies only where the step also shrinks the parameter.
 
     Args:
-        epsilon: epsilon of AdamW.
-        momentum_start: momentum at the first step. It rises to `momentum` over `momentum_warmup` steps.
-        momentum_end: momentum at the last step. It falls during the last `warmdown` of the steps. Like nanochat's, it
+        epsilon: Epsilon of AdamW.
+        momentum_start: Momentum at the first step. It rises to `momentum` over `momentum_warmup` steps.
+        momentum_end: Momentum at the last step. It falls during the last `warmdown` of the steps. Like nanochat's, it
             does not depend on how the learning rate falls, so `schedule=cosine` does not change it.
-        beta2: decay of the mean squares by which NorMuon divides rows or columns, null for plain Muon.
-        groups: settings of AdamW by parameter group.
+        beta2: Decay of the mean squares that NorMuon keeps to normalise rows or columns, null for plain Muon.
+        groups: Settings of AdamW by parameter group.
     """
 
     name: str = "muon"
