@@ -116,7 +116,7 @@ def test_another_model_is_refused_by_the_name_of_its_parameter(tmp_path: Path) -
         with pytest.raises(ValueError) as renamed:
             kept.restore(abstract(make_state(0, name="v")))
     assert "block.w is (64,) " in str(wider.value) and " (128,) " in str(wider.value)
-    assert "block.v is missing" in str(renamed.value) and "(and 1 more)" in str(renamed.value)
+    assert "block.v is missing" in str(renamed.value) and "(1 more differ)" in str(renamed.value)
     assert f"resume={tmp_path.name}" in str(renamed.value)
 
 
@@ -129,7 +129,7 @@ def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None
             kept.restore(abstract(averaged))
         with pytest.raises(ValueError) as named:
             kept.restore(abstract(averaged), changed=changed)
-    assert "ema.block.w is only" in str(unnamed.value) and "(and 0 more)" in str(unnamed.value)
+    assert "ema.block.w is only" in str(unnamed.value) and "more differ" not in str(unnamed.value)
     assert "Use optimizer.ema_decay=null" in str(named.value) and "0.9" in str(named.value)
     for error in (unnamed, named):
         assert "another optimizer" in str(error.value) and f"resume={tmp_path.name}" in str(error.value)

@@ -287,8 +287,8 @@ def test_a_compiler_outside_the_sandbox_counts_as_missing() -> None:
 
 def test_the_path_of_a_users_problems_is_saved_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert CodeEvalConfig(problems="own.jsonl").anywhere().problems == str(tmp_path / "own.jsonl")
-    assert CodeEvalConfig().anywhere() == CodeEvalConfig() and LANGUAGES.keys() == {"cpp", "python"}
+    assert CodeEvalConfig(problems="own.jsonl").with_absolute_path().problems == str(tmp_path / "own.jsonl")
+    assert CodeEvalConfig().with_absolute_path() == CodeEvalConfig() and LANGUAGES.keys() == {"cpp", "python"}
 
 
 @needs_sandbox

@@ -177,10 +177,10 @@ def test_a_killed_evaluation_leaves_no_program(tmp_path: Path) -> None:
 UNPRIVILEGED = """
 import os, sys
 from valkyrie.code_eval import sandbox
-from valkyrie.code_eval.sandbox import SandboxStep, run_steps, trouble
+from valkyrie.code_eval.sandbox import SandboxStep, run_steps, sandbox_problem
 if os.geteuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
-assert trouble() is None, trouble()
+assert sandbox_problem() is None, sandbox_problem()
 assert sandbox.choose_isolation().user is None
 command = "ls -d /home /root; unshare --user true || mount -t tmpfs none /box || echo x > /x || echo kept apart"
 print(run_steps({}, [SandboxStep(("sh", "-c", command), 20.0, 256)])[0].output)
@@ -188,7 +188,7 @@ print(run_steps({}, [SandboxStep(("sh", "-c", command), 20.0, 256)])[0].output)
 
 
 def test_a_user_without_privileges_has_the_same_sandbox() -> None:
-    if os.geteuid() == 0 and not sandbox._nests():
+    if os.geteuid() == 0 and not sandbox._can_nest_namespaces():
         # Kept, because a kernel may forbid them to users: then root is the only one who has a sandbox there.
         pytest.skip("this machine has no user namespaces for users")
     environment = {**os.environ, "TMPDIR": "/tmp"}
@@ -200,7 +200,7 @@ def test_a_user_without_privileges_has_the_same_sandbox() -> None:
 # Kept, because only root can become another user; what others have is the test above.
 @pytest.mark.skipif(os.geteuid() != 0, reason="for root")
 def test_root_keeps_programs_apart_without_user_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_nests", lambda: False)
+    monkeypatch.setattr(sandbox, "_can_nest_namespaces", lambda: False)
     ended = shell("id -u; ls -d /root /home /proc/1; touch /box/own && echo wrote")
     assert int(ended.output.split()[0]) > 1000 and ended.output.count("No such file") == 3
     assert ended.output.endswith("wrote\n")
@@ -208,7 +208,7 @@ def test_root_keeps_programs_apart_without_user_namespaces(monkeypatch: pytest.M
 
 def test_users_of_two_programs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(sandbox, "_nests", lambda: False)
+    monkeypatch.setattr(sandbox, "_can_nest_namespaces", lambda: False)
     monkeypatch.setattr(sandbox, "_is_mapped", lambda user: True)
     assert sandbox.choose_isolation().user != sandbox.choose_isolation().user
     monkeypatch.setattr(sandbox, "_is_mapped", lambda user: False)

@@ -11,11 +11,15 @@ from valkyrie.problems import Problem, ProblemCode, check_range
 
 @dataclass
 class FastConfig:
-    """The fast tier: every `every` steps (null: never) each host saves its own devices' arrays; the newest `keep` stay.
+    """The fast tier: each process saves the arrays of its own devices on its host.
 
-    `folder` is a path on each host; null uses the system's temporary files, and `/dev/shm/valkyrie` is memory. Fast
-    checkpoints survive the death of a process, but not of the host. If one of several processes is killed between two
-    saves, only an older checkpoint is complete on all of them: hence `keep: 2`.
+    Fast checkpoints survive the death of a process, but not of its host.
+
+    Args:
+        every: Steps between saves; null for no fast tier.
+        folder: Folder on each host, such as `/dev/shm/valkyrie` for memory; null for the system's temporary folder.
+        keep: Number of newest checkpoints to keep. Use at least 2: if a process is killed before it finishes a save
+            that others have finished, only the previous checkpoint is complete everywhere.
     """
 
     every: int | None = None
@@ -36,14 +40,21 @@ class FastConfig:
 
 @dataclass
 class CheckpointConfig:
-    """The durable tier: saved in the background every `every` steps (null: only at the end).
+    """The durable tier: checkpoints saved in the background by all processes together.
 
-    Checkpoints are stored in the run folder, or under the run's name in `folder`: a path or bucket (gs://, s3://) that
-    all hosts reach.
+    A checkpoint is kept if it is among the newest `keep`, is kept by `keep_every_h`, or is among the `keep_best` best.
 
-    These are kept: the newest `keep`, one for every `keep_every_h` hours (null: none), and the `keep_best` with the
-    lowest `best` (the highest with `highest_is_best`). `best` is the name of an evaluation metric. With `keep_best`, if
-    an evaluation and a save are due at the same step, the evaluation runs first.
+    Args:
+        every: Steps between saves; null to save only at the end.
+        keep: Number of newest checkpoints to keep.
+        keep_every_h: Also keep one checkpoint per this many hours; null for none.
+        keep_best: Also keep this many checkpoints with the best value of `best`. If an evaluation and a save are due at
+            the same step, the evaluation runs first.
+        best: Name of the evaluation metric for `keep_best`.
+        highest_is_best: Whether the highest value of `best` is the best one, instead of the lowest.
+        folder: Folder or bucket (gs://, s3://) that all hosts reach. Checkpoints are stored there under the run's name;
+            null for the run folder.
+        fast: The fast tier.
     """
 
     name: str = "async"

@@ -22,20 +22,20 @@ class CheckpointInfo:
     """The metadata of a checkpoint, stored as `about/metadata`. Entries that were not recorded are None.
 
     Args:
-        parameters: shape of every parameter, by dotted name.
-        step: finished optimizer steps.
-        saved: time of the save.
+        parameters: Shape of every parameter, by dotted name.
+        step: Finished optimizer steps.
+        saved: Time of the save.
         tier: `durable` or `fast`.
-        model: name of the model.
-        layout: name of the layout, or `converted`.
-        mesh: size of every mesh axis.
-        devices_of_process: device ids of every process, by its index.
-        tokenizer: name and fingerprint of the tokenizer.
-        versions: versions of the packages that decide a run's numbers.
-        converted_from: the Hugging Face folder with the original weights.
+        model: Name of the model.
+        layout: Name of the layout, or `converted`.
+        mesh: Size of every mesh axis.
+        devices_of_process: Device ids of every process, by its index.
+        tokenizer: Name and fingerprint of the tokenizer.
+        versions: Versions of the packages that decide a run's numbers.
+        converted_from: The Hugging Face folder with the original weights.
         holds: `parameters` if there is no optimizer state.
-        process: index of the process that wrote a fast checkpoint.
-        shards: parts of each array in a fast checkpoint, as `local_shards` returns them.
+        process: Index of the process that wrote a fast checkpoint.
+        shards: Parts of each array in a fast checkpoint, as `local_shards` returns them.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -59,7 +59,7 @@ class CheckpointInfo:
 
 
 def read_info(path: Any) -> CheckpointInfo:
-    """Return the metadata of a checkpoint. ValueError if it cannot be read."""
+    """Return the metadata of a checkpoint. Raises ValueError if it cannot be read."""
     try:
         return load(CheckpointInfo, (path / "about" / "metadata").read_text(), "about/metadata")
     except (OSError, ValueError) as error:
@@ -70,7 +70,10 @@ def read_info(path: Any) -> CheckpointInfo:
 
 
 def find_damage(path: Any) -> Problem | None:
-    """Return the first file of a checkpoint that fails its checksum, or None. Buckets verify their own objects."""
+    """Return the problem of the first file of a checkpoint that fails its checksum, or None.
+
+    Checkpoints in buckets are not checked, because buckets verify their objects.
+    """
     return None if in_bucket(path) else folder_damage(path)
 
 
@@ -84,7 +87,7 @@ def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
 
 
 def state_arrays(state: Any) -> Mapping[str, Any]:
-    """Return the fields of a train state without those that are None."""
+    """Return the fields of a train state that are not None, by name."""
     return {key: value for key, value in state._asdict().items() if value is not None}
 
 
@@ -101,7 +104,7 @@ def refuse_other_model(path: Any, saved: Mapping[str, tuple[int, ...]], built: M
         if saved.get(name) != built.get(name)
     ]
     if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        more = f" ({len(problems) - 1} more differ)" if len(problems) > 1 else ""
         raise ValueError(
             f"The checkpoint of step {path.name} in {path.parent} is of another model: {problems[0]}{more}. "
             f"Use the model that it was trained with (resume={_run_name(path)} uses its settings), or another "
@@ -110,10 +113,14 @@ def refuse_other_model(path: Any, saved: Mapping[str, tuple[int, ...]], built: M
 
 
 def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[str, tuple[str, str]]) -> None:
-    """Raise ValueError if the saved state has other arrays than the run, for example of another optimizer.
+    """Raise ValueError if the names of the saved arrays differ from the run's, for example for another optimizer.
 
-    If the saved array names cannot be read, this returns silently; restoring then raises the error. `changed` maps the
-    key of each setting that differs from the saved run to (requested, saved).
+    If the saved names cannot be read, this returns silently; restoring then raises the error.
+
+    Args:
+        path: Folder of the checkpoint.
+        wanted: Arrays of the run's train state, by field.
+        changed: (requested, saved) value of each setting that differs from the saved run, by key.
     """
     saved, wanted_names = _saved_arrays(path), set(leaf_names(wanted))
     if saved is None or saved == wanted_names:
@@ -132,7 +139,8 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
         remedy = " ".join(f"{key}={saved_value}" for key, (_, saved_value) in options.items())
     else:
         name, more = min(saved ^ wanted_names), len(saved ^ wanted_names) - 1
-        differs = f"{name} is only in the {'checkpoint' if name in saved else 'run'} (and {more} more)"
+        differs = f"{name} is only in the {'checkpoint' if name in saved else 'run'}"
+        differs += f" ({more} more differ)" if more else ""
         remedy = "the optimizer settings that it was saved with"
     raise ValueError(
         f"The checkpoint of step {path.name} in {path.parent} is intact, but of another optimizer: {differs}. "
@@ -141,7 +149,7 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
 
 
 def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, wanted: Mapping[str, str] | None) -> None:
-    """Raise ValueError if a checkpoint was saved with another tokenizer than the wanted one. None fits any."""
+    """Raise ValueError if a checkpoint was saved with a tokenizer other than `wanted`. None is compatible with all."""
     if wanted is None or saved is None or saved["fingerprint"] == wanted["fingerprint"]:
         return
     if saved["name"] == wanted["name"]:

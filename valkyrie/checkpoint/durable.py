@@ -65,7 +65,7 @@ class Durable(Tier):
         return args.StandardRestore(wanted)
 
     def sound_step(self) -> int:
-        """Return the newest step with undamaged files. ValueError if every checkpoint is damaged.
+        """Return the step of the newest undamaged checkpoint. Raises ValueError if all are damaged.
 
         Prints a note for each newer, damaged checkpoint and, unless read-only, moves it aside so that its step can be
         saved again.
@@ -88,7 +88,10 @@ class Durable(Tier):
         return step
 
     def set_all_aside(self) -> None:
-        """Move all checkpoints aside because they are damaged, so that their steps can be saved again."""
+        """Rename all checkpoints to `damaged-...`, so that their steps can be saved again.
+
+        Call this if all are damaged.
+        """
         for step in self._manager.all_steps():
             self._set_aside(step)
 
@@ -98,7 +101,10 @@ class Durable(Tier):
 
 
 def _check_folder(path: Path, folder: Path) -> None:
-    """Raise ValueError if saving could delete folders of other owners: Orbax deletes the oldest numbered folders."""
+    """Raise ValueError if saving here could delete anything but this run's checkpoints.
+
+    Orbax deletes the oldest folders with a number as name.
+    """
     real = path.resolve()
     if real.parent != folder.resolve() and (real.parent / "run.yaml").is_file():
         raise ValueError(

@@ -26,7 +26,7 @@ _FULL_DISK = "checkpoint.fast.folder=DIR, or turn fast checkpoints off: checkpoi
 class Fast(Tier):
     """The fast checkpoints of one process. Saving does not wait for other processes.
 
-    They can be read only if each process holds the same parts of the same arrays as when they were saved.
+    They can be read only by a run whose processes have the same shards of the same arrays as when they were saved.
     """
 
     label = "fast "
@@ -79,12 +79,15 @@ class Fast(Tier):
         return replace(super()._describe(arrays), shards=local_shards(arrays))
 
     def usable(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
-        """Return the steps that this process can restore as `wanted`, and why others cannot. Deletes damaged ones."""
+        """Return the steps that this process can restore as `wanted`, and a reason for each other one.
+
+        Deletes damaged checkpoints.
+        """
         steps, refused, shards = [], [], local_shards(wanted)
         for step in sorted(self._manager.all_steps(), reverse=True):
             info, damage = inspect(self.folder_of(step))
             if info is None or damage is not None:
-                print(f"the fast checkpoint of step {step} in {self.path} is damaged: {damage}", file=sys.stderr)
+                print(f"deleting the damaged fast checkpoint of step {step} in {self.path}: {damage}", file=sys.stderr)
                 refused.append(f"the one of step {step} is damaged")
                 self._delete(step)
             elif _covers(info.shards, shards):
@@ -94,7 +97,7 @@ class Fast(Tier):
         return steps, refused
 
     def forget_after(self, step: int) -> None:
-        """Delete the checkpoints after a step. The run continues from that step and will save them again."""
+        """Delete the checkpoints of later steps. The run continues from `step` and will save them again."""
         self._delete(*(other for other in steps_in(self.path) if other > step))
 
     def _delete(self, *steps: int) -> None:

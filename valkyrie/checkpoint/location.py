@@ -1,7 +1,7 @@
-"""Where a run's durable checkpoints are, and which steps are there. Imports neither JAX nor Orbax.
+"""Finds a run's durable checkpoints: their folder or bucket, and the saved steps. Imports neither JAX nor Orbax.
 
-They are in the run folder, or in a folder or bucket that all hosts reach. Like Orbax, this reads and writes buckets
-through `etils.epath` and TensorStore. `gs://` and `s3://` each need an extra package.
+They are in the run folder, or in a folder or bucket that all hosts reach. Like Orbax, this module accesses buckets
+through `etils.epath`. `gs://` and `s3://` each need an extra package.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ FOLDER = "checkpoints"
 POINTER = "checkpoints.path"
 """The file with the path of the durable checkpoints, if they are not in the run folder."""
 IDENTITY = "id"
-"""The file with the run's identity, which its fast checkpoints are matched by. It exists while the run uses the fast
-tier."""
+"""The file with the run's identity, which is part of the path of its fast checkpoints. It exists while the run uses the
+fast tier."""
 METADATA = "_CHECKPOINT_METADATA"
 """The file with a checkpoint's save times. On a disk, Orbax writes it last."""
 _COMMITTED = "commit_success.txt"
@@ -29,7 +29,7 @@ _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 
 
 def folder_problems(folder: str | None) -> list[Problem]:
-    """Return why `checkpoint.folder` cannot be used here, with the package to install."""
+    """Return the problem of a `checkpoint.folder` that cannot be used here: unknown URL scheme or missing package."""
     scheme = None if folder is None else url_scheme(folder)
     if scheme is None:
         return []
@@ -57,14 +57,14 @@ def parse_path(text: str) -> Any:
 def checkpoint_root(run_folder: Path) -> Any:
     """Return the path of a run's durable checkpoints, one folder per step.
 
-    ValueError for a bucket that cannot be used here.
+    Raises ValueError for a bucket that cannot be used here.
     """
     pointer = run_folder / POINTER
     if not pointer.is_file():
         return run_folder / FOLDER
     path = pointer.read_text().strip()
     if problems := folder_problems(path):
-        raise ValueError(f"{pointer} names another location for checkpoints, which cannot be used. {problems[0]}")
+        raise ValueError(f"{pointer} says that the checkpoints are in {path}, which cannot be used. {problems[0]}")
     return parse_path(path)
 
 
@@ -76,7 +76,7 @@ def configured_root(run_folder: Path, folder: str | None) -> Any:
 def record_root(run_folder: Path, folder: str | None) -> None:
     """Record in a run folder where its durable checkpoints are, for a setting of `checkpoint.folder`.
 
-    ValueError if the run already has checkpoints in another place.
+    Raises ValueError if the run already has checkpoints in another place.
     """
     configured = None if folder is None else str(configured_root(run_folder, folder))
     pointer = run_folder / POINTER

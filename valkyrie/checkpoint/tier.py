@@ -36,15 +36,15 @@ class Tier(ABC):
     """
 
     def __init__(self, path: Any, *, cleans: bool, info: CheckpointInfo, together: bool = False) -> None:
-        """Open the folder.
+        """Open the checkpoint folder.
 
         Args:
-            path: the folder or bucket.
-            cleans: whether this process removes the remains of a failed save.
-            info: metadata of the run, stored in every checkpoint.
-            together: whether several processes write each checkpoint and wait for each other. A save that fails on one
-                process raises NotSavedError there, and the other processes end with it, because they would wait
-                forever.
+            path: The folder or bucket.
+            cleans: Whether this process removes the remains of a failed save.
+            info: Metadata of the run, stored in every checkpoint.
+            together: Whether each checkpoint is written by several processes, which wait for each other. If a save
+                fails on one of them, that process raises NotSavedError and the whole run is aborted, because the others
+                would wait forever.
         """
         for name in ("asyncio", "gcsfs"):  # these loggers report every part of a failure at length
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -59,18 +59,18 @@ class Tier(ABC):
 
     @abstractmethod
     def _open(self) -> Any:
-        """Return Orbax's manager of the folder."""
+        """Return the Orbax checkpoint manager of the folder."""
 
     @abstractmethod
     def _state_args(self, tree: Any) -> Any:
-        """Return Orbax's arguments to save the arrays of a state."""
+        """Return the Orbax arguments that save the arrays of a state."""
 
     @abstractmethod
     def _read_args(self, wanted: Any) -> Any:
-        """Return Orbax's arguments to read arrays of these shapes and shardings."""
+        """Return the Orbax arguments that read arrays with the shapes and shardings of `wanted`."""
 
     def _describe(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
-        """Return the metadata of a state."""
+        """Return the metadata of a checkpoint that is saved now."""
         return replace(
             self._info, saved=time.strftime("%Y-%m-%d %H:%M:%S %z"), parameters=parameter_shapes(arrays["parameters"])
         )
@@ -82,10 +82,16 @@ class Tier(ABC):
     def save(
         self, step: int, state: Any, data: Mapping[str, Any], metrics: Mapping[str, float] | None = None
     ) -> str | None:
-        """Begin to save the state after `step` steps and its data position, unless that step is already saved.
+        """Start saving the state after `step` steps and its data position, unless that step is already saved.
 
-        Returns why this save or the previous one failed, or None. A failed save leaves nothing behind, and the next one
-        tries again. `metrics` are the results of an evaluation after the same step.
+        Returns the error message if this save or the previous one failed, or None. A failed save leaves no files
+        behind, and later saves are attempted as usual.
+
+        Args:
+            step: Number of finished steps.
+            state: The train state.
+            data: Position in the data.
+            metrics: Results of an evaluation after the same step.
         """
         failed = self.wait()
         if step == self.last_saved:
@@ -105,7 +111,7 @@ class Tier(ABC):
         return failed
 
     def read(self, step: int, wanted: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, object]]:
-        """Return (arrays by field, data position) of a checkpoint. ValueError if it cannot be read."""
+        """Return (arrays by field, data position) of a checkpoint. Raises ValueError if it cannot be read."""
         from orbax.checkpoint import args
 
         try:
@@ -120,12 +126,15 @@ class Tier(ABC):
         return restored["state"], dict(restored["data"])
 
     def reload(self, newest: int | None) -> None:
-        """Read the folder again. `newest` is the newest checkpoint to continue from."""
+        """Rescan the folder after checkpoints were moved or deleted on disk.
+
+        Sets `last_saved` to the step `newest` (None if no checkpoint is left).
+        """
         self._manager.reload()
         self.last_saved = newest
 
     def wait(self) -> str | None:
-        """Wait until the current save is on disk. Returns None, or why the save failed."""
+        """Wait until the current save is on disk. Returns the error message if it failed, or None."""
         try:
             while self._together and self._manager.is_saving_in_progress():
                 self._raise_reported()
@@ -136,7 +145,7 @@ class Tier(ABC):
         return None
 
     def poll(self) -> str | None:
-        """Return why a save that has ended failed, or None. Does not wait for a save in progress."""
+        """Return the error message of a save that has failed, or None. Does not wait for a save in progress."""
         if not self._manager.is_saving_in_progress():
             return self.wait()
         if self._together:
@@ -149,7 +158,7 @@ class Tier(ABC):
     def _raise_reported(self) -> None:
         """Raise the error of a background write that failed on this process.
 
-        Orbax raises it only once the save has ended on all processes, and those wait for this one.
+        Orbax itself raises it only after the save has ended on all processes, and the others wait for this one.
         """
         for text, error in _reported_errors():
             if f"{self.path}/" in text:
@@ -166,7 +175,7 @@ class Tier(ABC):
             self._manager.close()
 
     def _unfinished(self) -> list[Path]:
-        """Return the folders of unfinished saves, or nothing for a bucket, where Orbax itself tracks them."""
+        """Return the folders of unfinished saves. Empty for a bucket, where Orbax itself tracks them."""
         return [] if in_bucket(self.path) else list(self.path.glob("*.orbax-checkpoint-tmp*"))
 
     def _write_checksums(self) -> None:
@@ -178,9 +187,9 @@ class Tier(ABC):
             write_checksums(unfinished, without=(METADATA,))
 
     def _failed(self, error: Exception) -> str:
-        """Return the message about a failed save, after removing its folder and reopening Orbax for the next save.
+        """Remove the remains of a failed save, reopen Orbax for the next save, and return the error message.
 
-        With `together`, raises NotSavedError instead.
+        With `together`, only raises NotSavedError.
         """
         step = self.last_saved
         failure = f"the {self.label}checkpoint of step {step} could not be saved in {self.path} ({error_reason(error)})"
@@ -208,7 +217,7 @@ class Tier(ABC):
 
 @cache
 def _reported_errors() -> list[tuple[str, Exception]]:
-    """Return the list of (text, error) that Orbax has logged from its threads, which grows. Hides them from stderr."""
+    """Return the list to which errors logged by Orbax's threads are added, as (text, error). Hides them from stderr."""
     errors: list[tuple[str, Exception]] = []
 
     def collect(record: logging.LogRecord) -> bool:

@@ -30,9 +30,13 @@ from valkyrie.processes.team import ALONE, Team
 
 
 class Restored(NamedTuple):
-    """A restored state, its data position, and `source`: a description of the checkpoint and why it was used.
+    """A restored checkpoint.
 
-    If the checkpoint has parameters only, as `valkyrie-convert` writes it, all other fields of the state are None.
+    Args:
+        step: Number of finished steps.
+        state: The train state. Only the parameters are set if the checkpoint was written by `valkyrie-convert`.
+        data: Position in the data.
+        source: Text that names the checkpoint and why it was used.
     """
 
     step: int
@@ -76,15 +80,15 @@ class Checkpoints:
     def save(
         self, step: int, state: Any, data: Mapping[str, Any], metrics: Mapping[str, float] | None = None
     ) -> str | None:
-        """Begin to save a durable checkpoint, as `Tier.save` does."""
+        """Start saving a durable checkpoint (see `Tier.save`)."""
         return self.durable.save(step, state, data, metrics)
 
     def save_fast(self, step: int, state: Any, data: Mapping[str, Any]) -> str | None:
-        """Begin to save a fast checkpoint, as `Tier.save` does. Does nothing if the run has no fast tier."""
+        """Start saving a fast checkpoint (see `Tier.save`). Does nothing if the run has no fast tier."""
         return None if self.fast is None else self.fast.save(step, state, data)
 
     def restore(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored:
-        """Return what `newest` returns. ValueError if there is no checkpoint."""
+        """Return the newest sound checkpoint, like `newest`. Raises ValueError if there is none."""
         restored = self.newest(abstract_state, changed=changed)
         if restored is None:
             raise ValueError(
@@ -93,11 +97,14 @@ class Checkpoints:
         return restored
 
     def newest(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored | None:
-        """Return the newest sound checkpoint of both tiers that all processes can read, or None.
+        """Return the newest sound checkpoint of both tiers that all processes can read, or None if there is none.
 
-        The arrays get the shardings of `abstract_state`. ValueError if the checkpoint does not fit the model or the
-        optimizer, or if all are damaged; the message names the settings that cause it. `changed` maps the key of each
-        setting that differs from the saved run to (requested, saved), written as on the command line.
+        Raises ValueError if the checkpoint does not fit the model, tokenizer or optimizer, with the settings to change,
+        or if all checkpoints are damaged.
+
+        Args:
+            abstract_state: Shapes and shardings of the train state.
+            changed: (requested, saved) value of each setting that differs from the saved run, by key.
         """
         wanted = state_arrays(abstract_state)
         fast, reason = self._agreed_fast(wanted)
@@ -119,7 +126,7 @@ class Checkpoints:
     def _read_durable(
         self, step: int, abstract_state: Any, changed: Mapping[str, tuple[str, str]], reason: str
     ) -> Restored:
-        """Return a durable checkpoint. ValueError if it is of another model, tokenizer or optimizer."""
+        """Read a durable checkpoint. Raises ValueError if it is of another model, tokenizer or optimizer."""
         wanted, path = state_arrays(abstract_state), self.durable.folder_of(step)
         info = read_info(path)
         refuse_other_model(path, info.parameters, parameter_shapes(wanted["parameters"]))
@@ -134,9 +141,9 @@ class Checkpoints:
         return Restored(step, abstract_state._replace(**arrays), data, source)
 
     def _sound_durable(self, *, needed: bool) -> int | None:
-        """Return the newest durable checkpoint that process 0 finds undamaged, or None.
+        """Return the step of the newest undamaged durable checkpoint, which process 0 determines, or None.
 
-        If all are damaged: ValueError if one is `needed`, else None.
+        If all are damaged, raises ValueError if one is `needed`, else moves them aside and returns None.
         """
         if self._team.broadcast_from_leader("durable checkpoint", lambda: self.last_saved) is None:
             return None
@@ -155,7 +162,10 @@ class Checkpoints:
         return step
 
     def _agreed_fast(self, wanted: Mapping[str, Any]) -> tuple[int | None, str]:
-        """Return the newest fast checkpoint that every process can read, or None and the reason in words."""
+        """Return the step of the newest fast checkpoint that all processes can read, or None and the reason.
+
+        The reason is empty if there are no fast checkpoints.
+        """
         if self.fast is None:
             return None, ""
         steps, refused = self.fast.usable(wanted)
@@ -169,12 +179,12 @@ class Checkpoints:
         return None, "; no fast checkpoint is complete on all processes" if incomplete else ""
 
     def wait(self) -> str | None:
-        """Wait until all current saves are on disk. Returns None, or why one failed."""
+        """Wait until all current saves are on disk. Returns the error message if one failed, or None."""
         failed = None if self.fast is None else self.fast.wait()
         return self.durable.wait() or failed
 
     def poll(self) -> str | None:
-        """Return why a save that has ended failed, or None. Does not wait for a save in progress."""
+        """Return the error message of a save that has failed, or None. Does not wait for a save in progress."""
         return self.durable.poll() or (None if self.fast is None else self.fast.poll())
 
     def close(self) -> None:
@@ -191,7 +201,16 @@ class Checkpoints:
 
 
 class StoredCheckpoint(NamedTuple):
-    """A checkpoint on disk: tier, step, size in bytes, layout and save time, first damage, and a summary."""
+    """A checkpoint on disk.
+
+    Args:
+        tier: `durable`, or `fast process N`.
+        step: Number of finished steps.
+        size: Bytes on disk.
+        saved: Layout and time of the save, as text.
+        damage: First damage, or None.
+        state: Result of the check, as text.
+    """
 
     tier: str
     step: int
@@ -227,7 +246,10 @@ def _bytes_in(path: Any) -> int:
 
 
 def _identity(folder: Path) -> str:
-    """Return the identity of a run folder, creating it if missing. Each run at the same path gets another one."""
+    """Return the identity of a run folder: a random ID, created if missing.
+
+    A new run at the same path gets a new one.
+    """
     file = folder / IDENTITY
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)

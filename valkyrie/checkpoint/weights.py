@@ -34,7 +34,13 @@ class WeightsTier(Durable):
 
 
 def read_array(path: Any, field: str, name: str) -> Any:
-    """Return one array of the checkpoint in a folder as a NumPy array, by state field and dotted name."""
+    """Read one array of a checkpoint, as a NumPy array.
+
+    Args:
+        path: Folder of the checkpoint.
+        field: Field of the train state, such as `parameters`.
+        name: Dotted name of the array within the field.
+    """
     import jax
     import numpy as np
     import orbax.checkpoint as ocp

@@ -1,4 +1,4 @@
-"""Configuration of the code evaluation. It imports little, so that it is checked before anything else loads."""
+"""Settings of the code evaluation, and checks of whether this machine can run it. Imports little, to load fast."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class CodeEvalConfig:
 
     Args:
         problems: `cpp` or `python` for the problems in the package, or the path of a .jsonl.
-        samples: completions per problem.
-        tokens: maximum length of a completion, in tokens.
-        batch: completions sampled at a time.
-        temperature: sampling temperature.
-        top_k: sample from the `top_k` most likely tokens (null: from all).
-        time_s: time limit for the tests of a completion, in seconds.
-        memory_mib: memory limit of each process, in MiB.
-        workers: completions judged at a time (null: one per CPU core).
-        sandbox: false runs generated code as this user, with access to its files and network.
+        samples: Completions per problem.
+        tokens: Maximum length of a completion, in tokens.
+        batch: Completions sampled at a time.
+        temperature: Sampling temperature.
+        top_k: Sample from the `top_k` most likely tokens (null: from all).
+        time_s: Time limit for the tests of a completion, in seconds.
+        memory_mib: Memory limit of each process, in MiB.
+        workers: Completions judged at a time (null: one per CPU core).
+        sandbox: False runs generated code as this user, with access to its files and network.
     """
 
     problems: str = "cpp"
@@ -45,21 +45,27 @@ class CodeEvalConfig:
             problems += check_range(f"code_eval.{name}", getattr(self, name), least=1, otherwise=otherwise)
         problems += check_range("code_eval.temperature", self.temperature, least=0)
         if self.temperature == 0 and self.samples > 1:
-            text = f"code_eval.temperature=0: all {self.samples} samples would be the same. Use code_eval.samples=1."
+            text = (
+                f"code_eval.temperature=0: all {self.samples} samples of a problem would be the same. "
+                "Use code_eval.samples=1."
+            )
             problems.append(Problem(ProblemCode.conflict, "code_eval.temperature", 0.0, text))
         problems += check_range("code_eval.time_s", self.time_s, above=0)
         problems += check_range("code_eval.memory_mib", self.memory_mib, least=16)
         return problems + bucket_problems("code_eval.problems", self.problems)
 
-    def anywhere(self) -> CodeEvalConfig:
-        """Return this configuration with an absolute path, which means the same in every directory."""
+    def with_absolute_path(self) -> CodeEvalConfig:
+        """Return these settings with the path of the problem file made absolute, to work in any working directory."""
         is_file = self.problems.endswith(".jsonl") or "/" in self.problems
         path = os.path.abspath(os.path.expanduser(self.problems))
         return replace(self, problems=path) if is_file else self
 
 
 def judge_problems(config: CodeEvalConfig) -> list[Problem]:
-    """Return why this machine cannot judge code: malformed problems, no compiler or no sandbox. Starts a program."""
+    """Return the problems that prevent an evaluation on this machine: invalid problem file, no compiler, no sandbox.
+
+    Starts a sandbox to test it.
+    """
     from valkyrie.code_eval.languages import LANGUAGES
     from valkyrie.code_eval.problems import languages_of, read_problems
     from valkyrie.code_eval.sandbox import sandbox_problem
@@ -73,8 +79,8 @@ def judge_problems(config: CodeEvalConfig) -> list[Problem]:
     problems = [Problem(ProblemCode.missing, key, value, f"{key}={value}: {why}.") for why in missing if why]
     if config.sandbox and not problems and (why := sandbox_problem()):
         text = (
-            f"code_eval.sandbox=true: there is no sandbox here to run the model's programs in ({why}). If they may "
-            "read your files and use the network, such as in a separate container, use code_eval.sandbox=false."
+            f"code_eval.sandbox=true: no sandbox can be created here for the model's programs ({why}). If they may "
+            "read your files and use the network, for example in a container, use code_eval.sandbox=false."
         )
         problems.append(Problem(ProblemCode.missing, "code_eval.sandbox", True, text))
     return problems

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from valkyrie.code_eval.languages import LANGUAGES, word_line
+from valkyrie.code_eval.languages import LANGUAGES, secret_line
 from valkyrie.code_eval.problems import DIFFICULTIES, CodingProblem, languages_of
 from valkyrie.code_eval.sandbox import SandboxStep, SandboxStepResult, run_steps
 
@@ -22,7 +22,7 @@ PASS_AT = (1, 10, 100)
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program: seconds, and MiB per process. `isolated`: whether it runs in a sandbox."""
+    """Limits of a program: seconds, MiB per process, and whether it is `isolated` in a sandbox."""
 
     time_s: float = 5.0
     memory_mib: int = 512
@@ -31,7 +31,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class CompletionResult:
-    """The result of one completion: whether it compiled and passed, the reason, and the run time of its tests."""
+    """The result of one completion.
+
+    Args:
+        problem: Name of the problem.
+        completion: The completion up to the end of the function.
+        reason: `passed`, or why the completion did not pass.
+        seconds: Run time of the tests, or of the compiler if it failed.
+    """
 
     problem: str
     language: str
@@ -54,10 +61,10 @@ def is_complete(problem: CodingProblem, text: str) -> bool:
 
 
 def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> CompletionResult:
-    """Compile and test a completion. SandboxError if no sandbox could be created.
+    """Compile and test a completion. Raises SandboxError if no sandbox could be created.
 
-    A completion that passes is run once more with tests that always fail, and must not pass those: a program can find
-    ways around its tests, and under reinforcement learning a model learns them.
+    A completion that passes is run again with tests that always fail, and is rejected if it passes those too. This
+    catches programs that circumvent their tests, which models learn to write under reinforcement learning.
     """
     limits, completion = limits or Limits(), cut_completion(problem, text)
     identity = (problem.name, problem.language, problem.difficulty, completion)
@@ -73,17 +80,20 @@ def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> Co
 def _run(
     problem: CodingProblem, completion: str, limits: Limits, *, fails: bool = False
 ) -> tuple[bool, list[SandboxStepResult]]:
-    """Compile and run a completion with its tests. Returns whether they pass, and how each step ended."""
-    word = secrets.randbits(128)
+    """Compile and run a completion with its tests, which always fail if `fails`.
+
+    Returns whether the tests pass, and the results of the steps: compiling and, if it compiles, running.
+    """
+    secret = secrets.randbits(128)
     program = LANGUAGES[problem.language].build(
-        problem.prompt, completion, problem.tests, word=word, isolated=limits.isolated, fails=fails
+        problem.prompt, completion, problem.tests, secret=secret, isolated=limits.isolated, fails=fails
     )
     steps = [
         SandboxStep(program.compile, COMPILE_S, COMPILE_MIB, processes=32),
         SandboxStep(program.run, limits.time_s, limits.memory_mib),
     ]
     ended = run_steps(program.files, steps, isolated=limits.isolated)
-    return all(step.ok for step in ended) and ended[-1].output.rstrip("\n").endswith(word_line(word)), ended
+    return all(step.ok for step in ended) and ended[-1].output.rstrip("\n").endswith(secret_line(secret)), ended
 
 
 def judge_all(
@@ -92,9 +102,9 @@ def judge_all(
     workers: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[CompletionResult] | None:
-    """Return the results of all completions in order, or None if `stopped` returned true on the way.
+    """Judge completions, `workers` at a time (None: one per CPU core). Returns their results in order.
 
-    `workers` completions are judged at a time (None: one per CPU core).
+    Returns None if `stopped`, which is called before each completion, returned true.
     """
 
     def judge_pair(pair: tuple[CodingProblem, str]) -> CompletionResult | None:
@@ -111,7 +121,7 @@ def judge_all(
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Return the estimated chance that at least one of `k` samples passes, if `passed` of `samples` did.
+    """Estimate the probability that at least one of `k` samples passes, given that `passed` of `samples` did.
 
     The unbiased estimator of the Codex paper (arXiv 2107.03374, equation 1): 1 - C(n-c, k) / C(n, k).
     """
@@ -121,9 +131,9 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def summary(problems: Sequence[CodingProblem], results: Sequence[CompletionResult]) -> dict[str, float]:
-    """Return the rates by language: `cpp_compile_rate`, `cpp_pass_rate`, `cpp_pass_rate_easy`, `cpp_pass@1`, ...
+    """Return the metrics of each language: `cpp_compile_rate`, `cpp_pass_rate`, `cpp_pass_rate_easy`, `cpp_pass@1`, ...
 
-    Rates are shares of all samples; pass@k is the mean over problems.
+    Rates are shares of all samples; pass@k is averaged over problems.
     """
     rates: dict[str, float] = {}
     for language in languages_of(problems):
@@ -158,7 +168,7 @@ def _failure_reason(ended: Sequence[SandboxStepResult], limits: Limits) -> str:
         lines = [line for line in last.output.splitlines() if "error" in line.lower()] or last.output.splitlines()
         return f"does not compile: {lines[0].strip()[:200] if lines else f'status {last.status}'}"
     if last.status == 0:
-        return "the program exited before its tests were done"
+        return "the program exited before its tests finished"
     if last.status > 128:
         signal_names = {number.value: number.name for number in signal.Signals}
         return f"the program was killed by {signal_names.get(last.status - 128, f'signal {last.status - 128}')}"

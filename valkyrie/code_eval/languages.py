@@ -17,7 +17,8 @@ from valkyrie.code_eval.sandbox import sandbox_python
 COMPILERS = ("g++", "clang++", "c++")
 """C++ compilers in order of preference."""
 _MAIN = re.compile(r"\bint\s+main\s*\([^)]*\)\s*\{")
-_VISIBLE_FOLDERS = ("/usr", "/bin")
+_SANDBOX_COMPILER_FOLDERS = ("/usr", "/bin")
+"""Folders in which compilers are visible in the sandbox."""
 
 
 class Program(NamedTuple):
@@ -37,7 +38,7 @@ class JudgeLanguage(ABC):
 
     @abstractmethod
     def trouble(self, prompt: str, tests: str) -> str | None:
-        """Return why prompt and tests do not form a valid problem, or None."""
+        """Return an error message if prompt and tests do not form a valid problem, else None."""
 
     @abstractmethod
     def missing(self, isolated: bool) -> str | None:
@@ -45,13 +46,21 @@ class JudgeLanguage(ABC):
 
     @abstractmethod
     def build(
-        self, prompt: str, completion: str, tests: str, *, word: int, isolated: bool, fails: bool = False
+        self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, fails: bool = False
     ) -> Program:
-        """Return the files of a program, and how it is compiled and run.
+        """Return the files of a program, and the commands that compile and run it.
 
-        If all tests pass, the run prints `word`, a number of 128 bits, as its last line (`word_line`). A program that
-        exits before its tests are done does not. The completion cannot read the word from a file, argument or variable,
-        because the program stores it as two halves. With `fails`, the tests always fail at their end.
+        After all tests have passed, the program prints `secret` as its last line (`secret_line`), so a program that
+        exits early does not pass. The completion cannot read the secret from a file, argument or variable, because the
+        program has only two numbers with this exclusive or.
+
+        Args:
+            prompt: Beginning of the function.
+            completion: Rest of the function.
+            tests: Tests of the problem.
+            secret: Number of 128 bits.
+            isolated: Whether the program runs in a sandbox.
+            fails: Whether to add a test that always fails, after all others.
         """
 
 
@@ -63,27 +72,27 @@ class Cpp(JudgeLanguage):
         return closing_brace(completion)
 
     def trouble(self, prompt: str, tests: str) -> str | None:
-        """Return an error if the tests do not have exactly one `main`, or the prompt leaves no function open."""
+        """Return an error message if the tests do not have exactly one `main`, or the prompt does not end with `{`."""
         mains = list(_MAIN.finditer(tests))
         if len(mains) != 1 or closing_brace(tests[mains[0].end() :]) is None:
             return "C++ tests must have one `int main() {...}` that returns 0 if all tests pass"
         return None if prompt.rstrip().endswith("{") else "a C++ prompt must end with the { of its function"
 
     def missing(self, isolated: bool) -> str | None:
-        """Return an error if there is no compiler."""
+        """Return an error message if there is no compiler."""
         if compiler(isolated) is not None:
             return None
-        where = f" in {' or '.join(_VISIBLE_FOLDERS)}, which are visible in the sandbox" if isolated else ""
+        where = f" in {' or '.join(_SANDBOX_COMPILER_FOLDERS)}, which are visible in the sandbox" if isolated else ""
         return f"none of the C++ compilers {', '.join(COMPILERS)} was found{where}. Install one: apt install g++"
 
     def build(
-        self, prompt: str, completion: str, tests: str, *, word: int, isolated: bool, fails: bool = False
+        self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, fails: bool = False
     ) -> Program:
-        """Return a program with a `main` that calls the tests' `main` and prints the word if that returned 0."""
+        """Return a program that calls the `main` of the tests, and prints the secret if that returned 0."""
         begins = next(_MAIN.finditer(tests)).end()
         ends = begins + (closing_brace(tests[begins:]) or 0) - 1
         renamed = f"#define main valkyrie_tests\n{tests[:ends]}\nreturn 0; {tests[ends:]}\n#undef main\n"
-        halves = ", ".join(f"0x{number:016x}u" for half in _xor_halves(word) for number in divmod(half, 2**64))
+        halves = ", ".join(f"0x{number:016x}u" for half in _xor_halves(secret) for number in divmod(half, 2**64))
         wrapper = (
             f"#include <cstdio>\nint main() {{\n  int status = valkyrie_tests(){' || true' * fails};\n"
             f"  volatile unsigned long long a[] = {{{halves}}};\n"
@@ -104,11 +113,11 @@ class Python(JudgeLanguage):
         return None if outside is None else outside.start()
 
     def trouble(self, prompt: str, tests: str) -> str | None:
-        """Return an error if the prompt does not end with a line break."""
+        """Return an error message if the prompt does not end with a line break."""
         return None if prompt.endswith("\n") else "a Python prompt must end with a line break"
 
     def missing(self, isolated: bool) -> str | None:
-        """Return an error if this Python cannot be mounted in a sandbox."""
+        """Return an error message if this Python cannot be mounted in a sandbox."""
         if not isolated or sandbox_python() is not None:
             return None
         return (
@@ -116,14 +125,14 @@ class Python(JudgeLanguage):
         )
 
     def build(
-        self, prompt: str, completion: str, tests: str, *, word: int, isolated: bool, fails: bool = False
+        self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, fails: bool = False
     ) -> Program:
-        """Return the function and the program. The compile step only parses the function."""
+        """Return the files `function.py` and `program.py`. The compile step only parses the function."""
         inside = sandbox_python()
         executable = sys.executable if not isolated or inside is None else inside[1]
         python = (executable, "-I", "-S", "-B", "-W", "ignore", "-c")
         function = f"{prompt}{completion}\n"
-        left, right = _xor_halves(word)
+        left, right = _xor_halves(secret)
         end = f'assert {"" if fails else "not "}list()\nprint(f\'{{int("{left}") ^ int("{right}"):032x}}\')'
         files = {"function.py": function, "program.py": f"{function}\n{tests}\n{end}\n"}
         parse = "compile(open('function.py', encoding='utf-8').read(), 'function.py', 'exec')"
@@ -140,15 +149,15 @@ exec(code, {"__name__": "__main__"})
 """Runs `program.py` after removing it, so that a completion cannot read what its tests print."""
 
 
-def word_line(word: int) -> str:
-    """Format a word as a program prints it."""
-    return f"{word:032x}"
+def secret_line(secret: int) -> str:
+    """Return the line that a program prints if its tests pass: its 128-bit secret as 32 hex digits."""
+    return f"{secret:032x}"
 
 
-def _xor_halves(word: int) -> tuple[int, int]:
+def _xor_halves(secret: int) -> tuple[int, int]:
     """Return two random numbers of 128 bits with this exclusive or."""
     left = secrets.randbits(128)
-    return left, left ^ word
+    return left, left ^ secret
 
 
 LANGUAGES: dict[str, JudgeLanguage] = {"cpp": Cpp(), "python": Python()}
@@ -160,7 +169,9 @@ def compiler(isolated: bool = True, which: Callable[[str], str | None] = shutil.
     """Return the path of the C++ compiler, or None. With `isolated`, only one in a folder visible in the sandbox."""
     for name in COMPILERS:
         path = which(name)
-        if path is not None and (not isolated or any(map(Path(path).resolve().is_relative_to, _VISIBLE_FOLDERS))):
+        if path is not None and (
+            not isolated or any(map(Path(path).resolve().is_relative_to, _SANDBOX_COMPILER_FOLDERS))
+        ):
             return path
     return None
 

@@ -1,7 +1,4 @@
-"""Coding problems: a prompt that begins a function, and tests of the behavior described in its comment.
-
-Read from JSON lines. Imports little, so that a bad file is refused before JAX loads.
-"""
+"""Reads coding problems from JSON lines: prompts that begin a function, with tests. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -22,8 +19,12 @@ SHIPPED = ("cpp", "python")
 class CodingProblem:
     """A problem: the model continues `prompt` until the function it begins ends.
 
-    `language` is `cpp` or `python`. `tests` are placed after the completion. In C++ they have a `main` that returns 0
-    on success; in Python they raise on failure.
+    Args:
+        language: `cpp` or `python`.
+        difficulty: `easy`, `medium` or `hard`.
+        prompt: Beginning of the function, with a comment that describes it.
+        tests: Code after the completion. In C++ it has a `main` that returns 0 on success, in Python it raises on
+            failure.
     """
 
     name: str
@@ -34,7 +35,10 @@ class CodingProblem:
 
 
 def read_problems(name: str) -> tuple[CodingProblem, ...]:
-    """Return the problems of a set in the package (`cpp`, `python`) or a file. ValueError lists invalid lines."""
+    """Return the problems of a set in the package (`cpp`, `python`) or of a file.
+
+    Raises ValueError if the file cannot be read, has no problems, or has invalid lines, which the message lists.
+    """
     path = Path(__file__).parent / "problems" / f"{name}.jsonl" if name in SHIPPED else Path(name).expanduser()
     if not path.is_file():
         sets = ", ".join(SHIPPED)
@@ -64,7 +68,7 @@ def languages_of(problems: Sequence[CodingProblem]) -> list[str]:
 
 
 def _problem(line: str) -> CodingProblem | str:
-    """Return the problem on a line, or why it is invalid."""
+    """Parse a line of JSON. Returns the problem, or an error message if the line is invalid."""
     try:
         values = json.loads(line)
     except ValueError as error:

@@ -2,8 +2,8 @@
 
 It is built from util-linux tools: new user, mount, process, network, IPC and host-name namespaces; a separate root file
 system made of read-only system folders and a small memory disk, so that home folders and all other files are absent; no
-way to gain privileges; limits on processor time, memory, processes, files and output. When the time is up, the first
-process of the process namespace is killed, and the kernel kills all others with it.
+way to gain privileges; limits on CPU time, memory, processes, files and output. When the time is up, the first process
+of the process namespace is killed, and the kernel kills all others with it.
 
 If root starts the sandbox, programs run as a user ID that no other process has; any other user starts them in a user
 namespace.
@@ -44,7 +44,14 @@ _user_numbers = itertools.count(os.getpid() * 64)
 
 @dataclass(frozen=True)
 class SandboxStepResult:
-    """How a step ended: its status as in a shell, its output and duration, and the limit that ended it."""
+    """The result of a step.
+
+    Args:
+        status: Exit status as in a shell: 128 + n if signal n killed it.
+        output: What it printed.
+        seconds: Its duration.
+        limit: `time` or `output` if it exceeded that limit, else None.
+    """
 
     status: int
     output: str
@@ -53,12 +60,12 @@ class SandboxStepResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself with status 0."""
+        """Whether it exited with status 0, within its limits."""
         return self.status == 0 and self.limit is None
 
 
 class SandboxError(RuntimeError):
-    """The sandbox could not be started. The message has the system's error."""
+    """The sandbox could not be created. The message has the error that the system reported."""
 
 
 def run_steps(
@@ -66,8 +73,8 @@ def run_steps(
 ) -> list[SandboxStepResult]:
     """Run steps in sequence in a new folder with these files, stopping at the first failure.
 
-    If not `isolated`, they run as this user, with limits on time, memory and files only. SandboxError if no sandbox
-    could be created.
+    If not `isolated`, they run as this user, with limits on time, output, memory and files only. Raises SandboxError if
+    no sandbox could be created.
     """
     with tempfile.TemporaryDirectory(prefix="valkyrie-code-", ignore_cleanup_errors=True) as folder:
         inputs, root = Path(folder, "given"), Path(folder, "root")
@@ -84,7 +91,10 @@ def run_steps(
 
 
 def _namespace_command(isolation: Isolation | None) -> list[str]:
-    """Return the command that creates the namespaces, or nothing without isolation. They all end with this process."""
+    """Return the command that creates the namespaces, or an empty list without isolation.
+
+    If this process dies, everything in the namespaces is killed.
+    """
     if isolation is None:
         return []
     spaces = ["--mount", "--pid", "--fork", "--net", "--ipc", "--uts", "--kill-child"]
@@ -93,13 +103,13 @@ def _namespace_command(isolation: Isolation | None) -> list[str]:
 
 
 def choose_isolation() -> Isolation:
-    """Return how programs are isolated here. For root: as a user ID that no other process has."""
+    """Return how to isolate programs: as an unused user ID if this process runs as root, else in a user namespace."""
     if os.geteuid() != 0:
         return Isolation(None, nested=False, limits_processes=_counts_by_namespace())
     user = _FIRST_USER + next(_user_numbers) % _USERS
     if not _is_mapped(user):
         user = 65534
-    return Isolation(user, nested=_nests(), limits_processes=True)
+    return Isolation(user, nested=_can_nest_namespaces(), limits_processes=True)
 
 
 def _is_mapped(user: int) -> bool:
@@ -118,8 +128,8 @@ def _counts_by_namespace() -> bool:
 
 
 @cache
-def _nests() -> bool:
-    """Return whether unprivileged users may create user namespaces, which programs must be prevented from doing."""
+def _can_nest_namespaces() -> bool:
+    """Return whether unprivileged users may create user namespaces. If so, the sandbox must forbid it to programs."""
     command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "unshare", "-U", "-r", "-m", "true"]
     return subprocess.run(command, capture_output=True, cwd="/").returncode == 0
 
@@ -134,9 +144,10 @@ def visible_folders() -> tuple[str, ...]:
 
 @cache
 def sandbox_python() -> tuple[str, str] | None:
-    """Return (installation folder of this Python, its path in the sandbox), or None if it contains the home folder.
+    """Return (installation folder of this Python, path of its interpreter in the sandbox).
 
-    A Python under /usr keeps its path; any other appears as /python.
+    A Python under /usr keeps its path; any other is mounted at /python. Returns None if the folder has no interpreter,
+    or contains the home folder, which must stay hidden.
     """
     prefix, name = Path(sys.base_prefix).resolve(), f"python{sys.version_info.major}.{sys.version_info.minor}"
     if not os.access(prefix / "bin" / name, os.X_OK) or Path.home().resolve().is_relative_to(prefix):
@@ -146,7 +157,7 @@ def sandbox_python() -> tuple[str, str] | None:
 
 @cache
 def sandbox_problem() -> str | None:
-    """Return a short reason why programs cannot be isolated on this machine, or None."""
+    """Return the reason why programs cannot be isolated on this machine, or None if they can. Starts a sandbox."""
     if platform.system() != "Linux":
         return f"the sandbox needs Linux, but this is {platform.system()}"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
@@ -159,9 +170,9 @@ def sandbox_problem() -> str | None:
 
 
 def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> list[SandboxStepResult]:
-    """Run the script, kill it when a step takes too long or prints too much, and return how its steps ended.
+    """Run the script, kill it if a step takes too long or prints too much, and return the results of the steps.
 
-    The script reports on each step through a socket, its standard input. No step can access that socket.
+    The script reports on each step over a socket, which is its standard input. No step can access the socket.
     """
     our_end, script_end = socket.socketpair()
     path = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
@@ -177,7 +188,7 @@ def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> lis
                 start_new_session=True,
             )
         try:
-            return _Watch(process, our_end, steps).ended()
+            return _Watch(process, our_end, steps).results()
         finally:
             signal_group(process.pid, signal.SIGKILL)
             assert process.stdout is not None
@@ -190,27 +201,27 @@ class _Watch:
 
     def __init__(self, process: subprocess.Popen[bytes], our_end: socket.socket, steps: Sequence[SandboxStep]) -> None:
         assert process.stdout is not None
-        self.hear, self.out, self.steps = our_end, process.stdout.fileno(), steps
+        self.script_socket, self.stdout, self.steps = our_end, process.stdout.fileno(), steps
         self.messages, self.output = b"", b""
         self.done: list[SandboxStepResult] = []
-        self.inside, self.began, self.limit = False, 0.0, time.monotonic() + _SETUP_S
+        self.in_step, self.step_start, self.deadline = False, 0.0, time.monotonic() + _SETUP_S
 
-    def ended(self) -> list[SandboxStepResult]:
-        """Return how the steps ended, up to the first failure. SandboxError if no step could start."""
+    def results(self) -> list[SandboxStepResult]:
+        """Return the results of the steps, up to the first failure. Raises SandboxError if a step could not start."""
         with selectors.DefaultSelector() as selector:
-            for pipe in (self.hear.fileno(), self.out):
+            for pipe in (self.script_socket.fileno(), self.stdout):
                 os.set_blocking(pipe, False)
                 selector.register(pipe, selectors.EVENT_READ)
             while True:
-                selector.select(max(self.limit - time.monotonic(), 0.0))
+                selector.select(max(self.deadline - time.monotonic(), 0.0))
                 self._drain(selector)
                 while b"\n" in self.messages:
                     line, _, self.messages = self.messages.partition(b"\n")
                     if self._handle(line):
                         return self.done
-                exceeded = "time" if time.monotonic() >= self.limit else None
+                exceeded = "time" if time.monotonic() >= self.deadline else None
                 exceeded = "output" if len(self.output) > OUTPUT_BYTES else exceeded
-                if self.inside and exceeded:
+                if self.in_step and exceeded:
                     return [*self.done, self._end(137, exceeded)]
                 if exceeded or not selector.get_map():
                     output = " ".join(_text(self.output).split())[-300:]
@@ -221,21 +232,21 @@ class _Watch:
     def _handle(self, line: bytes) -> bool:
         """Process one line from the script. Returns whether the script is done."""
         if line == b"begins":
-            self.inside, self.output, self.began = True, b"", time.monotonic()
-            self.limit = self.began + self.steps[len(self.done)].time_s
-            self.hear.send(b"go\n")
+            self.in_step, self.output, self.step_start = True, b"", time.monotonic()
+            self.deadline = self.step_start + self.steps[len(self.done)].time_s
+            self.script_socket.send(b"go\n")
             return False
         self.done.append(self._end(int(line), None))
-        self.inside, self.limit = False, time.monotonic() + _SETUP_S
+        self.in_step, self.deadline = False, time.monotonic() + _SETUP_S
         return not self.done[-1].ok or len(self.done) == len(self.steps)
 
     def _end(self, status: int, limit: str | None) -> SandboxStepResult:
         limit = "time" if status == 128 + signal.SIGXCPU else limit
-        return SandboxStepResult(status, _text(self.output), time.monotonic() - self.began, limit)
+        return SandboxStepResult(status, _text(self.output), time.monotonic() - self.step_start, limit)
 
     def _drain(self, selector: selectors.BaseSelector) -> None:
-        """Read both pipes: first the messages about steps, then the output printed by then."""
-        for pipe in (self.hear.fileno(), self.out):
+        """Read what has arrived: first the messages about steps, then the output of the current step."""
+        for pipe in (self.script_socket.fileno(), self.stdout):
             bytes_read = 0
             while pipe in selector.get_map() and bytes_read <= OUTPUT_BYTES:
                 try:
@@ -246,7 +257,7 @@ class _Watch:
                     selector.unregister(pipe)
                     break
                 bytes_read += len(piece)
-                if pipe == self.out:
+                if pipe == self.stdout:
                     self.output += piece
                 else:
                     self.messages += piece

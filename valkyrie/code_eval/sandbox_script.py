@@ -1,7 +1,7 @@
 """Generates the shell script that builds a sandbox inside its namespaces and runs the steps in sequence.
 
-The script talks to its parent over a socket, its standard input. For each step it reports that the step is ready, waits
-for a line, runs the step and reports its exit status.
+The script communicates with its parent over a socket, which is its standard input. For each step, it reports that the
+step is ready, waits for a line, runs the step and reports its exit status.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 WORK_MIB = 128
 """Size of the writable memory disk, in MiB."""
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_CLAMP = "echo 0 > /proc/sys/user/max_user_namespaces"
+_FORBID_USER_NAMESPACES = "echo 0 > /proc/sys/user/max_user_namespaces"
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class SandboxStep:
     """A command in the work folder, and its limits.
 
     Args:
-        command: the program and its arguments.
-        time_s: seconds of wall clock and, per process, of processor time.
+        command: The program and its arguments.
+        time_s: Seconds of wall clock and, per process, of processor time.
         memory_mib: MiB of address space per process.
-        processes: maximum number of processes and threads at once.
+        processes: Maximum number of processes and threads at once.
         file_mib: MiB per file.
     """
 
@@ -38,11 +38,14 @@ class SandboxStep:
 
 @dataclass(frozen=True)
 class Isolation:
-    """How programs are isolated: as `user` (None: in a user namespace, when not started by root).
+    """How programs are isolated.
 
-    `nested`: an unprivileged user could create a user namespace here, and in it mount memory disks of any size, so
-    programs run in a namespace that allows no further ones. `limits_processes`: the kernel counts a sandbox's processes
-    separately.
+    Args:
+        user: User ID that they run as, or None for a user namespace, if this process does not run as root.
+        nested: Whether to run programs in a user namespace that forbids further ones. Necessary if unprivileged users
+            can create user namespaces, in which they could mount memory disks of any size.
+        limits_processes: Whether the kernel counts a sandbox's processes separately, so that their number can be
+            limited.
     """
 
     user: int | None
@@ -58,13 +61,22 @@ def script(
     folders: Sequence[str],
     python: str | None = None,
 ) -> str:
-    """Return the script that runs steps on the files in `given`: on copies in a new root if isolated, else in place."""
+    """Return the shell script that runs the steps.
+
+    Args:
+        steps: The steps, in order.
+        inputs: Folder with the program's files. The steps run on copies in a new root if isolated, else in place.
+        root: Empty folder for the new root.
+        isolation: How to isolate the steps, or None to run them as this user.
+        folders: System folders that the steps see, read-only.
+        python: Installation folder to mount at /python, or None.
+    """
     lines = ["set -eu", "exec 3<&0 </dev/null", "umask 022"]
     lines += ["ulimit -c 0"]
     if isolation is None:
         lines += [f"cd {shlex.quote(str(inputs))}"]
     else:
-        lines += _own_root(inputs, root, isolation, folders, python)
+        lines += _enter_new_root(inputs, root, isolation, folders, python)
     for step in steps:
         command = shlex.join(_within_limits(step, isolation))
         lines += ["echo begins >&3", "read -r go <&3", "status=0", f"{command} 3<&- || status=$?", "echo $status >&3"]
@@ -72,8 +84,10 @@ def script(
     return "\n".join(lines) + "\n"
 
 
-def _own_root(inputs: Path, root: Path, isolation: Isolation, folders: Sequence[str], python: str | None) -> list[str]:
-    """Return the lines that create and enter the new root, with the input files in /box."""
+def _enter_new_root(
+    inputs: Path, root: Path, isolation: Isolation, folders: Sequence[str], python: str | None
+) -> list[str]:
+    """Return the lines of the script that create and enter the new root, with copies of the input files in /box."""
     r, bind = shlex.quote(str(root)), "--bind" if isolation.user is not None else "--rbind"
     lines = ["echo 1000 > /proc/self/oom_score_adj || true"]
     lines += [f"mount -t tmpfs -o size=4m,nr_inodes=1k,mode=755,nosuid,nodev none {r}", f"cd {r}"]
@@ -95,7 +109,7 @@ def _own_root(inputs: Path, root: Path, isolation: Isolation, folders: Sequence[
     if isolation.user is not None:
         lines += [f"chown -R {isolation.user}:{isolation.user} box"]
     else:
-        lines += [f"{_CLAMP} || true"]
+        lines += [f"{_FORBID_USER_NAMESPACES} || true"]
     own_proc = isolation.user is not None and isolation.nested
     lines += ["mount -t proc -o nosuid,nodev,noexec none proc" if own_proc else "mount --rbind /proc proc"]
     lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}", "pivot_root . old", "cd /box", "umount -l /old"]
@@ -118,5 +132,5 @@ def _within_limits(step: SandboxStep, isolation: Isolation | None) -> list[str]:
     become = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--no-new-privs"]
     if not isolation.nested:
         return [*become, "--inh-caps=-all", "--bounding-set=-all", "prlimit", *limits, *step.command]
-    inside = f"{_CLAMP}; mount -t tmpfs -o ro,size=4k none /proc; exec {shlex.join(drop)}"
+    inside = f"{_FORBID_USER_NAMESPACES}; mount -t tmpfs -o ro,size=4k none /proc; exec {shlex.join(drop)}"
     return [*become, "unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside]

@@ -45,15 +45,15 @@ class CollectiveUse:
 
     Args:
         kind: HLO opcode, such as `all-reduce`.
-        mesh_axes: mesh axes that it crosses.
-        torus_axes: torus axes that it uses.
-        op_name: name of the JAX operation that caused it.
-        source: file and line of that operation.
-        calls: calls per step.
-        bytes_sent: bytes that the device sends.
-        bytes_by_torus_axis: those bytes by torus axis, empty without a machine.
-        busy_s: seconds during which it is in progress.
-        exposed_s: seconds of those during which the device waits for it.
+        mesh_axes: Mesh axes that it crosses.
+        torus_axes: Torus axes that it uses.
+        op_name: Name of the JAX operation that caused it.
+        source: File and line of that operation.
+        calls: Calls per step.
+        bytes_sent: Bytes that the device sends.
+        bytes_by_torus_axis: Those bytes by torus axis; empty before a replay.
+        busy_s: Seconds during which it is in progress.
+        exposed_s: Part of `busy_s` during which the device waits for it.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class CollectiveUse:
         return (self.kind, self.mesh_axes, self.torus_axes, self.op_name, self.source)
 
     def blank(self) -> CollectiveUse:
-        """Return a copy with zero calls."""
+        """Return a copy with calls, bytes and seconds set to zero."""
         return replace(self, calls=0.0, bytes_sent=0.0, bytes_by_torus_axis={}, busy_s=0.0, exposed_s=0.0)
 
     def add(self, other: CollectiveUse, times: float | int) -> None:
@@ -92,16 +92,16 @@ class Collective:
 
     Args:
         kind: HLO opcode, such as `all-reduce`.
-        mesh_axes: mesh axes that it crosses.
-        op_name: name of the JAX operation that caused it.
-        source: file and line of that operation.
-        bytes_sent: bytes that one device sends.
-        full_bytes: bytes of a group's whole array, as in `payload`. For a permute and for collectives between slices,
+        mesh_axes: Mesh axes that it crosses.
+        op_name: Name of the JAX operation that caused it.
+        source: File and line of that operation.
+        bytes_sent: Bytes that one device sends.
+        full_bytes: Bytes of a group's whole array, as in `payload`. For a permute and for collectives between slices,
             the bytes of one device's operand.
-        groups: positions of the members in the flattened device list of the mesh or of one slice, or None.
-        pairs: (source, target) positions of a permute, or None.
-        slices: number of slices for a collective between slices, else None.
-        config: the compiler's choice of algorithm.
+        groups: Positions of the members in the flattened device list of the mesh or of one slice, or None.
+        pairs: (source, target) positions of a permute, or None for other collectives.
+        slices: Number of slices for a collective between slices, else None.
+        config: Backend configuration, which may name the compiler's algorithm.
     """
 
     kind: str
@@ -121,7 +121,7 @@ class Collective:
         return ",".join(self.mesh_axes)
 
     def use(self, torus_axes: tuple[str, ...] = ()) -> CollectiveUse:
-        """Return a use of this collective with zero calls."""
+        """Return an empty `CollectiveUse` for this collective, to which calls, bytes and seconds are added."""
         return CollectiveUse(self.kind, self.mesh_axes, torus_axes, self.op_name, self.source)
 
 
@@ -140,12 +140,12 @@ def payload(kind: str, full_bytes: float, members: int) -> float:
 def slice_mask(slices: Sequence[int], partitions: int) -> np.ndarray | None:
     """Return a mask of the devices that a module's groups refer to, or None for all devices.
 
-    For several slices, libtpu compiles the program of one slice, so `partitions` is the size of a slice. Raises
-    ValueError if `partitions` is neither the size of a slice nor of all slices.
+    For several slices, libtpu compiles the program of one slice, so `partitions` is the number of devices in a slice.
+    Raises ValueError if `partitions` is neither the number of devices in a slice nor in all slices.
 
     Args:
-        slices: the slice of each device.
-        partitions: number of devices that the module was compiled for.
+        slices: The slice of each device.
+        partitions: Number of devices that the module was compiled for.
     """
     mask = np.asarray(slices) == slices[0]
     if partitions not in (len(mask), np.count_nonzero(mask)):
@@ -182,8 +182,10 @@ class Collectives:
     def read(self, instruction: Instruction, kind: str | None = None, within: Instruction | None = None) -> Collective:
         """Parse a collective instruction.
 
-        `kind` overrides the kind of the opcode, if the surrounding fusion changes it. `within` is the surrounding
-        operation, which provides the cause if the instruction has none.
+        Args:
+            instruction: The collective.
+            kind: Kind to use instead of that of the opcode, for a fusion that changes it.
+            within: Surrounding operation. Provides `op_name` and `source` if the instruction has none.
         """
         key = f"{instruction.name}/{kind}"
         if key not in self._cache:
@@ -215,11 +217,11 @@ class Collectives:
         return Collective(kind, axes, op_name, source, sent, full_bytes, groups=groups, config=config)
 
     def _stated_algorithms(self) -> dict[tuple[str, bytes], Mapping[str, Any]]:
-        """Return the configurations that name an algorithm, by kind and groups.
+        """Return the backend configurations that name an algorithm, by kind of collective and replica groups.
 
-        Collectives that are fused into products do not name their algorithm. They are assumed to use that of standalone
-        collectives over the same groups. If there are several, the first by name is used, so rings (`1DAllGather`) come
-        before routers (`AllGatherWithNetRouter`).
+        Collectives fused into matrix products do not name one, so we assume that of a standalone collective of the same
+        kind over the same groups. If several exist, the first in alphabetical order is used, so rings (`1DAllGather`)
+        precede routers (`AllGatherWithNetRouter`).
         """
         if self._algorithms is None:
             self._algorithms = {}
@@ -261,7 +263,10 @@ def is_between_slices(instruction: Instruction) -> bool:
 
 
 def cause(instruction: Instruction) -> tuple[str, str]:
-    """Return op_name and source of an instruction or, if it has no op_name, of the nearest operand with one."""
+    """Return op_name and source of an instruction or, if it has no op_name, of the nearest producer with one.
+
+    Searches at most 16 operands, breadth first.
+    """
     if instruction.op_name:
         return instruction.op_name, instruction.source
     queue, seen = list(instruction.operands), 0
@@ -299,7 +304,7 @@ def wrapped_collectives(target: str, computation: Computation) -> list[Instructi
 
 
 def fused_kind(fusion: Instruction, inner: Instruction) -> str:
-    """Return the kind of a fused collective. An all-reduce of which only a part is returned is a reduce-scatter."""
+    """Return the kind of a fused collective. An all-reduce is a reduce-scatter if the fusion returns a part of it."""
     kind = collective_kind(inner.opcode)
     returned = max((leaf.elements for leaf in fusion.shape.leaves), default=0)
     whole = max((o.shape.elements for o in inner.operands), default=0)
@@ -307,9 +312,13 @@ def fused_kind(fusion: Instruction, inner: Instruction) -> str:
 
 
 def traffic(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
-    """Sum the collectives of a program on one device, for any backend. The use with the most bytes comes first.
+    """Sum the collectives of a program on one device, for any backend, most bytes first.
 
-    `mesh_axes` are names and sizes in the order of the flattened device list. Seconds and torus axes are left empty.
+    Seconds and torus axes are left empty.
+
+    Args:
+        module: The compiled program.
+        mesh_axes: Names and sizes of the mesh axes, slowest varying first over the program's devices.
     """
     reader = Collectives(module, mesh_axes)
     uses: dict[tuple[object, ...], CollectiveUse] = {}

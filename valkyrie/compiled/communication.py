@@ -27,7 +27,7 @@ class CollectiveRecord:
         calls: Calls per step.
         bytes: Bytes that the device sends.
         busy_s: Seconds during which it is in progress.
-        exposed_s: Seconds of those during which the device waits for it.
+        exposed_s: Part of `busy_s` during which the device waits for it.
     """
 
     kind: str
@@ -53,8 +53,10 @@ class AxesBytes:
 class Communication:
     """Bytes that a device sends in a step, in total and by mesh axes, torus axis and kind of collective.
 
-    `sending_s` is the time during which any collective is in progress, and `exposed_s` the time that the device waits.
-    Both are None or 0 without a replay. `collectives` are ordered by bytes, and empty in records of trials.
+    Args:
+        sending_s: Seconds during which any collective is in progress; None without a replay.
+        exposed_s: Seconds during which the device waits for collectives; None or 0 without a replay.
+        collectives: All collectives, most bytes first; empty in records of trials.
     """
 
     bytes: float | None = None
@@ -89,8 +91,10 @@ class CollectiveTime:
 class CollectiveTrace:
     """Time in collectives from a profiler's trace, mean over devices, including waiting for other devices.
 
-    `times` is None if there is no trace. `note` then gives the reason, and otherwise describes the measurement.
-    `step_s` is the median traced step, to which shares are relative because tracing slows a step down.
+    Args:
+        times: Seconds by kind and mesh axes, or None if there is no trace.
+        note: Reason why there is no trace, or a description of the measurement.
+        step_s: Median duration of a traced step. Tracing slows steps down, so divide `times` by this.
     """
 
     times: tuple[CollectiveTime, ...] | None
@@ -101,7 +105,7 @@ class CollectiveTrace:
 def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple[StepPart, ...]:
     """Split a measured step into collectives by mesh axes, and the rest. Empty without a trace or collectives.
 
-    Tracing slows down the traced steps, so their shares are applied to the timed step.
+    Tracing slows steps down, so each collective's share of a traced step is applied to `step_s`, the timed step.
     """
     if trace is None or not trace.times or not trace.step_s or step_s is None:
         return ()

@@ -31,11 +31,10 @@ LARGEST = 2 * 2**30
 _REPLICAS = re.compile(r"replica_count=(\d+)")
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _GPU_TARGETS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
-_ORDER = {"while", "conditional", "call", "fusion", "dot", "convolution", "all-reduce", "all-gather", "custom-call"}
 _CMEM = 3
-"""libtpu's number of CMEM, a memory that only v4 chips have."""
+"""ID of the memory space CMEM, which only v4 chips have."""
 _LARGE = 1e9
-"""Size in FLOPs of the smallest matrix product that is used to check which chip a module is for."""
+"""FLOPs of the smallest matrix product whose rate is compared with a chip's peak."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class DumpedModule:
         module: The parsed module.
         devices: Number of devices that it was compiled for, or None if unknown.
         memory: Memory of the program, or None if unknown.
-        argument_bytes: Bytes of the arguments on one device.
+        argument_bytes: Bytes of the arguments in HBM on one device, including padding.
     """
 
     module: Module
@@ -62,7 +61,7 @@ def read_dumped(path: Path) -> DumpedModule:
     if path.is_dir():
         raise ValueError(f"{path} is a folder. Use one of the *.after_optimizations.txt or .hlo.pb files in it.")
     if (size := path.stat().st_size) > LARGEST:
-        raise ValueError(f"{path} has {size / 2**30:.1f} GiB: it is not a module. {HOW_TO_DUMP}.")
+        raise ValueError(f"{path} is too large for a module ({size / 2**30:.1f} GiB). {HOW_TO_DUMP}.")
     raw = path.read_bytes()
     if not raw.strip():
         raise ValueError(f"{path} is empty. {HOW_TO_DUMP}.")
@@ -80,13 +79,14 @@ def read_dumped(path: Path) -> DumpedModule:
 def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle: float, name: str) -> None:
     """Raise ValueError if a module was clearly compiled for another chip.
 
-    Modules do not name their chip. The check uses operations split over two cores, memory that only v4 has, and matrix
-    products faster than the chip's peak.
+    Modules do not name their chip. Evidence for another chip is an operation split over two cores on a chip with one
+    core per device (or the reverse), the use of CMEM on a chip other than v4, or a matrix product that would run
+    faster than the chip's peak.
 
     Args:
         module: The module.
         chip: Name of the chip.
-        megacore: Whether a device of the chip consists of two cores.
+        megacore: Whether a device of the chip consists of two TensorCores.
         flops_per_cycle: Peak FLOPs of a device per cycle.
         name: Name of the module, for the message.
     """

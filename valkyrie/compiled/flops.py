@@ -31,7 +31,7 @@ def _dot(instruction: Instruction) -> float:
 
 
 def _convolution(instruction: Instruction) -> float:
-    """Return the FLOPs of a convolution without window positions in the padding, like XLA's HloCostAnalysis."""
+    """Return the FLOPs of a convolution. Like XLA's HloCostAnalysis, skips window positions in the padding."""
     message = instruction.message
     dims = message.convolution
     image, kernel, out = instruction.operands[0].shape.dims, instruction.operands[1].shape.dims, instruction.shape.dims

@@ -6,7 +6,7 @@ from valkyrie.compiled.hlo import HBM, Computation, Instruction, Shape
 
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Operations that overwrite a part of their first operand, with the index of the operand that they write into it."""
+"""Operations that overwrite a part of their first operand, with the index of the operand that has the new values."""
 _VIEWS = {"bitcast", "copy", "convert", "reshape"}
 _LANES = {"copy", "transpose", "reverse", "concatenate", "sort", "gather", "scatter", "iota", "dot", "convolution"}
 """Operations that cost more than their memory traffic: they move data between lanes or multiply matrices."""
@@ -15,8 +15,8 @@ _LANES = {"copy", "transpose", "reverse", "concatenate", "sort", "gather", "scat
 def hbm_bytes(instruction: Instruction) -> float:
     """Return the bytes that an operation reads from and writes to HBM, including padding.
 
-    Arrays in on-chip memory do not count. Of an operand that is only sliced, the slices count. Of an in-place update,
-    the written part counts.
+    Arrays in on-chip memory do not count. If an operand is only sliced, just the slices count. If an operand is updated
+    in place, just the updated part counts.
     """
     if instruction.opcode == "fusion":
         return _fusion_bytes(instruction)

@@ -50,7 +50,7 @@ _DTYPES = {
 """Name and number of bits of XLA's `PrimitiveType` (xla_data.proto), by its number."""
 
 HBM, HOST = 0, 5
-"""libtpu's numbers of memory spaces. Others are on the chip (1 VMEM, 2 flags, 3 CMEM)."""
+"""Memory space IDs in libtpu's HLO. The remaining IDs are on-chip memories: 1 is VMEM, 2 flags, 3 CMEM."""
 
 _CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**53
@@ -108,8 +108,11 @@ class Shape:
 class Instruction:
     """One operation.
 
-    `op_name` is the scope in the traced program, and `source` the `file:line` in the model. `cycles` is the compiler's
-    estimate, or None if unknown. `message` is the protobuf message.
+    Args:
+        op_name: Name of the JAX operation that caused it, with its scopes.
+        source: `file:line` of that operation in the model, or empty if unknown.
+        cycles: The compiler's estimate, or None if unknown.
+        message: The protobuf message.
     """
 
     name: str
@@ -159,8 +162,11 @@ class Computation:
 class Module:
     """The compiled program of one device.
 
-    `partitions` is the number of devices that it was compiled for. `assigned` is the number in its device assignment,
-    or None if it has none.
+    Args:
+        partitions: Number of devices that it was compiled for, 1 if unknown.
+        scheduled: Whether instructions are in execution order.
+        assigned: Number of devices in its device assignment, or None if it has none.
+        replicas: Copies of the program on further devices (`jax.pmap`).
     """
 
     name: str
@@ -189,7 +195,7 @@ def parse(source: bytes | str) -> Module:
         source = hlo_module_from_text(source).as_serialized_hlo_module_proto()
     message = module_class().FromString(source)
     if not message.computations:
-        raise ValueError(f"Not a compiled module: {len(source)} bytes without any computation.")
+        raise ValueError(f"Not a compiled module: no computation in {len(source)} bytes.")
     module = _Reader(message).module()
     if match:
         module.partitions = int(match[1])

@@ -1,4 +1,4 @@
-"""Finds the trip counts of loops, from the condition and the start and step of the counter."""
+"""Finds the trip count of a loop from its condition and the initial value and increment of its counter."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PASS_THROUGH = {
     "copy-done",
     "broadcast",
 }
-"""Operations that return the value of their operand unchanged."""
+"""Operations that do not change the value of their operand."""
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 
 
 class Counter(NamedTuple):
-    """Element `index` of a loop's carry, as a symbolic value."""
+    """The value of element `index` of a loop's carry, which may change in each iteration."""
 
     loop: Instruction
     index: int

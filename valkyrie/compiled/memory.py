@@ -14,8 +14,8 @@ class ProgramMemory:
         outputs: Results of the program.
         aliased: Outputs that reuse the memory of arguments.
         temporary: Peak memory other than arguments, outputs and code.
-        code: Generated code. Not included in the peak of a TPU.
-        peak: Peak memory.
+        code: Generated code.
+        peak: Peak memory, including the code except on TPUs.
         host: Bytes in host memory, or None if unknown.
     """
 

@@ -362,7 +362,7 @@ class Run:
             self.config,
             distributed=without_identity,
             data=self.config.data.with_full_paths(),
-            code_eval=self.config.code_eval.anywhere(),
+            code_eval=self.config.code_eval.with_absolute_path(),
             modules=list(map(full_path, self.config.modules)),
         )
         values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)

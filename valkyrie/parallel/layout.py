@@ -273,7 +273,7 @@ def derive_layout(
 
 
 def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
-    """Split each axis that follows another axis only as far as its length divides.
+    """Replicate each axis in `Arrays.sharded_like` over the mesh axes that do not divide its length.
 
     This applies if the partition splits both axes in the same way. For example, key heads are replicated if there are
     fewer key heads than devices over which the query heads are split.
