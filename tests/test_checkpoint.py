@@ -45,7 +45,7 @@ def save(folder: Path, *steps: int, **config: int) -> None:
             kept.save(step, make_state(step), DATA)
 
 
-def test_a_state_comes_back_with_its_data_position(tmp_path: Path) -> None:
+def test_a_state_is_restored_with_its_data_position(tmp_path: Path) -> None:
     save(tmp_path, 5)
     with closing(checkpoints(tmp_path)) as kept:
         assert kept.last_saved == 5
@@ -54,7 +54,7 @@ def test_a_state_comes_back_with_its_data_position(tmp_path: Path) -> None:
     assert_equal(state, make_state(5))
 
 
-def test_saving_in_the_background_keeps_what_was_saved_though_the_arrays_are_given_away(tmp_path: Path) -> None:
+def test_a_background_save_is_correct_even_if_its_arrays_are_donated(tmp_path: Path) -> None:
     forget = jax.jit(lambda state: jax.tree.map(lambda x: x * 0, state), donate_argnums=0)
     state = make_state(3, size=1 << 20)
     with closing(checkpoints(tmp_path)) as kept:
@@ -66,7 +66,7 @@ def test_saving_in_the_background_keeps_what_was_saved_though_the_arrays_are_giv
     assert_equal(found, make_state(3, size=1 << 20))
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, 4, keep=2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["3", "4"]
     assert latest_step(tmp_path) == 4
@@ -85,7 +85,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_kill_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     program = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -99,7 +99,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) ->
     assert latest_step(tmp_path) == 2
 
 
-def test_a_reader_leaves_a_save_in_progress_alone(tmp_path: Path) -> None:
+def test_reading_does_not_disturb_a_save_in_progress(tmp_path: Path) -> None:
     save(tmp_path, 1)
     unfinished = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
     unfinished.mkdir()
@@ -108,7 +108,7 @@ def test_a_reader_leaves_a_save_in_progress_alone(tmp_path: Path) -> None:
     assert unfinished.is_dir()
 
 
-def test_another_model_is_refused_by_the_name_of_its_parameter(tmp_path: Path) -> None:
+def test_the_refusal_of_another_model_names_a_parameter(tmp_path: Path) -> None:
     save(tmp_path, 5)
     with closing(checkpoints(tmp_path)) as kept:
         with pytest.raises(ValueError) as wider:
@@ -135,7 +135,7 @@ def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None
         assert "another optimizer" in str(error.value) and f"resume={tmp_path.name}" in str(error.value)
 
 
-def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
+def test_an_empty_folder_does_not_count_as_a_checkpoint(tmp_path: Path) -> None:
     assert latest_step(tmp_path) is None
     with closing(checkpoints(tmp_path)) as kept:
         assert kept.last_saved is None
@@ -172,7 +172,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_in_place_of_a_damaged_one_the_one_before_is_taken(
+def test_the_previous_checkpoint_replaces_a_damaged_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str
 ) -> None:
     save(tmp_path, 4, 5)
@@ -193,7 +193,7 @@ def test_in_place_of_a_damaged_one_the_one_before_is_taken(
         assert_equal(kept.restore(abstract(make_state(0)))[1], make_state(5))
 
 
-def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
     save(tmp_path, 5)
     step, generator = tmp_path / "checkpoints" / "5", np.random.default_rng(0)
     about_saving = {"checksums.json", "_CHECKPOINT_METADATA", "commit_success.txt"}  # without anything of the state
@@ -213,7 +213,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
 # TensorStore's other reads report to the event loop that Orbax has closed by then.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", ["about truncated", "tree missing", "arrays garbled", "data position missing"])
-def test_damage_without_checksums_is_refused_with_a_way_out(tmp_path: Path, damage: str) -> None:
+def test_the_refusal_of_damage_without_checksums_has_a_remedy(tmp_path: Path, damage: str) -> None:
     save(tmp_path, 4, 5)
     folder = tmp_path / "checkpoints" / "5"
     (folder / "checksums.json").unlink()
@@ -223,13 +223,13 @@ def test_damage_without_checksums_is_refused_with_a_way_out(tmp_path: Path, dama
     assert str(folder) in str(caught.value) and "Delete" in str(caught.value)
 
 
-def test_about_lists_the_parameters(tmp_path: Path) -> None:
+def test_checkpoint_metadata_lists_the_parameters(tmp_path: Path) -> None:
     save(tmp_path, 5)
     about = json.loads((tmp_path / "checkpoints" / "5" / "about" / "metadata").read_text())
     assert about.pop("saved").startswith("20")
     assert about == {"step": 5, "tier": "durable", "parameters": {"block.w": [64]}}
 
 
-def test_intervals_that_make_no_sense_are_refused() -> None:
+def test_invalid_checkpoint_intervals_are_refused() -> None:
     assert [p.key for p in CheckpointConfig(every=0, keep=0).problems()] == ["checkpoint.every", "checkpoint.keep"]
     assert CheckpointConfig(every=None).problems() == []

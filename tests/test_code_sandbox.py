@@ -56,20 +56,20 @@ def judged(
     return judge(problem, lines, Limits(time_s, 256, isolated))
 
 
-def test_what_does_as_it_is_told_passes() -> None:
+def test_a_correct_program_passes() -> None:
     assert judged("return True").passed
     ended = shell("echo one && echo two >&2")
     assert ended.ok and ended.output == "one\ntwo\n"
 
 
-def test_an_endless_loop_ends_with_its_time() -> None:
+def test_an_endless_loop_ends_at_the_time_limit() -> None:
     began = time.monotonic()
     result = judged("while True: pass", time_s=1.0)
     assert not result.passed and " 1 s" in result.reason
     assert time.monotonic() - began < 30
 
 
-def test_what_sleeps_ends_with_its_time_and_all_its_children() -> None:
+def test_a_sleeping_program_ends_at_the_time_limit_with_its_children() -> None:
     ended = shell(f"setsid sleep {MARK} & sleep {MARK} & trap '' TERM INT HUP; sleep {MARK}", time_s=1.0)
     assert (ended.status, ended.limit) == (137, "time") and none_left()
 
@@ -78,7 +78,7 @@ def test_children_end_with_the_program_that_left_them() -> None:
     assert shell(f"setsid sleep {MARK} & echo ok").output == "ok\n" and none_left()
 
 
-def test_a_fork_bomb_has_few_processes_and_ends() -> None:
+def test_a_fork_bomb_is_limited_and_ends() -> None:
     before = len(list(Path("/proc").glob("[0-9]*")))
     bomb = "import os\nmost = 0\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        most += 1"
     assert " 2 s" in judged(bomb, time_s=2.0).reason
@@ -94,7 +94,7 @@ def test_endless_output_is_cut_and_ends_the_program() -> None:
     assert ended.limit == "output" and len(ended.output) <= 2 * sandbox.OUTPUT_BYTES
 
 
-def test_much_memory_is_refused() -> None:
+def test_too_much_memory_is_refused() -> None:
     result = judged("return bool(bytearray(1 << 30))")
     assert not result.passed and "MemoryError" in result.reason
     assert judged("return bool(bytearray(1 << 20))").passed
@@ -108,7 +108,7 @@ def test_a_large_file_is_refused() -> None:
 
 
 @pytest.mark.parametrize("place", ["tests", "home"])
-def test_files_of_the_machine_are_not_there(tmp_path: Path, place: str) -> None:
+def test_files_of_the_machine_are_hidden(tmp_path: Path, place: str) -> None:
     folder = tmp_path if place == "tests" else Path.home()
     secret = folder / f".valkyrie-secret-{os.getpid()}"
     secret.write_text("a secret")
@@ -121,13 +121,13 @@ def test_files_of_the_machine_are_not_there(tmp_path: Path, place: str) -> None:
     assert judged(f"import os\nreturn not os.path.exists({str(Path.home())!r})").passed
 
 
-def test_nothing_of_the_system_can_be_written() -> None:
+def test_system_files_cannot_be_written() -> None:
     ended = shell("for f in / /usr /usr/bin /dev /etc; do echo x > $f/valkyrie-x; done; ls /; id -G; touch /box/own")
     assert ended.status == 0 and ended.output.count("cannot create") == 5
     assert not any(Path(folder, "valkyrie-x").exists() for folder in ("/", "/usr", "/usr/bin", "/dev", "/etc"))
 
 
-def test_no_connection_is_made() -> None:
+def test_no_network_connection_is_possible() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         port = server.getsockname()[1]
@@ -146,7 +146,7 @@ def test_no_privileges_are_gained() -> None:
     assert shell("kill -9 1; sleep 0.2").ok, "the first process of the sandbox is out of reach"
 
 
-def test_who_ends_himself_before_the_tests_does_not_pass() -> None:
+def test_a_program_that_exits_before_its_tests_does_not_pass() -> None:
     (problem, *_) = read_problems("cpp")
     for result in (judged("import os\nos._exit(0)"), judge(problem, "    __builtin_exit(0);\n}\n")):
         assert result.compiled and not result.passed and "before" in result.reason
@@ -154,7 +154,7 @@ def test_who_ends_himself_before_the_tests_does_not_pass() -> None:
     assert result.compiled and not result.passed and " SIG" in result.reason
 
 
-def test_a_step_that_fails_is_the_last() -> None:
+def test_no_step_runs_after_a_failed_one() -> None:
     done = run_steps({}, [SandboxStep((word,), 20.0, 256) for word in ("true", "false", "true")])
     assert [ended.status for ended in done] == [0, 1]
 
@@ -206,7 +206,7 @@ def test_root_keeps_programs_apart_without_user_namespaces(monkeypatch: pytest.M
     assert ended.output.endswith("wrote\n")
 
 
-def test_users_of_two_programs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_programs_run_as_different_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(sandbox, "_can_nest_namespaces", lambda: False)
     monkeypatch.setattr(sandbox, "_is_mapped", lambda user: True)
@@ -215,7 +215,7 @@ def test_users_of_two_programs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sandbox.choose_isolation().user == 65534
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_of_the_sandbox_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox.shutil, "which", lambda tool: None if tool == "unshare" else f"/bin/{tool}")
     reason = sandbox_problem.__wrapped__() or ""
     assert "unshare" in reason and not [tool for tool in sandbox.TOOLS if tool != "unshare" and f"{tool}," in reason]
@@ -223,7 +223,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Darwin" in (sandbox_problem.__wrapped__() or "")
 
 
-def test_what_the_system_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_the_system_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sandbox, "_namespace_command", lambda isolation: ["sh", "-c", "echo no namespaces here; exit 1", "--"]
     )

@@ -87,7 +87,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return compose_run("model=s5_tiny", "mesh=2x2x1", "partition=fsdp", "target=cpu", "batch=8", "seq=16")
 
 
-def test_numbers_and_largest_arrays_of_a_program_that_does_not_fit():
+def test_a_misfit_error_gives_memory_sizes_and_the_largest_arrays():
     shortage = parse_shortage(OUT_OF_MEMORY)
     assert (shortage.needed, shortage.usable) == (int(37.85 * 2**30), int(30.75 * 2**30))
     assert [entry.bytes for entry in shortage.largest] == [12 * 2**30, 512 * 2**20]
@@ -95,13 +95,13 @@ def test_numbers_and_largest_arrays_of_a_program_that_does_not_fit():
     assert shortage.largest[1] == Allocation(512 * 2**20, "f32[64,2048]")
 
 
-def test_numbers_of_the_short_form():
+def test_the_short_form_of_a_misfit_error_gives_memory_sizes():
     text = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: needs HBM (37.85G) exceeds available HBM (30.75G)"
     shortage = parse_shortage(text)
     assert (shortage.needed, shortage.usable) == (int(37.85 * 2**30), int(30.75 * 2**30))
 
 
-def test_a_kernel_without_enough_scratch_memory_is_no_layout_that_does_not_fit():
+def test_a_kernel_without_enough_scratch_memory_is_not_a_misfit():
     assert is_out_of_memory(OUT_OF_MEMORY)
     vmem = OUT_OF_MEMORY.replace("memory space hbm", "memory space vmem").replace(
         "37.85G of 30.75G", "19.55M of 16.00M"
@@ -124,7 +124,7 @@ def test_a_kernel_without_enough_scratch_memory_is_named(text):
     assert _explain_scratch_memory(OUT_OF_MEMORY) is None
 
 
-def test_what_the_tpu_compiler_needs_for_temporaries_has_the_arguments_in_it():
+def test_the_temporaries_of_the_tpu_compiler_include_the_arguments():
     text = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.25G) "
     run = compose_run("model=gpt_tiny", "mesh=2x2x1", "partition=fsdp", "target=v5e-4", "batch=8", "seq=16")
     short = _too_large_outcome(run, parse_shortage(f"{text}exceeds available HBM (15.75G)."), "why").shortage
@@ -133,7 +133,7 @@ def test_what_the_tpu_compiler_needs_for_temporaries_has_the_arguments_in_it():
 
 
 @pytest.mark.parametrize(("backend", "peak"), [("tpu", 700), ("cpu", 100 + 90 - 80 + 900 + 7)])
-def test_a_tpu_s_peak_is_the_compiler_s_not_its_temporaries_which_count_arrays_twice(backend: str, peak: int):
+def test_the_peak_of_a_tpu_is_the_compilers_peak_not_its_temporaries(backend: str, peak: int):
     sizes = {"argument": 100, "output": 90, "alias": 80, "temp": 900, "generated_code": 7, "host_temp": 500}
     analysis = SimpleNamespace(peak_memory_in_bytes=700, **{f"{k}_size_in_bytes": n for k, n in sizes.items()})
     assert get_platform(backend).peak_bytes(analysis) == peak
@@ -142,7 +142,7 @@ def test_a_tpu_s_peak_is_the_compiler_s_not_its_temporaries_which_count_arrays_t
 @needs_libtpu
 @pytest.mark.slow  # compiles for a TPU
 @pytest.mark.parametrize(("layers", "keeps"), [(24, False), (24, True), (2, False)])
-def test_activations_in_host_memory_are_not_in_the_peak_of_a_tpu(layers: int, keeps: bool):
+def test_offloaded_activations_are_not_in_the_peak_of_a_tpu(layers: int, keeps: bool):
     rows, width = 2**15, 2048
     mesh, _ = tpu_mesh("v5e:2x2")
     policies = jax.checkpoint_policies
@@ -191,7 +191,7 @@ def test_a_program_whose_peak_exceeds_the_memory_of_its_chip_does_not_fit(tiny: 
     ("needs", "helps", "platform", "calls"),
     [("16.25G", True, "tpu", 2), ("16.25G", False, "tpu", 2), ("17.40G", True, "tpu", 1), ("16.25G", True, "cpu", 1)],
 )
-def test_what_is_refused_by_a_few_per_cent_is_compiled_once_more_with_options_that_save_memory(
+def test_a_slight_misfit_is_compiled_again_with_options_that_save_memory(
     needs: str, helps: bool, platform: str, calls: int
 ):
     attempts = []
@@ -237,7 +237,7 @@ def test_a_layout_is_compiled_once(tiny: Run, monkeypatch: pytest.MonkeyPatch):
     assert edited.outcome.step.alternatives == step.alternatives and edited.outcome.step.memory == step.memory
 
 
-def test_names_of_operations_decide_a_program_and_lines_do_not():
+def test_cached_programs_depend_on_operation_names_but_not_on_source_lines():
     def key(text: str, options: dict[str, str] | None = None) -> str:
         return cache.program_key(text, options or {}, "TPU v4", [])
 
@@ -272,7 +272,7 @@ def entry(folder: Path, compile_s: float = 1.0) -> Path:
         (MODULE, None),
     ],
 )
-def test_a_damaged_program_of_the_cache_is_none(tmp_path: Path, file: str, damage: bytes | None):
+def test_a_damaged_cached_program_is_ignored(tmp_path: Path, file: str, damage: bytes | None):
     folder = entry(tmp_path / "entry")
     assert read_program(folder) is not None
     assert read_program(folder, hlo=True) is None, "the text was not asked for"
@@ -287,7 +287,7 @@ def test_a_damaged_program_of_the_cache_is_none(tmp_path: Path, file: str, damag
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_of_two_compiles_that_finish_at_once_the_first_stays_unless_another_was_asked_for(tmp_path: Path, anew: bool):
+def test_the_first_of_two_simultaneous_compiles_is_cached_unless_a_new_one_was_requested(tmp_path: Path, anew: bool):
     folder = tmp_path / "entry"
     for compile_s in (1.0, 2.0):
         store_program(entry(tmp_path / "scratch", compile_s), folder, replace=anew)
@@ -299,7 +299,7 @@ def test_of_two_compiles_that_finish_at_once_the_first_stays_unless_another_was_
     assert read_program(folder, hlo=True) is not None, "the first had no text"
 
 
-def test_a_folder_that_a_kill_left_in_the_cache_is_repaired(tmp_path: Path):
+def test_an_incomplete_cache_folder_is_repaired(tmp_path: Path):
     folder = entry(tmp_path / "entry")
     (folder / PROGRAM).unlink()  # its deletion was cut short
     store_program(entry(tmp_path / "scratch"), folder, replace=False)
@@ -308,7 +308,7 @@ def test_a_folder_that_a_kill_left_in_the_cache_is_repaired(tmp_path: Path):
 
 
 @pytest.mark.parametrize("status", list(CompileStatus))
-def test_an_outcome_has_what_its_status_says(status: CompileStatus):
+def test_an_outcome_has_the_fields_that_its_status_needs(status: CompileStatus):
     step, shortage = fitting_outcome().step, MemoryReport(needed=2, usable=1)
     fields = {"step": step if status is CompileStatus.ok else None}
     fields["shortage"] = shortage if status is CompileStatus.does_not_fit else None
@@ -326,7 +326,7 @@ def test_a_damaged_replay_is_not_read(damaged: bytes, tmp_path: Path):
         read_record(Replay, tmp_path / "replay.json")
 
 
-def test_damaged_predictions_of_other_layouts_are_left_out(tiny: Run, tmp_path: Path):
+def test_damaged_predictions_of_other_layouts_are_ignored(tiny: Run, tmp_path: Path):
     whole = Prediction(None, CompileStatus.ok, work=work_key(tiny))
     text = json.dumps(encode(whole))
     for number, damaged in enumerate([text, f'["{whole.work}"]', f'{{"work": "{whole.work}"']):
@@ -336,7 +336,7 @@ def test_damaged_predictions_of_other_layouts_are_left_out(tiny: Run, tmp_path: 
     assert _earlier_predictions(tiny, CompiledRun(fitting_outcome(), tmp_path, tmp_path, False, 0.0)) == [whole]
 
 
-def test_what_is_compiled_decides_the_name_of_the_result(tiny: Run, monkeypatch: pytest.MonkeyPatch):
+def test_the_name_of_a_result_depends_on_what_is_compiled(tiny: Run, monkeypatch: pytest.MonkeyPatch):
     def changed(**keys: Any) -> Run:
         return Run(replace(tiny.config, **keys), tiny.model)
 
@@ -347,7 +347,7 @@ def test_what_is_compiled_decides_the_name_of_the_result(tiny: Run, monkeypatch:
     assert request_key(tiny) != keys[0]
 
 
-def test_an_edit_of_a_users_module_is_seen_by_the_same_process(tmp_path: Path):
+def test_an_edit_of_a_users_module_takes_effect_in_the_same_process(tmp_path: Path):
     deep = tmp_path / "blocks" / "inner" / "deep"
     deep.mkdir(parents=True)
     (deep / "mine.py").write_text("rate = 1\n")
@@ -364,7 +364,7 @@ def test_an_edit_of_a_users_module_is_seen_by_the_same_process(tmp_path: Path):
     assert len({before, edited, source_digest("axes.py", str(tmp_path))}) == 3
 
 
-def test_a_compile_beyond_its_time_is_a_result(tiny: Run):
+def test_a_compile_over_its_time_limit_is_a_result(tiny: Run):
     ended = compile_layout(tiny, 0.3)
     assert ended.status is CompileStatus.timeout
     assert "mode.time_limit_s=0.3" in (ended.outcome.reason or "")
@@ -378,7 +378,7 @@ def test_a_compile_beyond_its_time_is_a_result(tiny: Run):
         ("import sys; print('a last word'); sys.exit(3)", "3: a last"),
     ],
 )
-def test_a_compiler_that_dies_takes_nobody_along(
+def test_a_crash_of_the_compiler_does_not_end_the_command(
     tiny: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, phrase: str
 ):
     interpreter = tmp_path / "python"
@@ -391,7 +391,7 @@ def test_a_compiler_that_dies_takes_nobody_along(
     assert phrase in (died.outcome.reason or "")
 
 
-def test_a_gpu_target_without_a_gpu_says_what_is_missing(tiny: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_target_without_a_gpu_is_refused_with_what_is_missing(tiny: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(os.environ, "JAX_PLATFORMS", "cpu")
     run = compose_run("model=s5_tiny", "mesh=2x2x2", "partition=fsdp", "target=h100-8", "batch=8", "seq=16")
     refused = compile_layout(run, 120)
@@ -400,7 +400,7 @@ def test_a_gpu_target_without_a_gpu_says_what_is_missing(tiny: Run, monkeypatch:
 
 
 @pytest.mark.parametrize("lived_s", [0, 3])
-def test_a_killed_command_takes_its_compiler_along(tmp_path: Path, lived_s: int):
+def test_a_killed_command_ends_its_compiler(tmp_path: Path, lived_s: int):
     """The command may die while its compiler is still importing. The compiler then starts with another parent."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()

@@ -45,7 +45,7 @@ def test_every_group_has_choices_and_every_folder_is_a_group():
 
 
 @pytest.mark.parametrize("turn", range(max(len(found) for found in CHOICES.values())))
-def test_every_choice_of_every_group_composes(turn: int):
+def test_every_choice_of_every_config_group_composes(turn: int):
     """Each turn takes the next choice of every group at once. Composing each choice separately would take a minute."""
     chosen = {group: found[turn % len(found)] for group, found in CHOICES.items()}
     run = Run.from_config(compose_config(*(f"{group}={choice}" for group, choice in chosen.items())))
@@ -64,7 +64,7 @@ def test_the_first_comment_of_a_file_is_the_command_that_uses_it(path: Path):
         assert f"+{group}={path.stem}" in comments[0]
 
 
-def test_the_default_run_is_the_golden_one():
+def test_the_default_run_equals_the_golden_file():
     """`VALKYRIE_UPDATE_GOLDENS=1 pytest tests/test_config.py` rewrites the file."""
     composed = OmegaConf.to_yaml(compose_config("mesh=2x2x2"))
     if os.environ.get("VALKYRIE_UPDATE_GOLDENS"):
@@ -85,7 +85,7 @@ def test_every_experiment_is_a_legal_run(name: str):
 
 
 @pytest.mark.parametrize("spelling", ["experiment=", "+experiment="])
-def test_an_experiment_is_chosen_either_way_and_overridden(command: Any, spelling: str):
+def test_an_experiment_can_be_selected_both_ways_and_overridden(command: Any, spelling: str):
     run = command(f"{spelling}valkyrie_1b_v4_64", "steps=7").run
     assert (run.model.name, run.layout.name, run.config.seq) == (
         "valkyrie_1b",
@@ -98,9 +98,7 @@ def test_an_experiment_is_chosen_either_way_and_overridden(command: Any, spellin
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["-m", "+sweep="], ["sweep="]])
-def test_every_sweep_is_a_list_of_legal_runs(
-    command: Any, monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]
-):
+def test_every_sweep_has_legal_runs(command: Any, monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]):
     plans = multirun_plans(command, monkeypatch, *arguments[:-1], arguments[-1] + name)
     assert len(plans) > 1
     assert len({plan.key for plan in plans}) == len({plan.name for plan in plans}) == len(plans)
@@ -108,7 +106,7 @@ def test_every_sweep_is_a_list_of_legal_runs(
     assert [plan.refusal for plan in plans] == [None] * len(plans)
 
 
-def test_a_job_of_a_multirun_is_one_run_with_the_same_arguments(command: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_of_a_multirun_is_a_single_run_with_the_same_arguments(command: Any, monkeypatch: pytest.MonkeyPatch):
     """A sweep starts its own multirun. If a job composed the sweep again, it would restart it endlessly."""
     first, second = multirun_plans(
         command, monkeypatch, "-m", "+sweep=laptop_partitions", "partition=dp,sp", "seq=${batch}"
@@ -128,7 +126,7 @@ def test_a_job_of_a_multirun_is_one_run_with_the_same_arguments(command: Any, mo
     ),
 )
 @pytest.mark.slow
-def test_a_job_finds_the_configuration_where_the_multirun_did(
+def test_a_job_uses_the_configuration_of_the_multirun(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]
 ):
     folder = tmp_path / "my own"
@@ -193,7 +191,7 @@ PROMPTS = ["class ", "def f(x):", "é 😀", "'it's \\ \"x\"\\", "x = {1: [2]}  
 
 
 @pytest.mark.parametrize("prompt", mark_slow_except(PROMPTS, ["class ", "'it's \\ \"x\"\\"]))
-def test_a_prompt_is_what_was_typed_and_stays_so_when_the_run_goes_on(command: Any, tmp_path: Path, prompt: str):
+def test_a_prompt_is_taken_literally_also_when_the_run_resumes(command: Any, tmp_path: Path, prompt: str):
     run = command(f"prompt={prompt}", "mesh=1x1x1", "partition=dp").run
     assert run.config.prompt == prompt
     folder = tmp_path / "runs" / "a"
@@ -205,7 +203,7 @@ def test_a_prompt_is_what_was_typed_and_stays_so_when_the_run_goes_on(command: A
 @pytest.mark.parametrize(
     ("typed", "prompt"), [("'class '", "class "), ('"a, b"', "a, b"), (r"a\ \(b\)", "a (b)"), ("${name}!", "mine!")]
 )
-def test_a_prompt_written_for_hydra_is_read_by_hydra(command: Any, typed: str, prompt: str):
+def test_a_prompt_in_hydras_grammar_is_parsed_by_hydra(command: Any, typed: str, prompt: str):
     assert command(f"prompt={typed}", "name=mine").run.config.prompt == prompt
 
 
@@ -218,9 +216,7 @@ def test_a_prompt_written_for_hydra_is_read_by_hydra(command: Any, typed: str, p
         pytest.param("class ", ["class "] * 2, marks=pytest.mark.slow),
     ],
 )
-def test_several_prompts_are_still_a_sweep(
-    command: Any, monkeypatch: pytest.MonkeyPatch, typed: str, prompts: list[str]
-):
+def test_several_prompts_make_a_sweep(command: Any, monkeypatch: pytest.MonkeyPatch, typed: str, prompts: list[str]):
     several = [] if prompts[0] != prompts[1] else ["seed=0,1"]
     plans = multirun_plans(command, monkeypatch, "-m", "mesh=1x1x1", f"prompt={typed}", *several)
     alone = [plan.run for plan in plans if plan.run is not None]
@@ -228,7 +224,7 @@ def test_several_prompts_are_still_a_sweep(
     assert [trial_key(run) for run in alone] == [plan.key for plan in plans]
 
 
-def test_a_composed_file_takes_keys_and_choices(command: Any, tmp_path: Path):
+def test_a_composed_file_accepts_keys_and_choices(command: Any, tmp_path: Path):
     folder = tmp_path / "runs" / "a"
     write_run_files(command("mesh=1x1x1", "partition=dp", "model=s5_tiny").run, folder)
     asked = ["--config-path", "runs/a", "--config-name", "run"]
@@ -292,7 +288,7 @@ def test_a_users_own_files_are_choices_like_any_other(command: Any, own_folder: 
         assert (run.config.steps, run.config.partition.name, run.config.mesh.name) == (11, "mine", "mine")
 
 
-def test_a_users_own_choices_are_named_when_another_is_asked_for(command: Any, own_folder: Path):
+def test_the_refusal_of_an_unknown_choice_lists_the_users_files(command: Any, own_folder: Path):
     refused = command("--config-dir", str(own_folder), "partition=mien")
     assert "partition=mine" in refused.err
     assert all(name in refused.err for name in [*CHOICES["partition"], "mine"])
@@ -336,7 +332,7 @@ def test_the_launch_environment_gives_mesh_and_partition(command: Any, monkeypat
         ("[gs://bucket/[ab]*.txt,/c]", ["gs://bucket/[ab]*.txt", "/c"]),
     ],
 )
-def test_paths_are_what_was_typed(command: Any, typed: str, paths: list[str]):
+def test_paths_are_taken_literally(command: Any, typed: str, paths: list[str]):
     assert command(f"data.paths={typed}", "data=text", "mode=show").run.config.data.paths == paths
 
 
@@ -345,7 +341,7 @@ MESH_OF_MINE = "# @package _global_\ndefaults: [override /mesh: 4x1x1]\n"
 
 @pytest.mark.parametrize("sizes", mark_slow_except(["4,4,2", "4x4x2", "4,4"], ["4x4x2"]))
 @pytest.mark.parametrize("chosen", ["mesh=4x1x1", "experiment=mine"])
-def test_the_launch_environment_is_not_read_beside_another_mesh(
+def test_the_launch_environment_is_ignored_if_a_mesh_is_set(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: str, chosen: str
 ):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
@@ -356,7 +352,7 @@ def test_the_launch_environment_is_not_read_beside_another_mesh(
     assert (run.layout.name, run.config.mesh.names) == ("4x1x1-fsdp", None)
 
 
-def test_a_launch_environment_that_cannot_be_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch):
+def test_an_impossible_launch_environment_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TPU_MESH_CONFIG", "4x4x2")
     refused = command()
     assert refused.status == 2
@@ -373,7 +369,7 @@ def test_a_machine_without_accelerators_gets_eight_simulated_devices(monkeypatch
     assert (default_mesh(), default_partition()) == ("2x2x2", "fsdp")
 
 
-def test_a_machine_with_accelerators_takes_them_as_data(monkeypatch: pytest.MonkeyPatch):
+def test_accelerators_are_on_the_last_mesh_axis_by_default(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("valkyrie.config.compose.accelerators", lambda: 4)
     assert default_mesh() == "1x1x4"
 
@@ -409,19 +405,19 @@ def test_a_model_has_the_vocabulary_of_its_tokenizer(command: Any, asked: str, i
     assert command("model=gpt_tiny", asked).run.model.vocab_size == ids
 
 
-def test_an_unknown_tokenizer_is_refused_where_the_model_is_composed(command: Any):
+def test_an_unknown_tokenizer_is_refused_when_the_model_is_composed(command: Any):
     refused = command("model=gpt_tiny", "data.tokenizer=nope")
     assert refused.status == 2 and refused.err.startswith("valkyrie-train: tokenizer=nope ")
     assert all(name in refused.err for name in ("bytes", "gpt2"))
 
 
 @pytest.mark.parametrize("asked", ["runs=gs://bucket/x", "data.cache_dir=s3://bucket/x"])
-def test_a_bucket_is_refused_before_a_local_folder_takes_its_name(asked: str):
+def test_a_bucket_url_is_refused_before_a_local_folder_is_made(asked: str):
     (problem,) = Run.from_config(compose_config(asked)).problems()
     assert (problem.code, f"{problem.key}={problem.value}") == (ProblemCode.unsupported, asked)
 
 
-def test_a_saved_run_does_not_say_which_process_wrote_it(tmp_path: Path):
+def test_a_saved_run_does_not_record_its_coordinator_and_process(tmp_path: Path):
     """Otherwise a run that is resumed on one host would wait for the other hosts."""
     place = ["distributed.coordinator=a:1", "distributed.processes=2", "distributed.process=1"]
     compose_run(*place, "distributed.heartbeat_s=9").save(tmp_path / "run.yaml")
@@ -447,7 +443,7 @@ CALLBACK = "callbacks: {e: {_target_: shutil.copytree, src: own, dst: stolen}}\n
         ("experiment/m.yaml", b"# @package _global_\nname: caf\xe9\n", "experiment=m", "line 2,"),
     ],
 )
-def test_a_file_that_cannot_be_read_as_meant_is_named(
+def test_the_error_for_an_unreadable_config_file_names_it(
     command: Any, tmp_path: Path, file: str, body: bytes, argument: str, phrase: str
 ):
     path = tmp_path / "own" / file
@@ -472,7 +468,7 @@ def test_a_copy_of_a_shipped_file_is_accepted(command: Any, tmp_path: Path):
         ("import sys\nsys.exit(0)", "line 2: SystemExit"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_named(
+def test_the_error_for_a_failed_import_names_the_module(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, phrase: str
 ):
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -484,7 +480,7 @@ def test_a_module_that_cannot_be_imported_is_named(
     assert refused.status == 2 and f"{module}.py, {phrase}" in refused.err
 
 
-def test_a_run_folder_of_someone_else_runs_no_code(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_folder_from_elsewhere_runs_no_code(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "theirs"
     (tmp_path / "own").mkdir()
@@ -507,7 +503,7 @@ def test_a_run_folder_of_someone_else_runs_no_code(command: Any, tmp_path: Path,
     assert not (tmp_path / "stolen").exists()
 
 
-def test_a_resolver_of_the_users_process_stays(monkeypatch: pytest.MonkeyPatch):
+def test_a_resolver_of_the_calling_process_is_not_replaced(monkeypatch: pytest.MonkeyPatch):
     OmegaConf.register_new_resolver("divide", lambda a, b: "mine", replace=True)
     try:
         assert parse_run(["seed=77"]).config.optimizer.learning_rate > 0
@@ -517,7 +513,7 @@ def test_a_resolver_of_the_users_process_stays(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("group", ["mode", "data", "optimizer"])
-def test_every_key_of_another_choice_is_refused_with_the_choices_that_have_it(group: str):
+def test_the_refusal_of_a_key_of_another_choice_lists_the_choices_that_have_it(group: str):
     families = FAMILIES[group]
     keys = {name: {field.name for field in fields(families.config_class(name))} for name in families.names()}
     for name, own in keys.items():
@@ -530,6 +526,6 @@ def test_every_key_of_another_choice_is_refused_with_the_choices_that_have_it(gr
             assert text in message and all(f"{group}={other}" in message for other in having)
 
 
-def test_a_search_is_not_a_trial(command: Any):
+def test_a_search_cannot_be_a_trial(command: Any):
     refused = command("-m", "mode=search", "target=v4-8,v5e-8")
     assert refused.status == 2 and "target=[v4-8,v5e-8]" in refused.err

@@ -40,7 +40,7 @@ TWO_RESTARTS = (
 )
 
 
-def test_two_restarts_by_hand(tmp_path: Path) -> None:
+def test_goodput_of_two_restarts_equals_a_calculation_by_hand(tmp_path: Path) -> None:
     """Steps 150 to 200 are done twice: 50 of the 100 steps between 19 s and 37 s."""
     (tmp_path / FILE).write_text(TWO_RESTARTS)
     found = read_goodput(tmp_path)
@@ -56,7 +56,7 @@ def test_two_restarts_by_hand(tmp_path: Path) -> None:
     assert "2 restarts" in found.describe() and "2 min 4 s" in found.describe()
 
 
-def test_a_later_start_from_further_back_makes_the_steps_of_all_before_it_undone(tmp_path: Path) -> None:
+def test_a_restart_from_an_earlier_step_discards_the_later_steps_of_all_starts(tmp_path: Path) -> None:
     text = "".join(
         f'{{"start": {began}}}\n' + line(began, first, steps=0) + line(began + 10, last, steps=10)
         for began, first, last in ((0, 0, 100), (10, 80, 100), (20, 50, 150))
@@ -69,9 +69,7 @@ def test_a_later_start_from_further_back_makes_the_steps_of_all_before_it_undone
 
 
 @pytest.mark.parametrize(("end", "down", "restarts"), [(None, 3600, 1), ("preempted", 3600, 1), ("stopped", 0, 0)])
-def test_time_after_an_end_that_the_user_wanted_is_not_lost(
-    tmp_path: Path, end: str | None, down: float, restarts: int
-) -> None:
+def test_time_after_a_requested_end_is_not_lost(tmp_path: Path, end: str | None, down: float, restarts: int) -> None:
     text = '{"start": 0}\n' + line(10, 5, end, steps=10) + '{"start": 3610}\n' + line(3620, 5, steps=0)
     (tmp_path / FILE).write_text(text)
     found = read_goodput(tmp_path)
@@ -79,16 +77,14 @@ def test_time_after_an_end_that_the_user_wanted_is_not_lost(
     assert (found.seconds["down"], found.restarts) == (down, restarts)
 
 
-def test_a_start_that_was_killed_before_its_first_line_is_time_down(tmp_path: Path) -> None:
+def test_a_start_killed_before_its_first_record_counts_as_down_time(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"start": 0}\n{"start": 30}\n' + line(40, 0, setup=10))
     found = read_goodput(tmp_path)
     assert found is not None
     assert (found.seconds["down"], found.seconds["setup"], found.restarts) == (30, 10, 1)
 
 
-def test_what_is_known_while_a_run_goes_on_is_what_its_file_comes_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_goodput_equals_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock:
         now = 2000.0
 
@@ -123,14 +119,14 @@ def test_what_is_known_while_a_run_goes_on_is_what_its_file_comes_to(
     assert 15 < len(points) < 25, "a line a second in a start this short"
 
 
-def test_a_process_that_is_not_the_first_writes_nothing(tmp_path: Path) -> None:
+def test_only_process_0_writes_goodput(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, 0.0, {}, write=False)
     ledger.prepared(0)
     ledger.write(1)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:
+def test_a_deleted_run_folder_does_not_end_the_training(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "gone", 0.0, {})
     ledger.prepared(0)
     assert ledger.goodput().seconds.keys() == KINDS.keys()
@@ -139,11 +135,11 @@ def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(8.06, "8.1 s"), (312.0, "5 min 12 s"), (7320.0, "2 h 2 min"), (266400.0, "3 d 2 h")]
 )
-def test_long_times_in_two_units(seconds: float, text: str) -> None:
+def test_long_times_have_two_units(seconds: float, text: str) -> None:
     assert long_duration(seconds) == text
 
 
-def test_a_training_says_what_its_time_went_to(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_training_reports_how_it_spent_its_time(capfd: pytest.CaptureFixture[str]) -> None:
     folder = trained_run("tracking=wandb", "optimizer.warmup_steps=1")
     lines, told = read_metrics(folder / "metrics.jsonl"), wandb_log(folder)
     summary = lines[-1]["summary"]
@@ -161,7 +157,9 @@ def test_a_training_says_what_its_time_went_to(capfd: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_the_bytes_of_a_training_are_those_of_the_search(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_collective_bytes_of_a_training_equal_those_of_the_search(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     layout = ("mesh=2x2x1", "partition=fsdp", f"runs={tmp_path}", "name=run")
     assert command(*TINY, *layout, "steps=2") == 0
     assert "a device sends " in capfd.readouterr().out
@@ -174,7 +172,7 @@ def test_the_bytes_of_a_training_are_those_of_the_search(tmp_path: Path, capfd: 
     assert sent["bytes"] > 0 and sent == early["summary"]["communication"], "a killed run has them too"
 
 
-def test_neither_an_unreadable_program_nor_a_profiler_that_fails_ends_a_training(
+def test_unreadable_programs_and_profiler_failures_do_not_end_a_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def unreadable(_: Any) -> None:
@@ -191,9 +189,7 @@ def test_neither_an_unreadable_program_nor_a_profiler_that_fails_ends_a_training
     assert "communication" not in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
 
 
-def test_a_run_that_ended_without_a_word_restarts_and_does_its_steps_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_restarts_and_counts_its_repeated_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The killed run is a finished run with an older checkpoint and without the records of its end."""
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     file = folder / FILE
@@ -223,7 +219,7 @@ def test_a_window_of_steps_is_traced(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert {step for step in named if step is not None} == {2, 3}
 
 
-def test_the_processes_of_one_host_trace_into_files_of_their_own(tmp_path: Path) -> None:
+def test_processes_of_one_host_write_separate_traces(tmp_path: Path) -> None:
     for index in range(2):
         with profile.ProfileWindow("1-1", tmp_path, team=Team(2, index)) as window:
             assert window.starts_at(1)
@@ -234,7 +230,7 @@ def test_the_processes_of_one_host_trace_into_files_of_their_own(tmp_path: Path)
     assert len({file.parent for file in tmp_path.rglob("*.xplane.pb")}) == 1, "hosts of one run"
 
 
-def test_the_loop_waits_for_data_only_where_the_devices_have_nothing_to_do() -> None:
+def test_only_idle_devices_count_as_waiting_for_data() -> None:
     """A batch that arrives late, but while the devices still compute the previous step, delays nothing."""
     import threading
     import time

@@ -48,7 +48,7 @@ def causal(rows, columns, wider=1):
     return f"  m = s8[1,{rows},{columns}] constant({{{{{str(table)[1:-1].replace('[', '{').replace(']', '}')}}}}})\n"
 
 
-def test_a_kernel_whose_devices_mask_different_blocks_takes_what_the_busiest_one_does():
+def test_a_kernel_with_different_masks_per_device_costs_as_much_as_the_busiest():
     """Each of two devices selects its own table. One skips three of four blocks of a head, the other skips two."""
     own = (
         "own {\n  t = s8[2,1,2,2] parameter(0)\n  d = s32[] parameter(1)\n  z = s32[] constant(0)\n"
@@ -68,7 +68,7 @@ def test_a_kernel_whose_devices_mask_different_blocks_takes_what_the_busiest_one
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_a_forward_kernel_begins_and_ends_every_row_of_blocks_once(head_dim):
+def test_a_forward_kernel_pays_for_the_ends_of_every_row_of_blocks(head_dim):
     """2 sequences with 4 heads, each head with 4 rows of 4 blocks. 10 blocks of a head are visible, 16 are iterated."""
     entry = (
         causal(4, 4) + f"  q = bf16[2,4,2048,{head_dim}] parameter(0)\n  k = bf16[2,2,2048,{head_dim}] parameter(1)\n"
@@ -82,7 +82,7 @@ def test_a_forward_kernel_begins_and_ends_every_row_of_blocks_once(head_dim):
 
 
 @pytest.mark.parametrize("kind", ["dkv", "dkv_dq"])
-def test_a_backward_kernel_ends_a_column_of_blocks_once_per_group_of_heads(kind):
+def test_a_backward_kernel_pays_for_the_ends_of_columns_once_per_group_of_heads(kind):
     """The results are in the order of JAX 0.10: sums of dk and dv, dq per column of blocks if fused, dk and dv."""
     entry = causal(4, 4) + "  q = bf16[2,8,4096,128] parameter(0)\n  k = bf16[2,2,4096,128] parameter(1)\n"
     dq = "bf16[2,4,8,4096,128], " if kind == "dkv_dq" else ""
@@ -94,7 +94,7 @@ def test_a_backward_kernel_ends_a_column_of_blocks_once_per_group_of_heads(kind)
     assert work.flops == 16 * 10 * 2 * (5 if kind == "dkv_dq" else 4) * 1024 * 1024 * 128
 
 
-def test_blocks_of_other_sizes_are_near_what_the_compiler_makes_of_them():
+def test_interpolated_block_sizes_are_close_to_the_compiled_kernel():
     """The compiled fused backward kernel on v6e, with blocks of 1024 x 2048, has 538 cycles per step.
 
     In addition, it has 11,345 per block and 724 for the ends of a column.
@@ -107,7 +107,7 @@ def test_blocks_of_other_sizes_are_near_what_the_compiler_makes_of_them():
     assert work.cycles == pytest.approx(32 * 538 + 20 * 11345 + 4 * 724, rel=0.02)
 
 
-def test_a_kernel_is_no_faster_than_the_peak_whatever_its_bundles():
+def test_a_kernel_is_never_faster_than_the_peak():
     """v5e's fused backward kernel has fewer bundles than its matrix products take at the peak."""
     entry = causal(8, 8) + "  q = bf16[1,8192,128] parameter(0)\n  k = bf16[1,8192,128] parameter(1)\n"
     result = "(f32[1024,128], f32[1024,128], bf16[8,1,8192,128], bf16[1,8192,128], bf16[1,8192,128])"

@@ -71,7 +71,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     wait_until(lambda: all(is_gone(pid) for pid in pids()))
 
 
-def test_every_process_knows_the_others_and_the_port_is_another_at_each_start(capfd: Any):
+def test_every_process_gets_the_others_and_each_start_a_new_port(capfd: Any):
     code = """
 with open(f"env-{index}", "a") as file:
     print(os.environ["JAX_COORDINATOR_ADDRESS"], os.environ["JAX_PROCESS_COUNT"], file=file)
@@ -88,11 +88,11 @@ sys.exit(0 if starts else 1)
     assert Path("logs/process-2.log").read_text() == "index 2\nindex 2\n"
 
 
-def test_one_process_is_no_cluster():
+def test_one_process_gets_no_cluster_settings():
     assert run(f'sys.exit(3 if "{INDEX}" in os.environ else 0)', processes=1) == 0
 
 
-def test_a_worker_killed_by_hand_ends_the_others_and_all_start_again(capfd: Any):
+def test_a_killed_worker_ends_the_others_and_all_restart(capfd: Any):
     code = """
 alive()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -110,7 +110,7 @@ time.sleep(60)
     assert "(1 of 2)" in restart and len(pids()) == 6
 
 
-def test_a_peer_that_fails_with_it_is_not_taken_for_the_first(capfd: Any):
+def test_a_process_that_fails_in_consequence_is_not_reported_as_the_first(capfd: Any):
     code = """
 alive(); others_alive()
 if index == 2: os.kill(os.getpid(), signal.SIGKILL)
@@ -121,7 +121,7 @@ sys.exit(1)
     assert len(causes) == 1 and "SIGKILL" in causes[0]
 
 
-def test_of_two_the_one_that_lost_another_is_not_the_first(capfd: Any):
+def test_a_process_that_lost_a_peer_is_not_reported_as_the_first_to_fail(capfd: Any):
     code = """
 alive(); others_alive()
 if index == 0: sys.exit(69)
@@ -133,20 +133,20 @@ sys.exit(3 if index == 2 else 69)
     assert "process 2 " in cause and "status 3" in cause
 
 
-def test_it_stops_after_so_many_crashes(capfd: Any):
+def test_launching_stops_after_the_allowed_crashes(capfd: Any):
     assert run("alive(); others_alive(); sys.exit(7)") == 7
     assert len(pids()) == 9
     assert "--restarts 2" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("status", [2, 130])
-def test_a_mistake_and_ctrl_c_are_not_repeated(status: int, capfd: Any):
+def test_a_mistake_or_ctrl_c_causes_no_restart(status: int, capfd: Any):
     assert run(f'alive(); others_alive(); print("why", file=sys.stderr); sys.exit({status})', grace_s=10.0) == status
     assert len(pids()) == 3
     assert capfd.readouterr().err.count("why") == 1
 
 
-def test_a_mistake_that_only_another_process_sees_is_shown(capfd: Any):
+def test_a_mistake_that_only_one_process_reports_is_shown(capfd: Any):
     code = """
 alive(); others_alive()
 if index == 2: print("data.paths=missing"); sys.exit(2)
@@ -158,7 +158,7 @@ time.sleep(60)
     assert "logs/process-2.log" in log and last_line == "  data.paths=missing"
 
 
-def test_a_preemption_is_not_a_crash(capfd: Any):
+def test_a_preemption_does_not_count_as_a_crash(capfd: Any):
     code = "alive(); others_alive(); time.sleep(0.02 * index); sys.exit(0 if starts == 3 else 75)"
     assert run(code, restarts=0) == 0
     assert capfd.readouterr().err.count("preempted") == 3 and len(pids()) == 4 * 3
@@ -194,7 +194,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_is_handed_on_and_all_save(launched: Any, number: int, status: int):
+def test_a_signal_is_forwarded_and_all_processes_save(launched: Any, number: int, status: int):
     process = launched(SAVES)
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=10)
@@ -203,7 +203,7 @@ def test_a_signal_is_handed_on_and_all_save(launched: Any, number: int, status: 
     assert Path("runs/mine.launch/process-1.log").read_text() == "1 saved\n"
 
 
-def test_a_second_ctrl_c_ends_those_who_do_not_listen(launched: Any):
+def test_a_second_ctrl_c_kills_processes_that_ignored_the_first(launched: Any):
     process = launched(DEAF)
     os.kill(process.pid, signal.SIGINT)
     for line in process.stderr:
@@ -218,13 +218,13 @@ def test_a_second_ctrl_c_ends_those_who_do_not_listen(launched: Any):
 # Kept, because only Linux's kernel can end a process with its parent (PR_SET_PDEATHSIG): macOS has nothing like it, and
 # the launcher promises it for Linux alone.
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a killed process")
-def test_children_end_with_a_launcher_that_is_killed(launched: Any):
+def test_children_end_if_the_launcher_is_killed(launched: Any):
     process = launched(DEAF)
     process.kill()
     wait_until(lambda: all(is_gone(pid) for pid in pids()))
 
 
-def test_what_a_child_has_started_ends_with_it():
+def test_processes_started_by_a_child_end_with_it():
     code = """
 import subprocess
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])

@@ -46,13 +46,13 @@ def rows(launcher: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "trials"])
-def test_every_launcher_gives_the_same_set_of_trials(launcher: str, tmp_path_factory: pytest.TempPathFactory):
+def test_every_launcher_records_the_same_trials(launcher: str, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.getbasetemp()
     assert rows(launcher, folder) == rows("trials", folder)
 
 
 @pytest.mark.slow
-def test_the_task_function_alone_records_a_trial(
+def test_the_task_function_records_a_trial_without_our_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
     """The joblib, submitit and ray launchers call the task function in workers.

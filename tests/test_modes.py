@@ -43,7 +43,7 @@ def test_text_begins_with_its_prompt(capfd: pytest.CaptureFixture[str], prompt: 
 
 
 @pytest.mark.slow
-def test_the_same_seed_says_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_same_seed_generates_the_same_text(capfd: pytest.CaptureFixture[str]) -> None:
     said = []
     for seed in (1, 1, 2):
         assert command(*reading(trained_run(), "mode=generate", f"seed={seed}", "sample_tokens=12")) == 0
@@ -52,7 +52,7 @@ def test_the_same_seed_says_the_same(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_without_resume_the_latest_run_is_read_with_its_settings(
+def test_modes_read_the_latest_run_with_its_settings_by_default(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     copy_run(trained_run(), tmp_path)
@@ -117,7 +117,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_before_any_data(
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     job = start_training(*reading(trained_run(), "mode=generate", "sample_tokens=500"), cwd=tmp_path)
     assert job.stdout is not None and job.stderr is not None
     assert "at step 6" in job.stdout.readline()
@@ -128,9 +128,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert not re.search("Traceback|Exception ignored|Errno", err)
 
 
-def test_checkpoints_are_listed_and_a_damaged_one_is_an_exit_status(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_listing_checkpoints_fails_if_one_is_damaged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = copy_run(trained_run(), tmp_path)
     assert command("mode=checkpoints", f"runs={tmp_path}") == 0
     (line,) = capfd.readouterr().out.splitlines()

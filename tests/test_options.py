@@ -31,7 +31,7 @@ def program(*overrides: str, target: str = "v4-8", backend: str = "tpu") -> Step
     return StepProgram(run, abstract_mesh(run.config.mesh), backend=backend)
 
 
-def test_a_step_is_compiled_with_the_options_of_its_chip():
+def test_a_step_is_compiled_with_the_compiler_options_of_its_chip():
     options = program().compiler_options
     assert options is not None and options[GATHERS] == "true" and THRESHOLD in options
     assert {o.name: o.set_by for o in program().options} == {GATHERS: CHIP, ALL_TO_ALL: CHIP, THRESHOLD: VALKYRIE}
@@ -39,14 +39,14 @@ def test_a_step_is_compiled_with_the_options_of_its_chip():
 
 
 @pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
-def test_every_default_of_a_chip_has_its_evidence_above_it(name: str):
+def test_every_default_option_of_a_chip_has_a_comment_with_evidence(name: str):
     lines = (conf_dir() / "target" / "chip" / f"{name}.yaml").read_text().splitlines()
     above = reversed(lines[: next(n for n, line in enumerate(lines) if line.startswith("xla_options:"))])
     assert any("libtpu 0.0." in line for line in takewhile(lambda line: line.startswith("#"), above))
     assert all(option.startswith("xla_") for option in known_chips()[name].xla_options)
 
 
-def test_a_value_of_the_user_wins_and_null_takes_a_default_away():
+def test_user_options_override_defaults_and_null_removes_them():
     mine = program(*(f"{KEY}.{o}" for o in (f"{GATHERS}=false", f"{ALL_TO_ALL}=false", f"{THRESHOLD}=7", "xla_mine=3")))
     assert mine.compiler_options == {GATHERS: "false", ALL_TO_ALL: "false", THRESHOLD: "7", "xla_mine": "3"}
     assert {o.set_by for o in mine.options} == {YOU}
@@ -56,7 +56,7 @@ def test_a_value_of_the_user_wins_and_null_takes_a_default_away():
     assert str(Option(GATHERS, None, YOU)) == f"{GATHERS} removed"
 
 
-def test_gradients_are_sent_in_parts_where_the_compiler_does_that_beside_products():
+def test_gradient_sums_are_split_if_the_compiler_overlaps_them_with_products():
     def kinds(*overrides: str, **of: str) -> str:
         fsdp = compose_run("model=gpt_tiny", "partition=fsdp", "mesh=2x2x1", "batch=8", *overrides)
         lowered = StepProgram(fsdp, abstract_mesh(fsdp.config.mesh), backend=of.get("backend", "tpu")).lower_step()
@@ -70,7 +70,7 @@ def test_gradients_are_sent_in_parts_where_the_compiler_does_that_beside_product
     assert "all_to_all" in kinds("target=v5e-4", "partition.gradient_sum=all_to_all")
 
 
-def test_a_default_that_a_later_compiler_refuses_is_left_out_with_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_default_option_that_the_compiler_rejects_is_dropped(monkeypatch: pytest.MonkeyPatch):
     chip, fused = known_chips()["v5p"], "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
     for version, kept in (("0.0.42.1", True), ("0.0.46", False), ("0.1.0", False)):
         monkeypatch.setattr("valkyrie.train.options.metadata.version", lambda name, version=version: version)
@@ -79,18 +79,18 @@ def test_a_default_that_a_later_compiler_refuses_is_left_out_with_it(monkeypatch
     assert Option(fused, "maybe", YOU) in collect_options(mine, {}), "what the user writes stands"
 
 
-def test_an_option_of_no_default_that_is_null_is_not_named():
+def test_a_null_option_without_a_default_is_not_listed():
     chip = ChipConfig(name="mine", xla_options={"xla_other": None, "xla_flag": True})
     assert collect_options(chip, {}) == [Option("xla_flag", "true", YOU)]
 
 
-def test_a_list_is_no_value_of_an_option(command: Any):
+def test_a_list_is_refused_as_the_value_of_an_option(command: Any):
     refused = command("model=s5_tiny", "target=v4-8", f"{KEY}.{GATHERS}=[1]", "mode=show")
     assert refused.status == 2
     assert f"{KEY}.{GATHERS}=[1]: " in refused.err
 
 
-def test_what_the_compiler_says_of_an_option_in_plain_words():
+def test_compiler_errors_about_options_are_explained():
     unknown = explain_refusal("INVALID_ARGUMENT: No such compile option: 'xla_enable_async_all_gathers'")
     assert unknown is not None
     assert unknown.startswith(f"{KEY}.xla_enable_async_all_gathers: the compiler")
@@ -104,7 +104,7 @@ def test_what_the_compiler_says_of_an_option_in_plain_words():
 
 
 @needs_libtpu
-def test_an_option_that_the_compiler_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unknown_compiler_option_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
     layout = ("model=s5_tiny", "mesh=2x2x1", "target=v4-8", "batch=8", "seq=64", "mode=compile")
     outcome = compile_layout(compose_run(*layout, f"{KEY}.xla_enable_async_all_gathers=true"), 300).outcome

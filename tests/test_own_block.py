@@ -54,7 +54,7 @@ def run(folder: Path) -> Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", [*PARTITIONS, "mine"])
-def test_it_takes_the_same_steps_under_every_partition(folder, run, partition):
+def test_a_users_block_takes_the_same_steps_under_every_partition(folder, run, partition):
     mine = compose_run(*SMALL, f"hydra.searchpath=[valkyrie://groups,{folder}]", "mesh=2x2x2", f"partition={partition}")
     alone, together = run_steps(make_program(run), 2).metrics, run_steps(make_program(mine), 2).metrics
     for one, other in zip(alone, together, strict=True):
@@ -63,7 +63,7 @@ def test_it_takes_the_same_steps_under_every_partition(folder, run, partition):
 
 
 @pytest.mark.slow
-def test_it_streams_as_it_trains(run):
+def test_a_users_block_streams_the_logits_of_training(run):
     module = assembly_of(run).module(make_program(run).init(0).parameters)
     tokens = jnp.asarray(make_batch(run)["tokens"][:2, :20])
     state, logits = module.init_state(2, 20), []
@@ -75,7 +75,7 @@ def test_it_streams_as_it_trains(run):
 
 
 @pytest.mark.slow
-def test_it_trains_goes_on_and_writes_text(folder):
+def test_a_users_block_trains_resumes_and_generates_text(folder):
     first = train(folder, "name=own", "steps=2", "sample_tokens=0", "mesh=2x2x1", "partition=mine")
     assert "step 2/2" in first
     resumed = ("resume=own", "steps=3", "sample_tokens=0")
@@ -83,7 +83,7 @@ def test_it_trains_goes_on_and_writes_text(folder):
     assert train(folder, "mode=generate", "resume=own", "sample_tokens=5", "prompt=def ").count("def ") == 1
 
 
-def test_it_shows_its_axis_and_its_memory(folder):
+def test_mode_show_has_the_axis_and_memory_of_a_users_block(folder):
     shown = train(folder, "mode=show", "mesh=2x2x1", "partition=mine", "partition.parameters.channels=[x]")
     assert "48 channels/x" in shown
     assert "expected memory" in shown
@@ -91,14 +91,14 @@ def test_it_shows_its_axis_and_its_memory(folder):
 
 @pytest.mark.slow
 @needs_libtpu
-def test_it_compiles_for_a_slice(folder):
+def test_a_users_block_compiles_for_a_slice(folder):
     shown = train(folder, "mode=compile", "target=v5e-4", "mesh=2x2x1", "partition=fsdp", "seq=128", "name=compiled")
     assert "predicted step" in shown
     assert json.loads((folder.parent / "runs" / "compiled" / "compile.json").read_text())["status"] == "ok"
 
 
 @pytest.mark.slow
-def test_it_sweeps(folder):
+def test_a_users_block_can_be_swept(folder):
     train(folder, "-m", "name=swept", "mode=compile", "target=cpu4", "mesh=2x2x1", "partition=fsdp,mine")
     trials = TrialLog(folder.parent / "runs" / "swept").read()
     assert [trial.status for trial in trials] == [Status.ok] * 2
@@ -120,7 +120,7 @@ def test_a_gated_feed_forward_of_a_users_folder_trains(tmp_path):
         assert refused.returncode == 2 and words in refused.stderr
 
 
-def test_its_own_checks_refuse_mistakes(folder):
+def test_checks_of_a_users_block_refuse_mistakes(folder):
     done = train_with(folder, *SMALL, "model.gated_conv.width=0")
     assert done.returncode == 2 and done.stderr.startswith("valkyrie-train: model.gated_conv.width=0: ")
     done = train_with(folder, *SMALL, "model.block_pattern=[s5]")

@@ -39,7 +39,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
-def test_a_source_and_a_task_of_a_folder_train(folder: Path):
+def test_a_users_source_and_task_train(folder: Path):
     data = ("data.paths=[tickets.db]", f"data.cache_dir={folder}/cache")
     done = train(folder, *data, "name=source", "steps=2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,7 +55,7 @@ def test_a_source_and_a_task_of_a_folder_train(folder: Path):
     assert "steps 3 to" in resumed.stdout, resumed.stdout + resumed.stderr
 
 
-def test_their_own_checks_refuse_mistakes(folder: Path):
+def test_checks_of_a_users_source_and_task_refuse_mistakes(folder: Path):
     done = train(folder, "data.paths=[none.db]", "task=sparse_targets", "task.share=2")
     assert done.returncode == 2
     assert done.stderr.count("data.paths=none.db") == done.stderr.count("task.share=2.0") == 1

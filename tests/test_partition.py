@@ -49,7 +49,7 @@ ROLES = {
 }
 
 
-def test_files_bear_the_names_of_their_partitions():
+def test_partition_files_are_named_like_their_partitions():
     assert sorted(YAMLS) == PARTITIONS
     assert set(ROLES) <= set(PARTITIONS)
 
@@ -78,7 +78,7 @@ def test_roles_of_a_mesh(name: str):
 
 @pytest.mark.parametrize("name", PARTITIONS)
 @pytest.mark.parametrize("axis", ["w", "s"])
-def test_a_fourth_axis_and_slices_split_data(name: str, axis: str):
+def test_a_fourth_axis_and_the_slice_axis_shard_data(name: str, axis: str):
     layout = layout_of("2x2x2x2" if axis == "w" else "2s2x2x2", name)
     assert layout.roles[axis].kind in (RoleKind.DP, RoleKind.FSDP)
     stages = layout.parameters["layers"]
@@ -116,7 +116,7 @@ MODEL = "MP1(mlp,heads,kv_heads,vocab,state)"
         (["dp", "tp", "mp"], {"x": "DP(batch)", "y": MODEL, "z": MODEL}),
     ],
 )
-def test_names_of_the_launch_environment_are_roles(names: list[str], expected: dict[str, str]):
+def test_axis_names_of_the_launch_environment_give_roles(names: list[str], expected: dict[str, str]):
     assert data_model_fsdp(names) == (expected, [])
 
 
@@ -134,7 +134,7 @@ def test_a_fourth_axis_has_the_role_that_the_launch_environment_gives_it(role: s
     assert list(map(str, named_run.layout.roles.values())) == [expected[name] for name in names]
 
 
-def test_an_axis_named_beside_its_role_is_spent_once():
+def test_an_axis_listed_by_name_and_by_role_is_used_once():
     partition = PartitionConfig(
         name="mine",
         parameters={"embed": ["w", "w"]},
@@ -148,19 +148,19 @@ def test_an_axis_named_beside_its_role_is_spent_once():
     assert parameters["embed"] == ("w", "w"), "what was written twice is refused by the layout"
 
 
-def test_an_unknown_name_of_the_launch_environment_is_refused_where_it_matters():
+def test_an_unknown_axis_name_is_refused_unless_its_axis_has_size_one():
     (problem,) = data_model_fsdp(["data", "expert", "fsdp"])[1]
     assert (problem.code, problem.value, problem.mesh_axes) == (ProblemCode.unknown_role, "expert", ("y",))
     assert data_model_fsdp(["data", "expert", "fsdp"], "4x1x2")[1] == []
 
 
-def test_names_mean_nothing_to_a_partition_without_roles():
+def test_axis_names_do_not_affect_a_partition_without_roles():
     mesh = parse_mesh("4x4x2")
     mesh.names = ["a", "b", "c"]
     assert resolve_rules(YAMLS["2d_tp"], mesh, AXES) == resolve_rules(YAMLS["2d_tp"], parse_mesh("4x4x2"), AXES)
 
 
-def test_refusals():
+def test_invalid_rules_are_refused():
     partition = PartitionConfig(
         name="mine", parameters={"mpl": ["x"], "mlp": ["w"]}, activations={"batch": ["s", "s?"], "seq": ["q"]}
     )
@@ -182,7 +182,9 @@ entries = st.lists(st.sampled_from(["x", "y", "z", "w", "w?", "s?", "data", "q"]
     st.dictionaries(st.sampled_from(["data", "x"]), st.lists(st.sampled_from(["x", "y", "w"]), max_size=2)),
     st.sampled_from(["4x4x2", "2x2x2x2", "2s2x2x2"]),
 )
-def test_rules_hold_only_axes_of_the_mesh(rules: dict[str, list[str]], named: dict[str, list[str]], mesh_name: str):
+def test_resolved_rules_have_only_axes_of_the_mesh(
+    rules: dict[str, list[str]], named: dict[str, list[str]], mesh_name: str
+):
     mesh: MeshConfig = parse_mesh(mesh_name)
     partition = PartitionConfig(name="any", parameters=rules, activations={}, roles=named)
     parameters, _, problems = resolve_rules(partition, mesh, AXES)

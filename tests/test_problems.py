@@ -131,7 +131,7 @@ def test_a_problem_has_a_code_the_key_at_fault_and_its_value(arguments: str):
 
 
 @pytest.mark.timeout(600)  # alone, it composes every case
-def test_the_texts_of_all_codes():
+def test_texts_of_all_problem_codes_equal_the_golden_file():
     """`UPDATE_GOLDENS=1 pytest tests/test_problems.py` writes the file."""
     every = {arguments: problems_of(arguments) for arguments in CASES} | {"": MADE}
     lines = [f"$ {arguments}\n" + "".join(f"{p.code.value}: {p}\n" for p in every[arguments]) for arguments in every]
@@ -150,13 +150,13 @@ def test_the_texts_of_all_codes():
         {"optimizer.momentum": 1, "optimizer.momentum_start": "nan"},
     ],
 )
-def test_a_key_does_not_hide_the_problem_of_another(overrides: dict[str, object]):
+def test_a_problem_does_not_hide_that_of_another_key(overrides: dict[str, object]):
     arguments = ["optimizer=muon", *(f"{key}={value}" for key, value in overrides.items())]
     problems = Run.from_config(compose_config(*arguments)).problems()
     assert overrides.keys() <= {problem.key for problem in problems}
 
 
-def test_sizes_are_not_part_of_the_identity():
+def test_sizes_are_not_part_of_a_problems_identity():
     one, other = (
         Problem(ProblemCode.not_divisible, "model.mlp", axes=("mlp",), mesh_axes=("x",), mesh_sizes=(n,), size=130)
         for n in (4, 8)
@@ -181,13 +181,13 @@ def test_sizes_are_not_part_of_the_identity():
         ),
     ],
 )
-def test_ranges(bounds: dict[str, Any], inside: float, outside: float, text: str):
+def test_numbers_out_of_range_are_problems(bounds: dict[str, Any], inside: float, outside: float, text: str):
     assert check_range("k", inside, **bounds) == check_range("k", None, **bounds) == []
     (problem,) = check_range("k", outside, **bounds)
     assert (problem.code, problem.key, str(problem)) == (ProblemCode.out_of_range, "k", text)
 
 
-def test_an_error_has_each_problem_once():
+def test_an_error_lists_each_problem_once():
     problem = Problem(ProblemCode.malformed, "k", text="k: no.")
     refuse([])
     with pytest.raises(ProblemError) as refused:
@@ -219,7 +219,7 @@ OF_A_MESH = {
     st.sampled_from([1, 7, 96, 768]),
     st.sampled_from([30, 96, 768]),
 )
-def test_one_layout_and_arrays_of_layouts_have_the_same_problems(
+def test_vectorised_checks_find_the_problems_of_single_layouts(
     shape: list[int], name: str, model: str, order: tuple[str, int], microbatches: int, batch: int, seq: int
 ):
     partition = replace(YAMLS[name], schedule=PipelineSchedule[order[0]], rounds=order[1])

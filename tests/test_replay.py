@@ -61,13 +61,13 @@ def start_and_done(between: str, kind: str = "all-gather") -> Module:
     )
 
 
-def test_work_takes_the_compilers_cycles():
+def test_work_takes_the_cycles_estimated_by_the_compiler():
     done = played(program(work("first", "a", 1000) + work("ROOT second", "first", 500), HEAD + LESS))
     assert done.step_s == pytest.approx(1500 / CLOCK)
     assert {cost.op_name for cost in done.costs} == {"first", "second"}
 
 
-def test_a_collective_with_nothing_beside_it_is_exposed():
+def test_a_collective_without_overlapping_work_is_exposed():
     done = played(start_and_done(""))
     assert done.step_s == pytest.approx(gather_seconds())
     assert [(part.kind, part.mesh_axes) for part in done.parts] == [(PartKind.exposed, ("x",))]
@@ -77,7 +77,7 @@ def test_a_collective_with_nothing_beside_it_is_exposed():
     assert use.calls == 1 and use.exposed_s == pytest.approx(use.busy_s)
 
 
-def test_work_beside_a_collective_hides_it():
+def test_overlapping_work_hides_a_collective():
     cycles = int(gather_seconds() * CLOCK * 0.6)
     done = played(start_and_done(work("hidden", "a", cycles)))
     assert done.step_s == pytest.approx(gather_seconds(), rel=1e-3)
@@ -149,7 +149,7 @@ def carried_on_by_a_product(cycles: int, alone: str = "") -> Module:
     )
 
 
-def test_a_gather_that_products_carry_on_takes_the_ring_of_those_alone():
+def test_a_gather_fused_into_products_uses_the_ring_of_separate_gathers():
     (alone,) = played(program(gathered("ROOT r", "a", ALONE))).collectives
     uses = {u.op_name: u for u in played(carried_on_by_a_product(1000, gathered("r", "a", ALONE))).collectives}
     assert sum(u.busy_s for u in uses.values()) == pytest.approx(2 * alone.busy_s), "the fused one as the one alone"
@@ -157,14 +157,14 @@ def test_a_gather_that_products_carry_on_takes_the_ring_of_those_alone():
     assert other.busy_s < alone.busy_s / 1.5, "without a gather alone over these groups, rings along each axis"
 
 
-def test_a_product_that_carries_a_gather_on_hides_it():
+def test_a_product_with_a_fused_gather_hides_it():
     (use,) = played(carried_on_by_a_product(1000)).collectives
     assert use.calls == 1 and use.exposed_s == pytest.approx(use.busy_s - 1000 / CLOCK)
     done = played(carried_on_by_a_product(int(2 * use.busy_s * CLOCK)))
     assert [part.kind for part in done.parts] == [PartKind.matmul] and done.sending_s == pytest.approx(use.busy_s)
 
 
-def test_a_product_without_an_estimate_takes_the_peak_of_bfloat16():
+def test_a_product_without_a_cycle_estimate_runs_at_the_bfloat16_peak():
     sizes = "bf16[8192,8192]"
     product = f"  ROOT d = {sizes} dot(a, a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n"
     done = replay(parse(f"{HEAD}ENTRY e {{\n  a = {sizes} parameter(0)\n{product}}}\n"), machine("v5e", torus((8, 8))))
@@ -189,7 +189,7 @@ RUN = (
 )
 
 
-def test_a_loop_counts_as_often_as_it_runs():
+def test_a_loop_counts_all_its_iterations():
     done = played(program(RUN, HEAD + LESS + LOOP))
     (use,) = done.collectives
     assert use.calls == 10 and use.bytes_sent == 10 * 2 * 0.75 * BYTES
@@ -201,7 +201,7 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert max(s.start_s + s.duration_s for s in done.spans) == pytest.approx(done.step_s, rel=1e-2)
 
 
-def test_a_transfer_from_before_a_loop_goes_on_inside_it():
+def test_a_transfer_started_before_a_loop_continues_inside_it():
     body = (
         f"  s = (f32[1024,1024], f32[4096,1024]) all-gather-start(a), channel_id=2, {Y_GROUPS}, dimensions={{0}}\n"
         + RUN.replace("ROOT ", "")
@@ -213,7 +213,7 @@ def test_a_transfer_from_before_a_loop_goes_on_inside_it():
     assert done.step_s == pytest.approx(played(program(RUN, HEAD + LESS + LOOP)).step_s)
 
 
-def test_the_longest_branch_is_taken_and_said():
+def test_the_longest_branch_is_used_and_noted():
     branches = "".join(
         f"{name} {{\n  {name}p = f32[1024,1024] parameter(0)\n" + work(f"ROOT {name}w", f"{name}p", cycles) + "}\n"
         for name, cycles in (("short", 100), ("long", 5000))
@@ -229,13 +229,13 @@ def test_the_longest_branch_is_taken_and_said():
     assert "longest branch" in note
 
 
-def test_bytes_of_any_backend_without_a_machine():
+def test_bytes_are_counted_for_any_backend_without_a_machine():
     (use,) = traffic(program(RUN, HEAD + LESS + LOOP), {"x": 4, "y": 4, "z": 4})
     assert (use.kind, use.mesh_axes, use.calls) == ("all-reduce", ("x",), 10)
     assert use.bytes_sent == 10 * 2 * 0.75 * BYTES and use.busy_s == 0 and not use.torus_axes
 
 
-def test_bytes_of_a_program_compiled_for_cpu_devices():
+def test_bytes_are_counted_for_cpu_programs():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     rows, columns = NamedSharding(mesh, P("x")), NamedSharding(mesh, P("y"))
     a = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
@@ -254,7 +254,7 @@ def test_a_module_for_other_devices_is_refused():
     assert "64 devices" in str(error.value) and "16" in str(error.value)
 
 
-def test_links_are_shared_until_none_asks_for_more_than_it_has():
+def test_link_bandwidth_is_shared_up_to_the_capacity_of_each_link():
     links = Links()
     long, short, other = (Transfer(0.0, s, {link: 1.0}) for s, link in ((3.0, "a+"), (1.0, "a+"), (1.0, "b+")))
     for transfer in (long, short, other):

@@ -30,7 +30,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_numbers_on_the_map_are_read_on_every_blue():
+def test_numbers_on_the_heatmap_have_enough_contrast():
     import vl_convert
 
     found = [{"data": 1, "mp1": i, "mp2": 1, "rate": float(i), "text": f"r{i}"} for i in range(101)]
@@ -93,7 +93,7 @@ def facts(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
     return {name: [texts[i] for i in at] if isinstance(at, list) else texts[at] for name, at in found}
 
 
-def test_texts_that_layouts_share_stand_once(tmp_path: Path):
+def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
     rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i, asked=asked(0)) for i in range(3)))
     text = page(rows)
     texts = data_of(text)["texts"]
@@ -104,7 +104,7 @@ def test_texts_that_layouts_share_stand_once(tmp_path: Path):
         assert details["hints"] == list(row.trial.results.hints[:3])
 
 
-def test_hints_and_timelines_are_left_out_until_a_page_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i) for i in range(6)), timelines=6)
     monkeypatch.setattr("valkyrie.report.page.TORUSES", 2)
     size = len(page(rows).encode())
@@ -121,7 +121,7 @@ def test_hints_and_timelines_are_left_out_until_a_page_is_small_enough(tmp_path:
         assert len(drawn) == len(set(drawn))
 
 
-def test_a_page_names_no_address_to_load_from(tmp_path: Path):
+def test_a_page_loads_nothing_from_the_network(tmp_path: Path):
     text = page(rows_of(tmp_path, FSDP, LARGE, WRONG, RAN))
     outside = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"(src|href|action)\s*=\s*[\"']?(https?:)?//", outside)
@@ -129,7 +129,7 @@ def test_a_page_names_no_address_to_load_from(tmp_path: Path):
     assert data_of(text)["rows"][0][1] == "8x1x1-fsdp"
 
 
-def test_hostile_names_stay_text(tmp_path: Path):
+def test_hostile_names_are_escaped(tmp_path: Path):
     bad = "</script><script>alert(1)</script>"
     text = page(rows_of(tmp_path, trial("1x1x1-" + bad, 10), trial(bad, None, status=Status.failed, reason=bad)))
     assert bad not in text and "alert(1)" in text
@@ -159,7 +159,7 @@ def test_only_layouts_of_the_same_work_are_compared(tmp_path: Path):
     assert works[0] == works[2] != works[1] and works[1].startswith("valkyrie_tiny layers=8, ")
 
 
-def test_the_page_of_a_search_is_its_answer(tmp_path: Path):
+def test_the_page_of_a_search_shows_its_answer(tmp_path: Path):
     candidate = Candidate("v5e-8", 1, "8x1x1", None, "fsdp", PipelineSchedule.gpipe, 1, False, "full", 2)
     layout = RankedLayout(
         candidate,

@@ -31,7 +31,7 @@ def panels(dry: dict[str, Any]) -> list[dict[str, Any]]:
     return [panel for section in sections for panel in section["panels"]]
 
 
-def test_the_view_shows_one_sweep(dry: dict[str, Any]) -> None:
+def test_the_dashboard_shows_one_sweep(dry: dict[str, Any]) -> None:
     (runs,) = dry["workspace"]["spec"]["section"]["runSets"]
     (rule,) = runs["filters"]["filters"]
     assert (rule["key"], rule["op"], rule["value"]) == ({"section": "run", "name": "group"}, "=", "laptop_8")
@@ -44,7 +44,7 @@ def test_all_sweeps_are_shown_without_a_group(capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["workspace"]["spec"]["section"]["runSets"][0]["filters"]["filters"] == []
 
 
-def test_every_panel_reads_what_runs_have(dry: dict[str, Any]) -> None:
+def test_every_panel_reads_keys_that_runs_have(dry: dict[str, Any]) -> None:
     trained = replace(OK, results=TrialResult(goodput=GoodputResult(10.0, {"steps": 9.0}, 1, 0.9, 0.1)))
     summary = {
         *trial_summary(row(OK)),
@@ -79,7 +79,7 @@ def test_every_panel_reads_what_runs_have(dry: dict[str, Any]) -> None:
     } <= read
 
 
-def test_the_report_sets_what_was_predicted_beside_what_was_measured(dry: dict[str, Any]) -> None:
+def test_the_report_compares_predicted_and_measured_values(dry: dict[str, Any]) -> None:
     grids = [block for block in dry["report"]["blocks"] if block["type"] == "panel-grid"]
     assert len(grids) == 4
     for grid in grids:
@@ -94,13 +94,13 @@ def test_a_project_needs_its_entity(project: str) -> None:
         main_wandb(project, None, dry_run=True)
 
 
-def test_without_a_key_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_is_reported_with_the_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     with pytest.raises(ValueError, match="Set WANDB_API_KEY"):
         main_wandb("me/valkyrie", None, dry_run=False)
 
 
-def test_a_server_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_refusal_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> bool:
         raise wandb.errors.AuthenticationError("wrong key")
 
@@ -109,13 +109,13 @@ def test_a_server_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         main_wandb("me/valkyrie", None, dry_run=False)
 
 
-def test_without_the_library_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="--extra wandb-workspaces"):
         main_wandb("me/valkyrie", None, dry_run=True)
 
 
-def test_its_arguments() -> None:
+def test_the_arguments_are_parsed() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     given = parser.parse_args(["--wandb", "me/valkyrie", "--group", "g", "--dry-run"])

@@ -59,7 +59,7 @@ def state_of(program: StepProgram, seed: int) -> Any:
         for source in LAYOUTS
     ],
 )
-def test_what_one_layout_saves_every_layout_restores(model: str, source: str, tmp_path: Path):
+def test_a_checkpoint_of_one_layout_is_restored_under_every_layout(model: str, source: str, tmp_path: Path):
     made = programs(model)
     position = {"version": 1, "row": 48, "content": "abc"}
     with closing(checkpoints(tmp_path)) as kept:

@@ -62,7 +62,7 @@ def test_a_hard_puzzle_needs_guesses_and_an_empty_one_has_many_solutions():
 
 
 @pytest.mark.parametrize("side", [4, 9])
-def test_symmetries_keep_a_solution_a_solution(side: int):
+def test_symmetries_map_solutions_to_solutions(side: int):
     puzzles = generate(np.random.default_rng(1), 4, side)
     drawn = draw_symmetries(np.random.default_rng(0), 40, side)
     rows = np.arange(40) % 4
@@ -84,7 +84,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return "data=sudoku_4x4", "data.sudoku.train=30", "data.sudoku.validation=10", f"data.cache_dir={folder}"
 
 
-def test_puzzles_are_generated_once_and_those_held_out_are_new(settings: tuple[str, ...], monkeypatch: Any):
+def test_puzzles_are_generated_once_and_validation_puzzles_are_new(settings: tuple[str, ...], monkeypatch: Any):
     first = config(*settings).open("none")
     monkeypatch.setattr("valkyrie.data.sources.puzzles.prepare.generate", None)
     assert config(*settings).open("none").path == first.path
@@ -103,7 +103,7 @@ def batches(settings: tuple[str, ...], split: str, places: list[int], count: int
         return [next(loader) for _ in range(count)]
 
 
-def test_the_batch_of_a_step_follows_from_its_number(settings: tuple[str, ...]):
+def test_the_batch_of_a_step_depends_only_on_its_number(settings: tuple[str, ...]):
     whole = batches(settings, "train", list(range(8)), 6)
     for part in ([0, 1, 2], [3, 4, 5, 6, 7]):
         own = batches(settings, "train", part, 3, skip=3)
@@ -119,7 +119,7 @@ def test_the_batch_of_a_step_follows_from_its_number(settings: tuple[str, ...]):
     assert (last["labels"] == NO_LABEL).all(1).tolist() == [False] * 2 + [True] * 6
 
 
-def test_a_folder_with_groups_gives_one_of_each(tmp_path: Path):
+def test_a_batch_has_one_puzzle_of_each_group(tmp_path: Path):
     inputs = np.repeat(np.arange(1, 7)[:, None], 4, axis=1)
     for name in ("train", "test"):
         write_folder(tmp_path / name, inputs, inputs, 7)
@@ -174,7 +174,7 @@ def prepared(run: Run) -> Dataset:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_other_puzzles_are_refused(case: str, tmp_path: Path):
+def test_invalid_puzzles_are_refused(case: str, tmp_path: Path):
     rows, words = REFUSED[case]
     if isinstance(rows, str):
         for name in ("train", "test"):
@@ -186,7 +186,7 @@ def test_other_puzzles_are_refused(case: str, tmp_path: Path):
         prepared(run)
 
 
-def test_a_folder_that_is_damaged_is_refused_by_its_file(tmp_path: Path):
+def test_the_refusal_of_a_damaged_folder_names_the_file(tmp_path: Path):
     for name in ("train", "test"):
         write_folder(tmp_path / name, np.ones((3, 16), int), np.ones((3, 16), int), 6)
     file = tmp_path / "train" / "all__inputs.npy"
@@ -204,7 +204,7 @@ def test_a_folder_that_is_damaged_is_refused_by_its_file(tmp_path: Path):
         open_puzzles(tmp_path, "mine")
 
 
-def test_puzzles_are_for_models_of_puzzles():
+def test_puzzles_need_a_puzzle_model():
     for settings, words in (
         (("model=trm_tiny",), "data=puzzles, data=sudoku"),
         (("model=gpt_tiny", "data=sudoku"), "data=parquet_stream"),

@@ -17,7 +17,7 @@ def span(track: str, start: float, duration: float, name: str = "fusion.1") -> T
     return TimelineSpan(track, name, "matmul", "jit(step)/dot", "model.py:3", start, duration)
 
 
-def test_the_file_is_what_the_format_asks_for(tmp_path: Path):
+def test_the_file_follows_the_trace_event_format(tmp_path: Path):
     write_timeline(tmp_path / "timeline.json", [span("x", 1e-3, 2e-3), span("compute", 0.0, 1e-3)], "a step")
     written = json.loads((tmp_path / "timeline.json").read_text())
     assert set(written) == {"displayTimeUnit", "traceEvents"}

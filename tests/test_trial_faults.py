@@ -23,7 +23,7 @@ from valkyrie.sweep.trial import Status, StepResult, TrialResult
 
 
 @pytest.mark.slow
-def test_every_fault_is_a_row_and_the_sweep_goes_on(
+def test_every_fault_is_a_row_and_the_sweep_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
     stage = Stage(tmp_path)
@@ -59,7 +59,7 @@ def test_every_fault_is_a_row_and_the_sweep_goes_on(
 
 
 @pytest.mark.slow
-def test_what_had_no_result_is_tried_again_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trials_without_results_are_repeated_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stage = Stage(tmp_path)
     stage.enter(monkeypatch, dp="fail", sp="refuse")
     assert command(*stage.arguments("partition=dp,sp")) == 1
@@ -81,7 +81,7 @@ def _no_process_of(stage: Stage) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_started_again_ends_with_the_same_table(tmp_path: Path):
+def test_a_restarted_sweep_ends_with_the_same_table(tmp_path: Path):
     """The running trial survives the kill. The next sweep ends its process and repeats the trial."""
     swept = "partition=dp,fsdp,1d_tp,sp"
     stage, whole = Stage(tmp_path / "killed", fsdp="hang"), Stage(tmp_path / "whole")
@@ -187,7 +187,7 @@ For simplicity, JAX has removed its internal frames from the traceback.
 """
 
 
-def test_the_reason_is_the_last_error_of_the_log(tmp_path: Path):
+def test_the_reason_of_a_failure_is_the_last_error_in_the_log(tmp_path: Path):
     output = tmp_path / "output.log"
     assert last_error(output) == "no output"
     output.write_text(TRACEBACK)
@@ -237,14 +237,14 @@ DAMAGED += ['{"status": "ok", "reason": null, "results": null}', '{"status": ["o
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_a_damaged_outcome_is_that_trials_failure_and_no_more(tmp_path: Path, text: str):
+def test_a_damaged_outcome_fails_only_its_trial(tmp_path: Path, text: str):
     (tmp_path / "outcome.json").write_bytes(text.encode("latin-1"))
     ended = read_outcome(tmp_path, 0)
     assert (ended.status, ended.results) == (Status.failed, TrialResult())
     assert ended.reason is not None and "outcome.json" in ended.reason and "trial.retry=true" in ended.reason
 
 
-def test_a_training_reports_its_last_summary(tmp_path: Path):
+def test_a_training_trial_has_the_results_of_its_last_summary(tmp_path: Path):
     ending = {"steps": 1, "finished": True}
     parts = [{"step_s": 0.5, "hbm_gib": 0.25, "eval_loss": 3.0}, {"step_s": 0.4, "hbm_gib": None, "eval_loss": 2.0}]
     parts = [part | ending for part in parts]
@@ -256,7 +256,7 @@ def test_a_training_reports_its_last_summary(tmp_path: Path):
     assert ended.results == TrialResult(step=step, memory=memory, eval_loss=2.0, loss=2.0, steps=1, finished=True)
 
 
-def test_an_exception_is_a_short_outcome_and_a_traceback_in_the_log(tmp_path: Path):
+def test_an_exception_gives_a_short_reason_and_a_traceback_in_the_log(tmp_path: Path):
     """A trial can fail for reasons that the plan does not check. Here, its data file does not exist."""
     stage = Stage(tmp_path, dp="real")
     arguments = ["partition=dp", "mode=train", "data=text", "data.paths=[lost.txt]", "steps=1"]

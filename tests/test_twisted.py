@@ -51,7 +51,7 @@ def neighbours(at: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, .
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_ways_are_as_short_as_a_search_over_the_links_finds(shape: tuple[int, ...]) -> None:
+def test_paths_are_as_short_as_those_of_breadth_first_search(shape: tuple[int, ...]) -> None:
     begin = (1, 2, 3)
     far, waiting = {begin: 0}, deque([begin])
     while waiting:
@@ -67,19 +67,21 @@ def test_ways_are_as_short_as_a_search_over_the_links_finds(shape: tuple[int, ..
 
 
 @pytest.mark.parametrize(("shape", "ours", "published"), [((4, 4, 8), 1.745, 1.63), ((4, 8, 8), 1.391, 1.31)], ids=str)
-def test_all_to_all_gains_what_the_tpu_v4_paper_measured(shape: tuple[int, ...], ours: float, published: float) -> None:
+def test_twisting_speeds_up_all_to_all_as_in_the_tpu_v4_paper(
+    shape: tuple[int, ...], ours: float, published: float
+) -> None:
     gain = everyone_to_everyone(shape, False) / everyone_to_everyone(shape, True)
     assert gain == pytest.approx(ours, abs=1e-3)
     assert gain == pytest.approx(published, rel=0.08)  # arXiv 2304.01433, figure 6: measured
 
 
-def test_a_torus_that_is_not_twisted_shifts_nothing() -> None:
+def test_an_untwisted_torus_has_no_shift() -> None:
     assert topology((4, 4, 8), False).shifts == ((0, 0, 0),) * 3
     assert topology((4, 4, 8)).shifts == ((0, 0, 4), (0, 0, 4), (0, 0, 0))
     assert topology((4, 8, 8)).shifts == ((0, 4, 4), (0, 0, 0), (0, 0, 0))
 
 
-def test_a_ring_that_comes_back_on_other_chips_is_a_line() -> None:
+def test_an_axis_that_wraps_to_other_chips_is_a_line() -> None:
     axes = {"x": 4, "y": 4, "z": 8}
     described = describe_entries(["x", "y", "z"], axes, topology((4, 4, 8)))
     assert {name: (axis.ring, axis.links) for name, axis in described.items()} == {
@@ -91,7 +93,7 @@ def test_a_ring_that_comes_back_on_other_chips_is_a_line() -> None:
     assert (plane["y"].ring, plane["y"].links) == (True, 4)
 
 
-def test_a_collective_over_a_plane_goes_round_it() -> None:
+def test_a_collective_over_a_plane_uses_a_ring_around_it() -> None:
     plane = np.array([[x * 32 + y * 8 + z for y in range(4) for z in range(8)] for x in range(4)])
     lines = np.array([[x * 32 + y * 8 + z for y in range(4)] for x in range(4) for z in range(8)])
     of_plane, of_lines = (torus((4, 4, 8)).dimensions(groups) for groups in (plane, lines))
@@ -100,7 +102,7 @@ def test_a_collective_over_a_plane_goes_round_it() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 8), (16, 8), (4, 32), (2, 8, 8), (128,)], ids=str)
-def test_estimates_lay_mesh_axes_as_layouts_do(sizes: tuple[int, ...]) -> None:
+def test_estimates_place_mesh_axes_like_layouts(sizes: tuple[int, ...]) -> None:
     names = ["x", "y", "z"][: len(sizes)]
     for placed in undominated_placements(sizes, topology((4, 4, 8)), True):
         entries = placed.entries(names, sizes)
@@ -121,7 +123,7 @@ def test_a_twisted_slice_is_named_as_google_cloud_names_it() -> None:
             parse_target(name)
 
 
-def test_a_search_over_shapes_has_the_twisted_ones() -> None:
+def test_a_search_over_topologies_includes_twisted_ones() -> None:
     run = parse_run(["mode=search", "target.chip=v4", "target.chips=256", "model=gpt3_175b", "batch=1024"])
     names = [target.name for target in parse_request(run).targets]
     assert names == ["v4-512", "v4-4x4x16", "v4-4x8x8_twisted"]
@@ -129,7 +131,7 @@ def test_a_search_over_shapes_has_the_twisted_ones() -> None:
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v4-4x4x8_twisted", "v5p-4x8x8_twisted"])
-def test_libtpu_has_the_twisted_slices(name: str) -> None:
+def test_libtpu_supports_the_twisted_slices(name: str) -> None:
     target = parse_target(name)
     devices = compile_devices(target)
     assert len(devices) == target.chips
