@@ -87,9 +87,9 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        (["gone"], "leave out PATH."),
-        (["--format", "html"], "leave out --format."),
-        (["--output", "a.html", "--compare", "a", "b"], "leave out --output, --compare."),
+        (["gone"], "Leave out PATH."),
+        (["--format", "html"], "Leave out --format."),
+        (["--output", "a.html", "--compare", "a", "b"], "Leave out --output, --compare."),
     ],
 )
 def test_wandb_rejects_arguments_that_it_ignores(capsys, arguments: list[str], remedy: str):

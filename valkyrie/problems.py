@@ -268,7 +268,7 @@ _TEMPLATES = {
     ),
     ProblemCode.missing_mesh_axis: (
         "partition={self.partition} puts {rule} on mesh axis {axis}, but mesh={mesh} has only {has}. "
-        "Use a mesh with that axis{such_as}, or write {axis}? in the partition."
+        "Use a mesh with that axis{such_as}, or write {axis}? in the partition to make the axis optional."
     ),
     ProblemCode.idle_mesh_axis: (
         "partition={self.partition} leaves mesh axis {over} idle: devices along it would do the same work. Use a "
@@ -310,9 +310,8 @@ _TEMPLATES = {
         "partition.schedule=gpipe."
     ),
     ProblemCode.several_stacks: (
-        "partition={self.partition} with schedule=1f1b: the backward pass of a microbatch follows its forward pass "
-        "through one stack of equal layers, but this model has {self.size} stacks in sequence. Use "
-        "partition.schedule=gpipe."
+        "partition={self.partition} with schedule=1f1b supports only one stack of equal layers, but this model has "
+        "{self.size} stacks in sequence. Use partition.schedule=gpipe."
     ),
     ProblemCode.remat_with_1f1b: (
         "remat={value}: schedule=1f1b saves only the inputs of layers and recomputes the rest. Use remat=full, or "
@@ -345,7 +344,11 @@ def _device_count_clause(problem: Problem) -> str:
 
 def _suggestion_clause(problem: Problem) -> str:
     near = problem.details["near"]
-    return f"Did you mean {near}?" if near else f"If it is an axis of another model, write {problem.axes[0]}?."
+    return (
+        f"Did you mean {near}?"
+        if near
+        else f"If it is an axis of another model, write {problem.axes[0]}? to make the rule optional."
+    )
 
 
 def _mesh_example_clause(problem: Problem) -> str:

@@ -121,7 +121,9 @@ def _compose(primary: Primary) -> DictConfig | None:
         deepest = traceback.extract_tb(error.__traceback__)[-1].filename
         if f"{os.sep}submitit{os.sep}" not in deepest:
             raise
-        raise ValueError(f"hydra/launcher: {error} hydra/launcher=submitit_local runs on this machine.") from error
+        raise ValueError(
+            f"hydra/launcher: {error} To run on this machine, use hydra/launcher=submitit_local."
+        ) from error
     finally:
         os.environ.pop(FULL_ERROR) if user_setting is None else os.environ.update({FULL_ERROR: user_setting})
     return composed[0] if composed else None
