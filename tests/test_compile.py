@@ -51,7 +51,7 @@ from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport, Prediction
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.modes import PREDICTION_FILE, _earlier_predictions, work_key
-from valkyrie.train.options import CHIP, TO_FIT, YOU, Option
+from valkyrie.train.options import CHIP, TO_FIT, USER, Option
 from valkyrie.units import GIB
 
 OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
@@ -195,7 +195,7 @@ def test_a_slight_misfit_is_compiled_again_with_options_that_save_memory(
     needs: str, helps: bool, platform: str, calls: int
 ):
     attempts = []
-    options = [Option("a", "1", CHIP), Option("xla_jf_enable_multi_output_fusion", "true", YOU)]
+    options = [Option("a", "1", CHIP), Option("xla_jf_enable_multi_output_fusion", "true", USER)]
     text = f"RESOURCE_EXHAUSTED: memory required for HLO temporaries ({needs}) exceeds available HBM (15.75G)."
 
     def compiling_it(compiler_options: dict[str, str] | None = None) -> str:

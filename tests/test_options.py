@@ -17,7 +17,7 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.paths import conf_dir
 from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.search.compile.runner import compile_layout
-from valkyrie.train.options import CHIP, VALKYRIE, YOU, Option, collect_options, explain_refusal
+from valkyrie.train.options import CHIP, USER, VALKYRIE, Option, collect_options, explain_refusal
 from valkyrie.train.program import StepProgram
 
 KEY = "target.chip.xla_options"
@@ -49,11 +49,11 @@ def test_every_default_option_of_a_chip_has_a_comment_with_evidence(name: str):
 def test_user_options_override_defaults_and_null_removes_them():
     mine = program(*(f"{KEY}.{o}" for o in (f"{GATHERS}=false", f"{ALL_TO_ALL}=false", f"{THRESHOLD}=7", "xla_mine=3")))
     assert mine.compiler_options == {GATHERS: "false", ALL_TO_ALL: "false", THRESHOLD: "7", "xla_mine": "3"}
-    assert {o.set_by for o in mine.options} == {YOU}
+    assert {o.set_by for o in mine.options} == {USER}
     without = program(f"{KEY}.{GATHERS}=null")
     assert set(without.compiler_options or {}) == {ALL_TO_ALL, THRESHOLD}
-    assert Option(GATHERS, None, YOU) in without.options
-    assert str(Option(GATHERS, None, YOU)) == f"{GATHERS} removed"
+    assert Option(GATHERS, None, USER) in without.options
+    assert str(Option(GATHERS, None, USER)) == f"{GATHERS} removed"
 
 
 def test_gradient_sums_are_split_if_the_compiler_overlaps_them_with_products():
@@ -76,12 +76,12 @@ def test_a_default_option_that_the_compiler_rejects_is_dropped(monkeypatch: pyte
         monkeypatch.setattr("valkyrie.train.options.metadata.version", lambda name, version=version: version)
         assert (fused in [option.name for option in collect_options(chip, {})]) is kept
     mine = replace(chip, xla_options=chip.xla_options | {fused: "maybe"})
-    assert Option(fused, "maybe", YOU) in collect_options(mine, {}), "what the user writes stands"
+    assert Option(fused, "maybe", USER) in collect_options(mine, {}), "what the user writes stands"
 
 
 def test_a_null_option_without_a_default_is_not_listed():
     chip = ChipConfig(name="mine", xla_options={"xla_other": None, "xla_flag": True})
-    assert collect_options(chip, {}) == [Option("xla_flag", "true", YOU)]
+    assert collect_options(chip, {}) == [Option("xla_flag", "true", USER)]
 
 
 def test_a_list_is_refused_as_the_value_of_an_option(command: Any):

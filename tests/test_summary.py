@@ -43,7 +43,7 @@ from valkyrie.search.compile.prediction import (
 from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.compile.show import describe_range, show
 from valkyrie.search.compile.summary import summarise
-from valkyrie.train.options import CHIP, YOU, Option
+from valkyrie.train.options import CHIP, USER, Option
 
 GOLDENS = Path(__file__).parent / "goldens" / "report"
 FITS = fitting_outcome()
@@ -242,7 +242,7 @@ def test_the_report_of_a_layout_that_does_not_fit(run: Run):
 
 def test_the_printed_report_equals_the_golden_file(run: Run):
     """To rewrite the golden file: `UPDATE_GOLDENS=1 pytest tests/test_summary.py`."""
-    options = (Option("xla_a", "true", CHIP), Option("xla_b", "7", YOU), Option("xla_c", None, YOU))
+    options = (Option("xla_a", "true", CHIP), Option("xla_b", "7", USER), Option("xla_c", None, USER))
     prediction = predict(run, replay([use(("y",), 7e9, 0.41)]), fitting_outcome(options=options))
     assert prediction.step is not None
     step = replace(prediction.step, interval=None)  # published runs are added now and then

@@ -85,7 +85,7 @@ class Tracker:
         return self._file is not None
 
     @property
-    def gone(self) -> bool:
+    def is_deleted(self) -> bool:
         """Whether the file no longer exists, for example because its folder was deleted."""
         return self.writes and not self.file.is_file()
 

@@ -49,7 +49,7 @@ class Members:
         """Number of processes per trial."""
         return self._team.count
 
-    def takes(self, plan: TrialPlan) -> bool:
+    def runs_on_all_hosts(self, plan: TrialPlan) -> bool:
         """Return whether a trial runs on all hosts. A trial that needs no devices runs on the first host alone."""
         return plan.mode.needs is Needs.devices
 

@@ -26,7 +26,7 @@ class TrialProcess:
     def __init__(self, plan: TrialPlan, lock: TrialLock) -> None:
         self.plan = plan
         led_members = led_processes()
-        self._members = led_members if led_members is not None and led_members.takes(plan) else None
+        self._members = led_members if led_members is not None and led_members.runs_on_all_hosts(plan) else None
         folder = plan.trial_folder
         plan.write()
         process_environment = self._members.start_trial(plan) if self._members else {}

@@ -214,7 +214,7 @@ class Save(Callback):
         if not metrics.logged:
             return
         progress.warn(self.checkpoints.poll())
-        if progress.tracker.gone:
+        if progress.tracker.is_deleted:
             raise FolderGoneError(
                 f"step {metrics.step}: the run folder {progress.tracker.folder} no longer exists. Training stopped "
                 "because it cannot be saved."

@@ -14,7 +14,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.problems import suggest
 
 KEY = "target.chip.xla_options"
-CHIP, YOU, VALKYRIE = "chip default", "you", "Valkyrie"
+CHIP, USER, VALKYRIE = "chip default", "you", "Valkyrie"
 """Origins of an option: the chip's YAML, the user (command line or experiment), or Valkyrie (from the model's size)."""
 
 TO_FIT = "needed to fit"
@@ -55,13 +55,13 @@ def collect_options(chip: ChipConfig | None, computed: dict[str, str]) -> list[O
     options = [Option(name, value, VALKYRIE) for name, value in computed.items() if name not in requested]
     for name, value in requested.items():
         if value is not None or name in shipped or name in computed:
-            options.append(Option(name, option_text(value), CHIP if shipped.get(name, ...) == value else YOU))
+            options.append(Option(name, option_text(value), CHIP if shipped.get(name, ...) == value else USER))
     return options
 
 
 def add_saving_options(options: Sequence[Option]) -> list[Option]:
     """Add the options that save memory, except those that the user set."""
-    set_by_user = {option.name for option in options if option.set_by == YOU}
+    set_by_user = {option.name for option in options if option.set_by == USER}
     saving = {name: value for name, value in SAVING_MEMORY.items() if name not in set_by_user}
     others = [option for option in options if option.name not in saving]
     return others + [Option(name, value, TO_FIT) for name, value in saving.items()]

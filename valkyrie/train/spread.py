@@ -8,7 +8,7 @@ from valkyrie.axes import LAYERS, Parameter
 from valkyrie.optim.muon import StackSharding
 from valkyrie.parallel.sharding import MeshShard
 
-Split = tuple[tuple[str, ...], ...]
+AxisSplit = tuple[tuple[str, ...], ...]
 """Mesh axes that split each dimension."""
 
 
@@ -20,12 +20,12 @@ def matrix_stack_sharding(shard: MeshShard) -> StackSharding:
     sizes = shard.layout.mesh.axes
     mesh_axes = tuple(axis for axis in sizes if sizes[axis] > 1)
 
-    def rows_columns(spec: Parameter) -> Split:
+    def rows_columns(spec: Parameter) -> AxisSplit:
         first_axis, *other_axes = (axis for axis in spec.axes if axis != LAYERS)
         rows, *columns = shard.layout.stored_axes((first_axis, *other_axes))
         return rows, tuple(axis for entry in columns for axis in entry)
 
-    def constrain(stack: jax.Array, split: Split) -> jax.Array:
+    def constrain(stack: jax.Array, split: AxisSplit) -> jax.Array:
         return jax.lax.with_sharding_constraint(stack, shard.sharding(split))
 
     return StackSharding(

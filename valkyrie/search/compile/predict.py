@@ -27,7 +27,7 @@ from valkyrie.search.compile.hints import program_hints
 from valkyrie.search.compile.prediction import CompileStatus, ForeignProgram, MemoryReport, Prediction
 from valkyrie.search.compile.replayed import correct_replay, replay_on
 from valkyrie.search.compile.summary import memory_report, program_step, with_parts
-from valkyrie.train.options import YOU, Option, explain_option_errors, option_text
+from valkyrie.train.options import USER, Option, explain_option_errors, option_text
 
 if TYPE_CHECKING:
     import jax
@@ -94,7 +94,7 @@ def predict_function(
     if mesh is not None:
         _refuse_other_devices(mesh, target)
     texts = {name: text for name, value in (options or {}).items() if (text := option_text(value)) is not None}
-    used_options = [Option(name, text, YOU) for name, text in texts.items()]
+    used_options = [Option(name, text, USER) for name, text in texts.items()]
     work, peak, platform = work or ProgramWork(), None, get_platform(target.platform)
     if compiled is None:
 

@@ -23,7 +23,7 @@ from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import implementation_settings
 from valkyrie.search.tune.compiler_options import CompilerOption, Options, options_for
 from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict, assignments
-from valkyrie.train.options import CHIP, TO_FIT, YOU, option_text
+from valkyrie.train.options import CHIP, TO_FIT, USER, option_text
 from valkyrie.trees import with_value
 from valkyrie.units import gib
 
@@ -182,7 +182,7 @@ class _Tuner:
             )
         self._baseline_options, self._defaults = program.options(), program.options(CHIP)
         first = self._judge(_Move({}), program, 1)
-        step_s, user_options = program.step_s, program.options(YOU)
+        step_s, user_options = program.step_s, program.options(USER)
         self.tuned = Tuned(step_s, step_s, {}, (first,), set_by_user=user_options, run=self._run)
         self._set_best({}, {}, program)
         self._report(self.tuned)
