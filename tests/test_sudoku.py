@@ -13,7 +13,7 @@ from helpers import compose_config, compose_run
 from valkyrie.config.run import Run
 from valkyrie.data.batches import Dataset, make_loader
 from valkyrie.data.sources.puzzles.folder import open_puzzles
-from valkyrie.data.sources.puzzles.generate import classes, count_guesses, count_solutions, generate
+from valkyrie.data.sources.puzzles.generate import canonical_forms, count_guesses, count_solutions, generate
 from valkyrie.data.sources.puzzles.loader import NO_LABEL
 from valkyrie.data.sources.puzzles.prepare import write_folder
 from valkyrie.data.sources.puzzles.symmetries import draw_symmetries
@@ -66,12 +66,12 @@ def test_symmetries_map_solutions_to_solutions(side: int):
     puzzles = generate(np.random.default_rng(1), 4, side)
     drawn = draw_symmetries(np.random.default_rng(0), 40, side)
     rows = np.arange(40) % 4
-    solutions, givens = (drawn.of(cells[rows] + 1) - 1 for cells in (puzzles.solutions, puzzles.givens))
+    solutions, givens = (drawn.apply(cells[rows] + 1) - 1 for cells in (puzzles.solutions, puzzles.givens))
     assert is_solution(solutions, side)
     assert (count_solutions(givens, side) == 1).all()
     assert len(np.unique(solutions, axis=0)) > 35
     if side == 4:
-        assert classes(givens, 4) == [classes(puzzles.givens, 4)[row] for row in rows]
+        assert canonical_forms(givens, 4) == [canonical_forms(puzzles.givens, 4)[row] for row in rows]
 
 
 def config(*overrides: str) -> Any:
@@ -90,7 +90,7 @@ def test_puzzles_are_generated_once_and_validation_puzzles_are_new(settings: tup
     assert config(*settings).open("none").path == first.path
     train, validation = (split.inputs.astype(int) - 1 for split in (first.train, first.validation))
     assert (len(train), len(validation)) == (30, 10)
-    assert not set(classes(train, 4)) & set(classes(validation, 4))
+    assert not set(canonical_forms(train, 4)) & set(canonical_forms(validation, 4))
     with pytest.raises(TypeError, match="NoneType"):
         config(*settings, "data.sudoku.seed=1").open("none")
 

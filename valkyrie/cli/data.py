@@ -117,7 +117,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 def _train_tokenizer(arguments: argparse.Namespace) -> None:
     from valkyrie.data.tokenizer import fingerprint_of, refuse_tokenizer_name
-    from valkyrie.data.tokenizer_json import Counted, texts_of, train_tokenizer, trained_path
+    from valkyrie.data.tokenizer_json import TextCounts, train_tokenizer, trained_path, training_texts
 
     is_path = arguments.save.endswith(".json")
     if not is_path:
@@ -132,8 +132,8 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
         max_bytes=arguments.max_bytes,
     )
     config.raise_problems()
-    start, counted = time.perf_counter(), Counted()
-    ids = train_tokenizer(texts_of(config, counted), arguments.vocab, arguments.pattern, path)
+    start, counted = time.perf_counter(), TextCounts()
+    ids = train_tokenizer(training_texts(config, counted), arguments.vocab, arguments.pattern, path)
     fewer = f", not {arguments.vocab:,}, because the text has no more pairs to merge" if ids < arguments.vocab else ""
     print(
         f"{ids:,} ids{fewer}; trained on {counted.documents:,} documents with {counted.bytes:,} bytes "

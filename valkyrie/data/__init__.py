@@ -1,4 +1,4 @@
-"""Tokenises text into shards on disk and loads batches from them: tokenizer, source, prepare, loader.
+"""Prepares data and loads batches: data sources, tokenizers, token shards on disk, text streams and puzzles.
 
 Nothing is imported here: `valkyrie.data.config` must load in milliseconds, and grain is imported where it is used.
 """

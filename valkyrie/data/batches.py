@@ -26,11 +26,11 @@ class BatchPlan:
 
     Args:
         batch: rows of a global batch.
-        seq: positions of a row.
+        seq: tokens (or puzzle cells) of a row.
         seed: seed of the row order.
         repeat: True for training: rows in a new order every epoch, forever. False for evaluation: every row once, in
             order, with the last batch padded.
-        rows: the rows of the global batch that this process loads.
+        rows: indices of the rows of the global batch that this process loads.
     """
 
     batch: int
@@ -42,7 +42,7 @@ class BatchPlan:
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Prepared data."""
+    """Data that is ready to be loaded in batches."""
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class DataPosition(ABC):
 
     progress: ClassVar[tuple[str, ...]] = ()
     newest: ClassVar[int] = 1
-    """The format version of positions, written and accepted."""
+    """Current format version of positions. Positions of another version are refused."""
 
     version: int
     split: str
@@ -86,7 +86,10 @@ class DataPosition(ABC):
 
     @abstractmethod
     def step_of(self, batch: int) -> int:
-        """The step that begins here. ValueError if none does, because the position is from another batch size."""
+        """The step that begins at this position.
+
+        ValueError if no step begins here, because the position was saved with another batch size.
+        """
 
     @abstractmethod
     def at_step(self, step: int, batch: int) -> DataPosition:
@@ -107,8 +110,8 @@ class RowPosition(DataPosition):
         if rest:
             divisor = next(size for size in range(batch - 1, 0, -1) if self.row % size == 0)
             raise ValueError(
-                f"the data position is row {self.row:,}, not a multiple of batch={batch}. "
-                f"Use a batch that divides it, such as {divisor}."
+                f"the data position is row {self.row:,}, which is not a multiple of batch={batch}. "
+                f"Use a batch size that divides it, such as batch={divisor}."
             )
         return step
 
@@ -162,7 +165,8 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
         """
         if saved.get("version") != self.start.newest:
             raise ValueError(
-                f"the data position has version {saved.get('version')}; this program reads version {self.start.newest}."
+                f"the data position has version {saved.get('version')}, but this program reads only version "
+                f"{self.start.newest}."
             )
         position = decode(type(self.start), dict(saved), "the data position in the checkpoint")
         for field in dataclasses.fields(self.start):
@@ -178,23 +182,23 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
 def _position_refusal(field: str, saved: object, now: object) -> str:
     if field == "content":
         return (
-            "the data differs from what the run was trained on: other files, other text, another tokenizer or another "
-            "split. Use the same data, or another name=."
+            "the data differs from the data that the run was trained on: its files, text, tokenizer or split have "
+            "changed. Use the same data, or start a new run with another name=."
         )
     key = field if field in ("seq", "split", "batch") else f"data.{'shuffle_seed' if field == 'seed' else field}"
     return (
-        f"the data position was saved with {key}={saved}, this run has {now}: its rows are in another order. "
-        f"Use the same {key}, or another name=."
+        f"the data position was saved with {key}={saved}, but this run has {key}={now}, which gives other rows. "
+        f"Use {key}={saved}, or start a new run with another name=."
     )
 
 
 class IndexedLoader(Loader[Position]):
-    """A loader that computes each batch from its number. A grain thread reads ahead.
+    """A loader that computes each batch from its step number. A grain thread reads ahead.
 
     Args:
         plan: the batches.
         start: the position before the first batch.
-        steps: a sequence; `steps[number]` is this process's part of a batch.
+        steps: a sequence of batches; `steps[number]` has this process's rows of step `number`.
     """
 
     def __init__(self, plan: BatchPlan, start: Position, steps: Any) -> None:
@@ -224,7 +228,10 @@ class IndexedLoader(Loader[Position]):
 
 
 def hash_seed(purpose: str, seed: int) -> int:
-    """Return 32 bits of a seed's hash, for one purpose. grain adds the epoch, so that unhashed seeds share orders."""
+    """Return a 32-bit hash of a purpose and a seed.
+
+    grain adds the epoch to the seed. Without the hash, epoch 1 of seed 0 would have the order of epoch 0 of seed 1.
+    """
     return int.from_bytes(hashlib.sha256(f"{purpose} {seed}".encode()).digest()[:4], "big")
 
 
@@ -238,16 +245,17 @@ def make_loader(
     places: Sequence[int] | None = None,
     repeat: bool,
 ) -> Loader[Any]:
-    """Open the loader of a split. See `BatchPlan` for the arguments; `places` are its `rows` (None: all rows).
+    """Open the loader of a split. See `BatchPlan` for the arguments.
 
-    ValueError if the split is smaller than one batch, or if a place is outside the batch.
+    `places` are the rows of the global batch to load (`BatchPlan.rows`), or None for all rows. ValueError if the split
+    is smaller than one batch, or if a row is outside the batch.
     """
     for name, value in (("batch", batch), ("seq", seq)):
         if value < 1:
             raise ValueError(f"{name}={value}: use 1 or more.")
     rows = np.arange(batch) if places is None else np.asarray(places, np.int64)
     if not rows.size or rows.min() < 0 or rows.max() >= batch:
-        raise ValueError(f"places={rows.tolist()} are not all places of batch={batch}, which are 0 to {batch - 1}.")
+        raise ValueError(f"places={rows.tolist()} must be rows of batch={batch}, from 0 to {batch - 1}.")
     return data.loader(split, BatchPlan(batch, seq, seed, repeat, rows))
 
 

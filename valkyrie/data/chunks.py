@@ -27,26 +27,26 @@ class Language(Enum):
     python = "python"
 
 
-LANGUAGE_OF = {".py": Language.python, ".c": Language.c}
-LANGUAGE_OF |= dict.fromkeys((".h", ".cc", ".cpp", ".cxx", ".hpp"), Language.cpp)
+LANGUAGE_BY_SUFFIX = {".py": Language.python, ".c": Language.c}
+LANGUAGE_BY_SUFFIX |= dict.fromkeys((".h", ".cc", ".cpp", ".cxx", ".hpp"), Language.cpp)
 """Language by file suffix. C headers are parsed with the C++ grammar, which reads them too."""
-NO_CODE = (".txt", ".md")
+PROSE_SUFFIXES = (".txt", ".md")
 """Suffixes of files that are never split."""
-_HOLDS_OTHERS = {"module", "translation_unit", "namespace_definition", "linkage_specification", "declaration_list"}
-_HOLDS_OTHERS |= {"preproc_if", "preproc_ifdef", "preproc_elif", "preproc_else"}
+_CONTAINER_NODES = {"module", "translation_unit", "namespace_definition", "linkage_specification", "declaration_list"}
+_CONTAINER_NODES |= {"preproc_if", "preproc_ifdef", "preproc_elif", "preproc_else"}
 """Syntax nodes that are searched for functions and classes."""
-_UNITS = {"function_definition", "decorated_definition", "class_definition"}
+_DEFINITION_NODES = {"function_definition", "decorated_definition", "class_definition"}
 """Syntax nodes that always define a function or class."""
-_WITH_BODY = {"class_specifier", "struct_specifier"}
+_SPECIFIER_NODES = {"class_specifier", "struct_specifier"}
 """Syntax nodes that define a class only if they have a body."""
 
 
 def chunk_problems(chunk: Chunk) -> list[Problem]:
-    """Return a problem if the packages for splitting code into functions are needed but not installed."""
+    """Return a problem if `chunk` is `functions` and the tree-sitter packages are not installed."""
     packages = ("tree_sitter", "tree_sitter_c", "tree_sitter_cpp", "tree_sitter_python")
     if chunk is Chunk.whole or all(map(find_spec, packages)):
         return []
-    text = "data.chunk=functions needs tree-sitter: uv sync --extra code in the clone."
+    text = "data.chunk=functions needs tree-sitter. Install it with `uv sync --extra code` in the clone."
     return [Problem(ProblemCode.not_installed, "data.chunk", "functions", text)]
 
 
@@ -59,7 +59,7 @@ def chunks(text: str, language: Language) -> Iterator[str]:
     from tree_sitter import Parser
 
     raw = text.encode("utf-8", errors="replace")
-    ends = [_line_end(raw, end) for end in _ends(Parser(_grammar(language)).parse(raw).root_node)]
+    ends = [_line_end(raw, end) for end in _definition_ends(Parser(_grammar(language)).parse(raw).root_node)]
     start = 0
     for end in [*ends[:-1], len(raw)]:
         if chunk := raw[start:end].decode("utf-8", errors="replace").lstrip("\r\n"):
@@ -67,29 +67,31 @@ def chunks(text: str, language: Language) -> Iterator[str]:
         start = max(start, end)
 
 
-def _ends(node: Any) -> Iterator[int]:
-    """Yield the end, in bytes, of each function and class of a node, in order."""
+def _definition_ends(node: Any) -> Iterator[int]:
+    """Yield the byte offset of the end of each function and class in a syntax node, in order."""
     for child in node.children:
-        if _is_unit(child):
+        if _is_definition(child):
             yield child.end_byte
-        elif child.type in _HOLDS_OTHERS:
-            yield from _ends(child)
+        elif child.type in _CONTAINER_NODES:
+            yield from _definition_ends(child)
 
 
-def _is_unit(node: Any) -> bool:
+def _is_definition(node: Any) -> bool:
     if node.type == "template_declaration":
-        return any(map(_is_unit, node.children))
-    return node.type in _UNITS or (node.type in _WITH_BODY and node.child_by_field_name("body") is not None)
+        return any(map(_is_definition, node.children))
+    return node.type in _DEFINITION_NODES or (
+        node.type in _SPECIFIER_NODES and node.child_by_field_name("body") is not None
+    )
 
 
-def _line_end(raw: bytes, at: int) -> int:
-    """Return the end of the line at `at` if only `;` and a comment follow there, else the end of the `;`."""
-    end = raw.find(b"\n", at)
-    rest = raw[at : len(raw) if end < 0 else end]
+def _line_end(raw: bytes, position: int) -> int:
+    """Return the start of the next line if only `;`, blanks or a comment follow `position`, else the end of these."""
+    end = raw.find(b"\n", position)
+    rest = raw[position : len(raw) if end < 0 else end]
     left = rest.lstrip(b"; \t\r")
     if not left or left.startswith((b"//", b"#")):
         return len(raw) if end < 0 else end + 1
-    return at + len(rest) - len(left)
+    return position + len(rest) - len(left)
 
 
 @cache

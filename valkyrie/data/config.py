@@ -45,7 +45,7 @@ _FLAT_KEYS = frozenset({
     "mean_length", "states", "generator_seed", "sudoku", "augment",
 })
 # fmt: on
-"""The keys of `data` when all sources shared one config. Every `run.yaml` of that time has all of them."""
+"""The keys of `data` in old `run.yaml` files, from when all sources shared one config. These files have all of them."""
 
 
 class DataCheck(NamedTuple):
@@ -129,19 +129,19 @@ def names_file(tokenizer: str) -> bool:
     return tokenizer.endswith((".tiktoken", ".json")) or "/" in tokenizer
 
 
-def sources_of(kind: str) -> list[str]:
+def source_names(kind: str) -> list[str]:
     """Names of this package's sources of one kind of data."""
     return [name for name in SOURCES.names() if SOURCES.config_class(name).kind == kind]
 
 
 def without_foreign_keys(data: Mapping[Any, Any]) -> Mapping[str, object]:
-    """The `data` values of a `run.yaml`. If it has the keys of all sources, keeps only those of its source."""
+    """The `data` values of a `run.yaml`, without the keys of other sources that old files have (`_FLAT_KEYS`)."""
     if not data.keys() >= _FLAT_KEYS:
         return data
     config = SOURCES.config_class(str(data["source"]))
 
     def owned(values: Mapping[Any, Any], prefix: str = "") -> Mapping[str, object]:
-        known = {key: value for key, value in values.items() if has_key(config, f"{prefix}{key}")}
-        return {k: owned(v, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in known.items()}
+        valid = {key: value for key, value in values.items() if has_key(config, f"{prefix}{key}")}
+        return {k: owned(v, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in valid.items()}
 
     return owned(data)

@@ -1,8 +1,8 @@
 """Splits documents into training and validation, and cuts long ones into pieces that can be tokenised separately.
 
 A document's split is determined by the hash of its text. The same text is in the same split on every machine, under any
-name, so a copy of a training document is never evaluated on. A source that is a single text or code
-file is split inside: its end is for validation.
+name, so no copy of a training document is used for validation. A source that is a single text or code file is cut into
+two parts instead: its end is for validation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from valkyrie.data.readers import Document
 
 PIECE_CHARS = 1 << 20
 HASH_RANGE = 1 << 64
-_CUT = re.compile(r"(?<=\S)\n(?=[A-Za-z0-9])")
+_PIECE_END = re.compile(r"(?<=\S)\n(?=[A-Za-z0-9])")
 _LINE_END = re.compile(r"\n")
 
 
 @dataclass(frozen=True)
 class TokenDocument:
-    """A document that consists of token ids from the start."""
+    """A document that a source provides as token ids instead of text."""
 
     id: str
     tokens: Int[np.ndarray, " length"]
@@ -35,7 +35,7 @@ class TokenDocument:
 
 @dataclass(frozen=True)
 class DocumentPiece:
-    """A piece of one document, for one split. `first`: the document begins here, so BOS is placed before it."""
+    """A piece of a document, in one split. `first` is True for the first piece of the document, which gets a BOS."""
 
     content: str | np.ndarray
     split: str
@@ -46,7 +46,8 @@ class DocumentPiece:
 class Census:
     """Statistics of the documents: their number, bytes, and lowest and highest hash.
 
-    `undecodable` has the number of characters that are not UTF-8, and of all characters, of each document with any.
+    `undecodable` maps the ID of each document that has characters that are not UTF-8 to (number of these characters,
+    number of all its characters).
     """
 
     documents: int = 0
@@ -68,7 +69,8 @@ class Census:
 def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
     """Return `threshold`, adjusted if needed so that both splits have a document.
 
-    ValueError, with the numbers, if the source has too few documents for that.
+    Returns it unchanged for a single text, which is cut into two parts. Otherwise, ValueError if there are fewer than
+    two different documents.
     """
     name = f"data={config.name}"
     if census.documents == 0:
@@ -78,12 +80,13 @@ def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census,
         return threshold
     if census.documents == 1:
         raise ValueError(
-            f"{name} has 1 document with {census.bytes:,} bytes; it needs 2, one for training and one for validation. "
-            f"Add another, raise data.max_bytes, or give a single .txt file, which is split inside."
+            f"{name} has 1 document with {census.bytes:,} bytes, but needs 2: one for training and one for validation. "
+            f"Add another, raise data.max_bytes, or use a single .txt file, whose end becomes the validation text."
         )
     if census.lowest == census.highest:
         raise ValueError(
-            f"{name} has {census.documents:,} documents that are all the same text; validation needs another."
+            f"{name} has {census.documents:,} documents that all have the same text. Add a document with another text "
+            "for validation."
         )
     return max(census.lowest + 1, min(threshold, census.highest))
 
@@ -91,7 +94,7 @@ def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census,
 def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census) -> Iterator[DocumentPiece]:
     """Yield the pieces of all documents, in order, and add the documents to `census`.
 
-    Documents with a hash below `threshold` are for validation.
+    Documents with a hash below `threshold` are for validation. A single text is cut into two parts instead.
     """
     limit, single = config.byte_limit, config.is_single_text(listing)
     for document in config.read_documents(listing):
@@ -126,25 +129,26 @@ def _split(digest: int, threshold: int) -> str:
 
 
 def _split_inside(name: str, text: str, config: DocumentConfig) -> Iterator[DocumentPiece]:
-    wanted = int(len(text) * (1 - config.validation_fraction))
-    line = _LINE_END.search(text, wanted)
-    at = line.end() if line is not None and line.end() < len(text) else wanted
-    if not 0 < at < len(text):
+    target = int(len(text) * (1 - config.validation_fraction))
+    line = _LINE_END.search(text, target)
+    boundary = line.end() if line is not None and line.end() < len(text) else target
+    if not 0 < boundary < len(text):
         raise ValueError(
-            f"{name} has {len(text)} characters: data.validation_fraction={config.validation_fraction} of it "
-            f"leaves a split without text. Give more text."
+            f"{name} has {len(text)} characters, too few for data.validation_fraction={config.validation_fraction}: "
+            f"a split would have no text. Use more text."
         )
-    yield from pieces(text[:at], "train")
-    yield from pieces(text[at:], "validation")
+    yield from pieces(text[:boundary], "train")
+    yield from pieces(text[boundary:], "validation")
 
 
 def pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[DocumentPiece]:
     """Yield a text in pieces of slightly more than `size` characters, without changing its tokens.
 
-    Pieces end only between a single line break and a letter or digit: no tokenizer pattern has a token across it.
+    Pieces end only after a line break that stands between a visible character and a letter or digit. No token of the
+    supported patterns crosses such a boundary.
     """
     start = 0
-    while (boundary := _CUT.search(text, start + size)) is not None:
+    while (boundary := _PIECE_END.search(text, start + size)) is not None:
         yield DocumentPiece(text[start : boundary.end()], split, start == 0)
         start = boundary.end()
     yield DocumentPiece(text[start:], split, start == 0)

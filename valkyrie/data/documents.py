@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from valkyrie.data.cut import TokenDocument
     from valkyrie.data.manifest import Prepared
 
-_EPOCHS = 4
-"""Epochs above which the doctor warns."""
+_MAX_EPOCHS = 4
+"""Number of epochs above which `valkyrie-doctor` warns."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class TextConfig(DataConfig):
 
     Args:
         tokenizer: `bytes`, `gpt2`, another tiktoken encoding, a .tiktoken file, a tokenizer.json of Hugging Face, or
-            the name of one trained by `valkyrie-data tokenizer`. None for the model's.
+            the name of one trained by `valkyrie-data tokenizer`; or None for the default of the model.
     """
 
     tokenizer: str | None = None
@@ -79,7 +79,7 @@ class DocumentConfig(TextConfig):
         """Read the non-empty documents, always in the same order for the same files."""
 
     def cache_identity(self) -> dict[str, object]:
-        """The settings that determine the documents, as JSON values. Other values give another cache entry."""
+        """The settings that determine the documents, as JSON values. If they change, the text is tokenised again."""
         common = {field.name for field in dataclasses.fields(DocumentConfig)}
         settings = dataclasses.asdict(self.with_full_paths())
         return {"settings": {key: value for key, value in settings.items() if key not in common}}
@@ -98,7 +98,7 @@ class DocumentConfig(TextConfig):
         return None
 
     def is_single_text(self, listing: Listing) -> bool:
-        """Whether the source is one long document, which is then split inside."""
+        """Whether the source is a single document, which is then cut into a training and a validation part."""
         return False
 
     def problems(self) -> list[Problem]:
@@ -131,20 +131,20 @@ class DocumentConfig(TextConfig):
 
         data = find_prepared(self, tokenizer)
         if data is None:
-            later = "process 0 prepares it at the start, or valkyrie-data prepare does so before"
+            later = "process 0 prepares it when the run starts. To prepare it before, run valkyrie-data prepare"
             return DataCheck(f"data={self.name} is not prepared yet: {later}")
         epochs = steps * batch / check_enough(data, "train", batch, seq)
         shards, content = len(data.train.shards), data.content[:12]
         text = f"{data.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} ({content})"
         repeats = "Use more text or fewer steps: the data repeats more than four times."
         return DataCheck(
-            f"{text}; steps={steps} use them {epochs:.2g} times", repeats if epochs > _EPOCHS else None, content
+            f"{text}; steps={steps} use them {epochs:.2g} times", repeats if epochs > _MAX_EPOCHS else None, content
         )
 
     def note(self, data: Dataset) -> str | None:
-        """A remark on characters that are not UTF-8, and if validation has more than twice its share.
+        """Remarks on characters that are not UTF-8 and on a validation split of more than twice its share, or None.
 
-        The latter happens because whole documents are held out.
+        Whole documents are held out, so a few long ones can make the split too large.
         """
         from valkyrie.data.manifest import Prepared
 
@@ -154,8 +154,8 @@ class DocumentConfig(TextConfig):
         if share > 2 * self.validation_fraction:
             remarks.append(
                 f"validation has {100 * share:.0f}% of the tokens instead of the {100 * self.validation_fraction:.0f}% "
-                f"of data.validation_fraction={self.validation_fraction:g}: documents are held out whole, and these "
-                "are few and long"
+                f"of data.validation_fraction={self.validation_fraction:g}, because whole documents are held out and "
+                "this data has few, long documents"
             )
         return "\n".join(remarks) or None
 

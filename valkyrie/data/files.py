@@ -10,9 +10,9 @@ from pathlib import Path
 
 from valkyrie.buckets import url_scheme
 from valkyrie.checksums import digest
-from valkyrie.data.chunks import LANGUAGE_OF, NO_CODE, Chunk
+from valkyrie.data.chunks import LANGUAGE_BY_SUFFIX, PROSE_SUFFIXES, Chunk
 from valkyrie.data.readers import SUFFIXES, Document, File, ReadOptions, SourceFile, read
-from valkyrie.data.remote import RemoteFile, fetched_ahead, list_remote
+from valkyrie.data.remote import RemoteFile, fetch_ahead, list_remote
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,21 @@ class Listing:
 def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
     """Read the non-empty documents, in the order of the listing. Remote files are fetched ahead."""
     remote = any(isinstance(file, RemoteFile) for file in listing.files)
-    for file in fetched_ahead(listing.files) if remote else listing.files:
+    for file in fetch_ahead(listing.files) if remote else listing.files:
         for document in read(file, options):
             if document.text:
                 yield document
 
 
 def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
-    """The readable files under files, directories, globs and URLs.
+    """The files with a supported suffix that files, directories, globs and URLs name or contain.
 
-    ValueError names a path that matches no such file, or a file to split into functions with an unknown language.
+    ValueError if a path matches no such file, or if a file is to be split into functions but its language is unknown.
     """
     if not paths:
         raise ValueError(
-            f"data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Supported: {', '.join(SUFFIXES)}."
+            "data=text needs files, such as data.paths=[corpus.txt,'notes/**/*.md']. Supported suffixes: "
+            f"{', '.join(SUFFIXES)}."
         )
     files: dict[Path, SourceFile] = {}
     remote: dict[str, RemoteFile] = {}
@@ -61,7 +62,8 @@ def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
         if not readable:
             looked = "" if is_remote else f" (looked from {Path.cwd()})"
             raise ValueError(
-                f"data.paths: {pattern} matches {len(matched)} files{looked}, none of them {', '.join(SUFFIXES)}."
+                f"data.paths: {pattern} matches {len(matched)} files{looked}, none with a supported suffix: "
+                f"{', '.join(SUFFIXES)}."
             )
         skipped += len(matched) - len(readable)
         for path in readable:
@@ -72,10 +74,10 @@ def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
     listing = Listing((*(files[path] for path in sorted(files)), *(remote[url] for url in sorted(remote))), skipped)
     if options.chunk is not Chunk.whole and options.language is None:
         for file in listing.files:
-            if file.suffix not in (*LANGUAGE_OF, *NO_CODE):
+            if file.suffix not in (*LANGUAGE_BY_SUFFIX, *PROSE_SUFFIXES):
                 raise ValueError(
-                    f"{file.id}: data.chunk=functions needs data.language=c, cpp or python here: "
-                    f"a {file.suffix} file does not determine the language of its documents."
+                    f"{file.id}: data.chunk=functions needs a language, but a {file.suffix} file does not determine "
+                    "that of its documents. Set data.language=c, data.language=cpp or data.language=python."
                 )
     return listing
 
@@ -123,6 +125,6 @@ def walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
 
 
 def local_file(name: str, path: Path) -> SourceFile:
-    """A file on a disk, called `name` in messages."""
+    """Return the `SourceFile` of a file on a disk, called `name` in messages."""
     status = path.stat()
     return SourceFile(name, path.resolve(), status.st_size, status.st_mtime_ns)

@@ -1,9 +1,10 @@
 """The loader of token shards: assigns rows to steps, batch positions and processes, and reads ahead.
 
-Row i of a split is the window of tokens from i * seq to (i + 1) * seq, and its targets are shifted by one token.
-Windows are packed documents, and every token except the first is a target once. Training shuffles the rows every epoch
-using the seed; evaluation keeps their order and pads the last batch. The global batch of a step depends only on the
-data, the seed, `batch` and `seq`. Processes only divide it, so a run may continue on another number of them.
+Row i of a split is the window of tokens from i * seq to (i + 1) * seq, and its targets are shifted by one token. A
+window may contain several documents. Every token except the first is a target once; training drops the tokens of an
+incomplete last row. Training shuffles the rows every epoch using the seed; evaluation keeps their order and pads the
+last batch. The global batch of a step depends only on the data, the seed, `batch` and `seq`. Processes divide it among
+themselves, so a run may continue on another number of processes.
 """
 
 from __future__ import annotations
@@ -94,12 +95,12 @@ def open_split(prepared: Prepared, split: str) -> TokenStream:
     """Tokens of the split `train` or `validation`. ValueError if there are fewer than two."""
     stream = prepared.streams[split]
     if len(stream) < 2:
-        raise ValueError(f"data={prepared.name} has {len(stream)} tokens in its {split} split; it needs 2 or more.")
+        raise ValueError(f"data={prepared.name} has {len(stream)} tokens in its {split} split, but needs 2 or more.")
     return stream
 
 
 def check_enough(prepared: Prepared, split: str, batch: int, seq: int) -> int:
-    """Return the number of rows of `seq` tokens in a split. ValueError, with the numbers, if less than one batch."""
+    """Return the number of rows of `seq` tokens in a split. ValueError if there are fewer than `batch`."""
     tokens = prepared.split(split).tokens
     has = f"data={prepared.name} has {tokens:,} tokens in its {split} split"
     targets = tokens - 1

@@ -1,8 +1,8 @@
 """Prepared token shards on disk, with their manifest and checksum verification.
 
-A directory holds `manifest.json` and flat little-endian token files. Sizes are compared whenever it is opened.
-Checksums are compared the first time, and files that pass are recorded in `verified.json` by size and modification
-time. `verify` compares all of them again.
+A dataset is a directory with `manifest.json` and flat little-endian token files. Opening it checks the sizes of all
+files. Checksums are checked the first time; `verified.json` records the size and modification time of files that pass.
+`verify` checks all checksums again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _VERIFIED = "verified.json"
 _TOKEN_SIZES = {"uint16": 2, "uint32": 4}
 SPLITS = ("train", "validation")
 UNDECODABLE = "undecodable"
-"""Key of a source with [characters that are not UTF-8, all characters] of the documents with most of them."""
+"""Key in `Manifest.source`. It maps the documents with the most characters that are not UTF-8 to the number of these
+characters and of all characters."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class TokenShard:
 
 @dataclass(frozen=True)
 class Split:
-    """Documents, tokens (with one BOS per document) and bytes of UTF-8 text of a split, and its shards in order."""
+    """A split: its number of documents, tokens (including one BOS per document) and bytes of text, and its shards."""
 
     documents: int
     tokens: int
@@ -78,7 +79,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Prepared(Manifest):
-    """A folder of shards."""
+    """A folder of token shards, with the values of its manifest."""
 
     path: Path = field(kw_only=True)
 
@@ -92,7 +93,7 @@ class Prepared(Manifest):
     def streams(self) -> dict[str, TokenStream]:
         """The tokens of both splits, opened together.
 
-        A run keeps them open, so that it goes on if the data cache is cleaned meanwhile.
+        They stay open, so that a run can continue if the data cache is cleaned meanwhile.
         """
         from valkyrie.data.loader import TokenStream
 
@@ -111,7 +112,7 @@ class Prepared(Manifest):
         )
 
     def undecodable_note(self) -> str | None:
-        """A line with the document that has most characters that are not UTF-8, and the number in all, or None."""
+        """A line on the document with the most characters that are not UTF-8, or None if all text is UTF-8."""
         documents = self.source.get(UNDECODABLE)
         if not isinstance(documents, Mapping) or not documents:
             return None
@@ -119,7 +120,7 @@ class Prepared(Manifest):
         total = self.source["undecodable_characters"]
         more = f" ({total:,} in all documents)" if total != replaced else ""
         share = 100 * replaced / characters
-        return f"{name}: {replaced:,} of its characters ({share:.2g}%) are not UTF-8 and became U+FFFD{more}"
+        return f"{name}: {replaced:,} characters ({share:.2g}%) are not UTF-8 and were replaced by U+FFFD{more}"
 
     @property
     def shards(self) -> tuple[TokenShard, ...]:
@@ -148,21 +149,21 @@ def write_manifest(prepared: Prepared) -> None:
 
 
 class CorruptShardsError(ValueError):
-    """Shards of a dataset differ from what was written. `damages` has a problem for each."""
+    """Shards of a dataset are missing or damaged. `damages` has a problem for each of them."""
 
     def __init__(self, prepared: Prepared, damages: list[Problem]) -> None:
         self.damages = damages
         super().__init__(
-            f"the dataset {prepared.path} is corrupt, {len(damages)} of {len(prepared.shards)} shards: "
-            f"{'; '.join(map(str, damages))}. Remove the directory; it is prepared again from its source."
+            f"the dataset {prepared.path} is corrupt: {len(damages)} of {len(prepared.shards)} shards are damaged "
+            f"({'; '.join(map(str, damages))}). Delete the folder, and the data is prepared again from its source."
         )
 
 
 def open_prepared(path: Path | str) -> Prepared:
     """Open the dataset in a directory, after checking its files against its manifest.
 
-    CorruptShardsError names every file that is missing or has another size. The first time, and after a change, it also
-    names files with another checksum.
+    Raises CorruptShardsError if a file is missing or has the wrong size. Also compares the checksums of files that have
+    not been checked since they changed.
     """
     prepared = read_manifest(Path(path).expanduser())
     verified = _read_verified(prepared)
@@ -175,7 +176,7 @@ def open_prepared(path: Path | str) -> Prepared:
 
 
 def verify(path: Path | str) -> Prepared:
-    """Open the dataset in a directory after comparing all checksums. CorruptShardsError if one differs."""
+    """Open the dataset in a directory after checking all sizes and checksums. CorruptShardsError if one differs."""
     prepared = read_manifest(Path(path).expanduser())
     _check_shards(prepared)
     return prepared
@@ -195,8 +196,10 @@ def read_manifest(path: Path) -> Prepared:
                 raise ValueError(f"dtype={prepared.dtype} is not one of {', '.join(_TOKEN_SIZES)}")
             return prepared
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged ({error}). Remove {path} and prepare again.") from None
-    raise ValueError(f"{file} has version {version}; this program reads version {VERSION}. Prepare the data again.")
+        raise ValueError(f"{file} is damaged ({error}). Delete {path} and prepare the data again.") from None
+    raise ValueError(
+        f"{file} has version {version}, but this program reads only version {VERSION}. Prepare the data again."
+    )
 
 
 def _check_shards(prepared: Prepared, trusted: Sequence[str] = ()) -> None:

@@ -1,6 +1,6 @@
-"""Makes rows of seq + 1 tokens from documents: cut from one stream, or packed to begin with a document.
+"""Packs documents into rows of seq + 1 tokens: windows of one stream, or best-fit rows that begin with a document.
 
-Both have a position after every row, and yield the same rows when continued from it.
+Both can be resumed from their position after any row.
 """
 
 from __future__ import annotations
@@ -110,14 +110,14 @@ PACKINGS = {Packing.stream: StreamRows, Packing.best_fit: BestFitRows}
 
 
 def pack(lane: Lane, seq: int, start: LanePosition) -> StreamRows | BestFitRows:
-    """Return the rows of a lane from a position on."""
+    """Pack the documents of a lane into rows, starting at a position."""
     return PACKINGS[lane.config.packing](lane, seq, lane.config.pool, start)
 
 
-def batches_of(rows: list[StreamRows | BestFitRows], each: int) -> Iterator[list[np.ndarray]]:
-    """Yield `each` rows of every lane, lane by lane, until all lanes are exhausted."""
+def row_batches(lanes: list[StreamRows | BestFitRows], rows_per_lane: int) -> Iterator[list[np.ndarray]]:
+    """Yield batches with `rows_per_lane` rows of each lane, lane by lane, until all lanes are exhausted."""
     while True:
-        batch = [lane.row() for lane in rows for _ in range(each)]
+        batch = [lane.row() for lane in lanes for _ in range(rows_per_lane)]
         if not any(row.size for row in batch):
             return
         yield batch

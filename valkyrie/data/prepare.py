@@ -1,7 +1,7 @@
 """Tokenises a source into token shards in the cache, written atomically and reused for the same content.
 
-Tokenising uses threads, not processes: tiktoken merges byte pairs without the interpreter lock, so threads use every
-core, start at once and cannot inherit a half-forked JAX. The result does not depend on their number.
+Tokenising uses threads, not processes. tiktoken merges byte pairs without the interpreter lock, so threads can use
+every core, and they avoid forking a process that runs JAX. The shards do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Progress = Callable[[int, int | None], None]
 
 _ALGORITHM = 2
 """Part of the cache key. Increase it whenever the same text would give different shards."""
-_LISTED = 10
-"""Documents with undecodable characters that the manifest lists."""
+_MAX_LISTED = 10
+"""Maximum number of documents with undecodable characters that the manifest lists."""
 
 
 def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = None) -> Prepared:
     """Open the shards of a source, tokenising it first if they are not in the cache.
 
-    The cache is searched by files, tokenizer and split. Several processes may call this at once: one works, and the
-    others wait or produce the same result. A killed preparation leaves nothing that could be mistaken for a dataset.
+    The cache key is a hash of the files, the tokenizer and the split. Several processes may call this at once: one
+    prepares, and the others wait or produce the same result. A killed process never leaves an incomplete dataset there.
     ValueError for mistakes in the settings or the files, DiskError if the cache cannot be written.
     """
-    if (ready := _open_given(config, tokenizer)) is not None:
+    if (ready := _open_named_folder(config, tokenizer)) is not None:
         return ready
     config.raise_problems()
     listing = config.list_files()
@@ -54,7 +54,7 @@ def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = 
 
 def find_prepared(config: DocumentConfig, tokenizer: str) -> Prepared | None:
     """Open the shards of a source if they are in the cache, else None. Raises ValueError like `prepare`."""
-    if (ready := _open_given(config, tokenizer)) is not None:
+    if (ready := _open_named_folder(config, tokenizer)) is not None:
         return ready
     config.raise_problems()
     key = _cache_key(config, config.list_files(), tokenizer)
@@ -67,14 +67,15 @@ def _folder_name(config: DocumentConfig, tokenizer: str, key: str) -> str:
     return f"{slug}-{key[:16]}"
 
 
-def _open_given(config: DocumentConfig, tokenizer: str) -> Prepared | None:
-    """Open the shards that `data.paths` names directly, or return None."""
+def _open_named_folder(config: DocumentConfig, tokenizer: str) -> Prepared | None:
+    """Open the folder of shards that `data.paths` names, or return None if it names files."""
     if (path := config.prepared_folder()) is None:
         return None
     if read_manifest(path).tokenizer_fingerprint != fingerprint_of(tokenizer):
+        saved = read_manifest(path).tokenizer
         raise ValueError(
-            f"{path} was prepared with tokenizer={read_manifest(path).tokenizer}, not tokenizer={tokenizer}. "
-            f"Set data.tokenizer, or prepare its source again."
+            f"{path} was prepared with tokenizer={saved}, not tokenizer={tokenizer}. "
+            f"Set data.tokenizer={saved}, or prepare its source again."
         )
     return open_prepared(path)
 
@@ -149,7 +150,7 @@ def _write_shards(
 
 
 def _describe(config: DocumentConfig, listing: Listing, census: Census) -> dict[str, object]:
-    undecodable = dict(sorted(census.undecodable.items(), key=lambda item: -item[1][0])[:_LISTED])
+    undecodable = dict(sorted(census.undecodable.items(), key=lambda item: -item[1][0])[:_MAX_LISTED])
     files = {
         "files": len(listing.files),
         "file_bytes": listing.bytes,

@@ -1,4 +1,4 @@
-"""Reads each kind of file: a registry of functions by suffix that yield a file's documents in order."""
+"""Reads documents from files. `READERS` has a function for each suffix, which yields the documents in order."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from valkyrie.data.chunks import LANGUAGE_OF, NO_CODE, Chunk, Language, chunks
-from valkyrie.data.records import array_records, text_of_record, tfrecords
-from valkyrie.data.remote import RemoteFile, suffix_of
+from valkyrie.data.chunks import LANGUAGE_BY_SUFFIX, PROSE_SUFFIXES, Chunk, Language, chunks
+from valkyrie.data.records import array_records, record_text, tfrecords
+from valkyrie.data.remote import RemoteFile, reader_suffix
 from valkyrie.host_memory import free_memory
 from valkyrie.units import memory_text
 
 MAX_REPLACED_SHARE = 0.1
 """Largest share of characters of a text that are NUL or cannot be decoded."""
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
-"""Those of UTF-16 and UTF-32. That of UTF-32-LE begins with that of UTF-16-LE."""
-_COPIES = 3
-"""Copies of a text in memory while it is read: its bytes, its characters, and their bytes to hash."""
-_LARGE = 2**28
-"""Size in bytes of a file that is compared with the free memory before it is read."""
-WHOLE_FILE = (".txt", ".md", ".py", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp")
+"""Byte order marks of UTF-16 and UTF-32. The mark of UTF-32-LE begins with that of UTF-16-LE."""
+_MEMORY_FACTOR = 3
+"""Memory to read a text, as a multiple of its size: for its bytes, its characters, and its bytes again for the hash."""
+_LARGE_FILE_BYTES = 2**28
+"""Size in bytes above which a file is read only if there is enough free memory."""
+SINGLE_DOCUMENT_SUFFIXES = (".txt", ".md", ".py", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp")
 """Suffixes of files with one document each."""
-_ROWS_AT_ONCE = 256
-_PYARROW = "needs pyarrow: uv sync --extra parquet in the clone"
+_ROWS_PER_READ = 256
+_NEEDS_PYARROW = "needs pyarrow. Install it with `uv sync --extra parquet` in the clone."
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SourceFile:
     @property
     def suffix(self) -> str:
         """The suffix of the name in lower case, such as `.txt`."""
-        return suffix_of(self.id)
+        return reader_suffix(self.id)
 
     @property
     def stamp(self) -> list[str | int | None]:
@@ -103,8 +103,8 @@ Reader = Callable[[File, ReadOptions, int | None], Iterator[Document]]
 def _decode(raw: bytes, name: str) -> Document:
     if raw.startswith(_BYTE_ORDER_MARKS) or raw.count(0) > MAX_REPLACED_SHARE * len(raw):
         raise ValueError(
-            f"{name} is not UTF-8 text but UTF-16, UTF-32 or binary. Convert it (iconv -f UTF-16 -t UTF-8), or leave "
-            "it out of data.paths."
+            f"{name} is UTF-16, UTF-32 or binary, not UTF-8 text. Convert it (iconv -f UTF-16 -t UTF-8), or remove it "
+            "from data.paths."
         )
     try:
         return Document(name, raw.decode("utf-8-sig"))
@@ -114,7 +114,7 @@ def _decode(raw: bytes, name: str) -> Document:
     if replaced > MAX_REPLACED_SHARE * len(text):
         raise ValueError(
             f"{name} is not UTF-8 text: {replaced:,} of its {len(text):,} characters cannot be decoded. "
-            f"Convert it, or leave it out of data.paths."
+            f"Convert it, or remove it from data.paths."
         )
     return Document(name, text, replaced)
 
@@ -122,11 +122,15 @@ def _decode(raw: bytes, name: str) -> Document:
 def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator[Document]:
     """Yield the documents of a file, or of one row group of a .parquet file. Some may be empty.
 
-    With `chunk=functions` they are its functions and classes. ValueError names the file and the line or row that is
-    damaged or has no text.
+    With `chunk=functions`, the documents are its functions and classes. ValueError, with the file and the line or
+    record, if one is damaged or has no text.
     """
     documents = READERS[file.suffix](file, options, group)
-    language = options.language if file.suffix not in (*LANGUAGE_OF, *NO_CODE) else LANGUAGE_OF.get(file.suffix)
+    language = (
+        options.language
+        if file.suffix not in (*LANGUAGE_BY_SUFFIX, *PROSE_SUFFIXES)
+        else LANGUAGE_BY_SUFFIX.get(file.suffix)
+    )
     if options.chunk is Chunk.whole or language is None:
         yield from documents
         return
@@ -150,12 +154,12 @@ def row_groups(file: File, options: ReadOptions) -> int:
 
 
 def _read_whole(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
-    free = free_memory() if file.size > _LARGE else None
-    if free is not None and _COPIES * file.size > free:
+    free = free_memory() if file.size > _LARGE_FILE_BYTES else None
+    if free is not None and _MEMORY_FACTOR * file.size > free:
         raise ValueError(
             f"{file.id} has {memory_text(file.size)}. A {file.suffix} file is read whole, which needs "
-            f"{memory_text(_COPIES * file.size)}, and {memory_text(free)} of memory are free. Split it, or write its "
-            "documents to a .jsonl file, which is read line by line."
+            f"{memory_text(_MEMORY_FACTOR * file.size)} of memory, but {memory_text(free)} are free. Split it, or "
+            "write its documents to a .jsonl file, which is read line by line."
         )
     yield _decode(file.read(), file.id)
 
@@ -169,7 +173,7 @@ def _read_jsonl_zst(file: File, options: ReadOptions, group: int | None) -> Iter
     try:
         import pyarrow as arrow
     except ImportError:
-        raise ValueError(f"{file.id}: reading .jsonl.zst {_PYARROW}") from None
+        raise ValueError(f"{file.id}: reading .jsonl.zst {_NEEDS_PYARROW}") from None
     with file.open() as opened:
         try:
             with arrow.input_stream(opened, compression="zstd") as stream:
@@ -188,8 +192,8 @@ def _documents_of_lines(lines: Any, file: File, options: ReadOptions) -> Iterato
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is not JSON ({error}). A .jsonl file has one object on every line.") from None
         if not isinstance(row, dict) or not isinstance(row.get(options.field), str):
-            has = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
-            raise ValueError(f"{name} has no text under data.field={options.field}; it has {has}.")
+            has = f"has the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"is a {type(row).__name__}"
+            raise ValueError(f"{name} has no text under data.field={options.field}. It {has}.")
         yield Document(name, row[options.field])
 
 
@@ -199,7 +203,7 @@ def _read_parquet(file: File, options: ReadOptions, group: int | None) -> Iterat
 
         groups, row = None if group is None else [group], 0
         try:
-            for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=[options.column]):
+            for batch in table.iter_batches(_ROWS_PER_READ, row_groups=groups, columns=[options.column]):
                 for text in batch.column(0).to_pylist():
                     row += 1
                     yield Document(f"{file.id}:{row}" if group is None else f"{file.id}:{group}:{row}", text or "")
@@ -214,7 +218,7 @@ def _parquet(file: File, options: ReadOptions) -> Iterator[Any]:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError:
-        raise ValueError(f"{file.id}: reading .parquet {_PYARROW}") from None
+        raise ValueError(f"{file.id}: reading .parquet {_NEEDS_PYARROW}") from None
     with file.open() as opened:
         try:
             table = parquet.ParquetFile(file.path if isinstance(file, SourceFile) else opened)
@@ -225,8 +229,8 @@ def _parquet(file: File, options: ReadOptions) -> Iterator[Any]:
             texts = [field.name for field in schema if _is_text(arrow.types, field.type)]
             if options.column not in texts:
                 raise ValueError(
-                    f"{file.id} has no text column data.column={options.column}; its text columns are "
-                    f"{', '.join(texts) or 'none'}, of {', '.join(schema.names)}."
+                    f"{file.id} has no text column data.column={options.column}. Text columns: "
+                    f"{', '.join(texts) or 'none'}. All columns: {', '.join(schema.names)}."
                 )
             yield table
 
@@ -243,18 +247,18 @@ def _read_tfrecord(file: File, options: ReadOptions, group: int | None) -> Itera
 
 def _read_array_record(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
     if not isinstance(file, SourceFile):
-        raise ValueError(f"{file.id}: ArrayRecord files are read from a disk only. Copy them, or mount the bucket.")
+        raise ValueError(f"{file.id}: ArrayRecord files must be on a disk. Copy them there, or mount the bucket.")
     yield from _documents_of_records(array_records(str(file.path), file.id), file, options)
 
 
 def _documents_of_records(records: Iterator[bytes], file: File, options: ReadOptions) -> Iterator[Document]:
     for number, raw in enumerate(records, 1):
         name = f"{file.id}:{number}"
-        yield Document(name, text_of_record(raw, name, options.field))
+        yield Document(name, record_text(raw, name, options.field))
 
 
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(WHOLE_FILE, _read_whole),
+    **dict.fromkeys(SINGLE_DOCUMENT_SUFFIXES, _read_whole),
     ".jsonl": _read_jsonl,
     ".jsonl.zst": _read_jsonl_zst,
     ".parquet": _read_parquet,

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from valkyrie.problems import first_line
 
 _MASK = 0xFFFFFFFF
-_AT_ONCE = 256
+_RECORDS_PER_READ = 256
 
 
 def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
@@ -18,7 +18,7 @@ def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
         import google_crc32c
     except ImportError:
         raise ValueError(
-            f"{name}: reading .tfrecord needs google-crc32c: uv sync --extra tfrecord in the clone"
+            f"{name}: reading .tfrecord needs google-crc32c. Install it with `uv sync --extra tfrecord` in the clone."
         ) from None
     number = 0
     while head := file.read(12):
@@ -26,14 +26,14 @@ def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
         if len(head) < 12:
             raise ValueError(f"{name}:{number} is cut short: the file ends inside a record.")
         length, length_sum = struct.unpack("<QI", head)
-        if _masked(google_crc32c.value(head[:8])) != length_sum:
+        if _masked_crc(google_crc32c.value(head[:8])) != length_sum:
             raise ValueError(
                 f"{name}:{number} is damaged, or the file is not a .tfrecord: the checksum of its length differs."
             )
         data, tail = file.read(length), file.read(4)
         if len(data) < length or len(tail) < 4:
             raise ValueError(f"{name}:{number} is cut short: the file ends inside a record.")
-        if _masked(google_crc32c.value(data)) != struct.unpack("<I", tail)[0]:
+        if _masked_crc(google_crc32c.value(data)) != struct.unpack("<I", tail)[0]:
             raise ValueError(f"{name}:{number} is damaged: its checksum differs.")
         yield data
 
@@ -43,13 +43,15 @@ def array_records(path: str, name: str) -> Iterator[bytes]:
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError:
-        raise ValueError(f"{name}: reading ArrayRecord needs array-record: uv pip install array-record") from None
+        raise ValueError(
+            f"{name}: reading ArrayRecord needs array-record. Install it with `uv pip install array-record`."
+        ) from None
     reader: Any = None
     try:
         reader = ArrayRecordReader(path)
         count = reader.num_records()
-        for start in range(0, count, _AT_ONCE):
-            yield from reader.read([*range(start, min(start + _AT_ONCE, count))])
+        for start in range(0, count, _RECORDS_PER_READ):
+            yield from reader.read([*range(start, min(start + _RECORDS_PER_READ, count))])
     except (RuntimeError, IndexError, ValueError) as error:
         raise ValueError(f"{name} is not a readable ArrayRecord file: {first_line(error)}") from None
     finally:
@@ -57,12 +59,12 @@ def array_records(path: str, name: str) -> Iterator[bytes]:
             reader.close()
 
 
-def text_of_record(raw: bytes, name: str, field: str) -> str:
+def record_text(raw: bytes, name: str, field: str) -> str:
     """Return the text of a record: the feature `field` of an Example, or else the record itself as UTF-8."""
     features = _features(raw)
     if features and field not in features:
         raise ValueError(
-            f"{name} has no text under data.field={field}; its features are {', '.join(sorted(features))}."
+            f"{name} has no text under data.field={field}. Its features are {', '.join(sorted(features))}."
         )
     if features and features[field] is None:
         raise ValueError(f"{name} has no text under data.field={field}: that feature holds numbers.")
@@ -72,7 +74,7 @@ def text_of_record(raw: bytes, name: str, field: str) -> str:
         raise ValueError(f"{name} is neither a tf.train.Example nor UTF-8 text.") from None
 
 
-def _masked(crc: int) -> int:
+def _masked_crc(crc: int) -> int:
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & _MASK
 
 
@@ -99,23 +101,23 @@ def _features(raw: bytes) -> dict[str, bytes | None] | None:
 
 def _fields(raw: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield (number, content) of the length-delimited fields of a protobuf message. ValueError if it is not one."""
-    at = 0
-    while at < len(raw):
-        tag, at = _varint(raw, at)
+    position = 0
+    while position < len(raw):
+        tag, position = _varint(raw, position)
         if tag & 7 != 2:
             raise ValueError("not a field with a length")
-        length, at = _varint(raw, at)
-        if at + length > len(raw):
+        length, position = _varint(raw, position)
+        if position + length > len(raw):
             raise ValueError("beyond the end")
-        yield tag >> 3, raw[at : at + length]
-        at += length
+        yield tag >> 3, raw[position : position + length]
+        position += length
 
 
-def _varint(raw: bytes, at: int) -> tuple[int, int]:
+def _varint(raw: bytes, position: int) -> tuple[int, int]:
     value = shift = 0
-    while at < len(raw) and shift < 64:
-        value |= (raw[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-        if not raw[at - 1] & 128:
-            return value, at
+    while position < len(raw) and shift < 64:
+        value |= (raw[position] & 127) << shift
+        position, shift = position + 1, shift + 7
+        if not raw[position - 1] & 128:
+            return value, position
     raise ValueError("not a number")

@@ -1,6 +1,7 @@
-"""Reads text from buckets and other file systems of fsspec (`gs://`, `s3://`, `https://`, ...), imported on demand.
+"""Reads files from buckets and other remote file systems (`gs://`, `s3://`, `https://`, ...) through fsspec.
 
-Listing requests only names, sizes and checksums. Small files are fetched ahead of the reader; larger ones are streamed.
+fsspec is imported on demand. Listing requests only names, sizes and checksums. Small files are fetched ahead of the
+reader; larger ones are streamed.
 """
 
 from __future__ import annotations
@@ -20,21 +21,40 @@ from valkyrie.data.threads import map_ahead
 from valkyrie.paths import error_reason
 from valkyrie.problems import Problem, ProblemCode
 
-_VERSIONS = ("md5Hash", "ETag", "etag", "generation", "blob_id", "LastModified", "last_modified", "mtime", "created")
-"""Metadata keys, by service, for a value that changes with a file, the most reliable first."""
+_VERSION_KEYS = (
+    "md5Hash",
+    "ETag",
+    "etag",
+    "generation",
+    "blob_id",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "created",
+)
+"""Metadata keys of several services whose value changes with the content of a file, the most reliable first."""
 _LOGINS = {"gs": "gcloud auth application-default login", "s3": "aws configure"}
-_AHEAD = 16
+_FILES_AHEAD = 16
 """Number of files fetched ahead, and in parallel."""
-_SMALL = 4 * 2**20
+_MAX_FETCHED_BYTES = 4 * 2**20
 """Files up to this size, in bytes, are fetched ahead."""
-_READ = 2**20
+_BUFFER_BYTES = 2**20
 """Buffer size for streamed files, in bytes."""
 File = TypeVar("File")
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file read by fsspec. `id` is its URL; `version` is a checksum, tag or time that changes with its content."""
+    """A file read by fsspec.
+
+    Args:
+        id: its URL.
+        size: its size in bytes.
+        version: a checksum, tag or time that changes with the content.
+        path: its path in the file system.
+        system: the fsspec file system.
+        content: the content if it was fetched ahead, else None.
+    """
 
     id: str
     size: int
@@ -46,7 +66,7 @@ class RemoteFile:
     @property
     def suffix(self) -> str:
         """The suffix of the name in lower case, such as `.txt`."""
-        return suffix_of(self.path)
+        return reader_suffix(self.path)
 
     @property
     def stamp(self) -> list[str | int | None]:
@@ -67,10 +87,12 @@ class RemoteFile:
             yield io.BytesIO(self.content)
             return
         with _explain_errors(self.id), self.system.open(self.path, "rb") as file:
-            yield io.BufferedReader(file, _READ)  # fsspec's own line iterator copies a whole block for each line
+            yield io.BufferedReader(
+                file, _BUFFER_BYTES
+            )  # fsspec's own line iterator copies a whole block for each line
 
 
-def suffix_of(name: str) -> str:
+def reader_suffix(name: str) -> str:
     """Return the suffix that selects a file's reader: `.txt`, `.jsonl.zst`, or `.tfrecord` also for its shards."""
     kinds = PurePosixPath(re.sub(r"-\d+-of-\d+$", "", name.lower())).suffixes
     return "".join(kinds[-2:]) if kinds[-2:] == [".jsonl", ".zst"] else kinds[-1] if kinds else ""
@@ -93,18 +115,18 @@ def list_remote(pattern: str) -> list[RemoteFile]:
 
 
 def path_problems(paths: Iterable[str]) -> list[Problem]:
-    """Return why some of `data.paths` cannot be read here, with the package to install."""
+    """Return a problem for each URL with an unknown scheme, or a scheme that needs a package that is not installed."""
     schemes = [(path, url_scheme(path)) for path in paths]
     return [problem for path, scheme in schemes if scheme is not None for problem in _scheme_problems(path, scheme)]
 
 
-def fetched_ahead(files: Iterable[File]) -> Iterator[File]:
+def fetch_ahead(files: Iterable[File]) -> Iterator[File]:
     """Yield files in order. Threads fetch the content of small remote files in advance."""
-    return map_ahead(_fetch, files, workers=_AHEAD, ahead=_AHEAD)
+    return map_ahead(_fetch, files, workers=_FILES_AHEAD, ahead=_FILES_AHEAD)
 
 
 def _fetch(file: Any) -> Any:
-    if isinstance(file, RemoteFile) and file.size <= _SMALL:
+    if isinstance(file, RemoteFile) and file.size <= _MAX_FETCHED_BYTES:
         return replace(file, content=file.read())
     return file
 
@@ -122,16 +144,16 @@ def _match(system: Any, path: str, pattern: str) -> Mapping[str, Mapping[str, An
         root, infos = re.split(r"[*?[]", path)[0].rpartition("/")[0], system.glob(path, detail=True)
     else:
         raise ValueError(f"data.paths: there is no file or folder {pattern}.")
-    asks_for_hidden = "/." in path[len(root) :]
+    includes_hidden = "/." in path[len(root) :]
     return {
         name: info
         for name, info in infos.items()
-        if info["type"] == "file" and (asks_for_hidden or "/." not in name[len(root) :])
+        if info["type"] == "file" and (includes_hidden or "/." not in name[len(root) :])
     }
 
 
 def _version(info: Mapping[str, Any]) -> str:
-    return str(next((info[key] for key in _VERSIONS if info.get(key)), sorted(info.items())))
+    return str(next((info[key] for key in _VERSION_KEYS if info.get(key)), sorted(info.items())))
 
 
 def _scheme_problems(path: str, scheme: str) -> list[Problem]:
@@ -139,16 +161,16 @@ def _scheme_problems(path: str, scheme: str) -> list[Problem]:
 
     from valkyrie.buckets import package_problems
 
-    known = known_implementations.get(scheme)
-    if known is None:
-        text = f"data.paths={path}: {scheme}:// is not known. Use gs://, s3:// or another that fsspec reads."
+    implementation = known_implementations.get(scheme)
+    if implementation is None:
+        text = f"data.paths={path}: {scheme}:// is unknown. Use gs://, s3:// or another scheme that fsspec supports."
         return [Problem(ProblemCode.unknown_name, "data.paths", path, text)]
-    return package_problems("data.paths", path, scheme, known["class"].partition(".")[0])
+    return package_problems("data.paths", path, scheme, implementation["class"].partition(".")[0])
 
 
 @contextmanager
 def _explain_errors(url: str) -> Iterator[None]:
-    """Turn service errors inside this context into ValueError with the URL and a remedy. Silences service logs."""
+    """Convert errors of remote services to ValueError with the URL and a remedy. Also silences the services' logs."""
     scheme = url_scheme(url) or ""
     for name in ("gcsfs", "s3fs", "fsspec"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

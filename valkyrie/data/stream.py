@@ -1,4 +1,4 @@
-"""Text that is tokenised while it is read (`data=parquet_stream`): its files and row groups, and their readers.
+"""Text that is tokenised while it is read (`data=parquet_stream`): its files and row groups, and the order of reading.
 
 A *unit* is a row group of a .parquet file, or any other file as a whole. Every epoch shuffles the training units using
 the seed and deals them to `lanes` like cards: lane k gets units k, k + lanes, ... of that order. A lane reads the
@@ -32,8 +32,8 @@ from valkyrie.data.sources.parquet_stream import Config
 from valkyrie.data.tokenizer import fingerprint_of, load_tokenizer, vocab_size_of
 from valkyrie.processes.team import ALONE, Team
 
-MOST_LANES = 16
-_FOOTERS_AT_ONCE = 32
+MAX_LANES = 16
+_PARALLEL_FOOTERS = 32
 _TEXTS_AHEAD = 64
 
 
@@ -73,7 +73,10 @@ Tokens = tuple[DocumentPosition, np.ndarray]
 
 @dataclass(frozen=True)
 class Streamed:
-    """A dataset that is tokenised while it is read. `content`: a hash of everything that determines its tokens."""
+    """A dataset that is tokenised while it is read.
+
+    `content` is a hash of the names and sizes of the files and of the settings that determine the tokens.
+    """
 
     name: str
     content: str
@@ -91,13 +94,21 @@ class Streamed:
         return self.train if split == "train" else self.validation
 
     def lanes(self, batch: int) -> int:
-        """Return the number of lanes of a training batch. ValueError if `data.lanes` does not fit batch or data."""
+        """Return the number of lanes of a training batch.
+
+        By default, the largest divisor of `batch` that is at most `MAX_LANES` and the number of training units. Raises
+        ValueError if `data.lanes` does not divide `batch` or exceeds the number of training units.
+        """
         lanes = self.config.lanes
         if lanes is None:
-            most = min(MOST_LANES, len(self.train), batch)
+            most = min(MAX_LANES, len(self.train), batch)
             return next(lanes for lanes in range(most, 0, -1) if batch % lanes == 0)
         if batch % lanes:
-            raise ValueError(f"data.lanes={lanes} does not divide batch={batch}: each lane fills as many of its rows.")
+            nearest = next(size for size in range(min(lanes, batch), 0, -1) if batch % size == 0)
+            raise ValueError(
+                f"data.lanes={lanes} does not divide batch={batch}, but every lane fills the same number of rows. "
+                f"Use data.lanes={nearest}."
+            )
         if lanes > len(self.train):
             raise ValueError(
                 f"data.lanes={lanes} is more than the {len(self.train)} row groups or files to train on. "
@@ -114,8 +125,8 @@ class Streamed:
         """One line with the number of files and units."""
         files = [len({unit.file.id for unit in units}) for units in (self.train, self.validation)]
         return (
-            f"data {self.name}: {files[0]:,} files in {len(self.train):,} parts to train on, {files[1]:,} in "
-            f"{len(self.validation):,} for validation, tokenised as they are read ({self.tokenizer})"
+            f"data {self.name}: {files[0]:,} files in {len(self.train):,} parts for training, {files[1]:,} files in "
+            f"{len(self.validation):,} parts for validation, tokenised while they are read ({self.tokenizer})"
         )
 
 
@@ -131,26 +142,26 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> Streamed:
         names = {file.id for file in held_out}
         files = [file for file in files if file.id not in names]
         if not files:
-            raise ValueError("data.val_paths has every file of data.paths: none is left to train on.")
+            raise ValueError("data.val_paths includes every file of data.paths, so none is left for training.")
         train, validation = _units(files, config), _units(held_out, config)
     elif len(files) > 1:
         train, validation = _units(files[:-1], config), _units(files[-1:], config)
     else:
         units = _units(files, config)
         train, validation = units[:-1], units[-1:]
-    for units, what in ((train, "to train on"), (validation, "for validation")):
+    for units, what in ((train, "training"), (validation, "validation")):
         if not units:
             raise ValueError(
-                f"data={config.name} has one file that cannot be divided and nothing is left {what}. Give a second "
-                "file, or data.val_paths=[FILES]."
+                f"data={config.name} has no file or row group left for {what}. Add a file to data.paths, or set "
+                "data.val_paths=[FILES]."
             )
-    described = [[unit.file.id.rpartition("/")[2], unit.file.size, unit.group] for unit in (*train, *validation)]
+    unit_ids = [[unit.file.id.rpartition("/")[2], unit.file.size, unit.group] for unit in (*train, *validation)]
     language = config.language.value if config.language else None
-    cuts = [config.chunk.value, language]
-    follows = [described, len(train), config.column, config.field, *cuts, fingerprint_of(tokenizer)]
+    chunking = [config.chunk.value, language]
+    identity = [unit_ids, len(train), config.column, config.field, *chunking, fingerprint_of(tokenizer)]
     return Streamed(
         config.name,
-        digest(follows)[:32],
+        digest(identity)[:32],
         config,
         tokenizer,
         fingerprint_of(tokenizer),
@@ -168,15 +179,15 @@ def _units(files: Sequence[File], config: Config) -> tuple[Unit, ...]:
             return [Unit(file, None)]
         return [Unit(file, group) for group in range(row_groups(file, config.read_options))]
 
-    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
         return tuple(unit for units in pool.map(groups, files) for unit in units)
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One lane of a split. It is sent to the process that reads it.
+    """Lane `number` of the `lanes` of a split. It is pickled and sent to the process that reads it.
 
-    With `seed` None it yields the units once, in their order; otherwise forever, in a new order every epoch.
+    If `seed` is None, its units are read once, in order. Otherwise they are read forever, in a new order every epoch.
     """
 
     units: tuple[Unit, ...]
@@ -191,16 +202,16 @@ class Lane:
         """Yield the documents from a position on. ValueError if an epoch of the lane has no documents."""
         return self._tokens(self._texts(start))
 
-    def fetch(self, places: Sequence[DocumentPosition]) -> list[Tokens]:
+    def fetch(self, positions: Sequence[DocumentPosition]) -> list[Tokens]:
         """Read the documents at the given positions, in that order. Each unit is read once."""
         texts: dict[DocumentPosition, str] = {}
-        wanted = set(places)
-        for epoch, unit in sorted({(place.epoch, place.unit) for place in places}):
-            last = max(place.document for place in places if place[:2] == (epoch, unit))
+        requested = set(positions)
+        for epoch, unit in sorted({(position.epoch, position.unit) for position in positions}):
+            last = max(position.document for position in positions if position[:2] == (epoch, unit))
             for number, text in enumerate(islice(self._unit(epoch, unit), last + 1)):
-                if (place := DocumentPosition(epoch, unit, number)) in wanted:
-                    texts[place] = text
-        return [*self._tokens(iter([(place, texts[place]) for place in places]))]
+                if (position := DocumentPosition(epoch, unit, number)) in requested:
+                    texts[position] = text
+        return [*self._tokens(iter([(position, texts[position]) for position in positions]))]
 
     def _texts(self, start: DocumentPosition) -> Iterator[tuple[DocumentPosition, str]]:
         epoch, first, document = start
@@ -216,7 +227,9 @@ class Lane:
                 return
             if not has_text:
                 first_file = self.units[self._order(epoch)[0]].file.id
-                raise ValueError(f"data={self.config.name}: {first_file} and the other files have no text.")
+                raise ValueError(
+                    f"data={self.config.name} has no text in {first_file} and the other files that are read with it."
+                )
             epoch, first = epoch + 1, 0
 
     def _tokens(self, texts: Iterator[tuple[DocumentPosition, str]]) -> Iterator[Tokens]:
@@ -224,15 +237,15 @@ class Lane:
         encode = _encoder(self.tokenizer)
         with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(self.threads) as encoders:
 
-            def take() -> list[tuple[DocumentPosition, str]]:
+            def read_texts() -> list[tuple[DocumentPosition, str]]:
                 return [*islice(texts, _TEXTS_AHEAD)]
 
-            ahead = reader.submit(take)
+            ahead = reader.submit(read_texts)
             while texts_read := ahead.result():
-                ahead = reader.submit(take)
-                places, contents = zip(*texts_read, strict=True)
-                run = map if self.threads == 1 else encoders.map
-                yield from zip(places, run(encode, contents), strict=True)
+                ahead = reader.submit(read_texts)
+                positions, contents = zip(*texts_read, strict=True)
+                map_in_order = map if self.threads == 1 else encoders.map
+                yield from zip(positions, map_in_order(encode, contents), strict=True)
 
     def _unit(self, epoch: int, unit: int) -> Iterator[str]:
         file, group = self.units[self._order(epoch)[unit]]
@@ -253,7 +266,7 @@ def _order(units: int, seed: int | None, epoch: int) -> list[int]:
 
 @cache
 def _encoder(name: str) -> Any:
-    """Return a function from a text to its int32 ids, BOS first."""
+    """Return a function that encodes a text as int32 ids, with BOS first."""
     tokenizer = load_tokenizer(name)
     bos = np.array([tokenizer.bos_id], np.int32)
 

@@ -1,4 +1,4 @@
-"""Batches of a dataset tokenised while it is read: grain workers read lanes, and this process joins the rows."""
+"""Loads batches of text that is tokenised while it is read. grain workers read lanes; this process joins their rows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 from absl import flags
 
 from valkyrie.data.batches import Batch, BatchPlan, Loader, RowPosition, make_batch
-from valkyrie.data.packing import batches_of, pack
+from valkyrie.data.packing import pack, row_batches
 from valkyrie.data.stream import Lane, LanePosition, Streamed
 from valkyrie.records import decode, encode
 
 _BATCHES_AHEAD = 4
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 _POSITIONS = "positions"
 
 
 @dataclass(frozen=True)
 class StreamPosition(RowPosition):
-    """Position in a stream. `places` has the position of every lane by number, or None before its first row."""
+    """Position in a stream. `places` maps the number of each lane to its position, or to None before its first row."""
 
     progress: ClassVar[tuple[str, ...]] = ("row", "places")
     newest: ClassVar[int] = 2
@@ -38,8 +38,8 @@ class StreamPosition(RowPosition):
 class StreamLoader(Loader[StreamPosition]):
     """Loads this process's rows of the global batches of a stream.
 
-    Training lanes are read by `data.workers` processes (0: by a thread of this process), which start with the first
-    batch.
+    Training lanes are read by `data.workers` processes, or by a thread of this process if it is 0. The validation lane
+    is always read by a thread. Workers start with the first batch.
     """
 
     def __init__(self, data: Streamed, split: str, plan: BatchPlan) -> None:
@@ -58,14 +58,14 @@ class StreamLoader(Loader[StreamPosition]):
             {},
         )
         super().__init__(batch, start)
-        each = batch // lanes
-        self._data, self._seq, self._each = data, plan.seq, each
-        self._mine = sorted({int(row) // each for row in plan.rows})
-        firsts = {lane: i * each for i, lane in enumerate(self._mine)}
-        self._rows = np.array([firsts[int(row) // each] + int(row) % each for row in plan.rows])
+        rows_per_lane = batch // lanes
+        self._data, self._seq, self._rows_per_lane = data, plan.seq, rows_per_lane
+        self._my_lanes = sorted({int(row) // rows_per_lane for row in plan.rows})
+        first_rows = {lane: i * rows_per_lane for i, lane in enumerate(self._my_lanes)}
+        self._rows = np.array([first_rows[int(row) // rows_per_lane] + int(row) % rows_per_lane for row in plan.rows])
         cores = os.cpu_count() or 1
-        workers = min(_MOST_WORKERS, cores) if config.workers is None else config.workers
-        self._workers = min(workers, len(self._mine)) if plan.repeat else 0
+        workers = min(_MAX_WORKERS, cores) if config.workers is None else config.workers
+        self._workers = min(workers, len(self._my_lanes)) if plan.repeat else 0
         self._lanes = [
             Lane(
                 data.units(split),
@@ -74,9 +74,9 @@ class StreamLoader(Loader[StreamPosition]):
                 lane,
                 lanes,
                 plan.seed if plan.repeat else None,
-                threads=1 if self._workers else min(_MOST_WORKERS, cores),
+                threads=1 if self._workers else min(_MAX_WORKERS, cores),
             )
-            for lane in self._mine
+            for lane in self._my_lanes
         ]
         self._positions: list[LanePosition | None] = [None] * len(self._lanes)
         self._step, self._closed = 0, False
@@ -92,7 +92,7 @@ class StreamLoader(Loader[StreamPosition]):
         for worker, part in enumerate(parts):
             self._positions[worker::count] = part.pop(_POSITIONS).lanes
         self._step += 1
-        return {name: self._joined([part[name] for part in parts]) for name in parts[0]}
+        return {name: self._join([part[name] for part in parts]) for name in parts[0]}
 
     def _datasets(self) -> list[Any]:
         """Return a dataset for each worker, dealing the lanes to the workers in turn."""
@@ -102,17 +102,17 @@ class StreamLoader(Loader[StreamPosition]):
         datasets = []
         for worker in range(count):
             lanes, positions = self._lanes[worker::count], self._positions[worker::count]
-            rows = _LaneRows(lanes, _Positions(tuple(positions)), self._seq, self._each, self._data.bos_id)
+            rows = _LaneRows(lanes, _Positions(tuple(positions)), self._seq, self._rows_per_lane, self._data.bos_id)
             options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=_BATCHES_AHEAD)
             ahead = rows.mp_prefetch(options, worker_init_fn=_ignore_interrupts) if self._workers else None
             datasets.append(ahead or grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=2))
         return datasets
 
-    def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
+    def _join(self, parts: list[np.ndarray]) -> np.ndarray:
         """Join the workers' rows to this process's rows, in order."""
-        blocks = np.empty((len(self._mine), self._each, *parts[0].shape[1:]), parts[0].dtype)
+        blocks = np.empty((len(self._my_lanes), self._rows_per_lane, *parts[0].shape[1:]), parts[0].dtype)
         for worker, part in enumerate(parts):
-            blocks[worker :: len(parts)] = part.reshape(-1, self._each, *part.shape[1:])
+            blocks[worker :: len(parts)] = part.reshape(-1, self._rows_per_lane, *part.shape[1:])
         return blocks.reshape(-1, *parts[0].shape[1:])[self._rows]
 
     @property
@@ -120,8 +120,8 @@ class StreamLoader(Loader[StreamPosition]):
         return self._step
 
     def position(self) -> StreamPosition:
-        """The position of the next batch in every lane. Collective, because each process knows only its own lanes."""
-        mine = {str(lane): encode(position) for lane, position in zip(self._mine, self._positions, strict=True)}
+        """The position of the next batch in every lane. All processes must call this: each knows only its own lanes."""
+        mine = {str(lane): encode(position) for lane, position in zip(self._my_lanes, self._positions, strict=True)}
         places: dict[str, LanePosition | None] = {}
         for theirs in self._data.team.exchange("positions of the lanes", mine):
             places |= {lane: position and decode(LanePosition, position, lane) for lane, position in theirs.items()}
@@ -129,7 +129,7 @@ class StreamLoader(Loader[StreamPosition]):
 
     def go_to(self, position: StreamPosition) -> None:
         self._step = position.step_of(self.batch)
-        self._positions = [position.places[str(lane)] for lane in self._mine]
+        self._positions = [position.places[str(lane)] for lane in self._my_lanes]
         self._end_iterators()
 
     def close(self) -> None:
@@ -150,19 +150,17 @@ class _Positions:
 
 
 class _LaneRows(grain.IterDataset):
-    """The rows of some lanes in every batch, with the lanes' positions after that batch."""
+    """Batches of the rows of some lanes. Each batch includes the positions of the lanes after it."""
 
-    def __init__(self, lanes: list[Lane], start: _Positions, seq: int, each: int, bos_id: int) -> None:
+    def __init__(self, lanes: list[Lane], start: _Positions, seq: int, rows_per_lane: int, bos_id: int) -> None:
         super().__init__()
-        self.lanes, self.start, self.seq, self.each, self.bos_id = lanes, start, seq, each, bos_id
+        self.lanes, self.start, self.seq, self.rows_per_lane, self.bos_id = lanes, start, seq, rows_per_lane, bos_id
 
     def __iter__(self) -> grain.DatasetIterator:
         return _LaneRowsIterator(self)
 
 
 class _LaneRowsIterator(grain.DatasetIterator):
-    """Reads the lanes."""
-
     def __init__(self, rows: _LaneRows) -> None:
         super().__init__()
         self._rows = rows
@@ -185,7 +183,7 @@ class _LaneRowsIterator(grain.DatasetIterator):
             pack(lane, rows.seq, position or LanePosition())
             for lane, position in zip(rows.lanes, start.lanes, strict=True)
         ]
-        self._batches, self._positions = batches_of(self._lanes, rows.each), start
+        self._batches, self._positions = row_batches(self._lanes, rows.rows_per_lane), start
 
 
 def _ignore_interrupts(worker: int, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Maps a function over items in threads, ahead of the reader and in order."""
+"""An ordered map in threads that computes results in advance."""
 
 from __future__ import annotations
 

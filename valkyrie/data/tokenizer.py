@@ -1,7 +1,6 @@
-"""Tokenizers: bytes, the packaged GPT-2 vocabulary, any tiktoken encoding, files, and trained ones by name.
+"""Finds and loads tokenizers: bytes, the packaged GPT-2 vocabulary, any tiktoken encoding, files, and trained ones.
 
-`vocab_size_of` and `fingerprint_of` are cheap. Only `load_tokenizer` loads a vocabulary, so that a cached dataset opens
-without it.
+`fingerprint_of` does not load a vocabulary, so that a cached dataset opens quickly.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class _TokenizerFile:
 
     @property
     def identity(self) -> str:
-        """Text that changes with the content."""
+        """A string that changes with the content of the file and its pattern."""
         content = digest(self.path.read_bytes())
         return f"tokenizer.json {content}" if self.pattern is None else f"file {content} {PATTERNS[self.pattern]}"
 
@@ -78,7 +77,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def vocab_size_of(name: str) -> int:
-    """Number of ids of a tokenizer, without loading well-known ones and tokenizer.json."""
+    """Number of ids of a tokenizer. Loads its vocabulary only for .tiktoken files and less common encodings."""
     if name in VOCAB_SIZES:
         return VOCAB_SIZES[name]
     file = _find_file(name)
@@ -86,18 +85,20 @@ def vocab_size_of(name: str) -> int:
 
 
 def fingerprint_of(name: str) -> str:
-    """Fingerprint of a tokenizer, without loading it. tiktoken pins the content of its names; a file is hashed."""
+    """Fingerprint of a tokenizer: a hash of its file, or of its name, since tiktoken pins the content of its names."""
     file = _find_file(name)
     identity = file.identity if file else f"gpt2 {_GPT2_SHA256}" if name == "gpt2" else name
     return digest(f"tokenizer {identity}")[:16]
 
 
 def refuse_tokenizer_name(name: str) -> None:
-    """Raise ValueError unless `data.tokenizer=NAME` would find a tokenizer trained under this name."""
+    """Raise ValueError for names that cannot be given to a trained tokenizer, such as `gpt2` or `none`."""
     if name in ("", ".", "..", NO_TOKENIZER) or "/" in name or ".tiktoken" in name:
-        raise ValueError(f"--save {name!r} is not a name. Use one such as mine, or the path of a file, mine.json.")
+        raise ValueError(
+            f"--save {name!r} is not a valid name. Use a name such as mine, or a path such as ./mine.json."
+        )
     if name in VOCAB_SIZES or name in tiktoken.list_encoding_names():
-        raise ValueError(f"--save {name}: tokenizer={name} is an existing tokenizer. Use another name.")
+        raise ValueError(f"--save {name}: tokenizer={name} is a built-in tokenizer. Use another name.")
 
 
 def identity_of(name: str) -> dict[str, str]:
@@ -106,7 +107,7 @@ def identity_of(name: str) -> dict[str, str]:
 
 
 def _find_file(name: str) -> _TokenizerFile | None:
-    """File of a tokenizer, or None if tiktoken knows the name. ValueError, with the choices, for unknown names."""
+    """File of a tokenizer, or None for `bytes` and tiktoken encodings. ValueError for unknown names, missing files."""
     if name in VOCAB_SIZES:
         return None
     if name.endswith(".tiktoken") or ".tiktoken:" in name:
@@ -119,11 +120,11 @@ def _find_file(name: str) -> _TokenizerFile | None:
         return file
     if (path := json_path(name)) is not None:
         return _TokenizerFile(path, None)
-    known = tiktoken.list_encoding_names()
-    if name not in known:
-        choices = ", ".join(["bytes", *sorted(known), *trained_names()])
+    encodings = tiktoken.list_encoding_names()
+    if name not in encodings:
+        choices = ", ".join(["bytes", *sorted(encodings), *trained_names()])
         raise ValueError(
-            f"tokenizer={name} is not known. Use one of {choices}, or the path of a .tiktoken file or tokenizer.json."
+            f"tokenizer={name} is unknown. Use one of {choices}, or the path of a .tiktoken file or tokenizer.json."
         )
     return None
 
@@ -159,9 +160,12 @@ def _from_tiktoken(name: str) -> TiktokenTokenizer:
         encoding = tiktoken.get_encoding(name)
     except (requests.RequestException, OSError) as error:
         raise ValueError(
-            f"tokenizer={name} must be downloaded once, and the network did not answer ({type(error).__name__}). Set "
-            f"TIKTOKEN_CACHE_DIR to a folder that has it, give a local FILE.tiktoken:PATTERN, or use gpt2 or bytes."
+            f"tokenizer={name} must be downloaded once, but the download failed ({type(error).__name__}). Set "
+            f"TIKTOKEN_CACHE_DIR to a folder that has it, or use a local FILE.tiktoken:PATTERN, gpt2 or bytes."
         ) from None
     if END_OF_TEXT not in encoding.special_tokens_set:
-        raise ValueError(f"tokenizer={name} has no {END_OF_TEXT} to start a document with. Use gpt2 or cl100k_base.")
+        raise ValueError(
+            f"tokenizer={name} has no {END_OF_TEXT}, which would mark the beginning of a document. Use gpt2 or "
+            "cl100k_base."
+        )
     return TiktokenTokenizer(name, encoding, encoding.encode_single_token(END_OF_TEXT), fingerprint_of(name))

@@ -25,14 +25,14 @@ from valkyrie.records import RecordError, read_record
 
 BOS = "<|bos|>"
 """The special token of trained tokenizers. It has the last id."""
-_BOS_NAMES = (BOS, "<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
+_BOS_TOKENS = (BOS, "<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 _SPACE = "\u2581"
-_OF_EACH_CATEGORY = "\xa0a\u01c5\u02b0\xaa\u65e5\u0301\u0903\u0488\u0664\u16ee\xb2\u203f\u2014\xab\xbb\xa7"
-_OF_EACH_CATEGORY += "\u20ac\xa6\U0001f600\xad\u200b\u2028\u2029\u0378\ue000\x85\xc9\xe9"
-_PROBE_CHARACTERS = [*map(chr, range(128)), *_OF_EACH_CATEGORY]
-"""ASCII, and at least one character of each category of Unicode."""
-_MOST_IDS = 2**24
-_PACKAGE = "uv sync --extra tokenizers in the clone, or uv pip install tokenizers"
+_CATEGORY_SAMPLES = "\xa0a\u01c5\u02b0\xaa\u65e5\u0301\u0903\u0488\u0664\u16ee\xb2\u203f\u2014\xab\xbb\xa7"
+_CATEGORY_SAMPLES += "\u20ac\xa6\U0001f600\xad\u200b\u2028\u2029\u0378\ue000\x85\xc9\xe9"
+_PROBE_CHARACTERS = [*map(chr, range(128)), *_CATEGORY_SAMPLES]
+"""ASCII, and at least one character of each Unicode category."""
+_MAX_IDS = 2**24
+_INSTALL = "Install it with `uv sync --extra tokenizers` in the clone, or with `uv pip install tokenizers`."
 
 
 def json_path(name: str) -> Path | None:
@@ -69,7 +69,7 @@ class _AddedToken:
 
 @dataclass(frozen=True)
 class _Model:
-    """How text becomes tokens. `vocab` has the id of each token or, in a unigram model, [token, score] in order."""
+    """The vocabulary and merges. `vocab` maps tokens to ids or, in a unigram model, lists [token, score] by id."""
 
     vocab: dict[str, int] | list[object]
     type: str = "BPE"
@@ -81,7 +81,7 @@ class _Model:
 
 @dataclass(frozen=True)
 class _Step:
-    """A pre-tokenizer or a decoder. One of type `Sequence` has its steps in `pretokenizers` or `decoders`."""
+    """A pre-tokenizer or a decoder. If its type is `Sequence`, its steps are in `pretokenizers` or `decoders`."""
 
     type: str = ""
     pretokenizers: tuple[_Step, ...] = ()
@@ -100,7 +100,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _TokenizerJson:
-    """The parts of a `tokenizer.json` that are read here."""
+    """The parts of a `tokenizer.json` that Valkyrie uses."""
 
     model: _Model
     added_tokens: tuple[_AddedToken, ...] = ()
@@ -130,11 +130,11 @@ def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
     """Load the tokenizer in a file. ValueError if it is damaged, has no BOS, or the package tokenizers is missing."""
     content = _read(path)
     added = {token.content: token.id for token in content.added_tokens}
-    bos_id = next((added[bos] for bos in _BOS_NAMES if bos in added), None)
+    bos_id = next((added[bos] for bos in _BOS_TOKENS if bos in added), None)
     if bos_id is None:
         raise ValueError(
-            f"tokenizer={name} has no token that begins a document, such as {', '.join(_BOS_NAMES[:3])}; its special "
-            f"tokens are {', '.join(added) or 'none'}."
+            f"tokenizer={name} has no token for the beginning of a document, such as {', '.join(_BOS_TOKENS[:3])}. Its "
+            f"special tokens: {', '.join(added) or 'none'}."
         )
     encoding = _as_tiktoken(name, content, added)
     if encoding is not None:
@@ -143,7 +143,10 @@ def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
 
 
 class _HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer of any kind with tokens that are bytes, or pieces of text with a mark for blanks (SentencePiece)."""
+    """A tokenizer that the package tokenizers runs.
+
+    Its tokens are bytes, or pieces of text with a marker for spaces (SentencePiece).
+    """
 
     def __init__(self, name: str, path: Path, content: _TokenizerJson, bos_id: int, fingerprint: str) -> None:
         package = _package(f"tokenizer={name} is not a byte-level BPE: reading it")
@@ -154,7 +157,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         self._encoder.encode_special_tokens = True  # the spelling of special tokens is ordinary text
         self.name, self.bos_id, self.fingerprint = name, bos_id, fingerprint
         self.vocab_size = content.vocab_size
-        self._bytes = _token_values(name, content, self._encoder)
+        self._bytes = _bytes_by_id(name, content, self._encoder)
         self.token_bytes: Int32[np.ndarray, " vocab"] = np.array([len(value) for value in self._bytes], np.int32)
 
     def encode_ordinary(self, text: str) -> np.ndarray:
@@ -166,14 +169,14 @@ class _HuggingFaceTokenizer(Tokenizer):
 
 
 @dataclass
-class Counted:
-    """Running counts of documents, and of bytes of UTF-8."""
+class TextCounts:
+    """Running counts of documents and of bytes of UTF-8 text."""
 
     documents: int = 0
     bytes: int = 0
 
 
-def texts_of(config: CorpusConfig, counted: Counted) -> Iterator[str]:
+def training_texts(config: CorpusConfig, counted: TextCounts) -> Iterator[str]:
     """Yield and count the texts of a source, up to `config.max_bytes` of UTF-8. ValueError if there are none."""
     for document in config.read_documents(config.list_files()):
         raw = document.text.encode("utf-8", errors="replace")
@@ -185,19 +188,19 @@ def texts_of(config: CorpusConfig, counted: Counted) -> Iterator[str]:
         if counted.bytes == config.max_bytes:
             return
     if not counted.documents:
-        raise ValueError("there is no text in these files to train a tokenizer on.")
+        raise ValueError("these files have no text to train a tokenizer on.")
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str, path: Path) -> int:
-    """Train a byte-level BPE of `vocab` ids, the last one BOS, write it to `path`, and return its number of ids.
+    """Train a byte-level BPE with at most `vocab` ids, write it to `path`, and return its number of ids.
 
-    There are fewer ids if the texts have too few different pairs. ValueError if `vocab` is too small for the bytes, or
-    `pattern` is unknown.
+    The last id is BOS. There are fewer ids than `vocab` if the texts have too few different pairs. ValueError if
+    `vocab` is below 257 or `pattern` is not in `PATTERNS`.
     """
     if vocab < 257:
-        raise ValueError(f"--vocab {vocab}: use 257 or more, 256 for the bytes and one that begins a document.")
+        raise ValueError(f"--vocab {vocab} is too small. Use 257 or more: 256 bytes and one token for BOS.")
     if pattern not in PATTERNS:
-        raise ValueError(f"--pattern {pattern}: use one of {', '.join(PATTERNS)}.")
+        raise ValueError(f"--pattern {pattern} is unknown. Use one of {', '.join(PATTERNS)}.")
     package = _package("training a tokenizer")
     tokenizer = package.Tokenizer(package.models.BPE())
     split = package.pre_tokenizers.Split(package.Regex(_without_possessives(PATTERNS[pattern])), "isolated")
@@ -218,20 +221,20 @@ def _package(what: str) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ValueError(f"{what} needs the package tokenizers: {_PACKAGE}.") from None
+        raise ValueError(f"{what} needs the package tokenizers. {_INSTALL}") from None
     return tokenizers
 
 
 def _without_possessives(pattern: str) -> str:
-    """Return an equivalent pattern without `++`, `?+` and `$`, which mean other things to the engine of tokenizers."""
+    """Return an equivalent pattern without `++`, `?+` and `$`, which have another meaning in the package tokenizers."""
     return re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern).replace("$", r"\z")  # not the + of \p{L}+
 
 
 def _read(path: Path) -> _TokenizerJson:
     try:
         content = read_record(_TokenizerJson, path)
-        if wrong := [i for i in content.ids if not 0 <= i < _MOST_IDS]:
-            raise RecordError(str(path), "", f"the id {wrong[0]} is not in 0 to {_MOST_IDS - 1}")
+        if wrong := [i for i in content.ids if not 0 <= i < _MAX_IDS]:
+            raise RecordError(str(path), "", f"the id {wrong[0]} is not in 0 to {_MAX_IDS - 1}")
         return content
     except RecordError as error:
         reason = f"{error.reason} {error.field}".strip()
@@ -239,8 +242,8 @@ def _read(path: Path) -> _TokenizerJson:
 
 
 def _as_tiktoken(name: str, content: _TokenizerJson, added: Mapping[str, int]) -> tiktoken.Encoding | None:
-    """Return the encoding that merges the same pairs in the same order, or None if the file is of another kind."""
-    model, pattern = content.model, _pattern_of(content)
+    """Return an equivalent tiktoken encoding, or None if the file is not a byte-level BPE that tiktoken can run."""
+    model, pattern = content.model, _split_pattern(content)
     plain = not (model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix)
     if model.type != "BPE" or not isinstance(model.vocab, dict) or not plain:
         return None
@@ -248,7 +251,7 @@ def _as_tiktoken(name: str, content: _TokenizerJson, added: Mapping[str, int]) -
         return None
     if not all(token.special for token in content.added_tokens):
         return None
-    table, vocabulary = _byte_of_character(), {t: i for t, i in model.vocab.items() if t not in added}
+    table, vocabulary = _bytes_by_character(), {t: i for t, i in model.vocab.items() if t not in added}
     if not all(character in vocabulary for character in table) or any(set(t) - table.keys() for t in vocabulary):
         return None
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else pair for pair in model.merges]
@@ -267,9 +270,9 @@ def _as_tiktoken(name: str, content: _TokenizerJson, added: Mapping[str, int]) -
 
 
 def _keeps_text(encoding: tiktoken.Encoding) -> bool:
-    """Whether decoding restores texts of all classes of characters.
+    """Whether decoding an encoded text restores it, tested with characters of all Unicode categories.
 
-    tiktoken drops the characters that no match of the pattern covers. Hugging Face makes them pieces.
+    tiktoken drops characters that its pattern does not match, while Hugging Face encodes them separately.
     """
     pairs = "".join(map("".join, itertools.product(_PROBE_CHARACTERS, repeat=2)))
     texts = [pairs, *(character * count for character in _PROBE_CHARACTERS for count in (1, 2))]
@@ -281,8 +284,8 @@ def _keeps_text(encoding: tiktoken.Encoding) -> bool:
         return False
 
 
-def _pattern_of(content: _TokenizerJson) -> str | None:
-    """Return the pattern by which a byte-level tokenizer splits a text, or None for another kind."""
+def _split_pattern(content: _TokenizerJson) -> str | None:
+    """Return the pattern that a byte-level tokenizer splits text with, or None for a tokenizer of another kind."""
     steps = content.pre_tokenizer.steps if content.pre_tokenizer else ()
     *before, last = steps or (_Step(),)
     if last.type != "ByteLevel" or last.add_prefix_space:
@@ -296,21 +299,21 @@ def _pattern_of(content: _TokenizerJson) -> str | None:
     return (split.pattern or {}).get("Regex") if isolated else None
 
 
-def _token_values(name: str, content: _TokenizerJson, encoder: Any) -> list[bytes]:
+def _bytes_by_id(name: str, content: _TokenizerJson, encoder: Any) -> list[bytes]:
     """Return the bytes of every id. Special ids and gaps have no bytes."""
     kinds = {step.type for step in content.decoder.steps} if content.decoder else set()
     if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
         raise ValueError(
-            f"tokenizer={name} is a {content.model.type} tokenizer that does not keep blanks, so its text cannot "
-            "be restored. Use a byte-level BPE or a SentencePiece tokenizer."
+            f"tokenizer={name} is a {content.model.type} tokenizer that drops spaces, so decoding cannot restore the "
+            "text. Use a byte-level BPE or a SentencePiece tokenizer."
         )
     special = {token.id for token in content.added_tokens if token.special}
     ids = range(content.vocab_size)
-    return [b"" if i in special else _value(encoder.id_to_token(i) or "", kinds) for i in ids]
+    return [b"" if i in special else _token_bytes(encoder.id_to_token(i) or "", kinds) for i in ids]
 
 
-def _value(token: str, kinds: set[str]) -> bytes:
-    table = _byte_of_character()
+def _token_bytes(token: str, kinds: set[str]) -> bytes:
+    table = _bytes_by_character()
     if "ByteLevel" in kinds and all(character in table for character in token):
         return bytes(table[character] for character in token)
     if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
@@ -319,8 +322,8 @@ def _value(token: str, kinds: set[str]) -> bytes:
 
 
 @cache
-def _byte_of_character() -> dict[str, int]:
-    """Return the byte for each character of a byte-level vocabulary. Printable characters map to their own byte."""
+def _bytes_by_character() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary represents (the table of GPT-2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
+    unprintable = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(unprintable)}

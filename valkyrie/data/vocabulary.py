@@ -35,7 +35,7 @@ limits numbers to two digits, which suits a small vocabulary."""
 
 
 class Tokenizer(ABC):
-    """Text to ids and back.
+    """Encodes text as token ids, and decodes ids to text.
 
     Attributes:
         name: the name it was loaded by.

@@ -20,7 +20,7 @@ from valkyrie.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """Encoded documents of one split, each preceded by BOS."""
+    """Encoded pieces of documents, all in one split. Each document is preceded by BOS."""
 
     split: str
     ids: np.ndarray
@@ -31,7 +31,7 @@ class EncodedDocuments:
 def encode(
     pieces: list[DocumentPiece], tokenizer: Tokenizer, token_bytes: np.ndarray, dtype: np.dtype
 ) -> list[EncodedDocuments]:
-    """Encode pieces: one entry per split, each in the order of the pieces."""
+    """Encode pieces. Returns one entry per split, with the tokens in the order of the pieces."""
     bos = np.array([tokenizer.bos_id], dtype)
     encoded = []
     for split in dict.fromkeys(piece.split for piece in pieces):
@@ -56,7 +56,7 @@ def encode(
 def encode_all(
     pieces: Iterable[DocumentPiece], tokenizer: Tokenizer, dtype: np.dtype, workers: int
 ) -> Iterator[EncodedDocuments]:
-    """Encode pieces in order with `workers` threads, with a few pieces per thread in memory."""
+    """Encode pieces in order with `workers` threads. Groups of about `PIECE_CHARS` characters are encoded together."""
     function = partial(encode, tokenizer=tokenizer, token_bytes=tokenizer.token_bytes, dtype=dtype)
     for encoded in map_ahead(function, _groups(pieces), workers=workers, ahead=2 * workers):
         yield from encoded
@@ -76,7 +76,7 @@ def _groups(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
 
 
 class ShardWriter:
-    """Writes the stream of one split. Every shard except the last holds `shard_tokens` tokens."""
+    """Writes the tokens of one split to shards. Every shard except the last has `shard_tokens` tokens."""
 
     def __init__(self, path: Path, split: str, dtype: np.dtype, shard_tokens: int) -> None:
         self._path = path

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.config.run import Run
-from valkyrie.data.config import sources_of
+from valkyrie.data.config import source_names
 from valkyrie.problems import refuse
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import changed_settings, find_run
@@ -54,7 +54,7 @@ def refuse_other_data(run: Run) -> None:
     """Raise ValueError if the run's data has the wrong kind for its task (text, puzzles) or does not suit its model."""
     task, data = run.task, run.config.data
     if task.data_kind != data.kind:
-        choices = ", ".join(f"data={name}" for name in sources_of(task.data_kind)) or "a source of that kind"
+        choices = ", ".join(f"data={name}" for name in source_names(task.data_kind)) or "a source of that kind"
         raise ValueError(
             f"model={run.model.name} trains on {task.data_kind}, but data={data.name} has {data.kind}. Use {choices}."
         )

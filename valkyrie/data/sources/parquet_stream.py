@@ -29,7 +29,7 @@ class Packing(Enum):
 
 @dataclass
 class Config(TextConfig):
-    """Any number of text files of any size, tokenised while they are read.
+    """Text files that are tokenised while they are read. Their number and size are not limited.
 
     Args:
         paths: files, directories, globs and URLs, as for `source=text`.
@@ -68,12 +68,12 @@ class Config(TextConfig):
         problems += check_range("data.pool", self.pool, least=1)
         problems += check_range("data.lanes", self.lanes, least=1, otherwise="null for up to 16")
         if not self.paths:
-            text = f"data={self.name} needs files: data.paths=[shards/*.parquet]."
+            text = f"data={self.name} needs files, such as data.paths=[shards/*.parquet]."
             problems.append(Problem(ProblemCode.missing, "data.paths", self.paths, text))
         return [*problems, *chunk_problems(self.chunk)]
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Streamed:
-        """List the files and read the footers of .parquet files. ValueError if there are too few, or one is damaged."""
+        """List the files and read the footers of .parquet files. ValueError if a split has none or one is damaged."""
         from valkyrie.data.stream import open_stream
 
         return open_stream(self, tokenizer, team)

@@ -41,9 +41,9 @@ class Config(CorpusConfig):
         size = sum(file.size for file in files)
         if size < MIN_BYTES:
             raise ValueError(
-                f"data=stdlib found {len(files)} .py files with {size:,} bytes under {root} and on sys.path; it needs "
-                f"{MIN_BYTES:,}. This Python comes without its source: use data=text data.paths=[FILES], "
-                f"or data=synthetic."
+                f"data=stdlib found {len(files)} .py files with {size:,} bytes under {root} and on sys.path, but needs "
+                f"{MIN_BYTES:,} bytes. This Python is installed without its source code. Use data=text "
+                f"data.paths=[FILES], or data=synthetic."
             )
         return Listing(tuple(files))
 

@@ -1,4 +1,4 @@
-"""Sudoku puzzles, generated once on this machine."""
+"""Sudoku puzzles that are generated on this machine and cached."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class SudokuConfig(SampleConfig):
     def problems(self) -> list[Problem]:
         problems = super().problems()
         if self.side not in (4, 9):
-            text = f"data.sudoku.side={self.side}: use 4 or 9."
+            text = f"data.sudoku.side={self.side} is not supported. Use data.sudoku.side=4 or data.sudoku.side=9."
             problems.append(Problem(ProblemCode.out_of_range, "data.sudoku.side", self.side, text))
         problems += check_range("data.sudoku.clues", self.clues, least=0, below=self.side**2)
         if self.side == 4 and self.guesses:
-            text = f"data.sudoku.guesses={self.guesses}: no puzzle of 4x4 needs a guess. Use 0."
+            text = f"data.sudoku.guesses={self.guesses}: 4x4 puzzles never need a guess. Use data.sudoku.guesses=0."
             problems.append(Problem(ProblemCode.conflict, "data.sudoku.guesses", self.guesses, text))
         return problems
 
 
 @dataclass
 class Config(PuzzleConfig):
-    """Generated Sudoku."""
+    """Generated Sudoku puzzles."""
 
     name: str = "sudoku"
     source: str = "sudoku"

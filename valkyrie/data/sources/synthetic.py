@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 SUCCESSOR_WEIGHTS = (0.6, 0.2, 0.15, 0.05)
 """Probabilities of the four successors of a state."""
 MAX_STATES = 224
-"""Number of ids of the `bytes` vocabulary from the blank on."""
+"""Maximum number of states: the byte values from `FIRST_ID` to 255."""
 FIRST_ID = 32
-"""First id used by the chain. In the `bytes` vocabulary, the ids from here on are letters, digits and signs."""
+"""First token id used by the chain: the space. Printable ASCII characters follow."""
 _BLOCK = 512
 
 
@@ -51,7 +51,7 @@ class Config(DocumentConfig):
         problems += check_range("data.states", self.states, least=len(SUCCESSOR_WEIGHTS), most=MAX_STATES)
         problems += check_range("data.generator_seed", self.generator_seed, least=0)
         if self.documents < 2:
-            text = f"data.documents={self.documents}: use 2 or more, one for training and one for evaluation."
+            text = f"data.documents={self.documents} is too few. Use 2 or more: one for training, one for validation."
             problems.append(Problem(ProblemCode.out_of_range, "data.documents", self.documents, text))
         return problems + check_range("data.mean_length", self.mean_length, least=2)
 

@@ -10,7 +10,7 @@ from valkyrie.buckets import url_scheme
 from valkyrie.data.chunks import Chunk, Language
 from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.files import Listing, list_paths
-from valkyrie.data.readers import WHOLE_FILE, ReadOptions
+from valkyrie.data.readers import SINGLE_DOCUMENT_SUFFIXES, ReadOptions
 from valkyrie.data.remote import path_problems
 from valkyrie.problems import Problem
 
@@ -52,7 +52,7 @@ class Config(CorpusConfig):
         return {"paths": self.paths}
 
     def is_single_text(self, listing: Listing) -> bool:
-        one_file = len(listing.files) == 1 and listing.files[0].suffix in WHOLE_FILE
+        one_file = len(listing.files) == 1 and listing.files[0].suffix in SINGLE_DOCUMENT_SUFFIXES
         return one_file and self.chunk is Chunk.whole
 
     def prepared_folder(self) -> Path | None:

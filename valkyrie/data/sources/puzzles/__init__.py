@@ -1,4 +1,4 @@
-"""Published puzzles, as a folder of arrays or as CSV, and the base config shared with `sudoku`."""
+"""Data source for published puzzles, as a folder of arrays or CSV files, and the base config shared with `sudoku`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Config(PuzzleConfig):
     def problems(self) -> list[Problem]:
         problems = [*super().problems(), *path_problems(self.paths), *self.sudoku.problems()]
         if len(self.paths) != 1:
-            text = f"data=puzzles needs one folder, and data.paths names {len(self.paths)}. Use data.paths=[DIR]."
+            text = f"data=puzzles needs exactly one folder, but data.paths has {len(self.paths)}. Use data.paths=[DIR]."
             problems.append(Problem(ProblemCode.missing, "data.paths", self.paths, text))
         return problems
 
@@ -123,6 +123,7 @@ class Config(PuzzleConfig):
         path = Path(self.paths[0]).expanduser()
         if not path.is_dir():
             raise ValueError(
-                f"data.paths={self.paths[0]} is not a folder. Name a folder of puzzles, with train and test in it."
+                f"data.paths={self.paths[0]} is not a folder. Use a folder of puzzles that contains train and test, or "
+                "train.csv and test.csv."
             )
         return path

@@ -1,8 +1,8 @@
-"""A folder of puzzles in the published form, checked when opened: `train` and `test`, each with its arrays.
+"""Opens and checks a folder of puzzles in the format of SamsungSAILMontreal/TinyRecursiveModels.
 
-Each has `dataset.json` and `all__inputs.npy`, `all__labels.npy` [examples, cells], `all__puzzle_identifiers.npy`
-[puzzles], `all__puzzle_indices.npy` (the first example of each puzzle) and `all__group_indices.npy` (the first puzzle
-of each group: a puzzle with its augmented forms), as SamsungSAILMontreal/TinyRecursiveModels builds them.
+Its folders `train` and `test` each have `dataset.json`, `all__inputs.npy` and `all__labels.npy` [examples, cells],
+`all__puzzle_identifiers.npy` [puzzles], `all__puzzle_indices.npy` (the first example of each puzzle) and
+`all__group_indices.npy` (the first puzzle of each group). A group is a puzzle with its augmented forms.
 """
 
 from __future__ import annotations
@@ -105,37 +105,37 @@ class PreparedPuzzles:
 
 
 def open_puzzles(path: Path, name: str, side: int | None = None) -> PreparedPuzzles:
-    """Return the puzzles in a folder. ValueError names the file that is wrong, and how."""
+    """Open the puzzles in a folder. ValueError, with the file, if one is missing or inconsistent."""
     splits = {split: _open_split(path / folder) for split, folder in FOLDERS.items()}
     train, validation = splits["train"], splits["validation"]
     for key, attribute in (("seq_len", "cells"), ("vocab_size", "vocab_size")):
         ours, theirs = getattr(train, attribute), getattr(validation, attribute)
         if ours != theirs:
-            raise ValueError(f"{path}: {key} is {ours} in train/{METADATA} and {theirs} in test/{METADATA}.")
+            raise ValueError(f"{path}: {key} is {ours} in train/{METADATA}, but {theirs} in test/{METADATA}.")
     return PreparedPuzzles(path.resolve(), name, _content(path), train, validation, side)
 
 
 def _open_split(path: Path) -> PuzzleSplit:
     file = path / METADATA
     if not file.is_file():
-        raise ValueError(f"{file} is missing: a folder of puzzles has train/{METADATA} and test/{METADATA}.")
+        raise ValueError(f"{file} is missing. A folder of puzzles needs train/{METADATA} and test/{METADATA}.")
     try:
-        known = read_record(_Metadata, file)
+        metadata = read_record(_Metadata, file)
     except RecordError:
         raise ValueError(
             f"{file} does not describe puzzles: it needs seq_len, vocab_size, num_puzzle_identifiers and sets."
         ) from None
-    if len(known.sets) != 1:
-        raise ValueError(f"{file} names the sets {', '.join(known.sets)}: only folders with one are supported.")
-    files = {name: path / f"{known.sets[0]}__{name}.npy" for name in ("inputs", "labels", *_INDICES)}
-    arrays = {name: _check_cells(_load(files[name]), files[name], known) for name in ("inputs", "labels")}
+    if len(metadata.sets) != 1:
+        raise ValueError(f"{file}: sets has {len(metadata.sets)} names, but only folders with one are supported.")
+    files = {name: path / f"{metadata.sets[0]}__{name}.npy" for name in ("inputs", "labels", *_INDICES)}
+    arrays = {name: _check_cells(_load(files[name]), files[name], metadata) for name in ("inputs", "labels")}
     arrays |= {name: np.asarray(_load(files[name])) for name in _INDICES}
     split = PuzzleSplit(
         **arrays,
-        vocab_size=known.vocab_size,
-        identifiers=known.num_puzzle_identifiers,
-        ignored=known.ignore_label_id,
-        blank=known.blank_identifier_id,
+        vocab_size=metadata.vocab_size,
+        identifiers=metadata.num_puzzle_identifiers,
+        ignored=metadata.ignore_label_id,
+        blank=metadata.blank_identifier_id,
     )
     _check_indices(split, path)
     return split
@@ -145,39 +145,40 @@ def _load(file: Path) -> np.ndarray:
     try:
         return np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError):
-        raise ValueError(f"{file} is missing or is not a NumPy array, and {METADATA} names its set.") from None
+        raise ValueError(f"{file}, which {METADATA} requires, is missing or not a NumPy array.") from None
 
 
-def _check_cells(array: np.ndarray, file: Path, known: _Metadata) -> np.ndarray:
+def _check_cells(array: np.ndarray, file: Path, metadata: _Metadata) -> np.ndarray:
     """Return the array of a file. ValueError if its cells or values do not match the metadata."""
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{file} is {array.dtype}{list(array.shape)}: puzzles are rows of whole numbers.")
-    if array.shape[1] != known.seq_len:
+        raise ValueError(f"{file} is {array.dtype}{list(array.shape)}, but must be integers of [examples, cells].")
+    if array.shape[1] != metadata.seq_len:
         raise ValueError(
-            f"{file} has puzzles of {array.shape[1]} cells, and {file.parent / METADATA} says seq_len={known.seq_len}."
+            f"{file} has puzzles of {array.shape[1]} cells, but {file.parent / METADATA} has "
+            f"seq_len={metadata.seq_len}."
         )
-    rows = array[: max(_CHECKED_BYTES // (array.dtype.itemsize * known.seq_len), 1)]
-    if rows.size and (rows.max() >= known.vocab_size or rows.min() < 0):
-        bad = rows.max() if rows.max() >= known.vocab_size else rows.min()
-        raise ValueError(f"{file} has the value {bad}, and {METADATA} says vocab_size={known.vocab_size}.")
+    rows = array[: max(_CHECKED_BYTES // (array.dtype.itemsize * metadata.seq_len), 1)]
+    if rows.size and (rows.max() >= metadata.vocab_size or rows.min() < 0):
+        bad = rows.max() if rows.max() >= metadata.vocab_size else rows.min()
+        raise ValueError(f"{file} has the value {bad}, but {METADATA} has vocab_size={metadata.vocab_size}.")
     return array
 
 
 def _check_indices(split: PuzzleSplit, path: Path) -> None:
-    """Raise ValueError if the arrays do not fit together."""
+    """Raise ValueError if the lengths of the arrays do not match, or a puzzle identifier is too large."""
     examples, puzzles = len(split.inputs), len(split.puzzle_identifiers)
     fits = len(split.labels) == examples and _is_index(split.puzzle_indices, puzzles, examples)
     if not fits or not _is_index(split.group_indices, split.groups, puzzles):
         raise ValueError(
-            f"{path}: the arrays do not fit together: {examples} inputs, {len(split.labels)} labels, {puzzles} "
-            f"puzzles, {split.groups} groups. Build the folder again."
+            f"{path}: the lengths or indices of the arrays do not match ({examples} inputs, {len(split.labels)} "
+            f"labels, {puzzles} puzzles, {split.groups} groups). Build the folder again."
         )
     if not examples:
         raise ValueError(f"{path} has no puzzles.")
     if puzzles and split.puzzle_identifiers.max() >= split.identifiers:
         largest = split.puzzle_identifiers.max()
         raise ValueError(
-            f"{path} names puzzle {largest}, and its {METADATA} says num_puzzle_identifiers={split.identifiers}."
+            f"{path} has puzzle identifier {largest}, but {METADATA} has num_puzzle_identifiers={split.identifiers}."
         )
 
 
@@ -187,7 +188,7 @@ def _is_index(starts: np.ndarray, count: int, last: int) -> bool:
 
 
 def _content(path: Path) -> str:
-    """Return a hash of the puzzles, from each file's size and its first 64 MiB."""
+    """Return a hash of the puzzles, computed from the size and the first 64 MiB of each file."""
     total = hashlib.sha256()
     for folder in FOLDERS.values():
         for file in sorted((path / folder).glob("*.npy")):

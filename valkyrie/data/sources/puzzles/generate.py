@@ -1,7 +1,6 @@
-"""Generates Sudoku puzzles with one solution, and the solver that verifies and rates them.
+"""Generates Sudoku puzzles with a unique solution, using a solver that also counts the guesses that they need.
 
-Everything is vectorised over many grids. A cell is a mask of the digits it may hold (bit 0 is the digit 1), so that a
-reasoning step is a few NumPy operations for thousands of grids.
+Everything is vectorised over many grids. A cell is a bit mask of its possible digits (bit 0 is the digit 1).
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ class Puzzles(NamedTuple):
 
 
 def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) -> Puzzles:
-    """Return `count` random puzzles with one solution each, and as few clues as possible, or `clues`.
+    """Return `count` random puzzles with a unique solution.
 
-    Removes the digits of a full grid in random order, except those that are needed to keep the solution unique.
+    Removes the digits of full grids in random order as long as the solution stays unique and more than `clues` digits
+    remain.
     """
     solutions = _full_grids(rng, count, side)
     givens, order = solutions.copy(), rng.random(solutions.shape).argsort(1)
-    every = np.arange(count)
+    rows = np.arange(count)
     for cells in order.T:
-        bits = _bits(solutions[every, cells])
+        bits = _bits(solutions[rows, cells])
         without = givens.copy()
-        without[every, cells] = 0
+        without[rows, cells] = 0
         masks = _masks(without, side)
-        masks[every, cells] &= ~bits
-        try_it = np.flatnonzero((givens > 0).sum(1) > clues)
-        gone = try_it[_search(masks[try_it], side, at_most=1)[0] == 0]
-        givens[gone, cells[gone]] = 0
+        masks[rows, cells] &= ~bits
+        candidates = np.flatnonzero((givens > 0).sum(1) > clues)
+        removable = candidates[_search(masks[candidates], side, at_most=1)[0] == 0]
+        givens[removable, cells[removable]] = 0
     return Puzzles(givens, solutions, count_guesses(givens, side))
 
 
@@ -52,27 +52,27 @@ def count_solutions(givens: np.ndarray, side: int, at_most: int = 2) -> np.ndarr
 def _search(masks: np.ndarray, side: int, at_most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of solutions of each puzzle, up to `at_most`, and the guesses needed to find them.
 
-    The solver fills in forced digits (a cell with one digit left, a digit with one cell left in a row, column or box)
-    as long as it can. Then it picks a cell with the fewest digits left and explores each of them to the end.
+    The solver fills in all forced digits (a cell with one possible digit, or a digit with one possible cell in a row,
+    column or box). Then it picks a cell with the fewest possible digits and tries all of them, which counts as a guess.
     """
     solutions, guesses, numbers = (*np.zeros((2, len(masks)), np.int64), np.arange(len(masks)))
     while len(masks):
-        masks, alive = _reasoned(masks, side)
-        done = alive & _solved(masks)
+        masks, alive = _fill_forced(masks, side)
+        done = alive & _is_solved(masks)
         np.add.at(solutions, numbers[done], 1)
-        open_ = alive & ~done
+        unfinished = alive & ~done
         if at_most is not None:
-            open_ &= solutions[numbers] < at_most
-        masks, numbers = masks[open_], numbers[open_]
+            unfinished &= solutions[numbers] < at_most
+        masks, numbers = masks[unfinished], numbers[unfinished]
         np.add.at(guesses, numbers, 1)
         masks, parents = _branches(masks)
         numbers = numbers[parents]
     return solutions if at_most is None else np.minimum(solutions, at_most), guesses
 
 
-def classes(givens: np.ndarray, side: int) -> list[bytes]:
+def canonical_forms(givens: np.ndarray, side: int) -> list[bytes]:
     """Return a canonical form of each puzzle, shared by all its symmetric forms. Feasible for 4x4 only."""
-    forms = np.stack([_renamed(givens[:, cells], side) for cells in _all_orders(side)])
+    forms = np.stack([_renumber_digits(givens[:, cells], side) for cells in _cell_permutations(side)])
     return [min(form.tobytes() for form in forms[:, i]) for i in range(len(givens))]
 
 
@@ -83,49 +83,49 @@ def _full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
     masks = _masks(grids, side)
     fresh = np.ones(count, bool)
     while len(missing):
-        begun = np.zeros((int(fresh.sum()), side, side), np.int64)
+        new_grids = np.zeros((int(fresh.sum()), side, side), np.int64)
         for b in range(box):
-            digits = rng.random((len(begun), side)).argsort(1) + 1
-            begun[:, b * box : b * box + box, b * box : b * box + box] = digits.reshape(-1, box, box)
-        masks[fresh] = _masks(begun.reshape(-1, side * side), side)
-        masks, alive = _reasoned(masks, side)
-        done = alive & _solved(masks)
+            digits = rng.random((len(new_grids), side)).argsort(1) + 1
+            new_grids[:, b * box : b * box + box, b * box : b * box + box] = digits.reshape(-1, box, box)
+        masks[fresh] = _masks(new_grids.reshape(-1, side * side), side)
+        masks, alive = _fill_forced(masks, side)
+        done = alive & _is_solved(masks)
         grids[missing[done]] = _digits(masks[done])
         missing, masks, alive = missing[~done], masks[~done], alive[~done]
-        rows, cells = np.arange(len(masks)), _fewest(masks)
+        rows, cells = np.arange(len(masks)), _branching_cells(masks)
         possible = (masks[rows, cells, None] >> np.arange(side)) & 1
         masks[rows, cells] = 1 << (possible * rng.random(possible.shape)).argmax(1)
         fresh = ~alive
     return grids
 
 
-def _reasoned(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fill in all forced digits. Returns the masks, and whether each grid is free of contradictions."""
+def _fill_forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fill in forced digits until there are none left. Returns the masks, and whether each has no contradiction."""
     masks, alive, working = masks.copy(), np.ones(len(masks), bool), np.arange(len(masks))
     while len(working):
         before = masks[working]
-        after, sound = _forced(before, side)
+        after, sound = _fill_forced_once(before, side)
         masks[working] = after
         alive[working] = sound
         working = working[sound & (after != before).any(1)]
     return masks, alive
 
 
-def _forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Do one round: exclude the digits of peers, then set digits with one cell left. Returns as `_reasoned` does."""
+def _fill_forced_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Exclude the digits already set in a unit, then set digits with one possible cell. Returns like `_fill_forced`."""
     single = _is_single(masks)
     certain = np.where(single, masks, 0)
-    sound, taken, full = np.ones(len(masks), bool), np.zeros_like(masks), (1 << side) - 1
+    sound, excluded, full = np.ones(len(masks), bool), np.zeros_like(masks), (1 << side) - 1
     for unit in _units(certain, side):
         once, twice = _once_and_twice(unit)
         sound &= ~twice.any((1, 2))
-        taken |= _spread(once, unit, side)
-    masks = np.where(single, masks, masks & ~taken)
+        excluded |= _broadcast_to_cells(once, unit, side)
+    masks = np.where(single, masks, masks & ~excluded)
     hidden = np.zeros_like(masks)
     for unit in _units(masks, side):
         once, twice = _once_and_twice(unit)
         sound &= ((once | twice) == full).all((1, 2))
-        hidden |= _spread(once & ~twice, unit, side)
+        hidden |= _broadcast_to_cells(once & ~twice, unit, side)
     hidden &= masks
     masks = np.where(hidden > 0, hidden, masks)
     sound &= (masks > 0).all(1) & (_is_single(hidden) | (hidden == 0)).all(1)
@@ -157,25 +157,25 @@ def _once_and_twice(unit: _Unit) -> tuple[np.ndarray, np.ndarray]:
     return once, twice
 
 
-def _spread(of_units: np.ndarray, unit: _Unit, side: int) -> np.ndarray:
+def _broadcast_to_cells(values: np.ndarray, unit: _Unit, side: int) -> np.ndarray:
     """Broadcast a value of each unit to all cells of the unit."""
-    wide = np.expand_dims(of_units, unit.within)
+    wide = np.expand_dims(values, unit.within)
     return np.broadcast_to(wide, unit.cells.shape).reshape(-1, side * side)
 
 
 def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a grid for each digit of a cell with the fewest digits, and the index of its parent grid."""
+    """Return a grid for each possible digit of a grid's branching cell, and the index of its parent grid."""
     if not len(masks):
         return masks, np.zeros(0, np.int64)
-    cells, rows = _fewest(masks), np.arange(len(masks))
+    cells, rows = _branching_cells(masks), np.arange(len(masks))
     parents, digits = np.nonzero((masks[rows, cells, None] >> np.arange(16)) & 1)
     children = masks[parents]
     children[np.arange(len(parents)), cells[parents]] = 1 << digits
     return children, parents
 
 
-def _fewest(masks: np.ndarray) -> np.ndarray:
-    """Return the first undecided cell of each grid with the fewest digits left."""
+def _branching_cells(masks: np.ndarray) -> np.ndarray:
+    """Return the undecided cell with the fewest possible digits in each grid, the first of several."""
     counts = np.bitwise_count(masks).astype(np.int64)
     return np.where(counts > 1, counts, 99).argmin(1)
 
@@ -184,7 +184,7 @@ def _is_single(masks: np.ndarray) -> np.ndarray:
     return (masks > 0) & (masks & (masks - 1) == 0)
 
 
-def _solved(masks: np.ndarray) -> np.ndarray:
+def _is_solved(masks: np.ndarray) -> np.ndarray:
     return np.asarray(_is_single(masks).all(1))
 
 
@@ -200,7 +200,7 @@ def _digits(masks: np.ndarray) -> np.ndarray:
     return np.bitwise_count(masks - 1).astype(np.int64) + 1
 
 
-def _renamed(grids: np.ndarray, side: int) -> np.ndarray:
+def _renumber_digits(grids: np.ndarray, side: int) -> np.ndarray:
     """Return the grids with their digits renumbered in order of first appearance."""
     names = np.zeros((len(grids), side + 1), np.uint8)
     used = np.zeros(len(grids), np.uint8)
@@ -214,8 +214,8 @@ def _renamed(grids: np.ndarray, side: int) -> np.ndarray:
     return out
 
 
-def _all_orders(side: int) -> list[np.ndarray]:
-    """Return every reordering of cells by a symmetry of a 4x4 grid, excluding renamed digits."""
+def _cell_permutations(side: int) -> list[np.ndarray]:
+    """Return the cell permutations of all symmetries of a 4x4 grid that keep the digits."""
     assert side == 4, "there are too many for larger grids"
     first, second = [(0, 1), (1, 0)], [(2, 3), (3, 2)]
     lines = [[*p, *q] for p in first for q in second] + [[*q, *p] for p in first for q in second]

@@ -1,5 +1,6 @@
-"""Loads batches of puzzles. Each epoch uses each group once, as one of its forms with a new random symmetry.
+"""Loads batches of puzzles. Each training epoch uses each group (a puzzle and its augmented forms) once.
 
+It uses a random example of the group and, for Sudokus with `augment`, applies a new random symmetry to it.
 The batch of a step depends only on the data, the seed and the step number, so a run resumes exactly, on any number of
 processes. A batch has `inputs` and `labels`, each int32 [rows, cells], and `puzzles`, int32 [rows].
 """
@@ -16,7 +17,7 @@ from valkyrie.data.sources.puzzles.folder import PreparedPuzzles
 from valkyrie.data.sources.puzzles.symmetries import draw_symmetries
 
 NO_LABEL = -100
-"""The label of a cell that does not count."""
+"""The label of a cell that does not count in the loss."""
 _ENDLESS = 2**31 - 1
 
 
@@ -38,13 +39,13 @@ class _PuzzleSampler:
         split, rng = self._split, np.random.default_rng([hash_seed("puzzle order", self._seed), 1, step])
         epochs, numbers = np.divmod(step * self._batch + np.arange(self._batch), split.groups)
         groups = np.concatenate([self._order(int(e))[numbers[epochs == e]] for e in np.unique(epochs)])
-        puzzles = _one_of(rng, split.group_indices, groups)
-        examples = _one_of(rng, split.puzzle_indices, puzzles)[self._places]
+        puzzles = _random_member(rng, split.group_indices, groups)
+        examples = _random_member(rng, split.puzzle_indices, puzzles)[self._places]
         symmetries = None if self._data.side is None else draw_symmetries(rng, self._batch, self._data.side)
         inputs, labels = split.inputs[examples], split.labels[examples]
         if symmetries is not None:
-            mine = symmetries[self._places]
-            inputs, labels = mine.of(inputs), mine.of(labels)
+            local_symmetries = symmetries[self._places]
+            inputs, labels = local_symmetries.apply(inputs), local_symmetries.apply(labels)
         return self._as_batch(inputs, labels, split.puzzle_identifiers[puzzles[self._places]])
 
     def _evaluation_batch(self, step: int) -> Batch:
@@ -94,12 +95,12 @@ class PuzzleLoader(IndexedLoader[PuzzlePosition]):
     def __init__(self, data: PreparedPuzzles, split: str, plan: BatchPlan) -> None:
         cells = data.split(split).cells
         if cells != plan.seq:
-            raise ValueError(f"data={data.name} has puzzles of {cells} cells, and seq={plan.seq}.")
+            raise ValueError(f"seq={plan.seq} does not match the puzzles of data={data.name}. Use seq={cells}.")
         start = PuzzlePosition(PuzzlePosition.newest, split, plan.seed, data.content, plan.batch, 0)
         super().__init__(plan, start, _PuzzleSampler(data, split, plan))
 
 
-def _one_of(rng: np.random.Generator, starts: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return a random member of each chosen range. Range i is `starts[i]` up to `starts[i + 1]`."""
-    first, after = starts[chosen], starts[chosen + 1]
-    return first + (rng.random(len(chosen)) * (after - first)).astype(np.int64)
+def _random_member(rng: np.random.Generator, starts: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+    """Return a random index in each of the selected ranges. Range i is `starts[i]` up to `starts[i + 1]`."""
+    first, after = starts[ranges], starts[ranges + 1]
+    return first + (rng.random(len(ranges)) * (after - first)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Generates Sudoku or converts CSV into the cache, once, in the published form, and opens such folders."""
+"""Prepares puzzles: generates Sudokus or converts CSV files to a cached folder of arrays, and opens such folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from valkyrie.data.cached import cached_folder
 from valkyrie.data.sources import sudoku
 from valkyrie.data.sources.puzzles import Config, PuzzleConfig, SampleConfig
 from valkyrie.data.sources.puzzles.folder import FOLDERS, METADATA, PreparedPuzzles, open_puzzles
-from valkyrie.data.sources.puzzles.generate import classes, generate
+from valkyrie.data.sources.puzzles.generate import canonical_forms, generate
 from valkyrie.data.sources.puzzles.tables import PuzzleTable, find_tables
 from valkyrie.paths import write_atomic
 
@@ -55,7 +55,7 @@ def _open_cached(
 
 
 def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size: int) -> None:
-    """Write one split in the published form. Every puzzle is a separate group; label 0 does not count."""
+    """Write one split as arrays. Every puzzle is a separate group; cells with label 0 do not count in the loss."""
     path.mkdir()
     count = np.arange(len(inputs) + 1, dtype=np.int32)
     arrays = {"inputs": inputs.astype(np.uint8), "labels": labels.astype(np.uint8)}
@@ -70,34 +70,37 @@ def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size:
 
 
 def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, path: Path) -> None:
-    """Write generated puzzles. No validation puzzle, nor for 4x4 a symmetric form of it, is used for training."""
-    rng, wanted = np.random.default_rng([config.seed, config.side]), config.train + config.validation
+    """Write generated puzzles. The splits have no puzzle in common and, for 4x4, no symmetric forms of a puzzle."""
+    rng, total = np.random.default_rng([config.seed, config.side]), config.train + config.validation
     if say is not None and config.side > 4:
-        say(f"generating {wanted:,} Sudoku puzzles of one solution, once: about {wanted / 1000:.0f} min on one core")
+        say(f"generating and caching {total:,} Sudoku puzzles: about {total / 1000:.0f} min on one core")
     givens, solutions = np.zeros((0, config.side**2), np.int64), np.zeros((0, config.side**2), np.int64)
-    while len(givens) < wanted:
-        puzzles = generate(rng, min(_AT_ONCE, 2 * (wanted - len(givens)) + 50), config.side, config.clues)
+    while len(givens) < total:
+        puzzles = generate(rng, min(_AT_ONCE, 2 * (total - len(givens)) + 50), config.side, config.clues)
         hard = puzzles.guesses >= config.guesses
         givens = np.concatenate([givens, puzzles.givens[hard]])
         solutions = np.concatenate([solutions, puzzles.solutions[hard]])
-    names = [grid.tobytes() for grid in givens] if config.side > 4 else classes(givens, config.side)
-    known = {name: i for i, name in reversed(list(enumerate(names)))}  # the first index of each name
-    first = np.array([known[name] for name in names])
-    share = config.validation / wanted
+    names = [grid.tobytes() for grid in givens] if config.side > 4 else canonical_forms(givens, config.side)
+    first_by_name = {name: i for i, name in reversed(list(enumerate(names)))}  # the first index of each name
+    first = np.array([first_by_name[name] for name in names])
+    share = config.validation / total
     held_out = rng.random(len(names))[first] < share  # puzzles with the same name are in the same split
     for split, rows in (("validation", held_out), ("train", ~held_out)):
-        chosen = np.flatnonzero(rows)[: getattr(config, split)]
-        if not len(chosen):
-            raise ValueError(f"data.sudoku.{split}={getattr(config, split)}: too few puzzles for two splits.")
-        write_folder(path / FOLDERS[split], givens[chosen] + 1, solutions[chosen] + 1, config.side + 2)
+        selected = np.flatnonzero(rows)[: getattr(config, split)]
+        if not len(selected):
+            raise ValueError(
+                f"data.sudoku.{split}={getattr(config, split)}: there are too few different puzzles to fill two "
+                "splits. Increase data.sudoku.train or data.sudoku.validation."
+            )
+        write_folder(path / FOLDERS[split], givens[selected] + 1, solutions[selected] + 1, config.side + 2)
 
 
 def _convert(config: SampleConfig, tables: dict[str, PuzzleTable], path: Path) -> None:
-    """Write the puzzles of CSV files, or a sample of them, in the published form."""
+    """Write the puzzles of CSV files, or a sample of them, as arrays."""
     rng = np.random.default_rng(config.seed)
     for split, table in tables.items():
         inputs, labels = table.read(config.guesses)
-        chosen = np.arange(len(inputs))
+        selected = np.arange(len(inputs))
         if len(inputs) > getattr(config, split):
-            chosen = np.sort(rng.choice(len(inputs), getattr(config, split), replace=False))
-        write_folder(path / FOLDERS[split], inputs[chosen], labels[chosen], table.alphabet.vocab_size)
+            selected = np.sort(rng.choice(len(inputs), getattr(config, split), replace=False))
+        write_folder(path / FOLDERS[split], inputs[selected], labels[selected], table.alphabet.vocab_size)

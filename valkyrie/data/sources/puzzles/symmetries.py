@@ -1,4 +1,4 @@
-"""The symmetries of a Sudoku: permutes digits, bands, stacks and the lines within them, and transposes the grid."""
+"""Symmetries of a Sudoku: permuting the digits, the bands of boxes and the lines within them, and transposing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Symmetries(NamedTuple):
         """Return the symmetries of the selected grids."""
         return Symmetries(self.cells[rows], self.values[rows])  # pyright: ignore[reportCallIssue, reportArgumentType]
 
-    def of(self, grids: np.ndarray) -> np.ndarray:
+    def apply(self, grids: np.ndarray) -> np.ndarray:
         """Return the grids, [count, cells], after applying their symmetries."""
         moved = np.take_along_axis(grids, self.cells, axis=1)
         return np.take_along_axis(self.values, moved.astype(np.int64), axis=1)
@@ -30,12 +30,12 @@ def draw_symmetries(rng: np.random.Generator, count: int, side: int) -> Symmetri
     """Return a random symmetry for each of `count` grids of side x side cells."""
     lines, columns = _lines(rng, count, side), _lines(rng, count, side)
     cells = lines[:, :, None] * side + columns[:, None, :]
-    turned = columns[:, None, :] * side + lines[:, :, None]
-    over = rng.random(count) < 0.5
-    cells = np.where(over[:, None, None], turned, cells).reshape(count, side * side)
+    transposed = columns[:, None, :] * side + lines[:, :, None]
+    is_transposed = rng.random(count) < 0.5
+    cells = np.where(is_transposed[:, None, None], transposed, cells).reshape(count, side * side)
     digits = rng.random((count, side)).argsort(1) + FIRST_DIGIT
-    same = np.tile(np.arange(FIRST_DIGIT), (count, 1))
-    return Symmetries(cells, np.concatenate([same, digits], axis=1).astype(np.int32))
+    unchanged = np.tile(np.arange(FIRST_DIGIT), (count, 1))
+    return Symmetries(cells, np.concatenate([unchanged, digits], axis=1).astype(np.int32))
 
 
 def _lines(rng: np.random.Generator, count: int, side: int) -> np.ndarray:

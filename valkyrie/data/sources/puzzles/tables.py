@@ -60,8 +60,11 @@ class PuzzleTable:
         kind = sudoku.get(len(question), Alphabet.maze)
         strange = sorted(set(question.replace(".", "0") if kind is not Alphabet.maze else question) - set(kind.value))
         if not question or int(len(question) ** 0.5) ** 2 != len(question) or strange:
-            seen = f"characters {''.join(strange)!r}" if strange else "none of a Sudoku or a square maze"
-            raise ValueError(f"{self.path} line {number} has {len(question)} cells, {seen}. Sudoku has 16 or 81 cells.")
+            fault = f"the invalid characters {''.join(strange)!r}" if strange else f"{len(question)} cells"
+            raise ValueError(
+                f"{self.path} line {number}: the puzzle has {fault}. Use a Sudoku with 16 or 81 cells, or a square "
+                f"maze of the characters {Alphabet.maze.value!r}."
+            )
         return kind
 
     def read(self, rating: int) -> tuple[np.ndarray, np.ndarray]:
@@ -75,12 +78,16 @@ class PuzzleTable:
             for name, text, selected in zip(("question", "answer"), (question, answer), texts, strict=True):
                 if len(text) != self.cells or not text.isascii():
                     raise ValueError(
-                        f"{self.path} line {number}: the {name} has {len(text)} cells, the first puzzle {self.cells}."
+                        f"{self.path} line {number}: the {name} has {len(text)} cells, but the first puzzle has "
+                        f"{self.cells}."
                     )
                 if int(rated) >= rating:
                     selected.append(text)
         if not texts[0]:
-            raise ValueError(f"{self.path} has no puzzle of rating {rating} or above. Use data.sudoku.guesses=0.")
+            raise ValueError(
+                f"data.sudoku.guesses={rating}: {self.path} has no puzzle with a rating this high. Use a lower value, "
+                "or data.sudoku.guesses=0 for all puzzles."
+            )
         questions, answers = (
             values[np.frombuffer("".join(t).encode(), np.uint8)].reshape(-1, self.cells) for t in texts
         )
@@ -97,7 +104,7 @@ class PuzzleTable:
             reader = csv.DictReader(file)
             missing = [name for name in COLUMNS[1:] if name not in (reader.fieldnames or [])]
             if missing:
-                raise ValueError(f"{self.path} has no column {', '.join(missing)}: it needs {', '.join(COLUMNS)}.")
+                raise ValueError(f"{self.path} has no column {', '.join(missing)}. Required: {', '.join(COLUMNS[1:])}.")
             for row in reader:
                 rated = row["rating"] or ""
                 if not rated.strip().lstrip("-").isdigit():
@@ -116,10 +123,10 @@ def find_tables(folder: Path) -> dict[str, PuzzleTable] | None:
         return None
     for split, table in tables.items():
         if not there[split]:
-            raise ValueError(f"{table.path} is missing: puzzles in CSV are train.csv and test.csv.")
+            raise ValueError(f"{table.path} is missing. A folder of CSV puzzles needs train.csv and test.csv.")
     if tables["train"].cells != tables["validation"].cells:
         sizes = {table.path.name: table.cells for table in tables.values()}
         raise ValueError(
-            f"{folder}: puzzles have {sizes['train.csv']} cells in train.csv, {sizes['test.csv']} in test.csv."
+            f"{folder}: puzzles have {sizes['train.csv']} cells in train.csv, but {sizes['test.csv']} in test.csv."
         )
     return tables
