@@ -77,7 +77,7 @@ def test_files_folders_and_globs_are_read_as_on_a_disk(shelf: str, tmp_path: Pat
 
 def test_large_files_are_streamed_and_give_the_same(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = texts(config(shelf))
-    monkeypatch.setattr(remote, "_SMALL", 0)
+    monkeypatch.setattr(remote, "_MAX_FETCHED_BYTES", 0)
     assert texts(config(shelf)) == small
     monkeypatch.setattr(type(MEMORY), "cat_file", lambda *asked, **more: pytest.fail("read as a whole"))
     assert texts(config(f"{shelf}/deep/rows.jsonl", f"{shelf}/deep/er")) == ["three", "four", "one", "two"]

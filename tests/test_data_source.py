@@ -131,9 +131,9 @@ def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path) -> None:
         ("b.parquet:1", "three"),
         ("b.parquet:3", "four"),
     ]
-    with pytest.raises(ValueError, match=r"b\.parquet .*data\.column=n; .*story"):
+    with pytest.raises(ValueError, match=r"b\.parquet .*data\.column=n\. .*story"):
         read(text_config(tmp_path / "b.parquet", column="n"))
-    with pytest.raises(ValueError, match=r"a\.jsonl:1 .*data\.field=text; .*body"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1 .*data\.field=text\. .*body"):
         read(text_config(tmp_path / "a.jsonl"))
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\n{"text": \n')
     with pytest.raises(ValueError, match=r"c\.jsonl:2 "):

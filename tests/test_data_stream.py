@@ -189,7 +189,7 @@ def test_what_cannot_be_read_is_refused_before_a_step(shards: Path, tmp_path: Pa
     (short / "000.parquet").write_bytes(whole[: len(whole) // 2])
     assert "000.parquet " in refusal(lambda: streamed(short))
     single = write_shards(tmp_path / "single", 1, groups=1)
-    assert "cannot be divided" in refusal(lambda: streamed(single))
+    assert "data.val_paths=" in refusal(lambda: streamed(single))
     assert "data.val_paths" in refusal(lambda: streamed(single, val_paths=[str(single)]))
     assert "data.lanes=3 " in refusal(lambda: take(streamed(shards, lanes=3), 1))
     assert "data.lanes=15 or fewer" in refusal(lambda: take(streamed(shards, lanes=32), 1, batch=64))
@@ -203,7 +203,7 @@ def test_a_place_of_another_order_is_refused(shards: Path) -> None:
     for text, changed in (
         ("data.lanes=4", {"lanes": 2}),
         ("data.packing=stream", {"lanes": 4, "packing": Packing.best_fit}),
-        ("another split", {"lanes": 4, "val_paths": held_out}),
+        ("the data differs", {"lanes": 4, "val_paths": held_out}),
     ):
         assert text in refusal(lambda changed=changed: take(streamed(shards, **changed), 1, state))
     assert "of batch=16" in refusal(lambda: take(streamed(shards, lanes=4), 1, state, batch=16))

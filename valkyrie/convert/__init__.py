@@ -1,5 +1,5 @@
 """Converts weights from and to Hugging Face folders: `config.json`, safetensors files and tokenizer files.
 
-`architectures`: from config.json to model settings and back. `names`: which tensor holds each parameter.
-`folder`: reads and writes a folder, one tensor at a time. `load`: from such a folder to a run folder. `save`: back.
+`architectures` converts config.json to model settings and back. `names` maps parameters to tensors. `folder` reads and
+writes Hugging Face folders. `load` converts a Hugging Face folder to a run folder, and `save` does the reverse.
 """

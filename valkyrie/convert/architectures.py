@@ -16,7 +16,7 @@ from valkyrie.trees import get_value, override_text
 
 @dataclass(frozen=True)
 class _Rope:
-    """The types of the keys of `rope_scaling` and `rope_parameters`."""
+    """The types of the keys of `rope_scaling` and `rope_parameters` in a config.json."""
 
     rope_type: str = "default"
     type: str = "default"
@@ -76,8 +76,8 @@ class Architecture:
         activations: Supported values of that key. Of several values for one nonlinearity, the first is written.
         epsilon: Key of the epsilon of the norms, and its default.
         tied: Default of `tie_word_embeddings`.
-        only: Keys with a single supported value, which is also their default.
-        plain: Settings for which only the family's default is supported.
+        fixed: Keys with a single supported value, which is also their default.
+        default_only: Settings for which only the family's default is supported.
     """
 
     name: str
@@ -159,13 +159,13 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
 def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
     """Return the model settings for a config.json, by dotted key without `model.`.
 
-    Raises ValueError that names every key with an unsupported value.
+    Raises ValueError with the keys that have an unsupported value.
     """
     architecture = find_architecture(config)
     if wrong := [key for key in architecture.sizes.values() if type(config.get(key)) is not int or config[key] < 1]:
         values = ", ".join(f"{key}={config.get(key)!r}" for key in wrong)
         raise ValueError(f"config.json: {values} must be whole numbers of at least 1 for {architecture.name}.")
-    decode(_KeyTypes, dict(config), "config.json")
+    decode(_KeyTypes, dict(config), "config.json")  # raises ValueError for a value of the wrong type
     refusals = _unsupported(architecture, config)
     sizes = {setting: config[key] for setting, key in architecture.sizes.items()}
     embed, heads = sizes["embed"], sizes["attention.heads"]
@@ -195,11 +195,12 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
 
 
 def to_config_json(model: Stack) -> dict[str, object]:
-    """Return the config.json of a model. Raises ValueError that names every unsupported setting."""
+    """Return the config.json of a model. Raises ValueError with the settings that its architecture does not support."""
     architecture = _choose_architecture(model)
     if refusals := _unsupported_settings(model, architecture):
         raise ValueError(
-            f"this model cannot be converted: none of {', '.join(ARCHITECTURES)} supports {', '.join(refusals)}."
+            f"this model cannot be converted to one of {', '.join(ARCHITECTURES)}. The closest is {architecture.name}, "
+            f"which does not support {', '.join(refusals)}."
         )
     assert isinstance(model, gpt.Config | gpt2.Config)
     name = next(name for name, activation in architecture.activations.items() if activation is model.feed_forward)
@@ -254,7 +255,7 @@ def _unsupported(architecture: Architecture, config: Mapping[str, Any]) -> list[
 
 
 def _choose_architecture(model: Stack) -> Architecture:
-    """Return the architecture that matches a model best."""
+    """Return the architecture that is closest to a model, judging by its attention."""
     if not isinstance(model, gpt.Config):
         return GPT2
     if model.attention.qk_norm:

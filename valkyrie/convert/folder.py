@@ -25,7 +25,7 @@ COPIED_FILES = (
 )
 COPIED_FILES += ("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
 """Files that are copied unchanged."""
-ANOTHER = "another FOLDER"
+OTHER_FOLDER = "another FOLDER"
 """Suggested in the error message if the output folder cannot be written."""
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 """Supported tensor dtypes, by their names in safetensors files."""
@@ -39,7 +39,7 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder. Name one with {CONFIG} and {SINGLE}.")
+            raise ValueError(f"{folder} is not a folder. Use a folder that has {CONFIG} and {SINGLE}.")
         self.folder = folder
         self.config = _json(folder / CONFIG, folder)
         self._file_by_tensor: dict[str, str] = {}
@@ -69,7 +69,7 @@ class Weights:
     ) -> None:
         """Raise ValueError unless the tensors have the expected names and shapes, and supported dtypes.
 
-        Additional tensors are allowed if their names end in one of `derived`. `architecture` is for the message.
+        Additional tensors are allowed if their names end in one of `derived`. `architecture` is named in the message.
         """
         missing = [name for name in expected if name not in self.shapes]
         misshapen = [
@@ -168,7 +168,7 @@ def write_folder(
     )
     single = len(parts) == 1
     names = [SINGLE if single else f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    with disk_errors(folder, ANOTHER):
+    with disk_errors(folder, OTHER_FOLDER):
         for file, part in zip(names, parts, strict=True):
             _write_file(folder / file, {name: np.ascontiguousarray(tensor(name), dtype) for name in part})
         if not single:
@@ -177,8 +177,8 @@ def write_folder(
                 "metadata": {"total_parameters": total, "total_size": total * dtype.itemsize},
                 "weight_map": {name: file for file, part in zip(names, parts, strict=True) for name in part},
             }
-            write_atomic(folder / INDEX, json.dumps(index, indent=2) + "\n", ANOTHER)
-        write_atomic(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n", ANOTHER)
+            write_atomic(folder / INDEX, json.dumps(index, indent=2) + "\n", OTHER_FOLDER)
+        write_atomic(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n", OTHER_FOLDER)
     return names
 
 

@@ -29,7 +29,7 @@ from valkyrie.trees import override_text
 ORIGINALS = "huggingface"
 """Subfolder of a run folder with the original files except the weights, used to convert back."""
 PREFIX_FILE = "prefix"
-"""File in that folder with the prefix of GPT-2's tensor names: `transformer.`, or empty."""
+"""File in `ORIGINALS` with the prefix of GPT-2's tensor names: `transformer.`, or empty."""
 _MAX_SEQ = 2048
 """Maximum default of `seq`, in tokens. Many models support longer contexts than fit on a laptop."""
 
@@ -43,34 +43,35 @@ def from_folder(
 ) -> Path:
     """Convert a Hugging Face folder to a run folder, which `valkyrie-train resume=` continues on any mesh.
 
-    `overrides` are settings of the run, as for valkyrie-train. All tensors are in memory at once, in the dtype of their
-    files, and up to a gigabyte of them twice. Raises ValueError if the folder cannot be converted, the tokenizer does
-    not match, or the run folder exists.
+    `overrides` are settings of the run, as for valkyrie-train. Needs memory for all tensors in the dtype of their
+    files, plus up to a gigabyte for copies. Raises ValueError if the folder cannot be converted, the tokenizer does not
+    match, or the run folder exists.
     """
     weights = Weights(folder)
-    kind, settings = find_architecture(weights.config), model_settings(weights.config)
-    run = _run(folder, name, tokenizer, settings, overrides, f"{kind.family}_schema")
+    architecture, settings = find_architecture(weights.config), model_settings(weights.config)
+    run = _run(folder, name, tokenizer, settings, overrides, f"{architecture.family}_schema")
     assert isinstance(run.model, Stack)
-    prefix = GPT2_PREFIX if kind.is_gpt2 and any(name.startswith(GPT2_PREFIX) for name in weights.shapes) else ""
+    has_prefix = architecture.is_gpt2 and any(name.startswith(GPT2_PREFIX) for name in weights.shapes)
+    prefix = GPT2_PREFIX if has_prefix else ""
     by_parameter = tensor_slices(run.model, prefix)
     expected = {piece.name: piece.tensor_shape for parts in by_parameter.values() for piece in parts}
     tied = ("lm_head.weight",) if run.model.tie_embeddings else ()
-    weights.check_tensors(expected, (*DERIVED, *tied), kind.name)
+    weights.check_tensors(expected, (*DERIVED, *tied), architecture.name)
     target = run_folder(run)
     if target.exists():
         raise ValueError(f"{target} already exists. Use another --name NAME, or delete the folder.")
     _check_tokenizer(run)
-    say(f"{kind.name}: {describe_tensors(expected, weights.dtype(expected))}")
+    say(f"{architecture.name}: {describe_tensors(expected, weights.dtype(expected))}")
     with _removed_on_failure(target):
-        theirs = target / ORIGINALS
+        originals = target / ORIGINALS
         with disk_errors(target):
-            theirs.mkdir(parents=True)
-        copied = copy_other_files(folder, theirs)
-        write_atomic(theirs / CONFIG, (folder / CONFIG).read_bytes())
-        if kind.is_gpt2:
-            write_atomic(theirs / PREFIX_FILE, prefix)
+            originals.mkdir(parents=True)
+        copied = copy_other_files(folder, originals)
+        write_atomic(originals / CONFIG, (folder / CONFIG).read_bytes())
+        if architecture.is_gpt2:
+            write_atomic(originals / PREFIX_FILE, prefix)
         if tokenizer is None and "tokenizer.json" in copied:
-            run = _with_tokenizer(run, str((theirs / "tokenizer.json").absolute()))
+            run = _with_tokenizer(run, str((originals / "tokenizer.json").absolute()))
         _save(run, target, weights, by_parameter, folder)
         write_run_files(run, target)
     return target
@@ -85,7 +86,7 @@ def _run(
     schema: str,
 ) -> Run:
     """Return the run with these model settings. Raises ValueError if they are invalid or there is no tokenizer."""
-    name = name or dict(map(key_value, overrides)).get("name") or _name_for(folder.resolve().name)
+    name = name or dict(map(key_value, overrides)).get("name") or _run_name(folder.resolve().name)
     context = settings["context"]
     assert isinstance(context, int)
     tokenizer_file = folder / "tokenizer.json"
@@ -102,8 +103,8 @@ def _run(
     return run
 
 
-def _name_for(folder: str) -> str:
-    """Return the name of a folder without the characters that a run name cannot have."""
+def _run_name(folder: str) -> str:
+    """Convert a folder name to a valid run name."""
     if re.fullmatch(r"[\w .+@-]+", folder):
         return folder
     return re.sub(r"[^\w.+@-]+", "-", folder).strip("-") or "model"

@@ -89,15 +89,15 @@ DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The tensor for one layer of a parameter.
+    """One layer of a parameter, or a parameter without layers, and the tensor that stores it.
 
     Args:
         parameter: name of the parameter.
-        layer: index in the parameter's leading axis, or None if the parameter is not stacked over layers.
+        layer: index in the parameter's leading axis, or None if the parameter has no axis for layers.
         name: name of the tensor.
         location: how the tensor stores the parameter.
         shape: shape of this part of the parameter.
-        rows: number of leading rows in the tensor. The parameter's other rows are padding.
+        rows: number of rows of the parameter that the tensor stores. The remaining rows are padding.
     """
 
     parameter: str
@@ -138,7 +138,7 @@ class TensorSlice:
 def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]]:
     """Return the tensors of each parameter of a model, in the order of the layers. Tensor names begin with `prefix`."""
     by_parameter: dict[str, list[TensorSlice]] = {}
-    layers = dict(_layers(model))
+    layers = dict(_layer_numbers(model))
     outside, per_layer = (GPT2_TOP_LEVEL, GPT2_LAYER) if model.family == "gpt2" else (TOP_LEVEL, LAYER)
     for name, parameter in model.parameters().items():
         if name in outside:
@@ -157,7 +157,7 @@ def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]
     return by_parameter
 
 
-def _layers(model: Stack) -> Iterator[tuple[str, list[int]]]:
+def _layer_numbers(model: Stack) -> Iterator[tuple[str, list[int]]]:
     """Yield the name prefix of each stacked block, with its layer numbers."""
     first = 0
     for i, (group, repeats) in enumerate(model.segments()):

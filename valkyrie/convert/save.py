@@ -16,7 +16,7 @@ from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import load_run
 from valkyrie.config.run import Run
 from valkyrie.convert.architectures import find_architecture, to_config_json
-from valkyrie.convert.folder import ANOTHER, CONFIG, DTYPES, copy_other_files, describe_tensors, write_folder
+from valkyrie.convert.folder import CONFIG, DTYPES, OTHER_FOLDER, copy_other_files, describe_tensors, write_folder
 from valkyrie.convert.load import ORIGINALS, PREFIX_FILE
 from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer_json import json_path
@@ -52,10 +52,10 @@ def to_folder(
     run = load_run(trained, [])
     step, path = _checkpoint(trained, step)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} already exists. Use a new folder.")
+        raise ValueError(f"{folder} is not an empty folder. Use {OTHER_FOLDER}.")
     assert isinstance(run.model, Stack)
     config = _config(trained, run, dtype)
-    kind = DTYPES_BY_NAME[str(config["dtype"])]
+    weights_dtype = DTYPES_BY_NAME[str(config["dtype"])]
     if damage := find_damage(path):
         raise ValueError(f"the checkpoint of step {step} in {path.parent} is damaged: {damage}.")
     field = "ema" if _has_average(run, path) else "parameters"
@@ -63,34 +63,34 @@ def to_folder(
     for piece in (piece for parts in tensor_slices(run.model, _prefix(trained, run)).values() for piece in parts):
         by_name.setdefault(piece.name, []).append(piece)
     shapes = {name: slices[0].tensor_shape for name, slices in by_name.items()}
-    say(f"{find_architecture(config).name} of step {step}: {describe_tensors(shapes, kind)}")
+    say(f"{find_architecture(config).name} of step {step}: {describe_tensors(shapes, weights_dtype)}")
     reader = _ParameterReader(path, field)
-    with disk_errors(folder, ANOTHER):
+    with disk_errors(folder, OTHER_FOLDER):
         folder.mkdir(parents=True, exist_ok=True)
-    write_folder(folder, config, shapes, kind, lambda name: reader.read(by_name[name]), file_bytes)
+    write_folder(folder, config, shapes, weights_dtype, lambda name: reader.read(by_name[name]), file_bytes)
     _copy_tokenizer(trained, run, folder)
     return folder
 
 
 class _ParameterReader:
-    """Reads parameters of a checkpoint. Caches the last ones, because their other layers are usually needed next."""
+    """Reads parameters of a checkpoint. Caches those of the last tensor: their other layers are usually needed next."""
 
     def __init__(self, path: Any, field: str) -> None:
         self._path, self._field = path, field
         self._parameters: dict[str, np.ndarray] = {}
 
     def read(self, slices: list[TensorSlice]) -> np.ndarray:
-        """Return the tensor made of these pieces: one piece, or three slices."""
+        """Return the tensor that these slices form: a single one, or GPT-2's query, key and value."""
         slices = sorted(slices, key=lambda piece: piece.location.third or 0)
         names = {piece.parameter for piece in slices}
         self._parameters = {name: array for name, array in self._parameters.items() if name in names}
         for name in names - self._parameters.keys():
             self._parameters[name] = read_array(self._path, self._field, name)
-        parts = [piece.to_tensor(_part(self._parameters[piece.parameter], piece)) for piece in slices]
+        parts = [piece.to_tensor(_select_layer(self._parameters[piece.parameter], piece)) for piece in slices]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
-def _part(array: np.ndarray, piece: TensorSlice) -> np.ndarray:
+def _select_layer(array: np.ndarray, piece: TensorSlice) -> np.ndarray:
     return array if piece.layer is None else array[piece.layer]
 
 
@@ -107,7 +107,7 @@ def _checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
     if not steps:
         raise ValueError(f"{trained} has no finished checkpoint. Use the folder of a trained run.")
     if step is not None and step not in steps:
-        raise ValueError(f"--step {step}: {trained} has checkpoints of steps {', '.join(map(str, steps))}.")
+        raise ValueError(f"--step {step}: {trained} has no such checkpoint. Use one of {', '.join(map(str, steps))}.")
     step = steps[-1] if step is None else step
     return step, checkpoint_root(trained) / str(step)
 
@@ -132,7 +132,7 @@ def _config(trained: Path, run: Run, dtype: str | None) -> Mapping[str, object]:
 def _copy_tokenizer(trained: Path, run: Run, folder: Path) -> None:
     """Copy the original tokenizer files, or else the tokenizer that the run was trained with."""
     if (trained / ORIGINALS).is_dir():
-        copy_other_files(trained / ORIGINALS, folder, ANOTHER)
+        copy_other_files(trained / ORIGINALS, folder, OTHER_FOLDER)
     elif (file := json_path(run.tokenizer)) is not None:
-        with disk_errors(folder, ANOTHER):
+        with disk_errors(folder, OTHER_FOLDER):
             shutil.copyfile(file, folder / "tokenizer.json")

@@ -148,7 +148,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def check_compile_cache(_: CheckContext) -> CheckResults:
-    """Check that compiled programs can be cached, so that the next start need not compile again."""
+    """Check that compiled programs can be cached, so that later starts do not compile again."""
     folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_root() / "xla")
     key = "JAX_COMPILATION_CACHE_DIR=DIR" if "JAX_COMPILATION_CACHE_DIR" in os.environ else "VALKYRIE_CACHE=DIR"
     if "://" in str(folder):
@@ -176,7 +176,7 @@ def check_same_data(context: CheckContext) -> CheckResults:
     if len(prepared) < 2 or team.index not in prepared:
         return
     first = min(prepared)
-    text = f"{prepared[team.index]} on this process, but {prepared[first]} on process {first}"
+    text = f"hash {prepared[team.index]} on this process, but {prepared[first]} on process {first}"
     failure = FAILS, text, "Copy the files of data.paths, or the cache, from one host to the others."
     is_equal = prepared[team.index] == prepared[first]
     yield (OK, "equal on all processes that have prepared it") if is_equal else failure
@@ -199,7 +199,7 @@ def check_wandb_key(context: CheckContext) -> CheckResults:
         text = "offline, because WANDB_API_KEY is not set; `wandb login` has stored a key"
         yield WARNING, text, "Set tracking.wandb=online to use that key."
     elif mode is WandbMode.offline:
-        yield OK, "offline; `wandb sync` uploads the run later; with WANDB_API_KEY it is uploaded during training"
+        yield OK, "offline: upload the run later with `wandb sync`, or set WANDB_API_KEY to upload it during training"
     elif not key:
         yield WARNING, "online, but there is no key", "Set WANDB_API_KEY, or run `wandb login`."
     elif len(key.rpartition("-")[2]) < _KEY_LENGTH:

@@ -97,7 +97,7 @@ def _run_steps(
 def _steps_finding(
     program: StepProgram, metrics: list[dict[str, np.ndarray]], seconds: list[float], devices: Devices
 ) -> Finding:
-    """Return the first step with a loss or gradient that is not finite, or else the losses and the step time."""
+    """Return a failure for the first step with a loss or gradient that is not finite, or the losses and step time."""
     for step, values in enumerate(metrics, 1):
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             bad = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
@@ -172,7 +172,7 @@ def time_axes(mesh: Any, simulated: bool) -> list[Finding]:
         if simulated:
             finding = finding._replace(text=f"{finding.text} (simulated)")
         elif seconds > _SLOW_S:
-            remedy = "Expected is well under a millisecond within a slice."
+            remedy = "Within a slice, it should take well under a millisecond."
             finding = finding._replace(severity=WARNING, remedy=remedy)
         if not is_correct:
             text = f"a sum of ones over {axis}={size} is not {size}"

@@ -24,14 +24,14 @@ from valkyrie.units import memory_text
 PROC, LOCKFILE = Path("/proc"), Path("/tmp/libtpu_lockfile")
 _CHIP_DEVICE = re.compile(r"/dev/(accel\d+|vfio/\d+|nvidia\d+)")
 _OPEN_FILES, _FILES_PER_PROCESS = 256, 8
-"""Estimated open files of a training, and connections of process 0 to each process."""
+"""Estimated number of files that a training opens, and of files and sockets that each process adds to this."""
 _SHOWN_PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 _CHECKED_PACKAGES = ("valkyrie-jax", "jax")
 """Packages whose requirements are checked."""
 
 
 def check_chips(context: CheckContext) -> CheckResults:
-    """Check that this host has as many chips, counted by device files, as a host of the target."""
+    """Check that this host has as many chips as a host of the target. Chips are counted by their device files."""
     if problems := missing_devices(context.run):
         yield from ((FAILS, str(problem)) for problem in problems)
         return

@@ -136,7 +136,7 @@ class SliceConfig(EngineConfig):
         return problems
 
     def price_notes(self) -> tuple[str, ...]:
-        """Return two notes for the plan: the hardware, and its cost at the list and spot prices that are known."""
+        """Return two notes for the plan: the hardware and its cost. Empty if the hardware or its size is unknown."""
         hardware = self.hardware
         if hardware is None or hardware.chip is None or hardware.chips is None:
             return ()
@@ -171,7 +171,7 @@ class RentedConfig(SliceConfig):
 
     @property
     def hardware_and_chip(self) -> tuple[TargetConfig, ChipConfig]:
-        """The slice and its chip. CommandStep `problems` first, which checks that both exist."""
+        """The slice and its chip. Call `problems` first, which checks that both exist."""
         hardware = self.hardware
         assert hardware is not None and hardware.chip is not None
         return hardware, hardware.chip

@@ -138,7 +138,7 @@ def shell_text(command: Iterable[str]) -> str:
 
 def step_error(step: CommandStep, status: int) -> ValueError:
     """Return the error for a failed step that other steps depend on."""
-    return ValueError(f"{step.description} failed with status {status}: {step.text()}")
+    return ValueError(f"the step `{step.description}` failed with status {status}: {step.text()}")
 
 
 class _ReadableDumper(yaml.SafeDumper):

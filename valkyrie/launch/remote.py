@@ -17,7 +17,7 @@ ARCHIVE = ("git", "archive", "--format=tar.gz")
 
 _TRAINING_PROCESS = r"^[^ ]*python[0-9.]* [^ ]*/valkyrie-train "
 _SIGNAL_TIMEOUT_S = 120.0
-"""Seconds to wait for a host that is to stop a training."""
+"""Seconds to wait for the command that sends a signal to a host."""
 
 
 def folder_problems(folder: str) -> list[str]:

@@ -21,7 +21,7 @@ from valkyrie.processes.interrupt import on_signals
 from valkyrie.processes.team import ProcessInfo
 
 RESTARTS = "VALKYRIE_LAUNCH_RESTARTS"
-"""Environment variable that passes the number of restarts to the processes of a training."""
+"""Environment variable with the number of restarts so far, set for the processes of a training."""
 
 _FINAL_STATUSES = (DONE, REFUSED, INTERRUPTED)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -93,7 +93,7 @@ class Supervisor:
             print_message(f"restarting{f' ({crashes} of {self.restarts})' if crashed else ''}")
 
     def _attempt(self, specs: Sequence[ProcessSpec], starts: int, signals: Sequence[int]) -> int:
-        """Start all processes and return the status of the first one that fails, or 0. Kills the others then."""
+        """Start all processes and return the status of the first one that fails, or 0. Kills all others in the end."""
         processes: list[ChildProcess] = []
         try:
             for index, spec in enumerate(specs):
@@ -151,7 +151,7 @@ class Supervisor:
         while _describe_running(processes) and len(signals) == 1 and time.monotonic() < deadline:
             time.sleep(0.02)
         if still_running := _describe_running(processes):
-            print_message(f"killing {still_running} before a save")
+            print_message(f"killing {still_running} without waiting longer for a save")
         statuses = {process.status for process in processes}
         if is_ctrl_c:
             return INTERRUPTED

@@ -65,8 +65,8 @@ def find_process(
 ) -> ProcessInfo | None:
     """Return the coordinator, count and index of this process, or None if it runs alone.
 
-    Queries JAX only in a cluster, or on a host with `accelerators`. Raises ValueError for incomplete or invalid
-    variables.
+    Uses the config, or else environment variables. If neither is set, lets JAX detect the processes, but only in a
+    cluster or on a host with `accelerators`. Raises ValueError for incomplete or invalid values.
     """
     if config.name == "off":
         return None
@@ -137,7 +137,7 @@ def _check_process(process_info: ProcessInfo, source: str) -> ProcessInfo:
 
 
 def _detect_process(config: DistributedConfig) -> ProcessInfo | None:
-    """Return what JAX detects, or None if it finds no cluster."""
+    """Return the address, count and index that JAX detects, or None if it finds no cluster."""
     from jax._src.clusters import ClusterEnv  # JAX has no public function for this
 
     try:

@@ -67,8 +67,8 @@ def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SI
 class Interrupt:
     """Stops a training on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. The second signal ends the process immediately.
 
-    Until `worth_saving` is set, the first signal ends it too. Otherwise, a first step that never finishes because
-    devices wait for each other could not be stopped.
+    Until `worth_saving` is set, the first signal also ends the process immediately. Otherwise, it would not be possible
+    to stop a first step that never finishes because devices wait for each other.
 
     With `several` processes, the first signal is passed as SIGTERM to JAX's preemption service.
     """

@@ -107,7 +107,7 @@ class Team:
         return value
 
     def agree(self, what: str, values: Mapping[str, object]) -> None:
-        """Raise ValueError if `values` differ between processes, with the keys and processes. `what` is their name."""
+        """Raise ValueError if `values` differ between processes. `what` names the values in the error message."""
         digests = self.exchange(f"agree on {what}", digest(values))
         if len(set(digests)) > 1:
             raise ValueError(_disagreement(what, self.exchange(f"compare {what}", values)))

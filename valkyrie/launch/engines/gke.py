@@ -53,7 +53,7 @@ class Config(RentedConfig):
             return problems
         hardware, chip = self.hardware_and_chip
         if not get_platform(hardware.platform).rented_as_slices:
-            return [f"slice={self.slice} is not a TPU slice, but target=gke supports only those. Use target=skypilot."]
+            return [f"slice={self.slice} has no TPUs, but target=gke supports only TPU slices. Use target=skypilot."]
         if "gke" not in chip.rented_as:
             return [f"slice={self.slice} is not available on GKE. Use a slice of {', '.join(chips_rented_as('gke'))}."]
         if self.slices > 1 and hardware.hosts == 1:

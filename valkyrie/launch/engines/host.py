@@ -14,7 +14,7 @@ from valkyrie.launch.supervisor import Supervisor, local_processes, print_messag
 class Config(EngineConfig):
     """Keys of `target=host`: those of every engine."""
 
-    processes = 1
+    processes = 1  # without an annotation it is not a key; `local.Config` makes it one
 
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return a plan with one step, the training command."""

@@ -38,7 +38,7 @@ class Config(EngineConfig):
                 f"extra={self.extra} is unknown. Use extra=tpu or extra=cuda, or leave it out on hosts with neither."
             )
         if self.port > 65535:
-            problems.append(f"port={self.port} is above 65535, the largest port.")
+            problems.append(f"port={self.port} is not a valid port. Use 65535 or less.")
         if not self.hosts:
             problems.append("target=ssh needs hosts, such as hosts=a,b. The first one runs the coordinator.")
         if bad := [host for host in self.hosts if not re.fullmatch(r"[A-Za-z0-9_][\w.@:-]*", host)]:
@@ -46,7 +46,9 @@ class Config(EngineConfig):
                 f"hosts={','.join(self.hosts)}: {bad[0]} is not a valid host name. Use names such as hosts=a,b."
             )
         if len({*self.hosts}) < len(self.hosts):
-            problems.append(f"hosts={','.join(self.hosts)} names a host twice, but each host runs one process.")
+            problems.append(
+                f"hosts={','.join(self.hosts)} has a host twice, but each host runs one process. Remove one."
+            )
         return problems
 
     def plan(self, overrides: Sequence[str]) -> Plan:

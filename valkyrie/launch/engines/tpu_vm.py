@@ -192,7 +192,7 @@ class Config(RentedConfig):
     def _ensure_installed(self, has_code: bool) -> None:
         """Wait until the slices are ready and have the code. Raises ValueError on failure.
 
-        `has_code` says that slices that are ready have the code. Preempted slices are requested again.
+        Preempted slices are requested again. `has_code` is whether slices that are ready already have the code.
         """
         attempts = 0
         while (requested := self._ensure_ready()) or not has_code:

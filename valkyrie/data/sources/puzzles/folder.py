@@ -145,7 +145,7 @@ def _load(file: Path) -> np.ndarray:
     try:
         return np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError):
-        raise ValueError(f"{file}, which {METADATA} requires, is missing or not a NumPy array.") from None
+        raise ValueError(f"{file} is missing or not a NumPy array, but {METADATA} lists its set.") from None
 
 
 def _check_cells(array: np.ndarray, file: Path, metadata: _Metadata) -> np.ndarray:
