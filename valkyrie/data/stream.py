@@ -123,11 +123,16 @@ class Streamed:
 
     def describe(self) -> str:
         """One line with the number of files and units."""
-        files = [len({unit.file.id for unit in units}) for units in (self.train, self.validation)]
+        training, validation = _describe_units(self.train), _describe_units(self.validation)
         return (
-            f"data {self.name}: {files[0]:,} files in {len(self.train):,} parts for training, {files[1]:,} files in "
-            f"{len(self.validation):,} parts for validation, tokenised while they are read ({self.tokenizer})"
+            f"data {self.name}: {training} for training, {validation} for validation, tokenised while they are read "
+            f"({self.tokenizer})"
         )
+
+
+def _describe_units(units: Sequence[Unit]) -> str:
+    files = len({unit.file.id for unit in units})
+    return f"{files:,} file{'s' * (files > 1)} in {len(units):,} part{'s' * (len(units) > 1)}"
 
 
 def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> Streamed:
