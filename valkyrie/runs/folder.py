@@ -196,7 +196,10 @@ def _continue_hint(folder: Path) -> str:
 
 
 def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
-    """Read a `run.yaml` or, with `whole=False`, the output of `--cfg job`. Raises ValueError if the file is damaged."""
+    """Read a `run.yaml` or, with `whole=False`, the output of `--cfg job`. Converts settings of older versions.
+
+    Raises ValueError if the file is damaged, or names a folder of Python modules that the user has not trusted.
+    """
     remedy = "Create it again."
     if file.name == RUN:
         remedy = f"Restore it from a backup, or delete it and {_continue_hint(file.absolute().parent)}."

@@ -122,7 +122,7 @@ def _distinct_meshes(
     has_accelerators: bool,
     skipped: list[Problem],
 ) -> Iterator[tuple[str, MeshConfig]]:
-    """Yield each mesh that shards arrays differently under a partition, as (name, mesh with its placement).
+    """Yield meshes for a partition without duplicates (see `Same`), as (name, mesh with its placement).
 
     Appends a problem to `skipped` for each duplicate or unusable mesh. If the partition can use no mesh at all, yields
     the first one, so that its refusal is recorded.

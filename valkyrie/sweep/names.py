@@ -24,9 +24,9 @@ _MAX_LENGTH = 120
 
 
 def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
-    """Return the arguments of a multirun with `hydra.sweep.dir` added, or None for a single run.
+    """Return the arguments of a multirun, with `hydra.sweep.dir` added if it is missing, or None for a single run.
 
-    Drops `resume=true`, because a sweep always skips the trials that it has recorded.
+    Drops `resume=true` and `resume=null`, because a sweep always skips the trials that it has recorded.
     """
     overrides_by_key = key_values(arguments)
     mode = overrides_by_key.get("hydra.mode")
@@ -43,7 +43,10 @@ def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
 
 
 def sweep_name(arguments: Sequence[str]) -> str:
-    """Return the sweep's name: the value of `name=`, else of `sweep=`, else a digest of the arguments."""
+    """Return the sweep's name: the value of `name=`, else of `sweep=`, else a digest of the arguments.
+
+    Ignores `name=` in modes that read a trained run, because it then names that run.
+    """
     values_by_key = key_values(arguments)
     name, sweep_choice = values_by_key.get("name"), values_by_key.get("sweep")
     if name not in (None, "null") and not reads_run(values_by_key.get("mode")):

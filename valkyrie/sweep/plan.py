@@ -108,7 +108,7 @@ class TrialPlan:
         return python_module("valkyrie.sweep.child", str(self.trial_folder))
 
     def write(self) -> None:
-        """Write `run.yaml` into the trial's folder and remove the results of earlier attempts."""
+        """Write `run.yaml` into the trial's folder, and remove `outcome.json` and JSON results of earlier attempts."""
         folder = self.trial_folder
         for name in (OUTCOME, self.mode.results or OUTCOME):
             if name.endswith(".json"):
@@ -155,7 +155,7 @@ class TrialPlan:
 
         Refused trials are always checked again, because the machine may have changed. Predictions are repeated if the
         code or the compiler has changed. Trials that did not fit are repeated with `force=true`, and other trials
-        without a result with `trial.retry=true`.
+        without a result with `trial.retry=true`. Trials of modes without results are always repeated.
         """
         if trial is None or trial.status is Status.refused or self.mode.results is None:
             return False

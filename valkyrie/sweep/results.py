@@ -46,9 +46,9 @@ class Outcome:
 
 
 def read_outcome(folder: Path, returncode: int) -> Outcome:
-    """Read the outcome from `outcome.json`. If the file is missing, derive the outcome from the exit status.
+    """Read the outcome from `outcome.json`. If the file is damaged, the outcome is `failed`.
 
-    In that case the reason quotes the last error in the log, but the log does not affect the status.
+    If the file is missing, the status follows from the exit status, and the reason quotes the last error in the log.
     """
     try:
         file = folder / OUTCOME
@@ -189,7 +189,7 @@ def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def last_error(output: Path) -> str:
-    """Return the last line of the output that looks like an error, or else the last line."""
+    """Return the last line that looks like an error, among the last 60 lines of the output, or else the last line."""
     text = output.read_text(errors="replace") if output.is_file() else ""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines[-60:] if _ERROR_LINE.match(line)]

@@ -92,7 +92,7 @@ class Meter:
         """Return the median time of the last `window` steps (None: all), and tokens/s, tokens/s/chip and MFU at it.
 
         `data_wait` is the share of these steps' time during which the devices waited for a batch. All values are None
-        if only the first step has finished.
+        until the second step has finished.
         """
         recent = self.steps[-window:] if window else self.steps
         if not recent:

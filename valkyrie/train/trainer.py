@@ -260,7 +260,8 @@ def _restore_or_init(
 ) -> tuple[int, TrainState]:
     """Restore the newest checkpoint and its data position, or initialise. Returns the finished steps and the state.
 
-    For a continued run, prints from where it continues, the settings that changed, and any jump of the learning rate.
+    Converted weights have neither optimizer state nor data position, so these start anew. For a continued run, prints
+    from where it continues, the settings that changed, and any jump of the learning rate.
     """
     run, changed = program.run, changed_settings(program.run, folder)
     restored = checkpoints.newest(program.abstract_state, changed=changed)
