@@ -66,7 +66,7 @@ def test_the_newest_two_are_kept_and_all_go_at_the_end(tmp_path: Path):
     save(tmp_path, fast=(1, 2, 3))
     assert sorted(os.listdir(process_folder(tmp_path))) == ["2", "3"]
     with closing(both(tmp_path)) as kept:
-        kept.done()
+        kept.mark_complete()
     assert not any((tmp_path / "fast").iterdir())
 
 

@@ -21,7 +21,7 @@ import valkyrie
 from reported import trial
 from runs import SINGLE, TINY, command
 from valkyrie.cli import predict
-from valkyrie.compiled.dumped import LARGEST, read_dumped
+from valkyrie.compiled.dumped import MAX_BYTES, read_dumped
 from valkyrie.config.refusals import unknown_key
 from valkyrie.paths import DiskError
 from valkyrie.report.text import as_csv, as_markdown
@@ -123,7 +123,7 @@ def test_predict_refuses_outputs_over_inputs_and_numbers_below_zero(
 
 def test_a_module_larger_than_any_is_not_read(tmp_path: Path):
     with (tmp_path / "step.hlo").open("wb") as file:
-        file.truncate(LARGEST + 1)
+        file.truncate(MAX_BYTES + 1)
     with pytest.raises(ValueError, match="too large for a module"):
         read_dumped(tmp_path / "step.hlo")
 

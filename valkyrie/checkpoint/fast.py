@@ -78,7 +78,7 @@ class Fast(Tier):
     def _describe(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
         return replace(super()._describe(arrays), shards=local_shards(arrays))
 
-    def usable(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
+    def restorable_steps(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
         """Return the steps that this process can restore as `wanted`, and a reason for each other one.
 
         Deletes damaged checkpoints.

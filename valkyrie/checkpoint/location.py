@@ -69,12 +69,12 @@ def checkpoint_root(run_folder: Path) -> Any:
 
 
 def configured_root(run_folder: Path, folder: str | None) -> Any:
-    """Return the path of a run's durable checkpoints for a setting of `checkpoint.folder`."""
+    """Return the path of a run's durable checkpoints. `folder`: the setting `checkpoint.folder`."""
     return run_folder / FOLDER if folder is None else parse_path(folder) / run_folder.name
 
 
 def record_root(run_folder: Path, folder: str | None) -> None:
-    """Record in a run folder where its durable checkpoints are, for a setting of `checkpoint.folder`.
+    """Write the location of the durable checkpoints to the run folder. `folder`: the setting `checkpoint.folder`.
 
     Raises ValueError if the run already has checkpoints in another place.
     """

@@ -107,7 +107,7 @@ class Tier(ABC):
         try:
             self._manager.save(step, args=content, metrics=None if metrics is None else dict(metrics))
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors if a disk is full or gone
-            return self._failed(error)
+            return self._recover(error)
         return failed
 
     def read(self, step: int, wanted: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, object]]:
@@ -141,7 +141,7 @@ class Tier(ABC):
                 time.sleep(_POLL_S)
             self._manager.wait_until_finished()
         except Exception as error:  # as in save
-            return self._failed(error)
+            return self._recover(error)
         return None
 
     def poll(self) -> str | None:
@@ -152,7 +152,7 @@ class Tier(ABC):
             try:
                 self._raise_reported()
             except Exception as error:  # as in save
-                return self._failed(error)
+                return self._recover(error)
         return None
 
     def _raise_reported(self) -> None:
@@ -171,7 +171,7 @@ class Tier(ABC):
         try:
             self._manager.close()
         except Exception as error:  # as in save
-            print(self._failed(error), file=sys.stderr)
+            print(self._recover(error), file=sys.stderr)
             self._manager.close()
 
     def _unfinished(self) -> list[Path]:
@@ -186,7 +186,7 @@ class Tier(ABC):
         for unfinished in self._unfinished():
             write_checksums(unfinished, without=(METADATA,))
 
-    def _failed(self, error: Exception) -> str:
+    def _recover(self, error: Exception) -> str:
         """Remove the remains of a failed save, reopen Orbax for the next save, and return the error message.
 
         With `together`, only raises NotSavedError.

@@ -61,7 +61,7 @@ class Checkpoints:
         team: Team = ALONE,
         info: CheckpointInfo | None = None,
     ) -> None:
-        self._team, self._read_only, self._done = team, read_only, False
+        self._team, self._read_only, self._complete = team, read_only, False
         self._info = info = info or CheckpointInfo({})
         self.durable = Durable(folder, config, read_only=read_only, team=team, info=info)
         self.fast: Fast | None = None
@@ -107,8 +107,8 @@ class Checkpoints:
             changed: (requested, saved) value of each setting that differs from the saved run, by key.
         """
         wanted = state_arrays(abstract_state)
-        fast, reason = self._agreed_fast(wanted)
-        durable = self._sound_durable(needed=fast is None)
+        fast, reason = self._newest_common_fast(wanted)
+        durable = self._newest_sound_durable(needed=fast is None)
         restored = None
         if self.fast is not None and fast is not None and (durable is None or fast > durable):
             arrays, data = self.fast.read(fast, wanted)
@@ -140,7 +140,7 @@ class Checkpoints:
         source = f"the durable checkpoint of step {step} in {self.durable.path}{reason}"
         return Restored(step, abstract_state._replace(**arrays), data, source)
 
-    def _sound_durable(self, *, needed: bool) -> int | None:
+    def _newest_sound_durable(self, *, needed: bool) -> int | None:
         """Return the step of the newest undamaged durable checkpoint, which process 0 determines, or None.
 
         If all are damaged, raises ValueError if one is `needed`, else moves them aside and returns None.
@@ -161,14 +161,14 @@ class Checkpoints:
             self.durable.reload(step)
         return step
 
-    def _agreed_fast(self, wanted: Mapping[str, Any]) -> tuple[int | None, str]:
+    def _newest_common_fast(self, wanted: Mapping[str, Any]) -> tuple[int | None, str]:
         """Return the step of the newest fast checkpoint that all processes can read, or None and the reason.
 
         The reason is empty if there are no fast checkpoints.
         """
         if self.fast is None:
             return None, ""
-        steps, refused = self.fast.usable(wanted)
+        steps, refused = self.fast.restorable_steps(wanted)
         answers = self._team.exchange("fast checkpoints", {"steps": steps, "refused": refused})
         if shared_steps := set.intersection(*({*answer["steps"]} for answer in answers)):
             return max(shared_steps), ""
@@ -192,12 +192,12 @@ class Checkpoints:
         self.durable.close()
         if self.fast is not None:
             self.fast.close()
-            if self._done:
+            if self._complete:
                 self.fast.remove()
 
-    def done(self) -> None:
+    def mark_complete(self) -> None:
         """Mark the run as complete and durably saved: `close` then deletes its fast checkpoints."""
-        self._done = True
+        self._complete = True
 
 
 class StoredCheckpoint(NamedTuple):

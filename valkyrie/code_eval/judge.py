@@ -52,12 +52,12 @@ class CompletionResult:
 
 def cut_completion(problem: CodingProblem, text: str) -> str:
     """Return a completion up to the end of the function, or all of it if the function does not end."""
-    return text[: LANGUAGES[problem.language].end(text)]
+    return text[: LANGUAGES[problem.language].function_end(text)]
 
 
 def is_complete(problem: CodingProblem, text: str) -> bool:
     """Return whether a completion contains the end of the function."""
-    return LANGUAGES[problem.language].end(text) is not None
+    return LANGUAGES[problem.language].function_end(text) is not None
 
 
 def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> CompletionResult:

@@ -30,14 +30,14 @@ class Program(NamedTuple):
 
 
 class JudgeLanguage(ABC):
-    """A programming language for problems."""
+    """A programming language: where functions end, which problems are valid, and how to build a program."""
 
     @abstractmethod
-    def end(self, completion: str) -> int | None:
-        """Return where in the completion the function begun by the prompt ends, or None if it does not end."""
+    def function_end(self, completion: str) -> int | None:
+        """Return the position in the completion at which the prompt's function ends, or None if it does not end."""
 
     @abstractmethod
-    def trouble(self, prompt: str, tests: str) -> str | None:
+    def find_error(self, prompt: str, tests: str) -> str | None:
         """Return an error message if prompt and tests do not form a valid problem, else None."""
 
     @abstractmethod
@@ -67,11 +67,11 @@ class JudgeLanguage(ABC):
 class Cpp(JudgeLanguage):
     """C++17, compiled by the first available of g++, clang++ and c++."""
 
-    def end(self, completion: str) -> int | None:
+    def function_end(self, completion: str) -> int | None:
         """Return the position after the brace that closes the function."""
         return closing_brace(completion)
 
-    def trouble(self, prompt: str, tests: str) -> str | None:
+    def find_error(self, prompt: str, tests: str) -> str | None:
         """Return an error message if the tests do not have exactly one `main`, or the prompt does not end with `{`."""
         mains = list(_MAIN.finditer(tests))
         if len(mains) != 1 or closing_brace(tests[mains[0].end() :]) is None:
@@ -107,12 +107,12 @@ class Cpp(JudgeLanguage):
 class Python(JudgeLanguage):
     """Python, run by the current interpreter."""
 
-    def end(self, completion: str) -> int | None:
+    def function_end(self, completion: str) -> int | None:
         """Return the start of the first line that is not indented."""
         outside = re.search(r"^\S", completion, re.MULTILINE)
         return None if outside is None else outside.start()
 
-    def trouble(self, prompt: str, tests: str) -> str | None:
+    def find_error(self, prompt: str, tests: str) -> str | None:
         """Return an error message if the prompt does not end with a line break."""
         return None if prompt.endswith("\n") else "a Python prompt must end with a line break"
 

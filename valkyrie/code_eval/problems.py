@@ -48,14 +48,14 @@ def read_problems(name: str) -> tuple[CodingProblem, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"code_eval.problems={name} cannot be read as UTF-8 text ({error}).") from error
     parsed = [(number, _problem(line)) for number, line in enumerate(lines, 1) if line.strip()]
-    troubles = [(number, why) for number, why in parsed if isinstance(why, str)]
+    errors = [(number, why) for number, why in parsed if isinstance(why, str)]
     problems = tuple(problem for _, problem in parsed if isinstance(problem, CodingProblem))
     numbers = {problem.name: number for number, problem in parsed if isinstance(problem, CodingProblem)}
     repeated = [name for name, count in Counter(problem.name for problem in problems).items() if count > 1]
-    troubles += [(numbers[name], f"the name {name} is not unique") for name in repeated]
-    if troubles:
-        listed = "; ".join(f"line {number}: {why}" for number, why in sorted(troubles)[:5])
-        more = f"; and {len(troubles) - 5} more" if len(troubles) > 5 else ""
+    errors += [(numbers[name], f"the name {name} is not unique") for name in repeated]
+    if errors:
+        listed = "; ".join(f"line {number}: {why}" for number, why in sorted(errors)[:5])
+        more = f"; and {len(errors) - 5} more" if len(errors) > 5 else ""
         raise ValueError(f"code_eval.problems={name}: {listed}{more}.")
     if not problems:
         raise ValueError(f"code_eval.problems={name} is empty. Write one problem per line.")
@@ -91,5 +91,5 @@ def _problem(line: str) -> CodingProblem | str:
     if values["difficulty"] not in DIFFICULTIES:
         return f"difficulty {values['difficulty']} of {problem_name} is not known: use {', '.join(DIFFICULTIES)}"
     problem = CodingProblem(**{key: values[key] for key in keys})
-    trouble = LANGUAGES[problem.language].trouble(problem.prompt, problem.tests)
-    return f"{trouble} ({problem_name})" if trouble else problem
+    error = LANGUAGES[problem.language].find_error(problem.prompt, problem.tests)
+    return f"{error} ({problem_name})" if error else problem

@@ -26,14 +26,14 @@ HOW_TO_DUMP = (
     "FOLDER/*.after_optimizations.hlo.pb, or save compiled.as_text()"
 )
 """How to dump the scheduled module of any JAX program."""
-LARGEST = 2 * 2**30
-"""Bytes of the largest module that is read. A proto has at most 2 GiB, and text of large models some hundred MiB."""
+MAX_BYTES = 2 * 2**30
+"""Bytes of the largest file that is read. A proto has at most 2 GiB, and the text of a large model some hundred MiB."""
 _REPLICAS = re.compile(r"replica_count=(\d+)")
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _GPU_TARGETS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
 _CMEM = 3
 """ID of the memory space CMEM, which only v4 chips have."""
-_LARGE = 1e9
+_LARGE_PRODUCT_FLOPS = 1e9
 """FLOPs of the smallest matrix product whose rate is compared with a chip's peak."""
 
 
@@ -60,7 +60,7 @@ def read_dumped(path: Path) -> DumpedModule:
         raise ValueError(f"{path} does not exist.")
     if path.is_dir():
         raise ValueError(f"{path} is a folder. Use one of the *.after_optimizations.txt or .hlo.pb files in it.")
-    if (size := path.stat().st_size) > LARGEST:
+    if (size := path.stat().st_size) > MAX_BYTES:
         raise ValueError(f"{path} is too large for a module ({size / 2**30:.1f} GiB). {HOW_TO_DUMP}.")
     raw = path.read_bytes()
     if not raw.strip():
@@ -91,7 +91,9 @@ def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle
         name: Name of the module, for the message.
     """
     instructions = [i for i in module.instructions.values() if i.cycles is not None]
-    products = [(product_flops(i) / i.cycles, i) for i in instructions if i.cycles and product_flops(i) >= _LARGE]
+    products = [
+        (product_flops(i) / i.cycles, i) for i in instructions if i.cycles and product_flops(i) >= _LARGE_PRODUCT_FLOPS
+    ]
     split = any(b'"megacore_config"' in i.message.backend_config for i in instructions)
     cmem = any(leaf.memory == _CMEM for i in module.instructions.values() for leaf in i.shape.leaves)
     evidence = None
@@ -110,8 +112,8 @@ def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle
 
 def fastest_product_rate(module: Module, flops_per_cycle: float) -> float | None:
     """Return the rate of the fastest large matrix product as a share of peak, or None if there is no large product."""
-    costed = [(product_flops(i), i.cycles) for i in module.instructions.values() if i.cycles]
-    rates = [flops / cycles for flops, cycles in costed if flops >= _LARGE]
+    flops_and_cycles = [(product_flops(i), i.cycles) for i in module.instructions.values() if i.cycles]
+    rates = [flops / cycles for flops, cycles in flops_and_cycles if flops >= _LARGE_PRODUCT_FLOPS]
     return max(rates) / flops_per_cycle if rates else None
 
 

@@ -139,7 +139,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """The target of a custom call."""
+        """Name of the function that a custom call runs; empty for other instructions."""
         return self.message.custom_call_target
 
 

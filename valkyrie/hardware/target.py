@@ -225,7 +225,7 @@ class TargetConfig:
         return None if self.chips is None else self.chips * (self.chip.devices if self.chip else 1) * self.slices
 
     def describe(self) -> str:
-        """Return the target with chips, topology and hosts, for messages."""
+        """Return the name with chips, topology and hosts: `v4-64 (32 v4 chips 2x4x4, 8 hosts)`."""
         if self.chips is None or self.chip is None:
             return self.name
         size = self._size_in_name()
@@ -292,7 +292,7 @@ class TargetConfig:
         )
 
     def resized(self, devices: int) -> TargetConfig | None:
-        """Return one slice with this number of devices of the same kind, or None if none exists."""
+        """Return the default slice of the same chip with this number of devices, or None if there is none."""
         if self.chip is None:
             return simulated_target(devices) if get_platform(self.platform).runs_on_host else None
         chips, remainder = divmod(devices, self.chip.devices)

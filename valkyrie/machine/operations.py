@@ -99,7 +99,7 @@ class OpCosts:
         if instruction.opcode in _FREE_OPCODES or instruction.target in _FREE_TARGETS:
             return OpCost(PartKind.compute, 0.0)
         if instruction.target == _KERNEL:
-            return self._kernel(instruction)
+            return self._kernel_cost(instruction)
         flops = product_flops(instruction)
         traffic_s = hbm_bytes(instruction) / (self._hbm * assumptions.HBM_EFFICIENCY)
         if instruction.cycles is not None:
@@ -118,7 +118,7 @@ class OpCosts:
             ] = None
         return OpCost(PartKind.memory, traffic_s)
 
-    def _kernel(self, instruction: Instruction) -> OpCost:
+    def _kernel_cost(self, instruction: Instruction) -> OpCost:
         work = kernel_cost(instruction, self._chip)
         if work.note:
             self.notes[work.note] = None

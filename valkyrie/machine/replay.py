@@ -203,7 +203,7 @@ class _Replayer:
         elif collective_kind(opcode):
             self._wait(self._begin_transfer(instruction.name, self._collectives.read(instruction)))
         elif opcode == "fusion" and (inner := inner_collectives(instruction.called[0])):
-            self._fused(instruction, inner)
+            self._run_fusion(instruction, inner)
         else:
             self._compute(instruction)
 
@@ -220,7 +220,7 @@ class _Replayer:
         totals.flops += cost.flops
         links.pass_time(cost.seconds)
 
-    def _fused(self, instruction: Instruction, inner: list[Instruction]) -> None:
+    def _run_fusion(self, instruction: Instruction, inner: list[Instruction]) -> None:
         """Replay a fusion that starts, continues or ends an asynchronous collective, or contains a synchronous one."""
         starts, ends = (wrapped_collectives(target, instruction.called[0]) for target in (ASYNC_START, ASYNC_DONE))
         async_parts = [i for i in inner if FUSED in i.config]

@@ -95,17 +95,17 @@ class Candidates:
 
     @property
     def devices(self) -> np.ndarray:
-        """Devices of the mesh, one entry per layout."""
+        """Number of devices of each layout."""
         return self.parts(tuple(self.sizes))
 
     @cached_property
     def data_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split data."""
+        """Mesh axes that split the batch or the sequence."""
         return tuple(dict.fromkeys([*self.activations[BATCH], *self.activations[SEQ]]))
 
     @cached_property
     def stages(self) -> np.ndarray:
-        """Pipeline stages of each layout."""
+        """Number of pipeline stages of each layout."""
         return self.parts(self.parameters.get(LAYERS, ()))
 
     def stored_axes(self, logical: str | None) -> tuple[str, ...]:

@@ -142,7 +142,10 @@ class Layout:
         return tuple(tuple(m for a in logical for m in self.activations[a]) for logical in dimensions)
 
     def optimizer_axes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-        """Return, per dimension, the mesh axes of optimizer state. ZeRO-1 adds free data axes."""
+        """Return, per dimension, the mesh axes that split the optimizer state of a parameter.
+
+        ZeRO-1 adds each data axis that does not split the parameter to the first dimension that it divides.
+        """
         entries = list(self.stored_axes(axes))
         if self.partition.zero1:
             for data in zero1_axes(self.activations[BATCH], entries):

@@ -186,7 +186,7 @@ def _pairs(targets: Any) -> list[tuple[int, int]]:
 
 
 def update_slot(waiting: Any, new: Any, slot: Any, valid: Any) -> Any:
-    """Replace arrays at index `slot` of the first dimension by new ones, if `valid`."""
+    """Write `new` into index `slot` of the first dimension of arrays, if `valid`."""
 
     def update(x: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(x, jnp.where(valid, new, index_tree(x, slot)), slot, 0)
@@ -202,7 +202,7 @@ def constrain_rows(shard: Shard, x: jax.Array, dimension: int) -> jax.Array:
 
 
 def fold_in_keys(layers: Any, microbatch: jax.Array) -> Any:
-    """Return layers with random keys for this microbatch."""
+    """Fold the microbatch into the random keys of layers, so that dropout differs between microbatches."""
 
     def fold_in(x: jax.Array) -> jax.Array:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

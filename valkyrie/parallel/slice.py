@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Slice(TargetConfig):
-    """A slice, with meshes of its devices to compile for."""
+    """A target whose devices can form JAX meshes to compile for, without a TPU."""
 
     def __repr__(self) -> str:
         return f"<Slice {self.describe()}>"

@@ -167,7 +167,7 @@ def fit(
         if save.unsaved:
             raise NotSavedError(save.unsaved)
         if progress.finished:
-            checkpoints.done()
+            checkpoints.mark_complete()
     return FitResult(program, progress.state, summary, progress.stopping, interrupt.preempted)
 
 
