@@ -53,7 +53,7 @@ def seconds_in(parts: Iterable[StepPart], *kinds: PartKind) -> float:
 
 
 def describe_part(kind: PartKind, mesh_axes_text: str) -> str:
-    """Format a part for printing: `matrix products`, or `waiting for communication over x,y` with `over="x,y"`."""
+    """Format a part for printing: `matrix products`, or `waiting for communication over x,y`."""
     return f"{PART_LABELS[kind]} over {mesh_axes_text}" if kind.by_axes else PART_LABELS[kind]
 
 

@@ -396,7 +396,8 @@ def _advice(problem: Problem) -> str:
         )
     else:
         divisors = [n for n in range(1, 65) if problem.size % n == 0]
-        advice.append(f"a mesh whose {'·'.join(problem.mesh_axes)} divides it ({', '.join(map(str, divisors[:8]))})")
+        product, listed = "·".join(problem.mesh_axes), ", ".join(map(str, divisors[:8]))
+        advice.append(f"a mesh where {product} divides {problem.size} ({listed})")
     if values:
         advice.append(alternatives(problem.key, values) + ("" if problem.key else f" for {', '.join(problem.axes)}"))
     return f" Use {', or '.join(advice)}." if advice else ""

@@ -87,9 +87,9 @@ def _convert(record_type: type[R], plain: Any, source: str) -> R:
 
 
 def _set_defaults(value: Any) -> None:
-    """Store the defaults of fields that the input lacks in their records.
+    """Set fields that the input lacks to their defaults, in a record and the records inside it.
 
-    msgspec 0.22 leaves them to the class, and then omits them when it encodes the record.
+    msgspec 0.22 leaves such fields to the class, and then omits them when it encodes the record.
     """
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):

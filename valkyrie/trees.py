@@ -30,7 +30,7 @@ def with_value(config: Any, key: str, value: Any) -> Any:
 
 
 def override_text(value: Any) -> str:
-    """Format a value for the command line."""
+    """Format a config value as on the command line: `null`, `true`, `[a,b]`."""
     if isinstance(value, list):
         return f"[{','.join(map(override_text, value))}]"
     if value is None or isinstance(value, bool):

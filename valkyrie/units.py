@@ -9,7 +9,7 @@ GIB = 2**30
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which a terminal would obey, by escapes of their code. Keeps lines and tabs."""
+    """Replace control characters, which terminals interpret, with hexadecimal escapes. Keeps newlines and tabs."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: f"\\x{ord(control[0]):02x}", text)
 
 

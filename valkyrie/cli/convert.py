@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _convert(words: list[str]) -> None:
     parser = _parser()
     arguments, overrides = parser.parse_known_args(words)
-    if wrong := [word for word in overrides if "=" not in word or word.startswith("--")]:
-        parser.error(f"{wrong[0]} is neither a flag nor KEY=VALUE.")
+    if unknown := [word for word in overrides if "=" not in word or word.startswith("--")]:
+        parser.error(f"{unknown[0]} is neither a flag nor KEY=VALUE.")
     arguments.run(arguments, overrides)
 
 

@@ -110,8 +110,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
         f"{prepared.train.tokens:,} training and {prepared.validation.tokens:,} validation tokens "
         f"in {time.perf_counter() - start:.1f} s"
     )
-    if remark := prepared.undecodable_note():
-        print(remark, file=sys.stderr)
+    if note := prepared.undecodable_note():
+        print(note, file=sys.stderr)
     print(prepared.path)
 
 

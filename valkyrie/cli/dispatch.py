@@ -48,10 +48,10 @@ def dispatch() -> None:
         here = os.getcwd()
     except OSError:
         fail(COMMAND, "the current folder was deleted. Change to another folder (cd).")
-    if strange := bytes_not_utf8(here):
+    if bad_bytes := bytes_not_utf8(here):
         fail(
             COMMAND,
-            f"the path of the current folder has bytes that are not UTF-8 ({strange}). Rename it, or cd to another.",
+            f"the path of the current folder has bytes that are not UTF-8 ({bad_bytes}). Rename it, or cd to another.",
         )
     add_import_path(config_dirs(arguments))
     try:
@@ -67,8 +67,8 @@ def dispatch() -> None:
         primary = find_primary(hydra_arguments, read=multirun is None or reads_one_run(hydra_arguments))
         sys.argv[1:] = primary.arguments
         if multirun is not None:
-            with join_multirun(hydra_arguments) as leads, signals_as_exceptions():
-                config = _compose(primary) if leads else None
+            with join_multirun(hydra_arguments) as is_leader, signals_as_exceptions():
+                config = _compose(primary) if is_leader else None
         else:
             config = _compose(primary)
         if config is not None:

@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="valkyrie-launch",
         usage="valkyrie-launch [-h] [--restarts N] [--run] [-cd FOLDER] [ACTION] KEY=VALUE ... [-- OVERRIDES]",
         description="Start a training on this machine (target=local), or print the commands that start it elsewhere: "
-        f"on a TPU slice by its name, or with another engine ({', '.join(ENGINES.names())}). --run runs them.",
+        f"on a TPU slice (target=v4-64), or with another engine ({', '.join(ENGINES.names())}). --run runs them.",
         epilog="Example: valkyrie-launch target=local processes=4 --restarts 3 -- model=gpt_tiny mesh=2x2x2",
     )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=f"{', '.join(ACTIONS)}; target= and its keys")
@@ -125,8 +125,8 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
 def image_extra(words: Sequence[str]) -> str:
     """Parse the arguments of `valkyrie-launch dockerfile`. Returns the extra of `pyproject.toml` to install.
 
-    It is `tpu` for `extra=tpu` or no arguments, `cuda` for `extra=cuda`, and an empty string for `extra=none`, which is
-    for CPUs. Raises ValueError for anything else.
+    It is `tpu` for `extra=tpu` or no arguments, `cuda` for `extra=cuda`, and an empty string for `extra=none` (CPUs).
+    Raises ValueError for other arguments.
     """
     if not words:
         return "tpu"

@@ -1,4 +1,4 @@
-"""`valkyrie-predict`: predicts the step time of a compiled module, which any JAX program can dump, on a slice."""
+"""`valkyrie-predict`: predicts the step time of any JAX program on a slice, from its compiled module."""
 
 from __future__ import annotations
 

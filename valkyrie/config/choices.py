@@ -41,9 +41,9 @@ class Chips(Mapping[str, ChipConfig]):
 
 
 def get_target(name: str) -> TargetConfig:
-    """Return a target by the name of its YAML, of the package or of the user, or by its slice name, such as `v4-64`.
+    """Return the target with this name: of a YAML, in the package or in the user's folders, or of a slice (`v4-64`).
 
-    Raises ValueError if the name is neither.
+    Raises ValueError for other names.
     """
     if name in config_names("target"):
         return read_config("target", name, TargetConfig)

@@ -144,7 +144,7 @@ class ValkyrieSource(ConfigSource):
 
 
 def register() -> Path:
-    """Register the source and the resolvers with Hydra and return the folder of config groups.
+    """Register `ValkyrieSource` and the resolvers with Hydra. Returns the folder of config groups.
 
     Raises RuntimeError if the folder is missing from the installation.
     """

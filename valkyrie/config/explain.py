@@ -44,7 +44,7 @@ _EXTRAS = {
 
 
 def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
-    """Return our error for one of Hydra, OmegaConf or YAML: a ProblemError if a single key is at fault.
+    """Convert an error of Hydra, OmegaConf or YAML to a ValueError: a ProblemError if a single key is at fault.
 
     `folders` are the user's config folders.
     """

@@ -26,11 +26,11 @@ TUNED, ATTEMPTS = "tuned.yaml", "tune.json"
 EXPLAINED = "explain.json"
 """File in a run folder with the comparison of two layouts."""
 ANSWER = "search.json"
-"""File in the folder of a search with its answer."""
+"""File with the answer of a search, in its folder."""
 CALIBRATED = "calibrated_{chip}.yaml"
 """File in a run folder with the constants fitted to a chip."""
 FIGURES, MACHINES = "figures.json", "machines.json"
-"""Files in a run folder with the measured rates of the local devices, and with the names of such machines."""
+"""Files in a run folder with the measured rates of the local devices, and the machines that have such devices."""
 TIMELINE = "timeline.json"
 """File in a run folder with the timeline of a predicted step."""
 CODE_EVAL = "code_eval.json"
@@ -104,7 +104,7 @@ class ModeConfig(ABC):
     reads_run: ClassVar[bool] = False
     """Whether `name` and `resume` name a trained run."""
     predicts: ClassVar[bool] = False
-    """Whether the results come from a compiler, so that another version of it requires computing them again."""
+    """Whether the results depend on the version of the compiler, and are computed again with another version."""
     timed: ClassVar[bool] = False
     """Whether other trials on the same machine at the same time would disturb the results."""
     tracked: ClassVar[bool] = False

@@ -193,7 +193,7 @@ def _wrong_value_text(key: str | None, message: str) -> str:
 
 
 def too_large(values: Mapping[str, object]) -> list[Problem]:
-    """Return a problem for each integer that does not fit its type. Must be called before anything is computed."""
+    """Return a problem for each integer that does not fit its type. Other checks must not compute with these."""
     problems = []
     for key, value in flatten(values).items():
         largest = 2**63 - 1 if key in _INT64_KEYS or key.startswith(_COMPILER_PREFIXES) else LARGEST

@@ -458,7 +458,7 @@ class Run:
 def _schema_of(classes: tuple[tuple[str, type], ...]) -> DictConfig:
     """Return the schema of runs with these config classes by group. `OmegaConf.merge` copies it.
 
-    Building it takes half of the time that a page with hundreds of trainings spends on each.
+    Cached, because a page with hundreds of trainings would spend half of its time on building it.
     """
     schema = OmegaConf.structured(RunConfig)
     for group, config_class in classes:

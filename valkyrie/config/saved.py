@@ -31,11 +31,11 @@ CONFIG_PATH = ("--config-path", "-cp")
 """Flags for the folder of the primary config."""
 _NAME, _DIR = ("--config-name", "-cn"), ("--config-dir", "-cd")
 CONFIG_FLAGS = (*CONFIG_PATH, *_NAME, *_DIR)
-"""Flags for the location of the configuration."""
+"""Flags that select config files and folders."""
 SETTINGS = "VALKYRIE_SETTINGS"
 """Environment variable that passes the settings file to the jobs of a multirun."""
 SAVED_RUN = "saved_run"
-"""Name of these settings in Hydra's config store."""
+"""Name of the primary config with saved settings in Hydra's config store."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
 
 
 def _fill_defaults(values: DictConfig, file: Path) -> DictConfig:
-    """Return a `run.yaml` completed with defaults; ValueError names the file and the key."""
+    """Return the settings of a `run.yaml`, with defaults for missing keys. Raises ValueError with file and key."""
     try:
         return OmegaConf.create(Run.from_config(values).record())
     except ValueError as error:

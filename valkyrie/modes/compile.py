@@ -43,7 +43,7 @@ class Config(CompilingMode):
         return max(HOUR_S, self.time_limit_s + _MARGIN_S)
 
     def run(self, run: Run) -> int:
-        """Compile the step and predict it. Returns the exit status."""
+        """Compile the step and predict its time and memory. Returns the exit status."""
         from valkyrie.search.modes import compile_mode
 
         return compile_mode(run)

@@ -42,7 +42,10 @@ CONFIG: Spec = {
 """Style of all figures. Text and lines use the colour of the page's text, which is light or dark."""
 
 _WHITE_FROM = 0.74
-"""Share of the highest rate above which the text in a cell is white. Here, both have a contrast of 4.5."""
+"""Share of the highest rate above which the text in a cell is white, else black.
+
+At this share, both have a contrast of 4.5 against the cell.
+"""
 _RED = "#e05a5a"
 
 

@@ -110,7 +110,8 @@ def memory(rows: Sequence[Row]) -> Values:
     """Return the peak memory and speed of rows that fit, and the memory needed by rows that do not fit, with speed 0.
 
     If no row has a speed, `rate` is None in all values, which are sorted by memory. `usable` is the usable memory per
-    device, the same in all values. It is None if unknown, or if it is far larger than all peaks, as `far` then states.
+    device, the same in all values. It is None if unknown, or if it is far larger than all peaks, which `far` then
+    states.
     """
     row_labels, pareto_front = labels(rows), pareto_ids(rows, peak_memory)
     has_speeds = any(row.ok and row.peak for row in rows)

@@ -117,7 +117,7 @@ def build_dashboard(entity: str, project: str, group: str | None) -> tuple[Works
 def dashboard_json(workspace: Workspace, report: Report) -> dict[str, object]:
     """Return the dashboard as JSON values.
 
-    Of run sets, it has only name, filters and project, because their W&B format has the id of the project, and reading
+    Run sets have only their name, filters and project. W&B's own format also has the id of the project, and reading
     that id needs an API key.
     """
     from wandb_workspaces.reports.v2.interface import PanelGrid

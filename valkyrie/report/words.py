@@ -280,7 +280,7 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def agreement_line(rows: Sequence[Row]) -> str | None:
-    """Return a sentence: how often predictions pick the layout that is faster when measured. None if unknown."""
+    """Return a sentence on how often predictions pick the layout that measures faster, or None if unknown."""
     pairs = pair_predictions(rows)
     share = agreement(pairs)
     if share is None:

@@ -244,7 +244,7 @@ def _halted(config: trm.Config, halt: jax.Array, steps: jax.Array, key: jax.Arra
     last = steps >= config.max_steps
     if config.max_steps == 1:
         return last
-    explores, at_least = jax.random.split(key)
-    longer = jax.random.bernoulli(explores, config.exploration, steps.shape)
-    least = jax.random.randint(at_least, steps.shape, 2, config.max_steps + 1)
-    return (last | (halt > 0)) & (steps >= jnp.where(longer, least, 0))
+    explore_key, least_key = jax.random.split(key)
+    explores = jax.random.bernoulli(explore_key, config.exploration, steps.shape)
+    least = jax.random.randint(least_key, steps.shape, 2, config.max_steps + 1)
+    return (last | (halt > 0)) & (steps >= jnp.where(explores, least, 0))
