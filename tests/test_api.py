@@ -46,7 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_the_examples_of_training_run_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_training_examples_run_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     names: dict[str, Any] = {}
     example = smaller(example_in("valkyrie"))
@@ -63,7 +63,7 @@ def test_the_examples_of_training_run_as_written(here: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow  # two compiles for a TPU
-def test_the_examples_of_predicting_run_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_prediction_examples_run_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
     names: dict[str, Any] = {"valkyrie": valkyrie, "run": valkyrie.compose(*TINY, "mesh=1x1x1", "partition=dp")}
     exec("print(valkyrie.slice" + smaller(example_in("valkyrie")).split("print(valkyrie.slice")[1], names)
     for result in names["results"]:
@@ -80,7 +80,7 @@ def test_the_example_of_the_readme_runs_as_written(here: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_the_example_of_trials_runs_as_written(here: Path):
+def test_the_example_of_reading_trials_runs_as_written(here: Path):
     command = [sys.executable, "-m", "valkyrie.cli.train", "-m", *TINY, "partition=dp,fsdp", "mode=compile"]
     done = subprocess.run([*command, "mesh=2x2x1", "name=laptop_8"], cwd=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -107,7 +107,7 @@ def test_nothing_is_imported_before_it_is_used():
     assert done.returncode == 0, done.stderr
 
 
-def test_showing_a_run_leaves_the_devices_for_its_training():
+def test_showing_a_run_does_not_initialise_jax():
     """JAX's first use fixes the number of CPU devices. If showing a run used JAX, training would find one device."""
     code = f"""
 import jax, valkyrie
@@ -143,13 +143,13 @@ def test_a_folder_without_a_run_is_named(here: Path):
     assert "nothing" in str(error.value) and "run.yaml" in str(error.value)
 
 
-def test_a_slice_that_does_not_exist_names_the_nearest():
+def test_the_error_for_a_slice_that_does_not_exist_names_the_nearest():
     with pytest.raises(ValueError) as error:
         valkyrie.slice("v5e-7")
     assert "v5e-8" in str(error.value)
 
 
-def test_a_result_that_does_not_fit_says_what_it_needs():
+def test_a_result_that_does_not_fit_has_the_needed_memory():
     memory = MemoryReport(needed=3 * 2**30, usable=2**30)
     about = LayoutRecord("m", "1x1x1", "dp", "cpu-1", described="d", roles="r", batch=1, seq=2, precision="float32")
     result = valkyrie.Result(Prediction(about, CompileStatus.does_not_fit, "too big", memory=memory))

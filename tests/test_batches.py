@@ -14,13 +14,13 @@ from valkyrie.problems import ProblemCode
 SMALL = ("mesh=2x2x2", "partition=fsdp", "seq=64")
 
 
-def test_tokens_make_sequences_and_microbatches():
+def test_tokens_per_batch_give_sequences_and_microbatches():
     assert resolve_batches(32, 1, 1024, 8, 524288, 8) == (512, 8, [])
     assert resolve_batches(512, 4, 1024, 8, None, None) == (512, 4, [])
     assert resolve_batches(32, 1, 2048, 4, 524288, None) == (256, 1, [])
 
 
-def test_a_run_has_them_and_says_so():
+def test_a_run_uses_and_reports_the_derived_batch():
     run = compose_run(*SMALL, "batch_tokens=4096", "device_batch=2")
     assert (run.config.batch, run.config.microbatches, run.layout.microbatches) == (64, 4, 4)
     assert re.findall(r"\w*=?[\d,]*\d", run.batch_note or "") == ["4,096", "batch=64", "seq=64", "microbatches=4", "2"]
@@ -46,6 +46,6 @@ def test_a_run_has_them_and_says_so():
         (["sample_every=0"], ProblemCode.out_of_range, "sample_every", None),
     ],
 )
-def test_what_does_not_divide_is_refused_with_what_does(overrides, code, key, nearest):
+def test_indivisible_batches_are_refused_with_divisible_ones(overrides, code, key, nearest):
     problems = Run.from_config(compose_config(*SMALL, *overrides)).problems()
     assert (code, key, nearest) in [(p.code, p.key, p.nearest) for p in problems]

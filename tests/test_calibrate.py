@@ -107,7 +107,7 @@ def with_it(folder: Path, *arguments: str) -> Run:
     return parse_run(["--config-dir", str(folder / "mine"), "+experiment=calibrated_v5e", *arguments])
 
 
-def test_constants_are_found_and_held_to_families_left_out(
+def test_calibration_recovers_constants_and_validates_on_held_out_families(
     truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     compiled = trials((32, 64), truth)
@@ -149,7 +149,7 @@ def unfitted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unfitted")
-def test_a_model_and_batch_that_was_compiled_and_measured_is_one_family(truth: Efficiency, tmp_path: Path) -> None:
+def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32,), truth)
     one = fit_calibration(rows_of([*compiled, *measured(compiled, [1.0] * len(compiled))], tmp_path))
     assert list(one.families.values()) == [8] and one.left_out is None and not one.gains
@@ -158,7 +158,7 @@ def test_a_model_and_batch_that_was_compiled_and_measured_is_one_family(truth: E
 
 @pytest.mark.usefixtures("unfitted")
 @pytest.mark.parametrize("also", ["precision=float32", "optimizer=muon"])
-def test_each_step_is_estimated_as_it_was_run(also: str, tmp_path: Path) -> None:
+def test_each_trial_is_estimated_with_its_own_settings(also: str, tmp_path: Path) -> None:
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
     now = chip_efficiency(chip)
@@ -166,7 +166,7 @@ def test_each_step_is_estimated_as_it_was_run(also: str, tmp_path: Path) -> None
     assert one.errors.tolist() == pytest.approx([1.0] * len(one.errors), rel=1e-6)
 
 
-def test_what_several_slices_lose_counts_once(truth: Efficiency, tmp_path: Path) -> None:
+def test_the_slowdown_of_several_slices_is_applied_once(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32,), truth, "target.slices=2", slices=2)[:1]
     one, _ = fit_replays(rows_of([*compiled, *measured(compiled, [1.0])], tmp_path))
     target = shared_run(*compiled[0].overrides).config.target
@@ -175,7 +175,7 @@ def test_what_several_slices_lose_counts_once(truth: Efficiency, tmp_path: Path)
     assert target_correction(fitted).factor == pytest.approx(SLOWER, rel=1e-3)
 
 
-def test_fewer_than_four_steps_make_no_interval(truth: Efficiency, tmp_path: Path) -> None:
+def test_fewer_than_four_steps_give_no_interval(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32, 64), truth)
     pairs = measured([*compiled[:2], compiled[len(LAYOUTS)]], [1.0, 1.02, 0.98])
     one, _ = fit_replays(rows_of([*compiled, *pairs], tmp_path))
@@ -184,7 +184,7 @@ def test_fewer_than_four_steps_make_no_interval(truth: Efficiency, tmp_path: Pat
     assert f" {MIN_RUNS} " in one.sentences[-1]
 
 
-def test_a_compile_with_other_compiler_options_is_of_another_program(truth: Efficiency, tmp_path: Path) -> None:
+def test_compiles_with_other_compiler_options_are_not_paired(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32,), truth)[:1]
     (other,) = trials((32,), truth, "+target.chip.xla_options.xla_flag=true")[:1]
     pairs = rows_of([*compiled, *measured([other], [1.0])], tmp_path / "other")
@@ -200,7 +200,7 @@ def test_a_compile_with_other_compiler_options_is_of_another_program(truth: Effi
     assert fit is not None and unpaired == 0
 
 
-def test_what_is_written_is_an_experiment(truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_calibration_writes_an_experiment(truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     calibrated(tmp_path, [*trials((32,), truth), *trials((32,), truth, "microbatches=2")], capfd)
     chip, written = used(tmp_path).chip, (tmp_path / "found" / "calibrated_v5e.yaml").read_text()
     assert chip is not None and chip_efficiency(chip).products == pytest.approx(0.6, abs=0.1)
@@ -226,7 +226,7 @@ def test_what_is_written_is_an_experiment(truth: Efficiency, tmp_path: Path, cap
         (("paths=runs/estimates",), ("paths", " runs/estimates ", "mode.compiles=0")),
     ],
 )
-def test_what_cannot_be_fitted_to(
+def test_unsuitable_trials_are_refused(
     arguments: tuple[str, ...],
     values: tuple[str, ...],
     tmp_path: Path,
@@ -242,7 +242,7 @@ def test_what_cannot_be_fitted_to(
     assert all(value in error for value in values)
 
 
-def test_a_trial_is_fitted_by_its_own_settings(truth: Efficiency, tmp_path: Path) -> None:
+def test_a_trial_is_fitted_with_the_settings_of_its_run_yaml(truth: Efficiency, tmp_path: Path) -> None:
     """Settings are read from the trial's `run.yaml`. Today's defaults do not replace those that its overrides omit."""
     sweep = saved_sweep(tmp_path / "sweep", trials((32,), truth, "model.layers=2")[:1])
     log = sweep / TRIALS

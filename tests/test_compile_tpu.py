@@ -40,9 +40,7 @@ def found(folder: Path, report: subprocess.CompletedProcess[str]) -> dict[str, A
     return json.loads((folder / "runs" / "first" / "compile.json").read_text())
 
 
-def test_the_report_says_whether_it_fits_how_fast_and_why(
-    report: subprocess.CompletedProcess[str], found: dict[str, Any]
-):
+def test_the_report_has_memory_speed_and_hints(report: subprocess.CompletedProcess[str], found: dict[str, Any]):
     for part in (
         "fits:",
         "predicted step:",
@@ -62,7 +60,7 @@ def test_the_report_says_whether_it_fits_how_fast_and_why(
     assert found["memory"]["usable"] > 15 * 2**30
 
 
-def test_the_timeline_is_a_trace_of_the_whole_step(folder: Path, found: dict[str, Any]):
+def test_the_timeline_covers_the_whole_step(folder: Path, found: dict[str, Any]):
     events = json.loads((folder / "runs" / "first" / "timeline.json").read_text())["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
     assert {e["ph"] for e in events} == {"X", "M"}
@@ -71,7 +69,7 @@ def test_the_timeline_is_a_trace_of_the_whole_step(folder: Path, found: dict[str
     assert "compute" in tracks and any(track.startswith("collectives over") for track in tracks)
 
 
-def test_the_module_is_left_where_asked_for(folder: Path, found: dict[str, Any]):
+def test_the_module_is_written_to_the_requested_path(folder: Path, found: dict[str, Any]):
     text = (folder / "runs" / "first" / "module.hlo.txt").read_text()
     assert "is_scheduled=true" in text
     assert (folder / "runs" / "first" / "module.hlo.pb").stat().st_size > 10_000

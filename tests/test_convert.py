@@ -76,7 +76,7 @@ def made(folder: Path, runs: Path, *overrides: str) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers_and_the_way_back_ends_where_it_began(case, tmp_path):
+def test_logits_equal_those_of_transformers_and_the_round_trip_is_exact(case, tmp_path):
     source = published(tmp_path / case, case)
     folder = made(source, tmp_path / "runs")
     _, program, parameters = restored(folder)
@@ -93,7 +93,7 @@ def test_logits_are_those_of_transformers_and_the_way_back_ends_where_it_began(c
     assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
-def test_gpt2_without_its_prefix_comes_back_without_it(tmp_path):
+def test_gpt2_names_without_a_prefix_survive_the_round_trip(tmp_path):
     source = published(tmp_path / "model", "gpt2")
     short = {name.removeprefix("transformer."): value for name, value in tensors_in(source).items()}
     save_file(short | {"h.0.attn.bias": np.ones((1, 1, 64, 64), np.float32)}, source / "model.safetensors")
@@ -104,7 +104,7 @@ def test_gpt2_without_its_prefix_comes_back_without_it(tmp_path):
         np.testing.assert_array_equal(after[name], value, err_msg=name)
 
 
-def test_bfloat16_and_several_files_there_and_back_with_the_tokenizer(tmp_path):
+def test_bfloat16_and_several_files_and_the_tokenizer_survive_the_round_trip(tmp_path):
     source = published(tmp_path / "model", "llama", ml_dtypes.bfloat16)
     (source / "tokenizer_config.json").write_text('{"a": 1}')
     folder = made(source, tmp_path / "runs")
@@ -124,7 +124,7 @@ def test_bfloat16_and_several_files_there_and_back_with_the_tokenizer(tmp_path):
     assert json.loads((wide / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_a_gpt2_that_no_setting_says_is_refused_by_its_key():
+def test_an_unsupported_gpt2_is_refused_by_its_key():
     config = json.loads(str(GOLDEN["gpt2_config"]))
     changed = {"activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True, "n_embd": 30}
     with pytest.raises(ValueError) as error:
@@ -147,7 +147,7 @@ def test_each_device_of_a_mesh_gets_its_shard(layout, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_converted_run_is_trained_on_another_mesh_then_leaves(tmp_path):
+def test_a_converted_run_trains_on_another_mesh_and_is_exported(tmp_path):
     folder = made(published(tmp_path / "model", "llama"), tmp_path / "runs")
     asked = ["resume=model", "mesh=1x2x2", "partition=2d_tp", "data=synthetic", "data.documents=50", "steps=3"]
     asked += ["batch=8", "seq=32", "sample_tokens=4", "tracking=off", "optimizer.ema_decay=0.9"]
@@ -195,7 +195,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ({"num_attention_heads": 3}, "model.attention.heads=3 "),
     ],
 )
-def test_what_no_setting_says_is_refused_by_its_key(changed, message, tmp_path, capsys, monkeypatch):
+def test_unsupported_settings_are_refused_by_their_key(changed, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = published(tmp_path / "model", "llama", **changed)
     if "vocab_size" in changed:
@@ -205,7 +205,7 @@ def test_what_no_setting_says_is_refused_by_its_key(changed, message, tmp_path, 
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_folder_that_is_not_whole_is_refused(tmp_path, capsys, monkeypatch):
+def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load = ("from-hf", "model", "--tokenizer", "bytes")
     assert refusal(capsys, *load).startswith("model ")
@@ -253,9 +253,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "runs" / "model").exists()
 
 
-def test_folders_with_blanks_and_brackets_are_converted_and_one_that_cannot_be_written_is_named(
-    tmp_path, capsys, monkeypatch
-):
+def test_paths_with_spaces_are_converted_and_unwritable_ones_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = published(tmp_path / "My {Models}, [2024]" / "llama's (3)", "llama")
     train_tokenizer(["some text"], 257, "cl100k", source / "tokenizer.json")
@@ -268,7 +266,7 @@ def test_folders_with_blanks_and_brackets_are_converted_and_one_that_cannot_be_w
     assert "file/out" in message and "another FOLDER" in message
 
 
-def test_what_is_there_already_is_not_written_over(tmp_path, capsys, monkeypatch):
+def test_existing_files_are_not_overwritten(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     published(tmp_path / "model", "llama")
     main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
@@ -298,7 +296,7 @@ def test_what_is_there_already_is_not_written_over(tmp_path, capsys, monkeypatch
         (["model=gpt_tiny", "model.feed_forward=relu2"], "model.feed_forward=relu2"),
     ],
 )
-def test_a_model_that_transformers_has_not_stays_here_by_its_key(settings, message):
+def test_the_refusal_to_export_an_unsupported_model_names_its_key(settings, message):
     with pytest.raises(ValueError) as error:
         to_config_json(parse_run([*settings, "mesh=1x1x1"]).model)
     assert message in str(error.value)
@@ -317,7 +315,7 @@ def test_a_model_that_transformers_has_not_stays_here_by_its_key(settings, messa
         ],
     ],
 )
-def test_a_model_of_ours_is_the_same_by_its_config(settings):
+def test_an_exported_model_is_rebuilt_from_its_config(settings):
     model = parse_run([*settings, "mesh=1x1x1"]).model
     says = model_settings(to_config_json(model))
     again = parse_run(

@@ -60,7 +60,7 @@ if __name__ == "__main__":
 '''
 
 
-def test_functions_and_classes_of_cpp_with_what_stands_before_them() -> None:
+def test_cpp_is_split_into_functions_and_classes_with_preceding_lines() -> None:
     found = [*chunks(CPP, Language.cpp)]
     assert "".join(found).replace("\n", "") == CPP.replace("\n", "")
     assert [chunk.splitlines()[-1] for chunk in found[:3]] == [
@@ -72,18 +72,18 @@ def test_functions_and_classes_of_cpp_with_what_stands_before_them() -> None:
     assert found[3].endswith("return t; }\nint x = 3;\n")
 
 
-def test_functions_and_classes_of_python() -> None:
+def test_python_is_split_into_functions_and_classes() -> None:
     first, second = chunks(PYTHON, Language.python)
     assert first.endswith('        return "é"\n    return inner\n') and second.startswith("class Two:")
     assert first + "\n" + second == PYTHON
 
 
 @pytest.mark.parametrize("code", ["int x = 1;\n", "", "int f( { ] class", "\n\n  \n"])
-def test_a_text_without_functions_is_whole(code: str) -> None:
+def test_a_text_without_functions_is_not_split(code: str) -> None:
     assert "".join(chunks(code, Language.c)) == code.lstrip("\n")
 
 
-def test_nothing_of_real_files_is_lost() -> None:
+def test_chunks_of_real_files_lose_no_text() -> None:
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py")):
         text = path.read_text(encoding="utf-8")
         found = [*chunks(text, Language.python)]
@@ -92,7 +92,7 @@ def test_nothing_of_real_files_is_lost() -> None:
         assert len(found) >= min(1, defined)
 
 
-def test_two_on_one_line() -> None:
+def test_two_functions_on_one_line_are_split() -> None:
     assert [*chunks("int a() {} int b() {}\n", Language.c)] == ["int a() {} ", "int b() {}\n"]
 
 
@@ -100,7 +100,7 @@ def config(*paths: Path, **options: Any) -> text_source.Config:
     return text_source.Config(paths=[*map(str, paths)], chunk=Chunk.functions, **options)
 
 
-def test_files_are_prepared_by_functions_and_kept_apart_from_whole_ones(tmp_path: Path) -> None:
+def test_files_split_by_function_are_a_separate_dataset(tmp_path: Path) -> None:
     (tmp_path / "a.cpp").write_text(CPP)
     (tmp_path / "b.py").write_text(PYTHON)
     (tmp_path / "c.md").write_text("# Title\n\nint f() { return 1; }\n")
@@ -115,14 +115,14 @@ def test_files_are_prepared_by_functions_and_kept_apart_from_whole_ones(tmp_path
     assert count(prepare(asked, "bytes")) == 7 and count(prepare(whole, "bytes")) == 3
 
 
-def test_a_single_file_has_documents_then(tmp_path: Path) -> None:
+def test_a_single_file_split_by_function_has_several_documents(tmp_path: Path) -> None:
     (tmp_path / "a.cpp").write_text(CPP)
     asked = config(tmp_path / "a.cpp", cache_dir=str(tmp_path / "cache"))
     prepared = prepare(asked, "bytes")
     assert prepared.train.documents + prepared.validation.documents == 4
 
 
-def test_shards_stream_by_functions(tmp_path: Path) -> None:
+def test_shards_can_be_streamed_by_function(tmp_path: Path) -> None:
     for number in range(2):
         parquet.write_table(arrow.table({"text": [CPP, CPP]}), tmp_path / f"{number}.parquet")
     asked = parquet_stream.Config(paths=[str(tmp_path)], chunk=Chunk.functions, language=Language.cpp, workers=0)
@@ -134,7 +134,7 @@ def test_shards_stream_by_functions(tmp_path: Path) -> None:
     assert bytes(tokens[1:].astype("u1")).decode() == [*chunks(CPP, Language.cpp)][1]
 
 
-def test_a_file_of_rows_does_not_tell_its_language(tmp_path: Path) -> None:
+def test_the_language_of_jsonl_and_parquet_rows_must_be_set(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": CPP}) + "\n")
     with pytest.raises(ValueError, match=r"a\.jsonl: .*data\.language=c"):
@@ -143,7 +143,7 @@ def test_a_file_of_rows_does_not_tell_its_language(tmp_path: Path) -> None:
     assert len([*read(asked.list_files().files[0], asked.read_options)]) == 4
 
 
-def test_what_has_no_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_without_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("valkyrie.data.chunks.find_spec", lambda name: None)
     (problem,) = stdlib.Config(chunk=Chunk.functions).problems()
     assert (problem.code, problem.key) == (ProblemCode.not_installed, "data.chunk")

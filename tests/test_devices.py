@@ -28,12 +28,12 @@ def some_run(*overrides: str):
     return compose_run(*overrides)
 
 
-def test_simulated_devices_are_said_aloud() -> None:
+def test_simulated_devices_are_announced() -> None:
     devices = Devices(tuple(jax.devices()[:2]), "cpu", None, simulated=True)
     assert devices.note.startswith("SIMULATED: 2 CPU ")
 
 
-def test_a_mesh_takes_as_many_devices_as_it_has() -> None:
+def test_a_mesh_uses_only_as_many_devices_as_its_size() -> None:
     devices = acquire_devices(some_run("mesh=1x2x1"))
     assert len(devices.devices) == 2
     assert devices.simulated
@@ -52,7 +52,7 @@ def test_other_chips_than_the_target_are_refused(monkeypatch: pytest.MonkeyPatch
     assert all(part in str(caught.value) for part in ("needs v5e chips", "x TPU v4", "target=auto"))
 
 
-def test_a_chip_is_known_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chip_is_recognised_by_its_device_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda platform=None: stand_in(4))
     devices = acquire_devices(some_run("mesh=1x2x2"))
     assert devices.chip is not None and devices.chip.name == "v4"
@@ -60,14 +60,16 @@ def test_a_chip_is_known_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.note.startswith("4 x TPU")
 
 
-def test_a_tpu_slice_is_used_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tpu_slice_must_be_used_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda platform=None: stand_in(4))
     with pytest.raises(ValueError) as caught:
         acquire_devices(some_run("mesh=1x1x2"))
     assert "needs 2 devices" in str(caught.value)
 
 
-def test_a_target_that_is_not_here_is_refused_without_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_other_than_this_machine_is_refused_without_jax(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # whatever accelerators this machine has are out of sight
     program = (
         "import sys; from valkyrie.cli.train import main\n"
@@ -86,7 +88,9 @@ def test_a_target_that_is_not_here_is_refused_without_jax(tmp_path: Path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_host_memory_is_refused_where_there_is_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_offloading_is_refused_if_the_devices_have_no_host_memory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     status = command(*TINY, *SINGLE, f"runs={tmp_path}", "partition.optimizer_memory=host")
     assert status == 2
     said = capfd.readouterr().err
@@ -94,7 +98,7 @@ def test_host_memory_is_refused_where_there_is_no_other(tmp_path: Path, capfd: p
 
 
 @pytest.mark.slow
-def test_thirty_two_devices_are_made_on_a_laptop(tmp_path: Path) -> None:
+def test_a_laptop_can_simulate_32_devices(tmp_path: Path) -> None:
     arguments = ("model=valkyrie_tiny", "model.layers=2", "data=synthetic", "data.documents=400", "tracking=off")
     job = start_training(*arguments, "mesh=4x4x2", "partition=2d_tp", "steps=2", "sample_tokens=2", cwd=tmp_path)
     out, err = job.communicate(timeout=300)
@@ -115,7 +119,7 @@ def test_thirty_two_devices_are_made_on_a_laptop(tmp_path: Path) -> None:
         ([], 0, "", False),
     ],
 )
-def test_libtpu_is_left_alone_where_there_is_no_tpu(
+def test_libtpu_is_not_loaded_without_a_tpu(
     monkeypatch: pytest.MonkeyPatch, plugins: list[str], chips: int, platforms: str, asked: bool
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
@@ -137,7 +141,7 @@ def test_a_training_on_a_laptop_prints_nothing_to_stderr(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "error", [AssertionError(), RuntimeError("Unable to initialize backend 'x': no. (set JAX_PLATFORMS='')")]
 )
-def test_a_platform_of_the_environment_that_is_not_here_is_named(
+def test_the_error_for_a_missing_platform_in_the_environment_names_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(platform: str | None = None) -> None:
@@ -151,14 +155,14 @@ def test_a_platform_of_the_environment_that_is_not_here_is_named(
     assert message.startswith("JAX_PLATFORMS=cuda ") and "JAX_PLATFORMS=cpu" in message and "(set" not in message
 
 
-def test_a_tpu_that_the_environment_asks_for_is_looked_for_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tpu_requested_by_the_environment_is_looked_for_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     monkeypatch.setattr(devices, "accelerators", lambda: 0)
     (problem,) = missing_devices(some_run("mesh=1x1x1"))
     assert (problem.code, problem.key, problem.value) == (ProblemCode.missing, "JAX_PLATFORMS", "tpu")
 
 
-def test_a_flag_that_would_end_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_flag_that_would_abort_xla_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_nonsense=3 --xla_dump_to=x")
     (problem,) = missing_devices(some_run("mesh=1x1x1"))
     assert (problem.code, problem.key) == (ProblemCode.unknown_name, "XLA_FLAGS") and "--xla_nonsense," in str(problem)

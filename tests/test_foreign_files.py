@@ -83,14 +83,14 @@ def folder_of_weights(folder: Path, config: Any) -> None:
 
 @pytest.mark.parametrize("case", ["llama3", "qwen2_windows", "gpt2"])
 @fuzz()
-def test_config_json(tmp_path: Path, case: str, data: st.DataObject) -> None:
+def test_a_damaged_config_json_is_reported(tmp_path: Path, case: str, data: st.DataObject) -> None:
     valid = json.loads(str(GOLDEN[f"{case}_config"]))
     folder_of_weights(tmp_path, valid)
     check(data, tmp_path / "config.json", valid, lambda: model_settings(Weights(tmp_path).config))
 
 
 @fuzz()
-def test_index_of_safetensors(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_damaged_safetensors_index_is_reported(tmp_path: Path, data: st.DataObject) -> None:
     folder_of_weights(tmp_path, {})
     valid = {"metadata": {"total_size": 4}, "weight_map": {"a": "a.safetensors"}}
     check(data, tmp_path / "model.safetensors.index.json", valid, lambda: Weights(tmp_path))
@@ -103,7 +103,7 @@ def trained_tokenizer(folder: Path) -> Any:
 
 
 @fuzz()
-def test_tokenizer_json(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_a_damaged_tokenizer_json_is_reported(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.getbasetemp() / "foreign.json"
 
     def read() -> None:
@@ -115,7 +115,7 @@ def test_tokenizer_json(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
 
 
 @fuzz()
-def test_manifest_json(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_damaged_manifest_is_reported(tmp_path: Path, data: st.DataObject) -> None:
     prepared = tmp_path / "prepared"
     if not prepared.is_symlink():
         for name in ("a", "b", "c"):
@@ -128,14 +128,14 @@ def test_manifest_json(tmp_path: Path, data: st.DataObject) -> None:
 
 
 @fuzz()
-def test_a_line_of_jsonl(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_damaged_line_of_jsonl_is_reported(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "a.jsonl"
     valid = {"text": "a line", "more": {"n": 1}}
     check(data, path, valid, lambda: [*read_files(list_paths([str(path)], ReadOptions()), ReadOptions())])
 
 
 @fuzz()
-def test_dataset_json_of_puzzles(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_damaged_puzzle_dataset_json_is_reported(tmp_path: Path, data: st.DataObject) -> None:
     valid = {
         "seq_len": 4,
         "vocab_size": 5,

@@ -14,7 +14,7 @@ LONG = {"fit": 150}
 """Functions that may be longer than 60 lines, because they read best from top to bottom."""
 
 
-def test_a_row_imports_rows_below_it_never_up(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_layers_import_only_lower_layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     status = lint_imports(config_filename="pyproject.toml", no_cache=True)
     assert status == 0, capsys.readouterr().out

@@ -114,7 +114,7 @@ rules = st.dictionaries(
 
 @settings(max_examples=150)
 @given(meshes, rules, rules)
-def test_any_partition_whatever_gives_problems_or_a_layout(mesh: str, parameters: Any, activations: Any):
+def test_any_partition_gives_either_problems_or_a_layout(mesh: str, parameters: Any, activations: Any):
     partition = PartitionConfig("any", parameters, activations, roles={"data": ["x", "w?"]})
     layout, problems = layout_of(mesh, partition)
     assert problems or layout is not None
@@ -122,7 +122,7 @@ def test_any_partition_whatever_gives_problems_or_a_layout(mesh: str, parameters
         assert problem.partition == "any" and str(problem).endswith(".")
 
 
-def test_stored_and_computed_placements():
+def test_shardings_of_stored_and_computed_arrays():
     layout = legal("4x4x2", YAMLS["2d_tp_fsdp"])
     assert layout.stored_axes(("embed", "mlp")) == (("y", "z"), ("x",))
     assert layout.used_axes(("embed", "mlp")) == (("y",), ("x",))
@@ -139,7 +139,7 @@ def test_stored_and_computed_placements():
         ("1d_tp", (("y", "z"), ("x",))),
     ],
 )
-def test_zero1_splits_optimizer_state_over_free_data_axes(name: str, expected: tuple[tuple[str, ...], ...]):
+def test_zero1_shards_optimizer_state_over_unused_data_axes(name: str, expected: tuple[tuple[str, ...], ...]):
     axes, shape = ("embed", "mlp"), (128, 256)
     plain, zero1 = legal("4x4x2", YAMLS[name]), legal("4x4x2", replace(YAMLS[name], zero1=True))
     assert plain.optimizer_axes(axes, shape) == plain.stored_axes(axes)
@@ -147,13 +147,13 @@ def test_zero1_splits_optimizer_state_over_free_data_axes(name: str, expected: t
     assert zero1.stored_axes(axes) == plain.stored_axes(axes)
 
 
-def test_zero1_takes_the_first_dimension_that_divides_and_never_layers():
+def test_zero1_shards_the_first_divisible_dimension_except_layers():
     layout = legal("4x4x2", replace(YAMLS["2d_tp"], zero1=True))
     assert layout.optimizer_axes(("layers", "embed", None), (2, 4, 6)) == ((), ("y",), ("z",))
     assert layout.optimizer_axes(("layers", "embed"), (2, 4)) == ((), ("y",))
 
 
-def test_names_are_short_and_tell_layouts_apart():
+def test_layout_names_are_short_and_distinct():
     partition = YAMLS["2d_tp"]
     assert legal("4x4x2", partition).name == "4x4x2-2d_tp"
     assert legal("4x4x2", partition, microbatches=2, remat=load_remat("full")).name == "4x4x2-2d_tp-mb2-remat_full"
@@ -170,7 +170,7 @@ def problems_of(mesh: str, partition: PartitionConfig, **asked: Any) -> list[Pro
     return layout_of(mesh, partition, **asked)[1]
 
 
-def test_an_indivisible_dimension_names_axis_tensor_dimension_and_what_divides():
+def test_the_error_for_an_indivisible_dimension_names_it_and_divisors():
     arrays = listed(
         ("up", Tensor(("embed", "mlp"), (128, 130), ("model.embed", "model.mlp"))),
         ("other", Tensor(("mlp", None), (130, 5), ("model.mlp", None))),
@@ -184,7 +184,7 @@ def test_an_indivisible_dimension_names_axis_tensor_dimension_and_what_divides()
     assert (state.size, state.parts, state.legal_sizes, state.nearest) == (3, 4, (1, 3), (4,))
 
 
-def test_a_batch_and_a_length_that_do_not_divide_name_the_nearest_that_do():
+def test_the_error_for_an_indivisible_batch_or_length_names_the_nearest_legal_ones():
 
     def found(mesh: str, name: str, **asked: int) -> tuple[Any, ...]:
         (problem,) = problems_of(mesh, YAMLS[name], **asked)
@@ -197,7 +197,7 @@ def test_a_batch_and_a_length_that_do_not_divide_name_the_nearest_that_do():
     assert found("1x1x1", "dp", batch=5, microbatches=2) == (batch, (), 5, 2, (4, 6))
 
 
-def test_an_axis_spent_twice_is_refused_for_parameters_and_activations():
+def test_an_axis_used_twice_is_refused_for_parameters_and_activations():
     partition = replace(
         YAMLS["2d_tp"],
         parameters=YAMLS["2d_tp"].parameters | {"mlp": ["y"]},
@@ -210,7 +210,7 @@ def test_an_axis_spent_twice_is_refused_for_parameters_and_activations():
     assert activations.identity == (code, None, ("batch", "embed"), ("z",))
 
 
-def test_an_axis_without_a_rule_is_whole_or_as_the_default_says():
+def test_an_axis_without_a_rule_is_replicated_or_follows_the_default():
     batch = {"batch": ["x"]}
     whole = legal("2x1x1", PartitionConfig("mine", {}, batch))
     assert (
@@ -228,7 +228,7 @@ def test_an_axis_without_a_rule_is_whole_or_as_the_default_says():
     assert (problem.axes, problem.legal_sizes, problem.nearest) == (("conv",), (1, 2, 4, 8), (6, 9))
 
 
-def test_a_rule_for_an_axis_that_nothing_has_is_refused_unless_it_is_marked():
+def test_a_rule_for_an_unknown_axis_is_refused_unless_marked_optional():
     def mine(axis: str) -> list[tuple[ProblemCode, str | None, str | None]]:
         partition = PartitionConfig("mine", {axis: ["y"]}, {"batch": ["x"]})
         problems = problems_of("2x1x1", partition, arrays=ARRAYS["gpt_tiny"])
@@ -254,7 +254,7 @@ HEADS = Tensor(("heads",), (16,), (None,))
         ("4x2x1", ["x", "y"], (), ("x=4·y=2", 8)),
     ],
 )
-def test_key_heads_are_split_like_heads_as_far_as_they_divide(mesh, rule, split, replicated):
+def test_key_heads_are_sharded_like_heads_as_far_as_divisible(mesh, rule, split, replicated):
     arrays = listed(("q", HEADS), ("k", KEYS), sharded_like={"kv_heads": "heads"})
     both = {"heads": rule, "kv_heads": rule}
     layout = legal(mesh, PartitionConfig("mine", both, both), arrays=arrays)
@@ -273,7 +273,7 @@ def test_key_heads_are_split_like_heads_as_far_as_they_divide(mesh, rule, split,
     assert (("kv_heads",), 2, ("k",)) in refused
 
 
-def test_microbatches_and_meshes_are_checked_first():
+def test_microbatches_and_meshes_are_checked_before_arrays():
     layout, problems = layout_of(MeshConfig(shape=[2, 2]), YAMLS["dp"], microbatches=0)
     assert layout is None
     assert [(p.code, p.key) for p in problems] == [
@@ -282,7 +282,7 @@ def test_microbatches_and_meshes_are_checked_first():
     ]
 
 
-def test_an_axis_that_dispatches_is_not_gathered_and_every_user_of_the_rule_agrees():
+def test_an_expert_axis_that_dispatches_is_not_gathered():
     weights = Tensor(("layers", "experts", "embed", "mlp"), (2, 8, 64, 128), (None,) * 4)
     partition = PartitionConfig(
         "experts", {"experts": ["x"], "embed": ["y"], "mlp": ["z"]}, {"batch": ["x", "y"], "mlp": ["z"]}

@@ -39,7 +39,7 @@ def test_schedule_warms_up_to_the_peak_and_ends_at_its_ratio() -> None:
     np.testing.assert_allclose(rates[4:], 1e-3 + 9e-3 * (1 + np.cos(np.pi * progress)) / 2, rtol=1e-5)
 
 
-def test_a_schedule_of_its_own_length_stays_at_its_last_rate() -> None:
+def test_a_schedule_shorter_than_the_run_stays_at_its_last_rate() -> None:
     config = Config(learning_rate=1e-2, warmup_steps=4, final_ratio=0.1, decay_steps=20)
     rates = [[float(learning_rate(config, steps)(step)) for step in range(40)] for steps in (20, 40)]
     assert rates[0] == rates[1]
@@ -55,7 +55,7 @@ def test_schedule_of_a_run_shorter_than_its_warmup_stays_within_the_peak(steps: 
     assert rates == sorted(rates)
 
 
-def test_only_matrices_are_decayed_and_state_spaces_are_slower() -> None:
+def test_only_matrices_are_decayed_and_state_spaces_have_a_lower_rate() -> None:
     config = Config(learning_rate=1.0, warmup_steps=0, weight_decay=0.1, ssm_learning_rate_ratio=0.25, clip_norm=None)
     moved = one_update(config)
     np.testing.assert_allclose(moved["scale"], -1.0, rtol=1e-5)
@@ -64,12 +64,12 @@ def test_only_matrices_are_decayed_and_state_spaces_are_slower() -> None:
 
 
 @pytest.mark.parametrize(("gradient", "clipped"), [(100.0, 1.0 / math.sqrt(2 * len(GROUPS))), (0.1, 0.1)])
-def test_clipping_is_by_one_norm_over_all_groups(gradient: float, clipped: float) -> None:
+def test_clipping_uses_one_norm_over_all_groups(gradient: float, clipped: float) -> None:
     config = Config(learning_rate=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=1.0, epsilon=1.0)
     np.testing.assert_allclose(one_update(config, gradient)["w"], -clipped / (clipped + 1.0), rtol=1e-5)
 
 
-def test_adam_is_adam_with_the_betas_given() -> None:
+def test_adam_uses_the_configured_betas() -> None:
     config = Config(
         learning_rate=0.1, warmup_steps=0, final_ratio=1.0, weight_decay=0.0, clip_norm=None, beta1=0.5, beta2=0.75
     )
@@ -101,12 +101,12 @@ def test_adam_is_adam_with_the_betas_given() -> None:
         ("ema_decay", 1.0),
     ],
 )
-def test_a_recipe_that_makes_no_sense_is_refused(key: str, value: float) -> None:
+def test_invalid_optimizer_settings_are_refused(key: str, value: float) -> None:
     (problem,) = Config(**{key: value}).problems()
     assert (problem.code, problem.key) == (ProblemCode.out_of_range, f"optimizer.{key}")
 
 
-def test_the_default_recipe_is_fine() -> None:
+def test_the_default_optimizer_has_no_problems() -> None:
     assert Config().problems() == []
 
 

@@ -29,19 +29,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_runs_with_its_key(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_users_mode_runs_with_its_key(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command("--config-dir", str(folder), "mode=count", "mode.unit=1000", *SMALL) == 0
     assert float(capfd.readouterr().out.replace(",", "")) == round(
         compose_run(*SMALL).model.parameter_count() / 1000, 1
     )
 
 
-def test_it_is_listed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_users_mode_is_listed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command("--help", "--config-dir", str(folder)) == 0
     assert "mode=count" in capfd.readouterr().out
 
 
-def test_its_run_folder_loads(folder: Path, tmp_path: Path) -> None:
+def test_the_run_folder_of_a_users_mode_loads(folder: Path, tmp_path: Path) -> None:
     parse_run(["--config-dir", str(folder), "mode=count", "mode.unit=7", *SMALL]).save(tmp_path / "run.yaml")
     saved = Run.from_config(saved_config(tmp_path)).config
     assert vars(saved.mode) == {"name": "count", "unit": 7} and saved.modules == [str(folder)]
@@ -63,7 +63,7 @@ def test_keys_of_other_modes_are_refused_with_the_modes_that_have_them(folder: P
 
 
 @pytest.mark.parametrize("wrong", [{"repeats": 3}, {"nothing": None}])
-def test_run_folders_with_the_keys_of_all_modes(tmp_path: Path, wrong: dict[str, object]) -> None:
+def test_run_folders_with_keys_of_all_modes_are_read(tmp_path: Path, wrong: dict[str, object]) -> None:
     compose_run(*SMALL, "mode=compile", "mode.time_limit_s=60").save(tmp_path / "run.yaml")
     saved = saved_config(tmp_path)
     saved.mode = {**saved.mode, "repeats": 10, "data": "random", "budget": None, "targets": [], "keep": None}

@@ -83,26 +83,26 @@ def check_line(data: st.DataObject, path: Path, read: Callable[[], object]) -> N
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "goodput.jsonl"])
 @fuzz(30)
-def test_records_of_a_training(run_folder: Path, name: str, data: st.DataObject) -> None:
+def test_damaged_training_records_are_reported(run_folder: Path, name: str, data: st.DataObject) -> None:
     assert read_training(run_folder).results.steps == 2
     check_line(data, run_folder / name, lambda: (read_training(run_folder), report(run_folder)))
 
 
 @fuzz(60)
-def test_run_yaml(run_folder: Path, tmp_path: Path, data: st.DataObject) -> None:
+def test_a_damaged_run_yaml_is_reported(run_folder: Path, tmp_path: Path, data: st.DataObject) -> None:
     assert saved_run(run_folder).config.batch == 8
     valid = yaml.safe_load((run_folder / "run.yaml").read_text())
     check(data, tmp_path / "run.yaml", valid, lambda: saved_run(tmp_path))
 
 
 @fuzz(60)
-def test_trials_of_a_sweep(sweep_folder: Path, data: st.DataObject) -> None:
+def test_damaged_trial_records_are_reported(sweep_folder: Path, data: st.DataObject) -> None:
     check_line(data, sweep_folder / "trials.jsonl", lambda: report(sweep_folder))
 
 
 @pytest.mark.parametrize("name", ["a/compile.json", "a/timeline.json"])
 @fuzz(30)
-def test_a_report_does_without_damaged_files_of_trials(sweep_folder: Path, name: str, data: st.DataObject) -> None:
+def test_a_report_skips_damaged_files_of_trials(sweep_folder: Path, name: str, data: st.DataObject) -> None:
     file = sweep_folder / name
     whole = file.read_bytes()
     try:
@@ -131,6 +131,6 @@ READERS: dict[str, tuple[Any, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize("name", READERS)
 @fuzz(60)
-def test_other_records(tmp_path: Path, name: str, data: st.DataObject) -> None:
+def test_other_damaged_records_are_reported(tmp_path: Path, name: str, data: st.DataObject) -> None:
     valid, read = READERS[name]
     check(data, tmp_path / name, valid, lambda: read(tmp_path / name))

@@ -60,7 +60,7 @@ def refusal(path: Path, content: str | bytes, slice: str = "v5e-8", **more: Any)
     return str(error.value)
 
 
-def test_a_dumped_module_has_the_report_of_our_own_step(step: Path, tmp_path: Path):
+def test_a_dumped_module_has_the_same_report_as_our_step(step: Path, tmp_path: Path):
     done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH, tokens=1000)
     record = done.record
     parts = {(part.kind, part.mesh_axes): part.seconds for part in record.parts}
@@ -85,7 +85,7 @@ def test_a_dumped_module_has_the_report_of_our_own_step(step: Path, tmp_path: Pa
     assert done._repr_html_().startswith("<iframe srcdoc=") and len(repr(done)) < 80
 
 
-def test_a_proto_says_the_same_as_text_and_one_with_buffers_says_whether_it_fits(step: Path, tmp_path: Path):
+def test_a_proto_predicts_like_text_and_with_buffers_whether_it_fits(step: Path, tmp_path: Path):
     message = dump_class()()
     proto = parse_to_proto(STEP)
     message.module.ParseFromString(proto)
@@ -114,7 +114,7 @@ def parse_to_proto(text: str) -> bytes:
     return importlib.import_module("jaxlib._hlo").hlo_module_from_text(text).as_serialized_hlo_module_proto()
 
 
-def test_what_is_no_module_is_refused_in_one_line(tmp_path: Path):
+def test_a_file_that_is_not_a_module_is_refused_in_one_line(tmp_path: Path):
     file = tmp_path / "step.hlo"
     proto = parse_to_proto(STEP)
     assert "step.hlo is empty" in refusal(file, " \n")
@@ -131,12 +131,12 @@ def test_what_is_no_module_is_refused_in_one_line(tmp_path: Path):
         read_dumped(tmp_path)
 
 
-def test_a_module_of_a_cpu_is_refused(tmp_path: Path):
+def test_a_module_for_cpus_is_refused(tmp_path: Path):
     done = jax.jit(lambda x: x @ x).lower(jnp.zeros((8, 8))).compile()
     assert "for a CPU" in refusal(tmp_path / "cpu.pb", serialised_module(done), "v5e-1", mesh={"data": 1})
 
 
-def test_a_module_of_another_chip_or_number_of_devices_is_refused(step: Path):
+def test_a_module_for_another_chip_or_device_count_is_refused(step: Path):
     assert "8 devices, but v5e-4" in refusal(step, STEP, "v5e-4", mesh={"data": 4})
     assert "4 devices, but v5e-8" in refusal(step, STEP, mesh={"a": 2, "b": 2})
     assert "cores of v4" in refusal(step, STEP, "v4-16")
@@ -151,7 +151,7 @@ def test_a_module_of_another_chip_or_number_of_devices_is_refused(step: Path):
     assert any("for this chip" in note for note in slow.record.notes)
 
 
-def test_places_are_those_of_the_slice_each_once(step: Path):
+def test_places_must_be_all_devices_of_the_slice(step: Path):
     slice = valkyrie.slice("v5e-8")
     places = valkyrie.predict(step, slice=slice, mesh=MESH).record.positions
     turned = valkyrie.predict(step, slice=slice, mesh=MESH, places=places[::-1])
@@ -191,13 +191,13 @@ RAGGED = """  o = s32[4]{0:T(128)} constant({0,1,2,3})
     ("added", "note"),
     [(HOST, "messages to the host, such as callbacks"), (RAGGED, "a ragged-all-to-all is assumed to send its whole")],
 )
-def test_what_others_programs_do_besides_is_named_in_notes(step: Path, added: str, note: str):
+def test_notes_name_unsupported_parts_of_foreign_programs(step: Path, added: str, note: str):
     step.write_text(STEP.replace("  ROOT d", added.replace("TILED", TILED) + "  ROOT d"))
     done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
     assert any(line.startswith(note) for line in done.record.notes), done.record.notes
 
 
-def test_what_is_no_program_is_refused():
+def test_objects_that_are_not_programs_are_refused():
     slice = valkyrie.slice("v5e-4")
     for program, more, words in (
         (len, {"slice": slice}, "takes a jitted function"),
@@ -233,7 +233,7 @@ def test_a_function_on_this_machines_devices_is_refused():
     ("name", "shape"),
     [("v4-64", (8, 4)), ("v5e-8", (2, 4)), ("v6e-16", (4, 4)), ("tpu7x-16", (4, 4)), ("v3-32", (8, 4))],
 )
-def test_places_without_libtpu_are_those_of_its_devices(name: str, shape: tuple[int, ...]):
+def test_places_without_libtpu_equal_those_of_its_devices(name: str, shape: tuple[int, ...]):
     slice = valkyrie.slice(name)
     mesh = slice.mesh(shape, ("a", "b"))
     assert device_positions(mesh) == slice.places(shape, ("a", "b"))
@@ -242,7 +242,7 @@ def test_places_without_libtpu_are_those_of_its_devices(name: str, shape: tuple[
 @needs_libtpu
 @pytest.mark.slow  # two small compiles for a TPU
 @pytest.mark.timeout(300)
-def test_a_jitted_function_is_predicted_as_it_is(tmp_path: Path):
+def test_a_jitted_function_is_predicted_unchanged(tmp_path: Path):
     slice = valkyrie.slice("v5e-8")
     mesh = slice.mesh((2, 4), ("data", "model"))
     w = jax.ShapeDtypeStruct((2048, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("data", "model")))
@@ -278,7 +278,7 @@ def test_a_jitted_function_is_predicted_as_it_is(tmp_path: Path):
 @needs_libtpu
 @pytest.mark.slow  # compiles for a TPU
 @pytest.mark.timeout(300)
-def test_a_function_refused_by_a_few_per_cent_is_compiled_once_more(monkeypatch: pytest.MonkeyPatch):
+def test_a_function_slightly_over_the_memory_is_compiled_again(monkeypatch: pytest.MonkeyPatch):
     limit = "xla_tpu_max_hbm_size_mib"
     more = train_options.Option(limit, "12000", train_options.TO_FIT)
     monkeypatch.setattr(train_options, "add_saving_options", lambda options: [more])
@@ -289,7 +289,7 @@ def test_a_function_refused_by_a_few_per_cent_is_compiled_once_more(monkeypatch:
     assert done.fits and f"{limit}=12000 ({train_options.TO_FIT})" in str(done)
 
 
-def test_operations_of_unrolled_layers_are_one_row():
+def test_operations_of_unrolled_layers_share_a_row():
     names = [f"jit(step)/blocks_{i}/Dense_{j}/dot_general" for i in range(4) for j in range(2)]
     costs = [Cost(PartKind.matmul, (), name, "model.py:7", calls=1.0, seconds=0.5) for name in [*names, "head/dot"]]
     merged = {cost.op_name: (cost.calls, cost.seconds) for cost in merge_layers(costs)}

@@ -78,7 +78,7 @@ def batch_of(told: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_two_steps_are_those_of_the_reference(variant: str):
+def test_two_steps_equal_those_of_the_reference(variant: str):
     told, run = golden(variant), reference_run(variant)
     program = make_program(run)
     weights = ours({name: value for name, value in told.items() if name.startswith("weights.")})
@@ -147,7 +147,7 @@ def stablemax_nats(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return -np.log(np.take_along_axis(s / s.sum(-1, keepdims=True), labels[:, None], axis=1))[:, 0]
 
 
-def test_the_loss_in_float32_is_that_of_float64():
+def test_the_float32_loss_equals_that_of_float64():
     rng = np.random.default_rng(0)
     scales = 10.0 ** rng.uniform(-6, 6, (4000, 1))  # logits of every size, and differences of every size
     logits = (rng.standard_normal((4000, 11)) * scales).astype(np.float32)
@@ -164,7 +164,7 @@ def test_the_loss_in_float32_is_that_of_float64():
     assert stablemax_cross_entropy(jnp.asarray(logits[:1]), jnp.asarray([-100])) == 0
 
 
-def test_adam_atan2_by_hand():
+def test_adam_atan2_equals_a_calculation_by_hand():
     run = compose_run("model=trm_tiny", "optimizer=adam_atan2", *FLAT, "optimizer.learning_rate=0.1")
     specs = vector_specs({"w": "matrix", "v": "vector", "start": "fixed"})
     optimizer = make_optimizer(run.config.optimizer, specs, Training(10))
@@ -182,7 +182,7 @@ def test_adam_atan2_by_hand():
             np.testing.assert_allclose(w[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-def test_rows_end_by_their_steps_by_the_model_and_later_where_they_explore():
+def test_rows_halt_by_step_limit_or_by_the_model_and_later_when_exploring():
     config = compose_run("model=trm_tiny", "model.exploration=0").model
     halt = jnp.asarray([5.0, -5.0, -5.0, 5.0])
     steps = jnp.asarray([1, 1, 16, 16])
@@ -212,7 +212,7 @@ def steps_of(program: StepProgram, loader: Loader, state: Any, count: int) -> tu
 
 
 @pytest.mark.parametrize("mesh", ["1x1x1", pytest.param("2x2x1", marks=pytest.mark.slow)])
-def test_a_training_goes_on_in_the_middle_of_its_puzzles(puzzles: PreparedPuzzles, mesh: str, tmp_path: Path):
+def test_a_training_resumes_in_the_middle_of_its_puzzles(puzzles: PreparedPuzzles, mesh: str, tmp_path: Path):
     settings = (*TINY, "model.max_steps=3", "model.exploration=0.5", "model.high_cycles=1", "model.low_cycles=1")
     program = make_program(compose_run(*settings, "mesh=1x1x1", "partition=dp"))
     assert checkpoint_info(program).tokenizer == {"name": "none", "fingerprint": "none"}

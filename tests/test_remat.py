@@ -82,7 +82,7 @@ def long(model: str) -> Run:
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
 @pytest.mark.parametrize("remat", mark_slow_except([r for r in REMATS if r != "none"], ["dots", "minimal"]))
-def test_what_is_said_to_be_kept_is_what_the_forward_pass_hands_over(model: str, remat: str):
+def test_reported_saved_bytes_equal_those_of_the_forward_pass(model: str, remat: str):
     run = long(model).changed(remat=load_remat(remat))
     expected = saved_bytes(run)
     assert handed_over(run, "tpu") == (expected.on_device, expected.on_host), expected
@@ -95,13 +95,13 @@ def test_every_activation_that_a_model_declares_is_named_in_its_step(model: str)
     assert named >= {*activation_names(run.model)}
 
 
-def test_saving_an_activation_takes_the_bytes_that_are_told():
+def test_saving_an_activation_takes_the_reported_bytes():
     run = small_run("valkyrie_tiny", "remat=full")
     for name, (size, _) in recomputed_activations(run).items():
         assert saved_bytes(run, remat=RematConfig("full", [name])).on_device - saved_bytes(run).on_device == size, name
 
 
-def test_lists_on_top_of_a_choice():
+def test_save_and_offload_lists_extend_a_policy():
     run = compose_run(
         "model=gpt_tiny", "mesh=2x2x2", "remat=full", "remat.offload=[query,key,value]", "remat.save=[out]"
     )
@@ -125,17 +125,17 @@ def test_lists_on_top_of_a_choice():
         (RematConfig("full", ["query", "value", "context", "up"], ["block_input", "out"]), "custom_3b07c4"),
     ],
 )
-def test_a_list_has_a_short_stable_name(remat: RematConfig, label: str):
+def test_remat_lists_have_short_stable_labels(remat: RematConfig, label: str):
     assert remat.label == label
 
 
-def test_wide_models_keep_their_inputs_alone_unless_asked_otherwise():
+def test_wide_models_use_remat_full_by_default():
     narrow, wide = compose_run("model=gpt_tiny"), compose_run("model=gpt_1b")
     assert (narrow.config.remat, wide.config.remat) == (load_remat("none"), load_remat("full"))
     assert compose_run("model=gpt_tiny", "model.embed=2048").config.remat == load_remat("full")
 
 
-def test_a_run_is_repeated_with_its_lists(tmp_path: Path):
+def test_a_saved_run_keeps_its_remat_lists(tmp_path: Path):
     run = compose_run("model=gpt_tiny", "remat=qkv_proj_offloaded", "remat.save=[out]")
     run.save(tmp_path / "run.yaml")
     again = Run.from_config(saved_config(tmp_path))
@@ -155,7 +155,7 @@ def again(name: str, seconds: float) -> Cost:
     )
 
 
-def test_the_dearest_activation_with_room_is_the_next_to_keep():
+def test_the_hint_suggests_the_most_expensive_activation_that_fits():
     run = small_run("valkyrie_tiny", "remat=full", "remat.save=[out]")
     forward = Cost(PartKind.matmul, (), "jit(step)/while/body/up/dot_general", "", 24.0, 0.5)
     costs = [again("up", 0.02), again("up/x", 0.01), again("driven", 0.05), again("states", 0.01), again("out", 0.3)]
@@ -174,7 +174,7 @@ def test_the_dearest_activation_with_room_is_the_next_to_keep():
         assert [hint.code for hint in hints(other)] == [HintCode.largest_part]
 
 
-def test_every_policy_has_its_bytes():
+def test_every_policy_reports_its_bytes():
     run = small_run("gpt_tiny", "remat.save=[out]")
     saved_by_policy = {name: saved_bytes(run, remat) for name, remat in legal_remats(run).items()}
     assert {*saved_by_policy} == {*REMATS}  # `out` alone is save_out_proj
@@ -184,7 +184,7 @@ def test_every_policy_has_its_bytes():
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
 @pytest.mark.parametrize("partition", mark_slow_except(["fsdp", "2d_tp"], ["fsdp"]))
-def test_names_leave_the_program_alone(model: str, partition: str, monkeypatch: pytest.MonkeyPatch):
+def test_activation_names_do_not_change_the_program(model: str, partition: str, monkeypatch: pytest.MonkeyPatch):
     run = small_run(model, "mesh=2x2x2", f"partition={partition}", "remat=none")
     named = make_program(run).lower_step().as_text()
     for module in [module for name, module in sys.modules.items() if name.startswith("valkyrie.")]:
@@ -197,7 +197,7 @@ def test_names_leave_the_program_alone(model: str, partition: str, monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
 @pytest.mark.parametrize("partition", ["fsdp", "1d_tp"])
-def test_lists_leave_the_steps_alone(model: str, partition: str):
+def test_remat_lists_do_not_change_the_steps(model: str, partition: str):
     lists = ("remat=full", "remat.save=[query,up,states]", "remat.offload=[out,read]")
     run = small_run(model, "mesh=2x2x2", f"partition={partition}", *lists)
     assert_same_steps(two_steps(run, initial_state(small_overrides(model))), reference(model))

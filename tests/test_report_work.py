@@ -45,7 +45,7 @@ def varied(tmp_path: Path) -> list[Row]:
     return rows_of(tmp_path, *shapes(SPEEDS, gib=4, price=1.2))
 
 
-def test_what_a_sweep_varies_is_part_of_the_work_and_told_once(varied: list[Row]):
+def test_settings_that_a_sweep_varies_label_the_work_once(varied: list[Row]):
     assert [row.work.varied for row in varied[:3]] == [
         ("embed=2048", "layers=12"),
         ("embed=1536", "layers=24"),
@@ -67,7 +67,7 @@ def test_keys_of_the_layout_the_trial_and_the_work_are_not_varied(tmp_path: Path
     assert {row.work.varied for row in rows} == {()}
 
 
-def test_a_precision_is_told_where_one_kind_of_speed_has_two(tmp_path: Path):
+def test_labels_have_the_precision_if_a_stage_has_two(tmp_path: Path):
     half, whole = (trial("8x1x1-fsdp", 9, asked=[f"precision={name}"]) for name in ("bf16_mixed", "float32"))
     whole = replace(whole, about=replace(whole.about, precision="float32"))
     ran = trial("8x1x1-fsdp", 9, stage="measure")
@@ -76,7 +76,7 @@ def test_a_precision_is_told_where_one_kind_of_speed_has_two(tmp_path: Path):
     assert both == ["8x1x1-fsdp bf16_mixed", "8x1x1-fsdp float32"]
 
 
-def test_keys_of_equal_ends_are_told_whole(tmp_path: Path):
+def test_keys_with_equal_last_parts_are_written_in_full(tmp_path: Path):
     overrides = (["model.s5.blocks=1", "model.trm.blocks=1"], ["model.s5.blocks=2", "model.trm.blocks=1"])
     more = ["model.s5.blocks=1", "model.trm.blocks=2"]
     rows = rows_of(tmp_path, *(trial("8x1x1-fsdp", 9, asked=each) for each in (*overrides, more)))
@@ -86,7 +86,7 @@ def test_keys_of_equal_ends_are_told_whole(tmp_path: Path):
 LAYERS = "model.layers"
 
 
-def test_the_model_of_one_sweep_is_told_from_that_of_another(tmp_path: Path):
+def test_model_settings_that_differ_between_sweeps_label_the_work(tmp_path: Path):
     """Each sweep has one model shape, so the shape only differs between the sweeps."""
     sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1", "name=one"])])
     sweep_folder(tmp_path / "two", [trial("8x1x1-2d_tp", 150, asked=[f"{LAYERS}=4", "name=two"])])
@@ -98,7 +98,7 @@ def test_the_model_of_one_sweep_is_told_from_that_of_another(tmp_path: Path):
     assert "as fast" not in text
 
 
-def test_a_prediction_of_one_model_says_nothing_of_another(tmp_path: Path):
+def test_a_prediction_is_not_matched_to_a_measurement_of_another_model(tmp_path: Path):
     sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1"])])
     for n in (4, 1):
         ran = trial("8x1x1-dp", 9, stage="measure", target="auto", asked=[f"{LAYERS}={n}"])
@@ -108,7 +108,7 @@ def test_a_prediction_of_one_model_says_nothing_of_another(tmp_path: Path):
     assert [pair.b.work.varied for pair in pair_predictions(read_rows([tmp_path]))] == [("layers=1",)]
 
 
-def test_a_key_that_nobody_named_has_the_value_that_was_in_force(tmp_path: Path):
+def test_a_key_that_was_not_overridden_has_its_recorded_value(tmp_path: Path):
     given = [(["model.layers=1"], "1"), (["model.layers=4"], "4"), ([], "4"), (["model=own"], "2")]
     for i, (asked, layers) in enumerate(given):
         values_ = {"model.name": "valkyrie_tiny", LAYERS: layers, "optimizer.beta1": "0.9"}
@@ -120,7 +120,7 @@ def test_a_key_that_nobody_named_has_the_value_that_was_in_force(tmp_path: Path)
     assert [row.work.varied for row in read_rows([tmp_path / "2", tmp_path / "old"])] == [(), ()]
 
 
-def test_sweeps_differ_in_work_by_what_a_step_computes_alone(tmp_path: Path):
+def test_work_depends_only_on_what_a_step_computes(tmp_path: Path):
     sweep_folder(tmp_path / "a", [trial("8x1x1-dp", 9, asked=["steps=7", "seed=1", "sweep=a", "log_every=1"])])
     sweep_folder(tmp_path / "b", [trial("8x1x1-dp", 9, asked=["optimizer.ema_decay=0.99", "remat=full"])])
     sweep_folder(tmp_path / "c", [trial("8x1x1-dp", 9, asked=["seed=2", "data=bytes", "name=c"])])
@@ -129,7 +129,7 @@ def test_sweeps_differ_in_work_by_what_a_step_computes_alone(tmp_path: Path):
     assert len(compare(rows, str(tmp_path / "a"), str(tmp_path / "c")).pairs) == 1
 
 
-def test_sweeps_without_a_work_in_common_are_not_compared(tmp_path: Path):
+def test_sweeps_without_common_work_are_not_compared(tmp_path: Path):
     one = sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1"])])
     three = sweep_folder(tmp_path / "three", [trial("8x1x1-dp", 300, asked=[f"{LAYERS}=4"])])
     rows = read_rows([tmp_path])
@@ -143,14 +143,14 @@ def test_sweeps_without_a_work_in_common_are_not_compared(tmp_path: Path):
     assert "no common layout" in other.summary
 
 
-def test_partitions_are_compared_within_a_shape(varied: list[Row]):
+def test_partitions_are_compared_only_for_the_same_model_shape(varied: list[Row]):
     ((group, members),) = group_by_kind(varied).items()
     lines = words.answer(group, members).reasons
     compared = [re.findall(r"layers=(\d+): (\w+)\b", line) + re.findall(r" is ([\d.]+x)", line) for line in lines]
     assert compared == [[("12", "fsdp"), "1.8x"], [("24", "2d_tp"), "1.06x"], [("24", "fsdp"), "1.2x"]]
 
 
-def test_a_front_is_of_one_work(varied: list[Row]):
+def test_a_pareto_front_is_for_one_work(varied: list[Row]):
     assert len(pareto_ids(varied, peak_memory)) == 3
     assert sum(v["front"] for v in values.memory(varied)) == 3
     spec = figures.specification(figures.MEMORY, varied)
@@ -159,7 +159,7 @@ def test_a_front_is_of_one_work(varied: list[Row]):
     assert line["encoding"]["detail"]["field"] == "work"
 
 
-def test_agreement_counts_pairs_of_one_work(tmp_path: Path):
+def test_agreement_counts_only_pairs_with_the_same_work(tmp_path: Path):
     batches = [
         trial("8x1x1-fsdp", speed / 10**ran, batch=batch, stage=stage, target=target)
         for ran, (stage, target) in enumerate([("compile", "v5e-8"), ("measure", "auto")])
@@ -180,7 +180,7 @@ def test_trials_that_a_comparison_leaves_out_are_counted(tmp_path: Path):
     assert comparison.summary in as_markdown(read_rows([tmp_path]), comparison)
 
 
-def test_a_comparison_names_what_became_of_a_trial_in_words(tmp_path: Path):
+def test_a_comparison_describes_the_status_of_a_trial(tmp_path: Path):
     before, after = sweep_folder(tmp_path / "a", [LARGE]), sweep_folder(tmp_path / "b", [LARGE, FSDP])
     rows = read_rows([tmp_path])
     assert ">does not fit<" in page(rows, compare(rows, str(before), str(after)))
@@ -197,14 +197,14 @@ def test_price_lines_take_the_cheapest_of_each_work(tmp_path: Path):
     assert words.price_lines([]) == []
 
 
-def test_where_all_prices_are_equal_none_is_called_cheapest(tmp_path: Path):
+def test_none_is_called_cheapest_if_all_prices_are_equal(tmp_path: Path):
     rows = rows_of(tmp_path, FSDP, trial("2x4x1-2d_tp", 100, price=1.2))
     assert words.price_lines(rows) == []
     assert "0.333 dollars" in words.answer(rows[0].group, rows).sentence
     assert "Cheapest" not in page(rows)
 
 
-def test_figures_of_all_trials_are_there_where_they_say_something(tmp_path: Path):
+def test_figures_are_drawn_only_if_they_are_informative(tmp_path: Path):
     both = [FSDP, TP, *(trial(layout, 9, stage="measure") for layout in ("8x1x1-fsdp", "2x4x1-2d_tp"))]
     dear = trial("8x1x1-fsdp", 9, target="v5p-16", price=4.2)
 
@@ -233,7 +233,7 @@ def test_topologies_twists_and_slices_are_ranked_apart(tmp_path: Path, target: s
     assert row.group.target == label
 
 
-def test_real_devices_at_hand_are_named(tmp_path: Path):
+def test_real_devices_of_this_machine_are_named(tmp_path: Path):
     real = trial_from_summary(
         golden_summary("measure") | {"simulated": False, "devices": "8 x NVIDIA H100"}, "measure", "hand", "real"
     )
@@ -246,7 +246,7 @@ def test_real_devices_at_hand_are_named(tmp_path: Path):
     assert rows_of(tmp_path / "old", trained)[0].group.devices.endswith("this machine")
 
 
-def test_the_command_of_a_layout_runs_as_one_run(tmp_path: Path):
+def test_the_command_of_a_layout_starts_a_single_run(tmp_path: Path):
     overrides = ["name=mine", "runs=elsewhere", "sweep=laptop_8", "model.block_pattern=[s5,attention]"]
     (row,) = rows_of(tmp_path, trial("2x4x1-fsdp", 9, asked=overrides))
     expected = (
@@ -255,7 +255,7 @@ def test_the_command_of_a_layout_runs_as_one_run(tmp_path: Path):
     assert command(row) == f"{expected} hydra.mode=RUN"
 
 
-def test_the_command_of_a_layout_finds_a_configuration_of_ones_own(tmp_path: Path):
+def test_the_command_of_a_layout_finds_the_users_configuration(tmp_path: Path):
     flags = ["--config-dir", "/home/me/my own", "hydra.searchpath=[file:///elsewhere]"]
     (row,) = rows_of(tmp_path, replace(trial("2x4x1-fsdp", 9), flags=flags))
     expected = "valkyrie-train --config-dir '/home/me/my own' 'hydra.searchpath=[file:///elsewhere]' mode=compile mesh="
@@ -263,7 +263,7 @@ def test_the_command_of_a_layout_finds_a_configuration_of_ones_own(tmp_path: Pat
     assert " ".join(details(row)["command"]) == command(row)
 
 
-def test_csv_says_what_was_varied(varied: list[Row]):
+def test_csv_has_the_varied_settings(varied: list[Row]):
     head, first, *_ = as_csv(varied).splitlines()
     column = head.split(",").index("varied")
     assert first.split(",")[column] == "embed=2048 layers=12"
@@ -275,7 +275,7 @@ def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
     return replace(found, results=kept, about=replace(found.about, chip=None))
 
 
-def test_a_compile_for_a_cpu_tells_memory_and_bytes(tmp_path: Path):
+def test_a_compile_for_cpus_reports_memory_and_bytes(tmp_path: Path):
     rows = rows_of(tmp_path, for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6))
     answer = words.answer(rows[0].group, rows)
     assert "2x4x1-2d_tp, 2.0 GiB" in answer.head and "8x1x1-fsdp, 4 MB" in answer.head and not answer.winner
@@ -289,7 +289,7 @@ def test_a_compile_for_a_cpu_tells_memory_and_bytes(tmp_path: Path):
     assert "2x4x1-2d_tp |  |" in as_markdown(rows) and 'id="memory"' in page(rows)
 
 
-def test_pairs_are_simulated_one_by_one(tmp_path: Path):
+def test_compared_pairs_are_marked_as_simulated_or_measured(tmp_path: Path):
     real = trial("2x4x1-2d_tp", 400, stage="measure", target="v5e-8")
     real = replace(real, results=replace(real.results, simulated=False))
     simulated = trial("8x1x1-fsdp", 40, stage="measure", target="auto")

@@ -22,7 +22,7 @@ def test_equals_complex_rotation_of_the_two_halves():
     np.testing.assert_allclose(out[0], np.concatenate([turned.real, turned.imag], -1)[0], atol=2e-6)
 
 
-def test_logits_depend_on_distance_alone():
+def test_logits_depend_only_on_distance():
     q, k = (jax.random.normal(jax.random.key(i), (1, 6, 2, 8)) for i in (1, 2))
     near, far = (
         jnp.einsum("bqhd,bkhd->bhqk", rotate(q, start + jnp.arange(6), THETA), rotate(k, start + jnp.arange(6), THETA))
@@ -32,7 +32,7 @@ def test_logits_depend_on_distance_alone():
     assert np.abs(np.asarray(near - jnp.einsum("bqhd,bkhd->bhqk", q, k))).max() > 0.1
 
 
-def test_bfloat16_is_rotated_in_float32_and_given_back_as_bfloat16():
+def test_bfloat16_is_rotated_in_float32_and_returned_as_bfloat16():
     x = jax.random.normal(jax.random.key(3), (1, 4, 1, 8)).astype(jnp.bfloat16)
     positions = 1000 + jnp.arange(4)
     out = rotate(x, positions, THETA)
@@ -46,7 +46,7 @@ def test_odd_head_dim_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_product_of_a_tpu_is_the_same_rotation_forward_and_backward(dtype):
+def test_the_tpu_form_as_a_matrix_product_equals_the_rotation(dtype):
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8)).astype(dtype)
 
     def turned(x, backend):
@@ -56,7 +56,7 @@ def test_the_product_of_a_tpu_is_the_same_rotation_forward_and_backward(dtype):
         np.testing.assert_array_equal(f(x, "tpu").astype(jnp.float32), f(x, "cpu").astype(jnp.float32))
 
 
-def test_the_gradient_is_the_rotation_back():
+def test_the_gradient_is_the_inverse_rotation():
     x = jax.random.normal(jax.random.key(0), (1, 6, 2, 8))
     _, back = jax.vjp(lambda y: rotate(y, jnp.arange(6), THETA), x)
     np.testing.assert_allclose(back(x)[0], rotate(x, -jnp.arange(6), THETA), rtol=1e-5, atol=1e-6)

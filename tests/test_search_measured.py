@@ -93,7 +93,7 @@ def test_other_meshes_and_partitions_are_measured_before_variants(monkeypatch: p
     assert measures.regret == 0 and measures.agreement == pytest.approx(1.0)
 
 
-def test_a_slow_partition_is_left_for_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_slow_partition_is_dropped_in_favour_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request("mode.measure=6")
     best = make_shortlist(request).fitting[0].group.candidates.partition.name
     devices = Devices(request, slow=[best])
@@ -104,7 +104,7 @@ def test_a_slow_partition_is_left_for_others(monkeypatch: pytest.MonkeyPatch, tm
     assert "% slower than the fastest" in measurement_summary(measures) and "Spearman" in measurement_summary(measures)
 
 
-def test_what_is_measured_runs_on_the_devices_that_the_command_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_measurements_run_on_the_devices_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request("mode.measure=1")
     devices = Devices(request)
     measured_by(devices, request, monkeypatch, tmp_path)
@@ -141,7 +141,7 @@ def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypat
     assert measure_report(measures).regret == 0
 
 
-def test_a_rival_that_was_measured_is_compared_by_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_measured_baseline_is_compared_by_its_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=3")
     measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
     rows = rank_measured(request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures)
@@ -160,7 +160,9 @@ def test_a_rival_that_was_measured_is_compared_by_that(monkeypatch: pytest.Monke
     ("expected", "agreement"),
     [([1.0, 2.0, 30.0], 1.0), ([3.0, 2.0, 1.0], -1.0), ([1.0, 1.0, 2.0], 0.866), ([1.0, 1.0, 1.0], None)],
 )
-def test_agreement_is_of_ranks_and_equals_share_theirs(expected: list[float], agreement: float | None) -> None:
+def test_agreement_is_a_rank_correlation_with_shared_ranks_for_ties(
+    expected: list[float], agreement: float | None
+) -> None:
     (request,) = make_shortlist(make_request()).fitting[:1]
     steps = [TrialResult(step=StepResult(step_s=seconds)) for seconds in (1.0, 2.0, 3.0)]
     trials = [Trial("", "", "", "measure", Status.ok, None, [], None, "", 1.0, results=result) for result in steps]
@@ -174,7 +176,7 @@ def compiled(request: SearchRequest, entry: EstimatedLayout, factor: float, fold
     return CompiledLayout(entry, plan_compile(request, entry, folder).ended(Status.ok, None, "", 1.0, results))
 
 
-def test_a_compiled_rival_is_compared_with_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=1")
     measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
     best, rival = measures.timed[0].estimate, make_shortlist(request).fitting[-1]
@@ -197,7 +199,7 @@ def test_accelerators_are_counted_without_jax(here: int, wanted: str, at_hand_: 
     assert (cannot_measure_reason(request) is None) is at_hand_
 
 
-def test_figures_are_a_chip(tmp_path: Path) -> None:
+def test_measured_figures_are_read_as_a_chip(tmp_path: Path) -> None:
     file = tmp_path / FIGURES
     values = {"name": "cpu", "platform": "cpu", "peak_tflops": {"float32": 0.05}, "hbm_gbs": 8.0, "host_bounds": [2]}
     values |= {"switch_gbs": 0.5, "dcn_gbs_per_host": 0.025, "estimate": {"start_s": 1e-4, "outer_start_s": 2e-3}}
@@ -217,7 +219,7 @@ def test_figures_are_a_chip(tmp_path: Path) -> None:
         (("target=cpu4",), "here", 1),
     ],
 )
-def test_figures_are_of_this_machine_and_precision(
+def test_figures_are_only_used_for_this_machine_and_precision(
     arguments: tuple[str, ...], machine: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed = list[Run]()
@@ -247,7 +249,7 @@ def test_figures_are_of_this_machine_and_precision(
     assert list(target.chip.peak_tflops) == ["bfloat16" if "precision=bf16_mixed" in arguments else "float32"]
 
 
-def test_an_own_scatter_costs_as_often_as_the_chip_says() -> None:
+def test_the_cost_of_scatters_follows_the_chips_constant() -> None:
     request = make_request()
     halved = replace(CHIP, estimate={"scatters": 2.0})
     more = replace(request, targets=tuple(replace(target, chip=halved) for target in request.targets))
@@ -283,7 +285,7 @@ def test_a_search_over_several_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_figures_are_timed_once(tmp_path: Path) -> None:
+def test_figures_are_measured_once(tmp_path: Path) -> None:
     request = parse_request(shared_run("mode=search", "target=cpu2", "model=gpt_tiny", "precision=float32", "batch=16"))
     (first,) = add_measured_figures(request, tmp_path, Console(quiet=True)).targets
     (again,) = add_measured_figures(request, tmp_path, Console(quiet=True)).targets

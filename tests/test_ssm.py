@@ -49,7 +49,7 @@ discretized = jax.jit(discretize, static_argnames=("method", "step_rescale", "cl
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 16])
-def test_hippo_n_is_legs_plus_its_rank_one_correction_diagonalised(n: int) -> None:
+def test_hippo_n_diagonalises_legs_plus_its_rank_one_correction(n: int) -> None:
     Lambda, V = hippo_n(n)
     p = np.sqrt(np.arange(n) + 0.5)
     np.testing.assert_allclose(V @ np.diag(Lambda) @ V.conj().T, _legs(n) + np.outer(p, p), atol=1e-12)
@@ -59,7 +59,7 @@ def test_hippo_n_is_legs_plus_its_rank_one_correction_diagonalised(n: int) -> No
 @pytest.mark.parametrize(
     ("n", "largest"), [(16, 81), (32, 325), (64, 1303), pytest.param(256, 20860, marks=pytest.mark.slow)]
 )
-def test_hippo_eigenvalues(n: int, largest: int) -> None:
+def test_hippo_eigenvalues_are_conjugate_pairs_of_the_expected_size(n: int, largest: int) -> None:
     Lambda, _ = hippo_n(n)
     assert (np.real(Lambda) == -0.5).all()
     np.testing.assert_allclose(np.imag(Lambda), -np.imag(Lambda[::-1]), rtol=1e-9)
@@ -68,7 +68,7 @@ def test_hippo_eigenvalues(n: int, largest: int) -> None:
     assert np.abs(np.imag(Lambda)).max() == pytest.approx(n**2 / np.pi, rel=0.01)
 
 
-def test_blocks_are_diagonalised_whole_and_halved_afterwards() -> None:
+def test_blocks_are_diagonalised_before_half_of_the_states_is_dropped() -> None:
     hippo = block_hippo(24, 3, conjugate_symmetric=True)
     Lambda, V = hippo_n(8)
     assert (hippo.state, hippo.state_size, hippo.blocks) == (12, 24, 3)
@@ -83,7 +83,7 @@ def test_blocks_are_diagonalised_whole_and_halved_afterwards() -> None:
     assert (im < 0).all()
 
 
-def test_refused_block_sizes_name_the_nearest_legal_ones() -> None:
+def test_refusals_of_block_sizes_name_the_nearest_legal_ones() -> None:
     with pytest.raises(ValueError, match="state_size=96 or state_size=112"):
         block_hippo(100, 8)
     with pytest.raises(ValueError, match="state_size=2 or state_size=4"):
@@ -135,7 +135,7 @@ def test_C_tilde_has_the_spread_of_its_initialiser(method: CInit, deviation: flo
         assert abs(np.asarray(C_tilde[..., part]).mean()) < 0.03 * deviation
 
 
-def test_C_tilde_is_C_times_V() -> None:
+def test_C_tilde_equals_C_times_V() -> None:
     """With half of the eigenvectors, C cannot be recovered. With all of them it can, so C itself is checked there."""
     full, half = block_hippo(16, 2, conjugate_symmetric=False), block_hippo(16, 2)
     V = np.asarray(scipy.linalg.block_diag(full.V, full.V))
@@ -150,7 +150,7 @@ def test_C_tilde_is_C_times_V() -> None:
     )
 
 
-def test_log_step_and_D() -> None:
+def test_initial_log_step_and_D() -> None:
     log_step = np.asarray(init_log_step(KEY, 4000, 1e-3, 1e-1))
     assert np.log(1e-3) <= log_step.min() < np.log(1.02e-3)
     assert np.log(0.98e-1) < log_step.max() <= np.log(1e-1) + 1e-6
@@ -160,7 +160,7 @@ def test_log_step_and_D() -> None:
     assert abs(D.mean()) < 0.06
 
 
-def test_the_shapes_are_known_without_arrays() -> None:
+def test_parameter_shapes_are_known_without_arrays() -> None:
     hippo = block_hippo(512, 2)
     shapes = jax.eval_shape(
         lambda key: (init_B_tilde(key, hippo, 8), init_C_tilde(key, hippo, 8, CInit.lecun_normal)), KEY
@@ -194,7 +194,7 @@ def test_discretisation_equals_scipy(method: Discretization, block: int, step: f
         np.testing.assert_allclose(scale[state], B_bar[0, 0], rtol=2e-6)
 
 
-def test_large_phases_are_reduced_before_they_are_rounded() -> None:
+def test_large_phases_are_reduced_before_rounding() -> None:
     frequency = np.float32(np.imag(hippo_n(256)[0]))
     for step in (1e-3, 1e-2, 1e-1, 1.0):
         steps = np.float32(np.random.default_rng(3).uniform(0.9, 1.0, 256) * step)
@@ -205,7 +205,7 @@ def test_large_phases_are_reduced_before_they_are_rounded() -> None:
     assert naive > 1e-4  # what the reduction is for
 
 
-def test_large_phases_from_the_parameters_are_right_to_the_rounding_of_the_step() -> None:
+def test_large_phases_are_exact_up_to_rounding_of_the_step() -> None:
     re, im, log_step = _hippo_parameters(256, 0.1)
     exact = np.exp(_complex((re, im)) * np.exp(np.float64(log_step)))
     lam_bar, scale = map(_complex, discretized(re, im, log_step))
@@ -214,7 +214,7 @@ def test_large_phases_from_the_parameters_are_right_to_the_rounding_of_the_step(
     np.testing.assert_allclose(scale, (lam_bar - 1) / _complex((re, im)), rtol=5e-6)
 
 
-def test_zero_order_hold_is_exact_down_to_Lambda_Delta_of_zero() -> None:
+def test_zero_order_hold_is_exact_for_tiny_Lambda_Delta() -> None:
     re = jnp.asarray([0.0, -1e-30, -1e-7, -1e-4, -1e-2, -0.2, -0.3, 0.0, 0.0, -2.0], jnp.float32)
     im = jnp.asarray([0.0, 1e-30, 1e-9, 0.0, 1e-2, 0.1, 0.2, 1e-5, 0.24, 0.0], jnp.float32)
     log_step = jnp.zeros(10, jnp.float32)
@@ -270,7 +270,7 @@ def test_gradients_of_the_discretisation_equal_differences_in_float64(method: Di
         np.testing.assert_allclose(got[argument], want, rtol=2e-5, atol=2e-6)
 
 
-def test_clipping_bounds_the_real_part_and_leaves_the_rest() -> None:
+def test_clipping_bounds_only_the_real_part() -> None:
     re, im = jnp.asarray([0.5, -1e-5, -0.3], jnp.float32), jnp.asarray([1.0, 2.0, 3.0], jnp.float32)
     log_step = jnp.zeros(3, jnp.float32)
     clipped, _ = discretized(re, im, log_step, clip_eigenvalues=True)
@@ -281,7 +281,7 @@ def test_clipping_bounds_the_real_part_and_leaves_the_rest() -> None:
 
 
 @pytest.mark.parametrize("method", list(Discretization), ids=lambda method: method.value)
-def test_half_of_the_states_give_the_output_of_the_real_system(method: Discretization) -> None:
+def test_half_of_the_states_reproduce_the_real_system(method: Discretization) -> None:
     """y = 2 Re(C_tilde x) + D u over P states equals the dense real system of 2 P states, in float64."""
     state_size, blocks, embed, seq, step = 12, 2, 3, 40, 0.05
     rng = np.random.default_rng(0)
@@ -308,7 +308,7 @@ def test_half_of_the_states_give_the_output_of_the_real_system(method: Discretiz
 
 
 @pytest.mark.parametrize("method", list(Discretization), ids=lambda method: method.value)
-def test_the_layer_answers_as_the_pytorch_one_does(method: Discretization) -> None:
+def test_the_layer_equals_the_pytorch_layer(method: Discretization) -> None:
     golden = np.load(Path(__file__).with_name("goldens") / "s5.npz")
     Lambda, B, C, D, u = (golden[name] for name in ("Lambda", "B", "C", "D", "u"))
     np.testing.assert_allclose(

@@ -33,7 +33,7 @@ ALONE = [[], ["mesh=2x2x1"], ["sweep=null"], ["hydra.mode=RUN", "sweep=laptop_8"
 
 
 @pytest.mark.parametrize("arguments", ALONE)
-def test_one_run_is_no_multirun(arguments: list[str]):
+def test_a_single_run_is_not_a_multirun(arguments: list[str]):
     assert multirun_arguments(arguments) is None
 
 
@@ -50,7 +50,7 @@ def test_a_multirun_is_known_by_its_arguments_and_gets_a_folder(asked: str):
     assert multirun_arguments([asked, "hydra.sweep.dir=here"]) == [asked, "hydra.sweep.dir=here"]
 
 
-def test_a_sweep_is_named_by_name_overlay_or_a_hash_of_its_arguments():
+def test_a_sweep_is_named_by_its_setting_its_file_or_a_hash():
     assert sweep_name(["-m", "sweep=laptop_8", "mode=measure"]) == "laptop_8"
     assert sweep_name(["-m", "sweep=laptop_8", "name=mine"]) == "mine"
     measured = sweep_name(["-m", "mesh=2x2x1,4x1x1", "partition=dp", "mode=measure", "mode.repeats=3"])
@@ -59,7 +59,7 @@ def test_a_sweep_is_named_by_name_overlay_or_a_hash_of_its_arguments():
     assert measured != sweep_name(["-m", "mesh=2x2x1,4x1x1", "partition=fsdp"])
 
 
-def test_two_spaces_are_two_sweeps_and_more_of_one_is_the_same():
+def test_different_spaces_are_different_sweeps_but_limits_and_stages_are_not():
     spaces = [["hydra.sweeper.space.meshes=[AxB]"], ["hydra.sweeper.space.meshes=[AxBxC]"], []]
     names = [sweep_name(["-m", "hydra/sweeper=layouts", "mode=compile", *space]) for space in spaces]
     assert len(set(names)) == 3
@@ -67,7 +67,7 @@ def test_two_spaces_are_two_sweeps_and_more_of_one_is_the_same():
     assert sweep_name(["-m", "hydra/sweeper=layouts", *spaces[0], *more]) == names[0]
 
 
-def test_names_are_fit_for_folders_and_for_hydra():
+def test_names_are_valid_for_folders_and_for_hydra():
     assert folder_name("a b/c,d=${e}") == "a-b-c-d-e"
     assert folder_name("..") == "sweep"
     run = compose_run(*TINY, *SINGLE, "model.name='my model, new'")
@@ -75,7 +75,7 @@ def test_names_are_fit_for_folders_and_for_hydra():
     assert re.fullmatch(r"my-model-new-1x1x1-dp-train-[0-9a-f]{6}", name)
 
 
-def test_the_key_depends_on_settings_that_decide_the_result():
+def test_the_key_of_a_trial_depends_on_settings_that_affect_the_result():
     key = trial_key(compose_run(*TINY, *SINGLE))
     same = ["name=other", "runs=there", "trial.limit_s=5", "tracking=wandb", "seed=0"]
     same += ["log_every=3", "prompt=b", "top_k=7", "checkpoint.every=9"]
@@ -102,13 +102,13 @@ def test_the_key_depends_on_settings_that_decide_the_result():
         ("eval", ["trial.retry=true"], "resume=other"),
     ],
 )
-def test_the_key_of_each_stage(mode: str, same: list[str], other: str):
+def test_the_key_of_a_trial_depends_on_what_its_stage_uses(mode: str, same: list[str], other: str):
     key = trial_key(compose_run(*TINY, *SINGLE, f"mode={mode}"))
     assert trial_key(compose_run(*TINY, *SINGLE, f"mode={mode}", *same, "log_every=1")) == key
     assert trial_key(compose_run(*TINY, *SINGLE, f"mode={mode}", other)) != key
 
 
-def test_only_what_is_missing_is_done(stage: Stage, capfd: pytest.CaptureFixture):
+def test_only_missing_trials_run(stage: Stage, capfd: pytest.CaptureFixture):
     assert command(*stage.arguments("partition=dp,fsdp")) == 0
     assert command(*stage.arguments("partition=dp,fsdp,1d_tp", "resume=true")) == 0
     printed = capfd.readouterr().out
@@ -154,7 +154,7 @@ def test_illegal_layouts_are_rows_and_start_nothing(stage: Stage, capfd: pytest.
 
 
 @pytest.mark.slow
-def test_a_mode_without_results_runs_and_prints_every_time(
+def test_a_mode_without_results_runs_every_time(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
     stage.enter(monkeypatch, dp="real")
@@ -165,14 +165,14 @@ def test_a_mode_without_results_runs_and_prints_every_time(
     assert len(stage.started()) == 2
 
 
-def test_the_sweep_may_be_refused(stage: Stage, capfd: pytest.CaptureFixture):
+def test_an_invalid_sweep_is_refused(stage: Stage, capfd: pytest.CaptureFixture):
     assert command(*stage.arguments("partition=dp,nix")) == 2
     assert "partition=nix" in capfd.readouterr().err
     assert stage.started() == []
 
 
 @pytest.mark.slow
-def test_several_at_once_give_the_same(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+def test_parallel_trials_give_the_same_results(stage: Stage, monkeypatch: pytest.MonkeyPatch):
     stage.enter(monkeypatch, dp="measure 1", fsdp="measure 1", sp="measure 1")
     assert command(*stage.arguments("partition=dp,fsdp,sp,dp", "hydra.launcher.jobs=4")) == 0
     assert list(stage.trials()) == ["dp", "fsdp", "sp"]
@@ -188,7 +188,7 @@ LISTENING = (
 """Runs the command with Ctrl-C enabled. Children of tests in the background would otherwise ignore it."""
 
 
-def test_ctrl_c_in_a_terminal_keeps_what_is_done_and_ends_the_trial(tmp_path: Path):
+def test_ctrl_c_in_a_terminal_keeps_finished_trials_and_ends_the_current_one(tmp_path: Path):
     stage = Stage(tmp_path, dp="measure", fsdp="hang")
     master, slave = pty.openpty()
     sweep = subprocess.Popen(
@@ -220,7 +220,7 @@ def test_ctrl_c_in_a_terminal_keeps_what_is_done_and_ends_the_trial(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_real_trials_leave_real_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+def test_real_trials_record_real_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     monkeypatch.chdir(tmp_path)
     arguments = ["-m", *TINY, "name=real", "mesh=2x1x1", "partition=fsdp", "steps=3"]
     for mode in (["mode=measure", "mode.repeats=2"], ["mode=train"]):

@@ -47,13 +47,13 @@ def enumerated_cells(*arguments: str) -> Cells:
         return enumerate_cells(read_space(composing.config.hydra.sweeper.space, task, composing), composing)
 
 
-def test_the_keys_of_the_space_are_those_of_its_file():
+def test_keys_of_the_space_equal_those_of_its_file():
     with composer("hydra/sweeper=layouts") as (composing, _):
         written = OmegaConf.to_container(composing.config.hydra.sweeper.space)
     assert written == OmegaConf.to_container(OmegaConf.structured(SpaceConfig), enum_to_str=True)
 
 
-def test_lists_of_the_command_line_replace_the_layouts_and_multiply_with_the_rest():
+def test_lists_on_the_command_line_replace_layouts_and_multiply_other_settings():
     given = ["sweep=laptop_8", "partition=dp,2d_tp", "mesh=2x2x2,1x1x8", "seq=64,128", "steps=7", "microbatches=1,2"]
     enumerated = enumerated_cells(*given)
     wanted = {
@@ -67,12 +67,12 @@ def test_lists_of_the_command_line_replace_the_layouts_and_multiply_with_the_res
     assert [p.code for p in enumerated.skipped] == [ProblemCode.same_sharding] * 2
 
 
-def test_what_is_varied_together_stays_together():
+def test_settings_varied_together_stay_together():
     enumerated = enumerated_cells("sweep=partition_by_length", "partition=sp", "mesh=4x1x2")
     assert [(c.run.config.seq, c.run.config.batch) for c in enumerated.cells] == [(256, 32), (1024, 8), (4096, 2)]
 
 
-def test_placements_of_the_command_line():
+def test_placements_can_be_listed_on_the_command_line():
     enumerated = enumerated_cells(
         "hydra/sweeper=layouts", "target=cpu8", "mesh=2x2x2", "partition=2d_tp", "mesh.placement=[z,x,y],null"
     )
@@ -104,7 +104,7 @@ SAMPLED = {
     "sweep", [pytest.param(s, marks=[] if s == "hydra/sweeper" else [pytest.mark.slow]) for s in SAMPLED]
 )
 @pytest.mark.slow
-def test_a_cell_is_the_run_that_its_overrides_compose_to(sweep: str):
+def test_an_enumerated_run_equals_the_one_its_overrides_compose(sweep: str):
     first = f"sweep={sweep}" if "/" not in sweep else f"{sweep}=layouts"
     with composer(first, *SAMPLED[sweep]) as (composing, task):
         space = read_space(composing.config.hydra.sweeper.space, task, composing)
@@ -117,7 +117,7 @@ def test_a_cell_is_the_run_that_its_overrides_compose_to(sweep: str):
 
 
 @pytest.mark.slow
-def test_partitions_as_shipped_are_those_that_hydra_composes():
+def test_shipped_partitions_equal_those_that_hydra_composes():
     with composer("hydra/sweeper=layouts") as (composing, _):
         for name in config_names("partition"):
             shipped = composing.choice("partition", name, [])
@@ -137,9 +137,7 @@ SWEPT_KEYS = [[], ["partition.zero1=true"], ["mesh.placement=null"], ["experimen
 
 
 @pytest.mark.parametrize("fixed", mark_slow_except(SWEPT_KEYS, [["experiment=sized"]]), ids=str)
-def test_a_run_is_the_one_that_hydra_composes_of_its_overrides(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fixed: list[str]
-):
+def test_a_run_equals_the_one_that_hydra_composes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fixed: list[str]):
     """Runs that differ only in mesh, partition and values share one composition, unless the config links these keys."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "partition").mkdir()
@@ -163,7 +161,7 @@ def test_a_run_is_the_one_that_hydra_composes_of_its_overrides(
 
 
 @pytest.mark.slow
-def test_partitions_are_those_of_each_experiment(tmp_path: Path):
+def test_every_experiment_has_its_own_partition_settings(tmp_path: Path):
     """An experiment may change a key of the partition. The change applies only to its own layouts."""
     (tmp_path / "experiment").mkdir()
     for name, zero1 in (("with", "true"), ("without", "false")):
@@ -185,7 +183,7 @@ ENUMERATED = [
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "pa_nas_1b" else []) for n in ENUMERATED]
 )
-def test_every_enumerated_sweep_has_legal_cells(name: str):
+def test_every_enumerated_sweep_has_legal_layouts(name: str):
     enumerated = enumerated_cells(f"sweep={name}")
     assert (len(enumerated.cells), len(enumerated.legal)) == CELLS[name]
     assert f"{len(enumerated.legal)} " in (conf_dir() / "sweep" / f"{name}.yaml").read_text(), (
@@ -194,7 +192,7 @@ def test_every_enumerated_sweep_has_legal_cells(name: str):
 
 
 @pytest.mark.slow
-def test_the_laptop_sweep_has_the_same_cells_on_eight_chips():
+def test_the_laptop_sweep_has_the_same_layouts_on_eight_chips():
     def asked(*arguments: str) -> list[tuple[str, ...]]:
         return [cell.overrides for cell in enumerated_cells("sweep=laptop_8", *arguments).cells]
 
@@ -238,7 +236,7 @@ def sweep(folder: Path, *arguments: str) -> list[Sequence[str]]:
     return launcher.jobs
 
 
-def test_legal_cells_are_launched_and_refused_ones_recorded_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_legal_layouts_are_launched_and_refused_ones_recorded_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["sweep=laptop_8", "partition=1d_tp,2d_tp", "steps=3", "hydra.sweeper.limit=5"]
     jobs = sweep(tmp_path, *arguments)
     assert len(jobs) == 5
@@ -298,7 +296,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", mark_slow_except(WRONG, [*WRONG][::3]))
-def test_errors_say_what_to_write(command: Any, tmp_path: Path, case: str):
+def test_errors_of_the_sweeper_say_what_to_write(command: Any, tmp_path: Path, case: str):
     arguments, said = WRONG[case]
     folder = f"hydra.sweep.dir={tmp_path}/out"
     ended = command("-m", "hydra/sweeper=layouts", "target=cpu8", "hydra/launcher=basic", folder, *arguments)
@@ -318,7 +316,7 @@ def rates(folder: Path) -> dict[tuple[str, int], float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_space_is_measured_and_nothing_of_it_twice(tmp_path: Path):
+def test_a_space_is_measured_without_repeats(tmp_path: Path):
     given = [*TINY, "mode=measure", "target=cpu8", "mesh=2x2x2", "partition=dp,2d_tp", "microbatches=1,2", "name=s"]
     for _ in range(2):
         with start_training("-m", "hydra/sweeper=layouts", *given, cwd=tmp_path) as process:
@@ -349,7 +347,7 @@ def test_optuna_finds_the_layout_with_the_most_tokens(tmp_path: Path):
     assert len(trials) == len((folder / "trials.jsonl").read_text().splitlines()) <= 4
 
 
-def test_jobs_that_differ_in_numbers_are_the_runs_that_hydra_composes(monkeypatch: pytest.MonkeyPatch):
+def test_jobs_that_differ_in_numbers_equal_the_runs_that_hydra_composes(monkeypatch: pytest.MonkeyPatch):
     changes = [
         ["seed=1", "optimizer.learning_rate=0.001", "model.layers=1"],
         ["seed=2", "optimizer.learning_rate=0.002", "model.layers=2"],

@@ -33,7 +33,7 @@ def run_of(task: str, *overrides: str) -> Run:
     return Run(replace(run.config, model=model), model)
 
 
-def test_a_task_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_task_declares_its_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "carrying_task.py").write_text(CARRYING)
     monkeypatch.syspath_prepend(tmp_path)
     blind = "model.attention.causal=false"
