@@ -39,7 +39,7 @@ def applied(run: Run, key: str, value: int) -> Run:
     seq=st.integers(1, 300),
     microbatches=st.sampled_from([1, 2, 3]),
 )
-def test_every_value_of_an_advice_is_legal(model: str, partition: str, shape: list[int], **sizes: int):
+def test_every_suggested_value_is_legal(model: str, partition: str, shape: list[int], **sizes: int):
     mesh = parse_mesh("x".join(map(str, shape)))
     run = RUNS[model].changed(mesh=mesh, partition=PARTITIONS[partition], **sizes)
     before = problems_of(run)
@@ -60,7 +60,9 @@ def test_every_value_of_an_advice_is_legal(model: str, partition: str, shape: li
         (("mesh=1x1x4", "partition=dp", "batch=10", "microbatches=3"), ("batch", (12,))),
     ],
 )
-def test_values_obey_what_else_the_key_must_be(wrong: tuple[str, ...], advice: tuple[str, tuple[int, ...]]):
+def test_suggested_values_obey_other_constraints_of_the_key(
+    wrong: tuple[str, ...], advice: tuple[str, tuple[int, ...]]
+):
     run = compose_run("model=valkyrie_tiny", "mesh=1x1x1", "partition=dp", "batch=12")
     settings_ = dict(text.split("=") for text in wrong)
     changes = {key: int(value) for key, value in settings_.items() if key not in ("mesh", "partition")}

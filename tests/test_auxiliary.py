@@ -52,14 +52,14 @@ def alone(folder: Path) -> list[dict[str, np.ndarray]]:
     ],
     ids=lambda layout: "-".join(part.partition("=")[2] for part in layout),
 )
-def test_values_and_gradients_are_those_of_one_device(folder, alone, layout):
+def test_values_and_gradients_equal_those_of_one_device(folder, alone, layout):
     for new, old in zip(steps_of(folder, *layout), alone, strict=True):
         for name in ("loss", *VALUES):
             np.testing.assert_allclose(new[name], old[name], rtol=2e-5, err_msg=name)
         np.testing.assert_allclose(np.sqrt(new["leaf_norms"]), np.sqrt(old["leaf_norms"]), rtol=2e-5, atol=1e-8)
 
 
-def test_the_objective_has_the_weighted_sum_over_layers(folder):
+def test_the_objective_includes_the_weighted_sum_over_layers(folder):
     run = run_of(folder, "mesh=1x1x1", "partition=dp", "model.unit.penalty=0.5")
     assembly, program = assembly_of(run), make_program(run)
     batch = program.place(make_batch(run))

@@ -22,7 +22,7 @@ __all__ = ["bucket"]
 
 
 @pytest.mark.slow
-def test_a_training_saves_in_a_bucket_and_goes_on_from_there_on_another_host(
+def test_a_training_saves_to_a_bucket_and_resumes_on_another_host(
     bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     saving = (f"checkpoint.folder={bucket}", "checkpoint.every=2", "checkpoint.keep=1")
@@ -46,7 +46,7 @@ def test_a_training_saves_in_a_bucket_and_goes_on_from_there_on_another_host(
     assert command("mode=generate", "resume=run", f"runs={tmp_path / 'other'}", "prompt=a", "sample_tokens=2") == 0
 
 
-def test_checkpoints_may_lie_in_another_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_checkpoints_can_be_in_another_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     elsewhere = f"checkpoint.folder={tmp_path / 'shared'}"
     assert command(*tiny_arguments(tmp_path / "runs", "steps=2", elsewhere)) == 0
     assert saved_steps(tmp_path / "runs" / "run") == [2]
@@ -57,7 +57,7 @@ def test_checkpoints_may_lie_in_another_folder(tmp_path: Path, capfd: pytest.Cap
     assert f"Use checkpoint.folder={tmp_path}/shared" in capfd.readouterr().err
 
 
-def test_a_run_with_checkpoints_of_its_own_does_not_take_others(tmp_path: Path):
+def test_a_run_with_checkpoints_does_not_use_those_of_another_folder(tmp_path: Path):
     step = tmp_path / "run" / "checkpoints" / "2"
     step.mkdir(parents=True)
     (step / "_CHECKPOINT_METADATA").write_text("{}")
@@ -69,7 +69,7 @@ def test_a_run_with_checkpoints_of_its_own_does_not_take_others(tmp_path: Path):
 @pytest.mark.parametrize(
     ("folder", "code"), [("az://x/y", ProblemCode.unknown_name), ("s3://x/y", ProblemCode.not_installed)]
 )
-def test_a_bucket_that_cannot_be_served_is_refused(folder: str, code: ProblemCode, monkeypatch: pytest.MonkeyPatch):
+def test_an_unsupported_bucket_is_refused(folder: str, code: ProblemCode, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(schemes, "find_spec", lambda name: None)
     assert [(p.code, p.key, p.value) for p in folder_problems(folder)] == [(code, "checkpoint.folder", folder)]
     assert CheckpointConfig(folder=folder).problems() == folder_problems(folder)

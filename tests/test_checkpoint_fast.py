@@ -50,7 +50,7 @@ def process_folder(folder: Path) -> Path:
         ((7,), (6,), 7, "durable", ""),
     ],
 )
-def test_the_newest_of_both_tiers_is_taken(
+def test_the_newest_checkpoint_of_both_tiers_is_restored(
     tmp_path: Path, durable: tuple[int, ...], fast: tuple[int, ...], step: int, tier: str, why: str
 ):
     save(tmp_path, durable=durable, fast=fast)
@@ -62,7 +62,7 @@ def test_the_newest_of_both_tiers_is_taken(
     assert restored.source.endswith(why)
 
 
-def test_the_newest_two_are_kept_and_all_go_at_the_end(tmp_path: Path):
+def test_the_two_newest_are_kept_and_all_are_deleted_at_the_end(tmp_path: Path):
     save(tmp_path, fast=(1, 2, 3))
     assert sorted(os.listdir(process_folder(tmp_path))) == ["2", "3"]
     with closing(both(tmp_path)) as kept:
@@ -70,14 +70,16 @@ def test_the_newest_two_are_kept_and_all_go_at_the_end(tmp_path: Path):
     assert not any((tmp_path / "fast").iterdir())
 
 
-def test_what_it_says_of_itself_has_the_parts_of_each_array(tmp_path: Path):
+def test_fast_checkpoint_metadata_lists_the_shards_of_each_array(tmp_path: Path):
     save(tmp_path, fast=(2,))
     about = json.loads((process_folder(tmp_path) / "2" / "about" / "metadata").read_text())
     assert (about["tier"], about["step"], about["process"]) == ("fast", 2, 0)
     assert about["shards"]["parameters.block.w"] == ["float32", "0:64"]
 
 
-def test_a_flipped_bit_in_any_file_means_the_one_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_flipped_bit_in_any_file_falls_back_to_the_previous_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     save(tmp_path, durable=(3,), fast=(4, 5))
     whole, step, generator = tmp_path / "whole", process_folder(tmp_path) / "5", np.random.default_rng(0)
     shutil.copytree(step, whole)
@@ -98,7 +100,7 @@ def test_a_flipped_bit_in_any_file_means_the_one_before(tmp_path: Path, capfd: p
         assert not step.exists(), "it would be taken for one that other processes have"
 
 
-def test_when_all_of_one_tier_are_damaged_the_other_is_taken(tmp_path: Path):
+def test_the_other_tier_is_used_if_all_of_one_tier_are_damaged(tmp_path: Path):
     save(tmp_path, durable=(3, 6), fast=(4, 5))
     for step in (3, 6):
         (tmp_path / "run" / "checkpoints" / str(step) / "about" / "metadata").write_text("{}")
@@ -115,21 +117,21 @@ def test_when_all_of_one_tier_are_damaged_the_other_is_taken(tmp_path: Path):
         assert_equal(kept.restore(abstract(make_state(0))).state, make_state(6))
 
 
-def test_without_a_sound_one_in_either_tier_nothing_begins_anew(tmp_path: Path):
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path):
     save(tmp_path, durable=(3,))
     (tmp_path / "run" / "checkpoints" / "3" / "about" / "metadata").write_text("{}")
     with closing(both(tmp_path)) as kept, pytest.raises(ValueError, match=r"\b3\b.* damaged"):
         kept.restore(abstract(make_state(0)))
 
 
-def test_a_start_without_the_fast_tier_leaves_what_was_saved_there_before_behind(tmp_path: Path):
+def test_a_start_without_the_fast_tier_makes_its_old_checkpoints_obsolete(tmp_path: Path):
     save(tmp_path, durable=(3,), fast=(4,))
     Checkpoints(tmp_path / "run", CheckpointConfig()).close()
     with closing(both(tmp_path)) as kept:
         assert kept.restore(abstract(make_state(0))).step == 3
 
 
-def test_fast_checkpoints_are_kept_where_the_last_durable_save_fails(
+def test_fast_checkpoints_are_kept_if_the_last_durable_save_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     from valkyrie.checkpoint import tier
@@ -151,7 +153,7 @@ def test_fast_checkpoints_are_kept_where_the_last_durable_save_fails(
     assert saved_arrays(tmp_path / "run")["['step']"] == 5
 
 
-def test_a_save_that_fails_on_one_of_several_processes_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_that_fails_on_one_of_several_processes_aborts_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from valkyrie.checkpoint import tier
 
     def full(folder: Path, without: Any = ()) -> None:
@@ -164,7 +166,7 @@ def test_a_save_that_fails_on_one_of_several_processes_ends_it(tmp_path: Path, m
             kept.wait()
 
 
-def test_one_of_another_layout_is_not_used_and_the_durable_one_is(tmp_path: Path):
+def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_path: Path):
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
 
     def laid(step: int, spec: PartitionSpec) -> TrainState:
@@ -199,7 +201,7 @@ class OneOfTwo(Team):
         return [value, {"steps": self._other, "refused": []} if name == "fast checkpoints" else value]
 
 
-def test_all_processes_take_the_newest_that_each_of_them_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_all_processes_use_the_newest_common_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     save(tmp_path, fast=(4, 5))
     with closing(both(tmp_path, OneOfTwo([4, 3]))) as kept:
         assert kept.restore(abstract(make_state(0))).step == 4
@@ -209,14 +211,14 @@ def test_all_processes_take_the_newest_that_each_of_them_has(tmp_path: Path, cap
     assert "on all processes" in capfd.readouterr().err
 
 
-def test_a_run_that_began_anew_under_the_same_name_leaves_those_of_before_alone(tmp_path: Path):
+def test_a_new_run_with_the_same_name_ignores_older_fast_checkpoints(tmp_path: Path):
     save(tmp_path, fast=(4,))
     shutil.rmtree(tmp_path / "run")
     with closing(both(tmp_path)) as kept:
         assert kept.newest(abstract(make_state(0))) is None
 
 
-def test_the_best_are_kept_beside_the_newest(tmp_path: Path):
+def test_the_best_checkpoints_are_kept_in_addition_to_the_newest(tmp_path: Path):
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 2.5}
     with closing(both(tmp_path, keep=1, keep_best=2)) as kept:
         for step, loss in losses.items():
@@ -225,14 +227,14 @@ def test_the_best_are_kept_beside_the_newest(tmp_path: Path):
     assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [2, 4, 6]
 
 
-def test_one_for_every_hour_is_kept(tmp_path: Path):
+def test_one_checkpoint_per_interval_is_kept(tmp_path: Path):
     with closing(both(tmp_path, keep=1, keep_every_h=1e-9)) as kept:
         for step in (1, 2, 3):
             kept.save(step, make_state(step), DATA)
     assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [1, 2, 3]
 
 
-def test_policies_that_make_no_sense_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_invalid_checkpoint_policies_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     config = CheckpointConfig(keep_every_h=0.0, keep_best=-1, fast=FastConfig(every=0, keep=0))
     keys = ["keep_every_h", "keep_best", "fast.every", "fast.keep"]
     assert [problem.key for problem in config.problems()] == [f"checkpoint.{key}" for key in keys]
@@ -244,7 +246,7 @@ class Killed(BaseException):
     """Simulates a process killed before it saves."""
 
 
-def test_a_killed_training_goes_on_from_its_fast_checkpoint_bit_for_bit(
+def test_a_killed_training_resumes_bit_for_bit_from_its_fast_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     show = screen.Screen.step
@@ -270,7 +272,7 @@ def test_a_killed_training_goes_on_from_its_fast_checkpoint_bit_for_bit(
     assert not any((tmp_path / "fast").iterdir()), "it is complete and durably saved"
 
 
-def test_a_full_disk_of_the_fast_tier_costs_a_note(
+def test_a_full_disk_of_the_fast_tier_only_prints_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     from valkyrie.checkpoint import tier
@@ -290,7 +292,7 @@ def test_a_full_disk_of_the_fast_tier_costs_a_note(
     assert saved_arrays(tmp_path / "run")["['step']"] == 6
 
 
-def test_a_folder_that_cannot_be_written_is_refused_with_the_setting(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_the_refusal_of_an_unwritable_folder_names_the_setting(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "file").write_text("")
     assert (
         command(*tiny_arguments(tmp_path, "checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'file'}"))

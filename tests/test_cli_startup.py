@@ -54,7 +54,7 @@ def start(cwd: Path, *arguments: str) -> Startup:
         (["--cfg", "job", "mesh=4x4x2"], "name: 4x4x2"),
     ],
 )
-def test_help_and_configuration_need_no_jax(tmp_path: Path, arguments: list[str], shown: str):
+def test_help_and_configuration_do_not_load_jax(tmp_path: Path, arguments: list[str], shown: str):
     ended = start(tmp_path, *arguments)
     assert (ended.status, ended.err, ended.loaded) == (0, "", [])
     assert shown in ended.out
@@ -74,7 +74,7 @@ def test_help_and_configuration_need_no_jax(tmp_path: Path, arguments: list[str]
         (["target=v5e-8", "mesh=8x1x1", "partition=dp"], "target=v5e-8 (8 v5e"),
     ],
 )
-def test_a_refusal_needs_no_jax(tmp_path: Path, arguments: list[str], message: str):
+def test_a_refusal_does_not_load_jax(tmp_path: Path, arguments: list[str], message: str):
     ended = start(tmp_path, *arguments)
     assert ended.status == 2
     assert message in ended.err
@@ -110,13 +110,13 @@ def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedPr
     )
 
 
-def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     done = shell("cd gone; rmdir ../gone; $command --version", tmp_path)
     assert done.returncode == 2 and "folder is gone" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_closed_streams_and_poor_encodings_are_no_mistakes(tmp_path: Path) -> None:
+def test_closed_streams_and_ascii_encodings_are_handled(tmp_path: Path) -> None:
     ascii_only = (
         "from valkyrie.processes.interrupt import repair_std_streams; repair_std_streams(); print('a \\u00b7 b'); "
         "print(open('x', 'w').fileno() > 2)"

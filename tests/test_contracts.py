@@ -92,14 +92,14 @@ PARAMETERS = {
 """Parameter counts of models that are not tiny, so that no change goes unnoticed."""
 
 
-def test_something_was_discovered():
+def test_models_and_partitions_are_discovered():
     assert {"valkyrie_tiny", "s5_tiny", "longformer_tiny", "gpt_tiny"} <= set(MODELS)
     assert {"dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "data_model_fsdp", "sp", "fsdp_tp"} <= set(PARTITIONS)
     assert all(model in MODELS and partition in PARTITIONS for model, partition in STEPPED)
 
 
 @pytest.mark.parametrize(("model", "partition"), pairs(LOWERED))
-def test_lowers_for_32_devices_that_are_not_there(model, partition):
+def test_a_step_lowers_for_32_missing_devices(model, partition):
     run = small_run(model, "mesh=4x4x2", f"partition={partition}", "batch=32")
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
     lowered = program.lower_step()
@@ -110,14 +110,14 @@ def test_lowers_for_32_devices_that_are_not_there(model, partition):
             assert size % math.prod(run.config.mesh.axes[a] for a in axes) == 0, name
 
 
-def test_what_is_lowered_without_devices_is_what_training_runs():
+def test_a_step_lowered_without_devices_equals_that_of_training():
     run = small_run("valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp_fsdp")
     abstract = StepProgram(run, abstract_mesh(run.config.mesh)).lower_step()
     assert abstract.as_text() == make_program(run).lower_step().as_text()
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_builds_what_it_declares(model):
+def test_a_model_builds_its_declared_parameters(model):
     run = compose_run(f"model={model}")
     specs = assembly_of(run).specs  # refuses a module with other parameters, shapes or dtypes
     assert {spec.group for spec in specs.values()} <= {*PARAMETER_GROUPS}
@@ -127,7 +127,7 @@ def test_a_model_builds_what_it_declares(model):
     assert {axis for t in run.arrays.activations for axis in t.axes} <= set(run.arrays.axes)
 
 
-def test_a_model_that_builds_otherwise_is_refused_by_name(monkeypatch):
+def test_a_model_that_builds_undeclared_parameters_is_refused(monkeypatch):
     run = small_run("s5_tiny")
     declared = S5.weights
     monkeypatch.setattr(S5, "weights", lambda self, context: declared(self, context) | {"extra": weight("state")})
@@ -137,7 +137,7 @@ def test_a_model_that_builds_otherwise_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize("model", mark_slow_except(MODELS, MODELS_WITH_UNIQUE_LAYERS))
-def test_specs_are_the_initialised_parameters(model):
+def test_specs_equal_the_initialised_parameters(model):
     run = small_run(model)
     specs, parameters = assembly_of(run).specs, initial_state(small_overrides(model)).parameters
     assert list(specs) == leaf_names(parameters)
@@ -156,7 +156,7 @@ def test_parameters_are_counted_without_allocating():
     assert time.process_time() - started < 20
 
 
-def test_parameters_by_hand():
+def test_the_parameter_count_equals_a_calculation_by_hand():
     """24 blocks of embed 2048, each with SwiGLU. 16 have S5 (1024 states, a square gate), 8 have attention (16 heads
     of 128).
     """
@@ -167,7 +167,7 @@ def test_parameters_by_hand():
     assert total == PARAMETERS["valkyrie_1b"]
 
 
-def test_initial_state_is_the_same_on_a_mesh():
+def test_the_initial_state_does_not_depend_on_the_mesh():
     program = make_program(small_run("valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp_fsdp"))
     state = program.init(0)
     # Random bits are the same everywhere; rotating B and C into the eigenbasis is a product, equal to rounding.
@@ -216,7 +216,7 @@ def test_same_steps_on_other_meshes(mesh, partition, overrides):
     assert_same_steps(steps, reference("valkyrie_tiny", *of_model))
 
 
-def test_windows_that_grow_with_depth_are_segments_of_their_own():
+def test_layers_with_different_windows_are_separate_segments():
     run = compose_run("model=longformer_tiny")
     segments = {name.split(".")[0] for name in assembly_of(run).specs if name.startswith("segment")}
     assert segments == {"segment_0", "segment_1"}
@@ -227,7 +227,7 @@ def test_windows_that_grow_with_depth_are_segments_of_their_own():
     "override",
     mark_slow_except(["model.attention.causal=false", "model.s5.bidirectional=true"], ["model.s5.bidirectional=true"]),
 )
-def test_a_model_that_sees_the_future_is_only_shown(override: str):
+def test_a_bidirectional_model_can_be_shown_but_not_trained(override: str):
     run = small_run("valkyrie_tiny", "mode=show", override)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 16)))
     state = initial_state((*small_overrides("valkyrie_tiny"), "mode=show", override))

@@ -40,13 +40,13 @@ def test_prepare_verify_and_show(corpus: Path, capsys: pytest.CaptureFixture[str
         assert text in shown
 
 
-def test_the_tokenizer_and_the_limit_are_passed_on(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_and_byte_limit_are_used(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["show", prepared(corpus, capsys, "--tokenizer", "gpt2", "--max-bytes", "100")])
     shown = capsys.readouterr().out
     assert "gpt2, 50,257 ids" in shown and "max_bytes=100" in shown
 
 
-def test_synthetic_needs_no_files(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_synthetic_data_needs_no_files(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["prepare", "synthetic"])
     main(["show", capsys.readouterr().out.splitlines()[-1]])
     assert "entropy_nats_per_token=1.06" in capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_synthetic_needs_no_files(corpus: Path, capsys: pytest.CaptureFixture[st
         (["show", "nowhere", "--tokens", "0"], ["--tokens 0: "]),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(
+def test_a_mistake_gives_one_line_and_status_2(
     corpus: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], values: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -78,7 +78,7 @@ def test_a_mistake_is_one_line_and_status_2(
 
 
 @pytest.mark.parametrize("name", ["", "gpt2", "p50k_edit", "../../escaped", "mine/t", "a.tiktoken"])
-def test_a_name_that_would_not_find_the_tokenizer_is_refused(
+def test_an_invalid_tokenizer_name_is_refused(
     corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -95,7 +95,7 @@ def test_characters_that_are_not_utf8_are_reported_by_file(corpus: Path, capsys:
     assert line.startswith(f"{corpus}/other.txt: 2 ") and "(1.4%)" in line and "(3 in " in line
 
 
-def test_a_corrupt_shard_is_named(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corrupt_shard_is_named_by_verify(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = prepared(corpus, capsys)
     shard = Path(path, "train-00000.bin")
     shard.write_bytes(b"!" + shard.read_bytes()[1:])
@@ -104,7 +104,7 @@ def test_a_corrupt_shard_is_named(corpus: Path, capsys: pytest.CaptureFixture[st
     assert "train-00000.bin has changed" in capsys.readouterr().err
 
 
-def test_the_program_runs_and_loads_no_jax(corpus: Path) -> None:
+def test_the_command_does_not_load_jax(corpus: Path) -> None:
     program = (
         f"import sys; from valkyrie.cli.data import main; main(['prepare', 'text', {str(corpus)!r}]);"
         "assert 'jax' not in sys.modules"

@@ -57,7 +57,7 @@ def starts(batches: list[Batch]) -> list[int]:
     return [int(row[0]) // 16 for batch in batches for row in batch["tokens"]]
 
 
-def test_a_run_outlives_its_data_in_the_cache(tmp_path: Path) -> None:
+def test_a_run_resumes_after_its_cached_data_was_deleted(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", range(200), range(50))
     with make_loader(data, "train", batch=2, seq=16, repeat=True) as loader:
         first = take(loader, 1)
@@ -82,7 +82,7 @@ def joined(parts: Sequence[list[Batch]]) -> list[Batch]:
     ]
 
 
-def test_a_stream_reads_across_shards(counted: Prepared) -> None:
+def test_rows_can_span_shards(counted: Prepared) -> None:
     stream = open_split(counted, "train")
     assert len(stream) == 597 and len(counted.train.shards) == 6
     for start, stop in [(0, 1), (99, 101), (100, 200), (95, 405), (590, 700), (597, 600), (700, 800)]:
@@ -90,7 +90,7 @@ def test_a_stream_reads_across_shards(counted: Prepared) -> None:
     assert stream.read(0, 5).dtype == np.int32
 
 
-def test_a_batch_has_the_promised_arrays(counted: Prepared) -> None:
+def test_a_batch_has_the_documented_arrays(counted: Prepared) -> None:
     with make_loader(counted, "train", batch=4, seq=16, repeat=True) as loader:
         batch = next(loader)
     assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
@@ -124,7 +124,7 @@ def test_packing_agrees_with_a_plain_loop(case: int) -> None:
                 assert batch["targets"][row, position] == window[position + 1]
 
 
-def test_every_row_comes_once_an_epoch_in_an_order_of_its_own(counted: Prepared) -> None:
+def test_every_epoch_has_every_row_once_in_a_different_order(counted: Prepared) -> None:
     def epochs(seed: int) -> list[list[int]]:
         with make_loader(counted, "train", batch=8, seq=16, seed=seed, repeat=True) as loader:
             rows = starts(take(loader, 37))
@@ -137,7 +137,7 @@ def test_every_row_comes_once_an_epoch_in_an_order_of_its_own(counted: Prepared)
     assert epochs(0) == first
 
 
-def test_the_order_of_seed_0_stays_what_it_is(counted: Prepared) -> None:
+def test_the_order_for_seed_0_never_changes(counted: Prepared) -> None:
     """If this order changes, resumed runs repeat some data and skip other data."""
     with make_loader(counted, "train", batch=6, seq=16, seed=0, repeat=True) as loader:
         assert starts(take(loader, 2)) == [9, 31, 20, 3, 11, 21, 8, 29, 33, 10, 19, 14]
@@ -150,7 +150,7 @@ def stretch(batch: int, index: int, count: int) -> range:
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_processes_divide_the_same_global_batches(counted: Prepared, split: str, processes: int) -> None:
+def test_processes_divide_equal_global_batches(counted: Prepared, split: str, processes: int) -> None:
     """Includes more processes than shards: the validation split has one shard."""
     repeat = split == "train"
 
@@ -161,7 +161,7 @@ def test_processes_divide_the_same_global_batches(counted: Prepared, split: str,
     assert_same(joined([read(index, processes) for index in range(processes)]), read(0, 1))
 
 
-def test_a_process_may_feed_any_places(counted: Prepared) -> None:
+def test_a_process_can_load_any_rows_of_a_batch(counted: Prepared) -> None:
     with (
         make_loader(counted, "train", batch=8, seq=16, repeat=True) as whole,
         make_loader(counted, "train", batch=8, seq=16, places=[6, 1, 1], repeat=True) as some,
@@ -193,7 +193,7 @@ def test_a_restored_loader_continues_on_any_number_of_processes(counted: Prepare
         loader.close()
 
 
-def test_reading_ahead_does_not_move_the_place(counted: Prepared) -> None:
+def test_reading_ahead_does_not_move_the_position(counted: Prepared) -> None:
     with make_loader(counted, "train", batch=8, seq=16, repeat=True) as loader:
         assert loader.state()["row"] == 0
         next(loader)
@@ -201,7 +201,7 @@ def test_reading_ahead_does_not_move_the_place(counted: Prepared) -> None:
         assert loader.state()["row"] == 8
 
 
-def test_another_batch_may_continue_where_it_divides_the_place(counted: Prepared) -> None:
+def test_another_batch_size_can_continue_if_it_divides_the_position(counted: Prepared) -> None:
     with make_loader(counted, "train", batch=6, seq=16, repeat=True) as loader:
         take(loader, 2)
         state = loader.state()
@@ -226,7 +226,7 @@ def test_another_batch_may_continue_where_it_divides_the_place(counted: Prepared
         ({"version": 2}, r"\bversion 2\b"),
     ],
 )
-def test_the_position_of_another_order_is_refused(counted: Prepared, change: dict[str, Any], pattern: str) -> None:
+def test_a_position_in_another_order_is_refused(counted: Prepared, change: dict[str, Any], pattern: str) -> None:
     loader = make_loader(counted, "train", batch=8, seq=16, repeat=True)
     with loader, pytest.raises(ValueError, match=pattern):
         loader.restore({**loader.state(), **change})
@@ -269,7 +269,7 @@ def test_batches_that_cannot_be_filled_are_refused_with_numbers(
     assert all(value in str(error.value) for value in values)
 
 
-def test_the_advice_of_a_refusal_works(counted: Prepared) -> None:
+def test_the_suggestion_in_a_refusal_works(counted: Prepared) -> None:
     for batch, seq in ((37, 16), (38, 15), (1, 596)):
         make_loader(counted, "train", batch=batch, seq=seq, repeat=True).close()
 
@@ -287,7 +287,7 @@ def reading_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
 
 
-def test_closing_ends_the_thread(counted: Prepared) -> None:
+def test_closing_the_loader_ends_its_thread(counted: Prepared) -> None:
     before = len(reading_threads())
     loader = make_loader(counted, "train", batch=8, seq=16, repeat=True)
     next(loader)
@@ -317,7 +317,7 @@ if asked:
 
 
 @pytest.mark.parametrize("how", ["exit", "wait"])
-def test_a_program_ends_at_once_with_a_loader_open(counted: Prepared, how: str) -> None:
+def test_a_program_exits_at_once_with_an_open_loader(counted: Prepared, how: str) -> None:
     program = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", PROGRAM, str(counted.path), how],
         stdout=subprocess.PIPE,

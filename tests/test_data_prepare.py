@@ -51,7 +51,7 @@ def texts_of(prepared: Prepared, split: str) -> list[str]:
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
-def test_the_shards_hold_every_document_once_behind_a_bos(config: text_source.Config, tokenizer: str) -> None:
+def test_the_shards_have_every_document_once_after_a_bos(config: text_source.Config, tokenizer: str) -> None:
     prepared = prepare(config, tokenizer)
     train, validation = texts_of(prepared, "train"), texts_of(prepared, "validation")
     assert sorted(train + validation) == sorted(CORPUS.values())
@@ -79,7 +79,7 @@ def test_a_long_file_is_one_document_in_each_split(config: text_source.Config, t
     assert (prepared.train.documents, prepared.validation.documents) == (1, 1)
 
 
-def test_a_large_vocabulary_takes_four_bytes(config: text_source.Config, tmp_path: Path) -> None:
+def test_a_large_vocabulary_uses_four_bytes_per_token(config: text_source.Config, tmp_path: Path) -> None:
     import base64
 
     lines = [base64.b64encode(bytes([value])) + b" %d" % value for value in range(256)]
@@ -90,7 +90,7 @@ def test_a_large_vocabulary_takes_four_bytes(config: text_source.Config, tmp_pat
 
 
 @pytest.mark.parametrize("workers", [1, 5])
-def test_the_result_does_not_depend_on_the_workers(
+def test_the_result_does_not_depend_on_the_number_of_workers(
     config: text_source.Config, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = prepare(config, "gpt2").content
@@ -100,7 +100,7 @@ def test_the_result_does_not_depend_on_the_workers(
     assert prepare(config, "gpt2").content == content
 
 
-def test_the_second_call_tokenises_nothing(config: text_source.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_does_not_tokenise_again(config: text_source.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(config, "gpt2")
 
     def never(*arguments: object) -> None:
@@ -123,7 +123,7 @@ def test_the_second_call_tokenises_nothing(config: text_source.Config, monkeypat
         lambda config: setattr(config, "max_bytes", 1000),
     ],
 )
-def test_a_change_that_matters_is_another_dataset(
+def test_a_relevant_change_makes_another_dataset(
     config: text_source.Config, change: Callable[[text_source.Config], object]
 ) -> None:
     first = prepare(config, "bytes")
@@ -133,7 +133,7 @@ def test_a_change_that_matters_is_another_dataset(
     assert open_prepared(first.path) == first
 
 
-def test_what_does_not_change_the_tokens_keeps_the_content(config: text_source.Config) -> None:
+def test_irrelevant_changes_keep_the_content_hash(config: text_source.Config) -> None:
     first = prepare(config, "bytes")
     config.shuffle_seed, config.workers, config.name = 3, 1, "other"
     Path(config.paths[0], "00.txt").touch()
@@ -142,7 +142,7 @@ def test_what_does_not_change_the_tokens_keeps_the_content(config: text_source.C
     assert prepare(config, "gpt2").content != first.content
 
 
-def test_synthetic_documents_become_shards(tmp_path: Path) -> None:
+def test_synthetic_documents_are_written_to_shards(tmp_path: Path) -> None:
     config = synthetic.Config(documents=50, mean_length=20, cache_dir=str(tmp_path))
     prepared = prepare(config, "bytes")
     assert prepared.train.documents + prepared.validation.documents == 50
@@ -179,7 +179,7 @@ def start(what: str, config: text_source.Config) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 
-def test_several_processes_at_once_come_to_one_result(config: text_source.Config) -> None:
+def test_several_simultaneous_processes_produce_one_result(config: text_source.Config) -> None:
     running = [start("work", config) for _ in range(4)]
     contents = {process.communicate(timeout=60)[0].strip() for process in running}
     assert [process.returncode for process in running] == [0] * 4
@@ -189,7 +189,9 @@ def test_several_processes_at_once_come_to_one_result(config: text_source.Config
     ]
 
 
-def test_two_results_at_once_are_one_without_locks(config: text_source.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_simultaneous_results_become_one_without_locks(
+    config: text_source.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a file system without locks, the second process to finish uses the result of the first."""
     import fcntl
 
@@ -207,7 +209,7 @@ def test_two_results_at_once_are_one_without_locks(config: text_source.Config, m
     assert not list(Path(config.cache_dir).glob(".*tmp*"))
 
 
-def test_a_killed_preparation_leaves_nothing_that_counts(config: text_source.Config) -> None:
+def test_a_killed_preparation_leaves_no_usable_result(config: text_source.Config) -> None:
     process = start("kill", config)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
@@ -227,7 +229,7 @@ def test_an_interrupted_preparation_cleans_up(config: text_source.Config) -> Non
     assert [entry for entry in Path(config.cache_dir).iterdir() if entry.is_dir()] == []
 
 
-def test_progress_counts_the_bytes(config: text_source.Config) -> None:
+def test_progress_counts_bytes(config: text_source.Config) -> None:
     seen: list[tuple[int, int | None]] = []
     prepared = prepare(config, "bytes", lambda done, total: seen.append((done, total)))
     size = sum(len(text.encode()) for text in CORPUS.values())
@@ -254,7 +256,7 @@ def test_a_flipped_bit_is_found_when_a_shard_was_touched(config: text_source.Con
     assert open_prepared(prepared.path) == prepared
 
 
-def test_verify_reads_what_opening_trusts(config: text_source.Config) -> None:
+def test_verify_finds_damage_that_opening_does_not_check(config: text_source.Config) -> None:
     prepared = prepare(config, "bytes")
     shard = prepared.shard_path(prepared.validation.shards[0])
     before = shard.stat().st_mtime_ns
@@ -291,7 +293,7 @@ def test_a_damaged_manifest_is_refused(config: text_source.Config, content: str,
         open_prepared(path)
 
 
-def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
+def test_a_directory_without_a_manifest_is_not_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no manifest\.json"):
         open_prepared(tmp_path)
 
@@ -309,7 +311,7 @@ def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
         ({"a.txt": "xy"}, {"shard_tokens": 0}, "data.shard_tokens=0: "),
     ],
 )
-def test_mistakes_are_refused_and_leave_nothing(
+def test_mistakes_are_refused_and_leave_no_files(
     tmp_path: Path, files: dict[str, str], wrong: dict[str, Any], pattern: str
 ) -> None:
     corpus = tmp_path / "corpus"

@@ -60,7 +60,7 @@ def texts(asked: text_source.Config) -> list[str]:
     return [document.text for document in found if isinstance(document, Document)]
 
 
-def test_files_folders_and_globs_are_read_as_on_a_disk(shelf: str, tmp_path: Path) -> None:
+def test_remote_files_folders_and_globs_are_read_like_local_ones(shelf: str, tmp_path: Path) -> None:
     assert texts(config(f"{shelf}/a.txt")) == ["A"]
     assert texts(config(shelf)) == texts(config(f"{shelf}/")) == ["A", "B", "three", "four", "one", "two"]
     assert texts(config(f"{shelf}/**/*.txt", f"{shelf}/a.txt")) == ["A"]
@@ -75,7 +75,7 @@ def test_files_folders_and_globs_are_read_as_on_a_disk(shelf: str, tmp_path: Pat
     assert name.endswith("/shelf/a.txt") and name.startswith("memory://")
 
 
-def test_large_files_are_streamed_and_give_the_same(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_streamed_with_the_same_result(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = texts(config(shelf))
     monkeypatch.setattr(remote, "_MAX_FETCHED_BYTES", 0)
     assert texts(config(shelf)) == small
@@ -97,7 +97,7 @@ def test_urls_without_text_are_refused(shelf: str, path: str, values: list[str])
     assert all(value in str(error.value) for value in (f"{shelf}/{path}", *values))
 
 
-def test_what_the_service_refuses_is_said_with_the_remedy(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_the_service_are_reported_with_a_remedy(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forbidden(Exception):
         """Stands for an exception of the storage service's package."""
 
@@ -113,7 +113,7 @@ def test_what_the_service_refuses_is_said_with_the_remedy(shelf: str, monkeypatc
         config(f"{shelf}/a.txt").list_files()
 
 
-def test_a_scheme_that_cannot_be_served_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_url_scheme_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schemes, "find_spec", lambda name: None)
     problems = config("s3://b/x", "local", "az://b/y", "gz://b").problems()
     assert [(problem.code, problem.value) for problem in problems] == [
@@ -123,7 +123,7 @@ def test_a_scheme_that_cannot_be_served_is_refused(monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_what_is_prepared_is_found_by_content_and_not_read_again(
+def test_prepared_data_is_found_by_content_without_reading_it_again(
     shelf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = config(shelf, cache_dir=str(tmp_path))
@@ -138,14 +138,14 @@ def test_what_is_prepared_is_found_by_content_and_not_read_again(
     assert second.path != first.path and second.content != first.content
 
 
-def test_a_file_is_known_by_its_truest_mark() -> None:
+def test_a_file_is_identified_by_its_most_reliable_checksum() -> None:
     marks = {"generation": "7", "md5Hash": "abc=", "mtime": 3}
     assert remote._version(marks) == "abc="
     assert remote._version({"generation": "7", "etag": ""}) == "7"
     assert remote._version({"name": "x", "size": 3}) == "[('name', 'x'), ('size', 3)]"
 
 
-def test_a_url_means_the_same_from_every_directory() -> None:
+def test_a_url_does_not_depend_on_the_working_directory() -> None:
     asked = config("gs://bucket/books/*.txt", "notes").with_full_paths()
     assert asked.paths == ["gs://bucket/books/*.txt", str(Path.cwd() / "notes")]
 

@@ -64,7 +64,7 @@ PACKED = pytest.mark.parametrize("packing", Packing)
 
 
 @PACKED
-def test_a_restored_place_goes_on_to_the_same_batches(shards: Path, packing: Packing) -> None:
+def test_a_restored_position_continues_with_the_same_batches(shards: Path, packing: Packing) -> None:
     data = streamed(shards, packing=packing, pool=20, lanes=4)
     whole, last = take(data, 30)
     for before in (1, 7, 13):
@@ -76,7 +76,7 @@ def test_a_restored_place_goes_on_to_the_same_batches(shards: Path, packing: Pac
 
 @PACKED
 @pytest.mark.parametrize("processes", [2, 4, 8])
-def test_processes_read_the_rows_of_one(shards: Path, packing: Packing, processes: int) -> None:
+def test_several_processes_read_the_rows_of_one(shards: Path, packing: Packing, processes: int) -> None:
     data = streamed(shards, packing=packing, pool=20, lanes=4)
     whole, _ = take(data, 12)
     each = 8 // processes
@@ -96,7 +96,7 @@ class Gathering(Team):
         return self.said
 
 
-def test_a_run_of_two_processes_goes_on_as_one(shards: Path) -> None:
+def test_positions_of_two_processes_are_restored_by_one(shards: Path) -> None:
     Gathering.said = []
     take(streamed(shards, Gathering(2, 0), lanes=4), 5, places=range(4))
     _, state = take(streamed(shards, Gathering(2, 1), lanes=4), 5, places=range(4, 8))
@@ -120,7 +120,7 @@ def test_every_document_of_an_epoch_is_read_once(shards: Path) -> None:
     assert lanes[0][:35] != lanes[0][35:70]
 
 
-def test_the_stream_has_every_token_once_and_validation_is_the_last_file(shards: Path) -> None:
+def test_validation_has_every_token_of_the_last_file_once(shards: Path) -> None:
     data = streamed(shards)
     with make_loader(data, "validation", batch=4, seq=32, repeat=False) as loader:
         batches = list(loader)
@@ -133,7 +133,7 @@ def test_the_stream_has_every_token_once_and_validation_is_the_last_file(shards:
     assert train == {"000.parquet", "001.parquet", "002.parquet"} and len(data.train) == 15
 
 
-def test_best_fit_rows_begin_with_a_document_and_are_full(shards: Path) -> None:
+def test_best_fit_rows_start_with_a_document_and_are_full(shards: Path) -> None:
     for batch in take(streamed(shards, packing=Packing.best_fit), 20)[0]:
         assert (batch["tokens"][:, 0] == BOS).all() and (batch["weights"] == 1).all()
     cropped = take(streamed(shards, packing=Packing.best_fit, pool=200, lanes=1), 20, seq=128)[0]
@@ -141,7 +141,7 @@ def test_best_fit_rows_begin_with_a_document_and_are_full(shards: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_give_the_batches_of_a_thread_and_are_gone_after(shards: Path) -> None:
+def test_workers_give_the_same_batches_as_a_thread_and_end_on_close(shards: Path) -> None:
     import multiprocessing
 
     data = streamed(shards, lanes=4, packing=Packing.best_fit, pool=20)
@@ -164,7 +164,7 @@ def test_the_seed_orders_the_groups_and_epochs_differ(shards: Path) -> None:
     assert data.lanes(8) == 1 and streamed(shards).lanes(8) == 8 and streamed(shards).lanes(14) == 14
 
 
-def test_one_file_leaves_its_last_group_and_val_paths_are_not_trained_on(shards: Path) -> None:
+def test_validation_is_the_last_group_of_a_single_file_or_val_paths(shards: Path) -> None:
     one = streamed(shards / "000.parquet")
     assert [unit.group for unit in one.train] == [0, 1, 2, 3] and [unit.group for unit in one.validation] == [4]
     asked = streamed(shards, val_paths=[str(shards / "001.parquet")])
@@ -178,7 +178,7 @@ def refusal(action: Any) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_read_is_refused_before_a_step(shards: Path, tmp_path: Path) -> None:
+def test_unreadable_streams_are_refused_before_the_first_step(shards: Path, tmp_path: Path) -> None:
     for column in ("body", "number"):
         assert f"data.column={column}; " in refusal(lambda column=column: streamed(shards, column=column))
     (tmp_path / "empty").mkdir()
@@ -197,7 +197,7 @@ def test_what_cannot_be_read_is_refused_before_a_step(shards: Path, tmp_path: Pa
     assert [problem.key for problem in problems] == ["data.pool", "data.lanes"]
 
 
-def test_a_place_of_another_order_is_refused(shards: Path) -> None:
+def test_a_position_in_another_order_is_refused(shards: Path) -> None:
     _, state = take(streamed(shards, lanes=4), 1)
     held_out = [str(shards / "000.parquet")]
     for text, changed in (
@@ -210,7 +210,7 @@ def test_a_place_of_another_order_is_refused(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_row_that_is_no_text_ends_the_reading_with_its_line(tmp_path: Path, workers: int) -> None:
+def test_the_error_for_a_row_without_text_names_its_line(tmp_path: Path, workers: int) -> None:
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text('{"text": "fine"}\n{"text": 7}\n')
     assert "0.jsonl:2 " in refusal(lambda: take(streamed(tmp_path, workers=workers), 1))
@@ -222,7 +222,7 @@ def test_files_without_text_are_refused(tmp_path: Path) -> None:
     assert "have no text" in refusal(lambda: take(streamed(tmp_path), 1))
 
 
-def test_a_worker_goes_to_a_place_of_before_and_reads_the_same_again(shards: Path) -> None:
+def test_a_worker_that_returns_to_a_position_reads_the_same_rows(shards: Path) -> None:
     """Grain may reset a worker's iterator to an earlier position. Our loader starts new iterators instead."""
     data = streamed(shards)
     loader = StreamLoader(data, "train", BatchPlan(4, 32, 0, True, np.arange(4)))

@@ -31,7 +31,7 @@ def dry(*overrides: str) -> dict[str, Finding]:
     ("mesh", "partition", "axes"),
     [("1x2x1", "dp", "y"), pytest.param("2x2x2", "2d_tp_fsdp", "xyz", marks=pytest.mark.slow)],
 )
-def test_a_dry_run_that_is_fine(mesh: str, partition: str, axes: str):
+def test_a_dry_run_of_a_healthy_run_has_no_failures(mesh: str, partition: str, axes: str):
     findings = dry(f"mesh={mesh}", f"partition={partition}")
     assert set(findings) == {*(f"axis {axis}" for axis in axes), "compile", "steps", "replicas"}
     assert {finding.severity for finding in findings.values()} == {OK}
@@ -53,7 +53,7 @@ def copies(of_devices: list[float]) -> jax.Array:
     return jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, PartitionSpec()), parts)
 
 
-def test_a_copy_that_differs_is_found_with_its_device():
+def test_a_differing_replica_is_found_with_its_device():
     same = copies([1.0, 1.0, 1.0, 1.0])
     assert dry_run.compare_replicas({"a": same}, ALONE).severity == OK
     finding = dry_run.compare_replicas({"a": same, "b": copies([1.0, 1.0, 1.0000001, 1.0])}, ALONE)
@@ -61,13 +61,13 @@ def test_a_copy_that_differs_is_found_with_its_device():
     assert dry_run.compare_replicas({"a": copies([float("nan")] * 4)}, ALONE).severity == OK
 
 
-def test_parts_of_one_array_are_no_copies():
+def test_shards_of_an_array_are_not_compared_as_replicas():
     mesh = jax.make_mesh((8,), ("x",))
     array = jax.device_put(np.arange(8.0), NamedSharding(mesh, PartitionSpec("x")))
     assert dry_run.compare_replicas({"a": array}, ALONE).text.startswith("no parameter")
 
 
-def test_a_sum_that_is_wrong_or_slow_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_or_slow_sum_is_found(monkeypatch: pytest.MonkeyPatch):
     mesh = build_mesh(compose_run(*TINY, "mesh=2x1x1").config.mesh, jax.devices())
     monkeypatch.setattr(dry_run, "_time_sum", lambda mesh, axis: (0.2, True))
     assert [f.severity for f in dry_run.time_axes(mesh, False)] == [WARNING]

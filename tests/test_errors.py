@@ -91,7 +91,7 @@ MISTAKES |= {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_one_message(command: Any, case: str):
+def test_a_mistake_is_reported_in_one_message(command: Any, case: str):
     arguments = MISTAKES[case]
     refused = command(*arguments)
     assert refused.run is None
@@ -105,7 +105,7 @@ def test_a_mistake_is_one_message(command: Any, case: str):
     assert_golden_message("errors", arguments, message)
 
 
-def test_every_problem_of_a_layout_is_told_at_once(command: Any):
+def test_all_problems_of_a_layout_are_reported_at_once(command: Any):
     refused = command("model=valkyrie_tiny", "mesh=3x2x1", "partition=2d_tp", "batch=32")
     assert refused.status == 2
     start, *problems = refused.err.splitlines()
@@ -116,27 +116,27 @@ def test_every_problem_of_a_layout_is_told_at_once(command: Any):
     assert sizes == [(("state",), 32), (("mlp",), 128), (("mlp",), 256), (("heads",), 4)]
 
 
-def test_partitions_that_would_be_legal_are_named(command: Any):
+def test_legal_partitions_are_suggested(command: Any):
     refused = command("mesh=4x4x2", "partition=2d_tp", "model=valkyrie_tiny", "model.mlp=130")
     subject, _, partitions = refused.err.splitlines()[-1].rstrip(".").partition("partition=")
     assert "mesh=4x4x2" in subject and partitions.split(", ") == ["dp", "fsdp", "pp", "pp_fsdp", "sp"]
 
 
-def test_several_numbers_that_cannot_be(command: Any):
+def test_several_invalid_numbers_are_reported_together(command: Any):
     wrong = ["steps=0", "seq=0", "optimizer.clip_norm=-1", "model.layers=0"]
     keys = [problem.key for problem in parse_run(wrong).problems()]
     assert keys == ["model.layers", "optimizer.clip_norm", "steps", "seq"]
     assert len(command(*wrong).err.splitlines()) == 1 + len(keys)
 
 
-def test_a_model_that_sees_the_future_is_only_shown(command: Any):
+def test_a_bidirectional_model_can_be_shown_but_not_trained(command: Any):
     refused = command("model.attention.causal=false")
     assert refused.status == 2
     assert "next_token" in refused.err and "mode=show" in refused.err
     assert command("model.attention.causal=false", "mode=show").status == 0
 
 
-def test_a_broken_yaml_is_a_mistake_of_the_user(command: Any, tmp_path: Any):
+def test_a_broken_yaml_is_reported_as_a_mistake(command: Any, tmp_path: Any):
     folder = tmp_path / "own" / "partition"
     folder.mkdir(parents=True)
     (folder / "broken.yaml").write_text("name: [1,\n")
@@ -149,13 +149,13 @@ def test_a_broken_yaml_is_a_mistake_of_the_user(command: Any, tmp_path: Any):
     assert "partition.naem " in unknown.err and "partition.name?" in unknown.err
 
 
-def test_the_traceback_is_there_for_those_who_ask(command: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_traceback_is_shown_on_request(command: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ValueError, match="^batch=7 "):
         command(*SMALL, "batch=7")
 
 
-def test_the_refusal_on_the_page_of_the_configuration_is_what_is_printed(command: Any):
+def test_the_refusal_on_the_configuration_page_equals_the_output(command: Any):
     page = (Path(__file__).parent.parent / "conf" / "README.md").read_text()
     block = page.split("$ valkyrie-train partition=2d_tp ")[1]
     arguments, *shown = block.split("```")[0].splitlines()

@@ -75,7 +75,7 @@ def changed(one: Prediction, about: dict[str, Any] | None = None, **step: Any) -
     return replace(one, about=replace(one.layout, **(about or {})), step=replace(one.step, **step))
 
 
-def test_parts_sum_up_to_the_steps_and_their_differences() -> None:
+def test_parts_add_up_to_the_steps_and_their_differences() -> None:
     made = compare_layouts(prediction(exposed_x=0.05), prediction("2d_tp", exposed_x=0.5, exposed_y=0.7, kernel=0.1))
     assert sum(part.first for part in made.seconds) == pytest.approx(made.step_s[0])
     assert sum(part.excess for part in made.seconds) == pytest.approx(made.step_s[1] - made.step_s[0])
@@ -89,7 +89,7 @@ def test_parts_sum_up_to_the_steps_and_their_differences() -> None:
     assert (use.calls, use.bytes, use.waited_s) == (24.0, 2e9, pytest.approx(0.05)), "both passes are one"
 
 
-def test_sentences_follow_from_the_numbers() -> None:
+def test_sentences_agree_with_the_numbers() -> None:
     slow = prediction("2d_tp", exposed_y=1.2)
     made = compare_layouts(prediction(), slow)
     assert made.sentences[0].startswith("A is 4.00")
@@ -98,7 +98,7 @@ def test_sentences_follow_from_the_numbers() -> None:
     assert turned.sentences[0].startswith("B is 4.00")
 
 
-def test_what_is_computed_again_and_kept() -> None:
+def test_recomputed_and_saved_activations_are_explained() -> None:
     full = prediction()
     keeping = changed(prediction(matmul=0.2), {"layout": "8x1-fsdp-remat_dots"}, executed_flops=3e12)
     temporaries = "activations and temporaries"
@@ -110,14 +110,14 @@ def test_what_is_computed_again_and_kept() -> None:
     assert f"{temporaries}: 6.0 GiB" in text and "2.0 GiB." in text
 
 
-def test_steps_within_what_predictions_have_been_off() -> None:
+def test_a_difference_within_the_prediction_error_is_pointed_out() -> None:
     interval = StepInterval(0.0, 0.0, low=0.9, high=1.1)
     one = changed(prediction(), interval=interval)
     other = changed(prediction(kernel=0.01), {"layout": "another"}, interval=interval)
     assert "other way round" in compare_layouts(one, other).sentences[1]
 
 
-def test_other_batches_are_compared_for_as_many_tokens() -> None:
+def test_different_batches_are_scaled_to_equal_tokens() -> None:
     made = compare_layouts(prediction(), changed(prediction(kernel=0.4), {"batch": 16}))
     assert made.step_s[1] == pytest.approx(0.4) and made.names == ("8x1-fsdp batch=8", "8x1-fsdp batch=16")
     assert "512 tokens" in made.sentences[0]
@@ -137,13 +137,13 @@ def test_other_batches_are_compared_for_as_many_tokens() -> None:
         ({"step": None}, ("B, 8x1-fsdp", "target=v4-64")),
     ],
 )
-def test_what_cannot_be_compared(changes: dict[str, Any], values: tuple[str, ...]) -> None:
+def test_incomparable_layouts_are_refused(changes: dict[str, Any], values: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as error:
         compare_layouts(prediction(), replace(prediction(), **changes))
     assert all(value in str(error.value) for value in values)
 
 
-def test_what_has_one_name_is_told_apart_by_how_it_was_asked_for() -> None:
+def test_layouts_with_equal_names_are_distinguished_by_their_overrides() -> None:
     asked = ("model.s5.scan=kernel partition=fsdp", "model.s5.scan=blocked partition=fsdp")
     made = compare_layouts(prediction(), prediction(kernel=0.1), asked)
     assert made.names == ("8x1-fsdp model.s5.scan=kernel", "8x1-fsdp model.s5.scan=blocked")
@@ -153,7 +153,7 @@ def test_what_has_one_name_is_told_apart_by_how_it_was_asked_for() -> None:
         compare_layouts(one, one, asked)
 
 
-def test_everything_that_cannot_be_compared_is_said_at_once() -> None:
+def test_all_reasons_against_a_comparison_are_reported_at_once() -> None:
     failed = replace(prediction(), status=CompileStatus.failed, reason="why")
     with pytest.raises(ValueError, match="^A, 8x1-fsdp,.* failed: why\nB, 8x1-fsdp,.* failed: why$"):
         compare_layouts(failed, failed)
@@ -168,7 +168,7 @@ def test_everything_that_cannot_be_compared_is_said_at_once() -> None:
         ((3.0, 5.0), (1.0, 2.5), True),
     ],
 )
-def test_a_kind_of_memory_is_named_if_it_is_most_of_the_difference(
+def test_the_memory_category_with_most_of_the_difference_is_named(
     peaks: tuple[float, float], parameters: tuple[float, float], names_parameters: bool
 ) -> None:
     memories = [
@@ -182,7 +182,7 @@ def test_a_kind_of_memory_is_named_if_it_is_most_of_the_difference(
     assert ("parameters" in sentence) is names_parameters
 
 
-def test_little_memory_has_its_unit() -> None:
+def test_small_memory_sizes_have_a_fitting_unit() -> None:
     memories = [MemoryReport(peak=size * 2**20, split={"parameters": size * 2**20}) for size in (3, 5)]
     both = replace(prediction(), memory=memories[0]), replace(prediction(kernel=0.1), memory=memories[1])
     (sentence,) = [s for s in compare_layouts(*both, ("a", "b")).sentences if "MiB" in s]
@@ -195,7 +195,7 @@ def folder_of(one: Prediction, folder: Path) -> str:
     return str(folder)
 
 
-def test_two_run_folders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_run_folders_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = folder_of(replace(prediction(), memory=MemoryReport(peak=3 * 2**30)), tmp_path / "one")
     second = folder_of(prediction("2d_tp", exposed_y=1.2), tmp_path / "other")
     assert command("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}", "name=why") == 0
@@ -245,7 +245,7 @@ def test_a_folder_without_a_step_is_refused_before_a_compile(
     assert re.search(r": A\b.* mine\b", capfd.readouterr().err)
 
 
-def test_other_implementations_are_of_one_model(
+def test_different_implementations_of_one_model_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def compiled(run: Run, console: Any) -> tuple[None, Prediction, None]:
@@ -260,7 +260,7 @@ def test_other_implementations_are_of_one_model(
     assert "A: 8x1-fsdp model.s5.scan=kernel" in printed and "A is 1.25" in printed
 
 
-def test_a_folder_without_a_compile(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_compile_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command("mode=explain", f"first={tmp_path}", "second=partition=fsdp") == 2
     assert "no compile.json" in capfd.readouterr().err
 
@@ -273,7 +273,7 @@ def test_a_damaged_compile_names_the_file(tmp_path: Path, capfd: pytest.CaptureF
 
 
 @needs_libtpu
-def test_two_layouts_are_compiled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_layouts_are_compiled_and_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     asked = ("target=v4-8", "model=s5_tiny", "batch=8", "seq=64", f"runs={tmp_path}", "name=why")
     assert command("mode=explain", *asked, "first=mesh=4x1x1 partition=fsdp", "second=mesh=2x2x1 partition=2d_tp") == 0
     told = json.loads((tmp_path / "why" / "explain.json").read_text())

@@ -39,13 +39,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("argument", MISTAKES)
-def test_a_mistake_names_its_key(argument: str, capfd: pytest.CaptureFixture[str]):
+def test_the_message_for_a_mistake_names_its_key(argument: str, capfd: pytest.CaptureFixture[str]):
     assert command(*TINY, *SINGLE, argument, "mode=show") == 2
     text = capfd.readouterr().err
     assert MISTAKES[argument] in text and "Traceback" not in text
 
 
-def test_a_folder_with_bytes_that_are_not_utf8(tmp_path: Path, monkeypatch, capfd: pytest.CaptureFixture[str]):
+def test_a_folder_name_that_is_not_utf8_is_handled(tmp_path: Path, monkeypatch, capfd: pytest.CaptureFixture[str]):
     folder = os.path.join(os.fsencode(tmp_path), b"caf\xe9")
     os.mkdir(folder)
     monkeypatch.chdir(os.fsdecode(folder))
@@ -53,7 +53,7 @@ def test_a_folder_with_bytes_that_are_not_utf8(tmp_path: Path, monkeypatch, capf
     assert "current folder has bytes that are not UTF-8 (e9)" in capfd.readouterr().err
 
 
-def test_steps_need_jit(monkeypatch, capfd: pytest.CaptureFixture[str]):
+def test_disabled_jit_is_refused(monkeypatch, capfd: pytest.CaptureFixture[str]):
     monkeypatch.setenv("JAX_DISABLE_JIT", "1")
     assert command(*TINY, *SINGLE, "steps=1") == 2
     assert "JAX_DISABLE_JIT=1 is set" in capfd.readouterr().err
@@ -61,7 +61,7 @@ def test_steps_need_jit(monkeypatch, capfd: pytest.CaptureFixture[str]):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 @pytest.mark.parametrize("variables", [{"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""}])
-def test_an_output_that_is_full(variables: dict[str, str]):
+def test_a_full_output_device_is_reported(variables: dict[str, str]):
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, "-m", "valkyrie.cli.train", "mode=show", "model=gpt_tiny"],
@@ -73,14 +73,14 @@ def test_an_output_that_is_full(variables: dict[str, str]):
     assert ended.returncode == 2 and "the output (stdout) cannot be written: no space left" in ended.stderr
 
 
-def test_an_ascii_terminal_gets_question_marks():
+def test_an_ascii_terminal_shows_question_marks():
     line = "from valkyrie.processes.interrupt import repair_std_streams as r; r(); print('a \\u00b7 b')"
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ended = subprocess.run([sys.executable, "-c", line], capture_output=True, env={**os.environ, **plain})
     assert ended.stdout == b"a ? b\n", ended.stderr
 
 
-def test_trainings_of_one_second_have_folders_of_their_own(tmp_path: Path, monkeypatch):
+def test_trainings_started_in_the_same_second_have_separate_folders(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
     run = valkyrie.compose(*TINY, *SINGLE)
@@ -91,7 +91,7 @@ def test_trainings_of_one_second_have_folders_of_their_own(tmp_path: Path, monke
     assert not Path("runs").exists(), "a refusal leaves nothing"
 
 
-def test_control_characters_of_others_reach_no_terminal():
+def test_control_characters_in_files_are_not_printed():
     hostile = trial("x", 10.0, asked=["model=\x1b]0;owned\x07"])
     hostile = replace(hostile, sweep="\x1b[2J", about=replace(hostile.about, model="=cmd|'/c calc'!A0"))
     rows = make_rows({Path("x"): [hostile]})
@@ -110,7 +110,7 @@ def test_control_characters_of_others_reach_no_terminal():
         (["--flops", "nan"], "flops=nan: must be a finite number"),
     ],
 )
-def test_predict_refuses_outputs_over_inputs_and_numbers_below_zero(
+def test_predict_refuses_to_overwrite_inputs_and_negative_numbers(
     tmp_path: Path, monkeypatch, arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
@@ -121,14 +121,14 @@ def test_predict_refuses_outputs_over_inputs_and_numbers_below_zero(
     assert (tmp_path / "step.hlo").read_text() == "HloModule a"
 
 
-def test_a_module_larger_than_any_is_not_read(tmp_path: Path):
+def test_an_implausibly_large_module_is_not_read(tmp_path: Path):
     with (tmp_path / "step.hlo").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(ValueError, match="too large for a module"):
         read_dumped(tmp_path / "step.hlo")
 
 
-def test_search_json_without_a_question_is_no_answer(tmp_path: Path, monkeypatch, capfd):
+def test_a_search_json_without_a_request_is_refused(tmp_path: Path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for text, words in {"{}": "is not an answer of mode=search", "[]": "cannot be read"}.items():
         (tmp_path / "runs" / "a").mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def test_search_json_without_a_question_is_no_answer(tmp_path: Path, monkeypatch
         assert words in error and "search.json" in error
 
 
-def test_threads_of_libraries_do_not_keep_a_process_that_failed():
+def test_threads_of_libraries_do_not_keep_a_failed_process_alive():
     line = (
         "import threading, time, sys; from valkyrie.processes.ending import limit_exit\n"
         "threading.Thread(target=lambda: time.sleep(60)).start(); limit_exit(2, 0.2); sys.exit(2)"
@@ -148,18 +148,18 @@ def test_threads_of_libraries_do_not_keep_a_process_that_failed():
     assert time.monotonic() - began < 30
 
 
-def test_a_puzzle_without_labels_is_not_solved():
+def test_a_puzzle_without_labels_does_not_count_as_solved():
     answers = types.SimpleNamespace(logits=jnp.zeros((2, 3, 4)), halt=jnp.zeros(2))
     losses = puzzle_losses(answers, jnp.asarray([[-1, -1, -1], [0, -1, 0]]))
     assert losses.exact.tolist() == [False, True]
 
 
-def test_a_free_group_says_how_to_add_a_key():
+def test_the_refusal_of_a_key_in_a_free_group_says_how_to_add_it():
     problem = unknown_key("hydra.sweeper.space.vary.nope", OmegaConf.create({}))
     assert "To add one: +hydra.sweeper.space.vary.nope=VALUE" in str(problem) and "Known" not in str(problem)
 
 
-def test_a_bucket_that_cannot_be_reached_is_named():
+def test_an_unreachable_bucket_is_named():
     words = r"^checkpoint.folder=gs://x cannot be reached \(name or service"
     with pytest.raises(DiskError, match=words), _bucket_errors("gs://x"):
         raise OSError(-2, "Name or service not known")

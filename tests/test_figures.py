@@ -36,7 +36,7 @@ class Counting(figures._Timer):
 @pytest.mark.parametrize(
     ("devices", "bytes_"), [(1, figures.PROCESS_BYTES), (4, 2**26), (1024, figures.MIN_DEVICE_BYTES)]
 )
-def test_the_rate_of_memory_counts_what_is_moved(devices: int, bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_bandwidth_counts_the_moved_bytes(devices: int, bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = list[Sequence[int]]()
 
     def moves(timer: Any, one: Callable[..., Any], shape: Sequence[int], dtype: Any) -> float:
@@ -49,5 +49,5 @@ def test_the_rate_of_memory_counts_what_is_moved(devices: int, bytes_: int, monk
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_rate_of_attention_counts_the_products_that_run(dtype: Any) -> None:
+def test_attention_speed_counts_the_executed_products(dtype: Any) -> None:
     assert 0.94 < figures._attention_speed(Counting(), dtype) / 1e12 < 1, "the softmax beside them is little"

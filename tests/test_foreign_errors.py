@@ -42,19 +42,19 @@ from valkyrie.foreign_errors import (
         ("optimizer", 3, WrongValue.not_a_group, ["3"]),
     ],
 )
-def test_what_omegaconf_says_of_a_value(key: str, value: Any, kind: WrongValue, words: list[str]):
+def test_omegaconf_errors_about_values_are_explained(key: str, value: Any, kind: WrongValue, words: list[str]):
     with pytest.raises(OmegaConfBaseException) as raised:
         OmegaConf.update(OmegaConf.structured(RunConfig), key, value)
     assert wrong_value(str(raised.value).splitlines()[0].rstrip(".")) == (kind, words)
     assert wrong_value("something else") is None
 
 
-def test_what_omegaconf_asserts_of_a_key_in_a_null_group():
+def test_omegaconf_errors_about_null_groups_are_explained():
     assert is_key_of_null("Unexpected type for root: NoneType") and is_key_of_null("Unexpected type: None")
     assert not is_key_of_null("another assertion")
 
 
-def test_what_hydra_says():
+def test_hydra_errors_are_explained():
     assert ambiguous_argument("Ambiguous value for argument 'batch=1,2'\n1. To use it") == "batch=1,2"
     assert ambiguous_argument("another") is None
     assert missing_group("In 'experiment/m': Could not override 'mesh@partiton'.\nx") == ("experiment/m", "partiton")
@@ -78,11 +78,11 @@ def test_what_hydra_says():
         ("INVALID_ARGUMENT: shapes differ", False, None),
     ],
 )
-def test_what_xla_says_of_memory(message: str, is_memory: bool, size: int | None):
+def test_xla_errors_about_memory_are_parsed(message: str, is_memory: bool, size: int | None):
     assert (is_out_of_memory(message), allocated_bytes(message)) == (is_memory, size)
 
 
-def test_what_xla_says_of_scratch_memory():
+def test_xla_errors_about_scratch_memory_are_parsed():
     text = "Ran out of memory in memory space vmem while allocating on stack for %mha.1 = f32[]. Used 19.55M of 16.00M"
     found = parse_scratch_memory(text)
     assert found is not None and (found.kernel, found.needed_mib, found.limit_mib) == ("mha.1", 19.55, 16.0)
@@ -90,13 +90,13 @@ def test_what_xla_says_of_scratch_memory():
     assert first_lines("\n a \n\nb\nc") == "a b"
 
 
-def test_what_xla_says_of_options():
+def test_xla_errors_about_options_are_parsed():
     assert unknown_option("INVALID_ARGUMENT: No such compile option: 'xla_none'") == "xla_none"
     assert unreadable_option("Failed to parse 'x' into flag xla_a: not a number.") == ("xla_a", "x", "not a number")
     assert unknown_option("another") is unreadable_option("another") is None
 
 
-def test_what_jax_and_libtpu_say_of_devices():
+def test_jax_and_libtpu_errors_about_devices_are_explained():
     error = RuntimeError("Unknown backend: 'gpu' requested. (set JAX_PLATFORMS='' to choose)")
     assert no_device_reason(error) == "Unknown backend: 'gpu' requested"
     assert no_device_reason(AssertionError()) == ""

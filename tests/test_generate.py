@@ -28,23 +28,23 @@ def draws(count: int = 400, **how: Any) -> np.ndarray:
     return np.asarray(jax.vmap(lambda key: sample(LOGITS, key, **how))(keys))[:, 0]
 
 
-def test_at_temperature_zero_the_best_is_taken() -> None:
+def test_temperature_zero_takes_the_most_likely_token() -> None:
     assert set(draws(8, temperature=0.0, top_k=None)) == {1}
 
 
-def test_samples_follow_the_distribution() -> None:
+def test_samples_follow_the_models_distribution() -> None:
     shares = np.bincount(draws(4000, temperature=1.0, top_k=None), minlength=4) / 4000
     np.testing.assert_allclose(shares, [0.1, 0.5, 0.15, 0.25], atol=0.03)
 
 
-def test_temperature_sharpens() -> None:
+def test_a_low_temperature_sharpens_the_distribution() -> None:
     shares = np.bincount(draws(4000, temperature=0.5, top_k=None), minlength=4) / 4000
     squares = np.array([0.1, 0.5, 0.15, 0.25]) ** 2
     np.testing.assert_allclose(shares, squares / squares.sum(), atol=0.03)
 
 
 @pytest.mark.parametrize(("top_k", "possible"), [(1, {1}), (2, {1, 3}), (4, {0, 1, 2, 3}), (9, {0, 1, 2, 3})])
-def test_only_the_best_k_are_drawn(top_k: int, possible: set[int]) -> None:
+def test_top_k_samples_only_the_k_most_likely_tokens(top_k: int, possible: set[int]) -> None:
     assert set(draws(temperature=1.0, top_k=top_k)) == possible
 
 
@@ -76,16 +76,16 @@ def recite(monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
-def test_characters_of_several_bytes_come_out_whole(recite: Any) -> None:
+def test_multi_byte_characters_are_emitted_whole(recite: Any) -> None:
     pieces = recite("aé€😀b".encode(), 11)
     assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
 
 
-def test_a_character_cut_off_at_the_end_is_marked(recite: Any) -> None:
+def test_an_incomplete_character_at_the_end_is_marked(recite: Any) -> None:
     assert "".join(recite("a€".encode(), 3)) == "a\N{REPLACEMENT CHARACTER}"
 
 
-def test_the_end_of_the_document_ends_the_text(recite: Any) -> None:
+def test_an_end_of_document_token_ends_the_text(recite: Any) -> None:
     assert "".join(recite(b"end", 50)) == "end"
 
 
@@ -117,7 +117,7 @@ def test_greedy_text_is_the_argmax_of_the_parallel_model() -> None:
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_text_and_another_another() -> None:
+def test_the_text_depends_on_the_seed() -> None:
     first = text("a", temperature=1.0, seed=1)
     assert first == text("a", temperature=1.0, seed=1)
     assert first != text("a", temperature=1.0, seed=2)
@@ -128,7 +128,7 @@ def test_any_text_is_a_prompt(prompt: str) -> None:
     assert isinstance(text(prompt, tokens=2), str)
 
 
-def test_no_token_is_no_text() -> None:
+def test_zero_tokens_give_no_text() -> None:
     assert text("a", tokens=0) == ""
 
 
@@ -153,7 +153,7 @@ def words(model: str, text: Text | str, tokens: int, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("model", ["valkyrie_tiny", "gpt_tiny", "nanochat_tiny"])
-def test_a_kept_text_goes_on_as_if_it_had_not_been_interrupted(model: str, tmp_path: Path) -> None:
+def test_a_saved_text_continues_as_if_not_interrupted(model: str, tmp_path: Path) -> None:
     assembly, parameters = tiny_model(model)
     whole, part = begin_text(BYTES, "def f"), begin_text(BYTES, "def f")
     words(model, whole, 40)
@@ -170,7 +170,7 @@ def test_a_kept_text_goes_on_as_if_it_had_not_been_interrupted(model: str, tmp_p
         np.testing.assert_allclose(np.asarray(expected), np.asarray(continued), rtol=tolerance, atol=tolerance)
 
 
-def test_a_prompt_in_the_middle_is_read_after_the_state() -> None:
+def test_a_prompt_can_be_added_in_the_middle_of_a_text() -> None:
     split, whole = begin_text(BYTES, "ab"), begin_text(BYTES, "ab")
     words("valkyrie_tiny", split, 5, temperature=0.0)
     whole.ids += split.ids[3:]
@@ -180,7 +180,7 @@ def test_a_prompt_in_the_middle_is_read_after_the_state() -> None:
     assert split.ids == whole.ids
 
 
-def test_an_ended_text_goes_on_with_a_prompt_only(recite: Any) -> None:
+def test_an_ended_text_only_continues_with_a_prompt(recite: Any) -> None:
     text = begin_text(BYTES, "a")
     assert recite(b"bc", 9, text) == ["b", "c"] and text.ended
     assert recite(b"bc", 9, text) == []
@@ -199,7 +199,7 @@ def test_a_damaged_text_is_refused(tmp_path: Path) -> None:
         load_text(path, [np.zeros(3), np.zeros(3)])
 
 
-def test_a_text_kept_before_it_is_read_begins_later(tmp_path: Path) -> None:
+def test_a_text_saved_before_the_model_reads_it_is_loaded(tmp_path: Path) -> None:
     save_text(begin_text(BYTES, "ab", step=3), tmp_path / "a.npz")
     kept = load_text(tmp_path / "a.npz", [np.zeros(3)])
     assert (kept.ids, kept.prompt, kept.step, kept.state) == ([BYTES.bos_id, *b"ab"], "ab", 3, None)
@@ -218,20 +218,20 @@ def completed(name: str, batch: int, tokens: int = 24, **how: Any) -> list[str] 
 
 
 @pytest.mark.parametrize("name", mark_slow_except(["valkyrie_tiny", "nanochat_tiny"], ["s5_tiny", "longformer_tiny"]))
-def test_many_prompts_at_once_are_continued_as_each_alone(name: str) -> None:
+def test_a_batch_of_prompts_continues_like_each_prompt_alone(name: str) -> None:
     assembly, parameters = tiny_model(name)
     how: Any = {"tokens": 24, "temperature": 0.0, "top_k": None, "seed": 0}
     alone = ["".join(generate(assembly, parameters, BYTES, prompt, **how)) for prompt in PROMPTS]
     assert completed(name, batch=3) == alone and len(set(alone)) > 2
 
 
-def test_a_sampled_text_depends_on_its_number_and_seed_alone() -> None:
+def test_a_sampled_text_depends_only_on_its_index_and_the_seed() -> None:
     texts = completed("s5_tiny", 5, temperature=1.0, top_k=40, seed=1)
     assert texts == completed("s5_tiny", 2, temperature=1.0, top_k=40, seed=1)
     assert texts != completed("s5_tiny", 5, temperature=1.0, top_k=40, seed=2)
 
 
-def test_sampling_ends_when_all_texts_have_and_when_it_is_told_to() -> None:
+def test_sampling_stops_when_all_texts_ended_or_on_request() -> None:
     whole = completed("s5_tiny", 5, tokens=100) or []
     assert any(len(text) > 40 for text in whole)
     seen: list[int] = []
@@ -247,7 +247,7 @@ def test_sampling_ends_when_all_texts_have_and_when_it_is_told_to() -> None:
 
 
 @pytest.mark.slow
-def test_parameters_that_lie_on_many_devices_write_the_same() -> None:
+def test_sharded_parameters_generate_the_same_text() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     assembly, parameters = tiny_model("s5_tiny")
     replicated = jax.NamedSharding(mesh, jax.P())

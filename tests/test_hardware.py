@@ -33,7 +33,7 @@ def target(name: str, **changes: object) -> TargetConfig:
 
 
 @pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
-def test_every_figure_of_a_chip_is_there_with_its_source(chip: ChipConfig):
+def test_every_chip_has_all_figures_with_their_sources(chip: ChipConfig):
     unknown = {field.name for field in dataclasses.fields(chip) if getattr(chip, field.name) is None}
     absent = {"spot_usd_per_hour", "switch_gbs", "calibrated"} | ({"dcn_gbs_per_host"} if chip.name == "v3" else set())
     assert unknown == absent | (set() if chip.name in ("v5e", "v6e") else {"single_host_chips"})
@@ -44,7 +44,7 @@ def test_every_figure_of_a_chip_is_there_with_its_source(chip: ChipConfig):
             assert re.search(r"  # \S", line), line
 
 
-def test_a_program_has_no_more_memory_than_there_is():
+def test_usable_memory_is_less_than_the_memory_of_the_chip():
     v4, h100 = known_chips()["v4"], known_chips()["h100"]
     assert usable_hbm(v4) == 30.75 * 2**30 and usable_hbm(dataclasses.replace(v4, hbm_gib=8.0)) == 8 * 2**30
     assert usable_hbm(h100) == 80 * 2**30
@@ -69,14 +69,14 @@ def test_a_program_has_no_more_memory_than_there_is():
         ("v3-1024", None, (False, True), (2, 2)),
     ],
 )
-def test_axes_close_by_the_rule_of_the_chip(
+def test_axes_wrap_around_by_the_rule_of_the_chip(
     name: str, topology: str | None, wrap: tuple[bool, ...], bounds: tuple[int, ...]
 ):
     torus = build_topology(target(name, topology=topology) if topology else target(name))
     assert (torus.wrap, torus.host_bounds) == (wrap, bounds)
 
 
-def test_a_topology_decides_chips_and_hosts():
+def test_a_topology_determines_chips_and_hosts():
     custom = target("v4-128", topology="8x8x12")
     assert (custom.chips, custom.hosts, custom.devices) == (768, 192, 768)
     assert "8x8x12 (768 v4" in custom.describe() and "192 hosts" in custom.describe()
@@ -86,14 +86,14 @@ def test_a_topology_decides_chips_and_hosts():
     assert target("v5e-16", topology="2x4") == dataclasses.replace(parse_target("v5e-8"), name="v5e-16")
 
 
-def test_slices_multiply():
+def test_several_slices_multiply_chips_and_hosts():
     two = target("v4-64", slices=2)
     assert (two.devices, build_topology(two).devices, build_topology(two).chips) == (64, 64, 32)
     assert two.hosts == 8 and "of 2 slices" in two.describe()
     assert [problem.key for problem in target("v4-64", slices=0).problems()] == ["target.slices"]
 
 
-def test_a_target_without_a_torus_is_a_row_of_chips():
+def test_a_target_without_a_torus_is_a_line_of_chips():
     torus = build_topology(parse_target("cpu32"))
     assert (torus.shape, torus.wrap, torus.devices) == ((32,), (False,), 32)
     assert build_topology(parse_target("h100-16")).host_bounds == (8,)
@@ -115,7 +115,7 @@ def test_a_target_without_a_torus_is_a_row_of_chips():
         ("v4-4x4x2", "2x4x4"),
     ],
 )
-def test_a_topology_that_does_not_exist_is_refused_with_its_neighbours(name: str, topology: str):
+def test_an_impossible_topology_is_refused_with_the_nearest_ones(name: str, topology: str):
     asked = target(name, topology=topology)
     (problem,) = asked.problems()
     with pytest.raises(ValueError) as refused:
@@ -139,7 +139,7 @@ def test_a_chip_whose_figures_contradict_each_other_is_refused(figures: dict[str
 
 
 @given(st.sampled_from(TPUS), st.data())
-def test_neighbours_exist_and_enclose(chip: ChipConfig, data: st.DataObject):
+def test_the_nearest_slices_exist_and_enclose_the_requested_size(chip: ChipConfig, data: st.DataObject):
     assert chip.ici_axes is not None
     shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=chip.ici_axes, max_size=chip.ici_axes)))
     near = chip.slices.nearest_to(shape)
@@ -152,7 +152,7 @@ def test_neighbours_exist_and_enclose(chip: ChipConfig, data: st.DataObject):
         assert parse_shape(asked.topology) == build_topology(asked).shape
 
 
-def test_what_is_kept_of_a_compile_does_not_outlive_the_rules_of_slices(monkeypatch: pytest.MonkeyPatch):
+def test_cached_compiles_depend_on_the_slice_rules(monkeypatch: pytest.MonkeyPatch):
     sources: list[tuple[str, ...]] = []
     for module in (cache, replayed):
         monkeypatch.setattr(module, "source_digest", lambda *names: sources.append(names) or "")
@@ -165,7 +165,7 @@ def test_what_is_kept_of_a_compile_does_not_outlive_the_rules_of_slices(monkeypa
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v3-32", "v4-64", "v4-128", "v5e-8", "v5e-128", "v5p-16", "v6e-1", "tpu7x-16"])
-def test_libtpu_has_the_slice_with_these_hosts(name: str, capfd: pytest.CaptureFixture[str]):
+def test_libtpu_supports_the_slice_with_these_hosts(name: str, capfd: pytest.CaptureFixture[str]):
     slice_ = parse_target(name)
     devices = compile_devices(slice_)
     torus = build_topology(slice_)
@@ -180,13 +180,13 @@ def test_libtpu_has_the_slice_with_these_hosts(name: str, capfd: pytest.CaptureF
 
 
 @needs_libtpu
-def test_slices_carry_their_index():
+def test_devices_have_the_index_of_their_slice():
     devices = compile_devices(target("v5e-4", slices=2))
     assert sorted(device.slice_index for device in devices) == [0] * 4 + [1] * 4
 
 
 @needs_libtpu
-def test_what_only_libtpu_refuses_is_one_line_with_neighbours(monkeypatch: pytest.MonkeyPatch):
+def test_a_refusal_by_libtpu_is_one_line_with_the_nearest_slices(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiling, "_topology_options", lambda _: {"chips_per_host_bounds": (3, 2, 1)})
     with pytest.raises(ValueError) as refused:
         compile_devices(parse_target("v4-64"))
@@ -195,7 +195,7 @@ def test_what_only_libtpu_refuses_is_one_line_with_neighbours(monkeypatch: pytes
     assert "\n" not in str(refused.value)
 
 
-def test_without_libtpu_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_libtpu_is_reported_in_one_line_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
     from jax.experimental import topologies
 
     def missing(*_: object, **__: object) -> None:
@@ -208,7 +208,7 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch: pytest.Monkey
     assert str(refused.value).startswith("target=v4-64 ") and "--extra tpu" in str(refused.value)
 
 
-def test_a_pod_of_any_side_needs_no_code():
+def test_chips_with_other_slice_rules_need_no_code():
     chip = ChipConfig(name="small", platform="tpu", ici_axes=2, wrap="axes_of_8", host_bounds=[2, 2])
     assert chip.slices.default_shape(64) == (8, 8) and chip.slices.closed_axes((4, 8)) == (False, True)
     assert chip.slices.default_shape(128) is None
@@ -216,7 +216,7 @@ def test_a_pod_of_any_side_needs_no_code():
     assert (problem.key, problem.value) == ("target.chip.wrap", "axes")
 
 
-def test_a_chip_saved_before_it_had_a_figure_takes_the_shipped_one():
+def test_a_saved_chip_without_a_new_figure_gets_the_shipped_one():
     v4 = known_chips()["v4"]
     saved = {"name": "v4", "hbm_gbs": 1000.0, "host_gbs": 8.0}
     filled = add_shipped_figures(saved)

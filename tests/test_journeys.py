@@ -113,7 +113,7 @@ MISTAKES: dict[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_answered_at_once_with_what_to_write(tmp_path: Path, line: str):
+def test_a_mistake_is_refused_at_once_with_what_to_write(tmp_path: Path, line: str):
     own = tmp_path / "own" / "experiment"
     own.mkdir(parents=True)
     (own / "no_header.yaml").write_text("steps: 5\n")
@@ -137,7 +137,7 @@ def test_a_mistake_is_answered_at_once_with_what_to_write(tmp_path: Path, line: 
         ("TPU_MESH_CONFIG", "2x2x2", "separate the sizes by commas"),
     ],
 )
-def test_an_environment_that_cannot_be_is_named(tmp_path: Path, variable: str, value: str, words: str):
+def test_an_impossible_environment_is_named(tmp_path: Path, variable: str, value: str, words: str):
     ended = typed(*TRAINING[:-1], "steps=1", cwd=tmp_path, **{variable: value})
     if variable == "TPU_MESH_CONFIG":  # not read beside a mesh
         ended = typed(cwd=tmp_path, **{variable: value})
@@ -162,7 +162,7 @@ def live(made: Path, tmp_path: Path) -> Path:
     return copy_run(made, tmp_path / "runs")
 
 
-def test_a_run_is_repeated_resumed_evaluated_and_moved_from_anywhere(live: Path, tmp_path: Path):
+def test_a_run_is_repeated_resumed_evaluated_and_moved_from_any_directory(live: Path, tmp_path: Path):
     elsewhere = tmp_path / "else where"
     elsewhere.mkdir()
     line = (live / "run.yaml").read_text().splitlines()[0]
@@ -187,7 +187,7 @@ def test_a_run_is_repeated_resumed_evaluated_and_moved_from_anywhere(live: Path,
     assert ended.status == 0 and "steps=7 (was 6)" in ended.text and sorted(training_records(live)) == list(range(1, 8))
 
 
-def test_settings_that_are_lost_are_named_and_nothing_is_made_up(live: Path, tmp_path: Path):
+def test_lost_settings_are_named_and_not_replaced_by_defaults(live: Path, tmp_path: Path):
     text = (live / "run.yaml").read_text()
     for damaged in (text[:300], text[: len(text) // 2], ""):
         (live / "run.yaml").write_text(damaged)
@@ -200,7 +200,7 @@ def test_settings_that_are_lost_are_named_and_nothing_is_made_up(live: Path, tmp
     assert ended.status == 0 and " 7 to 8" in ended.text
 
 
-def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(live: Path, tmp_path: Path):
+def test_a_flipped_bit_is_found_and_the_previous_checkpoint_is_used(live: Path, tmp_path: Path):
     files = [file for file in (live / "checkpoints" / "6").rglob("*") if file.is_file() and file.stat().st_size > 200]
     largest = max(files, key=lambda file: file.stat().st_size)
     content = bytearray(largest.read_bytes())
@@ -232,7 +232,7 @@ def running(tmp_path: Path):
         process.communicate()
 
 
-def test_one_process_at_a_time_writes_a_run(running: subprocess.Popen[str], tmp_path: Path):
+def test_only_one_process_at_a_time_writes_a_run(running: subprocess.Popen[str], tmp_path: Path):
     for how in (["resume=latest"], [*TRAINING, "name=live", "steps=9"]):
         ended = typed(*how, cwd=tmp_path)
         assert ended.status != 0 and str(running.pid) in ended.text, ended.text
@@ -242,7 +242,7 @@ def test_one_process_at_a_time_writes_a_run(running: subprocess.Popen[str], tmp_
     assert typed("resume=latest", "steps=2", cwd=tmp_path).status == 0, "it is free again"
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(running: subprocess.Popen[str], tmp_path: Path):
+def test_a_killed_run_resumes_from_its_last_checkpoint(running: subprocess.Popen[str], tmp_path: Path):
     running.kill()
     running.communicate()
     last = saved_steps(tmp_path / "runs" / "live")[-1]
@@ -254,14 +254,14 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(running: subprocess.Popen
     assert steps == list(range(1, last + 3))
 
 
-def test_a_run_folder_that_goes_ends_the_training_in_words(running: subprocess.Popen[str], tmp_path: Path):
+def test_a_deleted_run_folder_ends_the_training_with_a_message(running: subprocess.Popen[str], tmp_path: Path):
     (tmp_path / "runs" / "live").rename(tmp_path / "gone")  # at once: files keep coming while a tree is deleted
     out, err = running.communicate(timeout=60)
     assert running.returncode == 1 and "is gone" in err and "Traceback" not in out + err
     assert "resume=" not in err, "there is nothing to resume"
 
 
-def test_a_reader_that_goes_is_saved(tmp_path: Path):
+def test_a_closed_pipe_saves_the_training(tmp_path: Path):
     arguments = shlex.join([*TRAINING, "steps=1000000", "log_every=1"])
     command = f"{shlex.quote(sys.executable)} -m valkyrie.cli.train {arguments}"
     piped = f"set -o pipefail; {command} name=piped | head -n 12"
@@ -270,7 +270,7 @@ def test_a_reader_that_goes_is_saved(tmp_path: Path):
     assert saved_steps(tmp_path / "runs" / "piped")
 
 
-def test_wandb_that_cannot_be_reached_is_offline(tmp_path: Path):
+def test_an_unreachable_wandb_is_used_offline(tmp_path: Path):
     nobody = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": "online"}
     arguments = [argument for argument in TRAINING if argument != "tracking=off"]
     ended = typed(*arguments, "steps=3", "name=a", "tracking.init_timeout=2", cwd=tmp_path, **nobody)
@@ -278,7 +278,7 @@ def test_wandb_that_cannot_be_reached_is_offline(tmp_path: Path):
     assert list((tmp_path / "runs" / "a" / "wandb").glob("offline-run-*"))
 
 
-def test_text_of_ones_own_as_readme_has_it(tmp_path: Path):
+def test_the_users_text_trains_as_in_the_readme(tmp_path: Path):
     books = tmp_path / "books" / "more"
     books.mkdir(parents=True)
     for name in ("one", "two", "three"):
@@ -289,7 +289,7 @@ def test_text_of_ones_own_as_readme_has_it(tmp_path: Path):
         assert ended.status == 0 and re.search(r"text: [\d,]+ training", ended.text), ended.text
 
 
-def test_a_disk_that_is_full_and_a_home_that_is_read_only_are_said(tmp_path: Path):
+def test_a_full_disk_and_a_read_only_home_are_reported(tmp_path: Path):
     (tmp_path / "file").write_text("")
     blocked = typed(*TRAINING, "steps=3", f"runs={tmp_path}/file/runs", cwd=tmp_path)
     assert blocked.status != 0 and f"{tmp_path}/file/runs" in blocked.text and "runs=" in blocked.text

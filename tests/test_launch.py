@@ -60,7 +60,7 @@ def config_of(line: str, restarts: int = 3) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_printed(capsys: pytest.CaptureFixture[str], case: str):
+def test_printed_plans_equal_the_golden_files(capsys: pytest.CaptureFixture[str], case: str):
     """`UPDATE_GOLDENS=1 pytest tests/test_launch.py` rewrites the goldens."""
     status, out, err = call(capsys, *shlex.split(CASES[case]))
     assert (status, err) == (0, "")
@@ -75,7 +75,7 @@ PAGE = (Path(__file__).parent.parent / "valkyrie" / "launch" / "README.md").read
 SECTION = PAGE.split("\n## Launch\n")[1].split("\n## ")[0]
 
 
-def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
+def test_the_page_shows_the_printed_plans(capsys: pytest.CaptureFixture[str]):
     typed, plan, requests = re.findall(r"^```\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
     commands = [shlex.split(line)[1:] for line in typed.splitlines()]
     targets = ["target=local", "target=v4-64", "target=v5e-8", "target=v6e-4", "target=v5p-128"]
@@ -87,7 +87,7 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("line", re.findall(r"`valkyrie-launch (.*?)`", SECTION.replace("\n", " ")))
-def test_the_page_names_what_there_is(capsys: pytest.CaptureFixture[str], line: str):
+def test_the_page_lists_all_targets(capsys: pytest.CaptureFixture[str], line: str):
     status, out, _ = call(capsys, *shlex.split(line))
     assert status == 0 and out
     subprocess.run(["bash", "-n"], input="" if line == "dockerfile" else out, text=True, check=True)
@@ -109,7 +109,7 @@ def words_of(call: CommandStep) -> list[str]:
 
 @settings(max_examples=40, deadline=None)
 @given(ARGUMENTS)
-def test_a_shell_reads_every_argument_as_it_was(arguments: list[str]):
+def test_quoted_arguments_survive_a_shell(arguments: list[str]):
     overrides = ("name=mine", *arguments)
     (command,) = config_of("target=v4-64 zone=z").train_step(overrides).commands
     assert shlex.split(" ".join(map(shlex.quote, command))) == [*command]
@@ -125,7 +125,7 @@ def test_a_shell_reads_every_argument_as_it_was(arguments: list[str]):
 
 @settings(max_examples=40, deadline=None)
 @given(ARGUMENTS)
-def test_yaml_has_every_argument_as_it_was(arguments: list[str]):
+def test_arguments_survive_in_yaml(arguments: list[str]):
     overrides = ("name=mine", *arguments)
     config = config_of("target=gke slice=v5e-8 cluster=c image=i")
     job = yaml.safe_load(gke.manifest(config, overrides))["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -161,7 +161,7 @@ def shell_reads(text: str, folder: Path) -> list[list[str]]:
 
 @settings(max_examples=10, deadline=None)
 @given(ARGUMENTS)
-def test_bash_runs_what_was_planned(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]):
+def test_bash_runs_the_planned_commands(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]):
     folder = tmp_path_factory.mktemp("script")
     made = config_of("target=v4-64 zone=us-central2-b name=mine").plan(("name=mine", *arguments))
     planned = [list(step.commands[0]) for step in made.steps if isinstance(step, CommandStep)]
@@ -182,13 +182,13 @@ def test_bash_runs_what_was_planned(tmp_path_factory: pytest.TempPathFactory, ar
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_ends_with_its_reader_and_fails_with_either():
+def test_a_pipe_ends_with_its_reader_and_fails_if_either_side_fails():
     assert CommandStep("nobody reads", (("yes",), ("sh", "-c", "exit 255"))).run() == 255
     assert CommandStep("nothing comes", (("sh", "-c", "exit 128"), ("cat",))).run() == 128
     assert CommandStep("well", (("echo", "x"), ("cat",), ("grep", "-q", "x"))).run() == 0
 
 
-def test_a_long_command_is_broken_before_its_flags():
+def test_a_long_command_is_wrapped_before_its_flags():
     command = ("gcloud", "ssh", "mine", *(f"--flag-{'x' * 30}={n}" for n in range(9)), "--command=a\n--b c")
     text = command_text(command)
     assert max(map(len, text.splitlines())) <= 120
@@ -245,20 +245,20 @@ def test_a_long_command_is_broken_before_its_flags():
         "dockerfile extra=x",
     ],
 )
-def test_mistakes_are_one_line_with_the_remedy(capsys: pytest.CaptureFixture[str], line: str):
+def test_mistakes_are_reported_in_one_line_with_a_remedy(capsys: pytest.CaptureFixture[str], line: str):
     """`goldens/messages/launch.txt` has the messages."""
     status, out, err = call(capsys, *line.split())
     assert (status, out) == (2, "") and err.startswith("valkyrie-launch: ") and err.count("\n") == 1
     assert_golden_message("launch", line.split(), err)
 
 
-def test_more_processes_than_the_cores_can_serve_are_refused(capsys: pytest.CaptureFixture[str]):
+def test_more_processes_than_the_cores_support_are_refused(capsys: pytest.CaptureFixture[str]):
     status, out, err = call(capsys, "target=local", "processes=100000", "--", "a")
     assert (status, out) == (2, "") and err.startswith("valkyrie-launch: processes=100000 ")
     assert f"processes={PROCESSES_PER_CORE * (os.cpu_count() or 1)}," in err and "force=true" in err
 
 
-def test_an_engine_in_a_folder_of_the_user_prints_its_plan(
+def test_a_users_launch_engine_prints_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -274,7 +274,7 @@ def test_an_engine_in_a_folder_of_the_user_prints_its_plan(
         assert status == 2 and err.startswith(f"valkyrie-launch: {start}")
 
 
-def test_a_name_is_added_where_a_restart_would_begin_anew(capsys: pytest.CaptureFixture[str]):
+def test_a_run_name_is_added_if_a_restart_would_start_over(capsys: pytest.CaptureFixture[str]):
     assert add_name(["steps=5"], "x") == (("steps=5", "name=x"), True)
     for already in (["name=y"], ["resume=latest"], ["mode=compile"], ["-m", "steps=5,6"]):
         assert add_name(already, "x") == (tuple(already), False)
@@ -283,14 +283,14 @@ def test_a_name_is_added_where_a_restart_would_begin_anew(capsys: pytest.Capture
     assert f"valkyrie-train steps=5 name={name}\n" in out
 
 
-def test_names_and_types_are_those_of_the_cloud():
+def test_names_and_types_equal_those_of_the_cloud():
     assert accelerator(parse_target("v5e-8")) == "v5litepod-8"
     assert [accelerator(parse_target(name)) for name in ("v4-64", "v5p-128", "v6e-4")] == ["v4-64", "v5p-128", "v6e-4"]
     assert resource_name("Mine_1.b") == "mine-1-b" and resource_name("1b") == "run-1b"
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", resource_name("x" * 39 + "_" + "y" * 40))
 
 
-def test_the_price_is_listed_or_said_to_be_unknown():
+def test_the_price_is_listed_or_called_unknown():
     listed = config_of("target=v4-64 hours=24").price_notes()[1]
     assert re.findall(r"\$[\d.,]+\d", listed) == ["$2,472.96", "$103.04", "$3.22"] and "usd_per_hour=" in listed
     spot = config_of("target=v5e-8 spot=true spot_usd_per_hour=0.5 usd_per_hour=1").price_notes()[1]
@@ -298,7 +298,7 @@ def test_the_price_is_listed_or_said_to_be_unknown():
     assert config_of("target=slurm nodes=2").price_notes() == ()
 
 
-def test_the_dockerfile_copies_code_alone_and_all_that_the_wheel_needs():
+def test_the_dockerfile_copies_only_code_and_all_files_of_the_wheel():
     copied = re.findall(r"^COPY (.*) \S+$", dockerfile(), re.MULTILINE)
     there = {name for line in copied for name in line.split()}
     root = Path(__file__).parent.parent
@@ -380,7 +380,7 @@ def rented(folder: Path, monkeypatch: pytest.MonkeyPatch, attempts: str, restart
     return config_of("target=v5e-8 spot=true name=mine", restarts).supervisor(("name=mine",)).run()
 
 
-def test_a_slice_is_asked_for_trained_on_and_asked_for_again(programs: Path, monkeypatch: Any, capfd: Any):
+def test_a_slice_is_requested_again_after_preemption(programs: Path, monkeypatch: Any, capfd: Any):
     assert rented(programs, monkeypatch, "255:SUSPENDED 1 0", restarts=1) == 0
     new, end = ["create", "scp", "ssh tar", "ssh train"], "ssh pkill -KILL"
     assert verbs(programs) == [*new, end, "delete", *new, end, "ssh train"]
@@ -391,7 +391,7 @@ def test_a_slice_is_asked_for_trained_on_and_asked_for_again(programs: Path, mon
     assert "VALKYRIE_LAUNCH_RESTARTS=2 .venv/bin/valkyrie-train name=mine" in calls
 
 
-def test_a_slice_that_is_taken_away_while_the_code_is_copied_is_asked_for_again(programs: Path, monkeypatch: Any):
+def test_a_slice_preempted_during_the_copy_is_requested_again(programs: Path, monkeypatch: Any):
     once = """
 if verb == "scp" and not pathlib.Path(os.environ["STATE"] + ".scp").exists():
     pathlib.Path(os.environ["STATE"] + ".scp").touch()
@@ -403,7 +403,7 @@ if verb == "scp" and not pathlib.Path(os.environ["STATE"] + ".scp").exists():
     assert verbs(programs) == ["create", "scp", "delete", "create", "scp", "ssh tar", "ssh train"]
 
 
-def test_a_slice_that_cannot_be_reached_is_tried_thrice(programs: Path, monkeypatch: Any):
+def test_an_unreachable_slice_is_tried_three_times(programs: Path, monkeypatch: Any):
     monkeypatch.setattr("test_launch.GCLOUD", GCLOUD + '\nif verb == "scp": sys.exit(255)\n')
     with pytest.raises(ValueError) as error:
         rented(programs, monkeypatch, "0")
@@ -411,7 +411,7 @@ def test_a_slice_that_cannot_be_reached_is_tried_thrice(programs: Path, monkeypa
     assert verbs(programs).count("scp") == 4, "the first beside the slice being new"
 
 
-def test_the_command_rents_and_says_how_to_give_back(programs: Path, monkeypatch: Any, capfd: Any):
+def test_the_command_creates_a_slice_and_prints_how_to_delete_it(programs: Path, monkeypatch: Any, capfd: Any):
     program(programs, "gcloud", GCLOUD)
     monkeypatch.setenv("STATE", str(programs / "state"))
     monkeypatch.setattr(tpu_vm, "_POLL_S", 0.01)
@@ -431,7 +431,7 @@ def test_a_mistake_on_a_slice_is_not_repeated(programs: Path, monkeypatch: Any):
     assert verbs(programs).count("ssh train") == 1
 
 
-def test_a_slice_that_cannot_be_had_is_said_with_what_says_why(programs: Path, monkeypatch: Any):
+def test_an_unavailable_slice_is_reported_with_how_to_find_the_reason(programs: Path, monkeypatch: Any):
     failing = GCLOUD.replace('write_text("PROVISIONING")', 'write_text("FAILED")')
     monkeypatch.setattr("test_launch.GCLOUD", failing)
     with pytest.raises(ValueError) as error:
@@ -455,7 +455,7 @@ if starts == 0: time.sleep(60)
 """
 
 
-def test_hosts_of_ssh_start_together_and_none_is_left_when_one_fails(programs: Path, monkeypatch: Any, capfd: Any):
+def test_ssh_hosts_start_together_and_all_end_if_one_fails(programs: Path, monkeypatch: Any, capfd: Any):
     program(programs, "ssh", SSH)
     homes = programs / "homes"
     monkeypatch.setenv("HOMES", str(homes))
@@ -483,6 +483,6 @@ def test_run_writes_the_file_and_submits_it(programs: Path, capsys: pytest.Captu
     )
 
 
-def test_code_is_copied_from_a_clone_alone(programs: Path, capsys: pytest.CaptureFixture[str]):
+def test_code_is_only_copied_from_a_git_clone(programs: Path, capsys: pytest.CaptureFixture[str]):
     status, _, err = call(capsys, "target=v4-64", "--run", "--", "name=mine", "mesh=4x4x2")
     assert status == 2 and "pyproject.toml" in err.splitlines()[-1]

@@ -98,7 +98,7 @@ CASES = {
     ],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_layer_is_its_definition(case, packed, impl):
+def test_layer_equals_its_definition(case, packed, impl):
     places, settings = CASES[case]
     module = layer(*places, **settings, impl=impl)
     rng = np.random.default_rng(0)
@@ -109,7 +109,7 @@ def test_layer_is_its_definition(case, packed, impl):
 
 
 @pytest.mark.slow
-def test_a_window_counts_the_token_itself():
+def test_a_window_includes_the_token_itself():
     module = layer(3, kv_heads=4)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(1, SEQ, EMBED)), jnp.float32)
     change = jax.jacobian(lambda x: module(x, Boundaries(), UNSHARDED)[0, 10].sum())(x)
@@ -153,7 +153,7 @@ GROUPED_ONCE = [
 
 
 @pytest.mark.parametrize(("case", "impl"), GROUPED_ONCE)
-def test_queries_meet_their_key_heads_however_both_are_split(case, impl):
+def test_queries_use_their_key_heads_however_both_are_sharded(case, impl):
     mesh, rules, settings = GROUPED[case]
     block = Attention(**{"heads": 8, "kv_heads": 2, "head_dim": 8, "windows": [5], "impl": impl, **settings})
     context = BlockContext(EMBED, layers=1)

@@ -24,7 +24,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("equation", ["bse,em->bsm", "bse,ehd->bshd", "bshd,ehd->bse", "bsm,em->bse"])
-def test_a_narrow_product_is_close_to_the_wide_one(equation: str, dtype: str):
+def test_a_narrow_product_is_close_to_the_exact_one(equation: str, dtype: str):
     sizes = dict(zip("bsemhd", (2, 5, 64, 48, 4, 16), strict=True))
     of_x, of_w = equation.partition("->")[0].split(",")
     x, w = (normal(*(sizes[i] for i in letters), seed=k) for k, letters in enumerate((of_x, of_w)))
@@ -35,7 +35,7 @@ def test_a_narrow_product_is_close_to_the_wide_one(equation: str, dtype: str):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_zeros_stay_zeros_and_the_largest_number_is_exact(dtype: str):
+def test_zero_rows_and_the_largest_number_are_exact(dtype: str):
     narrow, scale = scale_to(jnp.asarray([[0.0, 0.0], [-3.0, 1.0]]), dtype, (1,))
     assert narrow.dtype == dtype
     np.testing.assert_array_equal(narrow[0].astype(jnp.float32), 0)
@@ -50,7 +50,7 @@ def operands(jaxpr: Any) -> list[str]:
     return dtypes
 
 
-def test_the_gradient_of_a_parameter_is_a_wide_product():
+def test_parameter_gradients_are_not_quantised():
     numerics = Numerics("float32", "bfloat16", "float32", "int8")
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -63,7 +63,7 @@ def test_the_gradient_of_a_parameter_is_a_wide_product():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_training_with_narrow_products_learns_as_with_wide_ones(precision: str):
+def test_training_with_narrow_products_learns_as_well(precision: str):
     def losses(policy: str) -> list[float]:
         run = small_run("gpt_tiny", f"precision={policy}", "model.layers=2", "optimizer.learning_rate=1e-2")
         program = make_program(run)
@@ -82,7 +82,7 @@ def test_training_with_narrow_products_learns_as_with_wide_ones(precision: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["2d_tp_fsdp", "fsdp", "1d_tp"])
-def test_narrow_products_on_eight_devices_are_those_of_one(partition: str):
+def test_narrow_products_on_eight_devices_equal_those_on_one(partition: str):
     """Equal up to rounding: sums in another order may round a value near a midpoint the other way."""
     overrides = (*small_overrides("gpt_tiny"), "precision=int8", "precision.compute=float32")
     host = initial_state(overrides)

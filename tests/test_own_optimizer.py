@@ -43,7 +43,7 @@ def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_it_trains_on_a_mesh_and_resumes(folder: Path) -> None:
+def test_a_users_optimizer_trains_on_a_mesh_and_resumes(folder: Path) -> None:
     done = train(folder, "name=lion", "steps=2", "sample_tokens=0")
     assert "step 2/2" in done.stdout, done.stdout + done.stderr
     saved = saved_config(folder.parent / "runs" / "lion")
@@ -53,7 +53,7 @@ def test_it_trains_on_a_mesh_and_resumes(folder: Path) -> None:
     assert "steps 3 to" in done.stdout, done.stdout + done.stderr
 
 
-def test_show_and_the_estimate_count_one_moment(folder: Path) -> None:
+def test_mode_show_and_the_estimate_count_one_moment(folder: Path) -> None:
     run = composed(folder, "target=v5e-8")
     program = StepProgram(run, abstract_mesh(run.config.mesh))
     shown = expected_memory(run, program.abstract_state).optimizer
@@ -65,7 +65,7 @@ def test_show_and_the_estimate_count_one_moment(folder: Path) -> None:
     assert lion | {"optimizer": 0, "step": 0} == adamw | {"optimizer": 0, "step": 0}
 
 
-def test_show_prints_its_memory(folder: Path) -> None:
+def test_mode_show_prints_the_memory_of_a_users_optimizer(folder: Path) -> None:
     assert "expected memory" in train(folder, "mode=show").stdout
 
 

@@ -78,7 +78,7 @@ def primes(n: int) -> list[int]:
     ],
     ids=str,
 )
-def test_every_placement_is_found_once(axes: dict[str, int], topology: Topology):
+def test_every_placement_is_enumerated_once(axes: dict[str, int], topology: Topology):
     every_placement = placements(axes, topology)
     assigned = [grid(entries, axes, topology) for entries in every_placement]
     assert len(set(assigned)) == len(assigned)
@@ -86,7 +86,7 @@ def test_every_placement_is_found_once(axes: dict[str, int], topology: Topology)
     assert all(placement_problems(entries, axes, "mesh") == [] for entries in every_placement)
 
 
-def test_the_axis_between_slices_stays_there():
+def test_the_slice_axis_is_always_placed_between_slices():
     axes, topology = {"s": 2, "x": 2, "y": 2, "z": 2}, torus(2, 4, slices=2)
     every_placement = placements(axes, topology)
     assert every_placement and all(entries[0] == "s" for entries in every_placement)
@@ -95,7 +95,7 @@ def test_the_axis_between_slices_stays_there():
     assert [entries[1:] for entries in every_placement] == inner
 
 
-def test_counts_are_those_of_words():
+def test_placement_counts_equal_the_number_of_words():
     """If all sizes are powers of two, a placement is a sequence of mesh axes, one entry for each factor of 2."""
     assert len(placements({"x": 4, "y": 4, "z": 2}, torus(2, 4, 4))) == math.factorial(5) // 4
     assert len(placements({"x": 16, "y": 16, "z": 1}, torus(4, 8, 8))) == math.comb(8, 4)
@@ -106,7 +106,7 @@ def test_a_mesh_of_another_size_has_no_placement():
         placements({"x": 4, "y": 4, "z": 1}, torus(2, 4, 4))
 
 
-def test_every_placement_is_built_and_told_again():
+def test_every_placement_is_recognised_after_building():
     topology = torus(2, 2, 2)
     for shape in ([2, 2, 2], [4, 2, 1], [8, 1, 1], [1, 2, 2, 2]):
         axes = MeshConfig(shape=shape).axes
@@ -124,7 +124,7 @@ sides = st.sampled_from([1, 2, 3, 4, 6])
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(sides, min_size=2, max_size=3), st.booleans(), st.data())
-def test_what_is_described_is_where_the_devices_are(shape: list[int], wrap: bool, data: st.DataObject):
+def test_a_described_placement_matches_the_device_positions(shape: list[int], wrap: bool, data: st.DataObject):
     topology = torus(*shape, wrap=wrap)
     owners = [data.draw(st.sampled_from("xyz")) for _ in primes(topology.devices)]
     axes = dict.fromkeys("xyz", 1)
@@ -178,7 +178,7 @@ def test_what_is_described_is_where_the_devices_are(shape: list[int], wrap: bool
         ),
     ],
 )
-def test_a_placement_in_words(entries: list[str], topology: Topology, expected: list[str]):
+def test_a_placement_is_described_in_words(entries: list[str], topology: Topology, expected: list[str]):
     described = describe_entries(entries, {"x": 4, "y": 4, "z": 2}, topology)
     assert set(expected) <= {f"{axis}={placed}" for axis, placed in described.items()}
 
@@ -203,7 +203,7 @@ def test_links_are_counted_per_chip():
         (["y"], "x is missing; z is missing"),
     ],
 )
-def test_a_placement_that_cannot_be_says_why(placement: list[str], reason: str):
+def test_an_impossible_placement_is_refused_with_the_reason(placement: list[str], reason: str):
     config = MeshConfig(name="4x4x2", shape=[4, 4, 2], placement=placement)
     (problem,) = config.problems()
     assert (problem.code, problem.key, problem.details["wrong"]) == (ProblemCode.placement, "mesh.placement", reason)
@@ -230,7 +230,7 @@ def test_devices_that_fill_no_block_are_called_scattered():
         ("v5e-8", "8x1x1", None, "x=8 on torus a,b (no ring, 2 links)"),
     ],
 )
-def test_the_choice_of_mesh_utils_is_told(target: str, mesh: str, entries: list[str] | None, words: str):
+def test_the_placement_chosen_by_mesh_utils_is_described(target: str, mesh: str, entries: list[str] | None, words: str):
     """The torus axis that JAX picks for a mesh axis depends on its version. The description of a choice does not."""
     topology, devices = build_topology(parse_target(target)), compile_devices(parse_target(target))
     built = build_mesh(parse_mesh(mesh), devices)

@@ -42,7 +42,7 @@ def test_every_row_is_a_legal_run(row):
     assert float(row["step_s"]) > 0 and row["how"] in ("read", "from TFLOP/s", "from MFU")
 
 
-def test_rows_that_cannot_be_matched_say_why():
+def test_rows_that_cannot_be_matched_have_a_reason():
     assert len(STATED) == 24
     assert {row["note"] for row in ROWS if not row["experiment"]} == {"batch not stated", "layout not stated"}
     assert len({row["row"] for row in ROWS}) == len(ROWS)
@@ -68,7 +68,7 @@ def row(predict: ModuleType, name: str, chip: str, ideal: float, measured: float
     return sys.modules["guesses"].Row(name, chip=chip, ideal_s=ideal, measured_s=measured, **values)
 
 
-def test_the_guesses_are_the_median_mfu_of_the_chip_s_other_rows_and_the_peak(predict: ModuleType):
+def test_guesses_use_the_median_mfu_of_other_rows_and_the_peak(predict: ModuleType):
     guesses = sys.modules["guesses"]
     rows = [("a", "v4", 1.0, 2.0), ("b", "v4", 3.0, 4.0), ("c", "v4", 1.0, 4.0), ("d", "v5e", 1.0, 9.0)]
     rows = [row(predict, *values) for values in rows]
@@ -77,7 +77,7 @@ def test_the_guesses_are_the_median_mfu_of_the_chip_s_other_rows_and_the_peak(pr
     assert guesses.roofline(rows[1]) == pytest.approx(4.0)
 
 
-def test_tables_have_the_errors_of_all_three_by_chip_family_and_order(predict: ModuleType):
+def test_tables_have_errors_of_prediction_and_guesses_by_chip_and_family(predict: ModuleType):
     tables = sys.modules["tables"]
     rows = [row(predict, "a", "v4", 1.0, 2.0), row(predict, "b", "v4", 1.0, 2.5), row(predict, "c", "v4", 1.5, 2.02)]
     results = [
@@ -100,7 +100,7 @@ def test_tables_have_the_errors_of_all_three_by_chip_family_and_order(predict: M
     assert "missed: a is" in order
 
 
-def test_rows_of_any_table_with_experiments_of_any_folder_failures_reported_and_results_kept(
+def test_a_users_table_is_predicted_with_failures_reported_and_results_stored(
     predict: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
@@ -146,7 +146,9 @@ def test_rows_of_any_table_with_experiments_of_any_folder_failures_reported_and_
     assert calls == [8, 16, 16] and "1 of 6" in capsys.readouterr().out
 
 
-def test_a_result_outlives_other_sources_of_the_same_program(predict: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_a_result_stays_valid_if_sources_change_but_the_program_does_not(
+    predict: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
     programs = sys.modules[predict.still_of.__module__]
     monkeypatch.setattr(programs, "program_of", lambda run: "this one")
     stored = {"made_by": "sources replay", "libtpu": "1", "program": "this one"}
@@ -172,7 +174,7 @@ SLOW = [run_of(f"a{n}", "v4", 1.2 * 1.05**n, slices=2**n, family="a") for n in r
 SLOW += [run_of("b", "v4", 1.1, family="b"), run_of("c", "v6e", 0.9, family="c"), run_of("d", "v6e", 0.9, family="c")]
 
 
-def test_a_replay_is_corrected_by_the_recipes_on_its_chip_and_by_the_slices_that_runs_waited_for():
+def test_a_replay_is_corrected_by_families_on_its_chip_and_by_slices():
     fit = published_correction(SLOW, "v4", slices=1)
     assert fit.chip_factor == pytest.approx((1.2 * 1.1) ** 0.5), "recipes count alike, however many rows they have"
     assert (fit.slices_factor, fit.rows, fit.families) == (1.0, 4, 2)
@@ -185,7 +187,7 @@ def test_a_replay_is_corrected_by_the_recipes_on_its_chip_and_by_the_slices_that
     assert published_correction(SLOW, "v5e", slices=1).factor == 1.0
 
 
-def test_an_interval_comes_from_runs_that_other_recipes_on_their_chip_predict():
+def test_error_intervals_are_cross_validated_over_families():
     bounds = published_interval(SLOW, "v4", 1.0)
     assert bounds is not None and (bounds.rows, bounds.models, bounds.chip) == (4, 2, "v4")
     assert (bounds.low, bounds.high) == (pytest.approx(1.1 / 1.2), pytest.approx(1.2 * 1.05**2 / 1.1))
@@ -194,7 +196,7 @@ def test_an_interval_comes_from_runs_that_other_recipes_on_their_chip_predict():
     assert published_interval(SLOW[1:], "v4", 1.0) is None
 
 
-def test_the_intervals_of_reports_are_what_the_script_makes_of_its_results(predict: ModuleType):
+def test_shipped_error_intervals_equal_those_of_the_script(predict: ModuleType):
     results = {r["row"]: r for r in json.loads(TABLE.with_name("results.json").read_text())}
     measured = {line["row"]: float(line["step_s"]) for line in STATED}
     for row in published():
@@ -210,6 +212,6 @@ def test_new_rows_of_a_family_replace_its_shipped_rows(predict: ModuleType, monk
 
 
 @pytest.mark.parametrize("experiment", config_names("experiment/published"))
-def test_parameters_of_published_models(experiment):
+def test_parameter_counts_of_published_models(experiment):
     run = compose_run(f"experiment=published/{experiment}", "target=auto")
     assert run.model.parameter_count() == PARAMETERS[experiment]

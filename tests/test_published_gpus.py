@@ -39,7 +39,7 @@ for pairs in gpus.estimated(asked, published).values():
 @pytest.mark.parametrize(
     ("group", "order", "error"), [("vtrain_multi_175B_512", 0.9, 0.05), ("vtrain_multi_3.6B_64", 0.96, 0.1)]
 )
-def test_a_group_is_estimated_from_the_others(group: str, order: float, error: float) -> None:
+def test_a_group_is_estimated_with_constants_of_the_other_groups(group: str, order: float, error: float) -> None:
     # In a process of its own: this one checks the types of every call, which is nine tenths of a fit.
     command = [sys.executable, "-c", GROUP, str(gpus.FILE.parent), group]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -63,11 +63,11 @@ def handed_on(**changes: bool) -> float:
     return float(times.parts["stages"][0])
 
 
-def test_devices_with_the_same_activations_send_a_part_each() -> None:
+def test_devices_with_the_same_activations_each_send_a_part() -> None:
     assert handed_on(sends_parts=True) < handed_on(sends_parts=False) / 4
 
 
-def test_scores_go_through_memory_where_no_kernel_keeps_them() -> None:
+def test_attention_scores_go_through_memory_without_a_fused_kernel() -> None:
     rows = [row for row in gpus.rows_of(gpus.FILE) if "3.6B_64" in row.line["group"]][:1]
     known = gpus.timed_layouts(rows)
     seconds = [float(known.estimate(replace(Efficiency(), scores_passes=n))[0]) for n in (0.0, 1.0)]
@@ -76,7 +76,7 @@ def test_scores_go_through_memory_where_no_kernel_keeps_them() -> None:
     assert seconds[1] - seconds[0] == pytest.approx(moved / (0.8 * 2039e9), rel=1e-6)
 
 
-def test_what_a_source_states_of_its_hosts_is_used() -> None:
+def test_host_figures_stated_by_a_source_are_used() -> None:
     (row,) = [r for r in gpus.rows_of(gpus.FILE) if r.line["group"] == "tt_8b_8"]
     assert gpus.timed_layouts([row]).chip.hbm_gbs == 2400
     assert {

@@ -67,13 +67,13 @@ def rows(tmp_path: Path) -> list[Row]:
     return rows_of(tmp_path, FSDP, TP, DP, LARGE, WRONG, RAN, RAN_TP)
 
 
-def test_front_of_memory_has_what_none_beats(rows):
+def test_the_memory_front_has_the_layouts_that_none_beats(rows):
     predicted = [row for row in rows if row.group.stage == "compile"]
     assert layouts(pareto_front(predicted, peak_memory)) == ["2x4x1-2d_tp", "8x1x1-fsdp"]
     assert values.memory(predicted)[0]["usable"] == 16
 
 
-def test_price_and_its_front(tmp_path: Path):
+def test_price_and_its_pareto_front(tmp_path: Path):
     cheap = trial("8x1x1-fsdp", 300, target="v5e-8", price=1.2)
     dear = trial("8x1x1-fsdp", 900, target="v5p-16", price=4.2)
     worse = trial("2x4x1-2d_tp", 200, target="v5p-16", price=4.2)
@@ -85,7 +85,7 @@ def test_price_and_its_front(tmp_path: Path):
     assert values.prices(rows[1:]) == []
 
 
-def test_best_of_each_target_and_each_work(tmp_path: Path):
+def test_the_report_lists_the_best_layout_per_target_and_work(tmp_path: Path):
     rows = rows_of(
         tmp_path,
         FSDP,
@@ -98,7 +98,7 @@ def test_best_of_each_target_and_each_work(tmp_path: Path):
     assert best == [("v5e-8", 16, "8x1x1-fsdp"), ("v6e-8", 16, "2x4x1-2d_tp"), ("v6e-8", 64, "8x1x1-fsdp")]
 
 
-def test_cells_are_the_best_of_each_split(tmp_path: Path):
+def test_heatmap_cells_have_the_best_layout_of_each_split(tmp_path: Path):
     split = {"DP": 2, "MP1": 4}
     rows = rows_of(
         tmp_path,
@@ -118,13 +118,13 @@ def test_cells_are_the_best_of_each_split(tmp_path: Path):
     assert values.cells(sort_by_speed(rows[:3])) == [], "no number of data splits has two cells to compare"
 
 
-def test_spread_of_bars_is_that_of_the_steps(tmp_path: Path):
+def test_error_bars_have_the_spread_of_the_steps(tmp_path: Path):
     found = values.bars(rows_of(tmp_path, trial("8x1x1-fsdp", 100, stage="measure", p90=1.25, least=0.8)))
     assert [(bar["rate"], bar["low"], bar["high"]) for bar in found] == [(800, 640, 1000)]
     assert found[0]["spread"].count("s") == 2
 
 
-def test_words_name_recomputation_and_what_speaks_against(tmp_path: Path):
+def test_explanations_name_recomputation_and_opposing_effects(tmp_path: Path):
     parts = {"matmul": 0.5, "exposed x": 0.5}
     fast = trial("8x1x1-fsdp", 1000, seconds=parts, executed_flops=1e9, product_rate=0.5)
     slow = trial("8x1x1-dp", 500, seconds={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5)
@@ -132,7 +132,7 @@ def test_words_name_recomputation_and_what_speaks_against(tmp_path: Path):
     assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs")
 
 
-def test_only_the_same_work_is_compared(tmp_path: Path):
+def test_only_trials_of_the_same_work_are_compared(tmp_path: Path):
     other = trial("8x1x1-fsdp", 2000, batch=64)
     rows = rows_of(tmp_path, other, FSDP, TP, LARGE)
     answer = words.answer(rows[0].group, rows)
@@ -169,7 +169,7 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
 NOISY = {"stage": "measure", "target": "auto", "p90": 1.1, "least": 0.9}
 
 
-def test_a_difference_within_the_spread_of_the_steps_has_no_cause_and_one_rank(tmp_path: Path):
+def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: Path):
     found = rows_of(
         tmp_path,
         trial("8x1x1-fsdp", 1000, collectives={"x": 0.3}, **NOISY),
@@ -205,7 +205,7 @@ def test_agreement_leaves_out_differences_within_noise(tmp_path: Path):
     assert len(pair_predictions(rows)) == 2 and agreement(pair_predictions(rows)) is None
 
 
-def test_partitions_that_come_to_one_layout_are_not_compared(tmp_path: Path):
+def test_partitions_with_equivalent_layouts_are_not_compared(tmp_path: Path):
     tensor = {"DP": 2, "MP1": 4}
     found = rows_of(
         tmp_path,
@@ -223,7 +223,7 @@ def test_partitions_that_come_to_one_layout_are_not_compared(tmp_path: Path):
     assert [row[place] for row in data_of(page(found))["rows"]] == ["dp", "", "1d_tp", ""]
 
 
-def test_predicted_and_measured_meet_by_layout_and_work(rows, tmp_path: Path):
+def test_predictions_and_measurements_are_matched_by_layout_and_work(rows, tmp_path: Path):
     pairs = pair_predictions(rows)
     assert [(p.a.layout, p.a.group.stage, p.b.group.stage) for p in pairs] == [
         ("8x1x1-fsdp", "compile", "measure"),
@@ -236,7 +236,7 @@ def test_predicted_and_measured_meet_by_layout_and_work(rows, tmp_path: Path):
     assert len(other_pairs) == 2 and agreement(other_pairs) == 1
 
 
-def test_refusals_of_one_code_and_axes_are_one(tmp_path: Path):
+def test_refusals_with_the_same_code_and_axes_are_grouped(tmp_path: Path):
     more = replace(WRONG, key="5x1x1", name="5x1x1-dp", reason="batch=16 is not divisible by 5")
     older = replace(more, key="older", name="older", problems=())
     killed = trial("2x2x2-dp", None, status=Status.killed, reason="signal 9 (SIGKILL) ended its process")
@@ -250,7 +250,7 @@ def test_refusals_of_one_code_and_axes_are_one(tmp_path: Path):
     assert groups_of_reasons[2][1].startswith("needs 20.0 GiB")
 
 
-def test_two_sweeps_side_by_side(tmp_path: Path):
+def test_two_sweeps_can_be_compared(tmp_path: Path):
     before = sweep_folder(tmp_path / "before", [FSDP, TP, DP])
     after = sweep_folder(tmp_path / "after", [trial("8x1x1-fsdp", 1500), trial("2x4x1-2d_tp", 1000), LARGE])
     comparison = compare(read_rows([tmp_path]), str(before), str(after))
@@ -261,7 +261,7 @@ def test_two_sweeps_side_by_side(tmp_path: Path):
         compare(read_rows([tmp_path]), "elsewhere", str(before))
 
 
-def test_labels_tell_rows_apart(tmp_path: Path):
+def test_row_labels_are_distinct(tmp_path: Path):
     sweep_folder(tmp_path / "one", [FSDP, trial("8x1x1-fsdp", 10, batch=64)])
     sweep_folder(tmp_path / "two", [FSDP])
     found = list(values.labels(read_rows([tmp_path])).values())
@@ -269,7 +269,7 @@ def test_labels_tell_rows_apart(tmp_path: Path):
     assert "8x1x1-fsdp batch 64" in found and any("one" in label for label in found)
 
 
-def test_the_kind_of_a_refused_trial_is_that_of_its_target(tmp_path: Path):
+def test_a_refused_trial_has_the_kind_of_its_target(tmp_path: Path):
     real = trial_from_summary(golden_summary("measure") | {"simulated": False}, "measure", "hand", "real")
     refused = trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
     assert {row.group.simulated for row in rows_of(tmp_path / "real", real, refused)} == {False}
@@ -295,7 +295,7 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
         assert all(figures.specification(figure, members[:1]) is None for figure in figures.GROUP_FIGURES)
 
 
-def test_timeline_is_reduced_and_keeps_its_time(tmp_path: Path):
+def test_a_reduced_timeline_has_the_same_total_time(tmp_path: Path):
     row = rows_of(tmp_path, FSDP, timelines=1)[0]
     events = json.loads((GOLDENS / "timeline.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -309,7 +309,7 @@ def test_timeline_is_reduced_and_keeps_its_time(tmp_path: Path):
     assert found.axes.keys() & set(found.names)
 
 
-def test_torus_has_every_device_once(tmp_path: Path):
+def test_the_torus_picture_has_every_device_once(tmp_path: Path):
     row = rows_of(tmp_path, trial_from_summary(golden_summary("compile"), "compile", "real", "run"), timelines=1)[0]
     drawing = read_torus(row)
     assert drawing is not None
@@ -330,7 +330,7 @@ def test_torus_has_every_device_once(tmp_path: Path):
         ("h100-8", [], None, 1, False),
     ],
 )
-def test_the_torus_of_a_target(target, overrides, shape, slices, twisted):
+def test_the_torus_of_a_target_is_drawn(target, overrides, shape, slices, twisted):
     of_target = target_torus(trial("8x1x1-fsdp", 9, target=target, asked=overrides).about)
     known = (None, 1, False) if of_target is None else (of_target.shape, of_target.slices, of_target.twisted)
     assert known == (shape, slices, twisted)
@@ -355,7 +355,7 @@ def visible(text: str) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def test_the_report_as_people_read_it(rows):
+def test_the_visible_text_of_the_report_equals_the_golden_file(rows):
     """To rewrite the golden file: `VALKYRIE_UPDATE_GOLDENS=1 pytest tests/test_report.py`."""
     text = f"{as_markdown(rows)}\n# The page\n\n{visible(page(rows))}\n"
     golden_file = GOLDENS / "report.md"
@@ -364,7 +364,7 @@ def test_the_report_as_people_read_it(rows):
     assert text == golden_file.read_text()
 
 
-def test_csv(rows):
+def test_csv_has_a_row_for_each_trial(rows):
     records = list(csv.DictReader(io.StringIO(as_csv(rows))))
     assert len(records) == 7
     first = records[0]
@@ -376,21 +376,21 @@ def test_csv(rows):
     assert set(first) >= {"DP", "FSDP", "MP1", "MP2", "SP"}
 
 
-def test_sweeps_are_found_at_and_below_a_path(tmp_path: Path):
+def test_sweeps_are_found_at_a_path_and_below_it(tmp_path: Path):
     one, two = sweep_folder(tmp_path / "runs" / "one", [FSDP]), sweep_folder(tmp_path / "runs" / "two", [TP])
     assert find_sweeps([tmp_path]) == [one, two]
     assert find_sweeps([one, tmp_path / "runs"]) == [one, two]
     assert find_sweeps([two / "trials.jsonl"]) == [two]
 
 
-def test_a_refused_layout_is_named_by_what_was_asked(tmp_path: Path):
+def test_a_refused_layout_is_named_by_its_request(tmp_path: Path):
     about = LayoutRecord("m", "3x1x1", "fsdp", "auto", microbatches=2, remat="full")
     found = rows_of(tmp_path, replace(WRONG, about=about), replace(WRONG, key="bare", about=None))
     assert layouts(found) == ["3x1x1-fsdp-mb2-remat_full", "3x1x1-dp"]
     assert data_of(page(found))["rows"][0][5] == "refused"
 
 
-def test_a_training_has_a_rate_and_no_step(tmp_path: Path):
+def test_a_training_has_a_rate_but_no_step_time(tmp_path: Path):
     trained = replace(FSDP, stage="train", results=TrialResult(simulated=True, loss=2.0))
     speed = StepResult(tokens_per_second=800.0, tokens_per_second_per_chip=100.0)
     rated = replace(trained, key="rated", results=replace(trained.results, step=speed))

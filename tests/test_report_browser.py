@@ -93,7 +93,7 @@ def opened(browser: Browser, report: Path, request: pytest.FixtureRequest) -> It
     page.close()
 
 
-def test_ranked_and_drawn(opened: Opened):
+def test_the_page_ranks_layouts_and_draws_figures(opened: Opened):
     assert opened.column("layout")[0] == "2x4x1-fsdp"
     assert opened.column("#") == ["1", "2", "3", "", "", "1", "2", "3"]
     for name in ("speed", "memory", "parts", "sent", "pairs"):
@@ -105,7 +105,7 @@ def test_ranked_and_drawn(opened: Opened):
     assert "x as fast" in opened.page.locator("#answers").inner_text()
 
 
-def test_two_layouts_beside_each_other(opened: Opened):
+def test_two_layouts_are_shown_side_by_side(opened: Opened):
     page = opened.page
     options = page.locator("#one option").all_inner_texts()
     assert len(options) == 3, "those that were predicted"
@@ -116,7 +116,7 @@ def test_two_layouts_beside_each_other(opened: Opened):
     assert page.locator("#why").inner_text().endswith("the same layout.")
 
 
-def test_units_stay_when_two_layouts_change_places(browser: Browser, tmp_path: Path):
+def test_units_stay_when_two_layouts_are_swapped(browser: Browser, tmp_path: Path):
     short, long = {"matmul": 0.9, "exposed x": 0.1}, {"matmul": 0.2, "exposed x": 0.8}
     trials = [
         trial("8x1x1-fsdp", 1000, seconds=short, sent={"x": 512.0}, asked=["model.layers=4"]),
@@ -138,7 +138,7 @@ def test_units_stay_when_two_layouts_change_places(browser: Browser, tmp_path: P
     page.close()
 
 
-def test_the_banner_says_once_that_speeds_are_simulated(opened: Opened):
+def test_one_banner_says_that_speeds_are_simulated(opened: Opened):
     assert opened.page.locator(".notice").inner_text().startswith("Simulated.")
     assert opened.column("speed is")[-3:] == ["measured on simulated devices"] * 3
     assert not any("simulated" in text for text in [*opened.column("tokens/s"), *opened.column("step")])
@@ -151,14 +151,14 @@ def test_no_column_is_cut_off(opened: Opened):
     assert max(opened.page.evaluate(overflow)) <= 1
 
 
-def test_a_description_opens_behind_its_question_mark(opened: Opened):
+def test_a_question_mark_opens_its_description(opened: Opened):
     words = opened.page.locator("#speed .help p")
     assert not words.is_visible()
     opened.page.locator("#speed .help summary").click()
     assert words.is_visible()
 
 
-def test_sort(opened: Opened):
+def test_a_click_on_a_column_sorts_the_table(opened: Opened):
     assert opened.sort("peak memory") == "ascending"
     sizes = ["5.9 MiB", "13.9 MiB", "4.0 GiB", "4.0 GiB", "12.0 GiB", "12.0 GiB", "20.0 GiB"]
     assert opened.column("peak memory") == [*sizes, ""]
@@ -170,7 +170,7 @@ def test_sort(opened: Opened):
     assert opened.page.locator('#table th[aria-sort="none"]').count() == heads - 1
 
 
-def test_a_reason_stands_where_nothing_is_known(opened: Opened):
+def test_a_reason_is_shown_instead_of_missing_values(opened: Opened):
     row = opened.page.locator("#table tbody tr", has_text="1x1x8-dp")
     assert row.locator("td.reason").inner_text().startswith("needs 20.0 GiB")
     assert row.locator("td[data-id=peak_bytes]").inner_text() == "20.0 GiB"
@@ -183,7 +183,7 @@ def test_a_layout_heads_its_row(opened: Opened):
     assert opened.page.get_by_role("rowheader", name="8x1x1-dp", exact=True).count() == 2
 
 
-def test_filter(opened: Opened):
+def test_filters_reduce_the_table(opened: Opened):
     count = opened.page.locator("#count")
     opened.page.get_by_label("Find").fill("divisible")
     assert opened.column("layout") == ["3x1x1-dp"] and count.inner_text().startswith("1 of 8")
@@ -197,14 +197,14 @@ def test_filter(opened: Opened):
     opened.page.wait_for_function("document.getElementById('count').textContent === '8 of 8 trials'")
 
 
-def test_hover_tells_the_numbers(opened: Opened):
+def test_hovering_shows_the_numbers(opened: Opened):
     opened.page.locator("#speed svg .mark-rect path").nth(1).hover()
     tooltip = opened.page.locator("#vg-tooltip-element.visible")
     tooltip.wait_for()
     assert "tokens/s/chip" in tooltip.inner_text() and "5,000" in tooltip.inner_text()
 
 
-def test_one_layout_is_chosen_from_the_table(opened: Opened):
+def test_a_layout_is_selected_in_the_table(opened: Opened):
     opened.page.get_by_role("button", name="3x1x1-dp").click()
     told = opened.page.locator("#facts").inner_text()
     assert str(WRONG.reason) in told
@@ -213,7 +213,7 @@ def test_one_layout_is_chosen_from_the_table(opened: Opened):
     assert opened.page.evaluate("document.activeElement.id") == "layout"
 
 
-def test_keyboard_alone(opened: Opened):
+def test_the_page_works_with_only_a_keyboard(opened: Opened):
     page = opened.page
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
@@ -237,7 +237,7 @@ def brightness(opened: Opened, what: str) -> float:
 
 
 @pytest.mark.parametrize("opened", [{"color_scheme": "dark"}, {"color_scheme": "light"}], indirect=True)
-def test_dark_and_light(opened: Opened):
+def test_the_page_has_dark_and_light_colours(opened: Opened):
     dark = opened.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
     assert (brightness(opened, "backgroundColor") < brightness(opened, "color")) == dark
     label = "getComputedStyle(document.querySelector('#speed svg .role-axis-label text')).fill"
@@ -290,7 +290,7 @@ def test_a_sweep_without_speeds_shows_memory_and_bytes(browser: Browser, tmp_pat
     opened.page.close()
 
 
-def test_without_javascript_the_answers_are_there(browser: Browser, report: Path):
+def test_the_answers_are_readable_without_javascript(browser: Browser, report: Path):
     page = browser.new_page(java_script_enabled=False)
     page.goto(report.as_uri())
     assert "Fastest of 3" in page.locator("main").inner_text()

@@ -47,7 +47,7 @@ def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys
     assert "| 1.00x |" in capsys.readouterr().out
 
 
-def test_the_folder_of_the_output_is_made(tmp_path: Path, capsys):
+def test_the_output_folder_is_created(tmp_path: Path, capsys):
     folder = sweep_folder(tmp_path / "mine", [FSDP])
     output = tmp_path / "new" / "out" / "x.md"
     main([str(folder), "--format", "md", "--output", str(output)])
@@ -57,7 +57,7 @@ def test_the_folder_of_the_output_is_made(tmp_path: Path, capsys):
         assert f" {under.parent} " in err
 
 
-def test_the_file_of_trials_stands_for_its_folder_in_python_too(tmp_path: Path, capsys):
+def test_the_trials_file_can_be_given_instead_of_its_folder(tmp_path: Path, capsys):
     folder = sweep_folder(tmp_path / "mine", [FSDP])
     main([str(folder / "trials.jsonl")])
     assert capsys.readouterr().out == f"1 trials: {folder / PAGE}\n"
@@ -104,7 +104,7 @@ def test_csv_refuses_a_comparison(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     "line", ['{"schema": 1}', '{"schema": 1, "status": "ok"}', '{"schema"', "[]", '{"schema": "a"}']
 )
-def test_a_damaged_line_is_named_with_its_file_once(tmp_path: Path, capsys, line: str):
+def test_a_damaged_line_is_reported_once_with_its_file(tmp_path: Path, capsys, line: str):
     log = TrialLog(sweep_folder(tmp_path, [FSDP]))
     log.path.write_text(f"{log.path.read_text()}{line}\n{TP.to_json()}\n")
     err = fails(capsys, tmp_path)
@@ -112,7 +112,7 @@ def test_a_damaged_line_is_named_with_its_file_once(tmp_path: Path, capsys, line
 
 
 @pytest.mark.parametrize("count", [1, 400])
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, count: int):
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path, count: int):
     sweep_folder(tmp_path, [trial(f"8x1x{i}-fsdp", 1000) for i in range(count)])
     command = [sys.executable, "-m", "valkyrie.cli.report", str(tmp_path), "--format", "csv"]
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
@@ -123,7 +123,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, count: int):
         assert process.wait(60) == 141
 
 
-def test_a_report_needs_no_jax(tmp_path: Path):
+def test_a_report_does_not_load_jax(tmp_path: Path):
     folder = sweep_folder(tmp_path, [FSDP, RAN], timelines=1)
     script = (
         "import sys\nfrom valkyrie.cli.report import main\nmain(sys.argv[1:])\n"
@@ -134,7 +134,7 @@ def test_a_report_needs_no_jax(tmp_path: Path):
     assert done.stdout == f"2 trials: {folder}/report.html\n\n"
 
 
-def test_a_page_that_cannot_be_written_leaves_no_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_page_that_cannot_be_written_leaves_no_stale_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     folder, asked = sweep_folder(tmp_path, [FSDP]), DictConfig({"hydra": {"sweep": {"dir": str(tmp_path)}}})
     SweepPage().on_multirun_end(asked)
     assert (folder / PAGE).is_file() and list(folder.glob(".*")) == []
@@ -151,7 +151,7 @@ def test_a_page_that_cannot_be_written_leaves_no_old_one(tmp_path: Path, monkeyp
     assert "removed" not in capsys.readouterr().err
 
 
-def test_a_training_has_a_page_of_its_own(tmp_path: Path, capsys):
+def test_a_training_has_its_own_page(tmp_path: Path, capsys):
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     capsys.readouterr()
     main([str(tmp_path)])
@@ -167,7 +167,7 @@ def test_a_training_has_a_page_of_its_own(tmp_path: Path, capsys):
     assert "run.yaml is damaged" in capsys.readouterr().out
 
 
-def test_a_training_that_was_killed_has_the_numbers_of_its_records(tmp_path: Path, capsys):
+def test_a_killed_training_has_the_numbers_of_its_records(tmp_path: Path, capsys):
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     metrics = folder / "metrics.jsonl"
     records = [json.loads(line) for line in metrics.read_text().splitlines()]

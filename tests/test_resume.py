@@ -48,7 +48,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("form", mark_slow_except(FORMS, ["microbatches and dropout"]))
-def test_an_interrupted_run_goes_on_bit_for_bit(
+def test_an_interrupted_run_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], form: str
 ) -> None:
     number = signal.SIGTERM if form == "average" else signal.SIGINT
@@ -90,7 +90,9 @@ def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_says_so_and_continues_with_more_steps(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = copy_run(trained_run(), tmp_path)
     before = saved_arrays(folder)
     capfd.readouterr()  # the run it goes on from may have been trained just now
@@ -132,7 +134,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureF
         ),
     ],
 )
-def test_another_optimizer_is_refused_by_the_option_that_differs(
+def test_the_refusal_of_another_optimizer_names_the_differing_option(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], before: tuple[str, ...], change: str, saved_setting: str
 ) -> None:
     folder = copy_run(trained_run(*before), tmp_path)
@@ -150,7 +152,7 @@ def test_another_optimizer_is_refused_by_the_option_that_differs(
         ("data.documents=61", r"\bfiles\b"),
     ],
 )
-def test_other_data_are_refused_with_both_values(
+def test_other_data_is_refused_with_both_values(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str, pattern: str
 ) -> None:
     copy_run(trained_run(), tmp_path)
@@ -209,13 +211,13 @@ def test_a_deleted_run_folder_ends_the_training(
 
 
 @pytest.mark.slow
-def test_without_an_interval_only_the_end_is_saved() -> None:
+def test_only_the_final_state_is_saved_without_an_interval() -> None:
     assert os.listdir(trained_run("checkpoint.every=null") / "checkpoints") == ["6"]
     assert sorted(os.listdir(trained_run("checkpoint.every=3") / "checkpoints")) == ["3", "6"]
 
 
 @pytest.mark.slow
-def test_the_order_of_data_follows_its_own_seed_if_it_has_one() -> None:
+def test_the_order_of_data_uses_the_data_seed_if_set() -> None:
     losses = {
         seed: training_records(trained_run(*overrides))[1]["loss"]
         for seed, overrides in {"run": (), "own": ("data.shuffle_seed=0",), "other": ("data.shuffle_seed=9",)}.items()
@@ -224,7 +226,7 @@ def test_the_order_of_data_follows_its_own_seed_if_it_has_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_under_another_mesh_and_partition(tmp_path: Path) -> None:
+def test_a_run_resumes_under_another_mesh_and_partition(tmp_path: Path) -> None:
     model = ("model=valkyrie_tiny", "model.layers=2", "model.embed=32", "model.attention.head_dim=8", "seq=32")
     under = ("mesh=2x2x2", "partition=2d_tp", "checkpoint.every=3", "steps=6", "model.mlp=64", "data.documents=200")
     start = [a for a in TINY if not a.startswith(("model", "seq="))]

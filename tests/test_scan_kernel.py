@@ -86,7 +86,7 @@ def test_values_and_gradients_equal_the_sequential_form(
 
 
 @pytest.mark.slow
-def test_several_registers_of_states_and_several_blocks_of_them() -> None:
+def test_states_in_several_registers_and_blocks_equal_the_sequential_form() -> None:
     p = problem(1, 16, 300, enters=True, resets=True)
     got, want = (
         jax.jit(form_for_backend(impl, "cpu"), static_argnums=(4, 5))(p["lam"], p["bu"], p["h0"], p["keep"], False, 1)
@@ -96,7 +96,7 @@ def test_several_registers_of_states_and_several_blocks_of_them() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_keep_may_be_any_factor(short_loops: None) -> None:
+def test_keep_can_be_any_factor(short_loops: None) -> None:
     p = problem(1, 20, 2, enters=True, resets=False)
     keep = jnp.linspace(0.3, 1.4, 20)[None]
     got, want = (
@@ -107,7 +107,7 @@ def test_keep_may_be_any_factor(short_loops: None) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_runs_with_batch_sequence_and_state_split(short_loops: None) -> None:
+def test_the_kernel_runs_with_batch_sequence_and_state_sharded(short_loops: None) -> None:
     mesh = jax.make_mesh((2, 2, 2), ("z", "y", "x"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     p = problem(2, 12, 4, enters=False, resets=True)
     run = jax.shard_map(
@@ -135,7 +135,7 @@ def test_runs_with_batch_sequence_and_state_split(short_loops: None) -> None:
 
 @needs_libtpu
 @pytest.mark.parametrize("chip", CHIPS)
-def test_compiles_for_every_chip_under_shard_map(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_compiles_for_every_chip_under_shard_map(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
     from jax.experimental import topologies

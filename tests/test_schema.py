@@ -97,7 +97,7 @@ def test_every_refusal_of_a_number_names_its_key() -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES.names())
-def test_every_number_of_a_source_is_refused_by_its_key(source: str) -> None:
+def test_refusals_of_numbers_in_data_sources_name_their_key(source: str) -> None:
     run, config = base(MODELS[0]), SOURCES.config_class(source)
     data = config(**({"paths": ["x"]} if "paths" in {field.name for field in dataclasses.fields(config)} else {}))
     for key, value in numbers(data, "data."):
@@ -110,7 +110,7 @@ def test_every_number_of_a_source_is_refused_by_its_key(source: str) -> None:
     "key",
     ["model.s5.state_size", "model.attention.windows", "model.attention.dilations", "model.layers", "seq", "steps"],
 )
-def test_a_number_of_hundreds_of_digits_is_named_in_short(key: str):
+def test_a_number_with_hundreds_of_digits_is_abbreviated(key: str):
     number = "9" * 400
     value = f"[{number}]" if key.endswith("s") and "attention" in key else number
     (problem,) = Run.from_config(compose_config("model=valkyrie_tiny", f"{key}={value}")).problems()
@@ -118,12 +118,12 @@ def test_a_number_of_hundreds_of_digits_is_named_in_short(key: str):
     assert problem.value == "999999999999... (400 characters)"
 
 
-def test_more_layers_than_any_model_has_are_refused_before_they_are_made():
+def test_an_implausible_number_of_layers_is_refused_before_building():
     run = Run.from_config(compose_config("model=gpt_tiny", "model.layers=2147483647"))
     assert [(problem.key, problem.allowed) for problem in run.problems()] == [("model.layers", Range(most=4096))]
 
 
-def test_every_figure_of_a_chip_and_its_target_is_refused_by_its_key():
+def test_refusals_of_chip_and_target_figures_name_their_key():
     config = compose_config("model=gpt_tiny", "target=v4-8", "mesh=2x2x1", "partition=dp")
     run = Run.from_config(config)
     peaks = [("target.chip.peak_tflops", {"bfloat16": bad}) for bad in FLOATS]
@@ -143,14 +143,14 @@ def test_every_figure_of_a_chip_and_its_target_is_refused_by_its_key():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace(" ", "")[:80])
-def test_a_number_that_is_not_refused_works(case: tuple[str, str, Any]) -> None:
+def test_a_number_that_is_accepted_works(case: tuple[str, str, Any]) -> None:
     run, problems = problems_of(*case)
     if not problems and (case[1].partition(".")[0] in SHAPES or case[1] in SIZES):
         trace(run)
 
 
 @pytest.mark.parametrize("axis", ["layers", "heads", "kv_heads", "head_dim", "mlp", "embed", "vocab"])
-def test_a_partition_of_any_one_axis_works_or_is_refused_by_it(axis: str) -> None:
+def test_a_partition_of_any_single_axis_works_or_the_refusal_names_it(axis: str) -> None:
     run = base(MODELS[0])
     rule = dataclasses.replace(run.config.partition, default=[], parameters={axis: ["x"]}, activations={"batch": ["x"]})
     split = run.changed(mesh=MeshConfig(name="2x1x1", shape=[2, 1, 1]), partition=rule)
@@ -160,7 +160,7 @@ def test_a_partition_of_any_one_axis_works_or_is_refused_by_it(axis: str) -> Non
         trace(split)
 
 
-def test_a_width_of_0_is_refused_by_its_key_where_a_default_is_divided_by_it() -> None:
+def test_a_zero_width_that_a_default_is_divided_by_is_refused_by_its_key() -> None:
     run = Run.from_config(compose_config("model=gpt_tiny", "model.embed=0"))
     assert "model.embed" in {problem.key for problem in run.problems()}
 

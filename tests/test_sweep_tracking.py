@@ -92,7 +92,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, {log["run"].display_name: log for log in wandb_logs(folder)}
 
 
-def test_every_trial_and_their_parent_are_one_group(reported: tuple[Path, dict[str, Any]]) -> None:
+def test_all_trials_and_the_parent_run_are_in_one_group(reported: tuple[Path, dict[str, Any]]) -> None:
     _, runs = reported
     assert set(runs) == {*(t.name for t in SWEEP), "laptop"}
     assert {log["run"].run_group for log in runs.values()} == {"laptop"}
@@ -105,7 +105,7 @@ def test_every_trial_and_their_parent_are_one_group(reported: tuple[Path, dict[s
     assert len({log["run"].run_id for log in runs.values()}) == 6
 
 
-def test_a_run_holds_its_layout_and_what_it_came_to(reported: tuple[Path, dict[str, Any]]) -> None:
+def test_a_run_has_its_layout_and_results(reported: tuple[Path, dict[str, Any]]) -> None:
     log = reported[1][OK.name]
     config = log["config"]
     assert config["layout"] == "2x2x2-2d_tp" and config["degrees"] == OK.about.degrees
@@ -143,7 +143,7 @@ def test_a_measured_run_has_the_prediction_of_its_layout(tmp_path: Path) -> None
     assert "predicted_step_ms" not in summaries["p"]
 
 
-def test_a_run_holds_every_setting_nested(tmp_path: Path) -> None:
+def test_a_run_has_all_settings_nested(tmp_path: Path) -> None:
     ran = compose_run("model=gpt_tiny", "mesh=2x2x2", "partition=2d_tp", "optimizer.learning_rate=0.01", "seed=7")
     (tmp_path / OK.name).mkdir()
     ran.save(tmp_path / OK.name / "run.yaml")
@@ -159,14 +159,14 @@ def test_a_run_holds_every_setting_nested(tmp_path: Path) -> None:
     assert config["model"] == {"name": "m", "embed": 96, "windows": [64]}
 
 
-def test_bytes_of_no_known_axes_have_a_name() -> None:
+def test_bytes_on_unknown_axes_are_named_unattributed() -> None:
     results = {"communication": {"bytes": 3.0, "bytes_by_mesh_axes": {"x": 1.0, "?": 2.0}}}
     sent = upgrade_line({"results": results})["results"]
     summary = trial_summary(row(replace(OK, results=decode(TrialResult, sent, "sent"))))
     assert summary["comm_bytes/unattributed"] == 2.0 and "comm_bytes/?" not in summary
 
 
-def test_a_server_that_does_not_answer_leaves_the_sweep_offline_with_one_line(
+def test_a_sweep_stays_offline_with_one_note_if_the_server_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     init = wandb.init
@@ -184,7 +184,7 @@ def test_a_server_that_does_not_answer_leaves_the_sweep_offline_with_one_line(
 
 
 @pytest.mark.parametrize(("one", "code"), [(OK, 0), (REFUSED, 0), (LARGE, 0), (FAILED, 1)])
-def test_what_became_of_a_trial_is_its_exit_code_and_reason(
+def test_a_run_has_the_exit_code_and_reason_of_its_trial(
     reported: tuple[Path, dict[str, Any]], one: Trial, code: int
 ) -> None:
     log = reported[1][one.name]
@@ -215,7 +215,7 @@ def test_the_parent_has_the_table_and_the_plots(reported: tuple[Path, dict[str, 
     assert log["exit"] == 0
 
 
-def test_told_twice_is_told_once_and_what_changed_replaces(tmp_path: Path) -> None:
+def test_reporting_twice_writes_only_changed_trials(tmp_path: Path) -> None:
     report(tmp_path, [OK, FAILED])
     first = {log["run"].display_name: log["run"].run_id for log in wandb_logs(tmp_path)}
     files = sorted(tmp_path.rglob("*.wandb"))
@@ -247,14 +247,16 @@ def test_an_uploaded_run_is_never_removed_and_one_cut_short_is_reported_again(tm
     assert len(list(tmp_path.rglob("*.wandb"))) == 3
 
 
-def test_two_sweeps_of_one_name_do_not_share_runs(tmp_path: Path) -> None:
+def test_two_sweeps_with_one_name_do_not_share_runs(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         report(tmp_path / folder, [OK])
     one, other = ({log["run"].run_id for log in wandb_logs(tmp_path / folder)} for folder in ("a", "b"))
     assert len(one) == len(other) == 2 and not one & other
 
 
-def test_a_wandb_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wandb_failure_is_reported_once_and_does_not_end_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
 
     def fail(**about: Any) -> None:
@@ -269,7 +271,7 @@ def test_a_wandb_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
     assert len(TrialLog(tmp_path).read()) == len(SWEEP)
 
 
-def test_off_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tracking_off_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report(tmp_path, SWEEP, wandb=WandbMode.off) == []
     assert [path.name for path in tmp_path.iterdir()] == ["trials.jsonl"]
 
@@ -286,7 +288,7 @@ def test_a_sweep_does_not_wait_for_wandb(tmp_path: Path, monkeypatch: pytest.Mon
     tracker.close()
 
 
-def test_a_training_that_told_wandb_itself_is_not_told_again(tmp_path: Path) -> None:
+def test_a_training_that_reported_itself_is_not_reported_again(tmp_path: Path) -> None:
     (tmp_path / "own" / "wandb" / "offline-run-20260102_030405-own").mkdir(parents=True)
     trained = trial("2x2x2", "2d_tp", Status.ok, stage="train", folder="own")
     killed = trial("1x1x8", "fsdp", Status.killed, "killed by signal 9", stage="train", folder="own")
@@ -296,7 +298,7 @@ def test_a_training_that_told_wandb_itself_is_not_told_again(tmp_path: Path) -> 
     assert runs[killed.name]["exit"] == 1 and runs[killed.name]["summary"]["reason"] == killed.reason
 
 
-def test_a_training_that_ends_well_at_last_leaves_no_failed_run(tmp_path: Path) -> None:
+def test_a_training_that_succeeds_on_retry_leaves_no_failed_run(tmp_path: Path) -> None:
     slow = trial("2x2x2", "2d_tp", Status.timeout, "it took longer than trial.limit_s=13 seconds", stage="train")
     report(tmp_path, [slow])
     assert len(wandb_logs(tmp_path)) == 2
@@ -311,7 +313,7 @@ def test_a_training_that_ends_well_at_last_leaves_no_failed_run(tmp_path: Path) 
     assert {log["run"].display_name for log in wandb_logs(tmp_path)} == {slow.name, "laptop"}
 
 
-def test_a_failed_run_that_was_uploaded_stays_beside_the_trainings(tmp_path: Path) -> None:
+def test_an_uploaded_failed_run_is_kept_next_to_the_trainings(tmp_path: Path) -> None:
     slow = trial("2x2x2", "2d_tp", Status.timeout, "it took longer than trial.limit_s=13 seconds", stage="train")
     report(tmp_path, [slow])
     run = file_of(tmp_path, slow)
@@ -321,7 +323,7 @@ def test_a_failed_run_that_was_uploaded_stays_beside_the_trainings(tmp_path: Pat
     assert run.is_file()
 
 
-def test_two_sweeps_in_one_folder_tell_of_a_trial_once(tmp_path: Path) -> None:
+def test_two_sweeps_in_one_folder_report_a_trial_once(tmp_path: Path) -> None:
     TrialLog(tmp_path).append([OK, FAILED])
     said: list[str] = []
     config = TrackingConfig(wandb=WandbMode.offline)
@@ -336,7 +338,7 @@ def test_two_sweeps_in_one_folder_tell_of_a_trial_once(tmp_path: Path) -> None:
     assert sorted(log["run"].display_name for log in wandb_logs(tmp_path)) == sorted([OK.name, FAILED.name, "laptop"])
 
 
-def test_what_one_sweep_tells_another_in_the_folder_replaces(tmp_path: Path) -> None:
+def test_a_later_sweep_in_the_folder_replaces_the_report_of_a_trial(tmp_path: Path) -> None:
     config = TrackingConfig(wandb=WandbMode.offline)
     one, other = (SweepTracker(config, tmp_path, "laptop", lambda _: None) for _ in range(2))
     TrialLog(tmp_path).append([FAILED])
@@ -358,7 +360,7 @@ def test_what_one_sweep_tells_another_in_the_folder_replaces(tmp_path: Path) -> 
     assert parent["summary"]["trials/ok"] == 2 and parent["summary"]["trials/failed"] == 0
 
 
-def test_a_training_reports_itself_in_the_run_of_its_trial_and_in_the_sweeps_group(tmp_path: Path) -> None:
+def test_a_training_reports_to_the_run_of_its_trial_in_the_sweeps_group(tmp_path: Path) -> None:
     from valkyrie.runs.tracking import Tracker
 
     run_id = wandb_run_id(TrackingConfig(), tmp_path, OK.key)
@@ -372,7 +374,7 @@ def test_a_training_reports_itself_in_the_run_of_its_trial_and_in_the_sweeps_gro
     assert log["summary"]["step_ms"] == 500.0 and log["summary"]["tokens_per_second"] == 4.0
 
 
-def test_a_run_has_the_same_id_whenever_and_from_wherever_it_is_reported(tmp_path: Path) -> None:
+def test_the_id_of_a_run_does_not_depend_on_when_and_where_it_is_reported(tmp_path: Path) -> None:
     config, folder = TrackingConfig(), tmp_path / "swept"
     folder.mkdir()
     first = wandb_run_id(config, folder, OK.key)

@@ -81,7 +81,7 @@ def lost_steps(output: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 60 * KILLS)
-def test_random_kills_change_nothing(tmp_path: Path):
+def test_random_kills_do_not_change_the_result(tmp_path: Path):
     steps, chance = 30 * KILLS + 30, random.Random(SEED)
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

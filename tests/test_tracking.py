@@ -25,7 +25,7 @@ def tracker(folder: Path, mode: str = "off", start: int | None = None) -> Tracke
     return Tracker(config, folder, run_name="run", fields=FIELDS, group="g", start=start)
 
 
-def test_records_are_lines_as_they_come(tmp_path: Path) -> None:
+def test_records_are_written_line_by_line(tmp_path: Path) -> None:
     one = tracker(tmp_path)
     one.log({"loss": 2.5}, 1)
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]
@@ -34,7 +34,7 @@ def test_records_are_lines_as_they_come(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl")[-1] == {"summary": {"steps": 1}}
 
 
-def test_a_line_torn_by_a_crash_does_not_swallow_what_a_resumed_run_adds(tmp_path: Path) -> None:
+def test_a_line_cut_off_by_a_crash_does_not_damage_later_records(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     assert read_metrics(path) == [{"step": 1}]
@@ -44,7 +44,7 @@ def test_a_line_torn_by_a_crash_does_not_swallow_what_a_resumed_run_adds(tmp_pat
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_steps_that_are_done_again_are_dropped_from_the_record(tmp_path: Path) -> None:
+def test_records_of_repeated_steps_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     before = [
         {"step": 5, "loss": 2.0},
@@ -89,7 +89,7 @@ def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:
     assert log["exit"] == 0
 
 
-def test_the_summary_outlasts_the_last_step_of_the_same_keys(tmp_path: Path) -> None:
+def test_the_summary_overrides_the_last_step_with_the_same_keys(tmp_path: Path) -> None:
     one = tracker(tmp_path, "offline")
     one.log({"tokens_per_second": 55.0, "loss": 2.0}, 1)
     one.log({"tokens_per_second": 66.0, "loss": 1.0}, 3)
@@ -104,7 +104,7 @@ def test_the_summary_outlasts_the_last_step_of_the_same_keys(tmp_path: Path) -> 
     assert "compile_s" not in log["summary"]
 
 
-def test_a_wandb_that_fails_is_reported_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wandb_failure_is_reported_and_disables_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> None:
         raise OSError("no service")
 
@@ -117,7 +117,7 @@ def test_a_wandb_that_fails_is_reported_and_left_out(tmp_path: Path, monkeypatch
     assert read_metrics(tmp_path / "metrics.jsonl")[0] == {"step": 1, "loss": 1.0}
 
 
-def test_records_are_in_the_file_of_wandb_before_the_run_ends(tmp_path: Path) -> None:
+def test_records_reach_the_wandb_file_before_the_run_ends(tmp_path: Path) -> None:
     one = tracker(tmp_path, "offline")
     for step in range(3):
         one.log({"loss": 1.0}, step)
@@ -169,18 +169,18 @@ def in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, 
 
 
 @pytest.mark.parametrize(("mode", "environment"), [("off", {}), ("auto", {"WANDB_MODE": "disabled"})])
-def test_without_wandb_it_is_not_even_imported(tmp_path: Path, mode: str, environment: dict[str, str]) -> None:
+def test_wandb_is_not_imported_if_it_is_off(tmp_path: Path, mode: str, environment: dict[str, str]) -> None:
     assert in_child(tmp_path, mode, **environment)[0] is False
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_without_a_key_nothing_is_sent_and_odd_names_are_taken(tmp_path: Path) -> None:
+def test_nothing_is_sent_without_a_key_and_unusual_names_are_accepted(tmp_path: Path) -> None:
     imported, _, note = in_child(tmp_path, "auto", WANDB_BASE_URL="http://127.0.0.1:9")
     assert imported and note == "None"
     assert wandb_log(tmp_path)["run"].display_name == "a:b#c"
 
 
-def test_a_network_that_does_not_answer_costs_seconds_and_the_key_stays_out_of_files(tmp_path: Path) -> None:
+def test_an_unreachable_network_costs_seconds_and_the_key_is_not_written(tmp_path: Path) -> None:
     key = "0123456789abcdef" * 2 + "01234567"
     began = time.perf_counter()
     _, seconds, note = in_child(tmp_path, "auto", WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
@@ -202,7 +202,7 @@ def test_a_network_that_does_not_answer_costs_seconds_and_the_key_stays_out_of_f
         ("online", {"WANDB_MODE": "offline"}, "online"),
     ],
 )
-def test_the_command_line_is_stronger_than_the_environment(
+def test_the_command_line_overrides_the_environment(
     monkeypatch: pytest.MonkeyPatch, asked: str, environment: dict[str, str], expected: str
 ) -> None:
     for key in ("WANDB_MODE", "WANDB_API_KEY"):

@@ -130,7 +130,7 @@ def test_each_option_is_tried_on_top_of_the_best_so_far(compiles: Callable[..., 
     assert len({str(sorted(options.items())) for options in compiler.compiled}) == len(compiler.compiled)
 
 
-def test_an_option_that_another_makes_needless_is_taken_back(compiles: Callable[..., OptionCompiler]):
+def test_an_option_made_redundant_by_another_is_removed(compiles: Callable[..., OptionCompiler]):
     def steps(o: Mapping[str, str | None]) -> float:
         return 5.0 if o.get("xla_b") == "true" else 9.0 if o.get("xla_a") == "true" else 10.0
 
@@ -142,7 +142,7 @@ def test_an_option_that_another_makes_needless_is_taken_back(compiles: Callable[
     assert line.startswith("xla_b=true: ") and "-44.4%" in line
 
 
-def test_a_default_of_the_chip_may_go(compiles: Callable[..., OptionCompiler]):
+def test_a_default_option_of_the_chip_can_be_removed(compiles: Callable[..., OptionCompiler]):
     compiles(lambda o: 8.0 if o.get(GATHERS) == "false" else 10.0)
     tuned = tune(compose_run(*LAYOUT), [candidate(GATHERS, True, False)])
     assert tuned.options == {GATHERS: False}
@@ -164,7 +164,7 @@ def test_an_equal_program_is_not_replayed_again(compiles: Callable[..., OptionCo
     ], "the other positions of switches together, and nothing again that is known"
 
 
-def test_of_those_tried_together_what_changes_the_program_is_found_by_halves(compiles: Callable[..., OptionCompiler]):
+def test_effective_options_in_a_batch_are_found_by_bisection(compiles: Callable[..., OptionCompiler]):
     switches = [candidate(f"xla_{n}", True, False) for n in range(8)]
     compiles(lambda o: 10.0 - 2 * (o.get("xla_n") == "3") - (o.get("xla_5") == "false"))
     tuned = tune(compose_run(*LAYOUT), [*switches, N])
@@ -175,7 +175,7 @@ def test_of_those_tried_together_what_changes_the_program_is_found_by_halves(com
     assert len([a for a in tuned.attempts if a.round == 1]) == 1 + 8 + 3 + 5 + 2
 
 
-def test_what_is_mostly_idle_on_a_chip_is_tried_together(compiles: Callable[..., OptionCompiler]):
+def test_options_that_are_mostly_idle_on_a_chip_are_tried_together(compiles: Callable[..., OptionCompiler]):
     idle = [replace(candidate(f"xla_{n}", True, False), idle=True) for n in range(3)]
     compiles(lambda o: 10.0 - (o.get("xla_2") == "false"))
     tuned = tune(compose_run(*LAYOUT), [*idle, N])
@@ -188,7 +188,7 @@ def test_what_is_mostly_idle_on_a_chip_is_tried_together(compiles: Callable[...,
     assert [c.name for c in options_for("v4") if c.idle] != [c.name for c in options_for("v6e") if c.idle]
 
 
-def test_what_changed_nothing_may_matter_beside_what_was_kept(compiles: Callable[..., OptionCompiler]):
+def test_options_without_effect_are_tried_again_with_the_kept_ones(compiles: Callable[..., OptionCompiler]):
     def steps(o: Mapping[str, str | None]) -> float:
         return 10.0 - 2 * (o.get("xla_n") == "3") * (1 + (o.get("xla_m") == "1"))
 
@@ -199,7 +199,7 @@ def test_what_changed_nothing_may_matter_beside_what_was_kept(compiles: Callable
     assert (2, {"xla_m": 1}, "kept") in verdicts(tuned)
 
 
-def test_options_that_a_program_needs_to_fit_come_with_it(compiles: Callable[..., OptionCompiler]):
+def test_options_that_a_program_needs_to_fit_are_kept_with_it(compiles: Callable[..., OptionCompiler]):
     def steps(o: Mapping[str, str | None]) -> float:
         return 10.0 - (o.get("xla_a") == "true")
 
@@ -214,7 +214,7 @@ def test_options_that_a_program_needs_to_fit_come_with_it(compiles: Callable[...
     assert "fits only with xla_saves=false" in experiment_yaml(tuned)
 
 
-def test_gains_below_what_a_replay_can_tell_are_left(compiles: Callable[..., OptionCompiler]):
+def test_gains_below_the_resolution_of_the_replay_are_ignored(compiles: Callable[..., OptionCompiler]):
     compiles(lambda o: 10.0 - 0.01 * (o.get("xla_a") == "true"))
     assert tune(compose_run(*LAYOUT), [A]).options == {}
 
@@ -227,7 +227,7 @@ def test_options_that_only_work_together_are_set_together(compiles: Callable[...
     }
 
 
-def test_what_has_no_step_is_a_row_with_its_reason_and_is_not_tried_again(compiles: Callable[..., OptionCompiler]):
+def test_attempts_without_a_step_are_listed_with_a_reason_and_not_repeated(compiles: Callable[..., OptionCompiler]):
     gone = {
         "xla_a": CompileOutcome(CompileStatus.refused, "no option of this name."),
         "xla_b": CompileOutcome(
@@ -248,7 +248,7 @@ def test_what_has_no_step_is_a_row_with_its_reason_and_is_not_tried_again(compil
     assert attempt_lines(failed["xla_b"])[1].strip() == reason
 
 
-def test_after_its_budget_it_ends_with_what_it_knows_and_goes_on_from_the_cache(
+def test_tuning_stops_at_its_budget_and_continues_from_the_cache(
     compiles: Callable[..., OptionCompiler],
 ):
     compiler = compiles(lambda o: 10.0 - 3 * (o.get("xla_a") == "true") - (o.get("xla_n") == "3"))
@@ -263,13 +263,13 @@ def test_after_its_budget_it_ends_with_what_it_knows_and_goes_on_from_the_cache(
     assert [attempt.cached for attempt in whole.attempts][:3] == [True, True, False]
 
 
-def test_the_layout_as_it_is_may_take_longer_than_the_budget(compiles: Callable[..., OptionCompiler]):
+def test_the_baseline_compile_may_take_longer_than_the_budget(compiles: Callable[..., OptionCompiler]):
     compiles(lambda o: 10.0, takes=60.0)
     tuned = tune(compose_run(*LAYOUT), [A], 5.0)
     assert (len(tuned.attempts), tuned.finished, tuned.options) == (1, False, {})
 
 
-def test_options_that_the_user_set_stay(compiles: Callable[..., OptionCompiler]):
+def test_options_set_by_the_user_are_not_changed(compiles: Callable[..., OptionCompiler]):
     compiles(lambda o: 10.0 - (o.get("xla_a") == "true") - (o.get("xla_b") == "true"))
     tuned = tune(compose_run(*LAYOUT, f"{KEY}.xla_a=false"), [A, B])
     assert tuned.set_by_user == {"xla_a": "false"} and tuned.options == {"xla_b": True}
@@ -301,7 +301,7 @@ def test_other_implementations_are_tried_on_top_of_the_best_options(
     assert [line for line in option_gains(tuned) if line.startswith("model.s5.scan=blocked: ") and "(-20.0%)" in line]
 
 
-def test_options_that_a_program_needs_to_fit_stay_with_another_implementation(compiles: Callable[..., OptionCompiler]):
+def test_options_needed_to_fit_are_kept_with_another_implementation(compiles: Callable[..., OptionCompiler]):
     compiler = compiles(lambda o: {"associative": 6.0, "blocked": 5.0}.get(str(o.get("scan")), 10.0))
     compiler.to_fit = {"xla_saves": "false"}
     tuned = tune(shared_run("mode=tune", *LAYOUT))
@@ -339,12 +339,12 @@ def test_a_layout_that_does_not_compile_is_refused(compiles: Callable[..., Optio
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10min", 600), ("1.5h", 5400), ("2h", 7200)])
-def test_a_budget_is_a_time_with_its_unit(text: str, seconds: float):
+def test_a_budget_is_a_time_with_a_unit(text: str, seconds: float):
     assert parse_seconds(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["90", "ten", "0s", "-3s", "5 min", "1d"])
-def test_a_budget_that_is_no_time_is_refused(text: str):
+def test_a_budget_that_is_not_a_time_is_refused(text: str):
     (problem,) = shared_run("mode=tune", *LAYOUT, f"mode.budget='{text}'").problems()
     assert (problem.code, problem.key, problem.value) == (ProblemCode.malformed, "mode.budget", text)
 
@@ -359,7 +359,7 @@ def tuned(
     return tmp_path / "mine", capsys.readouterr().out
 
 
-def test_the_command_prints_a_row_for_each_attempt_and_what_the_options_buy(tuned: tuple[Path, str]):
+def test_the_command_prints_every_attempt_and_the_gain_of_each_option(tuned: tuple[Path, str]):
     folder, out = tuned
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0].startswith("compiling") and "mode.budget=1h" in lines[0] and "mode.time_limit_s" in lines[0]
@@ -385,9 +385,7 @@ def test_all_attempts_are_recorded(tuned: tuple[Path, str]):
     assert tried == {name for candidate in options_for("v4") for name in candidate.names} | {"model.s5.scan"}
 
 
-def test_its_yaml_is_an_experiment_and_its_first_line_the_command_that_trains_with_it(
-    tuned: tuple[Path, str], command: Any
-):
+def test_tuned_yaml_is_an_experiment_with_the_training_command_on_line_one(tuned: tuple[Path, str], command: Any):
     folder, out = tuned
     (folder / "experiment").mkdir()
     text = (folder / "tuned.yaml").rename(folder / "experiment" / "tuned.yaml").read_text()
@@ -400,7 +398,7 @@ def test_its_yaml_is_an_experiment_and_its_first_line_the_command_that_trains_wi
         assert composed.run.config.target.chip.xla_options[FUSED] is True
 
 
-def test_ctrl_c_leaves_the_best_so_far(
+def test_ctrl_c_keeps_the_best_options_so_far(
     compiles: Callable[..., OptionCompiler], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     calls = []
@@ -419,7 +417,7 @@ def test_ctrl_c_leaves_the_best_so_far(
     assert not json.loads((tmp_path / "mine" / "tune.json").read_text())["finished"]
 
 
-def test_nothing_better_is_said_so(
+def test_finding_nothing_better_is_reported(
     compiles: Callable[..., OptionCompiler], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     compiles(lambda o: 10.0)
@@ -446,7 +444,7 @@ def test_every_candidate_has_its_source_and_known_chips():
 @needs_libtpu
 @pytest.mark.slow  # compiles for a TPU twice
 @pytest.mark.timeout(600)
-def test_the_compiler_itself_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_candidates_are_compiled_by_the_real_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path))
     candidates = [candidate(GATHERS, False), candidate("xla_no_such_option", 1)]
     tuned = tune(compose_run(*LAYOUT, "mode=tune"), candidates)

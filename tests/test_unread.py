@@ -25,7 +25,7 @@ KEYS = [key for key in flatten(asdict(run_in("train").config)) if not key.starts
 
 
 @pytest.mark.parametrize("mode", MODES.names())
-def test_every_key_is_read_or_named(mode: str):
+def test_every_key_is_read_or_reported(mode: str):
     run = run_in(mode)
     for key in KEYS:
         notes = unread_notes(replace(run, arguments=(f"{key}=1",)))
@@ -36,7 +36,7 @@ def test_every_key_is_read_or_named(mode: str):
 
 
 @pytest.mark.parametrize("mode", ["compile", "measure"])
-def test_a_key_that_decides_a_trial_is_read_and_no_other(mode: str):
+def test_only_keys_that_affect_a_trial_count_as_read(mode: str):
     run = run_in(mode)
     before = trial_key(run)
     for key, value in flatten(asdict(run.config)).items():
@@ -56,11 +56,11 @@ def test_a_key_that_decides_a_trial_is_read_and_no_other(mode: str):
         (["mode=show", "target.slices=2"], "target.slices=2 has no effect: target=auto has no slices"),
     ],
 )
-def test_what_is_not_read_is_named(arguments: list[str], note: str, capfd: pytest.CaptureFixture[str]):
+def test_unread_settings_are_reported(arguments: list[str], note: str, capfd: pytest.CaptureFixture[str]):
     assert command("model=gpt_tiny", *SINGLE, *arguments) == 0
     assert note in capfd.readouterr().err
 
 
-def test_a_setting_that_works_is_not_named():
+def test_used_settings_are_not_reported():
     pipeline = ["mesh=1x1x2", "partition=pp", "partition.schedule=gpipe", "microbatches=2"]
     assert unread_notes(valkyrie.compose(*TINY, "model.layers=2", "sample_tokens=1", *pipeline)) == []
