@@ -235,7 +235,7 @@ def _reported_errors() -> list[tuple[str, Exception]]:
 
 @cache
 def _drop_late_callbacks() -> None:
-    """Silence "Event loop is closed", which the other writes of a failed save raise because their loop is gone."""
+    """Silence the error "Event loop is closed", which the remaining writes of a failed save raise."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

@@ -17,7 +17,7 @@ from valkyrie.code_eval.sandbox import SandboxStep, SandboxStepResult, run_steps
 COMPILE_S, COMPILE_MIB = 30.0, 1536
 """Time and memory limits of a compiler, in seconds and MiB: enough for large standard headers on a busy core."""
 PASS_AT = (1, 10, 100)
-"""The k of the reported pass@k, up to the number of samples per problem. That number itself is reported too."""
+"""Reported values of k in pass@k, in addition to the number of samples per problem. Larger ones are left out."""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class LinkModel:
         self._all_to_all_crossings: dict[bytes, dict[str, Crossings]] = {}
 
     def traffic(self, collective: Collective) -> LinkTraffic:
-        """Return the cost of one run of a collective of a program."""
+        """Return the cost of one run of a collective."""
         if collective not in self._cache:
             self._cache[collective] = self._traffic(collective)
         return self._cache[collective]

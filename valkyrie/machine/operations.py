@@ -77,7 +77,7 @@ class OpCosts:
         return self._cache[instruction]
 
     def background_cost(self, instruction: Instruction) -> tuple[float, str]:
-        """Return the seconds of an asynchronous operation without others, and the link that it uses, or "" for none."""
+        """Return the seconds that an asynchronous operation takes alone, and the link that it uses ("" for none)."""
         if instruction.opcode == "copy-start":
             target, source = instruction.shape.leaves[:2]
             if HOST in (target.memory, source.memory):

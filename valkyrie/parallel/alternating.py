@@ -40,10 +40,10 @@ def run_1f1b(
     rows: Any,
     head: LossHead,
 ) -> Any:
-    """Apply `f` with each of `layers`, then `head`, as `Shard.repeat` does.
+    """Apply `f` with each of `layers`, then `head`, like `Shard.repeat`, in a 1F1B pipeline.
 
-    The gradient is that of the first sum of `head`; cotangents of the other sums are ignored. Without differentiation
-    this runs a GPipe pipeline.
+    Computes the gradient of the first sum that `head` returns; cotangents of the other sums are ignored. Without
+    differentiation, runs a GPipe pipeline.
     """
     leaves, structure = jax.tree.flatten((layers, x, rows, head.parameters, head.rows))
 
@@ -281,7 +281,7 @@ class _Stage:
         return constrain_rows(self._shard, own_rows, 0).reshape(-1, *x.shape[1:])
 
     def _scatter_rows(self, x: jax.Array) -> jax.Array:
-        """Sum (microbatch, rows, ...) over stages, and return (rows of this stage, ...)."""
+        """Sum an array (microbatch, rows, ...) over stages, and return this stage's part (rows, ...)."""
         return self._join_microbatches(jax.vmap(self._scatter_microbatch)(x))
 
 

@@ -237,7 +237,7 @@ def _torus_factors(
 
 
 def _host_factors(axis: int, filling: Filling, topology: Topology) -> tuple[Factor, ...]:
-    """Return the factors of an axis on the devices of a host and on hosts."""
+    """Return two factors of a mesh axis, over hosts and over the devices of a host, or none for an axis of size 1."""
     stride, host_size = 1, math.prod(topology.host_bounds)
     for other, size in reversed(filling[0]):
         if other == axis:

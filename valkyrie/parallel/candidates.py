@@ -1,4 +1,4 @@
-"""Thousands of layouts with the rules of one partition, as arrays with one entry per layout."""
+"""Represents thousands of layouts of one partition as arrays with one entry per layout."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Candidates:
         return replace(self, sizes=sizes, spans=spans, microbatches=microbatches, rounds=rounds)
 
     def parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
-        """Return the number of parts into which these mesh axes split."""
+        """Return the number of parts into which these mesh axes split an array."""
 
         def product() -> np.ndarray:
             return np.prod([np.ones(len(self), np.int64), *(self.sizes[axis] for axis in mesh_axes)], axis=0)

@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Number of parts into which each kind of role splits its work: `{"DP": 2, "FSDP": 1, "MP1": 4, ...}`."""
+        """Product of the mesh axis sizes of each kind of role: `{"DP": 2, "FSDP": 1, "MP1": 4, ...}`."""
         degrees = {kind.value: 1 for kind in RoleKind if kind not in (RoleKind.idle, RoleKind.unused)}
         for axis, role in self.roles.items():
             if role.kind.value in degrees:

@@ -1,4 +1,4 @@
-"""CPU devices. One host simulates as many as a mesh needs."""
+"""The CPU platform. One host simulates as many devices as a mesh needs."""
 
 from __future__ import annotations
 

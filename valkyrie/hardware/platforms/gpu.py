@@ -1,4 +1,4 @@
-"""NVIDIA GPUs."""
+"""The GPU platform. XLA compiles only for GPUs of this machine."""
 
 from __future__ import annotations
 

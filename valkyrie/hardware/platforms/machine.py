@@ -1,4 +1,4 @@
-"""The devices of this machine: accelerators if there are any, else simulated CPU devices."""
+"""The platform `any`: the accelerators of this machine if there are any, else simulated CPU devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TPUs: libtpu compiles for any slice, without a TPU."""
+"""The TPU platform. libtpu compiles for any slice without a TPU."""
 
 from __future__ import annotations
 
