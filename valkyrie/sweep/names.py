@@ -83,7 +83,7 @@ def trial_name(run: Run, key: str, layout: str | None = None) -> str:
 
 
 def folder_name(text: str) -> str:
-    """Return a text in which characters that are special in paths or in Hydra's grammar are replaced by `-`."""
+    """Replace characters that are special in paths or in Hydra's grammar by `-`. An empty result becomes `sweep`."""
     return re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII).strip("-.") or "sweep"
 
 

@@ -13,13 +13,13 @@ from valkyrie.sweep.trial import Trial
 
 _TRIAL_GROUPS = {"name", "runs", "resume", "trial", "tracking", "hydra"}
 _GROUPS_WITHOUT_EFFECT = {"mesh", "partition", "microbatches", "remat", "placement", "mode", "target"} | _TRIAL_GROUPS
-"""Groups that do not change what a step computes. The group of a key is the part before its first dot."""
+"""Config groups that do not affect the computation of a step. The group of a key is the part before its first dot."""
 _DESCRIBED_FIELDS = ("model", "batch", "seq")
 """Fields of `Trial.about` that tables show anyway. A setting that follows from them is not listed as varied."""
 _MODEL_GROUPS = {"model"}
-"""Config groups in which any two trials are compared."""
+"""Config groups for which all trials are compared with each other."""
 _STEP_GROUPS = _MODEL_GROUPS | {"precision", "optimizer"}
-"""Config groups in which trials of one stage and target are compared, also across sweeps."""
+"""Config groups for which all trials of one stage and target are compared, also across sweeps."""
 
 
 def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], tuple[str, ...]]:

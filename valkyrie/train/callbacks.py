@@ -208,7 +208,7 @@ class Save(Callback):
     checkpoints: Checkpoints
     loader: Loader[Any]
     unsaved: str | None = None
-    """Error message if the last state could not be saved, with how to continue, else None."""
+    """Error message with advice if the last state could not be saved, else None."""
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
         if not metrics.logged:

@@ -132,8 +132,9 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
             "Use target=auto to train on those."
         )
     if len(devices) < mesh.size or (actual_platform.uses_every_device and len(devices) != mesh.size):
+        surplus = ", and a program must use all of them" if len(devices) > mesh.size else ""
         raise ValueError(
-            f"mesh={mesh.name} needs {mesh.size} devices, but this machine has {len(devices)} x {kind}. "
+            f"mesh={mesh.name} needs {mesh.size} devices, but this machine has {len(devices)} x {kind}{surplus}. "
             f"Use a mesh of {len(devices)} devices, such as mesh=1x1x{len(devices)}, or target=cpu to simulate."
         )
     if team.count > 1:

@@ -132,7 +132,7 @@ def _end_all(team: Team, status: int, reason: str) -> None:
 
 
 def _only_python_prints() -> None:
-    """Hide what native libraries print to stdout: Gloo prints a line for each device and collective."""
+    """Hide the output of native libraries on stdout: Gloo prints a line for each device and collective."""
     python_stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, errors="replace")
     _print_to(Path(os.devnull))
     sys.stdout = python_stdout

@@ -67,7 +67,7 @@ class ProfileWindow:
         return f"profile={self._steps[0]}-{self._steps[1]} traces nothing: the run has already finished {start} steps"
 
     def starts_at(self, step: int) -> bool:
-        """Return whether the trace begins with this step. A run that continues inside the window traces its rest."""
+        """Return whether the trace begins with this step: the first in the window that this process runs."""
         return self._trace is None and self._steps is not None and self._steps[0] <= step <= self._steps[1]
 
     def ends_at(self, step: int) -> bool:
