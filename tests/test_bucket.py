@@ -57,7 +57,7 @@ def test_checkpoints_can_be_in_another_folder(tmp_path: Path, capfd: pytest.Capt
     assert f"Use checkpoint.folder={tmp_path}/shared" in capfd.readouterr().err
 
 
-def test_a_run_with_checkpoints_does_not_use_those_of_another_folder(tmp_path: Path):
+def test_a_run_with_local_checkpoints_cannot_use_another_folder(tmp_path: Path):
     step = tmp_path / "run" / "checkpoints" / "2"
     step.mkdir(parents=True)
     (step / "_CHECKPOINT_METADATA").write_text("{}")

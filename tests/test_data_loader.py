@@ -57,7 +57,7 @@ def starts(batches: list[Batch]) -> list[int]:
     return [int(row[0]) // 16 for batch in batches for row in batch["tokens"]]
 
 
-def test_a_run_resumes_after_its_cached_data_was_deleted(tmp_path: Path) -> None:
+def test_an_open_dataset_survives_the_deletion_of_its_cache(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", range(200), range(50))
     with make_loader(data, "train", batch=2, seq=16, repeat=True) as loader:
         first = take(loader, 1)

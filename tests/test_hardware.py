@@ -44,7 +44,7 @@ def test_every_chip_has_all_figures_with_their_sources(chip: ChipConfig):
             assert re.search(r"  # \S", line), line
 
 
-def test_usable_memory_is_less_than_the_memory_of_the_chip():
+def test_usable_memory_is_at_most_the_memory_of_the_chip():
     v4, h100 = known_chips()["v4"], known_chips()["h100"]
     assert usable_hbm(v4) == 30.75 * 2**30 and usable_hbm(dataclasses.replace(v4, hbm_gib=8.0)) == 8 * 2**30
     assert usable_hbm(h100) == 80 * 2**30

@@ -87,7 +87,7 @@ def test_the_page_shows_the_printed_plans(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("line", re.findall(r"`valkyrie-launch (.*?)`", SECTION.replace("\n", " ")))
-def test_the_page_lists_all_targets(capsys: pytest.CaptureFixture[str], line: str):
+def test_commands_listed_on_the_page_print_valid_scripts(capsys: pytest.CaptureFixture[str], line: str):
     status, out, _ = call(capsys, *shlex.split(line))
     assert status == 0 and out
     subprocess.run(["bash", "-n"], input="" if line == "dockerfile" else out, text=True, check=True)

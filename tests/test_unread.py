@@ -36,7 +36,7 @@ def test_every_key_is_read_or_reported(mode: str):
 
 
 @pytest.mark.parametrize("mode", ["compile", "measure"])
-def test_only_keys_that_affect_a_trial_count_as_read(mode: str):
+def test_a_trial_key_depends_on_exactly_the_keys_that_its_mode_reads(mode: str):
     run = run_in(mode)
     before = trial_key(run)
     for key, value in flatten(asdict(run.config)).items():

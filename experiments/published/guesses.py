@@ -1,4 +1,4 @@
-"""The rows of a table of published runs, and guesses of their step times without a compiler."""
+"""Rows of a table of published runs, and guesses of their step times that need no compiler."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ PRODUCTS_ONCE = ("none", "dots", "minimal", "minimal_with_context", "minimal_off
 class Row:
     """A published run.
 
-    `ideal_s` is the time of the model's FLOPs at the peak of its chips, in seconds. `repeated` is the ratio of executed
-    FLOPs, with rematerialisation, to model FLOPs. `tokens_per_chip` is per step.
+    Args:
+        ideal_s: Seconds per step for the model's FLOPs at the peak of the chips.
+        repeated: Ratio of executed FLOPs, with rematerialisation, to the model's FLOPs.
+        tokens_per_chip: Tokens per step and chip.
     """
 
     row: str
@@ -33,10 +35,10 @@ class Row:
 
 
 def row_of(line: dict[str, str], run: Run) -> Row:
-    """Return the row for a line of the table and its composed run. ValueError if the two contradict each other.
+    """Return the row for a line of the table and its composed run.
 
-    Rows of the same `family` are not independent: one recipe on one chip. Without that column, the family is the model
-    and the chip.
+    Raises ValueError if the two contradict each other. Rows of the same `family` are not independent: they are one
+    recipe on one chip. Without that column, the family is the model and the chip.
     """
     config, chip = run.config, run.config.target.chip
     if chip is None:
@@ -79,9 +81,9 @@ def roofline(row: Row) -> float:
 
 
 def pairs(rows: Sequence[Row], differ: float = 0.0) -> list[tuple[Row, Row]]:
-    """Return all pairs of rows of the same model and chip. The first of a pair has more measured tokens/s/chip.
+    """Return all pairs of rows of the same model and chip, with the row of more measured tokens/s/chip first.
 
-    Leaves out pairs with equal measured rates, or with rates that differ by a smaller share than `differ`.
+    Leaves out pairs with equal rates, or with rates that differ by a smaller fraction than `differ`.
     """
     found = []
     for n, one in enumerate(rows):

@@ -115,9 +115,9 @@ def arguments() -> argparse.Namespace:
 
 
 def known_runs(asked: argparse.Namespace, anew: Sequence[PublishedRun]) -> list[PublishedRun]:
-    """Return the published runs that correct replays: the shipped ones, with families in `anew` replaced.
+    """Return the published runs that correct replays: the shipped ones, with the families in `anew` replaced.
 
-    `anew` is used only for our rows.csv.
+    `anew` is only used for our rows.csv.
     """
     anew = anew if asked.rows.resolve() == HERE / "rows.csv" else []
     families = {run.family for run in anew}
@@ -143,19 +143,19 @@ def read_kept(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def chosen(line: dict[str, str], asked: argparse.Namespace) -> bool:
-    """Whether a row is requested by `--only` and `--max-chips`."""
+    """Return whether `--only` and `--max-chips` request a row."""
     named = not asked.only or any(word in line["row"] for word in asked.only)
     chips = line.get("chips") or "0"
     return named and (not chips.isdecimal() or int(chips) <= asked.max_chips)
 
 
 def comparable(line: dict[str, str]) -> bool:
-    """Whether a row has the columns to be composed and compared."""
+    """Return whether a row has all columns that are needed to compose and compare it."""
     return bool(line["experiment"] and line["step_s"])
 
 
 def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
-    """Return the run of a row. ValueError with its problems if it is illegal."""
+    """Return the run of a row. Raises ValueError with its problems if it is illegal."""
     folder = [] if config_dir is None else ["--config-dir", str(config_dir.resolve())]
     run = parse_run([*folder, f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile"])
     refuse(run.problems())
@@ -198,7 +198,7 @@ def libtpu() -> str:
 
 
 def describe(result: dict[str, Any], measured_s: float, name: str) -> str:
-    """Return a one-line summary of a row."""
+    """Return a one-line comparison of a row's predicted and measured time."""
     if "replayed_s" not in result:
         return f"{name}: {result['status']}: {result['reason']}"
     numbers = f"replayed {result['replayed_s']:.3f} s, measured {measured_s:.3f} s"

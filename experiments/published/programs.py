@@ -1,4 +1,4 @@
-"""Digests of the program of a row, so that results stay valid if sources change but the program does not."""
+"""Digests of a row's program and replay. Results stay valid if sources change but these digests do not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def replay_of(run: Run) -> str:
 
 
 def still_of(result: dict[str, Any], made_by: str, libtpu: str, run: Run) -> bool:
-    """Whether a stored result is still valid for `made_by`, the key of the current sources and settings.
+    """Return whether a stored result is still valid for `made_by`, the key of the current sources and settings.
 
     If the keys differ, it is valid if libtpu, the replay and the lowered program are the same.
     """

@@ -1,4 +1,4 @@
-"""Tables of predicted and published step times: by row, by chip, by family, and by order."""
+"""Markdown tables that compare predicted with published step times: rows, errors by chip and family, pairs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_guesses(result: Result, row: Row, rows: Sequence[Row], published: Seque
 
 
 def markdown(results: Sequence[Result], published: Sequence[PublishedRun]) -> str:
-    """Return the table of rows, followed by a summary of errors by chip, by family, and overall."""
+    """Return the table of rows in Markdown, followed by errors by chip, by family, and overall."""
     lines = [
         "| published run | layout | measured s | predicted s | error | replay alone s | error | constant MFU s | error "
         "| roofline s | error |"
@@ -79,7 +79,7 @@ def _spread(results: Iterable[Result], kind: str) -> str:
 
 
 def shipped_errors(results: Iterable[Result], rows: dict[str, Row]) -> list[PublishedRun]:
-    """Return the corrections that reports apply to replays: measured over replayed seconds of every row."""
+    """Return the measured over the replayed seconds of every row, from which reports derive their corrections."""
     return [
         PublishedRun(
             r["row"], row.model, row.family, row.chip, row.slices, row.measured_s / r["replayed_s"], r["libtpu"]
@@ -90,7 +90,10 @@ def shipped_errors(results: Iterable[Result], rows: dict[str, Row]) -> list[Publ
 
 
 def coverage(published: Sequence[PublishedRun]) -> str:
-    """Return the number of measured steps within the report's interval, computed without the row's family."""
+    """Return a sentence with the number of measured steps within the report's interval.
+
+    The interval of a row is computed without its family.
+    """
     inside, total = 0, 0
     for row in published:
         others = [other for other in published if other.family != row.family]
@@ -101,10 +104,10 @@ def coverage(published: Sequence[PublishedRun]) -> str:
 
 
 def order(results: Iterable[Result], rows: Iterable[Row]) -> str:
-    """Return the table of pairs of rows, of the same model and chip, that are predicted in the measured order.
+    """Return a table of how many pairs of rows, of the same model and chip, are predicted in the measured order.
 
-    Rows are ordered by tokens/s/chip. Equal predictions count as missed. Missed pairs are listed below the table. The
-    constant MFU is left out, because it ranks two layouts of a model using the measured time of the other.
+    The order is by tokens/s/chip. Equal predictions count as missed. Missed pairs are listed below the table. The
+    constant MFU is left out, because it ranks two layouts of a model with the measured time of the other.
     """
     by_name = {row.row: row for row in rows}
     made = {r["row"]: r.get("seconds_by", {}).get("predicted") for r in results if r["row"] in by_name}

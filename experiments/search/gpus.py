@@ -58,15 +58,19 @@ START = Efficiency(
     sums=0.65,
     outside=0.9,
 )
-"""Initial values of a fit. Shares of NVLink, InfiniBand and peak are those of Calculon's A100 (arXiv 2305.11375)."""
+"""Initial constants of a fit. Fractions of NVLink, InfiniBand and peak are those of Calculon's A100 (arXiv 2305.11375).
+"""
 FITTED = ("products", "scores_passes", "half_rate_flops", "passes", "launch_s", "sums", "outside")
 FIRST = "a100"
 """The chip with the most rows. Its constants are the initial values for other chips."""
 WITH_KERNEL = ("products", "mixing")
-"""Constants fitted for other chips, which have few runs. Those runs keep attention scores on the chip."""
+"""Constants fitted for other chips. There are only two, because these chips have few runs.
+
+Their attention kernels keep the scores on the chip.
+"""
 FULL = RematConfig("full", [])
 ATTENTION_ALONE = RematConfig("selective", ["products"])
-"""Megatron-LM's selective recomputation of attention, from the scores on (arXiv 2205.05198)."""
+"""Megatron-LM's selective recomputation: recomputes attention from the scores on (arXiv 2205.05198)."""
 NOTHING = RematConfig("none", ["all"])
 SELECTIVE = {"a100": ATTENTION_ALONE, "h100": NOTHING}
 
@@ -144,7 +148,7 @@ def alike_of(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def table_of(by_group: dict[str, list[tuple[Row, float]]]) -> Table:
-    """Return the table: rows, rank correlation, errors, and regret of the layout with the shortest estimate."""
+    """Return the table by group: rows, rank correlation, errors, and regret of choosing the shortest estimate."""
     table = Table()
     for name in ("group", "rows", "Spearman", "mean error", "median error", "worst", "regret of the best estimated"):
         table.add_column(name, justify="left" if name == "group" else "right")

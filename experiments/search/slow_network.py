@@ -61,7 +61,7 @@ class Network:
         return ["nsenter", "--target", str(self.process.pid), "--net", "--mount", *command.split()]
 
     def run(self, command: str) -> None:
-        """Run a command in this network. CalledProcessError if it fails."""
+        """Run a command in this network. Raises CalledProcessError if it fails."""
         subprocess.run(self.inside(command), check=True)
 
 
@@ -204,7 +204,10 @@ def step_s(networks: Sequence[Network], one: EstimatedLayout, batch: int) -> flo
 
 
 def _together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
-    """Run a command in all networks as the processes of one run. RuntimeError with the output of failed processes."""
+    """Run a command in all networks, as the processes of one run.
+
+    Raises RuntimeError with the output of a failed process.
+    """
     shared = [*arguments, "name=timed", f"distributed.coordinator={NETWORK}.1:{PORT}"]
     command = " ".join([sys.executable, "-m", "valkyrie.cli.train", *shared, f"distributed.processes={len(networks)}"])
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
@@ -231,7 +234,7 @@ def _together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
 
 
 def show(batch: int, rows: Sequence[tuple[str, float, float]], console: Console) -> None:
-    """Print every layout, and the cost of the search's choice compared with choices a user may make without it."""
+    """Print all layouts, and how much slower than the fastest the search's choice and the median layout are."""
     table = Table("layout", "estimated", "measured", "slower than the best")
     names, estimated, known = [row[0] for row in rows], *np.array([row[1:] for row in rows]).T
     for i in np.argsort(known):

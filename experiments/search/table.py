@@ -1,4 +1,4 @@
-"""Compares estimates with compiled steps over the layouts of spaces.py: order, error, memory, and what does not fit.
+"""Compares estimates with compiled steps of the layouts in spaces.py: order, errors, memory, and what fits.
 
 python experiments/search/table.py            # the table; each space with constants fitted to the other two
 python experiments/search/table.py --fit      # also constants fitted to all spaces, for valkyrie/search/estimate
@@ -68,13 +68,13 @@ def main() -> None:
 
 
 def compiled_of(pairs: list[tuple[dict[str, Any], Run]]) -> TimedLayouts:
-    """Return the compiled layouts of a partition and remat. The space is the family."""
+    """Return layouts of one partition and remat with their compiled times. Their space is their family in the fit."""
     compiled = [(row, run) for row, run in pairs if row["step_s"]]
     return timed_layouts([run for _, run in compiled], [row["step_s"] for row, _ in compiled], compiled[0][0]["space"])
 
 
 def table_of(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> Table:
-    """Return the table of step times and of memory."""
+    """Return the table that compares estimated with compiled step times and memory, by space."""
     table = Table()
     columns = ("layouts", "Spearman", "mean error", "median", "worst", "regret", "memory median", "verdicts right")
     columns += ("funnel's regret", "compiles", "of the time")
@@ -95,7 +95,7 @@ def table_of(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> Table:
 
 
 def funnel_of(pairs: list[tuple[dict[str, Any], float]], every: list[dict[str, Any]]) -> list[str]:
-    """Return the cost of the funnel: compiling by shortest estimate until no other layout can be faster.
+    """Return the cost of compiling by shortest estimate until no other layout can be faster, as table cells.
 
     The cells are the regret, the number of compiles, and their share of the time of compiling all layouts.
     """
@@ -112,7 +112,7 @@ def funnel_of(pairs: list[tuple[dict[str, Any], float]], every: list[dict[str, A
 def ship(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> None:
     """Write the error intervals of the estimates, as ratios of compiled to estimated values.
 
-    The interval has 90% of the step times and 50% of the memory peaks.
+    The intervals contain 90% of the step times and 50% of the memory peaks.
     """
     ratios = [row["step_s"] / estimate for pairs in steps.values() for row, estimate in pairs]
     peaks = [row["peak"] / estimate for pairs in needs.values() for row, estimate in pairs if row["peak"]]
