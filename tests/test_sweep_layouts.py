@@ -206,7 +206,7 @@ def test_refusals_are_grouped_and_counted():
     assert sum(count for _, count in kinds) == len(enumerated.refused)
     line = count_line(enumerated, enumerated.legal[:3])
     counts = [int(n) for n in re.findall(r"\d+", line.partition("\n")[0])]
-    assert counts == [len(enumerated.cells), len(enumerated.legal), len(enumerated.refused), 3]
+    assert counts == [len(enumerated.cells), len(enumerated.legal), len(enumerated.refused), 3, 3]
     assert "heads over x\n" in line
 
 
