@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from valkyrie.data.chunks import Chunk, Language, chunks
-from valkyrie.data.manifest import Prepared
+from valkyrie.data.manifest import PreparedText
 from valkyrie.data.prepare import prepare
 from valkyrie.data.readers import read
 from valkyrie.data.sources import parquet_stream, stdlib
@@ -108,7 +108,7 @@ def test_files_split_by_function_are_a_separate_dataset(tmp_path: Path) -> None:
     found = [document.id.rpartition(os.sep)[2] for document in asked.read_documents(asked.list_files())]
     assert found == ["a.cpp#1", "a.cpp#2", "a.cpp#3", "a.cpp#4", "b.py#1", "b.py#2", "c.md"]
 
-    def count(prepared: Prepared) -> int:
+    def count(prepared: PreparedText) -> int:
         return sum(split.documents for split in (prepared.train, prepared.validation))
 
     whole = text_source.Config(paths=[str(tmp_path)], cache_dir=str(tmp_path / "cache"))

@@ -18,7 +18,7 @@ import pytest
 
 from valkyrie.data.batches import Batch, Loader, make_batch, make_loader
 from valkyrie.data.loader import TokenStream, open_split
-from valkyrie.data.manifest import Prepared, Split, content_hash, write_manifest
+from valkyrie.data.manifest import PreparedText, Split, content_hash, write_manifest
 from valkyrie.data.writer import EncodedDocuments, ShardWriter
 
 BOS = 60000
@@ -26,7 +26,7 @@ BOS = 60000
 
 def write_dataset(
     path: Path, train: Sequence[int], validation: Sequence[int] = (BOS, 1), shard_tokens: int = 100
-) -> Prepared:
+) -> PreparedText:
     """Write a dataset of these tokens. If the tokens are a `range`, the first token of a row identifies the row."""
     splits: dict[str, Split] = {}
     path.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def write_dataset(
         writer.add(EncodedDocuments(name, np.asarray(ids), documents=1, bytes=len(ids)))
         splits[name] = writer.finish()
     content = content_hash(splits["train"], splits["validation"], "uint16", BOS)
-    prepared = Prepared(
+    prepared = PreparedText(
         "mine", "key", content, {"kind": "text"}, "bytes", "print", BOS + 1, BOS, "uint16", **splits, path=path
     )
     write_manifest(prepared)
@@ -43,7 +43,7 @@ def write_dataset(
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def counted(tmp_path_factory: pytest.TempPathFactory) -> PreparedText:
     """37 rows of 16 consecutive numbers plus a remainder, in shards of 100 tokens. Some rows span two shards."""
     return write_dataset(tmp_path_factory.mktemp("counted"), range(37 * 16 + 5), range(50))
 
@@ -82,7 +82,7 @@ def joined(parts: Sequence[list[Batch]]) -> list[Batch]:
     ]
 
 
-def test_rows_can_span_shards(counted: Prepared) -> None:
+def test_rows_can_span_shards(counted: PreparedText) -> None:
     stream = open_split(counted, "train")
     assert len(stream) == 597 and len(counted.train.shards) == 6
     for start, stop in [(0, 1), (99, 101), (100, 200), (95, 405), (590, 700), (597, 600), (700, 800)]:
@@ -90,7 +90,7 @@ def test_rows_can_span_shards(counted: Prepared) -> None:
     assert stream.read(0, 5).dtype == np.int32
 
 
-def test_a_batch_has_the_documented_arrays(counted: Prepared) -> None:
+def test_a_batch_has_the_documented_arrays(counted: PreparedText) -> None:
     with make_loader(counted, "train", batch=4, seq=16, repeat=True) as loader:
         batch = next(loader)
     assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
@@ -124,7 +124,7 @@ def test_packing_agrees_with_a_plain_loop(case: int) -> None:
                 assert batch["targets"][row, position] == window[position + 1]
 
 
-def test_every_epoch_has_every_row_once_in_a_different_order(counted: Prepared) -> None:
+def test_every_epoch_has_every_row_once_in_a_different_order(counted: PreparedText) -> None:
     def epochs(seed: int) -> list[list[int]]:
         with make_loader(counted, "train", batch=8, seq=16, seed=seed, repeat=True) as loader:
             rows = starts(take(loader, 37))
@@ -137,7 +137,7 @@ def test_every_epoch_has_every_row_once_in_a_different_order(counted: Prepared) 
     assert epochs(0) == first
 
 
-def test_the_order_for_seed_0_never_changes(counted: Prepared) -> None:
+def test_the_order_for_seed_0_never_changes(counted: PreparedText) -> None:
     """If this order changes, resumed runs repeat some data and skip other data."""
     with make_loader(counted, "train", batch=6, seq=16, seed=0, repeat=True) as loader:
         assert starts(take(loader, 2)) == [9, 31, 20, 3, 11, 21, 8, 29, 33, 10, 19, 14]
@@ -150,7 +150,7 @@ def stretch(batch: int, index: int, count: int) -> range:
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_processes_divide_equal_global_batches(counted: Prepared, split: str, processes: int) -> None:
+def test_processes_divide_equal_global_batches(counted: PreparedText, split: str, processes: int) -> None:
     """Includes more processes than shards: the validation split has one shard."""
     repeat = split == "train"
 
@@ -161,7 +161,7 @@ def test_processes_divide_equal_global_batches(counted: Prepared, split: str, pr
     assert_same(joined([read(index, processes) for index in range(processes)]), read(0, 1))
 
 
-def test_a_process_can_load_any_rows_of_a_batch(counted: Prepared) -> None:
+def test_a_process_can_load_any_rows_of_a_batch(counted: PreparedText) -> None:
     with (
         make_loader(counted, "train", batch=8, seq=16, repeat=True) as whole,
         make_loader(counted, "train", batch=8, seq=16, places=[6, 1, 1], repeat=True) as some,
@@ -172,7 +172,7 @@ def test_a_process_can_load_any_rows_of_a_batch(counted: Prepared) -> None:
 
 @pytest.mark.parametrize("before", [1, 4])
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_restored_loader_continues_on_any_number_of_processes(counted: Prepared, before: int, after: int) -> None:
+def test_a_restored_loader_continues_on_any_number_of_processes(counted: PreparedText, before: int, after: int) -> None:
     def loaders(count: int) -> list[Loader]:
         return [
             make_loader(counted, "train", batch=8, seq=16, seed=5, places=stretch(8, index, count), repeat=True)
@@ -193,7 +193,7 @@ def test_a_restored_loader_continues_on_any_number_of_processes(counted: Prepare
         loader.close()
 
 
-def test_reading_ahead_does_not_move_the_position(counted: Prepared) -> None:
+def test_reading_ahead_does_not_move_the_position(counted: PreparedText) -> None:
     with make_loader(counted, "train", batch=8, seq=16, repeat=True) as loader:
         assert loader.state()["row"] == 0
         next(loader)
@@ -201,7 +201,7 @@ def test_reading_ahead_does_not_move_the_position(counted: Prepared) -> None:
         assert loader.state()["row"] == 8
 
 
-def test_another_batch_size_can_continue_if_it_divides_the_position(counted: Prepared) -> None:
+def test_another_batch_size_can_continue_if_it_divides_the_position(counted: PreparedText) -> None:
     with make_loader(counted, "train", batch=6, seq=16, repeat=True) as loader:
         take(loader, 2)
         state = loader.state()
@@ -226,7 +226,7 @@ def test_another_batch_size_can_continue_if_it_divides_the_position(counted: Pre
         ({"version": 2}, r"\bversion 2\b"),
     ],
 )
-def test_a_position_in_another_order_is_refused(counted: Prepared, change: dict[str, Any], pattern: str) -> None:
+def test_a_position_in_another_order_is_refused(counted: PreparedText, change: dict[str, Any], pattern: str) -> None:
     loader = make_loader(counted, "train", batch=8, seq=16, repeat=True)
     with loader, pytest.raises(ValueError, match=pattern):
         loader.restore({**loader.state(), **change})
@@ -262,14 +262,14 @@ def test_evaluation_counts_every_target_once(tmp_path: Path, tokens: int, proces
     ],
 )
 def test_batches_that_cannot_be_filled_are_refused_with_numbers(
-    counted: Prepared, arguments: dict[str, Any], values: list[str]
+    counted: PreparedText, arguments: dict[str, Any], values: list[str]
 ) -> None:
     with pytest.raises(ValueError) as error:
         make_loader(counted, "train", **{"batch": 8, "seq": 16, "repeat": True, **arguments})
     assert all(value in str(error.value) for value in values)
 
 
-def test_the_suggestion_in_a_refusal_works(counted: Prepared) -> None:
+def test_the_suggestion_in_a_refusal_works(counted: PreparedText) -> None:
     for batch, seq in ((37, 16), (38, 15), (1, 596)):
         make_loader(counted, "train", batch=batch, seq=seq, repeat=True).close()
 
@@ -287,7 +287,7 @@ def reading_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
 
 
-def test_closing_the_loader_ends_its_thread(counted: Prepared) -> None:
+def test_closing_the_loader_ends_its_thread(counted: PreparedText) -> None:
     before = len(reading_threads())
     loader = make_loader(counted, "train", batch=8, seq=16, repeat=True)
     next(loader)
@@ -317,7 +317,7 @@ if asked:
 
 
 @pytest.mark.parametrize("how", ["exit", "wait"])
-def test_a_program_exits_at_once_with_an_open_loader(counted: Prepared, how: str) -> None:
+def test_a_program_exits_at_once_with_an_open_loader(counted: PreparedText, how: str) -> None:
     program = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", PROGRAM, str(counted.path), how],
         stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ import pytest
 
 from valkyrie.data import prepare as preparing
 from valkyrie.data.loader import open_split
-from valkyrie.data.manifest import MANIFEST, CorruptShardsError, Prepared, open_prepared, verify
+from valkyrie.data.manifest import MANIFEST, CorruptShardsError, PreparedText, open_prepared, verify
 from valkyrie.data.prepare import prepare
 from valkyrie.data.sources import synthetic
 from valkyrie.data.sources import text as text_source
@@ -36,12 +36,12 @@ def config(tmp_path: Path) -> text_source.Config:
     return text_source.Config(paths=[str(corpus)], cache_dir=cache, shard_tokens=300, validation_fraction=0.2)
 
 
-def all_tokens(prepared: Prepared, split: str) -> np.ndarray:
+def all_tokens(prepared: PreparedText, split: str) -> np.ndarray:
     stream = open_split(prepared, split)
     return stream.read(0, len(stream))
 
 
-def texts_of(prepared: Prepared, split: str) -> list[str]:
+def texts_of(prepared: PreparedText, split: str) -> list[str]:
     """Split the token stream at BOS and return the decoded documents."""
     tokenizer = load_tokenizer(prepared.tokenizer)
     tokens = all_tokens(prepared, split)
@@ -199,7 +199,7 @@ def test_two_simultaneous_results_become_one_without_locks(
         raise OSError
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    nested: list[Prepared] = []
+    nested: list[PreparedText] = []
 
     def other_process(done: int, total: int | None) -> None:
         if not nested:

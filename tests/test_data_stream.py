@@ -16,7 +16,7 @@ from pyarrow import parquet
 from valkyrie.data import stream_loader
 from valkyrie.data.batches import Batch, BatchPlan, make_loader
 from valkyrie.data.sources.parquet_stream import Config, Packing
-from valkyrie.data.stream import Streamed, open_stream
+from valkyrie.data.stream import StreamedText, open_stream
 from valkyrie.data.stream_loader import StreamLoader
 from valkyrie.processes.team import Team
 
@@ -39,12 +39,14 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("stream") / "shards")
 
 
-def streamed(folder: Path | str, team: Team | None = None, **options: Any) -> Streamed:
+def streamed(folder: Path | str, team: Team | None = None, **options: Any) -> StreamedText:
     config = Config(paths=[str(folder)], **{"workers": 0, **options})
     return open_stream(config, "bytes", *([team] if team else []))
 
 
-def take(data: Streamed, count: int, state: dict[str, Any] | None = None, **options: Any) -> tuple[list[Batch], Any]:
+def take(
+    data: StreamedText, count: int, state: dict[str, Any] | None = None, **options: Any
+) -> tuple[list[Batch], Any]:
     """Return the next `count` batches from a position, and the position after them."""
     with make_loader(data, "train", **{"batch": 8, "seq": 32, "seed": 3, "repeat": True, **options}) as loader:
         if state is not None:
@@ -180,7 +182,7 @@ def refusal(action: Any) -> str:
 
 def test_unreadable_streams_are_refused_before_the_first_step(shards: Path, tmp_path: Path) -> None:
     for column in ("body", "number"):
-        assert f"data.column={column}; " in refusal(lambda column=column: streamed(shards, column=column))
+        assert f"data.column={column}. " in refusal(lambda column=column: streamed(shards, column=column))
     (tmp_path / "empty").mkdir()
     assert "matches 0 files" in refusal(lambda: streamed(tmp_path / "empty"))
     assert "data.paths=[shards/*.parquet]" in refusal(lambda: open_stream(Config(), "bytes"))
@@ -219,7 +221,7 @@ def test_the_error_for_a_row_without_text_names_its_line(tmp_path: Path, workers
 def test_files_without_text_are_refused(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text('{"text": ""}\n')
-    assert "have no text" in refusal(lambda: take(streamed(tmp_path), 1))
+    assert "has no text" in refusal(lambda: take(streamed(tmp_path), 1))
 
 
 def test_a_worker_that_returns_to_a_position_reads_the_same_rows(shards: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_saved_tokenizer_is_found_by_name_and_not_overwritten(
     assert load_tokenizer("mine").vocab_size == vocab_size_of("mine") < 300
     with pytest.raises(SystemExit):
         main(arguments)
-    assert "mine.json exists" in capsys.readouterr().err
+    assert "mine.json already exists" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"o200k_base, .*mine, or"):
         fingerprint_of("mime")
 

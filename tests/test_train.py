@@ -33,7 +33,7 @@ from runs import (
     trained_run,
     training_records,
 )
-from valkyrie.data.manifest import Prepared, Split
+from valkyrie.data.manifest import PreparedText, Split
 from valkyrie.data.sources import text as text_source
 from valkyrie.data.sources.synthetic import entropy
 from valkyrie.runs.tracking import read_metrics
@@ -412,7 +412,7 @@ def test_a_validation_split_far_from_its_requested_fraction_is_reported(
     train: int, validation: int, noted: bool
 ) -> None:
     splits = [Split(1, tokens, tokens, ()) for tokens in (train, validation)]
-    data = Prepared("text", "", "", {}, "bytes", "", 257, 256, "uint16", *splits, path=Path("none"))
+    data = PreparedText("text", "", "", {}, "bytes", "", 257, 256, "uint16", *splits, path=Path("none"))
     note = text_source.Config(validation_fraction=0.05).note(data)
     assert (note is not None) == noted
     if note is not None:

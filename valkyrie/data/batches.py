@@ -143,7 +143,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
     def position(self) -> Position:
         """The position of the next batch. All processes call this."""
         position = self.start.at_step(self.step, self.batch)
-        assert isinstance(position, type(self.start)), "positions stay of one class"
+        assert isinstance(position, type(self.start)), "`at_step` returns a position of the same class"
         return position
 
     def state(self) -> Mapping[str, object]:

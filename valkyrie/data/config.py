@@ -79,7 +79,7 @@ class DataConfig(ABC):
     def problems(self) -> list[Problem]:
         """Problems of the settings, found without reading the data."""
         seeds = {"least": 0, "most": SEEDS - 1}
-        return check_range("data.shuffle_seed", self.shuffle_seed, **seeds, otherwise="null for seed")
+        return check_range("data.shuffle_seed", self.shuffle_seed, **seeds, otherwise="null for the seed of the run")
 
     def raise_problems(self) -> None:
         """Raise ProblemError if there are problems."""

@@ -24,7 +24,7 @@ from valkyrie.processes.team import ALONE, Team
 if TYPE_CHECKING:
     from valkyrie.data.batches import Dataset
     from valkyrie.data.cut import TokenDocument
-    from valkyrie.data.manifest import Prepared
+    from valkyrie.data.manifest import PreparedText
 
 _MAX_EPOCHS = 4
 """Number of epochs above which `valkyrie-doctor` warns."""
@@ -107,7 +107,7 @@ class DocumentConfig(TextConfig):
         problems += check_range("data.shard_tokens", self.shard_tokens, least=1)
         return problems + check_range("data.workers", self.workers, least=1, otherwise="null for one per CPU core")
 
-    def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Prepared:
+    def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> PreparedText:
         """Open the shards, tokenising the documents first if they are not in the cache.
 
         If the cache cannot be written, the shards go to a temporary folder that this process deletes when it exits.
@@ -138,7 +138,7 @@ class DocumentConfig(TextConfig):
         text = f"{data.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} ({content})"
         repeats = "Use more text or fewer steps: the data repeats more than four times."
         return DataCheck(
-            f"{text}; steps={steps} use them {epochs:.2g} times", repeats if epochs > _MAX_EPOCHS else None, content
+            f"{text}, which steps={steps} reads {epochs:.2g} times", repeats if epochs > _MAX_EPOCHS else None, content
         )
 
     def note(self, data: Dataset) -> str | None:
@@ -146,9 +146,9 @@ class DocumentConfig(TextConfig):
 
         Whole documents are held out, so a few long ones can make the split too large.
         """
-        from valkyrie.data.manifest import Prepared
+        from valkyrie.data.manifest import PreparedText
 
-        assert isinstance(data, Prepared), "what `open` returns"
+        assert isinstance(data, PreparedText), "what `open` returns"
         share = data.validation.tokens / (data.train.tokens + data.validation.tokens)
         remarks = [remark] if (remark := data.undecodable_note()) else []
         if share > 2 * self.validation_fraction:

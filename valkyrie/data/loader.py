@@ -15,13 +15,13 @@ import numpy as np
 from jaxtyping import Int32
 
 from valkyrie.data.batches import Batch, BatchPlan, IndexedLoader, RowPosition, hash_seed, make_batch
-from valkyrie.data.manifest import Prepared
+from valkyrie.data.manifest import PreparedText
 
 
 class TokenStream:
     """The tokens of a split as one long array, stored in several files."""
 
-    def __init__(self, prepared: Prepared, split: str) -> None:
+    def __init__(self, prepared: PreparedText, split: str) -> None:
         self.prepared = prepared
         self.name = split
         self._shards = [
@@ -77,7 +77,7 @@ class _TextSampler:
 class PreparedLoader(IndexedLoader[RowPosition]):
     """Batches of a split of token shards."""
 
-    def __init__(self, prepared: Prepared, split: str, plan: BatchPlan) -> None:
+    def __init__(self, prepared: PreparedText, split: str, plan: BatchPlan) -> None:
         import grain
 
         stream = open_split(prepared, split)
@@ -91,7 +91,7 @@ class PreparedLoader(IndexedLoader[RowPosition]):
         super().__init__(plan, start, _TextSampler(ordered, plan, prepared.bos_id))
 
 
-def open_split(prepared: Prepared, split: str) -> TokenStream:
+def open_split(prepared: PreparedText, split: str) -> TokenStream:
     """Tokens of the split `train` or `validation`. ValueError if there are fewer than two."""
     stream = prepared.streams[split]
     if len(stream) < 2:
@@ -99,17 +99,18 @@ def open_split(prepared: Prepared, split: str) -> TokenStream:
     return stream
 
 
-def check_enough(prepared: Prepared, split: str, batch: int, seq: int) -> int:
+def check_enough(prepared: PreparedText, split: str, batch: int, seq: int) -> int:
     """Return the number of rows of `seq` tokens in a split. ValueError if there are fewer than `batch`."""
     tokens = prepared.split(split).tokens
     has = f"data={prepared.name} has {tokens:,} tokens in its {split} split"
     targets = tokens - 1
     rows = targets // seq
     if rows < 1:
-        raise ValueError(f"{has}: too few for one row of seq={seq}. Use seq<={targets}, or more text.")
+        raise ValueError(f"{has}, too few for one row of seq={seq}. Use seq<={targets}, or more text.")
     if rows < batch:
         shorter = f" or seq<={targets // batch}" if targets >= batch else ""
         raise ValueError(
-            f"{has}: {rows:,} rows of seq={seq}, fewer than batch={batch}. Use batch<={rows}{shorter}, or more text."
+            f"{has}. These are {rows:,} rows of seq={seq}, fewer than batch={batch}. Use batch<={rows}{shorter}, or "
+            "more text."
         )
     return rows

@@ -78,7 +78,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Prepared(Manifest):
+class PreparedText(Manifest):
     """A folder of token shards, with the values of its manifest."""
 
     path: Path = field(kw_only=True)
@@ -142,7 +142,7 @@ def content_hash(train: Split, validation: Split, dtype: str, bos_id: int) -> st
     return digest([dtype, bos_id, [[shard.sha256 for shard in split.shards] for split in (train, validation)]])[:32]
 
 
-def write_manifest(prepared: Prepared) -> None:
+def write_manifest(prepared: PreparedText) -> None:
     """Write `manifest.json`, the last file of a preparation."""
     values = {key: value for key, value in encode(prepared).items() if key != "path"}
     write_atomic(prepared.path / MANIFEST, json.dumps({"version": VERSION, **values}, indent=1))
@@ -151,7 +151,7 @@ def write_manifest(prepared: Prepared) -> None:
 class CorruptShardsError(ValueError):
     """Shards of a dataset are missing or damaged. `damages` has a problem for each of them."""
 
-    def __init__(self, prepared: Prepared, damages: list[Problem]) -> None:
+    def __init__(self, prepared: PreparedText, damages: list[Problem]) -> None:
         self.damages = damages
         super().__init__(
             f"the dataset {prepared.path} is corrupt: {len(damages)} of {len(prepared.shards)} shards are damaged "
@@ -159,7 +159,7 @@ class CorruptShardsError(ValueError):
         )
 
 
-def open_prepared(path: Path | str) -> Prepared:
+def open_prepared(path: Path | str) -> PreparedText:
     """Open the dataset in a directory, after checking its files against its manifest.
 
     Raises CorruptShardsError if a file is missing or has the wrong size. Also compares the checksums of files that have
@@ -175,14 +175,14 @@ def open_prepared(path: Path | str) -> Prepared:
     return prepared
 
 
-def verify(path: Path | str) -> Prepared:
+def verify(path: Path | str) -> PreparedText:
     """Open the dataset in a directory after checking all sizes and checksums. CorruptShardsError if one differs."""
     prepared = read_manifest(Path(path).expanduser())
     _check_shards(prepared)
     return prepared
 
 
-def read_manifest(path: Path) -> Prepared:
+def read_manifest(path: Path) -> PreparedText:
     """Read `manifest.json`. ValueError if it is missing, damaged or of another version."""
     file = path / MANIFEST
     if not file.is_file():
@@ -191,7 +191,7 @@ def read_manifest(path: Path) -> Prepared:
         values = json.loads(file.read_bytes())
         version = values.pop("version")
         if version == VERSION:
-            prepared = Prepared(**vars(decode(Manifest, values, str(file))), path=path.resolve())
+            prepared = PreparedText(**vars(decode(Manifest, values, str(file))), path=path.resolve())
             if prepared.dtype not in _TOKEN_SIZES:
                 raise ValueError(f"dtype={prepared.dtype} is not one of {', '.join(_TOKEN_SIZES)}")
             return prepared
@@ -202,13 +202,13 @@ def read_manifest(path: Path) -> Prepared:
     )
 
 
-def _check_shards(prepared: Prepared, trusted: Sequence[str] = ()) -> None:
+def _check_shards(prepared: PreparedText, trusted: Sequence[str] = ()) -> None:
     expected = {shard.file: (shard.tokens * prepared.token_size, shard.sha256) for shard in prepared.shards}
     if damages := file_damages(prepared.path, expected, trusted):
         raise CorruptShardsError(prepared, damages)
 
 
-def _stamp(prepared: Prepared, shard: TokenShard) -> list[int | str] | None:
+def _stamp(prepared: PreparedText, shard: TokenShard) -> list[int | str] | None:
     path = prepared.shard_path(shard)
     if not path.is_file():
         return None
@@ -216,7 +216,7 @@ def _stamp(prepared: Prepared, shard: TokenShard) -> list[int | str] | None:
     return [status.st_size, status.st_mtime_ns, shard.sha256]
 
 
-def _read_verified(prepared: Prepared) -> Mapping[str, object]:
+def _read_verified(prepared: PreparedText) -> Mapping[str, object]:
     try:
         stamps = json.loads((prepared.path / _VERIFIED).read_bytes())
     except (OSError, ValueError):

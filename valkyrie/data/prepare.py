@@ -19,7 +19,7 @@ from valkyrie.data.cached import cached_folder
 from valkyrie.data.cut import HASH_RANGE, Census, adjusted_threshold, cut
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
-from valkyrie.data.manifest import UNDECODABLE, Prepared, Split, open_prepared, read_manifest
+from valkyrie.data.manifest import UNDECODABLE, PreparedText, Split, open_prepared, read_manifest
 from valkyrie.data.tokenizer import Tokenizer, fingerprint_of, load_tokenizer
 from valkyrie.data.writer import ShardWriter, encode_all
 
@@ -32,7 +32,7 @@ _MAX_LISTED = 10
 """Maximum number of documents with undecodable characters that the manifest lists."""
 
 
-def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = None) -> Prepared:
+def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = None) -> PreparedText:
     """Open the shards of a source, tokenising it first if they are not in the cache.
 
     The cache key is a hash of the files, the tokenizer and the split. Several processes may call this at once: one
@@ -52,7 +52,7 @@ def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = 
     return open_prepared(cached_folder(cache, _folder_name(config, tokenizer, key), write))
 
 
-def find_prepared(config: DocumentConfig, tokenizer: str) -> Prepared | None:
+def find_prepared(config: DocumentConfig, tokenizer: str) -> PreparedText | None:
     """Open the shards of a source if they are in the cache, else None. Raises ValueError like `prepare`."""
     if (ready := _open_named_folder(config, tokenizer)) is not None:
         return ready
@@ -67,7 +67,7 @@ def _folder_name(config: DocumentConfig, tokenizer: str, key: str) -> str:
     return f"{slug}-{key[:16]}"
 
 
-def _open_named_folder(config: DocumentConfig, tokenizer: str) -> Prepared | None:
+def _open_named_folder(config: DocumentConfig, tokenizer: str) -> PreparedText | None:
     """Open the folder of shards that `data.paths` names, or return None if it names files."""
     if (path := config.prepared_folder()) is None:
         return None
@@ -102,7 +102,7 @@ def _write(
         census = Census()
         train, validation = _write_shards(config, listing, tokenizer, adjusted, census, path, progress)
     dtype = _dtype(tokenizer)
-    prepared = Prepared(
+    prepared = PreparedText(
         path=path,
         name=config.name,
         key=key,

@@ -72,7 +72,7 @@ Tokens = tuple[DocumentPosition, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Streamed:
+class StreamedText:
     """A dataset that is tokenised while it is read.
 
     `content` is a hash of the names and sizes of the files and of the settings that determine the tokens.
@@ -111,7 +111,7 @@ class Streamed:
             )
         if lanes > len(self.train):
             raise ValueError(
-                f"data.lanes={lanes} is more than the {len(self.train)} row groups or files to train on. "
+                f"data.lanes={lanes} exceeds the number of row groups or files for training, {len(self.train)}. "
                 f"Use data.lanes={len(self.train)} or fewer."
             )
         return lanes
@@ -135,7 +135,7 @@ def _describe_units(units: Sequence[Unit]) -> str:
     return f"{files:,} file{'s' * (files > 1)} in {len(units):,} part{'s' * (len(units) > 1)}"
 
 
-def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> Streamed:
+def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedText:
     """Open the dataset of a config with `source=parquet_stream`, reading the footers of its .parquet files.
 
     ValueError if there are no files, a file is cut short or lacks the column, or nothing is left for validation.
@@ -164,7 +164,7 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> Streamed:
     language = config.language.value if config.language else None
     chunking = [config.chunk.value, language]
     identity = [unit_ids, len(train), config.column, config.field, *chunking, fingerprint_of(tokenizer)]
-    return Streamed(
+    return StreamedText(
         config.name,
         digest(identity)[:32],
         config,

@@ -14,7 +14,7 @@ from absl import flags
 
 from valkyrie.data.batches import Batch, BatchPlan, Loader, RowPosition, make_batch
 from valkyrie.data.packing import pack, row_batches
-from valkyrie.data.stream import Lane, LanePosition, Streamed
+from valkyrie.data.stream import Lane, LanePosition, StreamedText
 from valkyrie.records import decode, encode
 
 _BATCHES_AHEAD = 4
@@ -42,7 +42,7 @@ class StreamLoader(Loader[StreamPosition]):
     is always read by a thread. Workers start with the first batch.
     """
 
-    def __init__(self, data: Streamed, split: str, plan: BatchPlan) -> None:
+    def __init__(self, data: StreamedText, split: str, plan: BatchPlan) -> None:
         config, batch = data.config, plan.batch
         lanes = data.lanes(batch) if plan.repeat else 1
         start = StreamPosition(

@@ -130,8 +130,8 @@ def _check_process(process_info: ProcessInfo, source: str) -> ProcessInfo:
     parse_address(process_info.coordinator)
     if process_info.count < 1 or not 0 <= process_info.index < process_info.count:
         raise ValueError(
-            f"{source}: there is no process {process_info.index} among {process_info.count} processes, which are "
-            "numbered from 0."
+            f"{source}: process index {process_info.index} is invalid for {process_info.count} processes. Indices "
+            "start at 0 and must be less than the number of processes."
         )
     return process_info
 

@@ -226,7 +226,7 @@ class Hub:
         if hello.count != self._count:
             return f"process {index} (on {host}) expects {hello.count} processes, but process 0 expects {self._count}."
         if not 0 <= index < self._count:
-            return f"a process (on {host}) has index {index}, but the {self._count} indices are 0 to {self._count - 1}."
+            return f"a process (on {host}) has index {index}, but indices must be 0 to {self._count - 1}."
         if index in self._connections:
             return f"two processes have index {index}: one on {self._hosts[index]}, one on {host}."
         self._connections[index], self._hosts[index] = connection, host
@@ -242,7 +242,7 @@ class Hub:
 
     def _relay(self, index: int, connection: Connection) -> None:
         """Read the messages of a process until it leaves or is lost."""
-        reason = "its connection closed, so it ended or was killed"
+        reason = "its connection closed, because it crashed or was killed"
         try:
             while (message := connection.read()) is not None:
                 if isinstance(message, Goodbye):

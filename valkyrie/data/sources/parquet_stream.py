@@ -17,7 +17,7 @@ from valkyrie.problems import Problem, ProblemCode, check_range
 from valkyrie.processes.team import ALONE, Team
 
 if TYPE_CHECKING:
-    from valkyrie.data.stream import Streamed
+    from valkyrie.data.stream import StreamedText
 
 
 class Packing(Enum):
@@ -72,7 +72,7 @@ class Config(TextConfig):
             problems.append(Problem(ProblemCode.missing, "data.paths", self.paths, text))
         return [*problems, *chunk_problems(self.chunk)]
 
-    def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Streamed:
+    def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> StreamedText:
         """List the files and read the footers of .parquet files. ValueError if a split has none or one is damaged."""
         from valkyrie.data.stream import open_stream
 
