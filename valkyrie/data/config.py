@@ -93,7 +93,7 @@ class DataConfig(ABC):
         return dataclasses.replace(self, **full)
 
     def tokenizer_for(self, default: str) -> str:
-        """Name of the tokenizer, given the model's."""
+        """Name of the tokenizer to use: that of the data if it sets one, else `default`, the model's."""
         return default
 
     @abstractmethod

@@ -57,7 +57,7 @@ class Census:
     highest: int = 0
 
     def add(self, document: Document | TokenDocument, size: int, digest: int) -> None:
-        """Count a document."""
+        """Add a document to the statistics."""
         self.documents += 1
         self.bytes += size
         if isinstance(document, Document) and document.replaced:

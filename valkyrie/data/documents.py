@@ -60,7 +60,7 @@ class DocumentConfig(TextConfig):
 
     Args:
         validation_fraction: expected share of the documents held out for evaluation.
-        cache_dir: folder of the shards; they are reused if the content is the same.
+        cache_dir: folder for the shards, which are reused as long as the files and settings are the same.
         shard_tokens: tokens per shard file.
         workers: threads that tokenise, or None for one per CPU core.
     """

@@ -118,7 +118,7 @@ def _glob(pattern: Path) -> Iterator[str]:
 
 
 def walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
-    """Yield the files under a directory, except those in directories with a name to skip."""
+    """Yield the files under a directory. Does not enter directories for which `skip(name)` is True."""
     for directory, directories, names in os.walk(root):
         directories[:] = [name for name in directories if not skip(name)]
         yield from (Path(directory, name) for name in names)

@@ -55,7 +55,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Record of prepared shards, `manifest.json`.
+    """Contents of `manifest.json`, which describes prepared shards.
 
     Args:
         key: the cache key, a hash of the files' names, sizes and times, the tokenizer and the split.

@@ -24,7 +24,7 @@ from valkyrie.data.tokenizer import Tokenizer, fingerprint_of, load_tokenizer
 from valkyrie.data.writer import ShardWriter, encode_all
 
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes of text processed so far and the total bytes of all files (None without files)."""
+"""Called with the bytes of text processed so far and the total to process (None for a source without files)."""
 
 _ALGORITHM = 2
 """Part of the cache key. Increase it whenever the same text would give different shards."""

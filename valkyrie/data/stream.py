@@ -138,7 +138,7 @@ def _describe_units(units: Sequence[Unit]) -> str:
 def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedText:
     """Open the dataset of a config with `source=parquet_stream`, reading the footers of its .parquet files.
 
-    ValueError if there are no files, a file is cut short or lacks the column, or nothing is left for validation.
+    ValueError if a file is cut short or lacks the text column, or if a split would be empty.
     """
     config.raise_problems()
     files = list_paths(config.paths, config.read_options).files
@@ -204,7 +204,7 @@ class Lane:
     threads: int = 1
 
     def documents(self, start: DocumentPosition) -> Iterator[Tokens]:
-        """Yield the documents from a position on. ValueError if an epoch of the lane has no documents."""
+        """Yield the documents of the lane, starting at a position. ValueError if an epoch has no text."""
         return self._tokens(self._texts(start))
 
     def fetch(self, positions: Sequence[DocumentPosition]) -> list[Tokens]:

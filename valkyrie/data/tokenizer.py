@@ -107,7 +107,7 @@ def identity_of(name: str) -> dict[str, str]:
 
 
 def _find_file(name: str) -> _TokenizerFile | None:
-    """File of a tokenizer, or None for `bytes` and tiktoken encodings. ValueError for unknown names, missing files."""
+    """File of a tokenizer, or None for `bytes` and tiktoken encodings. ValueError if there is no such tokenizer."""
     if name in VOCAB_SIZES:
         return None
     if name.endswith(".tiktoken") or ".tiktoken:" in name:

@@ -51,7 +51,7 @@ def json_path(name: str) -> Path | None:
 
 
 def trained_path(name: str) -> Path:
-    """Return the path of a trained tokenizer. `data.tokenizer=NAME` works from every folder."""
+    """Return the path of a trained tokenizer. It is in the cache, so `data.tokenizer=NAME` works from every folder."""
     return cache_root() / "tokenizers" / f"{name}.json"
 
 
@@ -143,7 +143,7 @@ def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
 
 
 class _HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer that the package tokenizers runs.
+    """A tokenizer that is run by Hugging Face's package `tokenizers`.
 
     Its tokens are bytes, or pieces of text with a marker for spaces (SentencePiece).
     """
@@ -177,7 +177,10 @@ class TextCounts:
 
 
 def training_texts(config: CorpusConfig, counted: TextCounts) -> Iterator[str]:
-    """Yield and count the texts of a source, up to `config.max_bytes` of UTF-8. ValueError if there are none."""
+    """Yield the texts of a source, up to `config.max_bytes` bytes of UTF-8, and add them to `counted`.
+
+    ValueError if there are none.
+    """
     for document in config.read_documents(config.list_files()):
         raw = document.text.encode("utf-8", errors="replace")
         if config.max_bytes is not None:

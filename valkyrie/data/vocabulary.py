@@ -53,11 +53,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_ordinary(self, text: str) -> np.ndarray:
-        """Unsigned ids of a text, without BOS. Special tokens are ordinary text; lone surrogates become `?`."""
+        """Ids of a text as unsigned integers, without BOS. Names of special tokens are encoded as ordinary text.
+
+        Lone surrogates are encoded as `?`.
+        """
 
     @abstractmethod
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Bytes of ids without special tokens, for text that arrives token by token and may end inside a character."""
+        """Bytes of ids; special tokens have none. For text that arrives token by token and may end in a character."""
 
     def decode(self, ids: Ids) -> str:
         """Text of ids without special tokens. Bytes that are not UTF-8 become U+FFFD."""

@@ -34,7 +34,7 @@ class Config(TextConfig):
     Args:
         paths: files, directories, globs and URLs, as for `source=text`.
         val_paths: the files for validation, instead of the last one.
-        field: the key with the text in .jsonl.
+        field: the key with the text in .jsonl, and the feature in .tfrecord and ArrayRecord files.
         column: the column with the text in .parquet.
         chunk: `functions` makes each function or class of C, C++ and Python a document.
         language: the language of the documents in files with a suffix that does not determine it.
@@ -73,7 +73,7 @@ class Config(TextConfig):
         return [*problems, *chunk_problems(self.chunk)]
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> StreamedText:
-        """List the files and read the footers of .parquet files. ValueError if a split has none or one is damaged."""
+        """List the files and read the footers of .parquet files. ValueError if one is damaged or a split is empty."""
         from valkyrie.data.stream import open_stream
 
         return open_stream(self, tokenizer, team)

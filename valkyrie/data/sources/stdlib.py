@@ -1,4 +1,4 @@
-"""Text from the source of Python's standard library: about 12 MB on every machine, without a download."""
+"""Data source for the source code of Python's standard library: about 12 MB, available without a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sudoku puzzles that are generated on this machine and cached."""
+"""Data source for Sudoku puzzles, which are generated on this machine and cached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SudokuConfig(SampleConfig):
-    """Generated grids, each with one solution.
+    """Settings of generated Sudokus, each with a unique solution.
 
     Args:
         side: cells of a row, 4 or 9.

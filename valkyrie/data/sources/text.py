@@ -1,4 +1,4 @@
-"""Text in files on a disk or in a bucket."""
+"""Data source for text in files on a disk or in a bucket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Config(CorpusConfig):
     Args:
         paths: files, directories or globs, relative to the current directory (`~` and `**` are supported), and the same
             in buckets: `gs://bucket/books/*.txt`, `s3://`, and everything else that fsspec reads.
-        field: the key with the text in .jsonl.
+        field: the key with the text in .jsonl, and the feature in .tfrecord and ArrayRecord files.
         column: the column with the text in .parquet.
         language: with `chunk=functions`, the language of .parquet, .jsonl and other files of many documents.
     """

@@ -32,7 +32,7 @@ class PuzzleShape(NamedTuple):
 
 @dataclass
 class SampleConfig:
-    """Selects puzzles.
+    """Which puzzles to use, and how many.
 
     Args:
         train: number of puzzles for training.
@@ -83,8 +83,8 @@ class Config(PuzzleConfig):
     """Published puzzles: Sudoku-Extreme, mazes, ARC.
 
     Args:
-        paths: one folder in the published form (`train/dataset.json`, ...), or with `train.csv` and `test.csv` (source,
-            question, answer, rating).
+        paths: one folder with either arrays (`train/dataset.json`, ...) or `train.csv` and `test.csv` (with columns
+            question, answer and rating).
         sudoku: which rows of a CSV to use.
     """
 

@@ -22,7 +22,7 @@ _INDICES = ("puzzle_identifiers", "puzzle_indices", "group_indices")
 FOLDERS = {"train": "train", "validation": "test"}
 """The folder of each split."""
 _CHECKED_BYTES = 64 * 1024 * 1024
-"""Arrays up to this size, in bytes, are read completely to find their largest value and hash their content."""
+"""Bytes at the beginning of each array file that are checked for invalid values and hashed."""
 
 
 @dataclass(frozen=True)

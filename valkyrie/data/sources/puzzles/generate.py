@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Puzzles(NamedTuple):
-    """Puzzles and their solutions, [count, cells], as digits from 1 with 0 for a blank, and the guesses each needs."""
+    """Puzzles and their solutions, [count, cells], as digits (0 for a blank), and the number of guesses of each."""
 
     givens: np.ndarray
     solutions: np.ndarray
@@ -77,7 +77,7 @@ def canonical_forms(givens: np.ndarray, side: int) -> list[bytes]:
 
 
 def _full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
-    """Return full grids: random boxes on the diagonal, then random guesses. A grid that fails is restarted."""
+    """Return random complete grids. Fills the boxes on the diagonal, then guesses cells; restarts impossible grids."""
     box = int(side**0.5)
     grids, missing = np.zeros((count, side * side), np.int64), np.arange(count)
     masks = _masks(grids, side)
@@ -133,7 +133,10 @@ def _fill_forced_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndar
 
 
 class _Unit(NamedTuple):
-    """Cells as [grids, a, b, c, d]. The axes `within` index the cells of a unit; the other two index the units."""
+    """Masks as [grids, band, row, stack, column], and the two axes `within` that index the cells of a unit.
+
+    A unit is a row, a column or a box of the Sudoku.
+    """
 
     cells: np.ndarray
     within: tuple[int, int]
@@ -175,7 +178,7 @@ def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _branching_cells(masks: np.ndarray) -> np.ndarray:
-    """Return the undecided cell with the fewest possible digits in each grid, the first of several."""
+    """Return the first cell of each grid that has the fewest possible digits, but at least two."""
     counts = np.bitwise_count(masks).astype(np.int64)
     return np.where(counts > 1, counts, 99).argmin(1)
 

@@ -65,7 +65,7 @@ class _PuzzleSampler:
         return {"inputs": inputs.astype(np.int32), "labels": counted, "puzzles": puzzles.astype(np.int32)}
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Return the groups in the order of an epoch."""
+        """Return the random order of the groups in an epoch. Caches it for the next batches."""
         if epoch not in self._orders:
             self._orders = {e: order for e, order in self._orders.items() if e >= epoch - 1}
             rng = np.random.default_rng([hash_seed("puzzle order", self._seed), 0, epoch])

@@ -26,8 +26,8 @@ _AT_ONCE = 1000
 def prepare_sudoku(config: sudoku.Config, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
     """Open generated puzzles, generating them if they are not in the cache.
 
-    `say` is called with a line before generating, which takes minutes. ValueError for mistakes in the settings,
-    DiskError if the cache cannot be written.
+    Generating 9x9 puzzles takes minutes, so `say` is called with a line before. ValueError for mistakes in the
+    settings, DiskError if the cache cannot be written.
     """
     options = config.sudoku
     settings = [options.side, options.train, options.validation, options.guesses, options.clues, options.seed]
@@ -70,7 +70,7 @@ def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size:
 
 
 def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, path: Path) -> None:
-    """Write generated puzzles. The splits have no puzzle in common and, for 4x4, no symmetric forms of a puzzle."""
+    """Write generated puzzles. The splits have no puzzle in common. For 4x4, this includes symmetric forms of it."""
     rng, total = np.random.default_rng([config.seed, config.side]), config.train + config.validation
     if say is not None and config.side > 4:
         say(f"generating and caching {total:,} Sudoku puzzles: about {total / 1000:.0f} min on one core")

@@ -68,7 +68,10 @@ class PuzzleTable:
         return kind
 
     def read(self, rating: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return questions and answers of at least this rating, [puzzles, cells]. ValueError names an invalid line."""
+        """Return the questions and answers with at least this rating, each [puzzles, cells].
+
+        ValueError, with the line, for invalid rows.
+        """
         values = np.zeros(256, np.uint8)
         values[list(self.alphabet.value.encode())] = np.arange(len(self.alphabet.value)) + 1
         if self.alphabet is not Alphabet.maze:
