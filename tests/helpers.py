@@ -131,13 +131,13 @@ def shared_run(*arguments: str) -> Run:
 def small_overrides(model: str) -> tuple[str, ...]:
     """Return overrides that select a model and shrink it, its batch and its sequences."""
     composed = compose_config(f"model={model}")
-    known = [f"{key}={value}" for key, value in SMALL.items() if OmegaConf.select(composed, key) is not None]
+    supported = [f"{key}={value}" for key, value in SMALL.items() if OmegaConf.select(composed, key) is not None]
     windows = OmegaConf.select(composed, "model.attention.windows")
     if windows:
-        known.append(f"model.attention.windows={[w and max(w // 8, 2) for w in windows]}".replace("None", "null"))
+        supported.append(f"model.attention.windows={[w and max(w // 8, 2) for w in windows]}".replace("None", "null"))
     if OmegaConf.select(composed, "model.attention.value_embeddings"):  # tables as wide as the stream split like it
-        known.append("model.attention.kv_heads=4")
-    return (f"model={model}", *known, "batch=8", "seq=48", *CALM)
+        supported.append("model.attention.kv_heads=4")
+    return (f"model={model}", *supported, "batch=8", "seq=48", *CALM)
 
 
 def small_run(model: str, *overrides: str) -> Run:

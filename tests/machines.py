@@ -111,11 +111,11 @@ def tpu_mesh(name: str, slices: int = 1) -> tuple[Mesh, Machine]:
     devices = {
         (getattr(d, "slice_index", 0) or 0, *d.coords[: len(topology.shape)]): d for d in tpu_devices(name, slices)
     }
-    where = machine(chip, topology)
-    array = np.array([devices[p.slice, *p.coords] for p in where.positions], dtype=object)
-    axes = where.mesh_axes
+    slice_machine = machine(chip, topology)
+    array = np.array([devices[p.slice, *p.coords] for p in slice_machine.positions], dtype=object)
+    axes = slice_machine.mesh_axes
     mesh = Mesh(array.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-    return mesh, where
+    return mesh, slice_machine
 
 
 def compile_module(

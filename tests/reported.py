@@ -24,7 +24,7 @@ GOLDENS = Path(__file__).parent / "goldens" / "report"
 
 def trial_from_summary(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
     """Convert the summary that a stage wrote to a trial."""
-    about = decode(LayoutRecord, summary["about"], stage)
+    record = decode(LayoutRecord, summary["about"], stage)
     plain = upgrade_line({"results": summary | {"hints": [_text(hint) for hint in summary.get("hints", [])]}})
     results = decode(TrialResult, plain["results"], stage)
     if results.communication is not None:  # `trials.jsonl` omits them
@@ -36,8 +36,8 @@ def trial_from_summary(summary: dict[str, Any], stage: str, sweep: str, name: st
         stage=stage,
         status=Status(summary["status"]),
         reason=summary.get("reason"),
-        overrides=[f"mode={stage}", f"mesh={about.mesh}", f"partition={about.partition}"],
-        about=with_hardware(about, {}),
+        overrides=[f"mode={stage}", f"mesh={record.mesh}", f"partition={record.partition}"],
+        about=with_hardware(record, {}),
         started="2026-01-01T00:00:00+00:00",
         wall_s=9.5,
         folder=name,
@@ -92,21 +92,21 @@ def trial(
         least: Minimum of the step time, as a multiple of the median.
     """
     mesh, _, partition = layout.partition("-")
-    found = trial_from_summary(golden_summary(stage), stage, sweep, layout)
-    assert found.about is not None
-    about = replace(found.about, layout=layout, mesh=mesh, partition=partition)
-    about = replace(about, degrees=degrees or about.degrees, sharding=sharding, batch=batch or about.batch)
+    template = trial_from_summary(golden_summary(stage), stage, sweep, layout)
+    assert template.about is not None
+    record = replace(template.about, layout=layout, mesh=mesh, partition=partition)
+    record = replace(record, degrees=degrees or record.degrees, sharding=sharding, batch=batch or record.batch)
     if target:
-        about = with_hardware(replace(about, target=target, hardware=None), key_values(asked))
-        about = replace(about, described=target if about.hardware is None else about.hardware.described)
+        record = with_hardware(replace(record, target=target, hardware=None), key_values(asked))
+        record = replace(record, described=target if record.hardware is None else record.hardware.described)
     key = ":".join([stage, str(target), layout, str(batch), *asked])
-    found = replace(found, key=key, about=about, status=status, reason=reason)
-    found = replace(found, overrides=[*found.overrides, *asked], values=dict(values or {}))
+    template = replace(template, key=key, about=record, status=status, reason=reason)
+    template = replace(template, overrides=[*template.overrides, *asked], values=dict(values or {}))
     if per_chip is None:
         needed = MemoryReport() if gib is None else MemoryReport(needed=int(gib * 2**30), usable=16 * 2**30)
-        return replace(found, folder=None, results=TrialResult(memory=needed))
-    results, rate = found.results, 8.0 * per_chip
-    step_s = (about.batch or 0) * (about.seq or 0) / rate
+        return replace(template, folder=None, results=TrialResult(memory=needed))
+    results, rate = template.results, 8.0 * per_chip
+    step_s = (record.batch or 0) * (record.seq or 0) / rate
     speed = replace(
         results.step, step_s=step_s, tokens_per_second=rate, tokens_per_second_per_chip=float(per_chip), **step
     )
@@ -125,7 +125,7 @@ def trial(
         results = replace(results, trace=CollectiveTrace(tuple(times), step_s=step_s))
     if gib is not None:
         results = replace(results, memory=replace(results.memory, peak=int(gib * 2**30), usable=16 * 2**30))
-    return replace(found, results=replace(results, communication=traffic))
+    return replace(template, results=replace(results, communication=traffic))
 
 
 def sweep_folder(folder: Path, trials: Sequence[Trial], *, timelines: int = 0) -> Path:

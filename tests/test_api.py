@@ -151,7 +151,7 @@ def test_the_error_for_a_slice_that_does_not_exist_names_the_nearest():
 
 def test_a_result_that_does_not_fit_has_the_needed_memory():
     memory = MemoryReport(needed=3 * 2**30, usable=2**30)
-    about = LayoutRecord("m", "1x1x1", "dp", "cpu-1", described="d", roles="r", batch=1, seq=2, precision="float32")
-    result = valkyrie.Result(Prediction(about, CompileStatus.does_not_fit, "too big", memory=memory))
+    record = LayoutRecord("m", "1x1x1", "dp", "cpu-1", described="d", roles="r", batch=1, seq=2, precision="float32")
+    result = valkyrie.Result(Prediction(record, CompileStatus.does_not_fit, "too big", memory=memory))
     assert result.fits is False and result.peak_gib == 3 and result.step_s is None
     assert "needs 3.0 GiB" in str(result) and "1.0 GiB usable" in str(result)

@@ -156,14 +156,14 @@ def test_an_empty_resume_is_refused(folder: Path, asked: str):
 
 
 def test_a_resumed_run_cannot_be_renamed(folder: Path):
-    given = [f"resume={folder}", f"runs={folder.parent}"]
+    resume_arguments = [f"resume={folder}", f"runs={folder.parent}"]
     with pytest.raises(ValueError) as refused:
-        valkyrie.compose(*given, "name=fresh")
+        valkyrie.compose(*resume_arguments, "name=fresh")
     message = str(refused.value)
     assert message.startswith(f"resume={folder} ") and "name=fresh" in message and " one" in message
     for name in ("one", "null"):
-        assert run_folder(valkyrie.compose(*given, f"name={name}")) == folder
-    trial = valkyrie.compose(*given, "mode=eval", "name=trial")
+        assert run_folder(valkyrie.compose(*resume_arguments, f"name={name}")) == folder
+    trial = valkyrie.compose(*resume_arguments, "mode=eval", "name=trial")
     assert trial.config.model.embed == 16, "a sweep names the trials that read a run"
 
 

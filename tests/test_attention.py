@@ -61,17 +61,17 @@ def brute_force(q, k, v, window, causal, dilation, segment_ids, tokens):
     out = np.zeros(q.shape)
     for b, i in itertools.product(range(batch), range(seq)):
         entries = [] if tokens is None else [n for n in range(len(tokens.valid[b])) if tokens.valid[b, n]]
-        chosen = {int(tokens.positions[b, n]): n for n in reversed(entries)}
+        index_by_position = {int(tokens.positions[b, n]): n for n in reversed(entries)}
         visible = []
         for j in range(seq):
             near = window is None or abs(i - j) <= (window - 1) * dilation
             near = near and (i - j) % dilation == 0
             same = segment_ids is None or segment_ids[b, i] == segment_ids[b, j]
-            if same and (j <= i or not causal) and (near or i in chosen or j in chosen):
+            if same and (j <= i or not causal) and (near or i in index_by_position or j in index_by_position):
                 visible.append(j)
         query, keys, values = q[b, i], k[b, visible], v[b, visible]
-        if i in chosen:
-            query, keys, values = tokens.q[b, chosen[i]], tokens.k[b, visible], tokens.v[b, visible]
+        if i in index_by_position:
+            query, keys, values = tokens.q[b, index_by_position[i]], tokens.k[b, visible], tokens.v[b, visible]
         for h in range(heads):
             group = h // (heads // k.shape[2])
             weights = np.exp(keys[:, group].astype(np.float64) @ query[h] / head_dim**0.5)
@@ -129,8 +129,8 @@ def test_logits_stay_within_a_soft_cap(impl):
     options = {"window": 2, "impl": impl, "chunk": 8}
     bounded = attention(1e6 * q, k, v, soft_cap=1.0, **options)
     signs = jnp.sign(jnp.einsum("bqhd,bkhd->bqk", q, k))
-    here, before = signs[:, 1:].diagonal(1, 1, 2), signs[:, 1:].diagonal(0, 1, 2)
-    share = jax.nn.sigmoid(here - before)[..., None, None]
+    current, before = signs[:, 1:].diagonal(1, 1, 2), signs[:, 1:].diagonal(0, 1, 2)
+    share = jax.nn.sigmoid(current - before)[..., None, None]
     np.testing.assert_allclose(bounded[:, 1:], share * v[:, 1:] + (1 - share) * v[:, :-1], atol=2e-2)
 
 
@@ -325,8 +325,8 @@ def test_streaming_equals_parallel_token_by_token(dilation, count, window):
     cache = init_cache(batch, 2, 8, window=window, max_len=seq, dilation=dilation, global_tokens=count)
 
     def step(cache, x):
-        q, k, v, *own = x
-        out, cache = attention_step(q, k, v, cache, global_step=GlobalStep(*own) if count else None)
+        q, k, v, *global_kv = x
+        out, cache = attention_step(q, k, v, cache, global_step=GlobalStep(*global_kv) if count else None)
         return cache, out
 
     inputs = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, q_global, k_global, v_global)]

@@ -67,11 +67,11 @@ def test_the_objective_includes_the_weighted_sum_over_layers(folder):
     def losses(parameters):
         return token_losses(assembly.module(parameters), batch, shard=program.shard, checkpoint=lambda f: f, key=None)
 
-    found = jax.jit(losses)(assembly.init(jax.random.key(0)))
-    added = found.objective_sum - found.loss_sum
-    assert set(found.auxiliary) == set(VALUES)
-    np.testing.assert_allclose(added, 0.5 * 2 * found.auxiliary["unit/size"], rtol=1e-4)
-    assert found.auxiliary["unit/largest"] > found.auxiliary["unit/size"] > 0
+    losses_by_name = jax.jit(losses)(assembly.init(jax.random.key(0)))
+    added = losses_by_name.objective_sum - losses_by_name.loss_sum
+    assert set(losses_by_name.auxiliary) == set(VALUES)
+    np.testing.assert_allclose(added, 0.5 * 2 * losses_by_name.auxiliary["unit/size"], rtol=1e-4)
+    assert losses_by_name.auxiliary["unit/largest"] > losses_by_name.auxiliary["unit/size"] > 0
 
 
 def test_undeclared_values_are_refused(folder, monkeypatch):

@@ -40,24 +40,30 @@ SLOWER = 1.2
 def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 1) -> list[Trial]:
     """Return trials with the step times that the estimate predicts from constants `truth`. `also` are overrides."""
     outer = "" if slices == 1 else f"{slices}s"
-    made = []
+    calibration_trials = []
     for batch in batches:
         for layout in LAYOUTS:
             mesh, _, partition = layout.partition("-")
-            asked = [
+            overrides = [
                 "model=gpt_125m",
                 "target=v5e-8",
                 f"mesh={outer}{mesh}",
                 f"partition={partition}",
                 f"batch={batch}",
             ]
-            asked += [f"seq={SEQ}", "precision=bf16_mixed", "remat=full", *also]
-            step_s = estimate_runs([shared_run(*asked)], truth)[0]["step"]
-            one = trial(layout, batch * SEQ / step_s / 8, batch=batch, target="v5e-8")
-            results = replace(one.results, step=replace(one.results.step, step_s=step_s, replayed_s=step_s / SLOWER))
-            about = replace(one.about, seq=SEQ)
-            made.append(replace(one, key=" ".join(asked), overrides=asked, results=results, about=about, flags=[]))
-    return made
+            overrides += [f"seq={SEQ}", "precision=bf16_mixed", "remat=full", *also]
+            step_s = estimate_runs([shared_run(*overrides)], truth)[0]["step"]
+            layout_trial = trial(layout, batch * SEQ / step_s / 8, batch=batch, target="v5e-8")
+            results = replace(
+                layout_trial.results, step=replace(layout_trial.results.step, step_s=step_s, replayed_s=step_s / SLOWER)
+            )
+            record = replace(layout_trial.about, seq=SEQ)
+            calibration_trials.append(
+                replace(
+                    layout_trial, key=" ".join(overrides), overrides=overrides, results=results, about=record, flags=[]
+                )
+            )
+    return calibration_trials
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +76,22 @@ def truth() -> Efficiency:
 
 def measured(compiled: Sequence[Trial], ratios: Sequence[float]) -> list[Trial]:
     """Return measured trials with step times `ratios` times those of compiled trials. The devices are not simulated."""
-    made = []
-    for one, ratio in zip(compiled, ratios, strict=True):
-        step = replace(one.results.step, step_s=ratio * one.results.step.step_s)
-        results = replace(one.results, step=step, simulated=False)
-        made.append(replace(one, key=f"measure {one.key}", stage="measure", results=results))
-    return made
+    measured_trials = []
+    for compiled_trial, ratio in zip(compiled, ratios, strict=True):
+        step = replace(compiled_trial.results.step, step_s=ratio * compiled_trial.results.step.step_s)
+        results = replace(compiled_trial.results, step=step, simulated=False)
+        measured_trials.append(
+            replace(compiled_trial, key=f"measure {compiled_trial.key}", stage="measure", results=results)
+        )
+    return measured_trials
 
 
 def saved_sweep(folder: Path, made: Sequence[Trial]) -> Path:
     """Return the folder of a sweep with these trials, each with the `run.yaml` of its overrides."""
-    named = [replace(one, name=f"trial-{i}", folder=f"trial-{i}") for i, one in enumerate(made)]
-    for one in named:
-        (folder / one.name).mkdir(parents=True)
-        shared_run(*one.overrides).save(folder / one.name / RUN)
+    named = [replace(named_trial, name=f"trial-{i}", folder=f"trial-{i}") for i, named_trial in enumerate(made)]
+    for named_trial in named:
+        (folder / named_trial.name).mkdir(parents=True)
+        shared_run(*named_trial.overrides).save(folder / named_trial.name / RUN)
     return sweep_folder(folder, named)
 
 
@@ -111,7 +119,7 @@ def test_calibration_recovers_constants_and_validates_on_held_out_families(
     truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     compiled = trials((32, 64), truth)
-    without = [one for one in compiled if one is not compiled[1]]
+    without = [compiled_trial for compiled_trial in compiled if compiled_trial is not compiled[1]]
     pairs = measured([*compiled[:4], compiled[len(LAYOUTS)]], [1.0, 1.0, 1.02, 1.01, 0.98])
     printed = calibrated(tmp_path, [*without, *pairs], capfd)
     (result,) = json.loads((tmp_path / "found" / "calibrate.json").read_text())
@@ -151,9 +159,9 @@ def unfitted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unfitted")
 def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32,), truth)
-    one = fit_calibration(rows_of([*compiled, *measured(compiled, [1.0] * len(compiled))], tmp_path))
-    assert list(one.families.values()) == [8] and one.left_out is None and not one.gains
-    assert one.replay is not None and one.replay.left_out is None and one.unpaired == 0
+    calibration = fit_calibration(rows_of([*compiled, *measured(compiled, [1.0] * len(compiled))], tmp_path))
+    assert list(calibration.families.values()) == [8] and calibration.left_out is None and not calibration.gains
+    assert calibration.replay is not None and calibration.replay.left_out is None and calibration.unpaired == 0
 
 
 @pytest.mark.usefixtures("unfitted")
@@ -162,26 +170,26 @@ def test_each_trial_is_estimated_with_its_own_settings(also: str, tmp_path: Path
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
     now = chip_efficiency(chip)
-    one = fit_calibration(rows_of([*trials((32,), now), *trials((32,), now, also)], tmp_path))
-    assert one.errors.tolist() == pytest.approx([1.0] * len(one.errors), rel=1e-6)
+    calibration = fit_calibration(rows_of([*trials((32,), now), *trials((32,), now, also)], tmp_path))
+    assert calibration.errors.tolist() == pytest.approx([1.0] * len(calibration.errors), rel=1e-6)
 
 
 def test_the_slowdown_of_several_slices_is_applied_once(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32,), truth, "target.slices=2", slices=2)[:1]
-    one, _ = fit_replays(rows_of([*compiled, *measured(compiled, [1.0])], tmp_path))
+    replay_fit, _ = fit_replays(rows_of([*compiled, *measured(compiled, [1.0])], tmp_path))
     target = shared_run(*compiled[0].overrides).config.target
-    assert one is not None and target.chip is not None and target_correction(target).slices_factor > 1
-    fitted = replace(target, chip=replace(target.chip, replay=one.fitted))
+    assert replay_fit is not None and target.chip is not None and target_correction(target).slices_factor > 1
+    fitted = replace(target, chip=replace(target.chip, replay=replay_fit.fitted))
     assert target_correction(fitted).factor == pytest.approx(SLOWER, rel=1e-3)
 
 
 def test_fewer_than_four_steps_give_no_interval(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32, 64), truth)
     pairs = measured([*compiled[:2], compiled[len(LAYOUTS)]], [1.0, 1.02, 0.98])
-    one, _ = fit_replays(rows_of([*compiled, *pairs], tmp_path))
-    assert one is not None and one.left_out is not None and len(one.left_out) == 3
-    assert (one.fitted.low, one.fitted.high) == (None, None)
-    assert f" {MIN_RUNS} " in one.sentences[-1]
+    replay_fit, _ = fit_replays(rows_of([*compiled, *pairs], tmp_path))
+    assert replay_fit is not None and replay_fit.left_out is not None and len(replay_fit.left_out) == 3
+    assert (replay_fit.fitted.low, replay_fit.fitted.high) == (None, None)
+    assert f" {MIN_RUNS} " in replay_fit.sentences[-1]
 
 
 def test_compiles_with_other_compiler_options_are_not_paired(truth: Efficiency, tmp_path: Path) -> None:
@@ -189,13 +197,13 @@ def test_compiles_with_other_compiler_options_are_not_paired(truth: Efficiency, 
     (other,) = trials((32,), truth, "+target.chip.xla_options.xla_flag=true")[:1]
     pairs = rows_of([*compiled, *measured([other], [1.0])], tmp_path / "other")
     assert fit_replays(pairs) == (None, 1)
-    known = [
+    paired = [
         "target.chip.usd_per_hour=3",
         "target.chip.calibrated=v5e",
         "target.chip.replay.factor=1.1",
         "+target.chip.estimate.hbm=0.5",
     ]
-    (priced,) = trials((32,), truth, *known)[:1]
+    (priced,) = trials((32,), truth, *paired)[:1]
     fit, unpaired = fit_replays(rows_of([*compiled, *measured([priced], [1.0])], tmp_path / "priced"))
     assert fit is not None and unpaired == 0
 

@@ -40,16 +40,16 @@ def assert_equal(found: TrainState, expected: TrainState) -> None:
 
 
 def save(folder: Path, *steps: int, **config: int) -> None:
-    with closing(checkpoints(folder, **config)) as kept:
+    with closing(checkpoints(folder, **config)) as saver:
         for step in steps:
-            kept.save(step, make_state(step), DATA)
+            saver.save(step, make_state(step), DATA)
 
 
 def test_a_state_is_restored_with_its_data_position(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    with closing(checkpoints(tmp_path)) as kept:
-        assert kept.last_saved == 5
-        step, state, data, _ = kept.restore(abstract(make_state(0)))
+    with closing(checkpoints(tmp_path)) as tier:
+        assert tier.last_saved == 5
+        step, state, data, _ = tier.restore(abstract(make_state(0)))
     assert (step, data) == (5, DATA)
     assert_equal(state, make_state(5))
 
@@ -57,13 +57,13 @@ def test_a_state_is_restored_with_its_data_position(tmp_path: Path) -> None:
 def test_a_background_save_is_correct_even_if_its_arrays_are_donated(tmp_path: Path) -> None:
     forget = jax.jit(lambda state: jax.tree.map(lambda x: x * 0, state), donate_argnums=0)
     state = make_state(3, size=1 << 20)
-    with closing(checkpoints(tmp_path)) as kept:
-        kept.save(3, state, DATA)
+    with closing(checkpoints(tmp_path)) as tier:
+        tier.save(3, state, DATA)
         for _ in range(3):
             state = forget(state)
-        kept.wait()
-        _, found, *_ = kept.restore(abstract(state))
-    assert_equal(found, make_state(3, size=1 << 20))
+        tier.wait()
+        _, restored, *_ = tier.restore(abstract(state))
+    assert_equal(restored, make_state(3, size=1 << 20))
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -91,11 +91,11 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path) -> 
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2, "the save was not under way"
     assert latest_step(tmp_path) == 1
-    with closing(checkpoints(tmp_path)) as kept:
-        step, state, *_ = kept.restore(abstract(make_state(0)))
+    with closing(checkpoints(tmp_path)) as tier:
+        step, state, *_ = tier.restore(abstract(make_state(0)))
         assert step == 1
         assert_equal(state, make_state(1))
-        kept.save(2, make_state(2), DATA)
+        tier.save(2, make_state(2), DATA)
     assert latest_step(tmp_path) == 2
 
 
@@ -103,18 +103,18 @@ def test_reading_does_not_disturb_a_save_in_progress(tmp_path: Path) -> None:
     save(tmp_path, 1)
     unfinished = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
     unfinished.mkdir()
-    with closing(checkpoints(tmp_path, read_only=True)) as kept:
-        assert kept.restore(abstract(make_state(0)))[0] == 1
+    with closing(checkpoints(tmp_path, read_only=True)) as tier:
+        assert tier.restore(abstract(make_state(0)))[0] == 1
     assert unfinished.is_dir()
 
 
 def test_the_refusal_of_another_model_names_a_parameter(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    with closing(checkpoints(tmp_path)) as kept:
+    with closing(checkpoints(tmp_path)) as tier:
         with pytest.raises(ValueError) as wider:
-            kept.restore(abstract(make_state(0, size=128)))
+            tier.restore(abstract(make_state(0, size=128)))
         with pytest.raises(ValueError) as renamed:
-            kept.restore(abstract(make_state(0, name="v")))
+            tier.restore(abstract(make_state(0, name="v")))
     assert "block.w is (64,) " in str(wider.value) and " (128,) " in str(wider.value)
     assert "block.v is missing" in str(renamed.value) and "(1 more differ)" in str(renamed.value)
     assert f"resume={tmp_path.name}" in str(renamed.value)
@@ -124,11 +124,11 @@ def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None
     save(tmp_path, 5)
     averaged = make_state(0)._replace(ema=make_state(0).parameters)
     changed = {"optimizer.ema_decay": ("0.9", "null"), "optimizer.beta1": ("0.8", "0.9"), "seed": ("1", "0")}
-    with closing(checkpoints(tmp_path)) as kept:
+    with closing(checkpoints(tmp_path)) as tier:
         with pytest.raises(ValueError) as unnamed:
-            kept.restore(abstract(averaged))
+            tier.restore(abstract(averaged))
         with pytest.raises(ValueError) as named:
-            kept.restore(abstract(averaged), changed=changed)
+            tier.restore(abstract(averaged), changed=changed)
     assert "ema.block.w is only" in str(unnamed.value) and "more differ" not in str(unnamed.value)
     assert "Use optimizer.ema_decay=null" in str(named.value) and "0.9" in str(named.value)
     for error in (unnamed, named):
@@ -137,10 +137,10 @@ def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None
 
 def test_an_empty_folder_does_not_count_as_a_checkpoint(tmp_path: Path) -> None:
     assert latest_step(tmp_path) is None
-    with closing(checkpoints(tmp_path)) as kept:
-        assert kept.last_saved is None
+    with closing(checkpoints(tmp_path)) as tier:
+        assert tier.last_saved is None
         with pytest.raises(ValueError, match="no finished checkpoint"):
-            kept.restore(abstract(make_state(0)))
+            tier.restore(abstract(make_state(0)))
 
 
 def halve(path: Path) -> None:
@@ -178,19 +178,19 @@ def test_the_previous_checkpoint_replaces_a_damaged_one(
     save(tmp_path, 4, 5)
     folder = tmp_path / "checkpoints" / "5"
     DAMAGES[damage](folder)
-    with closing(checkpoints(tmp_path, read_only=True)) as kept:
-        assert kept.restore(abstract(make_state(0)))[0] == 4
+    with closing(checkpoints(tmp_path, read_only=True)) as tier:
+        assert tier.restore(abstract(make_state(0)))[0] == 4
     assert folder.is_dir(), "a reader changes nothing"
-    with closing(checkpoints(tmp_path)) as kept:
-        assert_equal(kept.restore(abstract(make_state(0)))[1], make_state(4))
-        kept.save(5, make_state(5), DATA)
-        kept.wait()
+    with closing(checkpoints(tmp_path)) as tier:
+        assert_equal(tier.restore(abstract(make_state(0)))[1], make_state(4))
+        tier.save(5, make_state(5), DATA)
+        tier.wait()
     notes = capfd.readouterr().err.splitlines()
     assert len(notes) == 2
     assert all(" step 5 " in note and "is damaged: " in note and note.endswith(" step 4.") for note in notes)
     assert (tmp_path / "damaged-checkpoints-5").is_dir()
-    with closing(checkpoints(tmp_path)) as kept:
-        assert_equal(kept.restore(abstract(make_state(0)))[1], make_state(5))
+    with closing(checkpoints(tmp_path)) as tier:
+        assert_equal(tier.restore(abstract(make_state(0)))[1], make_state(5))
 
 
 def test_a_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
@@ -202,12 +202,12 @@ def test_a_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
         bit = int(generator.integers(8 * len(whole)))
         path.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
         name = str(path.relative_to(step))
-        with closing(checkpoints(tmp_path)) as kept, pytest.raises(ValueError) as caught:
-            kept.restore(abstract(make_state(0)))
+        with closing(checkpoints(tmp_path)) as tier, pytest.raises(ValueError) as caught:
+            tier.restore(abstract(make_state(0)))
         assert f"is damaged: {name} has changed" in str(caught.value)
         path.write_bytes(whole)
-    with closing(checkpoints(tmp_path)) as kept:
-        assert_equal(kept.restore(abstract(make_state(0)))[1], make_state(5))
+    with closing(checkpoints(tmp_path)) as tier:
+        assert_equal(tier.restore(abstract(make_state(0)))[1], make_state(5))
 
 
 # TensorStore's other reads report to the event loop that Orbax has closed by then.
@@ -218,16 +218,16 @@ def test_the_refusal_of_damage_without_checksums_has_a_remedy(tmp_path: Path, da
     folder = tmp_path / "checkpoints" / "5"
     (folder / "checksums.json").unlink()
     DAMAGES[damage](folder)
-    with closing(checkpoints(tmp_path)) as kept, pytest.raises(ValueError) as caught:
-        kept.restore(abstract(make_state(0)))
+    with closing(checkpoints(tmp_path)) as tier, pytest.raises(ValueError) as caught:
+        tier.restore(abstract(make_state(0)))
     assert str(folder) in str(caught.value) and "Delete" in str(caught.value)
 
 
 def test_checkpoint_metadata_lists_the_parameters(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    about = json.loads((tmp_path / "checkpoints" / "5" / "about" / "metadata").read_text())
-    assert about.pop("saved").startswith("20")
-    assert about == {"step": 5, "tier": "durable", "parameters": {"block.w": [64]}}
+    metadata = json.loads((tmp_path / "checkpoints" / "5" / "about" / "metadata").read_text())
+    assert metadata.pop("saved").startswith("20")
+    assert metadata == {"step": 5, "tier": "durable", "parameters": {"block.w": [64]}}
 
 
 def test_invalid_checkpoint_intervals_are_refused() -> None:

@@ -30,10 +30,10 @@ def both(folder: Path, team: Team = ALONE, **config: Any) -> Checkpoints:
 
 
 def save(folder: Path, *, durable: tuple[int, ...] = (), fast: tuple[int, ...] = ()) -> None:
-    with closing(both(folder)) as kept:
+    with closing(both(folder)) as tiers:
         for step in sorted({*durable, *fast}):
-            assert step not in durable or kept.save(step, make_state(step), DATA) is None
-            assert step not in fast or kept.save_fast(step, make_state(step), {**DATA, "row": step}) is None
+            assert step not in durable or tiers.save(step, make_state(step), DATA) is None
+            assert step not in fast or tiers.save_fast(step, make_state(step), {**DATA, "row": step}) is None
 
 
 def process_folder(folder: Path) -> Path:
@@ -54,8 +54,8 @@ def test_the_newest_checkpoint_of_both_tiers_is_restored(
     tmp_path: Path, durable: tuple[int, ...], fast: tuple[int, ...], step: int, tier: str, why: str
 ):
     save(tmp_path, durable=durable, fast=fast)
-    with closing(both(tmp_path)) as kept:
-        restored = kept.restore(abstract(make_state(0)))
+    with closing(both(tmp_path)) as tiers:
+        restored = tiers.restore(abstract(make_state(0)))
     assert_equal(restored.state, make_state(step))
     assert restored.step == step and restored.data["row"] == (step if tier == "fast" else DATA["row"])
     assert restored.source.startswith(f"the {tier} checkpoint")
@@ -65,16 +65,16 @@ def test_the_newest_checkpoint_of_both_tiers_is_restored(
 def test_the_two_newest_are_kept_and_all_are_deleted_at_the_end(tmp_path: Path):
     save(tmp_path, fast=(1, 2, 3))
     assert sorted(os.listdir(process_folder(tmp_path))) == ["2", "3"]
-    with closing(both(tmp_path)) as kept:
-        kept.mark_complete()
+    with closing(both(tmp_path)) as tiers:
+        tiers.mark_complete()
     assert not any((tmp_path / "fast").iterdir())
 
 
 def test_fast_checkpoint_metadata_lists_the_shards_of_each_array(tmp_path: Path):
     save(tmp_path, fast=(2,))
-    about = json.loads((process_folder(tmp_path) / "2" / "about" / "metadata").read_text())
-    assert (about["tier"], about["step"], about["process"]) == ("fast", 2, 0)
-    assert about["shards"]["parameters.block.w"] == ["float32", "0:64"]
+    metadata = json.loads((process_folder(tmp_path) / "2" / "about" / "metadata").read_text())
+    assert (metadata["tier"], metadata["step"], metadata["process"]) == ("fast", 2, 0)
+    assert metadata["shards"]["parameters.block.w"] == ["float32", "0:64"]
 
 
 def test_a_flipped_bit_in_any_file_falls_back_to_the_previous_checkpoint(
@@ -92,8 +92,8 @@ def test_a_flipped_bit_in_any_file_falls_back_to_the_previous_checkpoint(
         body = bytearray((step / name).read_bytes())
         body[generator.integers(len(body))] ^= 1 << int(generator.integers(8))
         (step / name).write_bytes(body)
-        with closing(both(tmp_path)) as kept:
-            restored = kept.restore(abstract(make_state(0)))
+        with closing(both(tmp_path)) as tiers:
+            restored = tiers.restore(abstract(make_state(0)))
         assert restored.step == 4, name
         assert_equal(restored.state, make_state(4))
         assert "of step 5" in capfd.readouterr().err
@@ -104,31 +104,31 @@ def test_the_other_tier_is_used_if_all_of_one_tier_are_damaged(tmp_path: Path):
     save(tmp_path, durable=(3, 6), fast=(4, 5))
     for step in (3, 6):
         (tmp_path / "run" / "checkpoints" / str(step) / "about" / "metadata").write_text("{}")
-    with closing(both(tmp_path)) as kept:
-        assert kept.restore(abstract(make_state(0))).step == 5
-        kept.save(6, make_state(6), DATA)
+    with closing(both(tmp_path)) as tiers:
+        assert tiers.restore(abstract(make_state(0))).step == 5
+        tiers.save(6, make_state(6), DATA)
     assert sorted(os.listdir(tmp_path / "run")) == [
         "checkpoints",
         "damaged-checkpoints-3",
         "damaged-checkpoints-6",
         "id",
     ]
-    with closing(both(tmp_path)) as kept:
-        assert_equal(kept.restore(abstract(make_state(0))).state, make_state(6))
+    with closing(both(tmp_path)) as tiers:
+        assert_equal(tiers.restore(abstract(make_state(0))).state, make_state(6))
 
 
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path):
     save(tmp_path, durable=(3,))
     (tmp_path / "run" / "checkpoints" / "3" / "about" / "metadata").write_text("{}")
-    with closing(both(tmp_path)) as kept, pytest.raises(ValueError, match=r"\b3\b.* damaged"):
-        kept.restore(abstract(make_state(0)))
+    with closing(both(tmp_path)) as tiers, pytest.raises(ValueError, match=r"\b3\b.* damaged"):
+        tiers.restore(abstract(make_state(0)))
 
 
 def test_a_start_without_the_fast_tier_makes_its_old_checkpoints_obsolete(tmp_path: Path):
     save(tmp_path, durable=(3,), fast=(4,))
     Checkpoints(tmp_path / "run", CheckpointConfig()).close()
-    with closing(both(tmp_path)) as kept:
-        assert kept.restore(abstract(make_state(0))).step == 3
+    with closing(both(tmp_path)) as tiers:
+        assert tiers.restore(abstract(make_state(0))).step == 3
 
 
 def test_fast_checkpoints_are_kept_if_the_last_durable_save_fails(
@@ -160,10 +160,10 @@ def test_a_save_that_fails_on_one_of_several_processes_aborts_the_run(tmp_path: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tier, "write_checksums", full)
-    with closing(Checkpoints(tmp_path / "run", CheckpointConfig(), team=OneOfTwo([]))) as kept:
-        kept.save(3, make_state(3), DATA)
+    with closing(Checkpoints(tmp_path / "run", CheckpointConfig(), team=OneOfTwo([]))) as tiers:
+        tiers.save(3, make_state(3), DATA)
         with pytest.raises(NotSavedError, match="of step 3"):
-            kept.wait()
+            tiers.wait()
 
 
 def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_path: Path):
@@ -172,18 +172,18 @@ def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_pa
     def laid(step: int, spec: PartitionSpec) -> TrainState:
         return jax.device_put(make_state(step), NamedSharding(mesh, spec))
 
-    with closing(both(tmp_path)) as kept:
-        kept.save(3, laid(3, PartitionSpec()), DATA)
-        kept.save_fast(4, laid(4, PartitionSpec()), DATA)
-    wanted = abstract(laid(0, PartitionSpec()))
-    split = wanted._replace(
+    with closing(both(tmp_path)) as tiers:
+        tiers.save(3, laid(3, PartitionSpec()), DATA)
+        tiers.save_fast(4, laid(4, PartitionSpec()), DATA)
+    template = abstract(laid(0, PartitionSpec()))
+    split = template._replace(
         parameters=jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec("x"))),
-            wanted.parameters,
+            template.parameters,
         )
     )
-    with closing(both(tmp_path)) as kept:
-        restored = kept.restore(split)
+    with closing(both(tmp_path)) as tiers:
+        restored = tiers.restore(split)
     assert restored.step == 3
     assert "step 4" in restored.source
     assert_equal(restored.state, make_state(3))
@@ -203,34 +203,34 @@ class OneOfTwo(Team):
 
 def test_all_processes_use_the_newest_common_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     save(tmp_path, fast=(4, 5))
-    with closing(both(tmp_path, OneOfTwo([4, 3]))) as kept:
-        assert kept.restore(abstract(make_state(0))).step == 4
+    with closing(both(tmp_path, OneOfTwo([4, 3]))) as tiers:
+        assert tiers.restore(abstract(make_state(0))).step == 4
     assert os.listdir(process_folder(tmp_path)) == ["4"], "the later one is not common, and is saved anew"
-    with closing(both(tmp_path, OneOfTwo([3]))) as kept:
-        assert kept.newest(abstract(make_state(0))) is None
+    with closing(both(tmp_path, OneOfTwo([3]))) as tiers:
+        assert tiers.newest(abstract(make_state(0))) is None
     assert "on all processes" in capfd.readouterr().err
 
 
 def test_a_new_run_with_the_same_name_ignores_older_fast_checkpoints(tmp_path: Path):
     save(tmp_path, fast=(4,))
     shutil.rmtree(tmp_path / "run")
-    with closing(both(tmp_path)) as kept:
-        assert kept.newest(abstract(make_state(0))) is None
+    with closing(both(tmp_path)) as tiers:
+        assert tiers.newest(abstract(make_state(0))) is None
 
 
 def test_the_best_checkpoints_are_kept_in_addition_to_the_newest(tmp_path: Path):
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 2.5}
-    with closing(both(tmp_path, keep=1, keep_best=2)) as kept:
+    with closing(both(tmp_path, keep=1, keep_best=2)) as tiers:
         for step, loss in losses.items():
-            kept.save(step, make_state(step), DATA, {"eval_loss": loss})
-        kept.save(6, make_state(6), DATA)
+            tiers.save(step, make_state(step), DATA, {"eval_loss": loss})
+        tiers.save(6, make_state(6), DATA)
     assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [2, 4, 6]
 
 
 def test_one_checkpoint_per_interval_is_kept(tmp_path: Path):
-    with closing(both(tmp_path, keep=1, keep_every_h=1e-9)) as kept:
+    with closing(both(tmp_path, keep=1, keep_every_h=1e-9)) as tiers:
         for step in (1, 2, 3):
-            kept.save(step, make_state(step), DATA)
+            tiers.save(step, make_state(step), DATA)
     assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [1, 2, 3]
 
 

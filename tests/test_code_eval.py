@@ -252,15 +252,15 @@ def refused(tmp_path: Path, *arguments: str, **environment: str) -> tuple[str, f
     """Return the message of a command that is refused without loading JAX, and its duration in seconds."""
     script = "import sys; from valkyrie.cli.train import main\ntry: main()\nfinally: assert 'jax' not in sys.modules"
     words = [sys.executable, "-c", script, *SINGLE, f"runs={tmp_path / 'runs'}", *arguments]
-    taken = []
+    seconds = []
     for _ in range(2):  # once more where the machine was busy
         began = time.monotonic()
         done = subprocess.run(words, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True)
-        taken.append(time.monotonic() - began)
+        seconds.append(time.monotonic() - began)
         assert done.returncode == 2 and not (tmp_path / "runs").exists(), done.stderr
-        if taken[-1] < 5:
+        if seconds[-1] < 5:
             break
-    return done.stderr, min(taken)
+    return done.stderr, min(seconds)
 
 
 def test_a_missing_compiler_is_refused_before_jax_loads(tmp_path: Path) -> None:
@@ -310,8 +310,8 @@ def test_training_and_mode_write_every_completion_and_the_rates(
     names = [problem.name for problem in read_problems("python") for _ in range(2)]
     assert [completion["problem"] for completion in file["completions"]] == names
     assert file["step"] == 4 and file["completions"] == [
-        completion | {"seconds": own["seconds"]}
-        for completion, own in zip(trained_file["completions"], file["completions"], strict=True)
+        completion | {"seconds": mode_completion["seconds"]}
+        for completion, mode_completion in zip(trained_file["completions"], file["completions"], strict=True)
     ], "the same parameters and seed write the same"
     assert "step 4: python: " in out and "every completion: " in out and "difficulty" in out
 

@@ -25,14 +25,14 @@ MARK = "98765.4321"
 
 def asleep() -> list[str]:
     """Return the processes of these tests that are still running."""
-    left = []
+    running = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = file.read_bytes().split(b"\0")
         except OSError:
             continue
-        left += [str(file)] if MARK.encode() in words else []
-    return left
+        running += [str(file)] if MARK.encode() in words else []
+    return running
 
 
 def none_left() -> bool:

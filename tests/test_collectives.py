@@ -43,29 +43,31 @@ def test_a_ring_uses_both_links_of_an_axis(kind, passes, axis):
     net, ids = network((4, 4, 8))
     groups = lines(ids, axis)
     n = groups.shape[1]
-    found = net.collective(kind, groups, BYTES)
-    assert seconds_of_links(found, kind) == pytest.approx(passes * (n - 1) / n * BYTES / (2 * LINK))
-    assert found.bytes_sent == passes * (n - 1) / n * BYTES
-    assert found.bytes_by_axis == {"abc"[axis]: found.bytes_sent}
-    assert found.latency == pytest.approx(assumptions.COLLECTIVE_START_S + passes * n / 2 * 1e-6)
+    traffic = net.collective(kind, groups, BYTES)
+    assert seconds_of_links(traffic, kind) == pytest.approx(passes * (n - 1) / n * BYTES / (2 * LINK))
+    assert traffic.bytes_sent == passes * (n - 1) / n * BYTES
+    assert traffic.bytes_by_axis == {"abc"[axis]: traffic.bytes_sent}
+    assert traffic.latency == pytest.approx(assumptions.COLLECTIVE_START_S + passes * n / 2 * 1e-6)
 
 
 def test_a_line_is_half_as_fast_as_a_ring():
     ring, ids = network((4, 4, 4))
     line, _ = network((4, 4, 4), wrap=(False, False, False))
     groups = lines(ids, 1)
-    one, two = (net.collective("all-gather", groups, BYTES) for net in (ring, line))
-    assert seconds_of_links(two, "all-gather") == pytest.approx(2 * seconds_of_links(one, "all-gather"))
-    assert two.latency == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
+    ring_traffic, line_traffic = (net.collective("all-gather", groups, BYTES) for net in (ring, line))
+    assert seconds_of_links(line_traffic, "all-gather") == pytest.approx(
+        2 * seconds_of_links(ring_traffic, "all-gather")
+    )
+    assert line_traffic.latency == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
 
 
 def test_an_all_gather_on_v5e_takes_the_time_in_the_scaling_book():
     """34 MB over 4 chips of an axis without wraparound: 560 us in theory, 680 us measured (scaling book)."""
     net = LinkModel(machine("v5e", torus((4, 8))))
     groups = np.arange(32).reshape(4, 8).T
-    found = net.collective("all-gather", groups, 34e6)
-    assert seconds_of_links(found, "all-gather") == pytest.approx(566e-6, rel=0.01)
-    assert found.seconds == pytest.approx(680e-6, rel=0.08)
+    traffic = net.collective("all-gather", groups, 34e6)
+    assert seconds_of_links(traffic, "all-gather") == pytest.approx(566e-6, rel=0.01)
+    assert traffic.seconds == pytest.approx(680e-6, rel=0.08)
     small = net.collective("all-gather", groups, 4 * 32e3)
     assert small.seconds == pytest.approx(8e-6, rel=0.4)
 
@@ -73,60 +75,60 @@ def test_an_all_gather_on_v5e_takes_the_time_in_the_scaling_book():
 @pytest.mark.parametrize("kind", ["all-gather", "all-reduce"])
 def test_all_axes_of_a_cube_are_used_at_once(kind):
     net, ids = network((4, 4, 4))
-    found = net.collective(kind, ids.reshape(1, -1), BYTES)
+    traffic = net.collective(kind, ids.reshape(1, -1), BYTES)
     passes = 2 if kind == "all-reduce" else 1
-    assert seconds_of_links(found, kind) == pytest.approx(passes * 63 / 64 * BYTES / (6 * LINK))
-    assert sum(found.bytes_by_axis.values()) == pytest.approx(found.bytes_sent)
-    assert set(found.bytes_by_axis) == {"a", "b", "c"}
+    assert seconds_of_links(traffic, kind) == pytest.approx(passes * 63 / 64 * BYTES / (6 * LINK))
+    assert sum(traffic.bytes_by_axis.values()) == pytest.approx(traffic.bytes_sent)
+    assert set(traffic.bytes_by_axis) == {"a", "b", "c"}
 
 
 def test_a_plane_uses_the_links_of_two_axes():
     net, ids = network((4, 4, 4))
-    found = net.collective("all-gather", ids[0].transpose(1, 0, 2).reshape(4, 16), BYTES)
-    assert seconds_of_links(found, "all-gather") == pytest.approx(15 / 16 * BYTES / (4 * LINK))
-    assert set(found.bytes_by_axis) == {"a", "c"}
+    traffic = net.collective("all-gather", ids[0].transpose(1, 0, 2).reshape(4, 16), BYTES)
+    assert seconds_of_links(traffic, "all-gather") == pytest.approx(15 / 16 * BYTES / (4 * LINK))
+    assert set(traffic.bytes_by_axis) == {"a", "c"}
 
 
 def test_a_group_on_half_of_an_axis_is_a_line():
     net, ids = network((8, 4, 4))
     halves = lines(ids, 0).reshape(-1, 4)
-    found = net.collective("all-gather", halves, BYTES)
-    assert seconds_of_links(found, "all-gather") == pytest.approx(3 / 4 * BYTES / LINK)
+    traffic = net.collective("all-gather", halves, BYTES)
+    assert seconds_of_links(traffic, "all-gather") == pytest.approx(3 / 4 * BYTES / LINK)
 
 
 def test_groups_that_skip_chips_share_their_links():
     net, ids = network((8, 4, 4))
     skipping = np.concatenate([lines(ids, 0)[:, 0::2], lines(ids, 0)[:, 1::2]])
-    found = net.collective("all-gather", skipping, BYTES)
-    assert seconds_of_links(found, "all-gather") == pytest.approx(2 * 3 / 4 * BYTES / (2 * LINK))
+    traffic = net.collective("all-gather", skipping, BYTES)
+    assert seconds_of_links(traffic, "all-gather") == pytest.approx(2 * 3 / 4 * BYTES / (2 * LINK))
 
 
 @pytest.mark.parametrize(("shape", "wrap", "crossings"), [((4, 4, 4), True, 2.0), ((2, 2, 4), False, 4.0)])
 def test_an_all_to_all_loads_the_busiest_link(shape, wrap, crossings):
     """On a ring of 4, each link is crossed twice per direction. On a line of 4, the middle link is crossed 4 times."""
     net, ids = network(shape, wrap=(wrap,) * 3)
-    found = net.collective("all-to-all", lines(ids, 2), BYTES)
-    assert seconds_of_links(found, "all-to-all") == pytest.approx(crossings * BYTES / 4 / LINK)
-    assert found.bytes_sent == payload("all-to-all", BYTES, 4)
+    traffic = net.collective("all-to-all", lines(ids, 2), BYTES)
+    assert seconds_of_links(traffic, "all-to-all") == pytest.approx(crossings * BYTES / 4 / LINK)
+    assert traffic.bytes_sent == payload("all-to-all", BYTES, 4)
 
 
 def test_a_permute_uses_one_direction_and_the_reverse_permute_the_other():
     net, ids = network((4, 4, 4))
     ring = lines(ids, 0)
     up = np.stack([ring.ravel(), np.roll(ring, -1, axis=1).ravel()], axis=1)
-    one, two = net.permute(up, BYTES), net.permute(up[:, ::-1], BYTES)
-    assert seconds_of_links(one, "collective-permute") == pytest.approx(BYTES / LINK)
-    assert set(one.busy) == {"a+"} and set(two.busy) == {"a-"}
-    assert one.bytes_sent == BYTES and one.bytes_by_axis == {"a": BYTES}
+    forward, backward = net.permute(up, BYTES), net.permute(up[:, ::-1], BYTES)
+    assert seconds_of_links(forward, "collective-permute") == pytest.approx(BYTES / LINK)
+    assert set(forward.busy) == {"a+"} and set(backward.busy) == {"a-"}
+    assert forward.bytes_sent == BYTES and forward.bytes_by_axis == {"a": BYTES}
 
 
 def test_a_permute_to_a_distant_chip_crosses_every_link_between():
     net, ids = network((8, 4, 4))
     ring = lines(ids, 0)
     pairs = np.stack([ring.ravel(), np.roll(ring, -3, axis=1).ravel()], axis=1)
-    found = net.permute(pairs, BYTES)
-    assert seconds_of_links(found, "collective-permute") == pytest.approx(3 * BYTES / LINK)
-    assert found.latency == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
+    traffic = net.permute(pairs, BYTES)
+    assert seconds_of_links(traffic, "collective-permute") == pytest.approx(3 * BYTES / LINK)
+    assert traffic.latency == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
 
 
 def test_two_devices_of_a_chip_share_its_links_and_have_a_link_between_them():
@@ -143,9 +145,9 @@ def test_two_devices_of_a_chip_share_its_links_and_have_a_link_between_them():
 
 def test_devices_of_a_host_share_its_network_between_slices():
     net, ids = network((4, 4, 4), slices=2)
-    found = net.between_slices("all-reduce", BYTES, 2)
-    assert found.seconds - found.latency == pytest.approx(BYTES * 4 / 25e9)
-    assert found.bytes_by_axis == {DCN: BYTES}
+    traffic = net.between_slices("all-reduce", BYTES, 2)
+    assert traffic.seconds - traffic.latency == pytest.approx(BYTES * 4 / 25e9)
+    assert traffic.bytes_by_axis == {DCN: BYTES}
     whole = net.collective("all-reduce", ids.reshape(1, -1), BYTES)
     assert whole.bytes_by_axis[DCN] == pytest.approx(BYTES / 64)
     assert whole.seconds > net.collective("all-reduce", ids.reshape(2, -1), BYTES).seconds
@@ -161,8 +163,12 @@ def test_a_chips_network_bandwidth_does_not_depend_on_its_host_size(name):
     assert target.chip is not None
     topology = build_topology(target)
     places = [Position(s, c, 0) for s in (0, 1) for c in np.ndindex(topology.shape)]
-    found = LinkModel(Machine(target.chip, topology, tuple(places), {})).between_slices("collective-permute", BYTES, 2)
-    assert BYTES / (found.seconds - found.latency) == pytest.approx({"v5e": 3.125e9, "v6e": 12.5e9}[target.chip.name])
+    traffic = LinkModel(Machine(target.chip, topology, tuple(places), {})).between_slices(
+        "collective-permute", BYTES, 2
+    )
+    assert BYTES / (traffic.seconds - traffic.latency) == pytest.approx(
+        {"v5e": 3.125e9, "v6e": 12.5e9}[target.chip.name]
+    )
 
 
 def test_a_group_of_one_sends_nothing():
@@ -190,9 +196,9 @@ def test_overlapped_gathers_on_v4_use_one_ring_in_mesh_order():
     """At the end of a row, the ring returns over the whole row and shares its links with the other members."""
     net, ids = network((4, 4, 4), wrap=(False, False, False))
     planes = ids[0].reshape(4, 16)
-    found = net.collective("all-gather", planes, BYTES, parse_algorithm(BESIDE_PRODUCTS))
+    traffic = net.collective("all-gather", planes, BYTES, parse_algorithm(BESIDE_PRODUCTS))
     one_link_of_a_row = 15 / 16 * BYTES / LINK
-    assert seconds_of_links(found, "all-gather") == pytest.approx(one_link_of_a_row)
+    assert seconds_of_links(traffic, "all-gather") == pytest.approx(one_link_of_a_row)
     by_rows_and_columns = net.collective("all-gather", planes, BYTES)
     assert seconds_of_links(by_rows_and_columns, "all-gather") == pytest.approx(one_link_of_a_row / 2)
 
@@ -200,8 +206,8 @@ def test_overlapped_gathers_on_v4_use_one_ring_in_mesh_order():
 def test_a_single_ring_through_a_plane_uses_two_links():
     net, ids = network((4, 4, 4))
     planes = ids[0].reshape(4, 16)
-    found = net.collective("all-gather", planes, BYTES, parse_algorithm(ONE_RING_EMITTERS))
-    assert seconds_of_links(found, "all-gather") == pytest.approx(15 / 16 * BYTES / (2 * LINK))
+    traffic = net.collective("all-gather", planes, BYTES, parse_algorithm(ONE_RING_EMITTERS))
+    assert seconds_of_links(traffic, "all-gather") == pytest.approx(15 / 16 * BYTES / (2 * LINK))
 
 
 def test_the_compilers_dimension_orders_are_parsed():
@@ -217,11 +223,11 @@ def test_an_unstated_algorithm_is_none():
 
 
 def test_a_chip_without_link_bandwidth_is_refused_with_its_file():
-    where = machine("v4", torus((4, 4, 4)))
-    where.chip.ici_link_gbs, before = None, where.chip.ici_link_gbs
+    v4 = machine("v4", torus((4, 4, 4)))
+    v4.chip.ici_link_gbs, before = None, v4.chip.ici_link_gbs
     try:
         with pytest.raises(ValueError) as error:
-            LinkModel(where)
+            LinkModel(v4)
     finally:
-        where.chip.ici_link_gbs = before
+        v4.chip.ici_link_gbs = before
     assert "ici_link_gbs" in str(error.value) and "conf/target/chip/v4.yaml" in str(error.value)

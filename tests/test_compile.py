@@ -172,8 +172,10 @@ def test_offloaded_activations_are_not_in_the_peak_of_a_tpu(layers: int, keeps: 
     sizes = compiled.memory_analysis()
     activation, weights = 2 * rows * width, 2 * 2 * layers * width**2
     assert sizes is not None and sizes.host_temp_size_in_bytes == (0 if keeps else layers * activation)
-    held = layers if keeps else 0
-    assert held + 2 <= (get_platform("tpu").peak_bytes(sizes) - weights) / activation <= held + 7
+    offloaded_layers = layers if keeps else 0
+    assert (
+        offloaded_layers + 2 <= (get_platform("tpu").peak_bytes(sizes) - weights) / activation <= offloaded_layers + 7
+    )
     assert (alone is None) == keeps and (alone is None or 2 <= (alone - weights) / activation <= 5)
 
 
@@ -245,8 +247,8 @@ def test_cached_programs_depend_on_operation_names_but_not_on_source_lines():
         '%0 = stablehlo.add %a, %b loc(#loc3)\n#loc2 = loc("/x/model.py":7:4 to :19)\n#loc3 = loc("jit(f)/up"(#loc2))'
     )
     assert key(text) == key(text.replace("model.py", "moved.py").replace(":7:4 to :19", ":9:0 to 10:3"))
-    others = {key(text.replace("up", "down")), key(text.replace("add", "multiply")), key(text, {"xla_a": "1"})}
-    assert len(others | {key(text)}) == 4
+    other_keys = {key(text.replace("up", "down")), key(text.replace("add", "multiply")), key(text, {"xla_a": "1"})}
+    assert len(other_keys | {key(text)}) == 4
 
 
 MEMORY = ProgramMemory(1, 1, 0, 1, 1, 3)
@@ -281,8 +283,8 @@ def test_a_damaged_cached_program_is_ignored(tmp_path: Path, file: str, damage: 
         (folder / file).write_bytes(damage)
     assert read_program(folder) is None
     store_program(entry(tmp_path / "scratch", compile_s=2.0), folder, replace=False)
-    kept = read_program(folder)
-    assert kept is not None and kept.compile_s == 2.0
+    cached = read_program(folder)
+    assert cached is not None and cached.compile_s == 2.0
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -291,8 +293,8 @@ def test_the_first_of_two_simultaneous_compiles_is_cached_unless_a_new_one_was_r
     folder = tmp_path / "entry"
     for compile_s in (1.0, 2.0):
         store_program(entry(tmp_path / "scratch", compile_s), folder, replace=anew)
-    kept = read_program(folder)
-    assert kept is not None and kept.compile_s == (2.0 if anew else 1.0)
+    cached = read_program(folder)
+    assert cached is not None and cached.compile_s == (2.0 if anew else 1.0)
     with_text = entry(tmp_path / "other")
     (with_text / TEXT).touch()
     store_program(with_text, folder, replace=False)

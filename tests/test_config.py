@@ -47,10 +47,10 @@ def test_every_group_has_choices_and_every_folder_is_a_group():
 @pytest.mark.parametrize("turn", range(max(len(found) for found in CHOICES.values())))
 def test_every_choice_of_every_config_group_composes(turn: int):
     """Each turn takes the next choice of every group at once. Composing each choice separately would take a minute."""
-    chosen = {group: found[turn % len(found)] for group, found in CHOICES.items()}
-    run = Run.from_config(compose_config(*(f"{group}={choice}" for group, choice in chosen.items())))
+    choices = {group: found[turn % len(found)] for group, found in CHOICES.items()}
+    run = Run.from_config(compose_config(*(f"{group}={choice}" for group, choice in choices.items())))
     found = {group: getattr(run.config, group).name for group in GROUPS}
-    assert found == chosen | ({"mode": "measure"} if chosen["mode"] == "quick_measure" else {})
+    assert found == choices | ({"mode": "measure"} if choices["mode"] == "quick_measure" else {})
 
 
 @pytest.mark.parametrize("path", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -133,9 +133,9 @@ def test_a_job_uses_the_configuration_of_the_multirun(
     (folder / "experiment").mkdir(parents=True)
     (folder / "experiment" / "mine.yaml").write_text("# @package _global_\nsteps: 11\n")
     (folder / "mine.yaml").write_text(command("steps=11", "mesh=2x2x2", "--cfg", "job").out)
-    asked = [*flags, "-m", 'runs="it\'s here"']
-    asked += ["experiment=mine", "mesh=2x2x2,4x2x1"] if flags[0] == "--config-dir" else ["seed=0,1"]
-    plan = multirun_plans(command, monkeypatch, *asked)[0]
+    arguments = [*flags, "-m", 'runs="it\'s here"']
+    arguments += ["experiment=mine", "mesh=2x2x2,4x2x1"] if flags[0] == "--config-dir" else ["seed=0,1"]
+    plan = multirun_plans(command, monkeypatch, *arguments)[0]
     assert plan.run is not None and plan.flags == tuple(flags[:1] + [str(folder)] + flags[2:])
     config = plan.run.config
     assert (config.steps, config.mesh.name, config.seed) == (11, "2x2x2", 0)
@@ -149,10 +149,10 @@ def test_what_cfg_job_prints_composes_to_the_same_run(command: Any, tmp_path: Pa
     assert printed.run is None
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "mine.yaml").write_text(printed.out)
-    asked = command(*arguments).run
-    assert asked is not None
+    run = command(*arguments).run
+    assert run is not None
     OmegaConf.clear_resolvers()  # as in a process of its own, which reads the file before there are any
-    assert command("--config-path", str(tmp_path / "saved"), "--config-name", "mine").run == asked
+    assert command("--config-path", str(tmp_path / "saved"), "--config-name", "mine").run == run
     again = command("--config-path", str(tmp_path / "saved"), "--config-name", "mine", "steps=9").run
     assert again.config.steps == 9
     assert [path.name for path in tmp_path.iterdir()] == ["saved"], "no folder and no log of Hydra's is left behind"
@@ -227,9 +227,9 @@ def test_several_prompts_make_a_sweep(command: Any, monkeypatch: pytest.MonkeyPa
 def test_a_composed_file_accepts_keys_and_choices(command: Any, tmp_path: Path):
     folder = tmp_path / "runs" / "a"
     write_run_files(command("mesh=1x1x1", "partition=dp", "model=s5_tiny").run, folder)
-    asked = ["--config-path", "runs/a", "--config-name", "run"]
-    assert command(*asked, "mode=show").run.config.mode.name == "show"
-    config = command(*asked, "partition=fsdp", "mode=show", "model.layers=3").run.config
+    arguments = ["--config-path", "runs/a", "--config-name", "run"]
+    assert command(*arguments, "mode=show").run.config.mode.name == "show"
+    config = command(*arguments, "partition=fsdp", "mode=show", "model.layers=3").run.config
     assert (config.partition.name, config.mode.name, config.model.name, config.model.layers) == (
         "fsdp",
         "show",
@@ -237,7 +237,7 @@ def test_a_composed_file_accepts_keys_and_choices(command: Any, tmp_path: Path):
         3,
     )
     add_checkpoint(folder)
-    assert command(*asked, "mode=eval").run.config.resume == str(folder)
+    assert command(*arguments, "mode=eval").run.config.resume == str(folder)
     assert command("resume=a", "mode=eval").run.model.name == "s5_tiny"
     refused = command("resume=a", "partition=nix")
     assert "as_saved" not in refused.err and "Choices: 1d_tp" in refused.err
@@ -516,9 +516,9 @@ def test_a_resolver_of_the_calling_process_is_not_replaced(monkeypatch: pytest.M
 def test_the_refusal_of_a_key_of_another_choice_lists_the_choices_that_have_it(group: str):
     families = FAMILIES[group]
     keys = {name: {field.name for field in fields(families.config_class(name))} for name in families.names()}
-    for name, own in keys.items():
+    for name, group_keys in keys.items():
         text = {"mode": f"mode={name}", "data": f"data.source={name}", "optimizer": f"optimizer.family={name}"}[group]
-        for key in set().union(*keys.values()) - own:
+        for key in set().union(*keys.values()) - group_keys:
             having = [other for other in families.names() if key in keys[other]]
             parent = OmegaConf.structured(families.config_class(name))
             parent[families.key.partition(".")[2]] = name

@@ -105,8 +105,8 @@ def test_a_step_lowers_for_32_missing_devices(model, partition):
     lowered = program.lower_step()
     assert len(jax.tree.leaves(lowered.out_info)) > len(program.parameter_names)
     for name, spec in program.assembly.specs.items():
-        held = program.layout.stored_axes(spec.axes)
-        for size, axes in zip(spec.shape, held, strict=True):
+        mesh_axes = program.layout.stored_axes(spec.axes)
+        for size, axes in zip(spec.shape, mesh_axes, strict=True):
             assert size % math.prod(run.config.mesh.axes[a] for a in axes) == 0, name
 
 

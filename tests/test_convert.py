@@ -137,11 +137,11 @@ def test_each_device_of_a_mesh_gets_its_shard(layout, tmp_path):
     folder = made(published(tmp_path / "model", "llama"), tmp_path / "runs")
     _, program, parameters = restored(folder, *layout)
     _, _, whole = restored(folder)
-    for array, wanted, asked in zip(
+    for array, sharding, spec in zip(
         *map(jax.tree.leaves, (parameters, whole, program.abstract_state.parameters)), strict=True
     ):
-        assert array.sharding == asked.sharding
-        np.testing.assert_array_equal(array, wanted)
+        assert array.sharding == spec.sharding
+        np.testing.assert_array_equal(array, sharding)
     split = jax.tree.leaves(parameters)[0]
     assert split.addressable_shards[0].data.size < split.size
 
@@ -149,9 +149,9 @@ def test_each_device_of_a_mesh_gets_its_shard(layout, tmp_path):
 @pytest.mark.slow
 def test_a_converted_run_trains_on_another_mesh_and_is_exported(tmp_path):
     folder = made(published(tmp_path / "model", "llama"), tmp_path / "runs")
-    asked = ["resume=model", "mesh=1x2x2", "partition=2d_tp", "data=synthetic", "data.documents=50", "steps=3"]
-    asked += ["batch=8", "seq=32", "sample_tokens=4", "tracking=off", "optimizer.ema_decay=0.9"]
-    command = [sys.executable, "-m", "valkyrie.cli.train", *asked]
+    arguments = ["resume=model", "mesh=1x2x2", "partition=2d_tp", "data=synthetic", "data.documents=50", "steps=3"]
+    arguments += ["batch=8", "seq=32", "sample_tokens=4", "tracking=off", "optimizer.ema_decay=0.9"]
+    command = [sys.executable, "-m", "valkyrie.cli.train", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "from step 0" in done.stdout and "so far" not in done.stdout

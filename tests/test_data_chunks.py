@@ -61,15 +61,15 @@ if __name__ == "__main__":
 
 
 def test_cpp_is_split_into_functions_and_classes_with_preceding_lines() -> None:
-    found = [*chunks(CPP, Language.cpp)]
-    assert "".join(found).replace("\n", "") == CPP.replace("\n", "")
-    assert [chunk.splitlines()[-1] for chunk in found[:3]] == [
+    pieces = [*chunks(CPP, Language.cpp)]
+    assert "".join(pieces).replace("\n", "") == CPP.replace("\n", "")
+    assert [chunk.splitlines()[-1] for chunk in pieces[:3]] == [
         "int twice(int a) { return 2 * a; }  // as is",
         "};",
         "int g(void) { return 2; }",
     ]
-    assert found[0].startswith("// License\n") and found[1].startswith("class Pair") and len(found) == 4
-    assert found[3].endswith("return t; }\nint x = 3;\n")
+    assert pieces[0].startswith("// License\n") and pieces[1].startswith("class Pair") and len(pieces) == 4
+    assert pieces[3].endswith("return t; }\nint x = 3;\n")
 
 
 def test_python_is_split_into_functions_and_classes() -> None:
@@ -86,10 +86,10 @@ def test_a_text_without_functions_is_not_split(code: str) -> None:
 def test_chunks_of_real_files_lose_no_text() -> None:
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py")):
         text = path.read_text(encoding="utf-8")
-        found = [*chunks(text, Language.python)]
-        assert "".join(found).replace("\n", "") == text.replace("\n", "")
+        pieces = [*chunks(text, Language.python)]
+        assert "".join(pieces).replace("\n", "") == text.replace("\n", "")
         defined = sum(line.startswith(("def ", "class ", "async def ")) for line in text.splitlines())
-        assert len(found) >= min(1, defined)
+        assert len(pieces) >= min(1, defined)
 
 
 def test_two_functions_on_one_line_are_split() -> None:
@@ -104,30 +104,30 @@ def test_files_split_by_function_are_a_separate_dataset(tmp_path: Path) -> None:
     (tmp_path / "a.cpp").write_text(CPP)
     (tmp_path / "b.py").write_text(PYTHON)
     (tmp_path / "c.md").write_text("# Title\n\nint f() { return 1; }\n")
-    asked = config(tmp_path, cache_dir=str(tmp_path / "cache"))
-    found = [document.id.rpartition(os.sep)[2] for document in asked.read_documents(asked.list_files())]
-    assert found == ["a.cpp#1", "a.cpp#2", "a.cpp#3", "a.cpp#4", "b.py#1", "b.py#2", "c.md"]
+    source = config(tmp_path, cache_dir=str(tmp_path / "cache"))
+    names = [document.id.rpartition(os.sep)[2] for document in source.read_documents(source.list_files())]
+    assert names == ["a.cpp#1", "a.cpp#2", "a.cpp#3", "a.cpp#4", "b.py#1", "b.py#2", "c.md"]
 
     def count(prepared: PreparedText) -> int:
         return sum(split.documents for split in (prepared.train, prepared.validation))
 
     whole = text_source.Config(paths=[str(tmp_path)], cache_dir=str(tmp_path / "cache"))
-    assert count(prepare(asked, "bytes")) == 7 and count(prepare(whole, "bytes")) == 3
+    assert count(prepare(source, "bytes")) == 7 and count(prepare(whole, "bytes")) == 3
 
 
 def test_a_single_file_split_by_function_has_several_documents(tmp_path: Path) -> None:
     (tmp_path / "a.cpp").write_text(CPP)
-    asked = config(tmp_path / "a.cpp", cache_dir=str(tmp_path / "cache"))
-    prepared = prepare(asked, "bytes")
+    source = config(tmp_path / "a.cpp", cache_dir=str(tmp_path / "cache"))
+    prepared = prepare(source, "bytes")
     assert prepared.train.documents + prepared.validation.documents == 4
 
 
 def test_shards_can_be_streamed_by_function(tmp_path: Path) -> None:
     for number in range(2):
         parquet.write_table(arrow.table({"text": [CPP, CPP]}), tmp_path / f"{number}.parquet")
-    asked = parquet_stream.Config(paths=[str(tmp_path)], chunk=Chunk.functions, language=Language.cpp, workers=0)
-    data = open_stream(asked, "bytes")
-    lane = Lane(data.validation, asked, "bytes", 0, 1, None)
+    source = parquet_stream.Config(paths=[str(tmp_path)], chunk=Chunk.functions, language=Language.cpp, workers=0)
+    data = open_stream(source, "bytes")
+    lane = Lane(data.validation, source, "bytes", 0, 1, None)
     places = [place for place, _ in lane.documents(DocumentPosition(0, 0, 0))]
     assert [place.document for place in places] == [*range(8)]
     ((_, tokens),) = lane.fetch([DocumentPosition(0, 0, 5)])
@@ -139,8 +139,8 @@ def test_the_language_of_jsonl_and_parquet_rows_must_be_set(tmp_path: Path) -> N
     path.write_text(json.dumps({"text": CPP}) + "\n")
     with pytest.raises(ValueError, match=r"a\.jsonl: .*data\.language=c"):
         config(path).list_files()
-    asked = config(path, language=Language.cpp)
-    assert len([*read(asked.list_files().files[0], asked.read_options)]) == 4
+    source = config(path, language=Language.cpp)
+    assert len([*read(source.list_files().files[0], source.read_options)]) == 4
 
 
 def test_sources_without_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

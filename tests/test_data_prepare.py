@@ -249,7 +249,9 @@ def test_a_flipped_bit_is_found_when_a_shard_was_touched(config: text_source.Con
     flip(shard)
     with pytest.raises(CorruptShardsError, match=f"1 of {count}") as caught:
         open_prepared(prepared.path)
-    assert [(one.code, one.value) for one in caught.value.damages] == [(ProblemCode.damaged, "train-00001.bin")]
+    assert [(damage.code, damage.value) for damage in caught.value.damages] == [
+        (ProblemCode.damaged, "train-00001.bin")
+    ]
     with pytest.raises(CorruptShardsError):
         prepare(config, "bytes")
     flip(shard)
@@ -274,7 +276,7 @@ def test_short_and_missing_shards_are_named_together(config: text_source.Config)
     with pytest.raises(CorruptShardsError, match="599 bytes") as caught:
         open_prepared(prepared.path)
     wrong = [(ProblemCode.damaged, "train-00000.bin"), (ProblemCode.missing, "validation-00000.bin")]
-    assert [(one.code, one.value) for one in caught.value.damages] == wrong
+    assert [(damage.code, damage.value) for damage in caught.value.damages] == wrong
 
 
 @pytest.mark.parametrize(

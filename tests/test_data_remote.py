@@ -56,8 +56,8 @@ def config(*paths: str, **more: Any) -> text_source.Config:
 
 
 def texts(asked: text_source.Config) -> list[str]:
-    found = list(asked.read_documents(asked.list_files()))
-    return [document.text for document in found if isinstance(document, Document)]
+    documents = list(asked.read_documents(asked.list_files()))
+    return [document.text for document in documents if isinstance(document, Document)]
 
 
 def test_remote_files_folders_and_globs_are_read_like_local_ones(shelf: str, tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_a_file_is_identified_by_its_most_reliable_checksum() -> None:
 
 
 def test_a_url_does_not_depend_on_the_working_directory() -> None:
-    asked = config("gs://bucket/books/*.txt", "notes").with_full_paths()
-    assert asked.paths == ["gs://bucket/books/*.txt", str(Path.cwd() / "notes")]
+    source = config("gs://bucket/books/*.txt", "notes").with_full_paths()
+    assert source.paths == ["gs://bucket/books/*.txt", str(Path.cwd() / "notes")]
 
 
 def test_local_paths_do_not_load_fsspec(tmp_path: Path) -> None:
@@ -171,10 +171,10 @@ def test_a_training_reads_its_text_from_a_bucket(
         text = f"document {number} of thirty\n" * (number + 3)
         system.pipe(f"{books}/{number:02d}.txt", text.encode())
         (tmp_path / "books" / f"{number:02d}.txt").write_text(text)
-    asked = [argument for argument in tiny_arguments(tmp_path, "steps=1") if not argument.startswith("data")]
+    arguments = [argument for argument in tiny_arguments(tmp_path, "steps=1") if not argument.startswith("data")]
     cache = tmp_path / "cache"
-    asked += ["data=text", f"data.cache_dir={cache}"]
-    assert command(*asked, f"data.paths={books}/*.txt") == 0
+    arguments += ["data=text", f"data.cache_dir={cache}"]
+    assert command(*arguments, f"data.paths={books}/*.txt") == 0
     from_bucket = OmegaConf.load(tmp_path / "run" / "run.yaml")
     assert from_bucket.data.paths == [f"{books}/*.txt"]
     capsys.readouterr()

@@ -38,10 +38,10 @@ def text_config(*paths: object, **more: Any) -> text_source.Config:
 
 
 def read(config: DocumentConfig) -> list[Document]:
-    found = list(config.read_documents(config.list_files()))
-    chosen = [document for document in found if isinstance(document, Document)]
-    assert chosen == found
-    return chosen
+    entries = list(config.read_documents(config.list_files()))
+    documents = [document for document in entries if isinstance(document, Document)]
+    assert documents == entries
+    return documents
 
 
 def texts(config: DocumentConfig) -> list[str]:
@@ -220,11 +220,11 @@ def test_paths_without_text_are_refused(
 
 def test_the_synthetic_chain_is_seeded_and_has_the_stated_entropy() -> None:
     config = synthetic.Config(documents=700, mean_length=100, states=16)
-    found = list(config.read_documents(config.list_files()))
+    documents = list(config.read_documents(config.list_files()))
     again = list(config.read_documents(config.list_files()))
-    assert len(found) == 700
+    assert len(documents) == 700
     counts = np.zeros((16, 16))
-    for first, second in zip(found, again, strict=True):
+    for first, second in zip(documents, again, strict=True):
         assert isinstance(first, TokenDocument) and isinstance(second, TokenDocument)
         assert np.array_equal(first.tokens, second.tokens) and 50 <= first.tokens.size <= 150
         np.add.at(counts, (first.tokens[:-1] - FIRST_ID, first.tokens[1:] - FIRST_ID), 1)
@@ -235,8 +235,8 @@ def test_the_synthetic_chain_is_seeded_and_has_the_stated_entropy() -> None:
     )
     assert measured == pytest.approx(entropy(), rel=0.01)
     other = next(synthetic.Config(states=16, generator_seed=1).read_documents(config.list_files()))
-    assert isinstance(other, TokenDocument) and isinstance(found[0], TokenDocument)
-    assert other.tokens.tolist() != found[0].tokens.tolist()
+    assert isinstance(other, TokenDocument) and isinstance(documents[0], TokenDocument)
+    assert other.tokens.tolist() != documents[0].tokens.tolist()
 
 
 @pytest.mark.parametrize(("key", "value"), [("states", 3), ("documents", 1), ("mean_length", 1)])
@@ -247,12 +247,12 @@ def test_an_impossible_synthetic_chain_is_refused(key: str, value: int) -> None:
 
 def splits_of(config: DocumentConfig, threshold: int | None = None) -> tuple[dict[str, list[str]], Census]:
     census = Census()
-    found: dict[str, list[str]] = {"train": [], "validation": []}
+    texts: dict[str, list[str]] = {"train": [], "validation": []}
     limit = int(config.validation_fraction * HASH_RANGE) if threshold is None else threshold
     for piece in cut(config, config.list_files(), limit, census):
         assert isinstance(piece.content, str)
-        found[piece.split].append(piece.content)
-    return found, census
+        texts[piece.split].append(piece.content)
+    return texts, census
 
 
 def test_the_split_of_a_document_depends_only_on_its_text(tmp_path: Path) -> None:
@@ -261,12 +261,12 @@ def test_the_split_of_a_document_depends_only_on_its_text(tmp_path: Path) -> Non
     for number in range(400):
         (tmp_path / "one" / f"{number}.txt").write_text(f"text {number}")
         (tmp_path / "two" / f"renamed-{number}.md").write_text(f"text {number}")
-    one, _ = splits_of(text_config(tmp_path / "one", validation_fraction=0.2))
+    first, _ = splits_of(text_config(tmp_path / "one", validation_fraction=0.2))
     both, _ = splits_of(text_config(tmp_path / "one", tmp_path / "two", validation_fraction=0.2))
-    assert 50 < len(one["validation"]) < 110
-    assert sorted(both["validation"]) == sorted(one["validation"] * 2)
+    assert 50 < len(first["validation"]) < 110
+    assert sorted(both["validation"]) == sorted(first["validation"] * 2)
     smaller, _ = splits_of(text_config(tmp_path / "one", validation_fraction=0.1))
-    assert set(smaller["validation"]) < set(one["validation"])
+    assert set(smaller["validation"]) < set(first["validation"])
 
 
 @pytest.mark.parametrize("fraction", [1e-6, 0.999999])
@@ -285,8 +285,8 @@ def test_both_splits_get_at_least_one_document(tmp_path: Path, fraction: float) 
 def test_a_single_file_is_split_at_a_line(tmp_path: Path) -> None:
     lines = [f"line {number}\n" for number in range(100)]
     (tmp_path / "a.txt").write_text("".join(lines))
-    found, census = splits_of(text_config(tmp_path / "a.txt", validation_fraction=0.1))
-    train, validation = "".join(found["train"]), "".join(found["validation"])
+    texts, census = splits_of(text_config(tmp_path / "a.txt", validation_fraction=0.1))
+    train, validation = "".join(texts["train"]), "".join(texts["validation"])
     assert train + validation == "".join(lines) and train.endswith("\n") and validation.startswith("line 9")
     assert census.documents == 1
     (tmp_path / "b.txt").write_text("x")
@@ -298,15 +298,15 @@ def test_a_single_file_is_split_at_a_line(tmp_path: Path) -> None:
 def test_max_bytes_limits_the_text_exactly(tmp_path: Path, limit: int) -> None:
     for number in range(100):
         (tmp_path / f"{number:03d}.txt").write_text(f"document {number % 10}")  # 10 bytes
-    found, census = splits_of(text_config(tmp_path, max_bytes=limit))
-    assert sum(len(text) for split in found.values() for text in split) == census.bytes == limit
+    texts, census = splits_of(text_config(tmp_path, max_bytes=limit))
+    assert sum(len(text) for split in texts.values() for text in split) == census.bytes == limit
 
 
 def test_max_bytes_never_cuts_a_character(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("é" * 10)
     (tmp_path / "b.txt").write_text("è" * 10)
-    found, _ = splits_of(text_config(tmp_path, max_bytes=33))
-    assert sorted("".join(text) for text in found["train"] + found["validation"]) == ["è" * 6, "é" * 10]
+    texts, _ = splits_of(text_config(tmp_path, max_bytes=33))
+    assert sorted("".join(text) for text in texts["train"] + texts["validation"]) == ["è" * 6, "é" * 10]
 
 
 @given(parts=st.lists(st.sampled_from(["ab", "1", " ", "\n", "\n\n", "\t", "!", "/", "'s", "é", "\r"]), max_size=40))

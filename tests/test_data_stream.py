@@ -81,8 +81,8 @@ def test_a_restored_position_continues_with_the_same_batches(shards: Path, packi
 def test_several_processes_read_the_rows_of_one(shards: Path, packing: Packing, processes: int) -> None:
     data = streamed(shards, packing=packing, pool=20, lanes=4)
     whole, _ = take(data, 12)
-    each = 8 // processes
-    parts = [take(data, 12, places=range(p * each, p * each + each))[0] for p in range(processes)]
+    rows_each = 8 // processes
+    parts = [take(data, 12, places=range(p * rows_each, p * rows_each + rows_each))[0] for p in range(processes)]
     joined = [{name: np.concatenate([part[step][name] for part in parts]) for name in whole[0]} for step in range(12)]
     assert_same(joined, whole)
 
@@ -156,9 +156,9 @@ def test_workers_give_the_same_batches_as_a_thread_and_end_on_close(shards: Path
 
 def test_the_seed_orders_the_groups_and_epochs_differ(shards: Path) -> None:
     data = streamed(shards, lanes=1)
-    (one,), _ = take(data, 1)
+    (first,), _ = take(data, 1)
     (two,), _ = take(data, 1, seed=4)
-    assert (one["tokens"] != two["tokens"]).any()
+    assert (first["tokens"] != two["tokens"]).any()
     rows, _ = take(data, 30, batch=8)
     flat = np.concatenate([batch["tokens"].ravel() for batch in rows])
     half = len(flat) // 2
@@ -167,11 +167,15 @@ def test_the_seed_orders_the_groups_and_epochs_differ(shards: Path) -> None:
 
 
 def test_validation_is_the_last_group_of_a_single_file_or_val_paths(shards: Path) -> None:
-    one = streamed(shards / "000.parquet")
-    assert [unit.group for unit in one.train] == [0, 1, 2, 3] and [unit.group for unit in one.validation] == [4]
-    asked = streamed(shards, val_paths=[str(shards / "001.parquet")])
-    assert {unit.file.id.rpartition("/")[2] for unit in asked.train} == {"000.parquet", "002.parquet", "003.parquet"}
-    assert asked.content != streamed(shards).content
+    single = streamed(shards / "000.parquet")
+    assert [unit.group for unit in single.train] == [0, 1, 2, 3] and [unit.group for unit in single.validation] == [4]
+    with_val_paths = streamed(shards, val_paths=[str(shards / "001.parquet")])
+    assert {unit.file.id.rpartition("/")[2] for unit in with_val_paths.train} == {
+        "000.parquet",
+        "002.parquet",
+        "003.parquet",
+    }
+    assert with_val_paths.content != streamed(shards).content
 
 
 def refusal(action: Any) -> str:

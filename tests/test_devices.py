@@ -93,8 +93,8 @@ def test_offloading_is_refused_if_the_devices_have_no_host_memory(
 ) -> None:
     status = command(*TINY, *SINGLE, f"runs={tmp_path}", "partition.optimizer_memory=host")
     assert status == 2
-    said = capfd.readouterr().err
-    assert "partition.optimizer_memory=host" in said and "partition.optimizer_memory=device" in said
+    stderr = capfd.readouterr().err
+    assert "partition.optimizer_memory=host" in stderr and "partition.optimizer_memory=device" in stderr
 
 
 @pytest.mark.slow

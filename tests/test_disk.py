@@ -29,11 +29,11 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 def full_for(times: float) -> Callable[..., None]:
     """Return a function whose first `times` calls raise "no space left on device". Later calls do nothing."""
-    left = [times]
+    remaining = [times]
 
     def write(*_: Any, **__: Any) -> None:
-        left[0] -= 1
-        if left[0] >= 0:
+        remaining[0] -= 1
+        if remaining[0] >= 0:
             raise FULL
 
     return write

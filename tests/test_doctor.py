@@ -65,13 +65,13 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 def look(check: Callable[[CheckContext], CheckResults], run: Run, processes: int = 1) -> tuple[str, ...]:
     """Return the only finding of a check: severity, text and, if there is one, a remedy."""
-    (found,) = check(CheckContext(run, processes))
-    return found
+    (finding,) = check(CheckContext(run, processes))
+    return finding
 
 
 def test_a_target_that_is_not_this_machine_fails():
-    (found,) = run_checks(HOST_CHECKS[:1], CheckContext(compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8")))
-    assert (found.check, found.severity) == ("chips", FAILS) and "not this machine" in found.text
+    (finding,) = run_checks(HOST_CHECKS[:1], CheckContext(compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8")))
+    assert (finding.check, finding.severity) == ("chips", FAILS) and "not this machine" in finding.text
 
 
 def test_simulated_devices_are_a_warning_unless_they_are_asked_for():
@@ -205,13 +205,13 @@ FOLDER_CHECKS = [check for check in HOST_CHECKS if check.name in ("run folder", 
 
 def test_a_folder_that_cannot_be_written_fails_once(tmp_path: Path):
     (tmp_path / "file").touch()
-    (found,) = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={tmp_path}/file/runs")))
-    assert found.severity == FAILS and "cannot be written" in found.text
+    (finding,) = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={tmp_path}/file/runs")))
+    assert finding.severity == FAILS and "cannot be written" in finding.text
 
 
 def test_checks_leave_no_folder_behind(tmp_path: Path):
-    found = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={tmp_path}/a/b")))
-    assert [finding.severity for finding in found] == [OK, OK] and list(tmp_path.iterdir()) == []
+    findings = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={tmp_path}/a/b")))
+    assert [finding.severity for finding in findings] == [OK, OK] and list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_with_a_wrong_clock_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -230,25 +230,25 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch
 
 
 def data_finding(*overrides: str) -> Finding:
-    (found,) = run_checks([Check("data", disks.check_data)], CheckContext(compose_run(*overrides)))
-    return found
+    (finding,) = run_checks([Check("data", disks.check_data)], CheckContext(compose_run(*overrides)))
+    return finding
 
 
 def test_data_must_fill_a_batch():
     run = compose_run(*SMALL, "steps=10")
     prepare(run.config.data, run.tokenizer)
     assert data_finding(*SMALL, "steps=10").severity == OK
-    found = data_finding(*SMALL, "batch=1024")
-    assert found.severity == FAILS and "batch=1024" in found.text
+    finding = data_finding(*SMALL, "batch=1024")
+    assert finding.severity == FAILS and "batch=1024" in finding.text
     assert data_finding(*SMALL, "steps=100000").severity == WARNING
 
 
 def test_missing_data_fails_but_unprepared_data_does_not(tmp_path: Path):
     for path in (f"{tmp_path}/*.txt", "memory://none/*.txt"):
-        found = data_finding("model=gpt_tiny", "mesh=1x1x1", "data=text", f"data.paths=[{path}]")
-        assert found.severity == FAILS and path in found.text
-    found = data_finding(*SMALL, f"data.cache_dir={tmp_path}")
-    assert found.severity == OK and "not prepared yet" in found.text
+        finding = data_finding("model=gpt_tiny", "mesh=1x1x1", "data=text", f"data.paths=[{path}]")
+        assert finding.severity == FAILS and path in finding.text
+    finding = data_finding(*SMALL, f"data.cache_dir={tmp_path}")
+    assert finding.severity == OK and "not prepared yet" in finding.text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -272,19 +272,19 @@ def test_the_wandb_key_is_checked(
     monkeypatch.setenv("NETRC", str(file))
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    found = look(disks.check_wandb_key, compose_run(*SMALL, "tracking=wandb", f"tracking.wandb={mode}"))
-    assert found[0] == verdict and found[1].startswith(text)
+    finding = look(disks.check_wandb_key, compose_run(*SMALL, "tracking=wandb", f"tracking.wandb={mode}"))
+    assert finding[0] == verdict and finding[1].startswith(text)
 
 
 def test_incompatible_versions_are_named(monkeypatch: pytest.MonkeyPatch):
     run = compose_run(*SMALL)
     assert look(host.check_versions, run)[0] == OK
-    (wanted,) = [line.partition("libtpu")[2] for line in requires("jax") or [] if line.startswith("libtpu")]
+    (required,) = [line.partition("libtpu")[2] for line in requires("jax") or [] if line.startswith("libtpu")]
     other = {"jaxlib": "0.4.1", "libtpu": "0.0.1"}
     monkeypatch.setattr(host, "installed_version", lambda name: other.get(name) or installed_version(name))
     verdict, text, _ = look(host.check_versions, run)
     assert verdict == FAILS and "jaxlib 0.4.1" in text
-    assert "libtpu 0.0.1" in text and wanted.partition(";")[0].strip() in text
+    assert "libtpu 0.0.1" in text and required.partition(";")[0].strip() in text
 
 
 def test_a_tpu_needs_libtpu(monkeypatch: pytest.MonkeyPatch):
@@ -300,24 +300,24 @@ def test_a_clock_that_differs_from_that_of_process_0_is_found(off: float, verdic
         def exchange(self, name: str, value: Any = None) -> list[Any]:
             return [1000.0, 1000.0 + off]
 
-    ((found, text, *_),) = check_clocks(CheckContext(compose_run(*SMALL), 2, Second(2, 1)))
-    assert found == verdict and (verdict == OK or f"{off:+.0f} s" in text)
+    ((severity, text, *_),) = check_clocks(CheckContext(compose_run(*SMALL), 2, Second(2, 1)))
+    assert severity == verdict and (verdict == OK or f"{off:+.0f} s" in text)
 
 
 def test_differing_processes_are_found(tmp_path: Path):
     runs = [compose_run(*SMALL, f"runs={tmp_path}", f"steps={3 + index}") for index in range(2)]
-    for found in run_teams(2, lambda team: run_checks(TEAM_CHECKS, CheckContext(runs[team.index], 2, team))):
-        verdicts = {finding.check: finding.severity for finding in found if finding.check != "same data"}
+    for findings in run_teams(2, lambda team: run_checks(TEAM_CHECKS, CheckContext(runs[team.index], 2, team))):
+        verdicts = {finding.check: finding.severity for finding in findings if finding.check != "same data"}
         assert verdicts == {"same code": OK, "same settings": FAILS, "clocks": OK, "shared folder": OK}
-        assert "steps=4" in found[1].text
+        assert "steps=4" in findings[1].text
 
 
 def test_differing_data_is_found():
     runs = [compose_run(*SMALL, f"data.documents={documents}") for documents in (60, 60, 61)]
     for run in runs[1:]:
         prepare(run.config.data, run.tokenizer)
-    found = run_teams(3, lambda team: list(disks.check_same_data(CheckContext(runs[team.index], 3, team))))
-    assert [verdict for ((verdict, *_),) in found] == [OK, OK, FAILS]
+    findings = run_teams(3, lambda team: list(disks.check_same_data(CheckContext(runs[team.index], 3, team))))
+    assert [verdict for ((verdict, *_),) in findings] == [OK, OK, FAILS]
     not_there = compose_run(*SMALL, "data.documents=62")
     alone = run_teams(
         2, lambda team: list(disks.check_same_data(CheckContext(not_there if team.is_leader else runs[1], 2, team)))
@@ -327,8 +327,8 @@ def test_differing_data_is_found():
 
 def test_a_folder_that_is_not_shared_is_found(tmp_path: Path):
     runs = [compose_run(*SMALL, f"runs={tmp_path}/{index // 2}") for index in range(3)]
-    found = run_teams(3, lambda team: list(disks.check_shared_folder(CheckContext(runs[team.index], 3, team))))
-    assert [verdict for ((verdict, *_),) in found] == [OK, OK, FAILS]
+    findings = run_teams(3, lambda team: list(disks.check_shared_folder(CheckContext(runs[team.index], 3, team))))
+    assert [verdict for ((verdict, *_),) in findings] == [OK, OK, FAILS]
 
 
 def test_the_table_lists_equal_findings_once_with_their_processes():
@@ -406,16 +406,16 @@ def test_a_used_port_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         other.bind(("", 0))
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        given = {"coordinator": address, "processes": 2, "process": 0}
-        asked = [f"distributed.{key}={value}" for key, value in given.items()]
-        status, out, _ = doctor(capsys, *SMALL, *asked)
+        settings = {"coordinator": address, "processes": 2, "process": 0}
+        arguments = [f"distributed.{key}={value}" for key, value in settings.items()]
+        status, out, _ = doctor(capsys, *SMALL, *arguments)
     assert status == 1 and re.search("FAILS +processes", out) and address.rpartition(":")[2] in out
 
 
 def test_a_missing_process_0_is_a_finding(capsys: pytest.CaptureFixture[str]):
-    given = {"coordinator": free_address(), "processes": 2, "process": 1, "timeout_s": 0.2}
-    status, out, _ = doctor(capsys, *SMALL, *(f"distributed.{key}={value}" for key, value in given.items()))
-    assert status == 1 and re.search("FAILS +processes", out) and given["coordinator"] in out
+    settings = {"coordinator": free_address(), "processes": 2, "process": 1, "timeout_s": 0.2}
+    status, out, _ = doctor(capsys, *SMALL, *(f"distributed.{key}={value}" for key, value in settings.items()))
+    assert status == 1 and re.search("FAILS +processes", out) and settings["coordinator"] in out
 
 
 def test_incomplete_process_settings_are_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -436,12 +436,12 @@ def test_jax_is_not_imported_if_a_cheap_check_fails(tmp_path: Path):
 
 def several(count: int, arguments: Sequence[str], cwd: Path) -> list[tuple[int, str, str]]:
     """Run the command in `count` processes. Return status, stdout and stderr of each."""
-    given: dict[str, Any] = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": str(count)}
+    variables: dict[str, Any] = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": str(count)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "valkyrie.cli.doctor", *arguments],
             cwd=cwd,
-            env={**os.environ, **given, "JAX_PROCESS_INDEX": str(index)},
+            env={**os.environ, **variables, "JAX_PROCESS_INDEX": str(index)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

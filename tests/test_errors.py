@@ -164,4 +164,4 @@ def test_the_refusal_on_the_configuration_page_equals_the_output(command: Any):
     printed = refused.err.splitlines()
     assert printed[0] == shown[0]
     for line in shown[1:]:
-        assert any(one.startswith(line.removesuffix("...")) for one in printed), line
+        assert any(printed_line.startswith(line.removesuffix("...")) for printed_line in printed), line

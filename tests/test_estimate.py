@@ -74,12 +74,12 @@ def test_estimated_flops_equal_those_of_the_model(model: str) -> None:
 def test_estimated_memory_equals_that_of_mode_show(model: str) -> None:
     run, ranking = searched("target=v5e-8", f"model={model}", "batch=32")
     partitions = set()
-    for one in some(ranking, 12):
-        layout = one.run(run)
+    for entry in some(ranking, 12):
+        layout = entry.run(run)
         program = StepProgram(layout, abstract_mesh(layout.config.mesh), backend="tpu")
         expected = expected_memory(layout, program.abstract_state)
         partitions.add(layout.config.partition.name)
-        assert one.bytes == pytest.approx(expected.total, rel=0.01), one.candidate.overrides
+        assert entry.bytes == pytest.approx(expected.total, rel=0.01), entry.candidate.overrides
     assert len(partitions) > 3
 
 
@@ -94,17 +94,17 @@ def test_every_layout_is_legal(tiny: tuple[Run, Ranking]) -> None:
     run, ranking = tiny
     checked = some(ranking, 150)
     assert len(checked) >= 150
-    for one in checked:
-        layout = one.run(run)
+    for entry in checked:
+        layout = entry.run(run)
         layout = layout.changed(mode=CompileMode())
-        assert layout.problems(advise=False) == [], one.candidate.overrides
+        assert layout.problems(advise=False) == [], entry.candidate.overrides
 
 
 def test_overrides_of_a_layout_compose_the_same_run(tiny: tuple[Run, Ranking]) -> None:
     run, ranking = tiny
-    for one in some(ranking, 6):
-        typed = parse_run(["model=gpt_tiny", "batch=32", "precision=bf16_mixed", *one.candidate.overrides])
-        layout = one.run(run)
+    for entry in some(ranking, 6):
+        typed = parse_run(["model=gpt_tiny", "batch=32", "precision=bf16_mixed", *entry.candidate.overrides])
+        layout = entry.run(run)
         assert typed.layout == layout.layout
         assert typed.config.target == layout.config.target
 
@@ -119,7 +119,7 @@ def test_equivalent_meshes_are_counted_once(tiny: tuple[Run, Ranking]) -> None:
 def test_indivisible_layouts_are_refused_with_the_reason() -> None:
     _, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=6")
     assert ProblemCode.batch_not_divisible in {problem.code for problem in ranking.space.refused}
-    assert not any(one.group.candidates.partition.name == "fsdp" for one in ranking)
+    assert not any(entry.group.candidates.partition.name == "fsdp" for entry in ranking)
 
 
 def refused_by(run: Run, one: EstimatedLayout) -> list[Problem]:
@@ -134,28 +134,30 @@ def test_several_slices_get_a_mesh_axis_between_them(target: str) -> None:
     run, ranking = searched(target, "target.slices=2", "model=gpt_tiny", "batch=64", *few)
     assert run.problems() == []
     checked = some(ranking, 5)
-    for one in checked:
-        assert refused_by(run, one) == [], one.candidate.overrides
-        layout = one.run(run).layout
-        assert layout.mesh.axes["s"] == 2 and layout.mesh.size == one.group.target.devices
+    for entry in checked:
+        assert refused_by(run, entry) == [], entry.candidate.overrides
+        layout = entry.run(run).layout
+        assert layout.mesh.axes["s"] == 2 and layout.mesh.size == entry.group.target.devices
         assert layout.activations["batch"][0] == "s" or layout.pipeline is not None
     assert "target.slices=2" in checked[0].candidate.overrides and "target.slices=2" not in parse_request(run).command
 
 
 def test_estimates_of_several_slices_are_those_of_the_composed_run() -> None:
     run, ranking = searched("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition=fsdp")
-    one = next(iter(ranking))
-    assert estimate_runs([one.run(run)], chip_efficiency(known_chips()["v5e"]))[0]["step"] == pytest.approx(one.step_s)
+    entry = next(iter(ranking))
+    assert estimate_runs([entry.run(run)], chip_efficiency(known_chips()["v5e"]))[0]["step"] == pytest.approx(
+        entry.step_s
+    )
     slow = searched("target=v5e-16", "model=gpt_tiny", "batch=64", "partition=fsdp")[1]
-    assert one.step_s > next(iter(slow)).step_s, "the network between slices is slower than the torus"
+    assert entry.step_s > next(iter(slow)).step_s, "the network between slices is slower than the torus"
 
 
 def test_runs_on_one_and_on_several_slices_can_be_estimated_together() -> None:
     base = ["model=gpt_tiny", "batch=64", "partition=fsdp", "mode=show"]
-    one = parse_run([*base, "target=v5e-16", "mesh=16x1x1"])
+    entry = parse_run([*base, "target=v5e-16", "mesh=16x1x1"])
     two = parse_run([*base, "target=v5e-8", "target.slices=2", "mesh=2s8x1x1"])
-    alone = [estimate_runs([run], Efficiency())[0] for run in (one, two)]
-    assert estimate_runs([one, two], Efficiency()) == alone == estimate_runs([two, one], Efficiency())[::-1]
+    alone = [estimate_runs([run], Efficiency())[0] for run in (entry, two)]
+    assert estimate_runs([entry, two], Efficiency()) == alone == estimate_runs([two, entry], Efficiency())[::-1]
 
 
 def test_a_partition_that_does_not_use_the_slice_axis_is_refused() -> None:
@@ -180,12 +182,12 @@ def test_every_target_of_a_search_has_the_same_number_of_slices() -> None:
     ],
 )
 def test_settings_that_a_schedule_leaves_open_are_varied_legally(named: str, found: set[tuple[str, int]]) -> None:
-    given = ("target=v5e-8", "model=gpt_tiny", "batch=64", "model.layers=24", "partition=pp", f"partition.{named}")
-    run, ranking = searched(*given, "remat=full", "microbatches=8", "partition.zero1=false")
+    arguments = ("target=v5e-8", "model=gpt_tiny", "batch=64", "model.layers=24", "partition=pp", f"partition.{named}")
+    run, ranking = searched(*arguments, "remat=full", "microbatches=8", "partition.zero1=false")
     partitions = [group.candidates.partition for group in ranking.space.groups]
     assert {(partition.schedule.value, partition.rounds) for partition in partitions} == found
-    for one in some(ranking, 3):
-        assert refused_by(run, one) == [], one.candidate.overrides
+    for entry in some(ranking, 3):
+        assert refused_by(run, entry) == [], entry.candidate.overrides
 
 
 def test_a_schedule_has_no_effect_without_a_pipeline() -> None:
@@ -211,17 +213,17 @@ def test_a_request_without_a_legal_mesh_is_refused(given: Sequence[str], code: s
 
 def test_gpu_memory_limits_the_layouts() -> None:
     assert not any(
-        one.fits for one in some(searched("target=h100-8", "model=gpt3_175b", "batch=32", "remat=full")[1], 9)
+        entry.fits for entry in some(searched("target=h100-8", "model=gpt3_175b", "batch=32", "remat=full")[1], 9)
     )
 
 
 def test_a_device_processes_the_requested_number_of_sequences() -> None:
     run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "device_batch=4", "remat=full")
     assert run.problems() == []
-    for one in some(ranking, 4):
-        layout = one.run(run).layout
-        assert layout.microbatches * layout.shards("batch") * 4 == 64, one.candidate.overrides
-        assert refused_by(run, one) == []
+    for entry in some(ranking, 4):
+        layout = entry.run(run).layout
+        assert layout.microbatches * layout.shards("batch") * 4 == 64, entry.candidate.overrides
+        assert refused_by(run, entry) == []
     none = searched("target=v5e-8", "model=gpt_tiny", "batch=16", "device_batch=4", "partition=fsdp")[1].space
     (problem,) = none.refused
     assert (problem.code, problem.partition) == (ProblemCode.device_batch_not_divisible, "fsdp") and not len(none)
@@ -254,13 +256,13 @@ def test_estimates_100000_layouts_per_second() -> None:
 
 def test_the_idle_time_of_a_pipeline_follows_its_formula() -> None:
     run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "partition=pp", "remat=full")
-    piped = [one for one in ranking if int(one.group.candidates.stages[one.number]) > 1]
+    piped = [entry for entry in ranking if int(entry.group.candidates.stages[entry.number]) > 1]
     schedules = set()
-    for one in piped:
-        pipeline = one.run(run).layout.pipeline
+    for entry in piped:
+        pipeline = entry.run(run).layout.pipeline
         assert pipeline is not None
         schedules.add(pipeline.schedule.value)
-        parts = one.parts
+        parts = entry.parts
         work = sum(parts[name] for name in ("products", "mixing", "moving", "launching", "activations", "weights"))
         assert parts["bubble"] == pytest.approx(pipeline.bubble * work, rel=1e-6)
     assert schedules == {"gpipe", "1f1b", "circular"}
@@ -296,21 +298,22 @@ def test_placements_with_fewer_links_for_every_axis_are_skipped() -> None:
 
     topology = build_topology(parse_target("v4-128"))  # 4x4x4, every axis a ring
     placed = undominated_placements((1, 4, 4, 4), topology, True)
-    assert [[axis.links for axis in one.axes] for one in placed] == [[0.0, 2.0, 2.0, 2.0]]
+    assert [[axis.links for axis in entry.axes] for entry in placed] == [[0.0, 2.0, 2.0, 2.0]]
     assert placed[0].entries(["w", "x", "y", "z"], [1, 4, 4, 4]) == ["x", "y", "z"]
 
 
 def test_fitting_recovers_known_constants() -> None:
     run = parse_run(["target=v4-64", "model=gpt_1b", "mesh=4x4x2", "partition=2d_tp", "batch=64", "mode=show"])
-    others = [run.changed(microbatches=count) for count in (1, 2, 4)]
-    layouts, chip = stack_runs(others), known_chips()["v4"]
+    variants = [run.changed(microbatches=count) for count in (1, 2, 4)]
+    layouts, chip = stack_runs(variants), known_chips()["v4"]
     true = replace(Efficiency(), products=0.6, gathers=0.5)
     work, remat = step_work(run), run.config.remat
     step_s = StepEstimator(work, layouts, chip, true, collective_model(chip, true)).estimate(remat).step_s
-    known = [TimedLayouts(work, layouts, remat, chip, step_s, "made up")]
-    found = fit_constants(known, Efficiency(), ("products",))
+    timed = [TimedLayouts(work, layouts, remat, chip, step_s, "made up")]
+    fitted = fit_constants(timed, Efficiency(), ("products",))
     assert (
-        np.abs(known[0].estimate(found) / step_s - 1).max() < np.abs(known[0].estimate(Efficiency()) / step_s - 1).max()
+        np.abs(timed[0].estimate(fitted) / step_s - 1).max()
+        < np.abs(timed[0].estimate(Efficiency()) / step_s - 1).max()
     )
     with pytest.raises(ValueError, match="No step times"):
         fit_constants([], Efficiency(), ("products",))
@@ -326,8 +329,8 @@ def test_a_chip_can_override_the_constants() -> None:
 def run_of_row(overrides: Sequence[str]) -> Run:
     """Return the run of a compiled row. Rows that differ only in mesh and partition are composed once."""
     mesh, partition = (key_value(override)[1] for override in overrides if override.startswith(("mesh=", "partition=")))
-    others = [override for override in overrides if not override.startswith(("mesh=", "partition="))]
-    return shared_run(*others, "mesh=1x1x32", "partition=dp").changed(
+    rest = [override for override in overrides if not override.startswith(("mesh=", "partition="))]
+    return shared_run(*rest, "mesh=1x1x32", "partition=dp").changed(
         mesh=parse_mesh(mesh), partition=read_config("partition", partition, PartitionConfig)
     )
 
@@ -335,7 +338,7 @@ def run_of_row(overrides: Sequence[str]) -> Run:
 def test_estimates_rank_compiled_layouts_correctly() -> None:
     rows = [row for row in json.loads(COMPILED.read_text()) if row["space"] == "gpt" and row["step_s"]]
     runs = [run_of_row(row["overrides"]) for row in rows]
-    estimates = [one["step"] for one in estimate_runs(runs, Efficiency())]
+    estimates = [entry["step"] for entry in estimate_runs(runs, Efficiency())]
     compiled = [row["step_s"] for row in rows]
     assert len(rows) > 50
     assert spearmanr(compiled, estimates).statistic > 0.95
@@ -369,10 +372,10 @@ def test_activations_are_gathered_by_one_ring_over_several_torus_axes() -> None:
 
 def test_windowed_products_gather_their_own_operands() -> None:
     layout = ("target=v5p-64", "batch=64", "mesh=8x4x1", "partition=fsdp_tp", "remat=none")
-    shared, own = (parse_seconds(*layout, windowed=n, hidden_activations=0.0)["activations"] for n in (0.0, 1.0))
+    shared, separate = (parse_seconds(*layout, windowed=n, hidden_activations=0.0)["activations"] for n in (0.0, 1.0))
     # Of attention and the feed-forward each two gathers and two scatters forward, and as many backward; own: two
     # gathers for the gradients of parameters, and two for those of what was kept in parts.
-    assert own / shared == pytest.approx(12 / 8, rel=0.05)
+    assert separate / shared == pytest.approx(12 / 8, rel=0.05)
 
 
 def test_zero1_does_not_save_time_with_whole_sums() -> None:

@@ -44,23 +44,26 @@ FOREIGN = ForeignProgram("mine", "v5e-8", "v5e-8", "v5e", {"data": 8})
 
 def prediction(partition: str = "fsdp", **seconds: float) -> Prediction:
     """Return the prediction of a layout with these seconds for parts of the step: `matmul=0.3, exposed_x=0.1`."""
-    taken = {"matmul": 0.3, "memory": 0.1} | seconds
-    parts = [StepPart(PartKind(name.split("_")[0]), tuple(name.split("_")[1:]), value) for name, value in taken.items()]
+    part_seconds = {"matmul": 0.3, "memory": 0.1} | seconds
+    parts = [
+        StepPart(PartKind(name.split("_")[0]), tuple(name.split("_")[1:]), value)
+        for name, value in part_seconds.items()
+    ]
     causes = tuple(
         CollectiveRecord("all-reduce", part.mesh_axes, (), f"jit(step)/{way}/down/dot_general",
                          "/x/valkyrie/models/layers.py:75", 12.0, 1e9, part.seconds, part.seconds / 2)
         for part in parts if part.kind is PartKind.exposed for way in ("jvp()/a/b", "transpose(jvp())/a/b")
     )  # fmt: skip
-    about = LayoutRecord(
+    record = LayoutRecord(
         "gpt_tiny", "8x1", partition, "v5e-8", batch=8, seq=64, precision="bf16", layout=f"8x1-{partition}",
         axis_roles=ROLES[partition],
     )  # fmt: skip
     return Prediction(
-        about=about,
+        about=record,
         status=CompileStatus.ok,
         model={"model.layers": "4", "model.embed": "64"},
         parts=tuple(parts),
-        step=PredictedStep(sum(taken.values()), executed_flops=4e12, model_flops=3e12, product_rate=0.7),
+        step=PredictedStep(sum(part_seconds.values()), executed_flops=4e12, model_flops=3e12, product_rate=0.7),
         communication=Communication(
             bytes_by_mesh_axes=tuple(AxesBytes(use.mesh_axes, 2e9) for use in causes[::2]), collectives=causes
         ),
@@ -76,24 +79,26 @@ def changed(one: Prediction, about: dict[str, Any] | None = None, **step: Any) -
 
 
 def test_parts_add_up_to_the_steps_and_their_differences() -> None:
-    made = compare_layouts(prediction(exposed_x=0.05), prediction("2d_tp", exposed_x=0.5, exposed_y=0.7, kernel=0.1))
-    assert sum(part.first for part in made.seconds) == pytest.approx(made.step_s[0])
-    assert sum(part.excess for part in made.seconds) == pytest.approx(made.step_s[1] - made.step_s[0])
-    assert [abs(part.excess) for part in made.seconds] == sorted(
-        (abs(part.excess) for part in made.seconds), reverse=True
+    comparison = compare_layouts(
+        prediction(exposed_x=0.05), prediction("2d_tp", exposed_x=0.5, exposed_y=0.7, kernel=0.1)
     )
-    by_axis = {part.name.rpartition(" over ")[2]: (part.first, part.second) for part in made.seconds}
+    assert sum(part.first for part in comparison.seconds) == pytest.approx(comparison.step_s[0])
+    assert sum(part.excess for part in comparison.seconds) == pytest.approx(comparison.step_s[1] - comparison.step_s[0])
+    assert [abs(part.excess) for part in comparison.seconds] == sorted(
+        (abs(part.excess) for part in comparison.seconds), reverse=True
+    )
+    by_axis = {part.name.rpartition(" over ")[2]: (part.first, part.second) for part in comparison.seconds}
     assert by_axis["x (FSDP)"] == (0.05, 0.0)
     assert by_axis["x (MP1)"] == (0.0, 0.5), "one mesh axis with two roles is two parts"
-    (use,) = made.collectives[0]
+    (use,) = comparison.collectives[0]
     assert (use.calls, use.bytes, use.waited_s) == (24.0, 2e9, pytest.approx(0.05)), "both passes are one"
 
 
 def test_sentences_agree_with_the_numbers() -> None:
     slow = prediction("2d_tp", exposed_y=1.2)
-    made = compare_layouts(prediction(), slow)
-    assert made.sentences[0].startswith("A is 4.00")
-    assert all(part in made.sentences[1] for part in ("100%", "B waits 1.200 s", "over y (MP2)"))
+    comparison = compare_layouts(prediction(), slow)
+    assert comparison.sentences[0].startswith("A is 4.00")
+    assert all(part in comparison.sentences[1] for part in ("100%", "B waits 1.200 s", "over y (MP2)"))
     turned = compare_layouts(slow, prediction())
     assert turned.sentences[0].startswith("B is 4.00")
 
@@ -112,15 +117,15 @@ def test_recomputed_and_saved_activations_are_explained() -> None:
 
 def test_a_difference_within_the_prediction_error_is_pointed_out() -> None:
     interval = StepInterval(0.0, 0.0, low=0.9, high=1.1)
-    one = changed(prediction(), interval=interval)
+    first = changed(prediction(), interval=interval)
     other = changed(prediction(kernel=0.01), {"layout": "another"}, interval=interval)
-    assert "other way round" in compare_layouts(one, other).sentences[1]
+    assert "other way round" in compare_layouts(first, other).sentences[1]
 
 
 def test_different_batches_are_scaled_to_equal_tokens() -> None:
-    made = compare_layouts(prediction(), changed(prediction(kernel=0.4), {"batch": 16}))
-    assert made.step_s[1] == pytest.approx(0.4) and made.names == ("8x1-fsdp batch=8", "8x1-fsdp batch=16")
-    assert "512 tokens" in made.sentences[0]
+    comparison = compare_layouts(prediction(), changed(prediction(kernel=0.4), {"batch": 16}))
+    assert comparison.step_s[1] == pytest.approx(0.4) and comparison.names == ("8x1-fsdp batch=8", "8x1-fsdp batch=16")
+    assert "512 tokens" in comparison.sentences[0]
 
 
 @pytest.mark.parametrize(
@@ -144,13 +149,13 @@ def test_incomparable_layouts_are_refused(changes: dict[str, Any], values: tuple
 
 
 def test_layouts_with_equal_names_are_distinguished_by_their_overrides() -> None:
-    asked = ("model.s5.scan=kernel partition=fsdp", "model.s5.scan=blocked partition=fsdp")
-    made = compare_layouts(prediction(), prediction(kernel=0.1), asked)
-    assert made.names == ("8x1-fsdp model.s5.scan=kernel", "8x1-fsdp model.s5.scan=blocked")
-    one, other = (replace(prediction(), module_sha256=digest) for digest in "ab")
-    assert len({*compare_layouts(one, other, asked).step_s}) == 1
+    overrides = ("model.s5.scan=kernel partition=fsdp", "model.s5.scan=blocked partition=fsdp")
+    comparison = compare_layouts(prediction(), prediction(kernel=0.1), overrides)
+    assert comparison.names == ("8x1-fsdp model.s5.scan=kernel", "8x1-fsdp model.s5.scan=blocked")
+    first, other = (replace(prediction(), module_sha256=digest) for digest in "ab")
+    assert len({*compare_layouts(first, other, overrides).step_s}) == 1
     with pytest.raises(ValueError, match="same program, 8x1-fsdp"):
-        compare_layouts(one, one, asked)
+        compare_layouts(first, first, overrides)
 
 
 def test_all_reasons_against_a_comparison_are_reported_at_once() -> None:
@@ -201,8 +206,8 @@ def test_two_run_folders_are_compared(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert command("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}", "name=why") == 0
     printed = capfd.readouterr().out
     assert "A is 4.00" in printed and "+1.200 s" in printed
-    told = json.loads((tmp_path / "why" / "explain.json").read_text())
-    assert told["step_s"] == pytest.approx([0.4, 1.6]) and told["names"] == ["8x1-fsdp", "8x1-2d_tp"]
+    record = json.loads((tmp_path / "why" / "explain.json").read_text())
+    assert record["step_s"] == pytest.approx([0.4, 1.6]) and record["names"] == ["8x1-fsdp", "8x1-2d_tp"]
     assert command("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}") == 0
     assert (tmp_path / "explain-gpt_tiny-8x1-fsdp-8x1-2d_tp" / "explain.json").is_file(), "of what was compared"
 
@@ -240,8 +245,8 @@ def test_a_folder_without_a_step_is_refused_before_a_compile(
     monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     foreign = folder_of(Prediction(None, CompileStatus.ok, program=FOREIGN), tmp_path / "foreign")
-    asked = ("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", "second=partition=fsdp")
-    assert command(*asked, f"first={foreign}") == 2
+    arguments = ("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", "second=partition=fsdp")
+    assert command(*arguments, f"first={foreign}") == 2
     assert re.search(r": A\b.* mine\b", capfd.readouterr().err)
 
 
@@ -254,8 +259,8 @@ def test_different_implementations_of_one_model_are_compared(
 
     monkeypatch.setattr(explain_mode, "compile_and_summarise", compiled)
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
-    asked = ("model=s5_tiny", "target=v5e-8", "batch=8", f"runs={tmp_path}", "name=why")
-    assert command("mode=explain", *asked, "first=model.s5.scan=kernel", "second=model.s5.scan=blocked") == 0
+    arguments = ("model=s5_tiny", "target=v5e-8", "batch=8", f"runs={tmp_path}", "name=why")
+    assert command("mode=explain", *arguments, "first=model.s5.scan=kernel", "second=model.s5.scan=blocked") == 0
     printed = capfd.readouterr().out
     assert "A: 8x1-fsdp model.s5.scan=kernel" in printed and "A is 1.25" in printed
 
@@ -274,10 +279,12 @@ def test_a_damaged_compile_names_the_file(tmp_path: Path, capfd: pytest.CaptureF
 
 @needs_libtpu
 def test_two_layouts_are_compiled_and_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    asked = ("target=v4-8", "model=s5_tiny", "batch=8", "seq=64", f"runs={tmp_path}", "name=why")
-    assert command("mode=explain", *asked, "first=mesh=4x1x1 partition=fsdp", "second=mesh=2x2x1 partition=2d_tp") == 0
-    told = json.loads((tmp_path / "why" / "explain.json").read_text())
-    for i, which in enumerate(("first", "second")):
-        assert sum(part[which] for part in told["seconds"]) == pytest.approx(told["step_s"][i])
-    assert any("(MP2)" in part["name"] for part in told["seconds"])
+    arguments = ("target=v4-8", "model=s5_tiny", "batch=8", "seq=64", f"runs={tmp_path}", "name=why")
+    assert (
+        command("mode=explain", *arguments, "first=mesh=4x1x1 partition=fsdp", "second=mesh=2x2x1 partition=2d_tp") == 0
+    )
+    record = json.loads((tmp_path / "why" / "explain.json").read_text())
+    for i, key in enumerate(("first", "second")):
+        assert sum(part[key] for part in record["seconds"]) == pytest.approx(record["step_s"][i])
+    assert any("(MP2)" in part["name"] for part in record["seconds"])
     assert capfd.readouterr().out.count("times as fast") == 1

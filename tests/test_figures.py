@@ -14,8 +14,8 @@ from valkyrie.search.measure import figures
 
 def cost(function: Callable[..., Any], arrays: int, shape: Sequence[int], dtype: Any, what: str) -> float:
     """Return the `flops` or `bytes accessed` that XLA counts for a function of `arrays` arrays."""
-    made = [jax.ShapeDtypeStruct(tuple(shape), dtype)] * arrays
-    counted = jax.jit(function).lower(*made).compile().cost_analysis()
+    inputs = [jax.ShapeDtypeStruct(tuple(shape), dtype)] * arrays
+    counted = jax.jit(function).lower(*inputs).compile().cost_analysis()
     assert counted is not None
     return float(counted[what])
 

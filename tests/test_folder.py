@@ -68,9 +68,9 @@ def test_latest_is_refused_if_there_is_no_run(tmp_path: Path) -> None:
 
 
 def test_changed_settings_are_listed_as_they_are_written(tmp_path: Path) -> None:
-    asked = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", "remat=none", "data=text", "data.paths=[c]"]
-    compose_run(*asked).save(tmp_path / "run.yaml")
-    assert changed_settings(compose_run(*asked), tmp_path) == {}
+    arguments = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", "remat=none", "data=text", "data.paths=[c]"]
+    compose_run(*arguments).save(tmp_path / "run.yaml")
+    assert changed_settings(compose_run(*arguments), tmp_path) == {}
     silent = [
         "name=a",
         "runs=b",
@@ -81,9 +81,9 @@ def test_changed_settings_are_listed_as_they_are_written(tmp_path: Path) -> None
         "mode=eval",
         "log_every=3",
     ]
-    assert changed_settings(compose_run(*asked, *silent), tmp_path) == {}
-    others = ["mesh=2x1x1", "partition=fsdp", "optimizer.ema_decay=0.9", "remat=full", "model.tie_embeddings=false"]
-    assert changed_settings(compose_run(*asked, *others, "data.paths=[a,b]"), tmp_path) == {
+    assert changed_settings(compose_run(*arguments, *silent), tmp_path) == {}
+    changes = ["mesh=2x1x1", "partition=fsdp", "optimizer.ema_decay=0.9", "remat=full", "model.tie_embeddings=false"]
+    assert changed_settings(compose_run(*arguments, *changes, "data.paths=[a,b]"), tmp_path) == {
         "mesh.name": ("2x1x1", "1x1x1"),
         "partition.name": ("fsdp", "dp"),
         "remat.name": ("full", "none"),
@@ -158,20 +158,20 @@ def test_every_module_writes_records_atomically() -> None:
 
 
 def test_a_resumed_run_warns_if_its_learning_rate_jumps(tmp_path: Path) -> None:
-    asked = ["model=gpt_tiny", "mesh=1x1x1", "partition=dp", "optimizer.learning_rate=1e-3"]
-    compose_run(*asked, "steps=200").save(tmp_path / RUN)
+    arguments = ["model=gpt_tiny", "mesh=1x1x1", "partition=dp", "optimizer.learning_rate=1e-3"]
+    compose_run(*arguments, "steps=200").save(tmp_path / RUN)
 
     def note(*overrides: str, step: int = 200) -> str | None:
-        return describe_schedule_change(compose_run(*asked, *overrides), tmp_path, step)
+        return describe_schedule_change(compose_run(*arguments, *overrides), tmp_path, step)
 
-    said = str(note("steps=400"))
-    assert all(part in said for part in ("step 200", "0.00059", "0.0001")) and said.endswith(
+    warning = str(note("steps=400"))
+    assert all(part in warning for part in ("step 200", "0.00059", "0.0001")) and warning.endswith(
         "optimizer.decay_steps=200"
     )
     assert note("steps=400", "optimizer.decay_steps=200") is None
     assert note("steps=200", step=50) is None
     assert note("steps=200", "optimizer.learning_rate=2e-3") is None, "that is said with the other changed settings"
-    compose_run(*asked, "steps=400", "optimizer.decay_steps=200").save(tmp_path / RUN)
+    compose_run(*arguments, "steps=400", "optimizer.decay_steps=200").save(tmp_path / RUN)
     assert note("steps=800", "optimizer.decay_steps=200", step=400) is None
     assert re.search("800 .*200", str(note("steps=800", step=400)))
 

@@ -140,10 +140,10 @@ def test_a_late_token_takes_no_longer_than_an_early_one() -> None:
     stamps = []
     for _ in generate(assembly, parameters, BYTES, "a", tokens=600, temperature=1.0, top_k=40, seed=2):
         stamps.append(time.perf_counter())
-    taken = np.diff(stamps)
-    assert len(taken) > 500, "the document ended early"
+    seconds = np.diff(stamps)
+    assert len(seconds) > 500, "the document ended early"
     # The least of fifty: other processes only ever make a token later.
-    assert min(taken[450:500]) < 2 * min(taken[50:100])
+    assert min(seconds[450:500]) < 2 * min(seconds[50:100])
 
 
 def words(model: str, text: Text | str, tokens: int, **options: Any) -> str:
@@ -201,8 +201,8 @@ def test_a_damaged_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_text_saved_before_the_model_reads_it_is_loaded(tmp_path: Path) -> None:
     save_text(begin_text(BYTES, "ab", step=3), tmp_path / "a.npz")
-    kept = load_text(tmp_path / "a.npz", [np.zeros(3)])
-    assert (kept.ids, kept.prompt, kept.step, kept.state) == ([BYTES.bos_id, *b"ab"], "ab", 3, None)
+    loaded = load_text(tmp_path / "a.npz", [np.zeros(3)])
+    assert (loaded.ids, loaded.prompt, loaded.step, loaded.state) == ([BYTES.bos_id, *b"ab"], "ab", 3, None)
 
 
 PROMPTS = ["de", "", "class A:\n    x = 1\n", "é😀", "0"]

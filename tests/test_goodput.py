@@ -43,17 +43,17 @@ TWO_RESTARTS = (
 def test_goodput_of_two_restarts_equals_a_calculation_by_hand(tmp_path: Path) -> None:
     """Steps 150 to 200 are done twice: 50 of the 100 steps between 19 s and 37 s."""
     (tmp_path / FILE).write_text(TWO_RESTARTS)
-    found = read_goodput(tmp_path)
-    assert found is not None
-    assert found.restarts == 2
-    assert found.wall_s == pytest.approx(124)
+    goodput = read_goodput(tmp_path)
+    assert goodput is not None
+    assert goodput.restarts == 2
+    assert goodput.wall_s == pytest.approx(124)
     expected = {"steps": 37 - 9 + 21 + 18, "redone": 9, "data": 2, "setup": 10, "compile": 11, "restore": 3}
     expected |= {"save": 2, "evaluation": 2, "down": 10 + 8, "other": 0}
-    assert found.seconds == pytest.approx(expected)
-    assert found.share == pytest.approx(67 / 124)
-    shares = re.findall(r"[0-9.]+%", found.describe())
+    assert goodput.seconds == pytest.approx(expected)
+    assert goodput.share == pytest.approx(67 / 124)
+    shares = re.findall(r"[0-9.]+%", goodput.describe())
     assert shares == ["54%", "15%", "8.9%", "8.1%", "7.3%", "2.4%", "1.6%", "1.6%", "1.6%"]
-    assert "2 restarts" in found.describe() and "2 min 4 s" in found.describe()
+    assert "2 restarts" in goodput.describe() and "2 min 4 s" in goodput.describe()
 
 
 def test_a_restart_from_an_earlier_step_discards_the_later_steps_of_all_starts(tmp_path: Path) -> None:
@@ -62,26 +62,26 @@ def test_a_restart_from_an_earlier_step_discards_the_later_steps_of_all_starts(t
         for began, first, last in ((0, 0, 100), (10, 80, 100), (20, 50, 150))
     )
     (tmp_path / FILE).write_text(text)
-    found = read_goodput(tmp_path)
-    assert found is not None
-    assert found.seconds["redone"] == pytest.approx(5 + 10)
-    assert found.seconds["steps"] == pytest.approx(15)
+    goodput = read_goodput(tmp_path)
+    assert goodput is not None
+    assert goodput.seconds["redone"] == pytest.approx(5 + 10)
+    assert goodput.seconds["steps"] == pytest.approx(15)
 
 
 @pytest.mark.parametrize(("end", "down", "restarts"), [(None, 3600, 1), ("preempted", 3600, 1), ("stopped", 0, 0)])
 def test_time_after_a_requested_end_is_not_lost(tmp_path: Path, end: str | None, down: float, restarts: int) -> None:
     text = '{"start": 0}\n' + line(10, 5, end, steps=10) + '{"start": 3610}\n' + line(3620, 5, steps=0)
     (tmp_path / FILE).write_text(text)
-    found = read_goodput(tmp_path)
-    assert found is not None
-    assert (found.seconds["down"], found.restarts) == (down, restarts)
+    goodput = read_goodput(tmp_path)
+    assert goodput is not None
+    assert (goodput.seconds["down"], goodput.restarts) == (down, restarts)
 
 
 def test_a_start_killed_before_its_first_record_counts_as_down_time(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"start": 0}\n{"start": 30}\n' + line(40, 0, setup=10))
-    found = read_goodput(tmp_path)
-    assert found is not None
-    assert (found.seconds["down"], found.seconds["setup"], found.restarts) == (30, 10, 1)
+    goodput = read_goodput(tmp_path)
+    assert goodput is not None
+    assert (goodput.seconds["down"], goodput.seconds["setup"], goodput.restarts) == (30, 10, 1)
 
 
 def test_live_goodput_equals_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,14 +107,14 @@ def test_live_goodput_equals_that_of_the_file(tmp_path: Path, monkeypatch: pytes
         spent["steps"] = spent.get("steps", 0.0) + 0.1
         ledger.step_done(step)
     clock.now += 7
-    known = ledger.goodput()
+    live = ledger.goodput()
     ledger.write(end="finished")
     written = read_goodput(tmp_path)
     assert written is not None
-    assert known.seconds == pytest.approx(written.seconds, abs=0.01)
-    assert known.restarts == written.restarts == 3
-    assert known.seconds["other"] == pytest.approx(7)
-    assert known.seconds["redone"] == pytest.approx(9 + 18 * 60 / 100)
+    assert live.seconds == pytest.approx(written.seconds, abs=0.01)
+    assert live.restarts == written.restarts == 3
+    assert live.seconds["other"] == pytest.approx(7)
+    assert live.seconds["redone"] == pytest.approx(9 + 18 * 60 / 100)
     points = read_starts(tmp_path / FILE)[-1].points
     assert 15 < len(points) < 25, "a line a second in a start this short"
 
@@ -141,19 +141,19 @@ def test_long_times_have_two_units(seconds: float, text: str) -> None:
 
 def test_a_training_reports_how_it_spent_its_time(capfd: pytest.CaptureFixture[str]) -> None:
     folder = trained_run("tracking=wandb", "optimizer.warmup_steps=1")
-    lines, told = read_metrics(folder / "metrics.jsonl"), wandb_log(folder)
+    lines, log = read_metrics(folder / "metrics.jsonl"), wandb_log(folder)
     summary = lines[-1]["summary"]
     keys = {"goodput", "restarts", "data_wait", "time/total", *(f"time/{kind}" for kind in KINDS)}
-    assert {key: summary[key] for key in keys} == {key: told["summary"][key] for key in keys}
+    assert {key: summary[key] for key in keys} == {key: log["summary"][key] for key in keys}
     assert summary["restarts"] == 0 and 0 < summary["goodput"] < 1
     assert sum(summary[f"time/{kind}"] for kind in KINDS) == pytest.approx(summary["time/total"], abs=0.01)
     assert summary["time/compile"] >= summary["compile_s"] - 0.01
-    assert summary["communication"]["bytes"] == told["summary"]["comm_bytes/total"] == 0
+    assert summary["communication"]["bytes"] == log["summary"]["comm_bytes/total"] == 0
     records = [record for record in lines if "loss" in record]
     assert all(record["goodput"] > 0 for record in records)
     assert all(0 <= record["data_wait"] <= 1 for record in records[1:])
-    found = read_goodput(folder)
-    assert found is not None and found.seconds["steps"] == pytest.approx(summary["time/steps"], abs=0.01)
+    goodput = read_goodput(folder)
+    assert goodput is not None and goodput.seconds["steps"] == pytest.approx(summary["time/steps"], abs=0.01)
 
 
 @pytest.mark.slow

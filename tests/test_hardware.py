@@ -81,8 +81,8 @@ def test_a_topology_determines_chips_and_hosts():
     assert (custom.chips, custom.hosts, custom.devices) == (768, 192, 768)
     assert "8x8x12 (768 v4" in custom.describe() and "192 hosts" in custom.describe()
     assert target("v3-8", topology="4x8").devices == 64
-    own = TargetConfig(name="mine", chip=known_chips()["v5p"], topology="4x4x8")
-    assert (own.chips, own.hosts) == (128, 32) and "chips 4x4x8" in own.describe()
+    users_target = TargetConfig(name="mine", chip=known_chips()["v5p"], topology="4x4x8")
+    assert (users_target.chips, users_target.hosts) == (128, 32) and "chips 4x4x8" in users_target.describe()
     assert target("v5e-16", topology="2x4") == dataclasses.replace(parse_target("v5e-8"), name="v5e-16")
 
 
@@ -116,10 +116,10 @@ def test_a_target_without_a_torus_is_a_line_of_chips():
     ],
 )
 def test_an_impossible_topology_is_refused_with_the_nearest_ones(name: str, topology: str):
-    asked = target(name, topology=topology)
-    (problem,) = asked.problems()
+    requested = target(name, topology=topology)
+    (problem,) = requested.problems()
     with pytest.raises(ValueError) as refused:
-        build_topology(asked)
+        build_topology(requested)
     assert str(refused.value) == str(problem)
     assert_golden_message("hardware", [f"target={name}", f"target.topology={topology}"], str(problem))
 
@@ -146,10 +146,10 @@ def test_the_nearest_slices_exist_and_enclose_the_requested_size(chip: ChipConfi
     assert near and shape not in near
     for other in near:
         assert TargetConfig(chip=chip, topology=format_shape(other)).problems() == []
-    asked = TargetConfig(name="mine", chip=chip, topology=format_shape(shape))
-    if asked.problems() == []:
-        assert chip.wrap != "cubes_of_4" or asked.chips in (1, 4, 8, 16, 32) or not any(n % 4 for n in shape)
-        assert parse_shape(asked.topology) == build_topology(asked).shape
+    requested = TargetConfig(name="mine", chip=chip, topology=format_shape(shape))
+    if requested.problems() == []:
+        assert chip.wrap != "cubes_of_4" or requested.chips in (1, 4, 8, 16, 32) or not any(n % 4 for n in shape)
+        assert parse_shape(requested.topology) == build_topology(requested).shape
 
 
 def test_cached_compiles_depend_on_the_slice_rules(monkeypatch: pytest.MonkeyPatch):

@@ -209,8 +209,8 @@ def test_replica_groups_are_parsed_from_mesh_axes_and_parts_of_them(axes, expect
 
 
 def test_groups_of_different_sizes_are_separate():
-    found = replica_groups(reduced("{{0,1,2},{3,4,5},{6,7}}").instructions["g"], 8)
-    assert [g.tolist() for g in found] == [[[6, 7]], [[0, 1, 2], [3, 4, 5]]]
+    groups = replica_groups(reduced("{{0,1,2},{3,4,5},{6,7}}").instructions["g"], 8)
+    assert [g.tolist() for g in groups] == [[[6, 7]], [[0, 1, 2], [3, 4, 5]]]
 
 
 def test_a_permute_keeps_the_pairs_that_leave_their_device():
@@ -244,8 +244,8 @@ def test_a_convolution_counts_only_positions_inside_the_input(stride, padding, w
         f"  ROOT c = f32[{batch},{out},{features}] convolution(a, k), window={{size={taps} stride={stride} "
         f"pad={padding[0]}_{padding[1]} rhs_dilate={window} lhs_dilate={base}}}, dim_labels=b0f_0io->b0f\n}}\n"
     )
-    found = flops(parse(text))
-    assert found == 2 * batch * channels * features * meet
+    counted = flops(parse(text))
+    assert counted == 2 * batch * channels * features * meet
 
 
 FUSED = """HloModule m, is_scheduled=true

@@ -114,10 +114,10 @@ MISTAKES: dict[str, Sequence[str]] = {
 
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_is_refused_at_once_with_what_to_write(tmp_path: Path, line: str):
-    own = tmp_path / "own" / "experiment"
-    own.mkdir(parents=True)
-    (own / "no_header.yaml").write_text("steps: 5\n")
-    (own / "short.yml").write_text("# @package _global_\nsteps: 5\n")
+    experiments = tmp_path / "own" / "experiment"
+    experiments.mkdir(parents=True)
+    (experiments / "no_header.yaml").write_text("steps: 5\n")
+    (experiments / "short.yml").write_text("# @package _global_\nsteps: 5\n")
     (tmp_path / "own" / "partial.yaml").write_text("steps: 5\n")
     ended = typed(*line.split(), cwd=tmp_path, limit_s=REFUSED_S)
     assert ended.status == 2
@@ -283,9 +283,9 @@ def test_the_users_text_trains_as_in_the_readme(tmp_path: Path):
     books.mkdir(parents=True)
     for name in ("one", "two", "three"):
         (books / f"{name}.txt").write_text(f"The book {name} is about a run that never ended.\n" * 40)
-    asked = [argument for argument in TRAINING if not argument.startswith("data")]
+    arguments = [argument for argument in TRAINING if not argument.startswith("data")]
     for paths in ("data.paths=[~/books/**/*.txt]", "data.paths=~/books", "data.paths=books/**/*.txt"):
-        ended = typed(*asked, "data=text", paths, "steps=2", cwd=tmp_path, HOME=str(tmp_path))
+        ended = typed(*arguments, "data=text", paths, "steps=2", cwd=tmp_path, HOME=str(tmp_path))
         assert ended.status == 0 and re.search(r"text: [\d,]+ training", ended.text), ended.text
 
 

@@ -163,9 +163,9 @@ def shell_reads(text: str, folder: Path) -> list[list[str]]:
 @given(ARGUMENTS)
 def test_bash_runs_the_planned_commands(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]):
     folder = tmp_path_factory.mktemp("script")
-    made = config_of("target=v4-64 zone=us-central2-b name=mine").plan(("name=mine", *arguments))
-    planned = [list(step.commands[0]) for step in made.steps if isinstance(step, CommandStep)]
-    assert shell_reads(made.text(), folder) == planned
+    plan = config_of("target=v4-64 zone=us-central2-b name=mine").plan(("name=mine", *arguments))
+    planned = [list(step.commands[0]) for step in plan.steps if isinstance(step, CommandStep)]
+    assert shell_reads(plan.text(), folder) == planned
     (folder / "valkyrie/.venv/bin").mkdir(parents=True)
     training = folder / "valkyrie/.venv/bin/valkyrie-train"
     training.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
@@ -300,10 +300,14 @@ def test_the_price_is_listed_or_called_unknown():
 
 def test_the_dockerfile_copies_only_code_and_all_files_of_the_wheel():
     copied = re.findall(r"^COPY (.*) \S+$", dockerfile(), re.MULTILINE)
-    there = {name for line in copied for name in line.split()}
+    copied_paths = {name for line in copied for name in line.split()}
     root = Path(__file__).parent.parent
-    assert all((root / name).exists() for name in there)
-    assert there >= {"conf", "valkyrie", "pyproject.toml", "README.md", "LICENSE"} and not there & {"runs", ".", "data"}
+    assert all((root / name).exists() for name in copied_paths)
+    assert copied_paths >= {"conf", "valkyrie", "pyproject.toml", "README.md", "LICENSE"} and not copied_paths & {
+        "runs",
+        ".",
+        "data",
+    }
     assert "--extra tpu" in dockerfile() and "--extra" not in dockerfile("")
 
 

@@ -31,16 +31,16 @@ def rows(launcher: str, folder: Path) -> dict[str, Any]:
     stage = Stage(folder / launcher, fsdp="kill")
     for _ in range(2):
         sweep = stage.start(*SWEPT, f"hydra/launcher={launcher}", *LAUNCHERS[launcher])
-        said, _ = sweep.communicate()
-        assert sweep.returncode == 1, said
-        assert all(part in said for part in ("6 trials", "2 ok", "3 refused", "1 killed")), said
+        output, _ = sweep.communicate()
+        assert sweep.returncode == 1, output
+        assert all(part in output for part in ("6 trials", "2 ok", "3 refused", "1 killed")), output
     assert len(stage.started()) == 3 and stage.lines() == 6
     trials = TrialLog(stage.sweep).read()
     assert Counter(trial.status for trial in trials) == {Status.ok: 2, Status.refused: 3, Status.killed: 1}
-    asked = [[o for o in t.overrides if not o.startswith("runs=")] for t in trials]
+    overrides_by_trial = [[o for o in t.overrides if not o.startswith("runs=")] for t in trials]
     return {
         t.key: (t.name, t.sweep, t.status, t.reason, overrides, t.results, t.about)
-        for t, overrides in zip(trials, asked, strict=True)
+        for t, overrides in zip(trials, overrides_by_trial, strict=True)
     }
 
 
@@ -63,7 +63,7 @@ def test_the_task_function_records_a_trial_without_our_launcher(
     stage.enter(monkeypatch)
     for times in (1, 2):
         assert command(*stage.arguments("partition=dp", "hydra/launcher=basic")) == 0
-        said = capfd.readouterr().out
-        assert said.count("tokens/s simulated") == 1 and ("(recorded earlier)" in said) is (times == 2)
-        assert "1 ok" in said
+        output = capfd.readouterr().out
+        assert output.count("tokens/s simulated") == 1 and ("(recorded earlier)" in output) is (times == 2)
+        assert "1 ok" in output
     assert len(stage.started()) == stage.lines() == 1

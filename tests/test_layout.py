@@ -95,15 +95,15 @@ def test_a_layout_without_problems_divides_every_array(
             layout.used_axes(tensor.axes),
             layout.optimizer_axes(tensor.axes, tensor.shape),
         ):
-            used = [axis for held in split for axis in held]
+            used = [axis for mesh_axes in split for axis in mesh_axes]
             assert len(used) == len(set(used)), (tensor, split)
-            for size, held in zip(tensor.shape, split, strict=True):
-                assert size % parts(layout, held) == 0, (tensor, split)
+            for size, mesh_axes in zip(tensor.shape, split, strict=True):
+                assert size % parts(layout, mesh_axes) == 0, (tensor, split)
     for tensor in ARRAYS[model].activations:
-        used = [axis for held in layout.activation_axes(tensor.axes) for axis in held]
+        used = [axis for mesh_axes in layout.activation_axes(tensor.axes) for axis in mesh_axes]
         assert len(used) == len(set(used)), tensor
-        for size, held in zip(tensor.shape, layout.activation_axes(tensor.axes), strict=True):
-            assert size % parts(layout, held) == 0, tensor
+        for size, mesh_axes in zip(tensor.shape, layout.activation_axes(tensor.axes), strict=True):
+            assert size % parts(layout, mesh_axes) == 0, tensor
 
 
 rules = st.dictionaries(
@@ -219,8 +219,10 @@ def test_an_axis_without_a_rule_is_replicated_or_follows_the_default():
         == ((),) * 4
     )
     arrays = listed(("filter", Tensor(("layers", "conv"), (3, 8), ("model.layers", None))))
-    asked = legal("2x1x2", PartitionConfig("mine", {}, batch, default=["z"]), arrays=arrays)
-    assert asked.stored_axes(("layers", "conv")) == ((), ("z",)) and asked.activation_axes(("seq", "conv")) == (
+    with_default = legal("2x1x2", PartitionConfig("mine", {}, batch, default=["z"]), arrays=arrays)
+    assert with_default.stored_axes(("layers", "conv")) == ((), ("z",)) and with_default.activation_axes(
+        ("seq", "conv")
+    ) == (
         (),
         ("z",),
     )
@@ -296,7 +298,7 @@ def test_an_expert_axis_that_dispatches_is_not_gathered():
         assert layout.stored_axes(weights.axes) == ((), ("x",), ("y",), ("z",))
         assert layout.used_axes(weights.axes) == used
         sizes = {axis: np.array([size]) for axis, size in layout.mesh.axes.items()}
-        one = np.ones(1, np.int64)
-        candidates = Candidates(partition, layout.parameters, layout.activations, arrays, sizes, {}, one, one)
+        ones = np.ones(1, np.int64)
+        candidates = Candidates(partition, layout.parameters, layout.activations, arrays, sizes, {}, ones, ones)
         assert tuple(candidates.used_axes(axis) for axis in weights.axes) == used
         assert tuple(candidates.gathered_axes(axis) for axis in weights.axes) == layout.gathered_axes(weights.axes)

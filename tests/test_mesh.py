@@ -116,12 +116,12 @@ def test_a_mesh_takes_the_first_devices_and_refuses_too_few():
 @given(st.permutations(["x", "y", "z"]))
 def test_placement_lists_axes_from_the_slowest_to_the_fastest(placement: list[str]):
     config = MeshConfig(name="4x2x1", shape=[4, 2, 1], placement=placement)
-    found = ids(build_mesh(config, list(reversed(jax.devices()))))
+    order = ids(build_mesh(config, list(reversed(jax.devices()))))
     stride, strides = 1, {}
     for axis in reversed(placement):
         strides[axis], stride = stride, stride * config.axes[axis]
     x, y, z = np.indices((4, 2, 1))
-    np.testing.assert_array_equal(found, x * strides["x"] + y * strides["y"] + z * strides["z"])
+    np.testing.assert_array_equal(order, x * strides["x"] + y * strides["y"] + z * strides["z"])
 
 
 def test_placement_uses_coordinates_before_ids(monkeypatch: pytest.MonkeyPatch):

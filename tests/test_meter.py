@@ -28,8 +28,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def steps(meter: Meter, clock: Clock, *seconds: float, paused: float = 0.0) -> None:
-    for taken in seconds:
-        clock.now += taken
+    for duration in seconds:
+        clock.now += duration
         with meter.paused() if paused else contextlib.nullcontext():
             clock.now += paused
         meter.step_finished()
@@ -39,12 +39,12 @@ def test_the_first_step_is_separate_and_the_others_are_summarised_by_their_media
     meter = Meter(tokens=1000, chips=4, flops=8e6, peak_flops=1e9)
     meter.start()
     steps(meter, clock, 50.0, 0.1, 0.3, 0.1)
-    found = meter.summary()
-    assert found["first_step_s"] == pytest.approx(50.0)
-    assert found["step_s"] == pytest.approx(0.1)
-    assert found["tokens_per_second"] == pytest.approx(10_000)
-    assert found["tokens_per_second_per_chip"] == pytest.approx(2_500)
-    assert found["mfu"] == pytest.approx(8e6 / 0.1 / 1e9)
+    summary = meter.summary()
+    assert summary["first_step_s"] == pytest.approx(50.0)
+    assert summary["step_s"] == pytest.approx(0.1)
+    assert summary["tokens_per_second"] == pytest.approx(10_000)
+    assert summary["tokens_per_second_per_chip"] == pytest.approx(2_500)
+    assert summary["mfu"] == pytest.approx(8e6 / 0.1 / 1e9)
 
 
 def test_a_pause_is_not_part_of_a_step(clock: Clock) -> None:

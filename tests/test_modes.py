@@ -44,11 +44,11 @@ def test_text_begins_with_its_prompt(capfd: pytest.CaptureFixture[str], prompt: 
 
 @pytest.mark.slow
 def test_the_same_seed_generates_the_same_text(capfd: pytest.CaptureFixture[str]) -> None:
-    said = []
+    texts = []
     for seed in (1, 1, 2):
         assert command(*reading(trained_run(), "mode=generate", f"seed={seed}", "sample_tokens=12")) == 0
-        said.append(capfd.readouterr().out)
-    assert said[0] == said[1] != said[2]
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.slow
@@ -107,9 +107,9 @@ def test_an_invalid_setting_is_refused_in_one_line(
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused_before_any_data(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str, change: str, values: tuple[str, ...]
 ) -> None:
-    where = tiny_arguments(tmp_path) if mode == "train" else reading(trained_run())
+    arguments = tiny_arguments(tmp_path) if mode == "train" else reading(trained_run())
     capfd.readouterr()
-    assert command(*where, f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change.split()) == 2
+    assert command(*arguments, f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change.split()) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith(f"valkyrie-train: {values[0]} ") and err.count("\n") == 1
     assert all(value in err for value in values)

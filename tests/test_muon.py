@@ -52,8 +52,8 @@ def steps(name: str, specs: dict[str, Parameter], value: Any) -> dict[str, np.nd
     parameters = {key: jnp.asarray(value(GOLDEN[f"muon_{name}_first"]), jnp.float32) for key in specs}
     state = optimizer.init(parameters)
     for gradient in GOLDEN[f"muon_{name}_gradients"]:
-        given = {key: jnp.asarray(value(gradient), jnp.float32) for key in specs}
-        updates, state = optimizer.update(given, state, parameters)
+        gradients = {key: jnp.asarray(value(gradient), jnp.float32) for key in specs}
+        updates, state = optimizer.update(gradients, state, parameters)
         parameters = optax.apply_updates(parameters, updates)
     return jax.device_get(parameters)
 
@@ -198,8 +198,8 @@ def test_invalid_muon_settings_are_refused(override):
 
 
 def test_an_unknown_parameter_group_is_refused():
-    own = Config(groups=Config().groups | {"heads": AdamGroup()})
-    assert [(p.code, p.key) for p in own.problems()] == [(ProblemCode.unknown_name, "optimizer.groups.heads")]
+    config = Config(groups=Config().groups | {"heads": AdamGroup()})
+    assert [(p.code, p.key) for p in config.problems()] == [(ProblemCode.unknown_name, "optimizer.groups.heads")]
 
 
 def test_learning_rates_scale_with_the_width():

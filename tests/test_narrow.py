@@ -68,11 +68,11 @@ def test_training_with_narrow_products_learns_as_well(precision: str):
         run = small_run("gpt_tiny", f"precision={policy}", "model.layers=2", "optimizer.learning_rate=1e-2")
         program = make_program(run)
         state, batch = program.init(0), program.place(make_batch(run))
-        found = []
+        curves = []
         for _ in range(12):
             state, metrics = program.step(state, batch)
-            found.append(float(metrics["loss"]))
-        return found
+            curves.append(float(metrics["loss"]))
+        return curves
 
     narrow, wide = losses(precision), losses("bf16_mixed")
     assert narrow[-1] < narrow[0] - 0.5
@@ -86,11 +86,11 @@ def test_narrow_products_on_eight_devices_equal_those_on_one(partition: str):
     """Equal up to rounding: sums in another order may round a value near a midpoint the other way."""
     overrides = (*small_overrides("gpt_tiny"), "precision=int8", "precision.compute=float32")
     host = initial_state(overrides)
-    one = two_steps(small_run("gpt_tiny", "precision=int8", "precision.compute=float32"), host)
+    single = two_steps(small_run("gpt_tiny", "precision=int8", "precision.compute=float32"), host)
     many = two_steps(
         small_run("gpt_tiny", "precision=int8", "precision.compute=float32", "mesh=2x2x2", f"partition={partition}"),
         host,
     )
-    for found, expected in zip(many.metrics, one.metrics, strict=True):
-        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=5e-4)
-        np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-2)
+    for metrics, expected in zip(many.metrics, single.metrics, strict=True):
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=5e-4)
+        np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-2)

@@ -72,9 +72,9 @@ def test_gradient_sums_are_split_if_the_compiler_overlaps_them_with_products():
 
 def test_a_default_option_that_the_compiler_rejects_is_dropped(monkeypatch: pytest.MonkeyPatch):
     chip, fused = known_chips()["v5p"], "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
-    for version, kept in (("0.0.42.1", True), ("0.0.46", False), ("0.1.0", False)):
+    for version, is_used in (("0.0.42.1", True), ("0.0.46", False), ("0.1.0", False)):
         monkeypatch.setattr("valkyrie.train.options.metadata.version", lambda name, version=version: version)
-        assert (fused in [option.name for option in collect_options(chip, {})]) is kept
+        assert (fused in [option.name for option in collect_options(chip, {})]) is is_used
     mine = replace(chip, xla_options=chip.xla_options | {fused: "maybe"})
     assert Option(fused, "maybe", USER) in collect_options(mine, {}), "what the user writes stands"
 

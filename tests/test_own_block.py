@@ -57,9 +57,9 @@ def run(folder: Path) -> Run:
 def test_a_users_block_takes_the_same_steps_under_every_partition(folder, run, partition):
     mine = compose_run(*SMALL, f"hydra.searchpath=[valkyrie://groups,{folder}]", "mesh=2x2x2", f"partition={partition}")
     alone, together = run_steps(make_program(run), 2).metrics, run_steps(make_program(mine), 2).metrics
-    for one, other in zip(alone, together, strict=True):
-        np.testing.assert_allclose(other["loss"], one["loss"], rtol=2e-5)
-        np.testing.assert_allclose(np.sqrt(other["leaf_norms"]), np.sqrt(one["leaf_norms"]), rtol=2e-4)
+    for single, other in zip(alone, together, strict=True):
+        np.testing.assert_allclose(other["loss"], single["loss"], rtol=2e-5)
+        np.testing.assert_allclose(np.sqrt(other["leaf_norms"]), np.sqrt(single["leaf_norms"]), rtol=2e-4)
 
 
 @pytest.mark.slow

@@ -55,10 +55,10 @@ def problem_of(*arguments: str) -> tuple[ProblemCode, str | None]:
 
 
 def test_keys_of_other_modes_are_refused_with_the_modes_that_have_them(folder: Path) -> None:
-    own = ("--config-dir", str(folder), "mode=count")
-    assert problem_of(*own, "mode.repeats=3") == (ProblemCode.unknown_name, "mode.repeats")
+    arguments = ("--config-dir", str(folder), "mode=count")
+    assert problem_of(*arguments, "mode.repeats=3") == (ProblemCode.unknown_name, "mode.repeats")
     with pytest.raises(ProblemError, match="mode=measure, mode=search"):
-        parse_run([*own, "mode.repeats=3", *SMALL])
+        parse_run([*arguments, "mode.repeats=3", *SMALL])
     assert problem_of("mode=measure", "mode.unit=3") == (ProblemCode.unknown_name, "mode.unit")
 
 

@@ -84,7 +84,9 @@ def test_a_fourth_axis_and_the_slice_axis_shard_data(name: str, axis: str):
     stages = layout.parameters["layers"]
     assert layout.activations["batch"][: len(stages) + 1] == (*stages, axis)
     if axis == "s":
-        assert all("s" not in held for held in layout.parameters.values()), "parameters cross the data-centre network"
+        assert all("s" not in mesh_axes for mesh_axes in layout.parameters.values()), (
+            "parameters cross the data-centre network"
+        )
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
@@ -189,8 +191,8 @@ def test_resolved_rules_have_only_axes_of_the_mesh(
     partition = PartitionConfig(name="any", parameters=rules, activations={}, roles=named)
     parameters, _, problems = resolve_rules(partition, mesh, AXES)
     assert list(parameters)[: len(rules)] == list(rules)
-    for logical, held in parameters.items():
-        assert set(held) <= set(mesh.axes), (logical, held)
-    wanted = {entry for held in rules.values() for entry in held}
+    for logical, mesh_axes in parameters.items():
+        assert set(mesh_axes) <= set(mesh.axes), (logical, mesh_axes)
+    allowed = {entry for mesh_axes in rules.values() for entry in mesh_axes}
     if not problems:
-        assert not {"q", "data"} & (wanted - set(named))
+        assert not {"q", "data"} & (allowed - set(named))

@@ -80,8 +80,8 @@ def test_pipelines_take_the_same_steps_as_one_device(model: str, partition: str,
     ],
 )
 def test_a_compiled_step_has_the_sends_of_the_formula(overrides: tuple[str, ...], sends: int, kept: int):
-    asked = ("mesh=1x1x4", "partition=pp", "microbatches=8", "batch=32", "model.layers=8", "seq=16", *overrides)
-    run = small_run("gpt_tiny", *asked)
+    arguments = ("mesh=1x1x4", "partition=pp", "microbatches=8", "batch=32", "model.layers=8", "seq=16", *overrides)
+    run = small_run("gpt_tiny", *arguments)
     module = parse(serialised_module(make_program(run).compile_step()))
     uses = [use for use in traffic(module, run.config.mesh.axes) if SEND_SCOPE in use.op_name]
     assert {(use.kind, use.mesh_axes) for use in uses} == {("collective-permute", ("z",))}
@@ -128,22 +128,27 @@ def test_1f1b_stores_inputs_of_fewer_microbatches_than_gpipe():
 def test_the_bubble_is_the_idle_fraction_of_a_stage(pipeline: Pipeline, bubble: float):
     """A stage is busy in some turns and idle in others. A forward pass takes 1/3 of a turn and a backward pass 2/3."""
     work = pipeline.rounds * pipeline.microbatches
-    taken = pipeline.forward_turns
+    turns = pipeline.forward_turns
     if pipeline.alternates:
         half = pipeline.stages - 1
         assert pipeline.turns == half + pipeline.microbatches + half
-        assert 3 * taken == half * 1 + pipeline.microbatches * 3 + half * 2
-    assert pipeline.bubble == pytest.approx((taken - work) / work) == pytest.approx(bubble)
+        assert 3 * turns == half * 1 + pipeline.microbatches * 3 + half * 2
+    assert pipeline.bubble == pytest.approx((turns - work) / work) == pytest.approx(bubble)
 
 
 def test_the_description_of_a_pipeline():
     run = small_run("gpt_tiny", "mesh=2x2x2", "partition=pp", "microbatches=2", *CIRCULAR)
-    about = run.about().pipeline
+    description = run.about().pipeline
     assert run.layout.name == "2x2x2-pp-circular2-mb2"
-    assert about is not None
-    assert (about.axis, about.stages, about.schedule, about.rounds) == ("z", 2, PipelineSchedule.circular, 2)
-    assert encode(about)["schedule"] == "circular"
-    assert all(words in about.described for words in ("2 rounds", "25.0%", "10 times", "5 microbatches"))
+    assert description is not None
+    assert (description.axis, description.stages, description.schedule, description.rounds) == (
+        "z",
+        2,
+        PipelineSchedule.circular,
+        2,
+    )
+    assert encode(description)["schedule"] == "circular"
+    assert all(words in description.described for words in ("2 rounds", "25.0%", "10 times", "5 microbatches"))
     assert run.layout.degrees == {"DP": 4, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, "PP": 2}
     assert run.layout.accumulation_steps == 1
     assert small_run("gpt_tiny", "mesh=2x2x1", "partition=dp").about().pipeline is None

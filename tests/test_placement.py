@@ -46,8 +46,8 @@ def by_hand(axes: dict[str, int], topology: Topology) -> set[tuple[int, ...]]:
     for order in itertools.product(*orders):
         digits = list(itertools.chain(*order))
         for owners in itertools.product(axes, repeat=len(digits)):
-            made = {axis: math.prod(d for d, o in zip(digits, owners, strict=True) if o == axis) for axis in axes}
-            if made != axes:
+            sizes = {axis: math.prod(d for d, o in zip(digits, owners, strict=True) if o == axis) for axis in axes}
+            if sizes != axes:
                 continue
             cells = {}
             for place in range(topology.devices):

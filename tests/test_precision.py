@@ -101,8 +101,8 @@ def test_the_moving_average_follows_every_step(precision: str, rounding: float):
         state, _ = program.step(jax.device_put(state, program.shardings), program.place(make_batch(program.run, seed)))
         parameters = leaves_by_name(jax.device_get(state.parameters))
         average = {name: 0.999 * a + 0.001 * np.asarray(parameters[name], np.float64) for name, a in average.items()}
-    for name, kept in leaves_by_name(jax.device_get(state.ema)).items():
-        moved = np.asarray(kept, np.float64) - start[name]
+    for name, stored in leaves_by_name(jax.device_get(state.ema)).items():
+        moved = np.asarray(stored, np.float64) - start[name]
         # The parameter that is averaged may be the one before it is rounded, in each of the four steps.
         error = (4 * 0.001 * rounding + 1e-6) * np.abs(start[name]).max()
         np.testing.assert_allclose(moved, average[name] - start[name], atol=error)

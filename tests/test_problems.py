@@ -157,13 +157,13 @@ def test_a_problem_does_not_hide_that_of_another_key(overrides: dict[str, object
 
 
 def test_sizes_are_not_part_of_a_problems_identity():
-    one, other = (
+    first, other = (
         Problem(ProblemCode.not_divisible, "model.mlp", axes=("mlp",), mesh_axes=("x",), mesh_sizes=(n,), size=130)
         for n in (4, 8)
     )
-    assert one != other and one.identity == other.identity
-    assert one.label == other.label and one.label.endswith("mlp over x")
-    assert one.identity != replace(one, mesh_axes=("y",)).identity != replace(one, key=None).identity
+    assert first != other and first.identity == other.identity
+    assert first.label == other.label and first.label.endswith("mlp over x")
+    assert first.identity != replace(first, mesh_axes=("y",)).identity != replace(first, key=None).identity
 
 
 @pytest.mark.parametrize(
@@ -223,10 +223,10 @@ def test_vectorised_checks_find_the_problems_of_single_layouts(
     shape: list[int], name: str, model: str, order: tuple[str, int], microbatches: int, batch: int, seq: int
 ):
     partition = replace(YAMLS[name], schedule=PipelineSchedule[order[0]], rounds=order[1])
-    mesh, arrays, known = parse_mesh("x".join(map(str, shape))), ARRAYS[model], known_axes()
+    mesh, arrays, logical_axes = parse_mesh("x".join(map(str, shape))), ARRAYS[model], known_axes()
     remat = load_remat("full")
-    _, problems = layout_with_problems(mesh, partition, arrays, microbatches, remat, batch, seq, known)
-    parameters, activations, _ = resolve_rules(partition, mesh, arrays.axes, known)
+    _, problems = layout_with_problems(mesh, partition, arrays, microbatches, remat, batch, seq, logical_axes)
+    parameters, activations, _ = resolve_rules(partition, mesh, arrays.axes, logical_axes)
     sizes = {axis: np.array([n]) for axis, n in zip(AXIS_NAMES, shape, strict=True)}
     counts, rounds = np.array([microbatches]), np.array([float(partition.rounds)])
     candidates = Candidates(partition, parameters, activations, arrays, sizes, {}, counts, rounds)

@@ -136,9 +136,9 @@ def test_the_other_processes_end_if_one_is_lost(lost: int, signal: int, says: st
         for member in members:
             assert member.stdout is not None and member.stdout.readline() == "met\n"
         members[lost].send_signal(signal)
-        left = members[1 - lost]
-        assert left.wait(30) == LOST
-        assert left.stderr is not None and says in left.stderr.read()
+        survivor = members[1 - lost]
+        assert survivor.wait(30) == LOST
+        assert survivor.stderr is not None and says in survivor.stderr.read()
     finally:
         for member in members:
             member.kill()
@@ -279,8 +279,8 @@ def test_the_others_end_if_a_process_is_killed_and_the_run_resumes(killed: int, 
     wait_for_step(tmp_path / "runs/run", 20)
     processes[killed].kill()
     began = time.monotonic()
-    left = wait_for_processes(processes)[1 - killed]
-    assert left[0] in (LOST, -6) and time.monotonic() - began < 15  # -6: JAX's own end, where it is faster
+    survivor = wait_for_processes(processes)[1 - killed]
+    assert survivor[0] in (LOST, -6) and time.monotonic() - began < 15  # -6: JAX's own end, where it is faster
     again = wait_for_processes(start_processes(2, *overrides, "steps=40", cwd=tmp_path))
     assert [status for status, _, _ in again] == [0, 0] and "continuing run" in again[0][1]
 
@@ -296,9 +296,9 @@ def test_the_others_end_if_a_process_is_killed_and_the_run_resumes(killed: int, 
 )
 def test_every_process_refuses_mismatched_settings(change: list[str], pattern: str, tmp_path: Path):
     overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=4", "name=run"]
-    given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
+    variables = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
     processes = [
-        start_training(*overrides, *(change if index else []), cwd=tmp_path, **given, JAX_PROCESS_INDEX=str(index))
+        start_training(*overrides, *(change if index else []), cwd=tmp_path, **variables, JAX_PROCESS_INDEX=str(index))
         for index in range(2)
     ]
     for status, _, err in wait_for_processes(processes):

@@ -90,11 +90,11 @@ def test_a_real_trace_has_every_run_of_every_collective():
         times = collective_times(step, module, AXES, Path(folder))
         (file,) = Path(folder).rglob("*.xplane.pb")
         events = list(read_events(file, module))
-    known = collectives_by_operation(module, AXES)
+    collectives = collectives_by_operation(module, AXES)
     seen: Counter[tuple[str, str]] = Counter()
     for event in events:
-        if event.op in known:
-            seen[known[event.op].label, known[event.op].kind] += 1
+        if event.op in collectives:
+            seen[collectives[event.op].label, collectives[event.op].kind] += 1
     expected: Counter[tuple[str, str]] = Counter()
     for use in traffic(module, AXES):
         expected[",".join(use.mesh_axes), use.kind] += round(use.calls * 8 * STEPS)
@@ -113,23 +113,23 @@ def times_of(**seconds: float) -> list[CollectiveTime]:
 
 
 def test_collective_times_are_medians_over_runs_and_means_over_devices():
-    known = collectives_by_operation(parse(TWO_GROUPS), AXES)
+    collectives = collectives_by_operation(parse(TWO_GROUPS), AXES)
     reduce, gather = "all-reduce-start.1", "all-gather.2"
     times = {"0": (1.0, 2.0, 30.0), "1": (3.0, 4.0, 50.0)}
     events = [Event(reduce, device, run, 0.0, s) for device, runs in times.items() for run, s in enumerate(runs)]
     events += [Event("p", "0", 0, 0.0, 100.0), *(Event("all-reduce-done.1", "1", run, 60.0, 1.0) for run in range(3))]
     events += [Event(gather, "1", run, 70.0, 0.5) for run in range(3)]
-    assert seconds_by_axes(events, known) == times_of(x=3.5, z=0.25)
+    assert seconds_by_axes(events, collectives) == times_of(x=3.5, z=0.25)
 
 
 def test_collectives_that_overlap_count_once():
-    known = collectives_by_operation(parse(TWO_GROUPS), AXES)
+    collectives = collectives_by_operation(parse(TWO_GROUPS), AXES)
     reduce, gather = "all-reduce-start.1", "all-gather.2"
     times = [(reduce, 0.0, 4.0), (reduce, 1.0, 2.0), (gather, 2.0, 4.0)]
     events = [Event(op, "0", 0, start, seconds) for op, start, seconds in times]
-    assert seconds_by_axes(events, known) == times_of(x=3.0, z=3.0)
+    assert seconds_by_axes(events, collectives) == times_of(x=3.0, z=3.0)
     untold = [event._replace(run=None) for event in events]
-    assert seconds_by_axes(untold, known) == times_of(x=1.0, z=1.0)
+    assert seconds_by_axes(untold, collectives) == times_of(x=1.0, z=1.0)
 
 
 def test_gpu_kernels_are_matched_to_operations_without_run_numbers(tmp_path: Path):

@@ -23,11 +23,11 @@ def test_the_page_has_the_table_that_the_script_prints():
 
 @pytest.mark.parametrize("promise", promised.PROMISES, ids=lambda promise: promise.experiment)
 def test_the_stored_results_are_of_the_current_experiments(promise):
-    for overrides, which in ((), "best"), (promise.requested, "asked"):
-        if which not in KEPT[promise.experiment]:
+    for overrides, key in ((), "best"), (promise.requested, "asked"):
+        if key not in KEPT[promise.experiment]:
             assert not promise.requested
             continue
-        stored = KEPT[promise.experiment][which]
+        stored = KEPT[promise.experiment][key]
         run = promised.compose_run(promise, stored["overrides"])
         assert tuple(stored["overrides"])[: len(overrides)] == overrides
         assert (stored["layout"], stored["target"]) == (run.layout.name, run.config.target.name)

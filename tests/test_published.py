@@ -84,8 +84,8 @@ def test_tables_have_errors_of_prediction_and_guesses_by_chip_and_family(predict
         {"row": name, "status": "ok", "libtpu": "0.0.1", "replayed_s": replayed}
         for name, replayed in (("a", 1.8), ("b", 1.7), ("c", 1.9))
     ]
-    known = [run_of("other", "v4", 1.1), run_of("a", "v4", 9.0, family="f")]
-    corrected = tables.with_guesses(results[0], rows[0], rows, known)
+    published = [run_of("other", "v4", 1.1), run_of("a", "v4", 9.0, family="f")]
+    corrected = tables.with_guesses(results[0], rows[0], rows, published)
     assert corrected["seconds_by"]["predicted"] == pytest.approx(1.8 * 1.1), "its own family is left out"
     results = [tables.with_guesses(result, of, rows, []) for result, of in zip(results, rows, strict=True)]
     table = tables.markdown([*results, {"row": "x", "status": "failed", "reason": "it crashed"}], [])

@@ -55,11 +55,11 @@ def handed_on(**changes: bool) -> float:
     The rows are vTrain's 175B runs with 8-way tensor parallelism.
     """
     rows = [row for row in gpus.rows_of(gpus.FILE) if "175B_512" in row.line["group"] and row.line["tp"] == "8"]
-    known, efficiency = gpus.timed_layouts(rows[:1]), Efficiency()
-    layouts = replace(known.layouts, **changes)
+    timed, efficiency = gpus.timed_layouts(rows[:1]), Efficiency()
+    layouts = replace(timed.layouts, **changes)
     times = StepEstimator(
-        known.work, layouts, known.chip, efficiency, collective_model(known.chip, efficiency)
-    ).estimate(known.remat)
+        timed.work, layouts, timed.chip, efficiency, collective_model(timed.chip, efficiency)
+    ).estimate(timed.remat)
     return float(times.parts["stages"][0])
 
 
@@ -69,8 +69,8 @@ def test_devices_with_the_same_activations_each_send_a_part() -> None:
 
 def test_attention_scores_go_through_memory_without_a_fused_kernel() -> None:
     rows = [row for row in gpus.rows_of(gpus.FILE) if "3.6B_64" in row.line["group"]][:1]
-    known = gpus.timed_layouts(rows)
-    seconds = [float(known.estimate(replace(Efficiency(), scores_passes=n))[0]) for n in (0.0, 1.0)]
+    timed = gpus.timed_layouts(rows)
+    seconds = [float(timed.estimate(replace(Efficiency(), scores_passes=n))[0]) for n in (0.0, 1.0)]
     layers, heads, seq, tokens = 30, 32, 2048, 512 * 2048 / 64
     moved = 2 * 4 * layers * heads * seq * tokens  # float16; forward, again, and twice backward
     assert seconds[1] - seconds[0] == pytest.approx(moved / (0.8 * 2039e9), rel=1e-6)

@@ -206,8 +206,8 @@ def steps_of(program: StepProgram, loader: Loader, state: Any, count: int) -> tu
     """Return the state after `count` steps, and the metrics of each."""
     metrics = []
     for _ in range(count):
-        state, told = program.step(state, program.place(next(loader)))
-        metrics.append(jax.device_get(told))
+        state, step_metrics = program.step(state, program.place(next(loader)))
+        metrics.append(jax.device_get(step_metrics))
     return state, metrics
 
 
@@ -225,8 +225,8 @@ def test_a_training_resumes_in_the_middle_of_its_puzzles(puzzles: PreparedPuzzle
         np.testing.assert_array_equal(state.ema["puzzle_embedding"], table)
         assert np.any(table != 0) and np.any(state.ema["head"] != state.parameters["head"])
         np.testing.assert_array_equal(program.init(0).parameters["initial_low"], state.parameters["initial_low"])
-        after, told = steps_of(program, loader, state, 3)
-        assert told[0]["halting_steps"] == 3.0
+        after, metrics = steps_of(program, loader, state, 3)
+        assert metrics[0]["halting_steps"] == 3.0
     other = program if mesh == "1x1x1" else make_program(compose_run(*settings, f"mesh={mesh}", "partition=dp"))
     with other.loader(puzzles, "train") as loader, closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
         restored = checkpoints.restore(other.abstract_state)
@@ -234,6 +234,6 @@ def test_a_training_resumes_in_the_middle_of_its_puzzles(puzzles: PreparedPuzzle
         again, retold = steps_of(other, loader, restored.state, 3)
     if mesh == "1x1x1":
         jax.tree.map(np.testing.assert_array_equal, after, again)
-    for mine, theirs in zip(told, retold, strict=True):
+    for mine, theirs in zip(metrics, retold, strict=True):
         np.testing.assert_allclose(mine["loss"], theirs["loss"], rtol=2e-5)
         assert mine["halting_steps"] == theirs["halting_steps"]

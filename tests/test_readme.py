@@ -188,9 +188,9 @@ KEYS = {setting.split("=")[0] for setting in SETTINGS} - {"quiet"}
 
 @pytest.mark.parametrize("key", sorted(key for key in KEYS if not key.startswith("hydra")))
 def test_every_documented_setting_exists(key: str):
-    chosen = [setting for setting in SETTINGS if setting.split("=")[0] == key and "mine" not in setting]
+    examples = [setting for setting in SETTINGS if setting.split("=")[0] == key and "mine" not in setting]
     mode = [f"mode={name}" for name in MODES.with_key(key.removeprefix("mode."))[:1] if key.startswith("mode.")]
-    for setting in dict.fromkeys(chosen):
+    for setting in dict.fromkeys(examples):
         Run.from_config(compose_config("target=v4-64", "mesh=2x2x2", *mode, *shlex.split(setting)))
         assert not re.search(r"[\[*?]", re.sub(r"'.*?'", "", setting)), "zsh looks for files of such a name"
 
@@ -241,10 +241,10 @@ def test_lists_of_choices_equal_the_files():
     assert sorted(first_column(CONF, "Data")) == config_names("data")
     assert sorted(first_column(CONF, "Modes")) == MODES.names()
     assert sorted(row[0].strip("`") for row in table(PAGES["sweeps/README.md"], "`+sweep=`")) == config_names("sweep")
-    sized, *others = (row[1] for row in table(section(CONF, "Models"), "family"))
+    sized, *unsized = (row[1] for row in table(section(CONF, "Models"), "family"))
     sizes = re.findall(r"`(tiny|\d+[mb])`", sized)
     named = [f"{family}{size}" for family in re.findall(r"`(\w+_)\*`", sized) for size in sizes]
-    assert sorted(named + [name for row in others for name in re.findall(r"`(\w+)`", row)]) == config_names("model")
+    assert sorted(named + [name for row in unsized for name in re.findall(r"`(\w+)`", row)]) == config_names("model")
 
 
 def test_target_names_count_cores_or_chips_as_stated():
@@ -292,9 +292,9 @@ def test_the_report_matches_the_run_and_is_consistent():
     assert REPORT.strip().splitlines()[0] == f"valkyrie_1b under {run.layout.name} on {run.config.target.describe()}"
     assert f"roles: {run.layout.describe_roles()}\n" in REPORT
     (line,) = re.findall("predicted step: (.*)", REPORT)
-    step, rate, each, mfu = (number(part) for part in line.split(", "))
-    assert ROWS["2d_tp"] == (number(REPORT.split("\nfits: ")[1]), 1000 * step, each, mfu)
-    assert rate == pytest.approx(32 * each, rel=1e-3)
+    step, rate, per_chip, mfu = (number(part) for part in line.split(", "))
+    assert ROWS["2d_tp"] == (number(REPORT.split("\nfits: ")[1]), 1000 * step, per_chip, mfu)
+    assert rate == pytest.approx(32 * per_chip, rel=1e-3)
     chip = run.config.target.chip
     assert chip is not None and chip.usd_per_hour is not None
     (millions,) = re.findall(r"([\d.]+) million tokens", REPORT)

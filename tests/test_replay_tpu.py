@@ -151,8 +151,8 @@ def test_a_permute_overlaps_with_a_matrix_product():
     mesh, machine = tpu_mesh("v4:4x4x4")
 
     def ring(x, w):
-        there = jax.lax.ppermute(x, "x", [(i, (i + 1) % 4) for i in range(4)])
-        return there, w @ w
+        received = jax.lax.ppermute(x, "x", [(i, (i + 1) % 4) for i in range(4)])
+        return received, w @ w
 
     matrix = ((8192, 8192), jnp.bfloat16)
     module = compile_module(
@@ -184,10 +184,10 @@ def test_overlapped_gathers_use_the_same_ring_as_other_gathers(options):
 
     shapes = [((2048, 2048), jnp.bfloat16)] * 4
     rows = PartitionSpec(("x", "y", "z"))
-    alone, beside = (
+    alone, overlapped = (
         replay(compile_module(gathered, mesh, *shapes, spec=rows, options=o), machine) for o in ({}, options)
     )
-    before, after = (next(u for u in done.collectives if u.kind == "all-gather") for done in (alone, beside))
+    before, after = (next(u for u in done.collectives if u.kind == "all-gather") for done in (alone, overlapped))
     assert (before.calls, after.calls) == (3, 3) and after.bytes_sent == before.bytes_sent
     assert after.busy_s == pytest.approx(before.busy_s, rel=0.01)
     assert after.exposed_s < before.exposed_s

@@ -119,9 +119,9 @@ def test_heatmap_cells_have_the_best_layout_of_each_split(tmp_path: Path):
 
 
 def test_error_bars_have_the_spread_of_the_steps(tmp_path: Path):
-    found = values.bars(rows_of(tmp_path, trial("8x1x1-fsdp", 100, stage="measure", p90=1.25, least=0.8)))
-    assert [(bar["rate"], bar["low"], bar["high"]) for bar in found] == [(800, 640, 1000)]
-    assert found[0]["spread"].count("s") == 2
+    bars = values.bars(rows_of(tmp_path, trial("8x1x1-fsdp", 100, stage="measure", p90=1.25, least=0.8)))
+    assert [(bar["rate"], bar["low"], bar["high"]) for bar in bars] == [(800, 640, 1000)]
+    assert bars[0]["spread"].count("s") == 2
 
 
 def test_explanations_name_recomputation_and_opposing_effects(tmp_path: Path):
@@ -170,14 +170,14 @@ NOISY = {"stage": "measure", "target": "auto", "p90": 1.1, "least": 0.9}
 
 
 def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: Path):
-    found = rows_of(
+    trial_rows = rows_of(
         tmp_path,
         trial("8x1x1-fsdp", 1000, collectives={"x": 0.3}, **NOISY),
         trial("2x4x1-2d_tp", 900, collectives={"x": 0.5}, **NOISY),
         trial("4x2x1-dp", 500, collectives={"x": 0.5}, **NOISY),
     )
-    answer = words.answer(found[0].group, found)
-    assert answer.remarks[0].endswith("step times: 2x4x1-2d_tp.") and found[0].group.simulated
+    answer = words.answer(trial_rows[0].group, trial_rows)
+    assert answer.remarks[0].endswith("step times: 2x4x1-2d_tp.") and trial_rows[0].group.simulated
     assert re.findall(r"[0-9.]+ ms", answer.reasons[0]) == [
         "128.0 ms",
         "115.2 ms",
@@ -187,16 +187,18 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
         "156.4 ms",
     ]
     assert "2.0x" in answer.reasons[1]
-    assert [row[0] for row in data_of(page(found))["rows"]] == [1, 1, 3]
-    assert re.findall(r"^\| ([0-9]) ", as_markdown(found), re.MULTILINE) == ["1", "1", "3"]
+    assert [row[0] for row in data_of(page(trial_rows))["rows"]] == [1, 1, 3]
+    assert re.findall(r"^\| ([0-9]) ", as_markdown(trial_rows), re.MULTILINE) == ["1", "1", "3"]
     outlier = trial("2x2x2-2d_tp", 100, **{**NOISY, "p90": 9.0})
-    assert tied_ranks([row.trial for row in rows_of(tmp_path / "more", *(row.trial for row in found), outlier)]) == [
+    assert tied_ranks(
+        [row.trial for row in rows_of(tmp_path / "more", *(row.trial for row in trial_rows), outlier)]
+    ) == [
         1,
         1,
         3,
         4,
     ]
-    text = table([row.trial for row in found], tmp_path).columns[0]
+    text = table([row.trial for row in trial_rows], tmp_path).columns[0]
     assert [*map(str, text.cells)] == ["1", "1", "3"]
 
 
@@ -207,20 +209,20 @@ def test_agreement_leaves_out_differences_within_noise(tmp_path: Path):
 
 def test_partitions_with_equivalent_layouts_are_not_compared(tmp_path: Path):
     tensor = {"DP": 2, "MP1": 4}
-    found = rows_of(
+    trial_rows = rows_of(
         tmp_path,
         trial("1x8x1-1d_tp", 1000, degrees={"DP": 8}, sharding="a"),
         trial("8x1x1-dp", 900, degrees={"DP": 8}, sharding="a"),
         trial("4x1x2-2d_tp", 400, degrees=tensor, sharding="b"),
         trial("4x2x1-1d_tp", 380, degrees=tensor, sharding="b"),
     )
-    answer = words.answer(found[0].group, found)
+    answer = words.answer(trial_rows[0].group, trial_rows)
     assert "data parallel" in answer.remarks[0]
     reason, another = answer.reasons
     assert reason.startswith("dp on 8x1x1") and "2.4x" in reason and "1d_tp on 4x2x1" in reason
     assert another.startswith("2d_tp") and another.endswith("as 1d_tp).")
-    place = [column["id"] for column in data_of(page(found))["columns"]].index("alike")
-    assert [row[place] for row in data_of(page(found))["rows"]] == ["dp", "", "1d_tp", ""]
+    place = [column["id"] for column in data_of(page(trial_rows))["columns"]].index("alike")
+    assert [row[place] for row in data_of(page(trial_rows))["rows"]] == ["dp", "", "1d_tp", ""]
 
 
 def test_predictions_and_measurements_are_matched_by_layout_and_work(rows, tmp_path: Path):
@@ -264,9 +266,9 @@ def test_two_sweeps_can_be_compared(tmp_path: Path):
 def test_row_labels_are_distinct(tmp_path: Path):
     sweep_folder(tmp_path / "one", [FSDP, trial("8x1x1-fsdp", 10, batch=64)])
     sweep_folder(tmp_path / "two", [FSDP])
-    found = list(values.labels(read_rows([tmp_path])).values())
-    assert len(set(found)) == 3
-    assert "8x1x1-fsdp batch 64" in found and any("one" in label for label in found)
+    labels = list(values.labels(read_rows([tmp_path])).values())
+    assert len(set(labels)) == 3
+    assert "8x1x1-fsdp batch 64" in labels and any("one" in label for label in labels)
 
 
 def test_a_refused_trial_has_the_kind_of_its_target(tmp_path: Path):
@@ -299,14 +301,14 @@ def test_a_reduced_timeline_has_the_same_total_time(tmp_path: Path):
     row = rows_of(tmp_path, FSDP, timelines=1)[0]
     events = json.loads((GOLDENS / "timeline.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    found, whole = read_timeline(row, 100), read_timeline(row, len(spans))
-    assert found is not None and whole is not None
-    assert found is not None and whole is not None
-    assert len(found.spans) <= 100 < len(whole.spans) == len(spans)
-    assert found.step_us == whole.step_us == pytest.approx(max(e["ts"] + e["dur"] for e in spans), abs=0.01)
-    assert found.tracks == whole.tracks and found.tracks[0] == "compute" and "copies" in found.tracks
-    assert sum(span[5] for span in found.spans) == len(spans)
-    assert found.axes.keys() & set(found.names)
+    reduced, whole = read_timeline(row, 100), read_timeline(row, len(spans))
+    assert reduced is not None and whole is not None
+    assert reduced is not None and whole is not None
+    assert len(reduced.spans) <= 100 < len(whole.spans) == len(spans)
+    assert reduced.step_us == whole.step_us == pytest.approx(max(e["ts"] + e["dur"] for e in spans), abs=0.01)
+    assert reduced.tracks == whole.tracks and reduced.tracks[0] == "compute" and "copies" in reduced.tracks
+    assert sum(span[5] for span in reduced.spans) == len(spans)
+    assert reduced.axes.keys() & set(reduced.names)
 
 
 def test_the_torus_picture_has_every_device_once(tmp_path: Path):
@@ -332,8 +334,8 @@ def test_the_torus_picture_has_every_device_once(tmp_path: Path):
 )
 def test_the_torus_of_a_target_is_drawn(target, overrides, shape, slices, twisted):
     of_target = target_torus(trial("8x1x1-fsdp", 9, target=target, asked=overrides).about)
-    known = (None, 1, False) if of_target is None else (of_target.shape, of_target.slices, of_target.twisted)
-    assert known == (shape, slices, twisted)
+    picture = (None, 1, False) if of_target is None else (of_target.shape, of_target.slices, of_target.twisted)
+    assert picture == (shape, slices, twisted)
 
 
 def test_a_twisted_torus_has_a_picture(tmp_path: Path):
@@ -377,24 +379,24 @@ def test_csv_has_a_row_for_each_trial(rows):
 
 
 def test_sweeps_are_found_at_a_path_and_below_it(tmp_path: Path):
-    one, two = sweep_folder(tmp_path / "runs" / "one", [FSDP]), sweep_folder(tmp_path / "runs" / "two", [TP])
-    assert find_sweeps([tmp_path]) == [one, two]
-    assert find_sweeps([one, tmp_path / "runs"]) == [one, two]
-    assert find_sweeps([two / "trials.jsonl"]) == [two]
+    first, second = sweep_folder(tmp_path / "runs" / "one", [FSDP]), sweep_folder(tmp_path / "runs" / "two", [TP])
+    assert find_sweeps([tmp_path]) == [first, second]
+    assert find_sweeps([first, tmp_path / "runs"]) == [first, second]
+    assert find_sweeps([second / "trials.jsonl"]) == [second]
 
 
 def test_a_refused_layout_is_named_by_its_request(tmp_path: Path):
-    about = LayoutRecord("m", "3x1x1", "fsdp", "auto", microbatches=2, remat="full")
-    found = rows_of(tmp_path, replace(WRONG, about=about), replace(WRONG, key="bare", about=None))
-    assert layouts(found) == ["3x1x1-fsdp-mb2-remat_full", "3x1x1-dp"]
-    assert data_of(page(found))["rows"][0][5] == "refused"
+    record = LayoutRecord("m", "3x1x1", "fsdp", "auto", microbatches=2, remat="full")
+    trial_rows = rows_of(tmp_path, replace(WRONG, about=record), replace(WRONG, key="bare", about=None))
+    assert layouts(trial_rows) == ["3x1x1-fsdp-mb2-remat_full", "3x1x1-dp"]
+    assert data_of(page(trial_rows))["rows"][0][5] == "refused"
 
 
 def test_a_training_has_a_rate_but_no_step_time(tmp_path: Path):
     trained = replace(FSDP, stage="train", results=TrialResult(simulated=True, loss=2.0))
     speed = StepResult(tokens_per_second=800.0, tokens_per_second_per_chip=100.0)
     rated = replace(trained, key="rated", results=replace(trained.results, step=speed))
-    found = rows_of(tmp_path, trained, rated)
-    assert [row.ok for row in found] == [False, True]
-    assert found[1].step_s == pytest.approx(1.28) and found[1].group.devices == "simulated devices (v5e-8)"
-    assert data_of(page(found))["rows"][0][3] == pytest.approx(1.28)
+    trial_rows = rows_of(tmp_path, trained, rated)
+    assert [row.ok for row in trial_rows] == [False, True]
+    assert trial_rows[1].step_s == pytest.approx(1.28) and trial_rows[1].group.devices == "simulated devices (v5e-8)"
+    assert data_of(page(trial_rows))["rows"][0][3] == pytest.approx(1.28)

@@ -37,8 +37,8 @@ TRIALS = [
 
 def executable() -> str:
     for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     pytest.fail("no Chromium on this machine: apt-get install chromium", pytrace=False)
 
 
@@ -125,11 +125,11 @@ def test_units_stay_when_two_layouts_are_swapped(browser: Browser, tmp_path: Pat
     ]
     opened = opened_at(browser, write_report(sweep_folder(tmp_path, trials)))
     page, reasons = opened.page, []
-    for one, other in (("0", "1"), ("1", "0")):
-        page.select_option("#one", one)
+    for first, other in (("0", "1"), ("1", "0")):
+        page.select_option("#one", first)
         page.select_option("#other", other)
         reasons.append(page.locator("#why").inner_text())
-        tokens = page.evaluate(f"JSON.parse(document.getElementById('data').textContent).pairs.sides[{one}].tokens")
+        tokens = page.evaluate(f"JSON.parse(document.getElementById('data').textContent).pairs.sides[{first}].tokens")
         assert f"for {tokens:,} tokens" in reasons[-1]
     assert "512 B." in reasons[0] and "9 MB" in reasons[1]
     page.select_option("#other", "2")
@@ -206,9 +206,9 @@ def test_hovering_shows_the_numbers(opened: Opened):
 
 def test_a_layout_is_selected_in_the_table(opened: Opened):
     opened.page.get_by_role("button", name="3x1x1-dp").click()
-    told = opened.page.locator("#facts").inner_text()
-    assert str(WRONG.reason) in told
-    assert "mesh=2x4x1 partition=fsdp hydra.mode=RUN" in told
+    details = opened.page.locator("#facts").inner_text()
+    assert str(WRONG.reason) in details
+    assert "mesh=2x4x1 partition=fsdp hydra.mode=RUN" in details
     assert opened.page.locator("#torus .empty").is_visible()
     assert opened.page.evaluate("document.activeElement.id") == "layout"
 

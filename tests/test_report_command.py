@@ -27,9 +27,9 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     with pytest.raises(SystemExit) as end:
         main([str(argument) for argument in arguments])
     assert end.value.code == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.startswith("valkyrie-report: ") and told.err.count("\n") == 1
-    return told.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("valkyrie-report: ") and captured.err.count("\n") == 1
+    return captured.err
 
 
 def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys):
@@ -135,19 +135,19 @@ def test_a_report_does_not_load_jax(tmp_path: Path):
 
 
 def test_a_page_that_cannot_be_written_leaves_no_stale_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    folder, asked = sweep_folder(tmp_path, [FSDP]), DictConfig({"hydra": {"sweep": {"dir": str(tmp_path)}}})
-    SweepPage().on_multirun_end(asked)
+    folder, config = sweep_folder(tmp_path, [FSDP]), DictConfig({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    SweepPage().on_multirun_end(config)
     assert (folder / PAGE).is_file() and list(folder.glob(".*")) == []
 
     def fail(rows: object) -> str:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("valkyrie.report.page.page", fail)
-    SweepPage().on_multirun_end(asked)
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "No space left" in told and f"valkyrie-report {folder}" in told
-    assert "was removed" in told and not (folder / PAGE).exists()
-    SweepPage().on_multirun_end(asked)
+    SweepPage().on_multirun_end(config)
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1 and "No space left" in stderr and f"valkyrie-report {folder}" in stderr
+    assert "was removed" in stderr and not (folder / PAGE).exists()
+    SweepPage().on_multirun_end(config)
     assert "removed" not in capsys.readouterr().err
 
 

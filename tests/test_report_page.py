@@ -33,11 +33,11 @@ def luminance(colour: str) -> float:
 def test_numbers_on_the_heatmap_have_enough_contrast():
     import vl_convert
 
-    found = [{"data": 1, "mp1": i, "mp2": 1, "rate": float(i), "text": f"r{i}"} for i in range(101)]
-    spec = specs.heat(found) | {"data": {"values": found}, "config": specs.CONFIG}
-    drawn = vl_convert.vegalite_to_svg(spec)
-    cells = re.findall(r'aria-roledescription="rect mark"[^>]*fill="([^"]+)"', drawn)
-    words = re.findall(r'<text [^>]*fill="(white|black)"[^>]*>r[0-9]+</text>', drawn)
+    points = [{"data": 1, "mp1": i, "mp2": 1, "rate": float(i), "text": f"r{i}"} for i in range(101)]
+    spec = specs.heat(points) | {"data": {"values": points}, "config": specs.CONFIG}
+    svg = vl_convert.vegalite_to_svg(spec)
+    cells = re.findall(r'aria-roledescription="rect mark"[^>]*fill="([^"]+)"', svg)
+    words = re.findall(r'<text [^>]*fill="(white|black)"[^>]*>r[0-9]+</text>', svg)
     assert len(cells) == len(words) == 101
     levels = [sorted([luminance(cell), luminance(word)]) for cell, word in zip(cells, words, strict=True)]
     assert min((high + 0.05) / (low + 0.05) for low, high in levels) >= 4.5
@@ -62,18 +62,22 @@ def hints(i: int) -> list[str]:
 
 def many(count: int) -> list[Trial]:
     long = "partition=2d_tp puts heads (4) of attention.query on x=8: 4 is not divisible by 8. Use a mesh whose x " * 4
-    found = []
+    trials = []
     for i in range(count):
         name = (
             f"{2 ** (i % 5)}x{2 ** (i % 3)}x{i}-{('fsdp', '2d_tp', '1d_tp', 'data_model_fsdp')[i % 4]}-mb{i}-remat_full"
         )
         if i % 10 == 9:
-            found.append(trial(name, None, status=Status.refused, reason=long + str(i)))
+            trials.append(trial(name, None, status=Status.refused, reason=long + str(i)))
         else:
-            one = trial(name, 1000 + i, stage="measure" if i % 5 == 3 else "compile", price=1.2, asked=asked(i))
-            folder = f"valkyrie_1b-{name}-{one.stage}-v4-64-{i:06x}"
-            found.append(replace(one, folder=folder, results=replace(one.results, hints=tuple(hints(i)))))
-    return found
+            layout_trial = trial(
+                name, 1000 + i, stage="measure" if i % 5 == 3 else "compile", price=1.2, asked=asked(i)
+            )
+            folder = f"valkyrie_1b-{name}-{layout_trial.stage}-v4-64-{i:06x}"
+            trials.append(
+                replace(layout_trial, folder=folder, results=replace(layout_trial.results, hints=tuple(hints(i))))
+            )
+    return trials
 
 
 @pytest.mark.slow
@@ -89,8 +93,8 @@ def test_a_page_of_500_trials_stays_under_its_limit(tmp_path: Path):
 def facts(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
     """Return the details of a row, with indices replaced by texts as in the page's script."""
     texts = data["texts"]
-    found = data["details"][place].items()
-    return {name: [texts[i] for i in at] if isinstance(at, list) else texts[at] for name, at in found}
+    details = data["details"][place].items()
+    return {name: [texts[i] for i in at] if isinstance(at, list) else texts[at] for name, at in details}
 
 
 def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
@@ -108,17 +112,24 @@ def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: 
     rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i) for i in range(6)), timelines=6)
     monkeypatch.setattr("valkyrie.report.page.TORUSES", 2)
     size = len(page(rows).encode())
-    drawn: list[str] = []
+    pages: list[str] = []
     specification = figures.specification
-    monkeypatch.setattr("valkyrie.report.page.specification", lambda f, r: drawn.append(f.id) or specification(f, r))
+    monkeypatch.setattr("valkyrie.report.page.specification", lambda f, r: pages.append(f.id) or specification(f, r))
     monkeypatch.setattr("valkyrie.report.page.LIMIT", size - 1)
     without = len(page(rows).encode())
-    for limit, kept, hinted in ((size, "012345", 6), (size - 1, "012345", 2), (without - 1, "012", 2), (1, "0", 2)):
-        drawn.clear()
+    for limit, timelines, hinted in (
+        (size, "012345", 6),
+        (size - 1, "012345", 2),
+        (without - 1, "012", 2),
+        (1, "0", 2),
+    ):
+        pages.clear()
         monkeypatch.setattr("valkyrie.report.page.LIMIT", limit)
         data = data_of(page(rows))
-        assert "".join(data["timelines"]) == kept and sum("hints" in one for one in data["details"]) == hinted
-        assert len(drawn) == len(set(drawn))
+        assert (
+            "".join(data["timelines"]) == timelines and sum("hints" in details for details in data["details"]) == hinted
+        )
+        assert len(pages) == len(set(pages))
 
 
 def test_a_page_loads_nothing_from_the_network(tmp_path: Path):
@@ -144,11 +155,11 @@ def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
     )
     pairs = data_of(page(rows))["pairs"]
     assert set(pairs["why"]) == {"0,1", "1,0"}
-    one, other = pairs["why"]["0,1"], pairs["why"]["1,0"]
-    assert one[0].startswith("A is 2.50") and other[0].startswith("B is 2.50")
+    first, other = pairs["why"]["0,1"], pairs["why"]["1,0"]
+    assert first[0].startswith("A is 2.50") and other[0].startswith("B is 2.50")
     tokens = [side["tokens"] for side in pairs["sides"].values()]
     assert tokens[1] != tokens[0]
-    assert f"for {tokens[0]:,} tokens" in one[0] and f"for {tokens[1]:,} tokens" in other[0]
+    assert f"for {tokens[0]:,} tokens" in first[0] and f"for {tokens[1]:,} tokens" in other[0]
 
 
 def test_only_layouts_of_the_same_work_are_compared(tmp_path: Path):
@@ -171,8 +182,8 @@ def test_the_page_of_a_search_shows_its_answer(tmp_path: Path):
         tokens_for_budget=5e9,
     )
     commands = {"train": "valkyrie-train a", "launch": "valkyrie-launch b"}
-    about = {"title": "m, batch 16", "targets": ["v5e-8", "v6e-8"], "budget_usd": 500.0, **commands}
-    answer = SearchAnswer(["mode=search"], "abc", 99, {}, 0, 1, "done", MeasureReport(), [layout], [], **about)
+    description = {"title": "m, batch 16", "targets": ["v5e-8", "v6e-8"], "budget_usd": 500.0, **commands}
+    answer = SearchAnswer(["mode=search"], "abc", 99, {}, 0, 1, "done", MeasureReport(), [layout], [], **description)
     folder = sweep_folder(tmp_path, [FSDP])
     write_record(folder / ANSWER, answer)
     text = write_report(folder).read_text()

@@ -118,5 +118,5 @@ def test_a_missing_library_is_reported_with_how_to_install_it(monkeypatch: pytes
 def test_the_arguments_are_parsed() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    given = parser.parse_args(["--wandb", "me/valkyrie", "--group", "g", "--dry-run"])
-    assert (given.wandb, given.group, given.dry_run) == ("me/valkyrie", "g", True)
+    parsed = parser.parse_args(["--wandb", "me/valkyrie", "--group", "g", "--dry-run"])
+    assert (parsed.wandb, parsed.group, parsed.dry_run) == ("me/valkyrie", "g", True)

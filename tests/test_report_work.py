@@ -31,9 +31,9 @@ WIDEST = ["model.embed=2048", "model.mlp=5632", "model.layers=24"]
 
 def shapes(speeds: Mapping[str, Sequence[float]], **other: Any) -> list[Trial]:
     return [
-        trial(layout, speed, asked=["tracking=off", *asked], **other)
+        trial(layout, speed, asked=["tracking=off", *overrides], **other)
         for layout, of in speeds.items()
-        for asked, speed in zip((WIDE, DEEP, WIDEST), of, strict=True)
+        for overrides, speed in zip((WIDE, DEEP, WIDEST), of, strict=True)
     ]
 
 
@@ -79,7 +79,9 @@ def test_labels_have_the_precision_if_a_stage_has_two(tmp_path: Path):
 def test_keys_with_equal_last_parts_are_written_in_full(tmp_path: Path):
     overrides = (["model.s5.blocks=1", "model.trm.blocks=1"], ["model.s5.blocks=2", "model.trm.blocks=1"])
     more = ["model.s5.blocks=1", "model.trm.blocks=2"]
-    rows = rows_of(tmp_path, *(trial("8x1x1-fsdp", 9, asked=each) for each in (*overrides, more)))
+    rows = rows_of(
+        tmp_path, *(trial("8x1x1-fsdp", 9, asked=overrides_of_trial) for overrides_of_trial in (*overrides, more))
+    )
     assert rows[1].work.varied == ("model.s5.blocks=2", "model.trm.blocks=1")
 
 
@@ -109,10 +111,10 @@ def test_a_prediction_is_not_matched_to_a_measurement_of_another_model(tmp_path:
 
 
 def test_a_key_that_was_not_overridden_has_its_recorded_value(tmp_path: Path):
-    given = [(["model.layers=1"], "1"), (["model.layers=4"], "4"), ([], "4"), (["model=own"], "2")]
-    for i, (asked, layers) in enumerate(given):
+    cases = [(["model.layers=1"], "1"), (["model.layers=4"], "4"), ([], "4"), (["model=own"], "2")]
+    for i, (overrides, layers) in enumerate(cases):
         values_ = {"model.name": "valkyrie_tiny", LAYERS: layers, "optimizer.beta1": "0.9"}
-        sweep_folder(tmp_path / str(i), [trial("8x1x1-dp", 900 + i, asked=asked, values=values_)])
+        sweep_folder(tmp_path / str(i), [trial("8x1x1-dp", 900 + i, asked=overrides, values=values_)])
     assert [row.work.varied for row in read_rows([tmp_path])] == [("layers=1",), *[("layers=4",)] * 2, ("layers=2",)]
     unnamed = read_rows([tmp_path / "2", tmp_path / "3"])
     assert [row.work.varied for row in unnamed] == [("layers=4",), ("layers=2",)]
@@ -130,12 +132,12 @@ def test_work_depends_only_on_what_a_step_computes(tmp_path: Path):
 
 
 def test_sweeps_without_common_work_are_not_compared(tmp_path: Path):
-    one = sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1"])])
+    first = sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1"])])
     three = sweep_folder(tmp_path / "three", [trial("8x1x1-dp", 300, asked=[f"{LAYERS}=4"])])
     rows = read_rows([tmp_path])
-    comparison = compare(rows, str(one), str(three))
+    comparison = compare(rows, str(first), str(three))
     assert comparison.pairs == []
-    assert "no common workload" in comparison.summary and f"{one}: {rows[0].work.label}" in comparison.summary
+    assert "no common workload" in comparison.summary and f"{first}: {rows[0].work.label}" in comparison.summary
     text = as_markdown(rows, comparison)
     assert comparison.summary in text and "ratio" not in text
     assert page(rows, comparison).count("<th scope") == page(rows).count("<th scope")
@@ -189,8 +191,8 @@ def test_a_comparison_describes_the_status_of_a_trial(tmp_path: Path):
 def test_price_lines_take_the_cheapest_of_each_work(tmp_path: Path):
     cheap, fast = trial("8x1x1-fsdp", 300, price=1.2), trial("2x4x1-2d_tp", 600, target="v5p-16", price=4.2)
     large = trial("4x2x1-dp", 900, price=1.2, batch=64)
-    (one,) = words.price_lines(rows_of(tmp_path / "one", cheap, fast))
-    assert "8x1x1-fsdp on v5e-8" in one and "1.11 dollars" in one
+    (line,) = words.price_lines(rows_of(tmp_path / "one", cheap, fast))
+    assert "8x1x1-fsdp on v5e-8" in line and "1.11 dollars" in line
     rows = rows_of(tmp_path / "two", cheap, fast, large)
     (two,) = words.price_lines(rows)
     assert f"8x1x1-fsdp of {rows[0].work.label}" in two
@@ -270,9 +272,9 @@ def test_csv_has_the_varied_settings(varied: list[Row]):
 
 
 def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
-    found = trial(layout, 1, target="cpu8", gib=gib, sent={"x": sent})
-    kept = replace(found.results, step=StepResult(), parts=())
-    return replace(found, results=kept, about=replace(found.about, chip=None))
+    cpu_trial = trial(layout, 1, target="cpu8", gib=gib, sent={"x": sent})
+    results = replace(cpu_trial.results, step=StepResult(), parts=())
+    return replace(cpu_trial, results=results, about=replace(cpu_trial.about, chip=None))
 
 
 def test_a_compile_for_cpus_reports_memory_and_bytes(tmp_path: Path):
@@ -293,8 +295,8 @@ def test_compared_pairs_are_marked_as_simulated_or_measured(tmp_path: Path):
     real = trial("2x4x1-2d_tp", 400, stage="measure", target="v5e-8")
     real = replace(real, results=replace(real.results, simulated=False))
     simulated = trial("8x1x1-fsdp", 40, stage="measure", target="auto")
-    drawn = values.pairs(rows_of(tmp_path, FSDP, TP, simulated, real))
-    assert [v["kind"] for v in drawn] == ["simulated", "measured"]
-    mixed, alone = specs.pairs(drawn), specs.pairs(drawn[:1])
+    points = values.pairs(rows_of(tmp_path, FSDP, TP, simulated, real))
+    assert [v["kind"] for v in points] == ["simulated", "measured"]
+    mixed, alone = specs.pairs(points), specs.pairs(points[:1])
     assert mixed["layer"][1]["encoding"]["shape"]["field"] == "kind"
     assert "layer" not in alone, "simulated steps are not compared with the line of equality"

@@ -60,17 +60,17 @@ def state_of(program: StepProgram, seed: int) -> Any:
     ],
 )
 def test_a_checkpoint_of_one_layout_is_restored_under_every_layout(model: str, source: str, tmp_path: Path):
-    made = programs(model)
+    step_programs = programs(model)
     position = {"version": 1, "row": 48, "content": "abc"}
-    with closing(checkpoints(tmp_path)) as kept:
-        assert kept.save(7, state_of(made[source], seed=3), position) is None
-    for name, program in made.items():
-        with closing(checkpoints(tmp_path, read_only=True)) as kept:
-            restored = kept.restore(program.abstract_state)
+    with closing(checkpoints(tmp_path)) as saver:
+        assert saver.save(7, state_of(step_programs[source], seed=3), position) is None
+    for name, program in step_programs.items():
+        with closing(checkpoints(tmp_path, read_only=True)) as saver:
+            restored = saver.restore(program.abstract_state)
         assert (restored.step, restored.data) == (7, position), name
-        wanted = state_of(program, seed=3)
+        expected = state_of(program, seed=3)
         for (path, like), value in zip(
-            jax.tree_util.tree_flatten_with_path(wanted)[0], jax.tree.leaves(restored.state), strict=True
+            jax.tree_util.tree_flatten_with_path(expected)[0], jax.tree.leaves(restored.state), strict=True
         ):
             assert value.sharding.is_equivalent_to(like.sharding, like.ndim), (name, path)
             assert value.dtype == like.dtype, (name, path)

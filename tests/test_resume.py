@@ -185,8 +185,8 @@ def test_a_continued_run_prints_its_changed_settings(tmp_path: Path, capfd: pyte
 
 def test_a_damaged_checkpoint_is_refused_without_a_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = copy_run(trained_run(), tmp_path)
-    about = folder / "checkpoints" / "6" / "about" / "metadata"
-    about.write_text(about.read_text()[:10])
+    metadata = folder / "checkpoints" / "6" / "about" / "metadata"
+    metadata.write_text(metadata.read_text()[:10])
     assert command("resume=latest", f"runs={tmp_path}") == 2
     out, err = capfd.readouterr()
     assert "is damaged: about/metadata" in err and "10 bytes" in err

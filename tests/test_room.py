@@ -89,10 +89,10 @@ def test_a_run_that_cannot_fit_is_refused_with_both_sizes_and_a_remedy(free: Any
 
 def test_simulated_devices_share_the_memory_of_the_host(free: Any):
     free(4 * GIB)
-    each = ("model=gpt_125m", "mesh=1x1x8", "batch=8", "seq=16")
-    check_room(program_of(*each, "partition=fsdp"), simulated(8))
+    arguments = ("model=gpt_125m", "mesh=1x1x8", "batch=8", "seq=16")
+    check_room(program_of(*arguments, "partition=fsdp"), simulated(8))
     with pytest.raises(ValueError) as caught:
-        check_room(program_of(*each, "partition=dp"), simulated(8))
+        check_room(program_of(*arguments, "partition=dp"), simulated(8))
     assert "8 simulated devices" in str(caught.value) and "Use partition=fsdp" in str(caught.value)
 
 
@@ -186,14 +186,14 @@ def test_more_simulated_devices_than_the_cores_support_are_refused(monkeypatch: 
 
 def test_the_memory_estimate_of_a_tpu_has_its_past_error():
     results = json.loads((Path(__file__).parents[1] / "experiments" / "memory.json").read_text())
-    ratios, off = [result["ratio"] for result in results], estimate_errors()
-    assert (off.layouts, off.low, off.high) == (len(ratios), min(ratios), max(ratios))
-    assert off.within_15_percent >= 0.85 * off.layouts and off.models == 3
+    ratios, errors = [result["ratio"] for result in results], estimate_errors()
+    assert (errors.layouts, errors.low, errors.high) == (len(ratios), min(ratios), max(ratios))
+    assert errors.within_15_percent >= 0.85 * errors.layouts and errors.models == 3
     memory = ExpectedMemory(parameters=GIB, gradients=GIB, optimizer=2 * GIB, average=0, activations=6 * GIB)
     for usable, word in ((16, "should fit"), (10, "may not fit"), (7, "does not fit")):
         line = verdict(memory, usable * GIB, "a v5e chip", measured=True)
         assert line.startswith(f"{word}: ") and "10.0 GiB" in line and f"{usable:.1f} GiB usable" in line
-    assert f"layouts of {off.models} models" in line
+    assert f"layouts of {errors.models} models" in line
     assert verdict(memory, 3 * GIB, "a v5e chip", measured=True).startswith("does not fit: "), (
         "arrays at rest are exact"
     )

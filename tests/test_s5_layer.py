@@ -116,9 +116,9 @@ def test_clipping_changes_the_output_if_a_state_would_grow():
     for m in (module, clipped):
         m.Lambda_re[...] = jnp.full_like(m.Lambda_re[...], 5.0)
     u = drive()
-    grown, held = (m(jnp.asarray(u), Boundaries(), UNSHARDED) for m in (module, clipped))
-    np.testing.assert_allclose(held, paper(clipped, u.astype(np.float64), ((), ())), rtol=1e-4, atol=1e-5)
-    assert np.abs(grown - held).max() > 1e-3
+    grown, bounded = (m(jnp.asarray(u), Boundaries(), UNSHARDED) for m in (module, clipped))
+    np.testing.assert_allclose(bounded, paper(clipped, u.astype(np.float64), ((), ())), rtol=1e-4, atol=1e-5)
+    assert np.abs(grown - bounded).max() > 1e-3
 
 
 @pytest.mark.parametrize("settings", [{}, {"conjugate_symmetric": False, "discretization": Discretization.bilinear}])
@@ -175,7 +175,7 @@ def test_activations_are_gathered_once_and_replicated_gradients_are_not_summed(p
     block, context = S5(state_size=32, blocks=4, scan=ScanImpl.sequential), BlockContext(32, layers=1)
     structure, parameters = nnx.split(block.build(context, numerics=FLOAT32, key=jax.random.key(0)))
     by_name = block.parameters(context)
-    held = jax.tree_util.tree_map_with_path(
+    placed = jax.tree_util.tree_map_with_path(
         lambda path, x: jax.device_put(x, shard.sharding(shard.layout.stored_axes(by_name[path[0].key].axes))),
         parameters,
     )
@@ -184,7 +184,7 @@ def test_activations_are_gathered_once_and_replicated_gradients_are_not_summed(p
         return (nnx.merge(structure, parameters)(u, Boundaries(), shard) ** 2).sum()
 
     u = jax.device_put(jnp.ones((8, 16, 32)), shard.sharding(shard.layout.activation_axes(("batch", "seq", "embed"))))
-    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(held, u).compile().as_text() or ""
+    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(placed, u).compile().as_text() or ""
     gathers_found = [
         line for line in program.splitlines() if re.search(r" = \w+\[\d+,16,\d+\]\S* all-gather(-start)?\(", line)
     ]

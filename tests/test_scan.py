@@ -99,17 +99,17 @@ def test_values_and_gradients_of_every_form_equal_a_float64_loop(reverse: bool, 
     problem = _problem()
     keep = problem["keep"] if resets else None
     expected = _loop(problem["lam"], problem["bu"], problem["h0"], keep, reverse)
-    wanted = [
+    expected_gradients = [
         _differences(problem, "lam", 1e-6, keep, reverse),
         _differences(problem, "bu", 1.0, keep, reverse),
         _differences(problem, "h0", 1.0, keep, reverse),
     ]
     args = [_pair(problem[name]) for name in ("lam", "bu", "h0")]
-    kept = None if keep is None else jnp.asarray(keep, jnp.float32)
+    keep_array = None if keep is None else jnp.asarray(keep, jnp.float32)
     for impl in FORMS:
-        h, grads = _value_and_grads(*args, kept, _pair(problem["weight"]), impl=impl, reverse=reverse)
+        h, grads = _value_and_grads(*args, keep_array, _pair(problem["weight"]), impl=impl, reverse=reverse)
         np.testing.assert_allclose(_complex(h), expected, rtol=2e-6, atol=2e-6, err_msg=impl.value)
-        for got, want in zip(grads, wanted, strict=True):
+        for got, want in zip(grads, expected_gradients, strict=True):
             np.testing.assert_allclose(_complex(got), want, rtol=1e-5, atol=1e-5, err_msg=impl.value)
 
 
@@ -173,8 +173,8 @@ def test_two_halves_joined_by_a_state_equal_the_whole_sequence() -> None:
     for impl in FORMS:
         run = partial(linear_recurrence, lam, impl=impl, block=BLOCK)
         whole = run(bu)
-        left = run((bu[0][:, :6], bu[1][:, :6]))
-        right = run((bu[0][:, 6:], bu[1][:, 6:]), h0=(left[0][:, -1], left[1][:, -1]))
+        first_half = run((bu[0][:, :6], bu[1][:, :6]))
+        right = run((bu[0][:, 6:], bu[1][:, 6:]), h0=(first_half[0][:, -1], first_half[1][:, -1]))
         np.testing.assert_allclose(right[0], whole[0][:, 6:], rtol=2e-6, atol=2e-6)
         np.testing.assert_allclose(right[1], whole[1][:, 6:], rtol=2e-6, atol=2e-6)
 

@@ -266,8 +266,8 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
     best = listed.best(describe_chips(request.targets[0]), 10)
     assert len({without_torus(entry) for entry in best}) == len(best) == 10
     several = next(entry for entry in best if listed.equally_fast_slices(entry))
-    others = [e for e in listed.fitting if without_torus(e) == without_torus(several) and e is not several]
-    assert set(listed.equally_fast_slices(several)) <= {e.group.target.name for e in others}
+    equivalents = [e for e in listed.fitting if without_torus(e) == without_torus(several) and e is not several]
+    assert set(listed.equally_fast_slices(several)) <= {e.group.target.name for e in equivalents}
     compiles = compiled_by(compiler, request, listed, tmp_path, most=4)
     assert len({mesh_partition(entry.estimate) for entry in compiles.done}) == 4, "another torus is no other layout"
     rows = rank_layouts(request, listed, compiles, 10)

@@ -27,17 +27,17 @@ def networks_possible() -> None:
 
 @pytest.mark.parametrize("batch", slow_network.BATCHES)
 def test_estimates_rank_the_measured_layouts_correctly(batch: int) -> None:
-    _, estimated, known = (np.array(column) for column in zip(*slow_network.kept(batch), strict=True))
-    assert len(known) >= 10 and known.max() > 3 * known.min(), "layouts differ"
-    assert known[estimated.argmin()] <= 1.05 * known.min()
-    agreement: Any = spearmanr(estimated, known)
+    _, estimated, measured = (np.array(column) for column in zip(*slow_network.kept(batch), strict=True))
+    assert len(measured) >= 10 and measured.max() > 3 * measured.min(), "layouts differ"
+    assert measured[estimated.argmin()] <= 1.05 * measured.min()
+    agreement: Any = spearmanr(estimated, measured)
     assert agreement.statistic > 0.95
 
 
 def test_layouts_of_the_slow_network_are_all_legal_ones() -> None:
-    found = slow_network.layouts(slow_network.read_figures(slow_network.KEPT), 16)
-    assert len({slow_network.name(one) for one in found}) == len(found) > 10
-    partitions = {one.group.candidates.partition.name for one in found}
+    entries = slow_network.layouts(slow_network.read_figures(slow_network.KEPT), 16)
+    assert len({slow_network.name(entry) for entry in entries}) == len(entries) > 10
+    partitions = {entry.group.candidates.partition.name for entry in entries}
     assert partitions >= {"dp", "fsdp", "1d_tp", "2d_tp", "sp", "fsdp_tp", "data_model_fsdp", "2d_tp_fsdp"}
 
 
@@ -54,13 +54,13 @@ def of_hosts(network: Any, command: str) -> str:
 @pytest.mark.usefixtures("networks_possible")
 def test_two_slow_networks_are_separate_and_leave_nothing_behind() -> None:
     before = machine()
-    with slow_network.slow_network(100.0) as one, slow_network.slow_network(50.0) as other:
+    with slow_network.slow_network(100.0) as first, slow_network.slow_network(50.0) as other:
         assert machine() == before
-        limits = [of_hosts(networks[0], "tc qdisc show dev eth0") for networks in (one, other)]
+        limits = [of_hosts(networks[0], "tc qdisc show dev eth0") for networks in (first, other)]
         assert "rate 100Mbit" in limits[0] and "rate 50Mbit" in limits[1]
-        assert "10.77.0.2 " in of_hosts(one[1], "cat /etc/hosts")
+        assert "10.77.0.2 " in of_hosts(first[1], "cat /etc/hosts")
     assert machine() == before
-    assert all(network.process.poll() is not None for network in (*one, *other))
+    assert all(network.process.poll() is not None for network in (*first, *other))
 
 
 @pytest.mark.slow
@@ -70,6 +70,6 @@ def test_the_estimates_choice_is_fastest_on_this_machine(tmp_path: Path) -> None
     with slow_network.slow_network(100.0) as networks:
         figures = slow_network.timed(networks, tmp_path / "figures.json")
         rows = slow_network.measured(networks, slow_network.layouts(figures, 16), 16, 4, Console(quiet=True))
-    known = np.array([float(row["measured_s"]) for row in rows])
-    assert len(rows) >= 4 and known.max() > 2 * known.min()
-    assert known[0] <= 1.05 * known.min()
+    measured = np.array([float(row["measured_s"]) for row in rows])
+    assert len(rows) >= 4 and measured.max() > 2 * measured.min()
+    assert measured[0] <= 1.05 * measured.min()

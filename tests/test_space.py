@@ -94,7 +94,7 @@ def where(layout: Layout) -> tuple[object, ...]:
     grid = devices.reshape([*mesh.axes.values()])
     if mesh.placement is not None:
         grid = arrange(devices, mesh.placement, mesh.axes)
-    found: list[object] = []
+    shards: list[object] = []
     for rules in (layout.parameters, layout.activations):
         for logical in sorted(rules):
             part = np.zeros(mesh.size, int)
@@ -102,8 +102,8 @@ def where(layout: Layout) -> tuple[object, ...]:
                 at = dict(zip(mesh.axes, place, strict=True))
                 for axis in rules[logical]:
                     part[device] = part[device] * mesh.axes[axis] + at[axis]
-            found += [math.prod(mesh.axes[a] for a in rules[logical]), *part]
-    return tuple(found)
+            shards += [math.prod(mesh.axes[a] for a in rules[logical]), *part]
+    return tuple(shards)
 
 
 def shapes_of_three(devices: int) -> list[str]:
@@ -169,10 +169,10 @@ def test_layouts_with_the_same_roles_are_enumerated_once(drawn: tuple[list[str],
     enumerated = enumerate_space(SpaceConfig(same=Same.roles), [ModelVariant((), run)], {"drawn": partition})
 
     def devices_of_roles(layout: Layout) -> tuple[object, ...]:
-        each: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for axis, role in layout.roles.items():
-            each[str(role)] = each.get(str(role), 1) * layout.mesh.axes[axis]
-        return tuple(sorted((role, size) for role, size in each.items() if size > 1))
+            sizes[str(role)] = sizes.get(str(role), 1) * layout.mesh.axes[axis]
+        return tuple(sorted((role, size) for role, size in sizes.items() if size > 1))
 
     layouts = [sound(run, parse_mesh(name), partition, 1) for name in shapes_of_three(devices)]
     brute = [devices_of_roles(layout) for layout in layouts if layout is not None]
@@ -277,11 +277,11 @@ def test_a_range_keeps_only_the_meshes_in_it(key: str):
     ]
     shapes = [ModelVariant((f"model.layers={i + 1}",), r) for i, r in enumerate(runs)]
     dp = {"dp": run.config.partition}
-    for least, most, kept in ((sizes[2], sizes[4], [3, 4, 5]), (None, sizes[1], [1, 2]), (sizes[6] + 1, None, [8])):
+    for least, most, expected in ((sizes[2], sizes[4], [3, 4, 5]), (None, sizes[1], [1, 2]), (sizes[6] + 1, None, [8])):
         space = replace(SpaceConfig(meshes=["1x1x8"]), **{key: [least, most]})
         enumerated = enumerate_space(space, shapes, dp)
-        assert [cell.overrides[0] for cell in enumerated.cells] == [f"model.layers={n}" for n in kept]
-        assert [(p.code, p.key) for p in enumerated.skipped] == [(ProblemCode.out_of_range, key)] * (8 - len(kept))
+        assert [cell.overrides[0] for cell in enumerated.cells] == [f"model.layers={n}" for n in expected]
+        assert [(p.code, p.key) for p in enumerated.skipped] == [(ProblemCode.out_of_range, key)] * (8 - len(expected))
 
 
 @pytest.mark.parametrize("model", [*MODELS, "variants"])

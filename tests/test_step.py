@@ -79,15 +79,15 @@ def test_uneven_microbatches_average_over_tokens():
     batch = make_batch(run)
     batch["weights"][np.arange(8) % 4 != 1] = 0
     whole, parts = (make_program(small_run("gpt_tiny", f"microbatches={n}")) for n in (1, 4))
-    found = []
+    results = []
     for program in (whole, parts):
         _, metrics = program.step(
             place_state(program, initial_state(small_overrides("gpt_tiny"))), program.place(batch)
         )
-        found.append(jax.device_get(metrics))
+        results.append(jax.device_get(metrics))
     for key in ("loss", "grad_norm", "tokens", "leaf_norms"):
-        np.testing.assert_allclose(found[1][key], found[0][key], rtol=2e-5)
-    assert found[0]["tokens"] == batch["weights"].sum()
+        np.testing.assert_allclose(results[1][key], results[0][key], rtol=2e-5)
+    assert results[0]["tokens"] == batch["weights"].sum()
 
 
 @lru_cache
@@ -112,11 +112,11 @@ COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-a
 
 def collectives(hlo: str) -> dict[str, list[tuple[int, ...]]]:
     """Return the output shapes of a compiled program's collectives, by kind."""
-    found: dict[str, list[tuple[int, ...]]] = {}
+    shapes_by_kind: dict[str, list[tuple[int, ...]]] = {}
     for shapes, kind in COLLECTIVE.findall(hlo):
         for shape in re.findall(r"\w+\[([\d,]*)\]", shapes):
-            found.setdefault(kind, []).append(tuple(int(n) for n in shape.split(",") if n))
-    return found
+            shapes_by_kind.setdefault(kind, []).append(tuple(int(n) for n in shape.split(",") if n))
+    return shapes_by_kind
 
 
 def is_activation(shape: tuple[int, ...], rows: int) -> bool:
@@ -199,20 +199,20 @@ def step_of(precision: str) -> Steps:
 
 @pytest.mark.slow
 def test_dtypes_under_bf16_mixed():
-    found, exact = step_of("bf16_mixed"), reference(TINY)
-    for new, old in zip(found.metrics, exact.metrics, strict=True):
+    mixed, exact = step_of("bf16_mixed"), reference(TINY)
+    for new, old in zip(mixed.metrics, exact.metrics, strict=True):
         np.testing.assert_allclose(new["loss"], old["loss"], rtol=5e-3)
         np.testing.assert_allclose(new["grad_norm"], old["grad_norm"], rtol=3e-2)
-    floats = [x.dtype for x in jax.tree.leaves(found.state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    floats = [x.dtype for x in jax.tree.leaves(mixed.state) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert set(floats) == {jnp.dtype("float32")}
 
 
 @pytest.mark.slow
 def test_bf16_keeps_only_the_state_space_in_float32():
-    found, exact = step_of("bf16"), reference(TINY)
-    np.testing.assert_allclose(found.metrics[0]["loss"], exact.metrics[0]["loss"], rtol=2e-2)
-    np.testing.assert_allclose(found.metrics[0]["grad_norm"], exact.metrics[0]["grad_norm"], rtol=0.1)
-    dtypes = {name: str(x.dtype) for name, x in leaves_by_name(found.state.parameters).items()}
+    narrow, exact = step_of("bf16"), reference(TINY)
+    np.testing.assert_allclose(narrow.metrics[0]["loss"], exact.metrics[0]["loss"], rtol=2e-2)
+    np.testing.assert_allclose(narrow.metrics[0]["grad_norm"], exact.metrics[0]["grad_norm"], rtol=0.1)
+    dtypes = {name: str(x.dtype) for name, x in leaves_by_name(narrow.state.parameters).items()}
     wide = {name.rsplit(".", 1)[1] for name, dtype in dtypes.items() if dtype == "float32"}
     assert wide == {"Lambda_re", "Lambda_im", "log_step", "B", "C", "D"}
     assert dtypes["embedding"] == "bfloat16"
@@ -221,8 +221,8 @@ def test_bf16_keeps_only_the_state_space_in_float32():
 def operand_dtypes(jaxpr: Any, found: Counter) -> Counter:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
-            left, right = (v.aval for v in eqn.invars)
-            found[str(left.dtype), str(right.dtype), max(left.shape[-1], right.shape[-1])] += 1
+            lhs, rhs = (v.aval for v in eqn.invars)
+            found[str(lhs.dtype), str(rhs.dtype), max(lhs.shape[-1], rhs.shape[-1])] += 1
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
             if hasattr(value, "jaxpr"):
                 operand_dtypes(value.jaxpr, found)
@@ -234,8 +234,8 @@ def test_matrix_products_use_bfloat16_under_bf16_mixed_but_the_state_space_does_
     program = StepProgram(run, abstract_mesh(run.config.mesh))
     traced = program.step.trace(program.abstract_state, program.abstract_batch)
     kinds: Counter = Counter()
-    for (left, right, _), count in operand_dtypes(traced.jaxpr.jaxpr, Counter()).items():
-        kinds[left, right] += count
+    for (lhs, rhs, _), count in operand_dtypes(traced.jaxpr.jaxpr, Counter()).items():
+        kinds[lhs, rhs] += count
     assert kinds["bfloat16", "bfloat16"] > 20
     assert kinds["float32", "float32"] == 12, "B u and C x, each in two parts, forward and twice backward"
 

@@ -64,9 +64,9 @@ def test_a_hard_puzzle_needs_guesses_and_an_empty_one_has_many_solutions():
 @pytest.mark.parametrize("side", [4, 9])
 def test_symmetries_map_solutions_to_solutions(side: int):
     puzzles = generate(np.random.default_rng(1), 4, side)
-    drawn = draw_symmetries(np.random.default_rng(0), 40, side)
+    symmetries = draw_symmetries(np.random.default_rng(0), 40, side)
     rows = np.arange(40) % 4
-    solutions, givens = (drawn.apply(cells[rows] + 1) - 1 for cells in (puzzles.solutions, puzzles.givens))
+    solutions, givens = (symmetries.apply(cells[rows] + 1) - 1 for cells in (puzzles.solutions, puzzles.givens))
     assert is_solution(solutions, side)
     assert (count_solutions(givens, side) == 1).all()
     assert len(np.unique(solutions, axis=0)) > 35
@@ -106,8 +106,10 @@ def batches(settings: tuple[str, ...], split: str, places: list[int], count: int
 def test_the_batch_of_a_step_depends_only_on_its_number(settings: tuple[str, ...]):
     whole = batches(settings, "train", list(range(8)), 6)
     for part in ([0, 1, 2], [3, 4, 5, 6, 7]):
-        own = batches(settings, "train", part, 3, skip=3)
-        assert all((own[i][name] == whole[3 + i][name][part]).all() for i in range(3) for name in own[i])
+        part_batches = batches(settings, "train", part, 3, skip=3)
+        assert all(
+            (part_batches[i][name] == whole[3 + i][name][part]).all() for i in range(3) for name in part_batches[i]
+        )
     again = {row.tobytes() for batch in whole for row in batch["inputs"]}
     assert len(again) > 40, "30 puzzles and their forms"
     plain = batches((*settings, "data.augment=false"), "train", list(range(8)), 6)
@@ -142,17 +144,22 @@ def as_csv(folder: Path, rows: list[tuple[str, str]]) -> None:
 
 
 def test_published_csv_is_read_once(tmp_path: Path):
-    made = generate(np.random.default_rng(0), 5, 4)
-    texts = [("".join(map(str, q)).replace("0", "."), "".join(map(str, a))) for q, a in zip(*made[:2], strict=True)]
+    puzzles = generate(np.random.default_rng(0), 5, 4)
+    texts = [("".join(map(str, q)).replace("0", "."), "".join(map(str, a))) for q, a in zip(*puzzles[:2], strict=True)]
     as_csv(tmp_path, texts)
-    given = ("data=puzzles", f"data.paths=[{tmp_path}]", f"data.cache_dir={tmp_path}/cache", "data.sudoku.guesses=2")
-    data = config(*given).open("none")
+    arguments = (
+        "data=puzzles",
+        f"data.paths=[{tmp_path}]",
+        f"data.cache_dir={tmp_path}/cache",
+        "data.sudoku.guesses=2",
+    )
+    data = config(*arguments).open("none")
     assert data.side == 4
-    np.testing.assert_array_equal(data.train.inputs, made.givens[2:] + 1)
-    np.testing.assert_array_equal(data.train.labels, made.solutions[2:] + 1)
+    np.testing.assert_array_equal(data.train.inputs, puzzles.givens[2:] + 1)
+    np.testing.assert_array_equal(data.train.labels, puzzles.solutions[2:] + 1)
     maze = "# S G o##"
     as_csv(tmp_path, [(maze, maze)] * 3)
-    maze_config = config(*given, "data.sudoku.guesses=0")
+    maze_config = config(*arguments, "data.sudoku.guesses=0")
     assert maze_config.shape() == (9, 6, 1)
     assert maze_config.open("none").side is None
 

@@ -76,8 +76,8 @@ def replay(uses: list[CollectiveUse], step: float = 1.0) -> Replay:
 def predict(run: Run, result: Replay | None, outcome: CompileOutcome = FITS) -> Prediction:
     """Return the prediction without hints, after writing it to a record and reading it back."""
     compiled = CompiledRun(outcome, Path("cache"), Path("cache"), False, 3.0)
-    found = summarise(run, compiled, result, result.collectives if result else [])
-    return decode(Prediction, encode(found), "compile.json")
+    prediction = summarise(run, compiled, result, result.collectives if result else [])
+    return decode(Prediction, encode(prediction), "compile.json")
 
 
 def hint_of(code: HintCode, prediction: Prediction, *others: Prediction) -> Hint | None:
@@ -142,10 +142,10 @@ def test_hints_follow_from_the_numbers(run: Run):
 
 
 def test_the_hint_on_waiting_names_a_partition_that_fits_and_sends_less(run: Run):
-    known = other_partitions(run)
-    assert {entry.partition for entry in known} >= {"dp", "fsdp", "1d_tp"}
+    candidates = other_partitions(run)
+    assert {entry.partition for entry in candidates} >= {"dp", "fsdp", "1d_tp"}
     waiting = replay([use(("y",), 6e10, 0.5), use(("x",), 2e10, 0.2)])
-    prediction = predict(run, waiting, fitting_outcome(alternatives=Alternatives(partitions=known)))
+    prediction = predict(run, waiting, fitting_outcome(alternatives=Alternatives(partitions=candidates)))
     over_y, over_x, *_ = hints(prediction)
     assert over_y.changes == ("partition=dp", "partition=fsdp")
     assert "not 80 GB" in over_y.text and "of 30.8 GiB" in over_y.text
@@ -167,8 +167,8 @@ def test_the_smallest_sufficient_change_is_listed(run: Run):
 
 def test_partitions_that_do_not_send_less_are_not_suggested():
     fsdp = compose_run("model=gpt_1b", "mesh=4x4x2", "partition=fsdp", "target=v4-64", "batch=64")
-    waiting, known = replay([use(("x", "y", "z"), 9e9, 0.5)]), Alternatives(partitions=other_partitions(fsdp))
-    hint = hint_of(HintCode.exposed, predict(fsdp, waiting, fitting_outcome(alternatives=known)))
+    waiting, candidates = replay([use(("x", "y", "z"), 9e9, 0.5)]), Alternatives(partitions=other_partitions(fsdp))
+    hint = hint_of(HintCode.exposed, predict(fsdp, waiting, fitting_outcome(alternatives=candidates)))
     assert hint is not None and hint.changes == ()
 
 
@@ -185,8 +185,8 @@ def test_hints_mention_copies_and_narrow_products(run: Run):
     prediction = replace(predict(run, replay([])), parts=parts(matmul=0.6, copies=0.4))
     first = hints(prediction)[0]
     assert (first.code, first.share, first.changes) == (HintCode.copies, 0.4, ()) and "host" not in first.text
-    about, remat = replace(prediction.layout, remat="offload"), RematReport(host={"query": 1})
-    offloads = with_step(replace(prediction, about=about, remat=remat), executed_flops=2e13, model_flops=1e13)
+    record, remat = replace(prediction.layout, remat="offload"), RematReport(host={"query": 1})
+    offloads = with_step(replace(prediction, about=record, remat=remat), executed_flops=2e13, model_flops=1e13)
     assert hint_of(HintCode.recomputation, offloads) is None, "an offload is not blamed for it"
     fuller = (FullerRemat("remat=none", 99 * 2**30), FullerRemat("remat=dots", 2**30))
     copies = hint_of(HintCode.copies, replace(offloads, alternatives=Alternatives(fuller)))
@@ -290,7 +290,7 @@ def printed(found: Prediction) -> str:
 
 
 def test_an_older_prediction_of_a_foreign_program_is_read(tmp_path: Path):
-    about = {"program": "step", "target": "v5e-8", "described": "v5e-8", "chip": "v5e", "axes": {"data": 8}}
-    (tmp_path / "old.json").write_text(json.dumps({"schema": 2, "about": about, "status": "ok"}))
+    record = {"program": "step", "target": "v5e-8", "described": "v5e-8", "chip": "v5e", "axes": {"data": 8}}
+    (tmp_path / "old.json").write_text(json.dumps({"schema": 2, "about": record, "status": "ok"}))
     program = read_prediction(tmp_path / "old.json").program
     assert program == ForeignProgram("step", "v5e-8", "v5e-8", "v5e", {"data": 8})

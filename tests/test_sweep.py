@@ -125,8 +125,8 @@ def test_only_the_sweep_folder_is_written(stage: Stage):
     assert sorted(path.name for path in stage.folder.iterdir()) == sorted([*before, "runs", "starts"])
     assert [path.name for path in stage.runs.iterdir()] == ["swept"]
     (trial,) = stage.trials().values()
-    left = ["multirun.yaml", "trials.jsonl", "report.html", trial.name]
-    assert sorted(p.name for p in stage.sweep.iterdir()) == sorted(left)
+    expected = ["multirun.yaml", "trials.jsonl", "report.html", trial.name]
+    assert sorted(p.name for p in stage.sweep.iterdir()) == sorted(expected)
     assert trial.folder == trial.name and (stage.sweep / trial.name / "outcome.json").is_file()
 
 

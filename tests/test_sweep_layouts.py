@@ -54,16 +54,23 @@ def test_keys_of_the_space_equal_those_of_its_file():
 
 
 def test_lists_on_the_command_line_replace_layouts_and_multiply_other_settings():
-    given = ["sweep=laptop_8", "partition=dp,2d_tp", "mesh=2x2x2,1x1x8", "seq=64,128", "steps=7", "microbatches=1,2"]
-    enumerated = enumerated_cells(*given)
-    wanted = {
+    arguments = [
+        "sweep=laptop_8",
+        "partition=dp,2d_tp",
+        "mesh=2x2x2,1x1x8",
+        "seq=64,128",
+        "steps=7",
+        "microbatches=1,2",
+    ]
+    enumerated = enumerated_cells(*arguments)
+    expected = {
         (f"seq={seq}", f"mesh={mesh}", f"partition={partition}", f"microbatches={count}")
         for seq in (64, 128)
         for partition, mesh in [("dp", "2x2x2"), ("2d_tp", "2x2x2"), ("2d_tp", "1x1x8")]
         for count in (1, 2)
     }
-    assert {cell.overrides for cell in enumerated.legal} == wanted
-    assert len(enumerated.cells) == len(wanted)
+    assert {cell.overrides for cell in enumerated.legal} == expected
+    assert len(enumerated.cells) == len(expected)
     assert [p.code for p in enumerated.skipped] == [ProblemCode.same_sharding] * 2
 
 
@@ -297,11 +304,11 @@ WRONG = {
 
 @pytest.mark.parametrize("case", mark_slow_except(WRONG, [*WRONG][::3]))
 def test_errors_of_the_sweeper_say_what_to_write(command: Any, tmp_path: Path, case: str):
-    arguments, said = WRONG[case]
+    arguments, message = WRONG[case]
     folder = f"hydra.sweep.dir={tmp_path}/out"
     ended = command("-m", "hydra/sweeper=layouts", "target=cpu8", "hydra/launcher=basic", folder, *arguments)
     assert ended.status == 2
-    assert said in ended.err
+    assert message in ended.err
     assert "Traceback" not in ended.err
 
 
@@ -317,9 +324,9 @@ def rates(folder: Path) -> dict[tuple[str, int], float]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_space_is_measured_without_repeats(tmp_path: Path):
-    given = [*TINY, "mode=measure", "target=cpu8", "mesh=2x2x2", "partition=dp,2d_tp", "microbatches=1,2", "name=s"]
+    arguments = [*TINY, "mode=measure", "target=cpu8", "mesh=2x2x2", "partition=dp,2d_tp", "microbatches=1,2", "name=s"]
     for _ in range(2):
-        with start_training("-m", "hydra/sweeper=layouts", *given, cwd=tmp_path) as process:
+        with start_training("-m", "hydra/sweeper=layouts", *arguments, cwd=tmp_path) as process:
             out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         assert re.findall(r"\d+", out.partition("\n")[0]) == ["4", "3", "1"] and "divisible: x·y·z" in out

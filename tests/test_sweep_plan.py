@@ -44,9 +44,9 @@ READ = {
 def test_trials_that_read_a_run_are_planned_as_that_run(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: str
 ):
-    runs, given = tmp_path / "runs", ["mesh=1x1x1", "partition=dp", "batch=3", "hydra.mode=RUN"]
-    make_run(runs, "base", "model=s5_tiny", *given, when=20)
-    make_run(runs, "other", "model=gpt_tiny", *given, when=10)
+    runs, arguments = tmp_path / "runs", ["mesh=1x1x1", "partition=dp", "batch=3", "hydra.mode=RUN"]
+    make_run(runs, "base", "model=s5_tiny", *arguments, when=20)
+    make_run(runs, "other", "model=gpt_tiny", *arguments, when=10)
     plans = multirun_plans(
         command, monkeypatch, "-m", "mode=eval", *asked.split(), "data.documents=30,31", "data=synthetic"
     )
@@ -146,17 +146,17 @@ def test_parallel_trials_that_distort_each_other_cause_a_warning(
 @pytest.mark.slow
 def test_the_layouts_sweeper_plans_trials_without_hydra(command: Any, monkeypatch: pytest.MonkeyPatch):
     """Composing a job with Hydra takes 0.25 s, and the sweeper has composed every run already."""
-    asked = ["-m", "+sweep=laptop_8", "partition=dp,fsdp", "seq=32,64", "mode.trace=true", "hydra.sweeper.limit=3"]
-    asked += ["+hydra.job.env_set.NUMBER='${hydra.job.num}'"]
+    arguments = ["-m", "+sweep=laptop_8", "partition=dp,fsdp", "seq=32,64", "mode.trace=true", "hydra.sweeper.limit=3"]
+    arguments += ["+hydra.job.env_set.NUMBER='${hydra.job.num}'"]
     load, composed = ConfigLoaderImpl.load_sweep_config, []
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", lambda *a: composed.append(a) or load(*a))
-    plans = multirun_plans(command, monkeypatch, *asked)
+    plans = multirun_plans(command, monkeypatch, *arguments)
     # the shapes and the partitions, and one cell where another sweep of this process came before; never all three cells
     assert 2 <= len(composed) <= 3
     assert [plan.environment for plan in plans] == [{"NUMBER": str(i)} for i in range(3)]
     runs = [compose_run(*(o for o in plan.overrides)) for plan in plans]
     assert [trial_key(run) for run in runs] == [plan.key for plan in plans]
-    alone = multirun_plans(command, monkeypatch, *asked, "hydra/launcher=basic", "hydra.sweeper.limit=3")
+    alone = multirun_plans(command, monkeypatch, *arguments, "hydra/launcher=basic", "hydra.sweeper.limit=3")
     assert [replace(plan, environment={}) for plan in alone] == [replace(plan, environment={}) for plan in plans]
 
 

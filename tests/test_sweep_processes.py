@@ -42,10 +42,10 @@ def test_every_trial_of_a_multirun_runs_on_all_processes(tmp_path: Path):
 
 @pytest.mark.slow
 def test_processes_with_different_arguments_are_refused_before_anything_is_written(tmp_path: Path):
-    given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
-    one = start_training(*SWEEP, "mesh=2x1x1", cwd=tmp_path, **given, JAX_PROCESS_INDEX="0")
-    other = start_training(*SWEEP, "mesh=2x1x1", "batch=24", cwd=tmp_path, **given, JAX_PROCESS_INDEX="1")
-    for status, _, err in wait_for_processes([one, other]):
+    variables = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
+    first = start_training(*SWEEP, "mesh=2x1x1", cwd=tmp_path, **variables, JAX_PROCESS_INDEX="0")
+    other = start_training(*SWEEP, "mesh=2x1x1", "batch=24", cwd=tmp_path, **variables, JAX_PROCESS_INDEX="1")
+    for status, _, err in wait_for_processes([first, other]):
         assert status == 2 and "batch=24 on process" in err, err
     assert not (tmp_path / "runs").exists()
 

@@ -250,8 +250,8 @@ def test_an_uploaded_run_is_never_removed_and_one_cut_short_is_reported_again(tm
 def test_two_sweeps_with_one_name_do_not_share_runs(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         report(tmp_path / folder, [OK])
-    one, other = ({log["run"].run_id for log in wandb_logs(tmp_path / folder)} for folder in ("a", "b"))
-    assert len(one) == len(other) == 2 and not one & other
+    first, other = ({log["run"].run_id for log in wandb_logs(tmp_path / folder)} for folder in ("a", "b"))
+    assert len(first) == len(other) == 2 and not first & other
 
 
 def test_a_wandb_failure_is_reported_once_and_does_not_end_the_sweep(
@@ -281,8 +281,8 @@ def test_a_sweep_does_not_wait_for_wandb(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(wandb, "init", lambda **_: gate.wait(20))
     tracker = SweepTracker(TrackingConfig(wandb=WandbMode.offline), tmp_path, "laptop", lambda _: None)
     began = time.perf_counter()
-    for one in SWEEP:
-        tracker.log(one)
+    for sweep_trial in SWEEP:
+        tracker.log(sweep_trial)
     assert time.perf_counter() - began < 1 and not gate.is_set()
     gate.set()
     tracker.close()
@@ -325,30 +325,30 @@ def test_an_uploaded_failed_run_is_kept_next_to_the_trainings(tmp_path: Path) ->
 
 def test_two_sweeps_in_one_folder_report_a_trial_once(tmp_path: Path) -> None:
     TrialLog(tmp_path).append([OK, FAILED])
-    said: list[str] = []
+    notes: list[str] = []
     config = TrackingConfig(wandb=WandbMode.offline)
-    trackers = [SweepTracker(config, tmp_path, "laptop", said.append) for _ in range(2)]
-    for one in (OK, FAILED):
+    trackers = [SweepTracker(config, tmp_path, "laptop", notes.append) for _ in range(2)]
+    for sweep_trial in (OK, FAILED):
         for tracker in trackers:
-            tracker.log(one)
+            tracker.log(sweep_trial)
     for tracker in trackers:
         tracker.close()
-    assert said == []
+    assert notes == []
     assert len(list(tmp_path.rglob("*.wandb"))) == 3
     assert sorted(log["run"].display_name for log in wandb_logs(tmp_path)) == sorted([OK.name, FAILED.name, "laptop"])
 
 
 def test_a_later_sweep_in_the_folder_replaces_the_report_of_a_trial(tmp_path: Path) -> None:
     config = TrackingConfig(wandb=WandbMode.offline)
-    one, other = (SweepTracker(config, tmp_path, "laptop", lambda _: None) for _ in range(2))
+    first, other = (SweepTracker(config, tmp_path, "laptop", lambda _: None) for _ in range(2))
     TrialLog(tmp_path).append([FAILED])
     other.log(OK)
     until = time.monotonic() + 20
     while not list(tmp_path.rglob(REPORTED)):
         assert time.monotonic() < until
         time.sleep(0.05)
-    one.log(FAILED)
-    one.close()
+    first.log(FAILED)
+    first.close()
     mended = trial("4x2x1", "sp", Status.ok, results=results(1.0))
     TrialLog(tmp_path).append([OK, mended])
     other.log(mended)
@@ -379,9 +379,9 @@ def test_the_id_of_a_run_does_not_depend_on_when_and_where_it_is_reported(tmp_pa
     folder.mkdir()
     first = wandb_run_id(config, folder, OK.key)
     assert wandb_run_id(TrackingConfig(), folder / ".." / "swept", OK.key) == first
-    others = [
+    other_ids = [
         (TrackingConfig(project="other"), folder, OK.key),
         (config, folder, FASTER.key),
         (config, tmp_path, OK.key),
     ]
-    assert len({first, *(wandb_run_id(*other) for other in others)}) == 4
+    assert len({first, *(wandb_run_id(*other) for other in other_ids)}) == 4

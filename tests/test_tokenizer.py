@@ -82,9 +82,9 @@ def test_vocab_size_and_fingerprint_are_known_without_loading(name: str) -> None
 
 
 def test_sizes_of_downloaded_encodings_are_known() -> None:
-    known = {"r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
-    assert {name: vocab_size_of(name) for name in known} == known
-    assert len({fingerprint_of(name) for name in ["bytes", "gpt2", *known]}) == 6
+    sizes = {"r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
+    assert {name: vocab_size_of(name) for name in sizes} == sizes
+    assert len({fingerprint_of(name) for name in ["bytes", "gpt2", *sizes]}) == 6
 
 
 def test_a_vocabulary_file_is_read(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_random_kills_do_not_change_the_result(tmp_path: Path):
     assert whole.wait(200 + 2 * KILLS) == 0, (tmp_path / "whole/output.txt").read_text()
     saving = (f"checkpoint.every={5 * EVERY - 1}", f"checkpoint.fast.every={EVERY}")
     launcher = launch(tmp_path / "killed", steps, *saving, f"checkpoint.fast.folder={tmp_path / 'fast'}")
-    told = []
+    kills = []
     try:
         for _ in range(KILLS):
             if chance.random() < 0.5:
@@ -101,24 +101,24 @@ def test_random_kills_do_not_change_the_result(tmp_path: Path):
             index = chance.randrange(PROCESSES)
             sent = chance.choice([signal.SIGKILL, signal.SIGTERM])
             deadline = time.monotonic() + 60
-            while index not in (found := workers(launcher.pid)) and time.monotonic() < deadline:
+            while index not in (pids := workers(launcher.pid)) and time.monotonic() < deadline:
                 if launcher.poll() is not None:
                     break
                 time.sleep(0.05)
             if launcher.poll() is not None:  # a fast machine is done before the last kill
                 break
             with contextlib.suppress(ProcessLookupError):  # it ended in this moment
-                os.kill(found[index], sent)
-                told.append((index, sent.name, last_step(tmp_path / "killed")))
-        assert launcher.wait(300) == 0, (told, (tmp_path / "killed/output.txt").read_text()[-3000:])
+                os.kill(pids[index], sent)
+                kills.append((index, sent.name, last_step(tmp_path / "killed")))
+        assert launcher.wait(300) == 0, (kills, (tmp_path / "killed/output.txt").read_text()[-3000:])
     finally:
         launcher.kill()
         launcher.wait()
-    assert told, "nothing was killed"
+    assert kills, "nothing was killed"
     lost = lost_steps((tmp_path / "killed/output.txt").read_text())
-    assert lost and max(lost) <= 2 * EVERY + 1, (lost, told)  # one may be killed in the middle of a save
+    assert lost and max(lost) <= 2 * EVERY + 1, (lost, kills)  # one may be killed in the middle of a save
     one, other = (tmp_path / name / "runs" / "run" for name in ("whole", "killed"))
     mine, theirs = training_records(one), training_records(other)
-    assert mine.keys() == theirs.keys() == set(range(1, steps + 1)), told
-    assert all(mine[step]["loss"] == theirs[step]["loss"] for step in mine), told
+    assert mine.keys() == theirs.keys() == set(range(1, steps + 1)), kills
+    assert all(mine[step]["loss"] == theirs[step]["loss"] for step in mine), kills
     assert_same_bits(saved_arrays(one), saved_arrays(other))

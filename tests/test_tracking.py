@@ -26,11 +26,11 @@ def tracker(folder: Path, mode: str = "off", start: int | None = None) -> Tracke
 
 
 def test_records_are_written_line_by_line(tmp_path: Path) -> None:
-    one = tracker(tmp_path)
-    one.log({"loss": 2.5}, 1)
+    run_tracker = tracker(tmp_path)
+    run_tracker.log({"loss": 2.5}, 1)
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]
-    one.summary({"steps": 1})
-    one.close()
+    run_tracker.summary({"steps": 1})
+    run_tracker.close()
     assert read_metrics(tmp_path / "metrics.jsonl")[-1] == {"summary": {"steps": 1}}
 
 
@@ -81,21 +81,21 @@ def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:
     assert [entry["_step"] for entry in history] == [line["step"] for line in steps]
     assert [entry["loss"] for entry in history] == [line["loss"] for line in steps]
     assert log["summary"]["steps"] == 6
-    told, left = log["summary"], lines[-1]["summary"]
+    uploaded, recorded = log["summary"], lines[-1]["summary"]
     for key in ("eval_loss", "tokens_per_second", "tokens_per_second_per_chip", "step_s", "hbm_gib"):
-        assert told[key] == left[key]
-    assert told["step_ms"] == 1e3 * left["step_s"]
-    assert (told["stage"], told["status"]) == ("train", "ok")
+        assert uploaded[key] == recorded[key]
+    assert uploaded["step_ms"] == 1e3 * recorded["step_s"]
+    assert (uploaded["stage"], uploaded["status"]) == ("train", "ok")
     assert log["exit"] == 0
 
 
 def test_the_summary_overrides_the_last_step_with_the_same_keys(tmp_path: Path) -> None:
-    one = tracker(tmp_path, "offline")
-    one.log({"tokens_per_second": 55.0, "loss": 2.0}, 1)
-    one.log({"tokens_per_second": 66.0, "loss": 1.0}, 3)
-    one.log({"eval_loss": 1.5}, 3)
-    one.summary({"tokens_per_second": 7.0, "step_s": 0.5, "compile_s": None})
-    one.close()
+    run_tracker = tracker(tmp_path, "offline")
+    run_tracker.log({"tokens_per_second": 55.0, "loss": 2.0}, 1)
+    run_tracker.log({"tokens_per_second": 66.0, "loss": 1.0}, 3)
+    run_tracker.log({"eval_loss": 1.5}, 3)
+    run_tracker.summary({"tokens_per_second": 7.0, "step_s": 0.5, "compile_s": None})
+    run_tracker.close()
     log = wandb_log(tmp_path)
     assert [(entry["_step"], entry["tokens_per_second"]) for entry in log["history"]] == [(1, 55.0), (3, 66.0)]
     assert log["history"][-1]["eval_loss"] == 1.5
@@ -109,30 +109,34 @@ def test_a_wandb_failure_is_reported_and_disables_wandb(tmp_path: Path, monkeypa
         raise OSError("no service")
 
     monkeypatch.setattr(wandb, "init", fail)
-    one = tracker(tmp_path, "offline")
-    assert one.note is not None and "OSError: no service" in one.note and "metrics.jsonl" in one.note
-    one.log({"loss": 1.0}, 1)
-    one.summary({})
-    one.close()
+    run_tracker = tracker(tmp_path, "offline")
+    assert (
+        run_tracker.note is not None
+        and "OSError: no service" in run_tracker.note
+        and "metrics.jsonl" in run_tracker.note
+    )
+    run_tracker.log({"loss": 1.0}, 1)
+    run_tracker.summary({})
+    run_tracker.close()
     assert read_metrics(tmp_path / "metrics.jsonl")[0] == {"step": 1, "loss": 1.0}
 
 
 def test_records_reach_the_wandb_file_before_the_run_ends(tmp_path: Path) -> None:
-    one = tracker(tmp_path, "offline")
+    run_tracker = tracker(tmp_path, "offline")
     for step in range(3):
-        one.log({"loss": 1.0}, step)
+        run_tracker.log({"loss": 1.0}, step)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     end = time.monotonic() + 10
-    while not (found := read_wandb(file)["history"]) and time.monotonic() < end:
+    while not (history := read_wandb(file)["history"]) and time.monotonic() < end:
         time.sleep(0.1)
-    assert [entry["_step"] for entry in found] == [0, 1], "the last stays open for more of its step"
-    one.close()
+    assert [entry["_step"] for entry in history] == [0, 1], "the last stays open for more of its step"
+    run_tracker.close()
 
 
 def test_a_failed_run_is_marked_as_failed(tmp_path: Path) -> None:
-    one = tracker(tmp_path, "offline")
-    one.log({"loss": 1.0}, 1)
-    one.close(exit_code=1)
+    run_tracker = tracker(tmp_path, "offline")
+    run_tracker.log({"loss": 1.0}, 1)
+    run_tracker.close(exit_code=1)
     assert wandb_log(tmp_path)["exit"] == 1
 
 

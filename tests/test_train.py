@@ -262,9 +262,9 @@ def read_terminal(fd: int, until: str, seconds: float) -> str:
 
 def test_a_terminal_shows_a_live_progress_bar_and_ctrl_c_saves(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        here, there = pty.openpty()
-        stack.callback(os.close, here)
-        _check_terminal(tmp_path, here, there, stack)
+        controller, terminal = pty.openpty()
+        stack.callback(os.close, controller)
+        _check_terminal(tmp_path, controller, terminal, stack)
 
 
 def _check_terminal(tmp_path: Path, here: int, there: int, stack: contextlib.ExitStack) -> None:

@@ -34,7 +34,7 @@ def test_every_fault_is_a_row_and_the_sweep_continues(
     began = time.monotonic()
     assert command(*stage.arguments(swept, *limits)) == 1
     assert time.monotonic() - began < 60
-    said, trials = capfd.readouterr().out, stage.trials()
+    output, trials = capfd.readouterr().out, stage.trials()
     assert {partition: trial.status.value for partition, trial in trials.items()} == {
         "1d_tp": "timeout",
         "2d_tp": "failed",
@@ -53,8 +53,8 @@ def test_every_fault_is_a_row_and_the_sweep_continues(
     }
     assert all(part in (reasons[partition] or "") for partition, part in parts.items()), reasons
     assert reasons["fsdp_tp"] is None
-    assert all(reason in said for reason in reasons.values() if reason)
-    assert "trial.retry=true" in said
+    assert all(reason in output for reason in reasons.values() if reason)
+    assert "trial.retry=true" in output
     _no_process_of(stage)
 
 
@@ -91,10 +91,10 @@ def test_a_restarted_sweep_ends_with_the_same_table(tmp_path: Path):
     sweep.communicate()
     assert list(stage.trials()) == ["dp"]
     stage.play()
-    for each in (stage, whole):
-        again = each.start(swept)
-        said, _ = again.communicate(timeout=60)
-        assert again.returncode == 0, said
+    for sweep_stage in (stage, whole):
+        again = sweep_stage.start(swept)
+        output, _ = again.communicate(timeout=60)
+        assert again.returncode == 0, output
     rows = [{p: (t.key, t.name, t.status, t.results) for p, t in s.trials().items()} for s in (stage, whole)]
     assert rows[0] == rows[1] and len(rows[0]) == stage.lines() == 4
     assert len(stage.started()) == 5
@@ -129,8 +129,8 @@ def test_sigterm_ends_a_sweep_and_its_trial(tmp_path: Path):
     sweep = stage.start("partition=dp")
     _wait(lambda: len(stage.started()) == 1)
     sweep.send_signal(signal.SIGTERM)
-    said, _ = sweep.communicate(timeout=30)
-    assert sweep.returncode == 130, said
+    output, _ = sweep.communicate(timeout=30)
+    assert sweep.returncode == 130, output
     assert stage.trials() == {}
     _no_process_of(stage)
 

@@ -228,7 +228,7 @@ def test_options_that_only_work_together_are_set_together(compiles: Callable[...
 
 
 def test_attempts_without_a_step_are_listed_with_a_reason_and_not_repeated(compiles: Callable[..., OptionCompiler]):
-    gone = {
+    failures = {
         "xla_a": CompileOutcome(CompileStatus.refused, "no option of this name."),
         "xla_b": CompileOutcome(
             CompileStatus.does_not_fit, "x", shortage=MemoryReport(needed=40 * 2**30, usable=30 * 2**30)
@@ -236,12 +236,12 @@ def test_attempts_without_a_step_are_listed_with_a_reason_and_not_repeated(compi
     }
 
     def steps(o: Mapping[str, str | None]) -> Outcome:
-        return next((gone[name] for name in gone if o.get(name) == "true"), 10.0 - (o.get("xla_n") == "1"))
+        return next((failures[name] for name in failures if o.get(name) == "true"), 10.0 - (o.get("xla_n") == "1"))
 
     compiles(steps)
     tuned = tune(compose_run(*LAYOUT), [candidate("xla_a", True), candidate("xla_b", True), N])
     failed = {name: a for a in tuned.attempts for name in a.options if a.step_s is None}
-    assert failed["xla_a"].verdict is Verdict.refused and failed["xla_a"].reason == gone["xla_a"].reason
+    assert failed["xla_a"].verdict is Verdict.refused and failed["xla_a"].reason == failures["xla_a"].reason
     reason = failed["xla_b"].reason
     assert reason is not None and "40.0 GiB" in reason and "30.0 GiB" in reason
     assert [n for n, options, _ in verdicts(tuned) if "xla_a" in options] == [1]
@@ -256,7 +256,7 @@ def test_tuning_stops_at_its_budget_and_continues_from_the_cache(
     tuned = tune(compose_run(*LAYOUT), [A, B, N], 25.0, reported.append)
     assert not tuned.finished and tuned.options == {"xla_a": True}
     assert compiler.clock == 25.0, "what was compiling then was ended"
-    assert [len(known.attempts) for known in reported] == [1, 2]
+    assert [len(result.attempts) for result in reported] == [1, 2]
     compiler.cache -= {str(compiler.compiled[-1])}
     whole = tune(compose_run(*LAYOUT), [A, B, N], 1000.0)
     assert whole.finished and whole.options == {"xla_a": True, "xla_n": 3}
@@ -282,8 +282,8 @@ def test_other_implementations_are_tried_on_top_of_the_best_options(
     times = {"associative": 6.0, "blocked": 5.0}
     compiler = compiles(lambda o: times.get(str(o.get("scan")), 10.0) - (o.get(FUSED) == "true"))
     tuned = tune(shared_run("mode=tune", *LAYOUT, *given))
-    chosen = {} if given else {"model.s5.scan": "blocked"}
-    assert (tuned.model, tuned.options, tuned.finished) == (chosen, {FUSED: True}, True)
+    expected = {} if given else {"model.s5.scan": "blocked"}
+    assert (tuned.model, tuned.options, tuned.finished) == (expected, {FUSED: True}, True)
     assert tuned.step_s == (9.0 if given else 4.0)
     if given:
         assert "blocked" not in [o.get("scan") for o in compiler.compiled]

@@ -40,14 +40,14 @@ def everyone_to_everyone(shape: tuple[int, ...], twisted: bool) -> float:
 
 def neighbours(at: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the six neighbours of a chip. Wrapping around a shortest axis shifts the longer axes by half."""
-    n, found = shape[0], []
+    n, positions = shape[0], []
     for axis, step in itertools.product(range(3), (1, -1)):
         to = list(at)
         to[axis] += step
         if shape[axis] == n and not 0 <= to[axis] < n:
             to = [place + (n if length == 2 * n else 0) for place, length in zip(to, shape, strict=True)]
-        found.append(tuple(place % length for place, length in zip(to, shape, strict=True)))
-    return found
+        positions.append(tuple(place % length for place, length in zip(to, shape, strict=True)))
+    return positions
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -165,11 +165,11 @@ TRAINING = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "distributed.step
 
 @pytest.mark.slow
 def test_all_processes_print_their_stacks_and_end_if_one_hangs(tmp_path: Path):
-    given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
+    variables = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
     processes = [
-        spawn(str(script), *TRAINING, "steps=60", cwd=tmp_path, JAX_PROCESS_INDEX=str(index), **given)
+        spawn(str(script), *TRAINING, "steps=60", cwd=tmp_path, JAX_PROCESS_INDEX=str(index), **variables)
         for index in range(2)
     ]
     first, second = wait_for_processes(processes)

@@ -28,12 +28,12 @@ def run(*command: str, cwd: Path) -> str:
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The wheels built from the tree and from the sdist."""
-    found = {}
+    paths = {}
     for name, flags in (("tree", ["--wheel"]), ("sdist", [])):
         out = tmp_path_factory.mktemp(name)
         run(UV, "build", "--quiet", *flags, "--out-dir", str(out), str(ROOT), cwd=out)
-        (found[name],) = out.glob("*.whl")
-    return found
+        (paths[name],) = out.glob("*.whl")
+    return paths
 
 
 def contents(wheel: Path) -> dict[str, int]:
@@ -71,8 +71,8 @@ def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     run(UV, "pip", "install", "--quiet", "--no-deps", "--python", str(python), str(wheels["sdist"]), cwd=folder)
     purelib = run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     Path(purelib, "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    where = run(str(python), "-c", "import valkyrie; print(valkyrie.__file__)", cwd=folder).strip()
-    assert where.startswith(purelib), "the wheel itself is tested, not the checkout"
+    module_path = run(str(python), "-c", "import valkyrie; print(valkyrie.__file__)", cwd=folder).strip()
+    assert module_path.startswith(purelib), "the wheel itself is tested, not the checkout"
     return python.parent
 
 

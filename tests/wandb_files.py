@@ -36,22 +36,22 @@ def read_wandb(path: Path) -> dict[str, Any]:
     def pairs(items: Any) -> dict[str, Any]:
         return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
-    found: dict[str, Any] = {"history": [], "config": {}, "summary": {}}
+    log: dict[str, Any] = {"history": [], "config": {}, "summary": {}}
     for body in _frames(path.read_bytes()):
         record = pb.Record.FromString(body)
         kind = record.WhichOneof("record_type")
         if kind == "history":
-            found["history"].append(pairs(record.history.item))
+            log["history"].append(pairs(record.history.item))
         elif kind == "run":
-            found["run"] = record.run
-            found["config"] |= pairs(record.run.config.update)
+            log["run"] = record.run
+            log["config"] |= pairs(record.run.config.update)
         elif kind == "config":
-            found["config"] |= pairs(record.config.update)
+            log["config"] |= pairs(record.config.update)
         elif kind == "summary":
-            found["summary"] |= pairs(record.summary.update)
+            log["summary"] |= pairs(record.summary.update)
         elif kind == "exit":
-            found["exit"] = record.exit.exit_code
-    return found
+            log["exit"] = record.exit.exit_code
+    return log
 
 
 def _frames(data: bytes, block: int = 32768) -> Iterator[bytes]:

@@ -72,7 +72,7 @@ def muon_steps() -> dict[str, np.ndarray]:
     """Return a tall and a wide matrix before and after two steps of nanochat's Muon, and their gradients."""
     from nanochat.optim import muon_step_fused
 
-    rng, kept = np.random.default_rng(2), {}
+    rng, arrays = np.random.default_rng(2), {}
     for name, (rows, cols) in {"tall": (12, 8), "wide": (6, 10)}.items():
         first, gradients = rng.standard_normal((1, rows, cols)), rng.standard_normal((2, 1, rows, cols))
         parameters = torch.from_numpy(first.astype(np.float32))
@@ -80,11 +80,11 @@ def muon_steps() -> dict[str, np.ndarray]:
         momentum, second = torch.zeros_like(parameters), torch.zeros(reduced)
         for gradient in gradients:
             scalars = [torch.tensor(value) for value in (0.9, 0.02 * max(1.0, rows / cols) ** 0.5, 0.1, 0.9)]
-            given = torch.from_numpy(gradient.astype(np.float32))
-            muon_step_fused(given, parameters, momentum, second, *scalars, 5, -1 if rows >= cols else -2)
-        kept |= {f"muon_{name}_first": first[0], f"muon_{name}_gradients": gradients[:, 0]}
-        kept[f"muon_{name}_last"] = parameters.numpy()[0]
-    return kept
+            gradient_tensor = torch.from_numpy(gradient.astype(np.float32))
+            muon_step_fused(gradient_tensor, parameters, momentum, second, *scalars, 5, -1 if rows >= cols else -2)
+        arrays |= {f"muon_{name}_first": first[0], f"muon_{name}_gradients": gradients[:, 0]}
+        arrays[f"muon_{name}_last"] = parameters.numpy()[0]
+    return arrays
 
 
 def main() -> None:
@@ -92,10 +92,10 @@ def main() -> None:
     os.environ["NANOCHAT_DTYPE"] = "float32"
     torch.compile = lambda f=None, **_: f if f is not None else lambda g: g  # pyright: ignore[reportAttributeAccessIssue]
     sys.path.insert(0, sys.argv[1])
-    kept: dict[str, Any] = {}
-    for form, made in (("2025", of_2025()), ("2026", of_2026())):
-        kept[f"logits_{form}"], kept[f"shapes_{form}"] = made
-    np.savez_compressed(Path(__file__).with_name("nanochat.npz"), **kept, **muon_steps())
+    golden: dict[str, Any] = {}
+    for form, golden_form in (("2025", of_2025()), ("2026", of_2026())):
+        golden[f"logits_{form}"], golden[f"shapes_{form}"] = golden_form
+    np.savez_compressed(Path(__file__).with_name("nanochat.npz"), **golden, **muon_steps())
 
 
 if __name__ == "__main__":

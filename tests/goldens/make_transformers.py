@@ -63,13 +63,13 @@ def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
 def of(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Return a model's config.json, the shapes of the tensors in its file, and its logits with random weights."""
     config = getattr(transformers, f"{kind}Config")(**settings)
-    made = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
+    model_class = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        made(config).save_pretrained(folder)
+        model_class(config).save_pretrained(folder)
         with safe_open(Path(folder) / "model.safetensors", "np") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.offset_keys()}
-        model = made.from_pretrained(folder, attn_implementation="eager").eval()
+        model = model_class.from_pretrained(folder, attn_implementation="eager").eval()
         values = drawn(shapes)
         missing, unexpected = model.load_state_dict({n: torch.from_numpy(v) for n, v in values.items()}, strict=False)
         model.tie_weights()
@@ -83,8 +83,8 @@ def of(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Run the references and write their results."""
-    kept = {f"{name}_{key}": value for name, case in CASES.items() for key, value in of(*case).items()}
-    np.savez_compressed(Path(__file__).with_name("transformers.npz"), **kept)
+    golden = {f"{name}_{key}": value for name, case in CASES.items() for key, value in of(*case).items()}
+    np.savez_compressed(Path(__file__).with_name("transformers.npz"), **golden)
 
 
 if __name__ == "__main__":

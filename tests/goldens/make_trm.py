@@ -30,8 +30,8 @@ VARIANTS = {
 def main() -> None:
     """Write `trm.npz` with the results of both variants."""
     golden = {}
-    for name, own in VARIANTS.items():
-        golden |= {f"{name}.{key}": value for key, value in answers(SHAPE | own).items()}
+    for name, variant in VARIANTS.items():
+        golden |= {f"{name}.{key}": value for key, value in answers(SHAPE | variant).items()}
     np.savez_compressed(Path(__file__).with_name("trm.npz"), **golden)
 
 
@@ -64,15 +64,15 @@ def answers(config: dict) -> dict[str, np.ndarray]:
         inner.puzzle_emb.local_weights.grad = None
         carry, loss, metrics, _, _ = head(carry=carry, batch=batch, return_keys=[])
         (loss / shape[0]).backward()
-        told = {f"batch.{key}": value for key, value in batch.items()}
-        told |= {"loss": loss.detach(), "lm_loss": metrics["lm_loss"], "q_halt_loss": metrics["q_halt_loss"]}
-        told |= {f"gradient.{key}": p.grad.norm() for key, p in inner.named_parameters() if p.grad is not None}
-        told |= {"z_H": carry.inner_carry.z_H, "z_L": carry.inner_carry.z_L}
-        told |= {"steps": carry.steps, "halted": carry.halted}
+        results = {f"batch.{key}": value for key, value in batch.items()}
+        results |= {"loss": loss.detach(), "lm_loss": metrics["lm_loss"], "q_halt_loss": metrics["q_halt_loss"]}
+        results |= {f"gradient.{key}": p.grad.norm() for key, p in inner.named_parameters() if p.grad is not None}
+        results |= {"z_H": carry.inner_carry.z_H, "z_L": carry.inner_carry.z_L}
+        results |= {"steps": carry.steps, "halted": carry.halted}
         table, gradient = inner.puzzle_emb.weights.clone(), inner.puzzle_emb.local_weights.grad
         _sparse_emb_signsgd_dist(gradient, inner.puzzle_emb.local_ids, table, lr=0.01, weight_decay=0.5, world_size=1)
-        told["table_after"] = table
-        golden |= {f"step_{step}.{key}": value.detach().numpy() for key, value in told.items()}
+        results["table_after"] = table
+        golden |= {f"step_{step}.{key}": value.detach().numpy() for key, value in results.items()}
     return golden
 
 
