@@ -166,15 +166,15 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
         values = ", ".join(f"{key}={config.get(key)!r}" for key in wrong)
         raise ValueError(f"config.json: {values} must be whole numbers of at least 1 for {architecture.name}.")
     decode(_KeyTypes, dict(config), "config.json")  # raises ValueError for a value of the wrong type
-    refusals = _unsupported(architecture, config)
+    refusals = _unsupported_values(architecture, config)
     sizes = {setting: config[key] for setting, key in architecture.sizes.items()}
     embed, heads = sizes["embed"], sizes["attention.heads"]
     attention: dict[str, Setting] = {}
     if architecture.is_gpt2:
         attention["mlp"] = config.get("n_inner") or 4 * embed
     else:
-        rope, rope_refusals = _rope(config)
-        windows, window_refusals = _windows(architecture, config)
+        rope, rope_refusals = _rope_settings(config)
+        windows, window_refusals = _window_settings(architecture, config)
         refusals += rope_refusals + window_refusals
         all_biases = bool(architecture.biases_key and config.get(architecture.biases_key))
         attention |= {**rope, "attention.windows": windows, "attention.qk_norm": architecture.qk_norm}
@@ -230,7 +230,7 @@ def _activation(architecture: Architecture, config: Mapping[str, Any]) -> str:
     return str(config.get(architecture.activation, "gelu_new" if architecture.is_gpt2 else None))
 
 
-def _unsupported(architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
+def _unsupported_values(architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
     """Return a message for each unsupported value of a config.json, except those of RoPE and windows."""
     refusals = []
     if config.get("quantization_config"):
@@ -244,7 +244,7 @@ def _unsupported(architecture: Architecture, config: Mapping[str, Any]) -> list[
     epsilon = config.get(*architecture.epsilon)
     if architecture.qk_norm and epsilon != _QK_NORM_EPSILON:
         refusals.append(
-            f"rms_norm_eps={epsilon:g} differs from the epsilon of the query and key norms, {_QK_NORM_EPSILON:g}"
+            f"rms_norm_eps={epsilon:g} is not supported with query and key norms, only {_QK_NORM_EPSILON:g} is"
         )
     embed, heads = architecture.sizes["embed"], architecture.sizes["attention.heads"]
     if not config.get("head_dim") and config[embed] % max(config[heads], 1):
@@ -280,7 +280,7 @@ def _rope_scaling(stretch: RopeStretch) -> Mapping[str, object] | None:
     return {"rope_type": "llama3"} | {theirs: getattr(stretch, ours) for theirs, ours in _ROPE_STRETCH_KEYS.items()}
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[str]]:
+def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[str]]:
     """Return the RoPE base and scaling settings, and a message for each unsupported value."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(key) or {}
@@ -301,7 +301,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[str]]:
     return settings, refusals
 
 
-def _windows(architecture: Architecture, config: Mapping[str, Any]) -> tuple[list[int | None], list[str]]:
+def _window_settings(architecture: Architecture, config: Mapping[str, Any]) -> tuple[list[int | None], list[str]]:
     """Return the window of each layer (a single one if all are equal), and a message for each unsupported value."""
     window, layers = config.get("sliding_window"), config["num_hidden_layers"]
     if not architecture.windows or window is None or not config.get("use_sliding_window", True):

@@ -16,6 +16,7 @@ from valkyrie.paths import disk_errors, write_atomic
 from valkyrie.units import traffic_text
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+"""Names of files in a folder. The weights are in a single file, or in several files that the index lists."""
 COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,7 +42,7 @@ class Weights:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder. Use a folder that has {CONFIG} and {SINGLE}.")
         self.folder = folder
-        self.config = _json(folder / CONFIG, folder)
+        self.config = _read_json(folder / CONFIG, folder)
         self._file_by_tensor: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -104,7 +105,7 @@ class Weights:
 def _weight_files(folder: Path) -> list[str]:
     """Return the names of the files with tensors."""
     if (folder / INDEX).is_file():
-        index = _json(folder / INDEX, folder)
+        index = _read_json(folder / INDEX, folder)
         by_tensor = index.get("weight_map", {})
         if not isinstance(by_tensor, dict) or not all(isinstance(file, str) for file in by_tensor.values()):
             raise ValueError(f"{folder / INDEX} is damaged (weight_map must name files). Copy it again.")
@@ -122,7 +123,7 @@ def _weight_files(folder: Path) -> list[str]:
     raise ValueError(f"{folder} has no {SINGLE} and no {INDEX}.{remedy}")
 
 
-def _json(path: Path, folder: Path) -> Mapping[str, Any]:
+def _read_json(path: Path, folder: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} has no {path.name}, so it is not a folder of a Hugging Face model.")
     try:

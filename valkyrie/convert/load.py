@@ -49,7 +49,7 @@ def from_folder(
     """
     weights = Weights(folder)
     architecture, settings = find_architecture(weights.config), model_settings(weights.config)
-    run = _run(folder, name, tokenizer, settings, overrides, f"{architecture.family}_schema")
+    run = _make_run(folder, name, tokenizer, settings, overrides, f"{architecture.family}_schema")
     assert isinstance(run.model, Stack)
     has_prefix = architecture.is_gpt2 and any(name.startswith(GPT2_PREFIX) for name in weights.shapes)
     prefix = GPT2_PREFIX if has_prefix else ""
@@ -62,7 +62,7 @@ def from_folder(
         raise ValueError(f"{target} already exists. Use another --name NAME, or delete the folder.")
     _check_tokenizer(run)
     say(f"{architecture.name}: {describe_tensors(expected, weights.dtype(expected))}")
-    with _removed_on_failure(target):
+    with _delete_on_failure(target):
         originals = target / ORIGINALS
         with disk_errors(target):
             originals.mkdir(parents=True)
@@ -72,12 +72,12 @@ def from_folder(
             write_atomic(originals / PREFIX_FILE, prefix)
         if tokenizer is None and "tokenizer.json" in copied:
             run = _with_tokenizer(run, str((originals / "tokenizer.json").absolute()))
-        _save(run, target, weights, by_parameter, folder)
+        _save_checkpoint(run, target, weights, by_parameter, folder)
         write_run_files(run, target)
     return target
 
 
-def _run(
+def _make_run(
     folder: Path,
     name: str | None,
     tokenizer: str | None,
@@ -85,19 +85,20 @@ def _run(
     overrides: Sequence[str],
     schema: str,
 ) -> Run:
-    """Return the run with these model settings. Raises ValueError if they are invalid or there is no tokenizer."""
+    """Return a run with these model settings. Raises ValueError if they are invalid or there is no tokenizer."""
     name = name or dict(map(key_value, overrides)).get("name") or _run_name(folder.resolve().name)
     context = settings["context"]
     assert isinstance(context, int)
     tokenizer_file = folder / "tokenizer.json"
     if tokenizer is None and not tokenizer_file.is_file():
         raise ValueError(
-            f"{folder} has no tokenizer.json. Use --tokenizer gpt2 or another name, or the path of a tokenizer.json."
+            f"{folder} has no tokenizer.json. Set --tokenizer to a name such as gpt2, or to the path of a "
+            "tokenizer.json."
         )
     settings = {"tokenizer": tokenizer or str(tokenizer_file), **settings}
-    arguments = [f"model={schema}", f"name={_quoted(name)}", f"seq={min(context, _MAX_SEQ)}"]
+    arguments = [f"model={schema}", f"name={_quote(name)}", f"seq={min(context, _MAX_SEQ)}"]
     for key, value in settings.items():
-        arguments.append(f"model.{key}={_quoted(value) if isinstance(value, str) else override_text(value)}")
+        arguments.append(f"model.{key}={_quote(value) if isinstance(value, str) else override_text(value)}")
     run = parse_run([*arguments, *(o for o in overrides if key_value(o)[0] != "name")])
     refuse(run.model.problems())
     return run
@@ -110,7 +111,7 @@ def _run_name(folder: str) -> str:
     return re.sub(r"[^\w.+@-]+", "-", folder).strip("-") or "model"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Quote a text for Hydra's command line if needed, for example a path with spaces or brackets."""
     return text if re.fullmatch(r"[\w./-]+", text) else QuotedString(text, Quote.single).with_quotes()
 
@@ -131,7 +132,7 @@ def _check_tokenizer(run: Run) -> None:
 
 
 @contextmanager
-def _removed_on_failure(target: Path) -> Iterator[None]:
+def _delete_on_failure(target: Path) -> Iterator[None]:
     """Delete the folder if an exception is raised inside this context."""
     try:
         yield
@@ -140,7 +141,9 @@ def _removed_on_failure(target: Path) -> Iterator[None]:
         raise
 
 
-def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list[TensorSlice]], folder: Path) -> None:
+def _save_checkpoint(
+    run: Run, target: Path, weights: Weights, by_parameter: dict[str, list[TensorSlice]], folder: Path
+) -> None:
     """Write the checkpoint of step 0."""
     from valkyrie.checkpoint.weights import WeightsTier
     from valkyrie.processes.team import ALONE
@@ -161,7 +164,7 @@ def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list
         node = parameters
         for key in path:
             node = node.setdefault(key, {})
-        node[last] = _array(weights, parts)
+        node[last] = _load_parameter(weights, parts)
     state = TrainState(step=None, parameters=parameters, optimizer=None, ema=None, key=None)
     with closing(WeightsTier(target, CheckpointConfig(), read_only=False, team=ALONE, info=info)) as tier:
         error = tier.save(0, state, {}) or tier.wait()
@@ -169,7 +172,7 @@ def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list
         raise ValueError(error)
 
 
-def _array(weights: Weights, parts: Sequence[TensorSlice]) -> Any:
+def _load_parameter(weights: Weights, parts: Sequence[TensorSlice]) -> Any:
     """Return a parameter as a JAX array on the host, layers stacked, in a dtype that represents all exactly."""
     import jax
     import numpy as np

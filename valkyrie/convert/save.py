@@ -50,18 +50,19 @@ def to_folder(
         say: called with a progress message.
     """
     run = load_run(trained, [])
-    step, path = _checkpoint(trained, step)
+    step, path = _find_checkpoint(trained, step)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder. Use {OTHER_FOLDER}.")
     assert isinstance(run.model, Stack)
-    config = _config(trained, run, dtype)
+    config = _merge_config(trained, run, dtype)
     weights_dtype = DTYPES_BY_NAME[str(config["dtype"])]
     if damage := find_damage(path):
         raise ValueError(f"the checkpoint of step {step} in {path.parent} is damaged: {damage}.")
     field = "ema" if _has_average(run, path) else "parameters"
     by_name: dict[str, list[TensorSlice]] = {}
-    for piece in (piece for parts in tensor_slices(run.model, _prefix(trained, run)).values() for piece in parts):
-        by_name.setdefault(piece.name, []).append(piece)
+    for parts in tensor_slices(run.model, _tensor_prefix(trained, run)).values():
+        for piece in parts:
+            by_name.setdefault(piece.name, []).append(piece)
     shapes = {name: slices[0].tensor_shape for name, slices in by_name.items()}
     say(f"{find_architecture(config).name} of step {step}: {describe_tensors(shapes, weights_dtype)}")
     reader = _ParameterReader(path, field)
@@ -94,7 +95,7 @@ def _select_layer(array: np.ndarray, piece: TensorSlice) -> np.ndarray:
     return array if piece.layer is None else array[piece.layer]
 
 
-def _prefix(trained: Path, run: Run) -> str:
+def _tensor_prefix(trained: Path, run: Run) -> str:
     """Return the tensor name prefix of the folder that a gpt2 run was converted from, or the default prefix."""
     prefix = trained / ORIGINALS / PREFIX_FILE
     if run.model.family != "gpt2":
@@ -102,7 +103,7 @@ def _prefix(trained: Path, run: Run) -> str:
     return prefix.read_text() if prefix.is_file() else GPT2_PREFIX
 
 
-def _checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
+def _find_checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
     steps = saved_steps(trained)
     if not steps:
         raise ValueError(f"{trained} has no finished checkpoint. Use the folder of a trained run.")
@@ -116,7 +117,7 @@ def _has_average(run: Run, path: Any) -> bool:
     return run.config.optimizer.ema_decay is not None and read_info(path).holds != PARAMETERS_ONLY
 
 
-def _config(trained: Path, run: Run, dtype: str | None) -> Mapping[str, object]:
+def _merge_config(trained: Path, run: Run, dtype: str | None) -> Mapping[str, object]:
     """Return the contents of config.json: the original ones, if any, updated with the current settings."""
     original = trained / ORIGINALS / CONFIG
     old = json.loads(original.read_bytes()) if original.is_file() else {}

@@ -26,9 +26,9 @@ from valkyrie.units import memory_text
 
 CLOCK_S = 2.0
 """Clock difference to a disk or another host, in seconds, above which there is a warning."""
-_KEY_LENGTH = 40
+_MIN_KEY_LENGTH = 40
 """Minimum length of a W&B key."""
-_TEXT = "valkyrie-doctor"
+_PROBE_TEXT = "valkyrie-doctor"
 
 
 def state_bytes(run: Run) -> int:
@@ -75,7 +75,7 @@ def check_checkpoint_folder(context: CheckContext) -> CheckResults:
         yield FAILS, f"checkpoint.folder={folder} cannot be used ({error_reason(error)})", remedy
         return
     seconds = time.perf_counter() - start
-    if content == _TEXT:
+    if content == _PROBE_TEXT:
         yield OK, f"checkpoint.folder={folder} is readable and writable ({seconds:.2f} s for one small file)"
     else:
         text = f"a file in checkpoint.folder={folder} does not contain what was written to it"
@@ -84,7 +84,7 @@ def check_checkpoint_folder(context: CheckContext) -> CheckResults:
 
 def check_shared_folder(context: CheckContext) -> CheckResults:
     """Check that this process can read files that process 0 writes to the checkpoint folder."""
-    team, (key, folder) = context.team, _checkpoints(context.run)
+    team, (key, folder) = context.team, _checkpoint_location(context.run)
     with contextlib.ExitStack() as stack:
         name, is_visible = None, False
         if team.is_leader:
@@ -101,7 +101,7 @@ def check_shared_folder(context: CheckContext) -> CheckResults:
         yield FAILS, f"files that process 0 writes to {key}={folder} are missing on this host", remedy
 
 
-def _checkpoints(run: Run) -> tuple[str, str]:
+def _checkpoint_location(run: Run) -> tuple[str, str]:
     """Return the key that sets the checkpoint folder, and the folder."""
     folder = run.config.checkpoint.folder
     return ("runs", run.config.runs) if folder is None else ("checkpoint.folder", folder)
@@ -109,7 +109,7 @@ def _checkpoints(run: Run) -> tuple[str, str]:
 
 def check_disk_space(context: CheckContext) -> CheckResults:
     """Check that the disk has enough space for the checkpoints."""
-    config, (key, folder) = context.run.config.checkpoint, _checkpoints(context.run)
+    config, (key, folder) = context.run.config.checkpoint, _checkpoint_location(context.run)
     keep, size = config.keep + config.keep_best, state_bytes(context.run)
     needs = f"{keep + 1} checkpoints of {memory_text(size)} are stored at once"
     if in_bucket(folder):
@@ -154,7 +154,7 @@ def check_compile_cache(_: CheckContext) -> CheckResults:
     if "://" in str(folder):
         yield OK, f"{folder} (remote, not checked)"
     elif trouble := cache_problem(folder, key):
-        yield WARNING, f"every start compiles again: {trouble}"
+        yield WARNING, f"compiled programs cannot be cached, so every start compiles again: {trouble}"
     else:
         yield OK, str(folder)
 
@@ -202,8 +202,8 @@ def check_wandb_key(context: CheckContext) -> CheckResults:
         yield OK, "offline: upload the run later with `wandb sync`, or set WANDB_API_KEY to upload it during training"
     elif not key:
         yield WARNING, "online, but there is no key", "Set WANDB_API_KEY, or run `wandb login`."
-    elif len(key.rpartition("-")[2]) < _KEY_LENGTH:
-        text = f"the key has {len(key)} characters, but keys of W&B have at least {_KEY_LENGTH}"
+    elif len(key.rpartition("-")[2]) < _MIN_KEY_LENGTH:
+        text = f"the key has {len(key)} characters, but keys of W&B have at least {_MIN_KEY_LENGTH}"
         yield WARNING, text, "Copy it again from https://wandb.ai/authorize"
     else:
         yield OK, "online, with a key (not verified with the server)"
@@ -227,7 +227,7 @@ def _probe(folder: str) -> Iterator[Any]:
     try:
         with disk_errors(Path(folder)) if local else contextlib.nullcontext():
             path.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(_TEXT.encode())
+            probe.write_bytes(_PROBE_TEXT.encode())
         yield probe
     finally:
         with contextlib.suppress(OSError):

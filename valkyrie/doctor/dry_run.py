@@ -26,10 +26,10 @@ from valkyrie.train.watchdog import Watchdog
 from valkyrie.trees import leaf_names
 from valkyrie.units import duration
 
-_REMEDY = (
+_HANG_REMEDY = (
     "The limit is distributed.step_timeout_s. The process at fault is probably the one with different stack traces."
 )
-_REPEATS = 20
+_TIMED_SUMS = 20
 """Number of timed sums per mesh axis."""
 _SLOW_S = 0.01
 """Seconds above which a collective of a few bytes on real chips suggests a network problem."""
@@ -43,7 +43,7 @@ def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list
     """
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     limit_s = run.config.distributed.step_timeout_s
-    with Watchdog(limit_s, team, first_s=0.0, remedy=_REMEDY) as watchdog:
+    with Watchdog(limit_s, team, first_s=0.0, remedy=_HANG_REMEDY) as watchdog:
         watchdog.step(0)
         axis_findings = time_axes(program.mesh, devices.simulated)
         with watchdog.resting():
@@ -136,7 +136,7 @@ def compare_replicas(parameters: Mapping[str, jax.Array], team: Team) -> Finding
 
 def _is_replicated(array: jax.Array) -> bool:
     parts = array.sharding.devices_indices_map(array.shape)
-    return len({_part(index) for index in parts.values()}) < len(parts)
+    return len({_index_text(index) for index in parts.values()}) < len(parts)
 
 
 def _checksums(array: jax.Array) -> dict[str, dict[str, int]]:
@@ -144,11 +144,11 @@ def _checksums(array: jax.Array) -> dict[str, dict[str, int]]:
     checksums: dict[str, dict[str, int]] = {}
     for shard in array.addressable_shards:
         bits = np.ascontiguousarray(np.asarray(shard.data)).view(np.uint8).data
-        checksums.setdefault(_part(shard.index), {})[str(shard.device.id)] = zlib.crc32(bits)
+        checksums.setdefault(_index_text(shard.index), {})[str(shard.device.id)] = zlib.crc32(bits)
     return checksums
 
 
-def _part(index: tuple[slice, ...]) -> str:
+def _index_text(index: tuple[slice, ...]) -> str:
     return ",".join(f"{part.start or 0}:{part.stop}" for part in index)
 
 
@@ -194,7 +194,7 @@ def _time_sum(mesh: Any, axis: str) -> tuple[float, bool]:
     compiled_sum = jax.jit(jax.shard_map(sum_over_axis, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
     result = jax.block_until_ready(compiled_sum(ones))
     seconds = []
-    for _ in range(_REPEATS):
+    for _ in range(_TIMED_SUMS):
         start = time.perf_counter()
         jax.block_until_ready(compiled_sum(ones))
         seconds.append(time.perf_counter() - start)
