@@ -318,7 +318,10 @@ def _window_settings(architecture: Architecture, config: Mapping[str, Any]) -> t
 
 
 def _window_entries(architecture: Architecture, model: gpt.Config | gpt2.Config) -> Mapping[str, object]:
-    """Return the config.json entries for the windows of a model's layers. ValueError if they differ in length."""
+    """Return the config.json entries for the windows of a model's layers.
+
+    Raises ValueError if windows differ in length, or for Mistral if some layers have no window.
+    """
     windows = [model.attention.windows[i % len(model.attention.windows)] for i in range(model.layers)]
     lengths = {window for window in windows if window is not None}
     if not lengths:

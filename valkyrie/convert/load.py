@@ -173,7 +173,10 @@ def _save_checkpoint(
 
 
 def _load_parameter(weights: Weights, parts: Sequence[TensorSlice]) -> Any:
-    """Return a parameter as a JAX array on the host, layers stacked, in a dtype that represents all exactly."""
+    """Return a parameter as a JAX array on the host, with its layers stacked.
+
+    Its dtype is the smallest that represents all its tensors exactly.
+    """
     import jax
     import numpy as np
 

@@ -45,7 +45,7 @@ def to_folder(
         trained: the run folder. Its averaged parameters are written if it has them.
         folder: the folder to write.
         step: step of the checkpoint, or None for the newest.
-        dtype: dtype of the weights, or None for the one of the original folder (float32 without an original).
+        dtype: dtype of the weights, or None for that of the folder that the run was converted from, or else float32.
         file_bytes: approximate maximum bytes of a file.
         say: called with a progress message.
     """

@@ -1,4 +1,4 @@
-"""Dry run: trains for a few steps on random tokens, checks losses, gradients and replicas, and times each mesh axis."""
+"""Trains for a few steps on random tokens, checks losses, gradients and replicas, and times each mesh axis."""
 
 from __future__ import annotations
 

@@ -146,7 +146,10 @@ def _unmet_requirements() -> Iterator[str]:
 
 
 def check_host_memory(context: CheckContext) -> CheckResults:
-    """Check that this host's memory can hold its share of the state, which is copied there to save checkpoints."""
+    """Check that this host's memory can hold its share of the state, which is copied there to save checkpoints.
+
+    With simulated devices, it must also hold the state itself and the gradients.
+    """
     free = free_memory()
     if free is None:
         yield WARNING, "this system does not report its free memory"

@@ -50,7 +50,7 @@ def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
 
 
 def engine_keys(engine: type[EngineConfig]) -> list[str]:
-    """Return the keys of an engine, except `target`."""
+    """Return the keys that an engine accepts in addition to `target`."""
     return [field.name for field in fields(engine) if field.name not in ("target", "restarts")]
 
 

@@ -1,7 +1,8 @@
 """Starts the processes of a training together, stops them together, and restarts them after a crash.
 
-Exit statuses of `valkyrie-train`: 0, 2 and 130 end the job. 75 means that it has saved and can be restarted. Any other
-status, or death by a signal, is a crash. 69 means that another process failed first or that a step hung.
+The exit statuses 0, 2 and 130 of `valkyrie-train` end the job. 75 means that the training has saved its state and can
+be restarted. Any other status, or death by a signal, is a crash. 69 means that another process failed first or that a
+step hung.
 """
 
 from __future__ import annotations

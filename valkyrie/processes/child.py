@@ -1,4 +1,4 @@
-"""Child processes. Each starts in a new session, so that signals also reach the processes that it starts."""
+"""Starts child processes, each in a new session, so that signals can be sent to a child and all its descendants."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Started:
-    """All processes are connected."""
+    """Sent to all processes when the last one has connected."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The processes cannot start together."""
+    """Sent instead of `Started` if the processes cannot start together. Has the reason for the user."""
 
     reason: str
 

@@ -77,7 +77,7 @@ class Interrupt:
         self.requested = False
         self.worth_saving = False
         self.preempted = False
-        """Whether the machine is being preempted, as opposed to a user who stops the training."""
+        """Whether the stop is due to a preemption of the machine, not requested by the user."""
         self._several = several
 
     def handle_signals(self) -> contextlib.AbstractContextManager[None]:

@@ -1,7 +1,8 @@
-"""Google Kubernetes Engine: a JobSet with one job per slice and one pod per host, or the same job through XPK.
+"""Launch engine for Google Kubernetes Engine. Writes a JobSet with one job per slice and one pod per host.
 
-Fields: cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice and kubernetes-sigs/jobset (failure policy). XPK:
-AI-Hypercomputer/xpk, docs/usage/workloads.md and docker.md. JAX finds the other pods through GKE's variables.
+Also prints the XPK command for the same job. JAX finds the other pods through GKE's environment variables. The fields
+of the JobSet follow cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice and kubernetes-sigs/jobset (failure
+policy), the XPK command docs/usage/workloads.md and docker.md of AI-Hypercomputer/xpk.
 """
 
 from __future__ import annotations

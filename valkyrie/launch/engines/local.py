@@ -1,4 +1,4 @@
-"""Several processes on this machine that train one model together."""
+"""Launch engine that starts several processes on this machine, which train one model together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""SkyPilot: a task that rents a slice or GPUs where they are available, trains, and moves after a preemption.
+"""Launch engine for SkyPilot, which rents hardware where it is available and again elsewhere after a preemption.
 
-Fields and variables: docs.skypilot.co, reference/yaml-spec, reference/tpu, running-jobs/distributed-jobs and
-examples/managed-jobs. SkyPilot runs the task on every host of a slice, and JAX finds the other hosts itself.
+SkyPilot runs the task on every host of a slice, and JAX finds the other hosts itself. The fields and variables are
+documented at docs.skypilot.co: reference/yaml-spec, reference/tpu, running-jobs/distributed-jobs,
+examples/managed-jobs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Slurm: an sbatch script that starts one process per GPU, or one per node without GPUs, and requeues itself.
+"""Launch engine for Slurm. Writes an sbatch script that starts one process per GPU, or per node without GPUs.
 
-JAX finds the processes through Slurm's variables and gives each one GPU (jax/_src/clusters/slurm_cluster.py). Slurm
-counts the restarts and sends SIGUSR1 before the time limit (slurm.schedmd.com/sbatch.html, srun.html).
+JAX finds the processes through Slurm's variables and gives each one GPU (jax/_src/clusters/slurm_cluster.py). The
+script requeues its job after a crash or preemption. Slurm counts the restarts and sends SIGUSR1 before the time limit
+(slurm.schedmd.com/sbatch.html, srun.html).
 """
 
 from __future__ import annotations

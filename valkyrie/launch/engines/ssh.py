@@ -1,4 +1,4 @@
-"""Hosts reachable by ssh: copies the code to each host and runs one process there. The first host runs process 0."""
+"""Launch engine for hosts reachable by ssh. Copies the code to each host and runs one process there."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Slices of Cloud TPU VMs: requests them with gcloud, trains, and requests new ones after a preemption.
+"""Launch engine for slices of Cloud TPU VMs. Requests them with gcloud, trains, and replaces them after a preemption.
 
-Flags: cloud.google.com/sdk/gcloud/reference/compute/tpus/queued-resources and .../tpus/tpu-vm (create, describe, ssh,
-scp, delete, list); spot and preemption: cloud.google.com/tpu/docs/spot and /queued-resources. A preempted slice cannot
-be restarted: it is deleted and requested again. JAX finds the other hosts and slices itself.
+A preempted slice cannot be restarted: it is deleted and requested again. JAX finds the other hosts and slices itself.
+The flags are documented at cloud.google.com/sdk/gcloud/reference/compute/tpus/queued-resources and .../tpus/tpu-vm
+(create, describe, ssh, scp, delete, list), spot and preemption at cloud.google.com/tpu/docs/spot and /queued-resources.
 """
 
 from __future__ import annotations
