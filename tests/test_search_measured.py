@@ -206,7 +206,7 @@ def test_measured_figures_are_read_as_a_chip(tmp_path: Path) -> None:
     file.write_text(json.dumps(values))
     chip = read_figures(file)
     assert chip.problems() == [] and chip_efficiency(chip).outer_start_s == 2e-3
-    figures = ("50 GFLOP/s", "8 GB/s", "0.5 GB/s", "0.1 ms", "0.025 GB/s", "process of 2", "2 ms")
+    figures = ("50 GFLOP/s", "8 GB/s", "0.5 GB/s", "0.1 ms", "0.025 GB/s", "processes of 2", "2 ms")
     assert all(figure in describe_figures(chip) for figure in figures)
 
 
