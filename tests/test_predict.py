@@ -75,7 +75,7 @@ def test_a_dumped_module_has_the_same_report_as_our_step(step: Path, tmp_path: P
     for part in ("step on v5e-8 ", "data=2 · model=4", "their/step.py:7", "predicted step"):
         assert part in text, part
     assert "call OtherKernel" in text
-    assert "arguments take" in text and done.fits is None
+    assert "arguments need" in text and done.fits is None
     events = json.loads(done.timeline(tmp_path / "t.json").read_text())["traceEvents"]
     assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(1e6 * done.step_s, rel=1e-3)
     page = done.html(tmp_path / "r.html").read_text()

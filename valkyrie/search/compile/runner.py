@@ -80,8 +80,8 @@ def compile_layout(
     Args:
         run: The run.
         limit_s: Time limit of the child process, in seconds.
-        use_cache: Whether to return a cached result. New results are stored in either case, unless the compile failed
-            or the cache (`VALKYRIE_CACHE`) cannot be written.
+        use_cache: Whether to return a cached result. New results (fits, does not fit) are stored in either case, if the
+            cache (`VALKYRIE_CACHE`) can be written.
         progress: Called about five times a second with a status line.
     """
     began = time.perf_counter()
