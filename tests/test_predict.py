@@ -200,17 +200,17 @@ def test_notes_name_unsupported_parts_of_foreign_programs(step: Path, added: str
 def test_objects_that_are_not_programs_are_refused():
     slice = valkyrie.slice("v5e-4")
     for program, more, words in (
-        (len, {"slice": slice}, "takes a jitted function"),
+        (len, {"slice": slice}, "needs a jitted function"),
         (jax.jit(jnp.sin), {}, "Name the slice"),
         ("step.hlo", {"slice": slice}, "Name the mesh axes of this module"),
     ):
         with pytest.raises(ValueError, match=words):
             valkyrie.predict(program, **more)
-    with pytest.raises(ValueError, match="leave out slice"):
+    with pytest.raises(ValueError, match="Leave out slice"):
         valkyrie.predict(valkyrie.compose("model=gpt_tiny", "mesh=2x2x2"), slice=slice)
     for shape, names, words in (
         ((4, 4), ("a", "b"), "has 16 devices, but v5e-4 .* or v5e-16"),
-        ((4,), ("a", "b"), "give each axis a name"),
+        ((4,), ("a", "b"), "a different name for each axis"),
         ((2, 0), ("a", "b"), "at least 1"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -76,7 +76,7 @@ class OptionCompiler:
             outcome = fitting_outcome(module_sha256=str(outcome), peak=peak, options=tuple(options))
         return CompiledRun(outcome, Path("cache"), Path("cache"), cached, self.takes)
 
-    def replayed(self, run: Run, compiled: CompiledRun) -> tuple[Any, list[Any]]:
+    def replay_program(self, run: Run, compiled: CompiledRun) -> tuple[Any, list[Any]]:
         self.replays += 1
         return SimpleNamespace(step_s=float(compiled.outcome.step.module_sha256)), []
 
@@ -88,7 +88,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OptionCompiler]:
     def replace_compiler(steps: Callable[[Mapping[str, str | None]], Outcome], takes: float = 10.0) -> OptionCompiler:
         compiler = OptionCompiler(steps, takes)
         monkeypatch.setattr("valkyrie.search.tune.tune.compile_layout", compiler.compile_layout)
-        monkeypatch.setattr("valkyrie.search.tune.tune.replayed", compiler.replayed)
+        monkeypatch.setattr("valkyrie.search.tune.tune.replay_program", compiler.replay_program)
         monkeypatch.setattr("valkyrie.search.tune.tune.time.monotonic", lambda: compiler.clock)
         return compiler
 
@@ -323,7 +323,7 @@ def test_a_target_without_a_tpu_compiler_is_refused(capfd: pytest.CaptureFixture
     [
         (
             CompileOutcome(CompileStatus.does_not_fit, shortage=MemoryReport(needed=2**35, usable=2**34)),
-            "32.0 GiB of 16.0",
+            "32.0 GiB, and 16.0 GiB are usable",
         ),
         (
             CompileOutcome(CompileStatus.refused, "libtpu is not installed here."),
