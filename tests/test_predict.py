@@ -215,7 +215,7 @@ def test_objects_that_are_not_programs_are_refused():
     ):
         with pytest.raises(ValueError, match=words):
             slice.mesh(shape, names)
-    with pytest.raises(ValueError, match="no TPU slice"):
+    with pytest.raises(ValueError, match="is not a TPU slice"):
         valkyrie.slice("cpu8").mesh((8,), ("a",))
 
 
