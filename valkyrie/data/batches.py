@@ -85,7 +85,7 @@ class DataPosition(ABC):
     content: str
 
     @abstractmethod
-    def step_of(self, batch: int) -> int:
+    def to_step(self, batch: int) -> int:
         """The step that begins at this position.
 
         ValueError if no step begins here, because the position was saved with another batch size.
@@ -93,7 +93,7 @@ class DataPosition(ABC):
 
     @abstractmethod
     def at_step(self, step: int, batch: int) -> DataPosition:
-        """This position, moved to the beginning of a step."""
+        """Return the position at the beginning of a step, in the same data and row order."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class RowPosition(DataPosition):
     seq: int
     row: int
 
-    def step_of(self, batch: int) -> int:
+    def to_step(self, batch: int) -> int:
         step, rest = divmod(self.row, batch)
         if rest:
             divisor = next(size for size in range(batch - 1, 0, -1) if self.row % size == 0)
@@ -219,7 +219,7 @@ class IndexedLoader(Loader[Position]):
         return int(self._iterator.get_state()["next_index"])
 
     def go_to(self, position: Position) -> None:
-        self._iterator.set_state({"next_index": position.step_of(self.batch)})
+        self._iterator.set_state({"next_index": position.to_step(self.batch)})
 
     def close(self) -> None:
         if not self._closed:

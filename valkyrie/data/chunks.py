@@ -87,11 +87,11 @@ def _is_definition(node: Any) -> bool:
 def _line_end(raw: bytes, position: int) -> int:
     """Return the start of the next line if only `;`, blanks or a comment follow `position`, else the end of these."""
     end = raw.find(b"\n", position)
-    rest = raw[position : len(raw) if end < 0 else end]
-    left = rest.lstrip(b"; \t\r")
-    if not left or left.startswith((b"//", b"#")):
+    line = raw[position : len(raw) if end < 0 else end]
+    code = line.lstrip(b"; \t\r")
+    if not code or code.startswith((b"//", b"#")):
         return len(raw) if end < 0 else end + 1
-    return position + len(rest) - len(left)
+    return position + len(line) - len(code)
 
 
 @cache

@@ -71,15 +71,15 @@ class BestFitRows:
 
     def row(self) -> np.ndarray:
         """Return the next seq + 1 tokens: fewer in the last row, and none after it."""
-        parts, left = [_EMPTY], self._capacity
-        while left and self._fill():
-            fitting = bisect_right(self._pool, left, key=_length)
+        parts, space = [_EMPTY], self._capacity
+        while space and self._fill():
+            fitting = bisect_right(self._pool, space, key=_length)
             if fitting:
                 first = bisect_left(self._pool, self._pool[fitting - 1][0], key=_length)  # the oldest of that size
                 parts.append(self._pool.pop(first)[2][1])
             else:
-                parts.append(self._pool.pop(0)[2][1][:left])
-            left -= parts[-1].size
+                parts.append(self._pool.pop(0)[2][1][:space])
+            space -= parts[-1].size
         row = np.concatenate(parts)
         return row if row.size > 1 else _EMPTY
 

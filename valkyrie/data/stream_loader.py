@@ -128,7 +128,7 @@ class StreamLoader(Loader[StreamPosition]):
         return replace(super().position(), places=places)
 
     def go_to(self, position: StreamPosition) -> None:
-        self._step = position.step_of(self.batch)
+        self._step = position.to_step(self.batch)
         self._positions = [position.places[str(lane)] for lane in self._my_lanes]
         self._end_iterators()
 

@@ -82,7 +82,7 @@ class PuzzlePosition(DataPosition):
     batch: int
     step: int
 
-    def step_of(self, batch: int) -> int:
+    def to_step(self, batch: int) -> int:
         return self.step
 
     def at_step(self, step: int, batch: int) -> PuzzlePosition:

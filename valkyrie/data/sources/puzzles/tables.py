@@ -121,11 +121,11 @@ def find_tables(folder: Path) -> dict[str, PuzzleTable] | None:
     ValueError if only one is missing, or if their puzzles have different sizes.
     """
     tables = {split: PuzzleTable(folder / f"{name}.csv") for split, name in FOLDERS.items()}
-    there = {split: table.path.is_file() for split, table in tables.items()}
-    if not any(there.values()):
+    exists = {split: table.path.is_file() for split, table in tables.items()}
+    if not any(exists.values()):
         return None
     for split, table in tables.items():
-        if not there[split]:
+        if not exists[split]:
             raise ValueError(f"{table.path} is missing. A folder of CSV puzzles needs train.csv and test.csv.")
     if tables["train"].cells != tables["validation"].cells:
         sizes = {table.path.name: table.cells for table in tables.values()}
