@@ -95,22 +95,22 @@ def saved_sweep(folder: Path, made: Sequence[Trial]) -> Path:
     return sweep_folder(folder, named)
 
 
-def calibrated(folder: Path, made: Sequence[Trial], capfd: pytest.CaptureFixture[str]) -> str:
+def calibration_output(folder: Path, made: Sequence[Trial], capfd: pytest.CaptureFixture[str]) -> str:
     """Return the output of a calibration with these trials."""
     sweep = saved_sweep(folder / "sweep", made)
     assert command("mode=calibrate", f"paths={sweep}", f"runs={folder}", "name=found") == 0
     return capfd.readouterr().out
 
 
-def used(folder: Path) -> TargetConfig:
+def calibrated_target(folder: Path) -> TargetConfig:
     """Return the target of a run that uses the calibrated experiment."""
     file = folder / "mine" / "experiment" / "calibrated_v5e.yaml"
     file.parent.mkdir(parents=True)
     file.write_text((folder / "found" / "calibrated_v5e.yaml").read_text())
-    return with_it(folder, "target=v5e-8").config.target
+    return run_with_experiment(folder, "target=v5e-8").config.target
 
 
-def with_it(folder: Path, *arguments: str) -> Run:
+def run_with_experiment(folder: Path, *arguments: str) -> Run:
     """Return the run of a command with the calibrated experiment."""
     return parse_run(["--config-dir", str(folder / "mine"), "+experiment=calibrated_v5e", *arguments])
 
@@ -121,7 +121,7 @@ def test_calibration_recovers_constants_and_validates_on_held_out_families(
     compiled = trials((32, 64), truth)
     without = [compiled_trial for compiled_trial in compiled if compiled_trial is not compiled[1]]
     pairs = measured([*compiled[:4], compiled[len(LAYOUTS)]], [1.0, 1.0, 1.02, 1.01, 0.98])
-    printed = calibrated(tmp_path, [*without, *pairs], capfd)
+    printed = calibration_output(tmp_path, [*without, *pairs], capfd)
     (result,) = json.loads((tmp_path / "found" / "calibrate.json").read_text())
     assert (result["chip"], sum(result["families"].values()), len(result["families"])) == ("v5e", 12, 2)
     assert result["after"]["products"] == pytest.approx(0.6, abs=0.1) and result["gains"]
@@ -131,7 +131,7 @@ def test_calibration_recovers_constants_and_validates_on_held_out_families(
     assert after < before / 3 and f"{before:.1f}%" in printed and f"{after:.1f}%" in printed
 
     assert len(result["replay"]["steps"]) == 4 and " 1 measured trial " in f" {printed}".replace("\n", " ")
-    target = used(tmp_path)
+    target = calibrated_target(tmp_path)
     assert target.chip is not None
     fitted, of_32 = target.chip.replay, SLOWER * 1.01
     assert (fitted.rows, fitted.models) == (4, 2)
@@ -209,17 +209,17 @@ def test_compiles_with_other_compiler_options_are_not_paired(truth: Efficiency, 
 
 
 def test_calibration_writes_an_experiment(truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    calibrated(tmp_path, [*trials((32,), truth), *trials((32,), truth, "microbatches=2")], capfd)
-    chip, written = used(tmp_path).chip, (tmp_path / "found" / "calibrated_v5e.yaml").read_text()
+    calibration_output(tmp_path, [*trials((32,), truth), *trials((32,), truth, "microbatches=2")], capfd)
+    chip, written = calibrated_target(tmp_path).chip, (tmp_path / "found" / "calibrated_v5e.yaml").read_text()
     assert chip is not None and chip_efficiency(chip).products == pytest.approx(0.6, abs=0.1)
     assert chip.replay.factor is None and "replay" not in written
-    (problem,) = with_it(tmp_path, "target=v4-64", "mesh=32x1x1", "batch=32").problems()
+    (problem,) = run_with_experiment(tmp_path, "target=v4-64", "mesh=32x1x1", "batch=32").problems()
     assert (problem.key, problem.value) == ("target.chip.calibrated", "v5e")
 
     several = [*SEARCH, "mode.targets=[v5e-8,v5e-16]"]
-    assert [slice_.chip for slice_ in parse_request(with_it(tmp_path, *several)).targets] == [chip, chip]
+    assert [slice_.chip for slice_ in parse_request(run_with_experiment(tmp_path, *several)).targets] == [chip, chip]
     with pytest.raises(ValueError, match=r"^target=v4-8: .*\bv5e\b"):
-        parse_request(with_it(tmp_path, *SEARCH, "mode.targets=[v5e-8,v4-8]"))
+        parse_request(run_with_experiment(tmp_path, *SEARCH, "mode.targets=[v5e-8,v4-8]"))
     (result,) = json.loads((tmp_path / "found" / "calibrate.json").read_text())
     assert result["left_out"] is None and not result["gains"]
     assert written.count("%") == 2, "errors on the fitted family alone: the median and the largest"

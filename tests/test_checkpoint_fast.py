@@ -23,14 +23,14 @@ from valkyrie.train import screen
 from valkyrie.train.state import TrainState
 
 
-def both(folder: Path, team: Team = ALONE, **config: Any) -> Checkpoints:
+def open_both_tiers(folder: Path, team: Team = ALONE, **config: Any) -> Checkpoints:
     """Return the checkpoints of a folder, with both tiers."""
     fast = FastConfig(every=1, folder=str(folder / "fast"))
     return Checkpoints(folder / "run", CheckpointConfig(fast=fast, **config), team=team)
 
 
 def save(folder: Path, *, durable: tuple[int, ...] = (), fast: tuple[int, ...] = ()) -> None:
-    with closing(both(folder)) as tiers:
+    with closing(open_both_tiers(folder)) as tiers:
         for step in sorted({*durable, *fast}):
             assert step not in durable or tiers.save(step, make_state(step), DATA) is None
             assert step not in fast or tiers.save_fast(step, make_state(step), {**DATA, "row": step}) is None
@@ -54,7 +54,7 @@ def test_the_newest_checkpoint_of_both_tiers_is_restored(
     tmp_path: Path, durable: tuple[int, ...], fast: tuple[int, ...], step: int, tier: str, why: str
 ):
     save(tmp_path, durable=durable, fast=fast)
-    with closing(both(tmp_path)) as tiers:
+    with closing(open_both_tiers(tmp_path)) as tiers:
         restored = tiers.restore(abstract(make_state(0)))
     assert_equal(restored.state, make_state(step))
     assert restored.step == step and restored.data["row"] == (step if tier == "fast" else DATA["row"])
@@ -65,7 +65,7 @@ def test_the_newest_checkpoint_of_both_tiers_is_restored(
 def test_the_two_newest_are_kept_and_all_are_deleted_at_the_end(tmp_path: Path):
     save(tmp_path, fast=(1, 2, 3))
     assert sorted(os.listdir(process_folder(tmp_path))) == ["2", "3"]
-    with closing(both(tmp_path)) as tiers:
+    with closing(open_both_tiers(tmp_path)) as tiers:
         tiers.mark_complete()
     assert not any((tmp_path / "fast").iterdir())
 
@@ -92,7 +92,7 @@ def test_a_flipped_bit_in_any_file_falls_back_to_the_previous_checkpoint(
         body = bytearray((step / name).read_bytes())
         body[generator.integers(len(body))] ^= 1 << int(generator.integers(8))
         (step / name).write_bytes(body)
-        with closing(both(tmp_path)) as tiers:
+        with closing(open_both_tiers(tmp_path)) as tiers:
             restored = tiers.restore(abstract(make_state(0)))
         assert restored.step == 4, name
         assert_equal(restored.state, make_state(4))
@@ -104,7 +104,7 @@ def test_the_other_tier_is_used_if_all_of_one_tier_are_damaged(tmp_path: Path):
     save(tmp_path, durable=(3, 6), fast=(4, 5))
     for step in (3, 6):
         (tmp_path / "run" / "checkpoints" / str(step) / "about" / "metadata").write_text("{}")
-    with closing(both(tmp_path)) as tiers:
+    with closing(open_both_tiers(tmp_path)) as tiers:
         assert tiers.restore(abstract(make_state(0))).step == 5
         tiers.save(6, make_state(6), DATA)
     assert sorted(os.listdir(tmp_path / "run")) == [
@@ -113,21 +113,21 @@ def test_the_other_tier_is_used_if_all_of_one_tier_are_damaged(tmp_path: Path):
         "damaged-checkpoints-6",
         "id",
     ]
-    with closing(both(tmp_path)) as tiers:
+    with closing(open_both_tiers(tmp_path)) as tiers:
         assert_equal(tiers.restore(abstract(make_state(0))).state, make_state(6))
 
 
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path):
     save(tmp_path, durable=(3,))
     (tmp_path / "run" / "checkpoints" / "3" / "about" / "metadata").write_text("{}")
-    with closing(both(tmp_path)) as tiers, pytest.raises(ValueError, match=r"\b3\b.* damaged"):
+    with closing(open_both_tiers(tmp_path)) as tiers, pytest.raises(ValueError, match=r"\b3\b.* damaged"):
         tiers.restore(abstract(make_state(0)))
 
 
 def test_a_start_without_the_fast_tier_makes_its_old_checkpoints_obsolete(tmp_path: Path):
     save(tmp_path, durable=(3,), fast=(4,))
     Checkpoints(tmp_path / "run", CheckpointConfig()).close()
-    with closing(both(tmp_path)) as tiers:
+    with closing(open_both_tiers(tmp_path)) as tiers:
         assert tiers.restore(abstract(make_state(0))).step == 3
 
 
@@ -172,7 +172,7 @@ def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_pa
     def laid(step: int, spec: PartitionSpec) -> TrainState:
         return jax.device_put(make_state(step), NamedSharding(mesh, spec))
 
-    with closing(both(tmp_path)) as tiers:
+    with closing(open_both_tiers(tmp_path)) as tiers:
         tiers.save(3, laid(3, PartitionSpec()), DATA)
         tiers.save_fast(4, laid(4, PartitionSpec()), DATA)
     template = abstract(laid(0, PartitionSpec()))
@@ -182,7 +182,7 @@ def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_pa
             template.parameters,
         )
     )
-    with closing(both(tmp_path)) as tiers:
+    with closing(open_both_tiers(tmp_path)) as tiers:
         restored = tiers.restore(split)
     assert restored.step == 3
     assert "step 4" in restored.source
@@ -203,10 +203,10 @@ class OneOfTwo(Team):
 
 def test_all_processes_use_the_newest_common_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     save(tmp_path, fast=(4, 5))
-    with closing(both(tmp_path, OneOfTwo([4, 3]))) as tiers:
+    with closing(open_both_tiers(tmp_path, OneOfTwo([4, 3]))) as tiers:
         assert tiers.restore(abstract(make_state(0))).step == 4
     assert os.listdir(process_folder(tmp_path)) == ["4"], "the later one is not common, and is saved anew"
-    with closing(both(tmp_path, OneOfTwo([3]))) as tiers:
+    with closing(open_both_tiers(tmp_path, OneOfTwo([3]))) as tiers:
         assert tiers.newest(abstract(make_state(0))) is None
     assert "on all processes" in capfd.readouterr().err
 
@@ -214,13 +214,13 @@ def test_all_processes_use_the_newest_common_checkpoint(tmp_path: Path, capfd: p
 def test_a_new_run_with_the_same_name_ignores_older_fast_checkpoints(tmp_path: Path):
     save(tmp_path, fast=(4,))
     shutil.rmtree(tmp_path / "run")
-    with closing(both(tmp_path)) as tiers:
+    with closing(open_both_tiers(tmp_path)) as tiers:
         assert tiers.newest(abstract(make_state(0))) is None
 
 
 def test_the_best_checkpoints_are_kept_in_addition_to_the_newest(tmp_path: Path):
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 2.5}
-    with closing(both(tmp_path, keep=1, keep_best=2)) as tiers:
+    with closing(open_both_tiers(tmp_path, keep=1, keep_best=2)) as tiers:
         for step, loss in losses.items():
             tiers.save(step, make_state(step), DATA, {"eval_loss": loss})
         tiers.save(6, make_state(6), DATA)
@@ -228,7 +228,7 @@ def test_the_best_checkpoints_are_kept_in_addition_to_the_newest(tmp_path: Path)
 
 
 def test_one_checkpoint_per_interval_is_kept(tmp_path: Path):
-    with closing(both(tmp_path, keep=1, keep_every_h=1e-9)) as tiers:
+    with closing(open_both_tiers(tmp_path, keep=1, keep_every_h=1e-9)) as tiers:
         for step in (1, 2, 3):
             tiers.save(step, make_state(step), DATA)
     assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [1, 2, 3]

@@ -23,7 +23,7 @@ MARK = "98765.4321"
 """Duration in seconds that programs of these tests sleep. It identifies them among all processes."""
 
 
-def asleep() -> list[str]:
+def running_programs() -> list[str]:
     """Return the processes of these tests that are still running."""
     running = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
@@ -35,19 +35,19 @@ def asleep() -> list[str]:
     return running
 
 
-def none_left() -> bool:
+def all_have_ended() -> bool:
     """Return True if all processes of these tests end within 20 s. The kernel may end them with a delay."""
     until = time.monotonic() + 20
-    while asleep() and time.monotonic() < until:
+    while running_programs() and time.monotonic() < until:
         time.sleep(0.05)
-    return not asleep()
+    return not running_programs()
 
 
 def shell(command: str, time_s: float = 20.0, **limits: int) -> SandboxStepResult:
     return run_steps({}, [SandboxStep(("sh", "-c", command), time_s, 256, **limits)])[0]
 
 
-def judged(
+def judge_body(
     body: str, test: str = "assert f() is True", time_s: float = 20.0, isolated: bool = True
 ) -> CompletionResult:
     """Return the verdict on a function `f` with this body."""
@@ -57,54 +57,54 @@ def judged(
 
 
 def test_a_correct_program_passes() -> None:
-    assert judged("return True").passed
+    assert judge_body("return True").passed
     ended = shell("echo one && echo two >&2")
     assert ended.ok and ended.output == "one\ntwo\n"
 
 
 def test_an_endless_loop_ends_at_the_time_limit() -> None:
     began = time.monotonic()
-    result = judged("while True: pass", time_s=1.0)
+    result = judge_body("while True: pass", time_s=1.0)
     assert not result.passed and " 1 s" in result.reason
     assert time.monotonic() - began < 30
 
 
 def test_a_sleeping_program_ends_at_the_time_limit_with_its_children() -> None:
     ended = shell(f"setsid sleep {MARK} & sleep {MARK} & trap '' TERM INT HUP; sleep {MARK}", time_s=1.0)
-    assert (ended.status, ended.limit) == (137, "time") and none_left()
+    assert (ended.status, ended.limit) == (137, "time") and all_have_ended()
 
 
 def test_children_end_with_the_program_that_left_them() -> None:
-    assert shell(f"setsid sleep {MARK} & echo ok").output == "ok\n" and none_left()
+    assert shell(f"setsid sleep {MARK} & echo ok").output == "ok\n" and all_have_ended()
 
 
 def test_a_fork_bomb_is_limited_and_ends() -> None:
     before = len(list(Path("/proc").glob("[0-9]*")))
     bomb = "import os\nmost = 0\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        most += 1"
-    assert " 2 s" in judged(bomb, time_s=2.0).reason
+    assert " 2 s" in judge_body(bomb, time_s=2.0).reason
     assert len(list(Path("/proc").glob("[0-9]*"))) < before + 50  # others live on this machine too
     count = "import os\nn = 0\ntry:\n    while os.fork():\n        n += 1\nexcept OSError:\n    return n\nos._exit(0)"
-    assert judged(count, "assert 1 <= f() < 16").passed
+    assert judge_body(count, "assert 1 <= f() < 16").passed
 
 
 def test_endless_output_is_cut_and_ends_the_program() -> None:
-    result = judged("while True: print('x' * 1000)")
+    result = judge_body("while True: print('x' * 1000)")
     assert not result.passed and "printed" in result.reason
     ended = shell("yes")
     assert ended.limit == "output" and len(ended.output) <= 2 * sandbox.OUTPUT_BYTES
 
 
 def test_too_much_memory_is_refused() -> None:
-    result = judged("return bool(bytearray(1 << 30))")
+    result = judge_body("return bool(bytearray(1 << 30))")
     assert not result.passed and "MemoryError" in result.reason
-    assert judged("return bool(bytearray(1 << 20))").passed
+    assert judge_body("return bool(bytearray(1 << 20))").passed
 
 
 def test_a_large_file_is_refused() -> None:
     big = "with open('big', 'wb') as file:\n    for _ in range(400): file.write(bytes(1 << 20))\nreturn True"
-    assert not judged(big).passed
+    assert not judge_body(big).passed
     several = "for i in range(9):\n    with open(f'{i}', 'wb') as file: file.write(bytes(60 << 20))\nreturn True"
-    assert "No space left" in judged(several).reason
+    assert "No space left" in judge_body(several).reason
 
 
 @pytest.mark.parametrize("place", ["tests", "home"])
@@ -114,11 +114,11 @@ def test_files_of_the_machine_are_hidden(tmp_path: Path, place: str) -> None:
     secret.write_text("a secret")
     try:
         body = f"return open({str(secret)!r}).read() == 'a secret'"
-        assert "No such file" in judged(body).reason
-        assert judged(body, isolated=False).passed, "without a sandbox it is read: the test could fail"
+        assert "No such file" in judge_body(body).reason
+        assert judge_body(body, isolated=False).passed, "without a sandbox it is read: the test could fail"
     finally:
         secret.unlink()
-    assert judged(f"import os\nreturn not os.path.exists({str(Path.home())!r})").passed
+    assert judge_body(f"import os\nreturn not os.path.exists({str(Path.home())!r})").passed
 
 
 def test_system_files_cannot_be_written() -> None:
@@ -132,11 +132,11 @@ def test_no_network_connection_is_possible() -> None:
         server.settimeout(0.2)
         port = server.getsockname()[1]
         body = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5).close()\nreturn True"
-        result = judged(body)
+        result = judge_body(body)
         assert not result.passed and ("refused" in result.reason or "unreachable" in result.reason)
         with pytest.raises(TimeoutError):
             server.accept()
-        assert judged(body, isolated=False).passed, "without a sandbox it connects: the test could fail"
+        assert judge_body(body, isolated=False).passed, "without a sandbox it connects: the test could fail"
 
 
 def test_no_privileges_are_gained() -> None:
@@ -148,7 +148,7 @@ def test_no_privileges_are_gained() -> None:
 
 def test_a_program_that_exits_before_its_tests_does_not_pass() -> None:
     (problem, *_) = read_problems("cpp")
-    for result in (judged("import os\nos._exit(0)"), judge(problem, "    __builtin_exit(0);\n}\n")):
+    for result in (judge_body("import os\nos._exit(0)"), judge(problem, "    __builtin_exit(0);\n}\n")):
         assert result.compiled and not result.passed and "before" in result.reason
     result = judge(problem, "    __builtin_trap();\n}\n")
     assert result.compiled and not result.passed and " SIG" in result.reason
@@ -166,12 +166,12 @@ def test_a_killed_evaluation_leaves_no_program(tmp_path: Path) -> None:
     )
     job = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
     until = time.monotonic() + 30
-    while len(asleep()) < 2 and time.monotonic() < until:
+    while len(running_programs()) < 2 and time.monotonic() < until:
         time.sleep(0.05)
-    assert len(asleep()) >= 2
+    assert len(running_programs()) >= 2
     job.send_signal(signal.SIGKILL)
     job.wait()
-    assert none_left()
+    assert all_have_ended()
 
 
 UNPRIVILEGED = """

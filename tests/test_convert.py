@@ -33,7 +33,7 @@ CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "gpt2"
 VOCAB = 300
 
 
-def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+def random_weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     """Return random weights, the same as in goldens/make_transformers.py."""
     rng = np.random.default_rng(0)
     return {
@@ -47,7 +47,7 @@ def published(folder: Path, case: str, dtype: Any = np.float32, **changed: Any) 
     folder.mkdir(parents=True)
     config = json.loads(str(GOLDEN[f"{case}_config"])) | {"dtype": np.dtype(dtype).name} | changed
     (folder / "config.json").write_text(json.dumps(config))
-    weights = drawn(json.loads(str(GOLDEN[f"{case}_shapes"])))
+    weights = random_weights(json.loads(str(GOLDEN[f"{case}_shapes"])))
     save_file({name: value.astype(dtype) for name, value in weights.items()}, folder / "model.safetensors")
     return folder
 

@@ -63,7 +63,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return end.value.code, *capsys.readouterr()
 
 
-def look(check: Callable[[CheckContext], CheckResults], run: Run, processes: int = 1) -> tuple[str, ...]:
+def single_finding(check: Callable[[CheckContext], CheckResults], run: Run, processes: int = 1) -> tuple[str, ...]:
     """Return the only finding of a check: severity, text and, if there is one, a remedy."""
     (finding,) = check(CheckContext(run, processes))
     return finding
@@ -75,18 +75,18 @@ def test_a_target_that_is_not_this_machine_fails():
 
 
 def test_simulated_devices_are_a_warning_unless_they_are_asked_for():
-    assert look(host.check_chips, compose_run(*SMALL))[0] == WARNING
-    assert look(host.check_chips, compose_run(*SMALL, "target=cpu"))[0] == OK
+    assert single_finding(host.check_chips, compose_run(*SMALL))[0] == WARNING
+    assert single_finding(host.check_chips, compose_run(*SMALL, "target=cpu"))[0] == OK
 
 
 def test_chips_and_processes_are_compared_with_the_hosts_of_the_target(monkeypatch: pytest.MonkeyPatch):
     run = compose_run("model=gpt_tiny", "mesh=4x4x2", "target=v4-64", "batch=32")
     on_tpu(monkeypatch)
-    assert look(host.check_chips, run, 8)[0] == OK and list(host.check_processes(CheckContext(run, 8))) == []
-    verdict, text, _ = look(host.check_processes, run, 2)
+    assert single_finding(host.check_chips, run, 8)[0] == OK and list(host.check_processes(CheckContext(run, 8))) == []
+    verdict, text, _ = single_finding(host.check_processes, run, 2)
     assert verdict == FAILS and text.startswith("2 processes") and text.endswith("8 hosts")
     on_tpu(monkeypatch, chips=8)
-    verdict, text, _ = look(host.check_chips, run, 8)
+    verdict, text, _ = single_finding(host.check_chips, run, 8)
     assert verdict == FAILS and text.startswith("8 chips on") and text.endswith("4 per host")
 
 
@@ -109,11 +109,11 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_process_that_holds_the_tpu_is_named(proc: Path, monkeypatch: pytest.MonkeyPatch):
     run = compose_run(*SMALL)
     process_with(proc, os.getpid(), "/dev/accel0")
-    assert look(host.check_chips_free, run)[0] == OK
+    assert single_finding(host.check_chips_free, run)[0] == OK
     process_with(proc, 4_000_001, "/dev/null")
-    assert look(host.check_chips_free, run)[0] == OK
+    assert single_finding(host.check_chips_free, run)[0] == OK
     process_with(proc, 4_000_002, "/dev/vfio/0")
-    verdict, text, remedy = look(host.check_chips_free, run)
+    verdict, text, remedy = single_finding(host.check_chips_free, run)
     assert verdict == FAILS and text.endswith("4000002 (python other.py)") and remedy.endswith("kill 4000002")
     on_tpu(monkeypatch, chips=0)
     assert list(host.check_chips_free(CheckContext(run))) == []
@@ -121,17 +121,17 @@ def test_a_process_that_holds_the_tpu_is_named(proc: Path, monkeypatch: pytest.M
 
 def test_a_gpu_that_another_process_has_open_is_a_warning(proc: Path):
     process_with(proc, 4_000_002, "/dev/nvidia1")
-    verdict, text, _ = look(host.check_chips_free, compose_run(*SMALL))
+    verdict, text, _ = single_finding(host.check_chips_free, compose_run(*SMALL))
     assert verdict == WARNING and "4000002 (python other.py)" in text
 
 
 def test_a_held_libtpu_lock_is_found(proc: Path):
     lockfile = proc / "lockfile"
     lockfile.touch()
-    assert look(host.check_chips_free, compose_run(*SMALL))[0] == OK
+    assert single_finding(host.check_chips_free, compose_run(*SMALL))[0] == OK
     with lockfile.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        verdict, text, _ = look(host.check_chips_free, compose_run(*SMALL))
+        verdict, text, _ = single_finding(host.check_chips_free, compose_run(*SMALL))
     assert verdict == FAILS and text.startswith(f"{lockfile} is locked")
 
 
@@ -147,13 +147,13 @@ def test_host_memory_must_hold_its_part_of_the_state(monkeypatch: pytest.MonkeyP
         (on_chips, 8, whole // 24 - 1, FAILS),
     ):
         monkeypatch.setattr(host, "free_memory", lambda free=free: free)
-        assert look(host.check_host_memory, one, processes)[0] == verdict
+        assert single_finding(host.check_host_memory, one, processes)[0] == verdict
 
 
 def test_a_low_limit_of_open_files_fails(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host.resource, "getrlimit", lambda _: (1024, 1024))
-    assert look(host.check_open_files, compose_run(*SMALL), 8)[0] == OK
-    assert look(host.check_open_files, compose_run(*SMALL), 2000)[0] == FAILS
+    assert single_finding(host.check_open_files, compose_run(*SMALL), 8)[0] == OK
+    assert single_finding(host.check_open_files, compose_run(*SMALL), 2000)[0] == FAILS
 
 
 @pytest.mark.parametrize("overrides", [(), ("optimizer.ema_decay=0.9",), ("precision=bf16",), ("optimizer=muon",)])
@@ -169,11 +169,11 @@ def test_the_folder_of_the_checkpoints_is_written_and_read(tmp_path: Path):
     (tmp_path / "file").write_text("")
     wrong, right = (compose_run(*SMALL, f"checkpoint.folder={tmp_path / name}") for name in ("file", "new/one"))
     assert list(disks.check_checkpoint_folder(CheckContext(compose_run(*SMALL)))) == []
-    verdict, text, remedy = look(disks.check_checkpoint_folder, wrong)
+    verdict, text, remedy = single_finding(disks.check_checkpoint_folder, wrong)
     assert verdict == FAILS and "cannot be used" in text and "checkpoint.folder=DIR" in remedy
-    assert look(disks.check_checkpoint_folder, right)[0] == OK
+    assert single_finding(disks.check_checkpoint_folder, right)[0] == OK
     assert not (tmp_path / "new").exists()
-    assert f"checkpoint.folder={tmp_path}/new/one" in look(disks.check_disk_space, right)[1]
+    assert f"checkpoint.folder={tmp_path}/new/one" in single_finding(disks.check_disk_space, right)[1]
 
 
 def free_disk(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -183,21 +183,21 @@ def free_disk(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 def test_a_disk_without_room_for_the_checkpoints_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = compose_run(*SMALL, f"runs={tmp_path}/not/there")
-    assert look(disks.check_disk_space, run)[0] == OK
+    assert single_finding(disks.check_disk_space, run)[0] == OK
     size = 3 * state_bytes(run)  # two are kept while the third is written
     for free, verdict in ((size - 1, FAILS), (size + 1, WARNING), (2 * size, OK)):
         free_disk(monkeypatch, free)
-        assert look(disks.check_disk_space, run)[0] == verdict
+        assert single_finding(disks.check_disk_space, run)[0] == verdict
 
 
 def test_a_host_without_room_for_fast_checkpoints_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert list(disks.check_fast_disk_space(CheckContext(compose_run(*SMALL)))) == []
     run = compose_run(*SMALL, "checkpoint.fast.every=10", f"checkpoint.fast.folder={tmp_path}/not/there")
-    assert look(disks.check_fast_disk_space, run)[0] == OK
+    assert single_finding(disks.check_fast_disk_space, run)[0] == OK
     size = 3 * state_bytes(run)
     for free, processes, verdict in ((size - 1, 1, FAILS), (size, 1, OK), (size - 1, 2, WARNING)):
         free_disk(monkeypatch, free)
-        assert look(disks.check_fast_disk_space, run, processes)[0] == verdict
+        assert single_finding(disks.check_fast_disk_space, run, processes)[0] == verdict
 
 
 FOLDER_CHECKS = [check for check in HOST_CHECKS if check.name in ("run folder", "clock")]
@@ -217,16 +217,16 @@ def test_checks_leave_no_folder_behind(tmp_path: Path):
 def test_a_disk_with_a_wrong_clock_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = time.time
     monkeypatch.setattr(disks.time, "time", lambda: now() - 90)
-    verdict, text, _ = look(disks.check_disk_clock, compose_run(*SMALL, f"runs={tmp_path}"))
+    verdict, text, _ = single_finding(disks.check_disk_clock, compose_run(*SMALL, f"runs={tmp_path}"))
     assert verdict == WARNING and "+9" in text
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    assert look(disks.check_compile_cache, compose_run(*SMALL)) == (OK, str(tmp_path / "cache"))
+    assert single_finding(disks.check_compile_cache, compose_run(*SMALL)) == (OK, str(tmp_path / "cache"))
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert look(disks.check_compile_cache, compose_run(*SMALL))[0] == WARNING
+    assert single_finding(disks.check_compile_cache, compose_run(*SMALL))[0] == WARNING
 
 
 def data_finding(*overrides: str) -> Finding:
@@ -272,25 +272,27 @@ def test_the_wandb_key_is_checked(
     monkeypatch.setenv("NETRC", str(file))
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    finding = look(disks.check_wandb_key, compose_run(*SMALL, "tracking=wandb", f"tracking.wandb={mode}"))
+    finding = single_finding(disks.check_wandb_key, compose_run(*SMALL, "tracking=wandb", f"tracking.wandb={mode}"))
     assert finding[0] == verdict and finding[1].startswith(text)
 
 
 def test_incompatible_versions_are_named(monkeypatch: pytest.MonkeyPatch):
     run = compose_run(*SMALL)
-    assert look(host.check_versions, run)[0] == OK
+    assert single_finding(host.check_versions, run)[0] == OK
     (required,) = [line.partition("libtpu")[2] for line in requires("jax") or [] if line.startswith("libtpu")]
     other = {"jaxlib": "0.4.1", "libtpu": "0.0.1"}
     monkeypatch.setattr(host, "installed_version", lambda name: other.get(name) or installed_version(name))
-    verdict, text, _ = look(host.check_versions, run)
+    verdict, text, _ = single_finding(host.check_versions, run)
     assert verdict == FAILS and "jaxlib 0.4.1" in text
     assert "libtpu 0.0.1" in text and required.partition(";")[0].strip() in text
 
 
 def test_a_tpu_needs_libtpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "installed_version", lambda name: None if name == "libtpu" else installed_version(name))
-    assert look(host.check_versions, compose_run(*SMALL))[0] == OK
-    verdict, text, remedy = look(host.check_versions, compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8"))
+    assert single_finding(host.check_versions, compose_run(*SMALL))[0] == OK
+    verdict, text, remedy = single_finding(
+        host.check_versions, compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8")
+    )
     assert verdict == FAILS and "libtpu" in text and remedy.endswith("--extra tpu")
 
 
@@ -434,7 +436,7 @@ def test_jax_is_not_imported_if_a_cheap_check_fails(tmp_path: Path):
     assert done.stdout.splitlines()[-1] == "1 False", done.stdout
 
 
-def several(count: int, arguments: Sequence[str], cwd: Path) -> list[tuple[int, str, str]]:
+def run_several_processes(count: int, arguments: Sequence[str], cwd: Path) -> list[tuple[int, str, str]]:
     """Run the command in `count` processes. Return status, stdout and stderr of each."""
     variables: dict[str, Any] = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": str(count)}
     processes = [
@@ -458,7 +460,7 @@ def several(count: int, arguments: Sequence[str], cwd: Path) -> list[tuple[int, 
 @pytest.mark.slow
 def test_several_processes_check_together(tmp_path: Path):
     arguments = [*TINY, "mesh=2x2x1", "partition=2d_tp", "steps=10", "--dry-run", "3"]
-    first, second = several(2, arguments, tmp_path)
+    first, second = run_several_processes(2, arguments, tmp_path)
     assert (first[0], second[0]) == (0, 0), (first, second)
     for text in ("2 are connected", "2 per process", "all 3 steps", "bitwise equal"):
         assert text in first[1], first[1]
@@ -469,5 +471,5 @@ def test_several_processes_check_together(tmp_path: Path):
 @pytest.mark.slow
 def test_a_failure_on_one_process_gives_all_status_1(tmp_path: Path):
     (tmp_path / "runs").touch()
-    first, second = several(2, [*SMALL, "--dry-run", "3"], tmp_path)
+    first, second = run_several_processes(2, [*SMALL, "--dry-run", "3"], tmp_path)
     assert (first[0], second[0]) == (1, 1) and "FAILS    run folder" in first[1]

@@ -36,7 +36,7 @@ class Ended(NamedTuple):
     text: str
 
 
-def typed(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **environment: str) -> Ended:
+def run_command(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **environment: str) -> Ended:
     """Run `valkyrie-train` and return its status and output. It must end in time, without a traceback."""
     began = time.monotonic()
     process = start_training(*arguments, cwd=cwd, **environment)
@@ -51,7 +51,7 @@ def typed(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **environment:
     return Ended(process.returncode, text)
 
 
-def until(process: subprocess.Popen[str], words: str) -> str:
+def read_until(process: subprocess.Popen[str], words: str) -> str:
     """Return the output of a running command up to and including a line with these words."""
     assert process.stdout is not None
     lines = []
@@ -119,7 +119,7 @@ def test_a_mistake_is_refused_at_once_with_what_to_write(tmp_path: Path, line: s
     (experiments / "no_header.yaml").write_text("steps: 5\n")
     (experiments / "short.yml").write_text("# @package _global_\nsteps: 5\n")
     (tmp_path / "own" / "partial.yaml").write_text("steps: 5\n")
-    ended = typed(*line.split(), cwd=tmp_path, limit_s=REFUSED_S)
+    ended = run_command(*line.split(), cwd=tmp_path, limit_s=REFUSED_S)
     assert ended.status == 2
     for words in MISTAKES[line]:
         assert words in ended.text
@@ -138,9 +138,9 @@ def test_a_mistake_is_refused_at_once_with_what_to_write(tmp_path: Path, line: s
     ],
 )
 def test_an_impossible_environment_is_named(tmp_path: Path, variable: str, value: str, words: str):
-    ended = typed(*TRAINING[:-1], "steps=1", cwd=tmp_path, **{variable: value})
+    ended = run_command(*TRAINING[:-1], "steps=1", cwd=tmp_path, **{variable: value})
     if variable == "TPU_MESH_CONFIG":  # not read beside a mesh
-        ended = typed(cwd=tmp_path, **{variable: value})
+        ended = run_command(cwd=tmp_path, **{variable: value})
     assert ended.status != 0 and words in ended.text
     assert len([line for line in ended.text.splitlines() if line.startswith("valkyrie-train:")]) == 1
 
@@ -149,7 +149,7 @@ def test_an_impossible_environment_is_named(tmp_path: Path, variable: str, value
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run with two checkpoints."""
     folder = tmp_path_factory.mktemp("day")
-    ended = typed(*TRAINING, "steps=6", "name=live", cwd=folder)
+    ended = run_command(*TRAINING, "steps=6", "name=live", cwd=folder)
     assert ended.status == 0, ended.text
     assert "valkyrie-train resume=live steps=12" in ended.text
     return folder / "runs" / "live"
@@ -168,11 +168,11 @@ def test_a_run_is_repeated_resumed_evaluated_and_moved_from_any_directory(live: 
     line = (live / "run.yaml").read_text().splitlines()[0]
     command, *again = shlex.split(line.removeprefix("# "))
     assert command == "valkyrie-train"
-    repeated = typed(*again, cwd=elsewhere)
+    repeated = run_command(*again, cwd=elsewhere)
     assert repeated.status == 0 and (elsewhere / "runs" / "live").is_dir(), "the name is free there"
     losses = {step: record["loss"] for step, record in training_records(live).items()}
     assert {step: record["loss"] for step, record in training_records(elsewhere / "runs" / "live").items()} == losses
-    beside = typed(*again, cwd=tmp_path)
+    beside = run_command(*again, cwd=tmp_path)
     assert beside.status == 0 and (tmp_path / "runs" / "live-2").is_dir() and len(saved_steps(live)) == 2
     for arguments, words in {
         ("resume=live-2", "steps=7"): " 7 to 7",
@@ -181,9 +181,9 @@ def test_a_run_is_repeated_resumed_evaluated_and_moved_from_any_directory(live: 
         ("mode=generate", "resume=live-2", "sample_tokens=3"): "live-2 at step 8",
         (*again, "mode=eval"): "live at step 6",
     }.items():
-        ended = typed(*arguments, cwd=tmp_path)
+        ended = run_command(*arguments, cwd=tmp_path)
         assert ended.status == 0 and words in ended.text, ended.text
-    ended = typed(f"resume={live}", "steps=7", cwd=elsewhere)
+    ended = run_command(f"resume={live}", "steps=7", cwd=elsewhere)
     assert ended.status == 0 and "steps=7 (was 6)" in ended.text and sorted(training_records(live)) == list(range(1, 8))
 
 
@@ -191,12 +191,12 @@ def test_lost_settings_are_named_and_not_replaced_by_defaults(live: Path, tmp_pa
     text = (live / "run.yaml").read_text()
     for damaged in (text[:300], text[: len(text) // 2], ""):
         (live / "run.yaml").write_text(damaged)
-        ended = typed("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
+        ended = run_command("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
         assert ended.status == 2 and "run.yaml is damaged" in ended.text and "name=live" in ended.text
     (live / "run.yaml").unlink()
-    ended = typed("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
+    ended = run_command("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
     assert ended.status == 2 and "no run.yaml" in ended.text
-    ended = typed(*TRAINING, "name=live", "steps=8", cwd=tmp_path)
+    ended = run_command(*TRAINING, "name=live", "steps=8", cwd=tmp_path)
     assert ended.status == 0 and " 7 to 8" in ended.text
 
 
@@ -206,9 +206,9 @@ def test_a_flipped_bit_is_found_and_the_previous_checkpoint_is_used(live: Path, 
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 4
     largest.write_bytes(content)
-    looked = typed("mode=checkpoints", "resume=live", cwd=tmp_path)
+    looked = run_command("mode=checkpoints", "resume=live", cwd=tmp_path)
     assert looked.status == 1 and "step 6" in looked.text and "damaged" in looked.text and "as saved" in looked.text
-    ended = typed("resume=live", "steps=6", cwd=tmp_path)
+    ended = run_command("resume=live", "steps=6", cwd=tmp_path)
     assert ended.status == 0 and "damaged" in ended.text and " 4 to 6" in ended.text
     steps = [record["step"] for record in read_metrics(live / "metrics.jsonl") if "loss" in record]
     assert steps == sorted(set(steps)), "steps that are done again are not in the record twice"
@@ -221,7 +221,7 @@ def running(tmp_path: Path):
         *TRAINING, "steps=1000000", "name=live", "log_every=1", "checkpoint.every=20", cwd=tmp_path
     )
     try:
-        until(process, "step 25/")
+        read_until(process, "step 25/")
         while not saved_steps(tmp_path / "runs" / "live"):
             assert process.poll() is None
             time.sleep(0.1)
@@ -234,19 +234,19 @@ def running(tmp_path: Path):
 
 def test_only_one_process_at_a_time_writes_a_run(running: subprocess.Popen[str], tmp_path: Path):
     for how in (["resume=latest"], [*TRAINING, "name=live", "steps=9"]):
-        ended = typed(*how, cwd=tmp_path)
+        ended = run_command(*how, cwd=tmp_path)
         assert ended.status != 0 and str(running.pid) in ended.text, ended.text
     running.send_signal(signal.SIGTERM)
     out, _ = running.communicate(timeout=60)
     assert running.returncode == 75 and "valkyrie-train resume=live" in out
-    assert typed("resume=latest", "steps=2", cwd=tmp_path).status == 0, "it is free again"
+    assert run_command("resume=latest", "steps=2", cwd=tmp_path).status == 0, "it is free again"
 
 
 def test_a_killed_run_resumes_from_its_last_checkpoint(running: subprocess.Popen[str], tmp_path: Path):
     running.kill()
     running.communicate()
     last = saved_steps(tmp_path / "runs" / "live")[-1]
-    ended = typed("resume=latest", f"steps={last + 2}", cwd=tmp_path)
+    ended = run_command("resume=latest", f"steps={last + 2}", cwd=tmp_path)
     assert ended.status == 0 and f" {last + 1} to {last + 2}" in ended.text
     steps = [
         record["step"] for record in read_metrics(tmp_path / "runs" / "live" / "metrics.jsonl") if "loss" in record
@@ -273,7 +273,7 @@ def test_a_closed_pipe_saves_the_training(tmp_path: Path):
 def test_an_unreachable_wandb_is_used_offline(tmp_path: Path):
     nobody = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": "online"}
     arguments = [argument for argument in TRAINING if argument != "tracking=off"]
-    ended = typed(*arguments, "steps=3", "name=a", "tracking.init_timeout=2", cwd=tmp_path, **nobody)
+    ended = run_command(*arguments, "steps=3", "name=a", "tracking.init_timeout=2", cwd=tmp_path, **nobody)
     assert ended.status == 0 and "wandb sync" in ended.text and "offline" in ended.text
     assert list((tmp_path / "runs" / "a" / "wandb").glob("offline-run-*"))
 
@@ -285,15 +285,15 @@ def test_the_users_text_trains_as_in_the_readme(tmp_path: Path):
         (books / f"{name}.txt").write_text(f"The book {name} is about a run that never ended.\n" * 40)
     arguments = [argument for argument in TRAINING if not argument.startswith("data")]
     for paths in ("data.paths=[~/books/**/*.txt]", "data.paths=~/books", "data.paths=books/**/*.txt"):
-        ended = typed(*arguments, "data=text", paths, "steps=2", cwd=tmp_path, HOME=str(tmp_path))
+        ended = run_command(*arguments, "data=text", paths, "steps=2", cwd=tmp_path, HOME=str(tmp_path))
         assert ended.status == 0 and re.search(r"text: [\d,]+ training", ended.text), ended.text
 
 
 def test_a_full_disk_and_a_read_only_home_are_reported(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    blocked = typed(*TRAINING, "steps=3", f"runs={tmp_path}/file/runs", cwd=tmp_path)
+    blocked = run_command(*TRAINING, "steps=3", f"runs={tmp_path}/file/runs", cwd=tmp_path)
     assert blocked.status != 0 and f"{tmp_path}/file/runs" in blocked.text and "runs=" in blocked.text
     cache = {"VALKYRIE_CACHE": f"{tmp_path}/file/cache", "HOME": f"{tmp_path}/file/home"}
-    ended = typed(*TRAINING, "steps=3", "name=a", cwd=tmp_path, **cache)
+    ended = run_command(*TRAINING, "steps=3", "name=a", cwd=tmp_path, **cache)
     assert ended.status == 0 and "VALKYRIE_CACHE" in ended.text, ended.text
     assert os.listdir(tmp_path / "runs" / "a" / "checkpoints")

@@ -29,7 +29,7 @@ transformers' norms have another epsilon than nanochat's. With a context of 200,
 """
 
 
-def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+def random_weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     """Return random weights, the same as in goldens/make_nanochat.py."""
     rng = np.random.default_rng(0)
     return {
@@ -102,7 +102,7 @@ def module_with(run: Run, form: str, weights: dict[str, np.ndarray]) -> Any:
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_equal_those_of_the_public_model(form):
     run = compose_run(*FORMS[form], *SMALL, "mesh=1x1x1", "partition=dp")
-    module = module_with(run, form, drawn(json.loads(str(GOLDEN[f"shapes_{form}"]))))
+    module = module_with(run, form, random_weights(json.loads(str(GOLDEN[f"shapes_{form}"]))))
     expected = GOLDEN[f"logits_{form}"]
     tokens = np.random.default_rng(1).integers(0, 61, (1, expected.shape[1]))
     logits = jax.jit(module.logits)(jnp.asarray(tokens, jnp.int32))

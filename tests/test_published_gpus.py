@@ -49,7 +49,7 @@ def test_a_group_is_estimated_with_constants_of_the_other_groups(group: str, ord
     assert measured[np.argmin(estimates)] < 1.02 * measured.min()
 
 
-def handed_on(**changes: bool) -> float:
+def sending_seconds(**changes: bool) -> float:
     """Return the estimated seconds that pipeline stages spend sending.
 
     The rows are vTrain's 175B runs with 8-way tensor parallelism.
@@ -64,7 +64,7 @@ def handed_on(**changes: bool) -> float:
 
 
 def test_devices_with_the_same_activations_each_send_a_part() -> None:
-    assert handed_on(sends_parts=True) < handed_on(sends_parts=False) / 4
+    assert sending_seconds(sends_parts=True) < sending_seconds(sends_parts=False) / 4
 
 
 def test_attention_scores_go_through_memory_without_a_fused_kernel() -> None:

@@ -42,7 +42,7 @@ def golden(variant: str) -> dict[str, np.ndarray]:
         return {name.removeprefix(f"{variant}."): archive[name] for name in archive if name.startswith(f"{variant}.")}
 
 
-def ours(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def convert_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the reference's weights with our names and shapes: inputs first, and fused projections split."""
     table = {name.removeprefix("weights."): value.astype(np.float32) for name, value in weights.items()}
     heads = (2, 4)
@@ -81,7 +81,7 @@ def batch_of(told: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
 def test_two_steps_equal_those_of_the_reference(variant: str):
     told, run = golden(variant), reference_run(variant)
     program = make_program(run)
-    weights = ours({name: value for name, value in told.items() if name.startswith("weights.")})
+    weights = convert_weights({name: value for name, value in told.items() if name.startswith("weights.")})
     leaves = [jnp.asarray(weights[name]) for name in program.parameter_names]
     parameters = jax.tree.unflatten(jax.tree.structure(program.abstract_state.parameters), leaves)
     carry = program.init(0).carry
@@ -109,7 +109,7 @@ def test_two_steps_equal_those_of_the_reference(variant: str):
         ours_by_norm = {name: np.linalg.norm(g) / 5 for name, g in leaves_by_name(gradients).items()}
         assert ours_by_norm["initial_high"] == ours_by_norm["initial_low"] == 0
         for name, norm in norms_of(expected).items():
-            total = np.sqrt(sum(ours_by_norm[part] ** 2 for part in parts_of(name)))
+            total = np.sqrt(sum(ours_by_norm[part] ** 2 for part in converted_names(name)))
             np.testing.assert_allclose(total, norm, rtol=5e-5, err_msg=name)
         rows = updated(gradients["puzzle_embedding"], parameters["puzzle_embedding"])
         np.testing.assert_allclose(rows, expected["table_after"], rtol=1e-6)
@@ -119,17 +119,17 @@ def norms_of(expected: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name.removeprefix("gradient."): n for name, n in expected.items() if name.startswith("gradient.")}
 
 
-def parts_of(name: str) -> list[str]:
+def converted_names(name: str) -> list[str]:
     """Return the names of our parameters that come from a parameter of the reference."""
     shapes = {"weight": np.zeros((24, 8)), "bias": np.zeros(2)}
     blank = {n: np.zeros(1) for n in ("H_init", "L_init", "puzzle_emb.weights", "embed_tokens.embedding_weight")}
     blank |= {n: np.zeros(1) for n in ("lm_head.weight", "q_head.weight", "q_head.bias")}
-    before = set(ours(blank))
+    before = set(convert_weights(blank))
     special = {"embed_tokens.embedding_weight": "embedding", "lm_head.weight": "head", "q_head.weight": "halt.weight"}
     special |= {"q_head.bias": "halt.bias"}
     if name in special:
         return [special[name]]
-    return sorted(set(ours(blank | {name: shapes["weight"]})) - before)
+    return sorted(set(convert_weights(blank | {name: shapes["weight"]})) - before)
 
 
 def updated(gradient: Any, table: Any) -> Any:

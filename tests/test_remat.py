@@ -61,7 +61,7 @@ def scans(jaxpr: Any) -> Iterator[Any]:
                     yield from scans(inner)
 
 
-def handed_over(run: Run, backend: str = "cpu") -> tuple[int, int]:
+def forward_output_bytes(run: Run, backend: str = "cpu") -> tuple[int, int]:
     """Return the bytes that the blocks' forward passes save for their backward passes, on devices and on hosts."""
     length, device, host = run.config.seq, 0, 0
     for scan in scans(traced(run, backend)):
@@ -75,7 +75,7 @@ def handed_over(run: Run, backend: str = "cpu") -> tuple[int, int]:
 
 
 @lru_cache
-def long(model: str) -> Run:
+def long_run(model: str) -> Run:
     """Return a run that is long enough for attention to use the TPU kernel."""
     return small_run(model, "seq=256", "batch=4")
 
@@ -83,9 +83,9 @@ def long(model: str) -> Run:
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
 @pytest.mark.parametrize("remat", mark_slow_except([r for r in REMATS if r != "none"], ["dots", "minimal"]))
 def test_reported_saved_bytes_equal_those_of_the_forward_pass(model: str, remat: str):
-    run = long(model).changed(remat=load_remat(remat))
+    run = long_run(model).changed(remat=load_remat(remat))
     expected = saved_bytes(run)
-    assert handed_over(run, "tpu") == (expected.on_device, expected.on_host), expected
+    assert forward_output_bytes(run, "tpu") == (expected.on_device, expected.on_host), expected
 
 
 @pytest.mark.parametrize("model", MODELS)

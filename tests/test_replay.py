@@ -127,7 +127,7 @@ def gathered(name: str, operand: str, config: str, groups: str = PLANE) -> str:
     return f"  {name} = f32[16384,1024] all-gather({operand}), channel_id=7, {groups}, {configured}\n"
 
 
-def carried_on_by_a_product(cycles: int, alone: str = "") -> Module:
+def module_with_fused_gather(cycles: int, alone: str = "") -> Module:
     """Return a module with a gather as libtpu fuses it.
 
     One fusion starts the gather, a matrix product continues it, and a third fusion ends it.
@@ -151,16 +151,16 @@ def carried_on_by_a_product(cycles: int, alone: str = "") -> Module:
 
 def test_a_gather_fused_into_products_uses_the_ring_of_separate_gathers():
     (alone,) = played(program(gathered("ROOT r", "a", ALONE))).collectives
-    uses = {u.op_name: u for u in played(carried_on_by_a_product(1000, gathered("r", "a", ALONE))).collectives}
+    uses = {u.op_name: u for u in played(module_with_fused_gather(1000, gathered("r", "a", ALONE))).collectives}
     assert sum(u.busy_s for u in uses.values()) == pytest.approx(2 * alone.busy_s), "the fused one as the one alone"
-    (other,) = played(carried_on_by_a_product(1000)).collectives
+    (other,) = played(module_with_fused_gather(1000)).collectives
     assert other.busy_s < alone.busy_s / 1.5, "without a gather alone over these groups, rings along each axis"
 
 
 def test_a_product_with_a_fused_gather_hides_it():
-    (use,) = played(carried_on_by_a_product(1000)).collectives
+    (use,) = played(module_with_fused_gather(1000)).collectives
     assert use.calls == 1 and use.exposed_s == pytest.approx(use.busy_s - 1000 / CLOCK)
-    done = played(carried_on_by_a_product(int(2 * use.busy_s * CLOCK)))
+    done = played(module_with_fused_gather(int(2 * use.busy_s * CLOCK)))
     assert [part.kind for part in done.parts] == [PartKind.matmul] and done.sending_s == pytest.approx(use.busy_s)
 
 

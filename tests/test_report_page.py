@@ -43,7 +43,7 @@ def test_numbers_on_the_heatmap_have_enough_contrast():
     assert min((high + 0.05) / (low + 0.05) for low, high in levels) >= 4.5
 
 
-def asked(i: int) -> list[str]:
+def trial_overrides(i: int) -> list[str]:
     """Return overrides like those of `sweeps/pa_nas_1b.yaml`. Trials 2n and 2n + 1 have the same model shape."""
     return [
         *("sweep=pa_nas_1b", "tracking=off", "model.embed=1536", "model.mlp=4096", "model.attention.heads=12"),
@@ -71,7 +71,7 @@ def many(count: int) -> list[Trial]:
             trials.append(trial(name, None, status=Status.refused, reason=long + str(i)))
         else:
             layout_trial = trial(
-                name, 1000 + i, stage="measure" if i % 5 == 3 else "compile", price=1.2, asked=asked(i)
+                name, 1000 + i, stage="measure" if i % 5 == 3 else "compile", price=1.2, asked=trial_overrides(i)
             )
             folder = f"valkyrie_1b-{name}-{layout_trial.stage}-v4-64-{i:06x}"
             trials.append(
@@ -90,7 +90,7 @@ def test_a_page_of_500_trials_stays_under_its_limit(tmp_path: Path):
     assert len(data["timelines"]) >= 4
 
 
-def facts(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
+def row_details(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
     """Return the details of a row, with indices replaced by texts as in the page's script."""
     texts = data["texts"]
     details = data["details"][place].items()
@@ -98,12 +98,12 @@ def facts(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
 
 
 def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
-    rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i, asked=asked(0)) for i in range(3)))
+    rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i, asked=trial_overrides(0)) for i in range(3)))
     text = page(rows)
     texts = data_of(text)["texts"]
     assert [sum(part in text for text in texts) for part in ("block_pattern", "v5e chips 2x4")] == [1, 1]
     for place, row in enumerate(rows):
-        details = facts(data_of(text), place)
+        details = row_details(data_of(text), place)
         assert " ".join(details["command"]) == tables.command(row) and details["folder"] == row.trial.folder
         assert details["hints"] == list(row.trial.results.hints[:3])
 

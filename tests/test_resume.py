@@ -66,7 +66,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     assert_same_run(tmp_path / "run", whole)
 
 
-def back_to(folder: Path, step: int) -> None:
+def remove_checkpoints_after(folder: Path, step: int) -> None:
     """Remove the checkpoints after a step, as if the run had died before it saved them."""
     for later in (folder / "checkpoints").iterdir():
         if int(later.name) > step:
@@ -78,7 +78,7 @@ def back_to(folder: Path, step: int) -> None:
 def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, how: str) -> None:
     whole = trained_run("checkpoint.every=3")
     folder = copy_run(whole, tmp_path)
-    back_to(folder, 3)
+    remove_checkpoints_after(folder, 3)
     overrides = {
         "latest": ["resume=latest", f"runs={tmp_path}"],
         "run": ["resume=run", f"runs={tmp_path}"],
@@ -232,7 +232,7 @@ def test_a_run_resumes_under_another_mesh_and_partition(tmp_path: Path) -> None:
     start = [a for a in TINY if not a.startswith(("model", "seq="))]
     assert command(*start, *model, *under, f"runs={tmp_path}", "name=run") == 0
     whole = training_records(tmp_path / "run")
-    back_to(tmp_path / "run", 3)
+    remove_checkpoints_after(tmp_path / "run", 3)
     assert command("resume=run", f"runs={tmp_path}", "mesh=1x2x4", "partition=fsdp") == 0
     moved = training_records(tmp_path / "run")
     for step in (4, 5, 6):

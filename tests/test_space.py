@@ -70,7 +70,7 @@ def partition_of(order: Sequence[str], kinds: Sequence[str], zero1: bool) -> Par
     return PartitionConfig("drawn", parameters, activations, zero1=zero1)
 
 
-def sound(run: Run, mesh: MeshConfig, partition: PartitionConfig, microbatches: int) -> Layout | None:
+def legal_layout(run: Run, mesh: MeshConfig, partition: PartitionConfig, microbatches: int) -> Layout | None:
     """Return the layout that `make_layout` builds from a combination, or None if it is illegal."""
     c = run.config
     layout, problems = make_layout(
@@ -87,7 +87,7 @@ def sound(run: Run, mesh: MeshConfig, partition: PartitionConfig, microbatches: 
     return None if problems else layout
 
 
-def where(layout: Layout) -> tuple[object, ...]:
+def shard_indices(layout: Layout) -> tuple[object, ...]:
     """Return the index of the shard that each device holds, for each logical axis."""
     mesh = layout.mesh
     devices = np.arange(mesh.size)
@@ -142,9 +142,9 @@ def test_every_legal_layout_is_enumerated_once(
         mesh = parse_mesh(name)
         for placement in placements(mesh.axes, build_topology(target)) if placed else [None]:
             for count in microbatches or [1]:
-                layout = sound(run, replace(mesh, placement=placement), partition, count)
+                layout = legal_layout(run, replace(mesh, placement=placement), partition, count)
                 if layout is not None:
-                    brute[name, tuple(placement or ()), count] = where(layout)
+                    brute[name, tuple(placement or ()), count] = shard_indices(layout)
     cells = {
         (c.run.config.mesh.name, tuple(c.run.config.mesh.placement or ()), c.run.config.microbatches): c
         for c in enumerated.legal
@@ -174,7 +174,7 @@ def test_layouts_with_the_same_roles_are_enumerated_once(drawn: tuple[list[str],
             sizes[str(role)] = sizes.get(str(role), 1) * layout.mesh.axes[axis]
         return tuple(sorted((role, size) for role, size in sizes.items() if size > 1))
 
-    layouts = [sound(run, parse_mesh(name), partition, 1) for name in shapes_of_three(devices)]
+    layouts = [legal_layout(run, parse_mesh(name), partition, 1) for name in shapes_of_three(devices)]
     brute = [devices_of_roles(layout) for layout in layouts if layout is not None]
     enumerated_layouts = [devices_of_roles(cell.run.layout) for cell in enumerated.legal]
     assert len(enumerated_layouts) == len(set(enumerated_layouts))

@@ -30,7 +30,7 @@ def torus(shape: tuple[int, ...], twisted: bool = True) -> Torus:
     return Torus(topology(shape, twisted), places)
 
 
-def everyone_to_everyone(shape: tuple[int, ...], twisted: bool) -> float:
+def all_to_all_crossings(shape: tuple[int, ...], twisted: bool) -> float:
     """Return how often the busiest link is crossed when every chip sends to every other."""
     chips = int(np.prod(shape))
     source, target = (side.ravel() for side in np.meshgrid(np.arange(chips), np.arange(chips)))
@@ -70,7 +70,7 @@ def test_paths_are_as_short_as_those_of_breadth_first_search(shape: tuple[int, .
 def test_twisting_speeds_up_all_to_all_as_in_the_tpu_v4_paper(
     shape: tuple[int, ...], ours: float, published: float
 ) -> None:
-    gain = everyone_to_everyone(shape, False) / everyone_to_everyone(shape, True)
+    gain = all_to_all_crossings(shape, False) / all_to_all_crossings(shape, True)
     assert gain == pytest.approx(ours, abs=1e-3)
     assert gain == pytest.approx(published, rel=0.08)  # arXiv 2304.01433, figure 6: measured
 

@@ -1,10 +1,10 @@
-"""Writes longformer.npz: outputs of transformers' Longformer self-attention for a fixed input, in float64.
+"""Write longformer.npz: outputs of transformers' Longformer self-attention for a fixed input, in float64.
 
     pip install transformers==5.23.0 torch==2.13.0 && python tests/goldens/make_longformer.py
 
-Stores the outputs of the projections, not the hidden states, so that the golden checks attention alone: WINDOW keys on
-either side (Valkyrie's `window` also counts the token itself), two global tokens in each sequence, and padding at the
-end of the second.
+Stores the projections instead of the hidden states, so that the golden tests attention alone. It has a window of WINDOW
+keys on either side (Valkyrie's `window` also counts the token itself), two global tokens in each sequence, and padding
+at the end of the second sequence.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Writes nanochat.npz: logits of public nanochat models with fixed weights, in float32, and one step of their Muon.
+"""Write nanochat.npz: logits of public nanochat models with fixed weights, in float32, and two steps of their Muon.
 
     pip install transformers==5.23.0 torch==2.13.0
     python tests/goldens/make_nanochat.py FOLDER     (FOLDER: a checkout of karpathy/nanochat at 92d63d4)
 
-The form of October 2025 is transformers' NanoChatForCausalLM; the form of July 2026 is nanochat's own gpt.py, over a
-context long enough for its short windows. Weights are not kept: they are drawn by name from a seed (`drawn`).
+The version of October 2025 is transformers' NanoChatForCausalLM. The version of July 2026 is nanochat's own gpt.py,
+with a context long enough for its short windows. Weights are not stored: `random_weights` draws them by name from a
+seed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HEADS, KV_HEADS, EMBED, LAYERS, VOCAB = 4, 2, 32, 4, 61
 SEQ = {"2025": 24, "2026": 200}
 
 
-def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+def random_weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     """Return random weights by name, scaled so that activations are close to 1."""
     rng = np.random.default_rng(0)
     return {
@@ -31,10 +32,10 @@ def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     }
 
 
-def logits_of(model: torch.nn.Module, forward: Any, seq: int) -> tuple[np.ndarray, str]:
+def compute_logits(model: torch.nn.Module, forward: Any, seq: int) -> tuple[np.ndarray, str]:
     """Return the logits of a model with random weights on random tokens, and the shapes of its weights as JSON."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-    values = drawn(shapes)
+    values = random_weights(shapes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(values[name]))
@@ -42,7 +43,7 @@ def logits_of(model: torch.nn.Module, forward: Any, seq: int) -> tuple[np.ndarra
         return forward(torch.from_numpy(tokens)).float().numpy(), json.dumps(shapes)
 
 
-def of_2025() -> tuple[np.ndarray, str]:
+def nanochat_2025() -> tuple[np.ndarray, str]:
     """Return logits and weight shapes of nanochat as of October 2025, from transformers."""
     from transformers import NanoChatConfig, NanoChatForCausalLM
 
@@ -55,17 +56,17 @@ def of_2025() -> tuple[np.ndarray, str]:
         num_key_value_heads=KV_HEADS,
     )
     model = NanoChatForCausalLM(config).eval()
-    return logits_of(model, lambda tokens: model(tokens).logits, SEQ["2025"])
+    return compute_logits(model, lambda tokens: model(tokens).logits, SEQ["2025"])
 
 
-def of_2026() -> tuple[np.ndarray, str]:
+def nanochat_2026() -> tuple[np.ndarray, str]:
     """Return logits and weight shapes of nanochat as of July 2026, from its own gpt.py."""
     from nanochat.gpt import GPT, GPTConfig
 
     config = GPTConfig(SEQ["2026"], VOCAB, LAYERS, HEADS, KV_HEADS, EMBED, "SSSL")
     model = GPT(config, pad_vocab_size_to=1)
     model.init_weights()
-    return logits_of(model, model, SEQ["2026"])
+    return compute_logits(model, model, SEQ["2026"])
 
 
 def muon_steps() -> dict[str, np.ndarray]:
@@ -93,7 +94,7 @@ def main() -> None:
     torch.compile = lambda f=None, **_: f if f is not None else lambda g: g  # pyright: ignore[reportAttributeAccessIssue]
     sys.path.insert(0, sys.argv[1])
     golden: dict[str, Any] = {}
-    for form, golden_form in (("2025", of_2025()), ("2026", of_2026())):
+    for form, golden_form in (("2025", nanochat_2025()), ("2026", nanochat_2026())):
         golden[f"logits_{form}"], golden[f"shapes_{form}"] = golden_form
     np.savez_compressed(Path(__file__).with_name("nanochat.npz"), **golden, **muon_steps())
 

@@ -1,8 +1,8 @@
-"""Make s5.npz: what the PyTorch S5 layer of s5-pytorch 0.2.1 (torch 2.13.0) answers for given parameters.
+"""Write s5.npz: outputs of the PyTorch S5 layer of s5-pytorch 0.2.1 (torch 2.13.0) for given parameters.
 
     pip install torch==2.13.0 s5-pytorch==0.2.1 numpy && python tests/goldens/make_s5.py
 
-It knows no conjugate symmetry, so the layer holds both halves of its states and y = Re(C_tilde x) + D u.
+That layer has no conjugate symmetry: it stores both halves of its states, and y = Re(C_tilde x) + D u.
 """
 
 from __future__ import annotations

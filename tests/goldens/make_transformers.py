@@ -1,10 +1,10 @@
-"""Writes transformers.npz: logits of transformers' models with fixed weights on fixed tokens, in float32.
+"""Write transformers.npz: logits of transformers' models with fixed weights on fixed tokens, in float32.
 
     pip install transformers==5.23.0 torch==2.13.0
     python tests/goldens/make_transformers.py
 
-Each model is tiny and is kept as its config.json, the shapes of its tensors in model.safetensors, and its logits. The
-weights are not kept: they are drawn by name from a seed (`drawn`).
+Each model is tiny. Its config.json, the shapes of its tensors in model.safetensors, and its logits are stored. Its
+weights are not: `random_weights` draws them by name from a seed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Models by name: the prefix of their classes in transformers, and their settings."""
 
 
-def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+def random_weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     """Return random weights by name, scaled so that activations are close to 1."""
     rng = np.random.default_rng(0)
     return {
@@ -60,7 +60,7 @@ def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     }
 
 
-def of(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+def run_model(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Return a model's config.json, the shapes of the tensors in its file, and its logits with random weights."""
     config = getattr(transformers, f"{kind}Config")(**settings)
     model_class = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
@@ -70,7 +70,7 @@ def of(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
         with safe_open(Path(folder) / "model.safetensors", "np") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.offset_keys()}
         model = model_class.from_pretrained(folder, attn_implementation="eager").eval()
-        values = drawn(shapes)
+        values = random_weights(shapes)
         missing, unexpected = model.load_state_dict({n: torch.from_numpy(v) for n, v in values.items()}, strict=False)
         model.tie_weights()
         assert not unexpected and all(name == "lm_head.weight" for name in missing)
@@ -83,7 +83,7 @@ def of(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Run the references and write their results."""
-    golden = {f"{name}_{key}": value for name, case in CASES.items() for key, value in of(*case).items()}
+    golden = {f"{name}_{key}": value for name, case in CASES.items() for key, value in run_model(*case).items()}
     np.savez_compressed(Path(__file__).with_name("transformers.npz"), **golden)
 
 

@@ -1,11 +1,11 @@
-"""Make trm.npz: what SamsungSAILMontreal/TinyRecursiveModels at e7b6871 answers for given weights and puzzles.
+"""Write trm.npz: reference outputs of SamsungSAILMontreal/TinyRecursiveModels at e7b6871.
 
     git clone https://github.com/SamsungSAILMontreal/TinyRecursiveModels && git -C TinyRecursiveModels checkout e7b6871
     pip install torch==2.13.0 einops pydantic numpy
     PYTHONPATH=TinyRecursiveModels python tests/goldens/make_trm.py
 
-Two training steps in float32, without exploration, of a model with attention and of one with products over the length.
-Weights are stored in half precision and are exactly those that the reference was given.
+Runs two float32 training steps without exploration, for a model with attention and one with an MLP over the sequence
+(`mlp_t`). Weights are rounded to float16 before the reference runs, so the stored float16 weights are exact.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def main() -> None:
     """Write `trm.npz` with the results of both variants."""
     golden = {}
     for name, variant in VARIANTS.items():
-        golden |= {f"{name}.{key}": value for key, value in answers(SHAPE | variant).items()}
+        golden |= {f"{name}.{key}": value for key, value in run_variant(SHAPE | variant).items()}
     np.savez_compressed(Path(__file__).with_name("trm.npz"), **golden)
 
 
-def answers(config: dict) -> dict[str, np.ndarray]:
+def run_variant(config: dict) -> dict[str, np.ndarray]:
     """Return a variant's weights and, for each step, the batch, losses, gradient norms, carry, and puzzle embeddings.
 
     The embedding table is the one after its update.
