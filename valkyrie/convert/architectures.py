@@ -352,8 +352,11 @@ def _unsupported_settings(model: Stack, architecture: Architecture) -> list[str]
     if model.feed_forward not in architecture.activations.values():
         refusals.append(f"model.feed_forward={model.feed_forward.value}")
     if architecture.is_gpt2:
-        if attention.kv_heads != attention.heads or attention.heads * attention.head_dim != model.embed:
-            refusals.append("fewer key heads than heads, or heads * head_dim other than model.embed")
+        if attention.kv_heads != attention.heads:
+            refusals.append(f"model.attention.kv_heads={attention.kv_heads} with {attention.heads} heads")
+        if attention.heads * attention.head_dim != model.embed:
+            sizes = f"{attention.heads} heads and model.embed={model.embed}"
+            refusals.append(f"model.attention.head_dim={attention.head_dim} with {sizes}")
         return refusals
     if attention.rope_theta is None:
         refusals.append("model.attention.rope_theta=null")
@@ -362,5 +365,5 @@ def _unsupported_settings(model: Stack, architecture: Architecture) -> list[str]
     if attention.bias is Bias.all and architecture is MISTRAL:
         refusals.append("model.attention.bias=all with windows")
     if attention.qk_norm and model.norm_epsilon != _QK_NORM_EPSILON:
-        refusals.append(f"model.norm_epsilon={model.norm_epsilon:g} with qk_norm=true (only 1e-06)")
+        refusals.append(f"model.norm_epsilon={model.norm_epsilon:g} with qk_norm=true (only 1e-06 is supported)")
     return refusals

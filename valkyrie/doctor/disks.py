@@ -78,7 +78,7 @@ def check_checkpoint_folder(context: CheckContext) -> CheckResults:
     if content == _PROBE_TEXT:
         yield OK, f"checkpoint.folder={folder} is readable and writable ({seconds:.2f} s for one small file)"
     else:
-        text = f"a file in checkpoint.folder={folder} does not contain what was written to it"
+        text = f"a file written to checkpoint.folder={folder} was read back with different content"
         yield FAILS, text, "Use another folder: checkpoint.folder=DIR."
 
 
@@ -176,7 +176,7 @@ def check_same_data(context: CheckContext) -> CheckResults:
     if len(prepared) < 2 or team.index not in prepared:
         return
     first = min(prepared)
-    text = f"hash {prepared[team.index]} on this process, but {prepared[first]} on process {first}"
+    text = f"the prepared data has hash {prepared[team.index]} here, but {prepared[first]} on process {first}"
     failure = FAILS, text, "Copy the files of data.paths, or the cache, from one host to the others."
     is_equal = prepared[team.index] == prepared[first]
     yield (OK, "equal on all processes that have prepared it") if is_equal else failure

@@ -57,7 +57,7 @@ def check_clocks(context: CheckContext) -> CheckResults:
     if abs(difference) > disks.CLOCK_S:
         yield severity, f"this clock differs by {difference:+.0f} s from that of process 0", remedy
     else:
-        yield OK, f"all hosts agree with process 0 within {disks.CLOCK_S:g} s"
+        yield OK, f"the clocks agree with process 0 within {disks.CLOCK_S:g} s"
 
 
 HOST_CHECKS = (
@@ -109,7 +109,9 @@ def examine(run: Run, console: Console, steps: int | None) -> int:
     with abort_all_on_error(team, "valkyrie-doctor"):
         silence_workers(team)
         table = FindingsTable(console, team.exchange("hosts", socket.gethostname()))
-        findings.append(Finding("processes", OK, f"{team.count} are connected through {team.process_info.coordinator}"))
+        findings.append(
+            Finding("processes", OK, f"all {team.count} are connected through {team.process_info.coordinator}")
+        )
         context = CheckContext(run, team.count, team)
         findings += run_checks(TEAM_CHECKS, context)
         status = _report_all(context, table, findings, steps)

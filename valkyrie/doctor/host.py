@@ -74,7 +74,11 @@ def check_chips_free(_: CheckContext) -> CheckResults:
         remedy = f"Only one process can use a TPU. Wait for it, or stop it: kill {' '.join(map(str, tpu_pids))}"
         yield FAILS, f"the TPU is in use by process {processes}", remedy
     elif gpu_pids:
-        yield WARNING, f"a GPU is also in use by process {processes}", "The run cannot use the memory of that process."
+        yield (
+            WARNING,
+            f"a GPU is also in use by process {processes}",
+            "The run cannot use the GPU memory that this process occupies.",
+        )
     else:
         yield _check_lock_file() or (OK, "no other process uses them")
 
