@@ -438,7 +438,7 @@ CALLBACK = "callbacks: {e: {_target_: shutil.copytree, src: own, dst: stolen}}\n
     [
         ("partition/fsdp.yaml", b"not: [yaml", "partition=dp", "my_fsdp.yaml"),
         ("experiment/m.yaml", f"{HEAD}defaults: [m]\n".encode(), "experiment=m", "includes the file"),
-        ("experiment/m.yaml", f"{HEAD}{BOMB}\n".encode(), "experiment=m", "at most 100,000"),
+        ("experiment/m.yaml", f"{HEAD}{BOMB}\n".encode(), "experiment=m", "100,000 values"),
         ("experiment/m.yaml", b"\xef\xbb\xbf# @package _global_\nsteps: 5\n", "experiment=m", "byte order mark"),
         ("experiment/m.yaml", b"# @package _global_\nname: caf\xe9\n", "experiment=m", "line 2,"),
     ],

@@ -208,7 +208,7 @@ def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(
     rows = rank_layouts(request, listed, compiles, 10)
     assert (rows[0].stage.value, rows[0].overrides) == ("estimate", fast.candidate.overrides)
     comparison = format_comparison(Rival(PLAIN_FSDP, slow), compiles, rows[0])
-    assert "(by estimate)" in comparison and f"{slow.step_s / fast.step_s:.2f} times the" in comparison
+    assert "(by estimate)" in comparison and f"{slow.step_s / fast.step_s:.2f} times " in comparison
 
 
 def test_the_cheapest_slice_is_compiled_first_if_prices_are_known(compiler: ScaledCompiler, tmp_path: Path) -> None:
@@ -351,8 +351,8 @@ def test_zero1_is_tried_only_if_it_changes_the_layout() -> None:
     for entry in spread[:: len(spread) // 6]:
         legal = entry.run(make_request().run).layout
         arrays = make_request().run.arrays.parameters
-        moments = [legal.optimizer(p.axes, p.shape) for p in arrays]
-        assert moments != [legal.stored(p.axes) for p in arrays], entry.candidate.overrides
+        moments = [legal.optimizer_axes(p.axes, p.shape) for p in arrays]
+        assert moments != [legal.stored_axes(p.axes) for p in arrays], entry.candidate.overrides
     fsdp = {(p.name, p.zero1) for p in make_request("partition=fsdp").partitions}
     assert fsdp == {("fsdp", False), ("fsdp", True)}, "the second makes no layout"
     assert not [entry for entry in spread if entry.group.candidates.partition.name == "fsdp"]
@@ -375,9 +375,9 @@ def test_devices_without_a_torus_have_one_topology() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("mesh=2x2x2",), "mesh=: mode=search"),
-        (("target.chip.hbm_gib=32", "mode.targets=[v5e-8,v5e-16]"), "target.chip.hbm_gib=: "),
-        (("target=cpu",), "target=cpu has no chip"),
+        (("mesh=2x2x2",), "mesh: "),
+        (("target.chip.hbm_gib=32", "mode.targets=[v5e-8,v5e-16]"), "target.chip.hbm_gib "),
+        (("target=cpu",), "target=cpu "),
         (("target=auto", "target.chips=64"), "target.chips=64 "),
         (("mode.targets=[v5e-8,v9-8]",), "target=v9-8 "),
     ],
@@ -422,7 +422,7 @@ def test_shorthand_arguments_are_expanded(typed: list[str], written: list[str]) 
 
 
 def test_shorthand_of_a_chip_needs_a_number_of_chips() -> None:
-    with pytest.raises(ValueError, match="add target.chips=N"):
+    with pytest.raises(ValueError, match="target.chips=N"):
         expand_shorthand(["target.chip=v4"])
 
 
@@ -486,9 +486,9 @@ def test_an_answer_does_not_replace_an_earlier_one_with_more_results(tmp_path: P
     measured = replace(compiled, measured=MeasureReport(runs))
     assert save_answer(tmp_path, compiled) == f"answer: {tmp_path / ANSWER}"
     assert save_answer(tmp_path, measured) == f"answer: {tmp_path / ANSWER}"
-    assert "with 1 measured" in save_answer(tmp_path, compiled)
+    assert "1 measured" in save_answer(tmp_path, compiled)
     assert read_record(SearchAnswer, tmp_path / ANSWER) == measured
-    assert save_answer(tmp_path, replace(measured, compiled=0)).startswith("answer: not kept")
+    assert save_answer(tmp_path, replace(measured, compiled=0)).startswith("answer: not saved")
 
 
 def test_the_answer_if_no_layout_fits(
@@ -515,13 +515,13 @@ def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
     doubtful = Shortlist([], listed.fitting[:3], listed.smallest)
     monkeypatch.setattr(mode, "shortlist", lambda ranked: doubtful)
     status, answer, _, printed = search("mode.compiles=0")
-    assert status == NOT_COMPILED and not answer and "3 may fit" in printed
+    assert status == NOT_COMPILED and not answer and "3 uncompiled" in printed
 
 
 def test_a_note_says_that_int8_is_estimated_as_bfloat16(search: Callable[..., Finished]) -> None:
     assert "in int8" not in search(*FEW).printed
     printed = search(*FEW, "precision=int8", "name=narrow").printed
-    assert "precision=int8: " in printed and "in bfloat16" in printed
+    assert "precision=int8: " in printed and "bfloat16" in printed
 
 
 def test_the_answer_if_no_layout_is_legal(search: Callable[..., Finished]) -> None:
@@ -555,11 +555,11 @@ def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
     monkeypatch.setattr(mode, "tune_best", lambda question, best, budget_s, console: (0, [f"xla_flag={budget_s:g}"]))
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     first = search("mode.tune=5min", "mode.compiles=2")
-    assert first.answer["options"] == ["xla_flag=300"] and "left out," not in first.printed
+    assert first.answer["options"] == ["xla_flag=300"] and "dropped" not in first.printed
     monkeypatch.setattr(mode, "rank_measured", lambda question, rows, measures: rows[::-1])
     second = search("mode.tune=5min", "mode.compiles=2")
     assert second.answer["options"] == []
-    assert "left out," in second.printed and "faster: xla_flag=300." in second.printed
+    assert "The tuned options (xla_flag=300)" in second.printed
 
 
 def test_the_ratio_of_a_compiled_layout_to_its_estimate(compiler: ScaledCompiler, tmp_path: Path) -> None:

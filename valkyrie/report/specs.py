@@ -232,7 +232,7 @@ def stacked_bars(title: str, part: str, colour: Callable[[Mapping[str, Any]], st
         legend = {"orient": "top", "symbolType": "square"}
         encoding = {
             "y": _BAR_LABELS,
-            "x": _quantitative("amount", title=f"{title}, {unit}", stacked_bars="zero", axis={"tickCount": 8}),
+            "x": _quantitative("amount", title=f"{title}, {unit}", stack="zero", axis={"tickCount": 8}),
             "color": _nominal("part", title=None, scale={"domain": domain, "range": colours}, legend=legend),
             "order": _quantitative("order"),
             "tooltip": _tooltip(("label", "layout"), ("part", part), ("amount", unit, ",.3~f"), ("share", "share")),
