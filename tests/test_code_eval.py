@@ -245,7 +245,7 @@ def test_invalid_settings_are_refused(
     monkeypatch.chdir(tmp_path)
     assert command(*SINGLE, *change.split()) == 2
     assert capfd.readouterr().err.startswith(f"valkyrie-train: {start}")
-    assert list(tmp_path.iterdir()) == []
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def refused(tmp_path: Path, *arguments: str, **environment: str) -> tuple[str, float]:
