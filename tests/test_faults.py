@@ -149,7 +149,7 @@ def test_threads_of_libraries_do_not_keep_a_failed_process_alive():
 
 
 def test_a_puzzle_without_labels_does_not_count_as_solved():
-    answers = types.SimpleNamespace(logits=jnp.zeros((2, 3, 4)), halt=jnp.zeros(2))
+    answers = types.SimpleNamespace(logits=jnp.zeros((2, 3, 4)), halt_logits=jnp.zeros(2))
     losses = puzzle_losses(answers, jnp.asarray([[-1, -1, -1], [0, -1, 0]]))
     assert losses.exact.tolist() == [False, True]
 

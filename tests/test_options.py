@@ -47,12 +47,14 @@ def test_every_default_option_of_a_chip_has_a_comment_with_evidence(name: str):
 
 
 def test_user_options_override_defaults_and_null_removes_them():
-    mine = program(*(f"{KEY}.{o}" for o in (f"{GATHERS}=false", f"{ALL_TO_ALL}=false", f"{THRESHOLD}=7", "xla_mine=3")))
-    assert mine.compiler_options == {GATHERS: "false", ALL_TO_ALL: "false", THRESHOLD: "7", "xla_mine": "3"}
-    assert {o.set_by for o in mine.options} == {USER}
-    without = program(f"{KEY}.{GATHERS}=null")
-    assert set(without.compiler_options or {}) == {ALL_TO_ALL, THRESHOLD}
-    assert Option(GATHERS, None, USER) in without.options
+    overridden = program(
+        *(f"{KEY}.{o}" for o in (f"{GATHERS}=false", f"{ALL_TO_ALL}=false", f"{THRESHOLD}=7", "xla_mine=3"))
+    )
+    assert overridden.compiler_options == {GATHERS: "false", ALL_TO_ALL: "false", THRESHOLD: "7", "xla_mine": "3"}
+    assert {o.set_by for o in overridden.options} == {USER}
+    without_gathers = program(f"{KEY}.{GATHERS}=null")
+    assert set(without_gathers.compiler_options or {}) == {ALL_TO_ALL, THRESHOLD}
+    assert Option(GATHERS, None, USER) in without_gathers.options
     assert str(Option(GATHERS, None, USER)) == f"{GATHERS} removed"
 
 
@@ -75,8 +77,8 @@ def test_a_default_option_that_the_compiler_rejects_is_dropped(monkeypatch: pyte
     for version, is_used in (("0.0.42.1", True), ("0.0.46", False), ("0.1.0", False)):
         monkeypatch.setattr("valkyrie.train.options.metadata.version", lambda name, version=version: version)
         assert (fused in [option.name for option in collect_options(chip, {})]) is is_used
-    mine = replace(chip, xla_options=chip.xla_options | {fused: "maybe"})
-    assert Option(fused, "maybe", USER) in collect_options(mine, {}), "what the user writes stands"
+    overridden = replace(chip, xla_options=chip.xla_options | {fused: "maybe"})
+    assert Option(fused, "maybe", USER) in collect_options(overridden, {}), "the setting of the user is kept"
 
 
 def test_a_null_option_without_a_default_is_not_listed():

@@ -230,7 +230,7 @@ def test_a_run_resumes_with_another_number_of_processes(tmp_path: Path):
     np.testing.assert_allclose(losses(tmp_path / "runs/run"), losses(tmp_path / "whole/run"), rtol=2e-5)
 
 
-def test_a_run_folder_that_only_process_0_sees_is_refused_by_all(tmp_path: Path):
+def test_all_processes_refuse_a_run_folder_that_one_of_them_cannot_see(tmp_path: Path):
     def look(team: Team) -> None:
         folder = tmp_path / str(team.index // 2)
         if team.is_leader:

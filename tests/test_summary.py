@@ -201,7 +201,7 @@ def test_hints_mention_copies_and_narrow_products(run: Run):
     assert whole is not None and "no axis splits" in whole.text
 
 
-def test_the_hint_if_no_part_of_the_step_is_large(run: Run):
+def test_a_step_without_other_hints_gets_the_share_of_its_largest_part(run: Run):
     prediction = with_step(predict(run, replay([use(("y",), 7.0, 0.1)])), product_rate=0.77)
     (hint,) = hints(prediction)
     assert (hint.code, hint.share) == (HintCode.largest_part, pytest.approx(0.9))

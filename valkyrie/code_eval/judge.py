@@ -170,7 +170,7 @@ def _failure_reason(ended: Sequence[SandboxStepResult], limits: Limits) -> str:
     if last.status == 0:
         return "the program exited before its tests finished"
     if last.status > 128:
-        signal_names = {number.value: number.name for number in signal.Signals}
+        signal_names = {member.value: member.name for member in signal.Signals}
         return f"the program was killed by {signal_names.get(last.status - 128, f'signal {last.status - 128}')}"
     output_lines = last.output.strip().splitlines()
     return f"the tests failed with status {last.status}{f': {output_lines[-1][:200]}' if output_lines else ''}"

@@ -396,9 +396,9 @@ def _loss_sharding(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
     If the residual stream is sharded over mesh axes that do not shard the vocabulary, these axes shard positions
     instead. Each device then computes complete logits, instead of partial float32 logits that are summed over the axes.
     """
-    width, free = shard.mesh_axes_of("embed"), not set(shard.mesh_axes_of("embed")) & set(shard.mesh_axes_of("vocab"))
+    embed_axes, vocab_axes = shard.mesh_axes_of("embed"), shard.mesh_axes_of("vocab")
     shards = shard.size("seq") * shard.size("embed")
-    if width and free and seq % shards == 0:
+    if embed_axes and not set(embed_axes) & set(vocab_axes) and seq % shards == 0:
         return ("seq", "embed"), shards, None
     return "seq", shard.size("seq"), "embed"
 

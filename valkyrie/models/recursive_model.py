@@ -31,7 +31,7 @@ class Answers(NamedTuple):
     """Result of a supervision step: float32 logits of cell values and of halting, and the new states."""
 
     logits: Float[Array, "batch cells vocab"]
-    halt: Float[Array, " batch"]
+    halt_logits: Float[Array, " batch"]
     states: States
 
 

@@ -227,8 +227,8 @@ def stacked_bars(title: str, part: str, colour: Callable[[Mapping[str, Any]], st
 
     def spec(data: Values) -> Spec:
         unit = data[0]["unit"]
-        coloured = {v["part"]: colour(v) for v in sorted(data, key=lambda v: v["order"])}
-        domain, colours = list(coloured), list(coloured.values())
+        colour_by_part = {v["part"]: colour(v) for v in sorted(data, key=lambda v: v["order"])}
+        domain, colours = list(colour_by_part), list(colour_by_part.values())
         legend = {"orient": "top", "symbolType": "square"}
         encoding = {
             "y": _BAR_LABELS,

@@ -57,7 +57,7 @@ def puzzle_losses(answers: Any, labels: jax.Array) -> PuzzleLosses:
     right = (counted & (answers.logits.argmax(-1) == labels)).sum(-1)
     exact, least = (labelled > 0) & (right == labelled), jnp.maximum(labelled, 1)
     nats = stablemax_cross_entropy(answers.logits, labels).sum(-1) / least
-    halt = jax.nn.softplus(answers.halt) - answers.halt * exact
+    halt = jax.nn.softplus(answers.halt_logits) - answers.halt_logits * exact
     return PuzzleLosses(nats, halt, exact, right / least, labelled)
 
 
@@ -154,7 +154,7 @@ class Config(Task):
         x = module.embed(current["inputs"], current["puzzles"], shard=shard)
         answers = module(states, x, shard=shard, checkpoint=checkpoint)
         steps = jnp.where(running, carry["steps"], 0) + 1
-        halted = _halted(module.config, answers.halt, steps, key)
+        halted = _halted(module.config, answers.halt_logits, steps, key)
         losses = puzzle_losses(answers, current["labels"])
         last_steps = jnp.where(halted, steps, carry["last_steps"])
         objective = losses.answer.sum() + 0.5 * losses.halt.sum()
@@ -201,7 +201,10 @@ class Config(Task):
         def step(carried: tuple[Any, jax.Array], number: jax.Array) -> tuple[Any, None]:
             states, first = carried
             answers = module(states, x, shard=shard)
-            return (answers.states, jnp.minimum(first, jnp.where(answers.halt > 0, number, config.max_steps))), None
+            return (
+                answers.states,
+                jnp.minimum(first, jnp.where(answers.halt_logits > 0, number, config.max_steps)),
+            ), None
 
         start = module.initial_states(count, cells, shard=shard), jnp.full((count,), config.max_steps, jnp.int32)
         numbers = jnp.arange(1, config.max_steps, dtype=jnp.int32)
@@ -233,7 +236,7 @@ class Config(Task):
         )
 
 
-def _halted(config: trm.Config, halt: jax.Array, steps: jax.Array, key: jax.Array) -> jax.Array:
+def _halted(config: trm.Config, halt_logits: jax.Array, steps: jax.Array, key: jax.Array) -> jax.Array:
     """Return a mask of the rows that halt: after `max_steps`, or when the model halts.
 
     A random share of rows (`exploration`) must first do a random number of steps.
@@ -247,4 +250,4 @@ def _halted(config: trm.Config, halt: jax.Array, steps: jax.Array, key: jax.Arra
     explore_key, least_key = jax.random.split(key)
     explores = jax.random.bernoulli(explore_key, config.exploration, steps.shape)
     least = jax.random.randint(least_key, steps.shape, 2, config.max_steps + 1)
-    return (last | (halt > 0)) & (steps >= jnp.where(explores, least, 0))
+    return (last | (halt_logits > 0)) & (steps >= jnp.where(explores, least, 0))

@@ -81,14 +81,14 @@ def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int
 
     Returns the fit, or None if there is no such layout, and the number of measured layouts that were not compiled.
     """
-    replayed, steps, before, uncompiled = dict[str, float](), list[ReplayedStep](), list[float](), 0
+    replayed_s_by_program, steps, before, uncompiled = dict[str, float](), list[ReplayedStep](), list[float](), 0
     for row, run in pairs:
         if row.trial.stage == "compile" and (seconds := row.step.replayed_s):
-            replayed[_program(run)] = seconds
+            replayed_s_by_program[_program(run)] = seconds
     for row, run in pairs:
         if row.trial.stage != "measure" or row.step_s is None:
             continue
-        seconds, target = replayed.get(_program(run)), run.config.target
+        seconds, target = replayed_s_by_program.get(_program(run)), run.config.target
         if seconds is None:
             uncompiled += 1
             continue

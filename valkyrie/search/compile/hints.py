@@ -29,7 +29,7 @@ MIN_HINT_SHARE = 0.15
 """Smallest share of a step that gets a hint."""
 LOW_PRODUCT_RATE = 0.6
 """Matrix products below this share of peak get a hint. Large products reach 0.85 by the compiler's estimate."""
-MIN_SAVED_SHARE = 0.01
+MIN_RECOMPUTATION_SHARE = 0.01
 """An activation is worth saving if its recomputation takes at least this share of a step."""
 MARGIN = 1.2
 """A change is suggested only if this multiple of the bytes that it needs is free."""
@@ -252,7 +252,7 @@ def _save_activation_hints(facts: _Facts) -> Iterator[Hint]:
     report, headroom, step_s = facts.prediction.remat, facts.headroom, facts.step.step_s
     if report is None or headroom is None:
         return
-    expensive = [entry for entry in report.again if entry.seconds >= MIN_SAVED_SHARE * step_s]
+    expensive = [entry for entry in report.again if entry.seconds >= MIN_RECOMPUTATION_SHARE * step_s]
     if not expensive:
         return
     fitting = [entry for entry in expensive if MARGIN * entry.bytes <= headroom]

@@ -34,9 +34,9 @@ from valkyrie.search.modes import compile_and_summarise
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory_text, traffic_text
 
-_MIN_PART = 0.001
+_MIN_PART_SHARE = 0.001
 """Parts that take less than this share of the longer step are not listed."""
-_MIN_MEMORY = 0.01
+_MIN_MEMORY_SHARE = 0.01
 """Kinds of memory below this share of the largest one are not listed."""
 _MODE_KEYS = ("mode", "first", "second", "name")
 
@@ -154,12 +154,12 @@ def show(comparison: Difference, console: Console) -> None:
     """Print tables of both layouts, and the sentences that explain the difference."""
     for letter, name in zip(LETTERS, comparison.names, strict=True):
         console.print(f"{letter}: {name}", style="bold", markup=False)
-    seconds = _drop_small(comparison.seconds, _MIN_PART * max(comparison.step_s))
+    seconds = _drop_small(comparison.seconds, _MIN_PART_SHARE * max(comparison.step_s))
     seconds = [replace(quantity, name=label_record_name(quantity.name)) for quantity in seconds]
     _print_quantities("where the step time goes", [*seconds, Quantity("step", *comparison.step_s)], duration, console)
     _print_quantities("sent per device and step, by mesh axes", comparison.bytes_sent, traffic_text, console)
     largest = max((max(kind.first, kind.second) for kind in comparison.bytes_at_peak), default=0.0)
-    kinds = _drop_small(comparison.bytes_at_peak, _MIN_MEMORY * largest)
+    kinds = _drop_small(comparison.bytes_at_peak, _MIN_MEMORY_SHARE * largest)
     _print_quantities("memory per device at the peak", kinds, lambda size: memory_text(int(size)), console)
     columns = ("", "kind", "over", "waited", "sent", "calls", "cause", "source")
     table = make_table("collectives with the longest waits", columns, right=("waited", "sent", "calls"))
