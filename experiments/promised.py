@@ -79,7 +79,7 @@ LARGER_SLICES = {"multihost_v5p_128": ("target=v5p-256",)}
 
 
 def main() -> None:
-    """Compile missing results and print the table."""
+    """Predict the step of each experiment and store the results, unless `--kept`, then print the table."""
     parser = argparse.ArgumentParser(description="Print promised, possible and predicted rates of the experiments.")
     parser.add_argument("--kept", action="store_true", help="compile nothing: print the table of stored results")
     parser.add_argument("--only", nargs="*", default=[], help="only experiments with one of these words in their name")

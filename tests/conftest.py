@@ -35,7 +35,10 @@ _scratch = tempfile.TemporaryDirectory(prefix="valkyrie-tests-", ignore_cleanup_
 
 
 def _set_environment() -> None:
-    """Set environment variables, also for child processes. Keep the caller's platform and cache."""
+    """Configure the tests and their child processes: CPU by default, W&B offline, caches in a temporary folder.
+
+    Respects JAX_PLATFORMS and JAX_COMPILATION_CACHE_DIR if set.
+    """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if os.environ["JAX_PLATFORMS"] == "cpu":  # compiling is most of a test, and a program runs once
         os.environ["XLA_FLAGS"] = f"{_COMPILE_QUICKLY} {_WAIT} {os.environ.get('XLA_FLAGS', '')}".strip()
@@ -119,7 +122,10 @@ def _read_configs_once() -> None:
 
 
 def _compose_commands_once() -> None:
-    """Skip Hydra's extra composition to read `hydra.mode`, which only sweeps set, unless a sweep is possible."""
+    """Patch Hydra to compose each command once.
+
+    By default it composes an extra time to read `hydra.mode`, which is needed only if the arguments may start a sweep.
+    """
     from hydra._internal.hydra import Hydra
 
     compose_mode = Hydra.get_mode

@@ -1,4 +1,6 @@
-"""Tests of the optimizer of valkyrie/optim/README.md, in a user's folder: training, estimates, refusals."""
+"""Tests of the example optimizer of valkyrie/optim/README.md in a user's folder: training, estimates, errors."""
+errors.
+"""
 
 from __future__ import annotations
 

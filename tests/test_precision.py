@@ -137,7 +137,7 @@ def test_gradients_of_microbatches_are_summed_in_float32():
 
 
 def test_the_gradient_of_a_frequent_token_is_summed_in_float32_under_any_policy():
-    """One token in 4096 positions: a sum of ones in bfloat16 ends at 256."""
+    """The same token fills all 4096 positions. Summed in bfloat16, its gradient would saturate at 256."""
     numerics = Numerics("float32", "bfloat16", "bfloat16")
 
     def score(table: jax.Array) -> jax.Array:

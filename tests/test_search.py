@@ -529,7 +529,7 @@ def test_the_answer_if_no_layout_is_legal(search: Callable[..., Finished]) -> No
     for arguments, words in (
         (("batch=1", "partition=fsdp"), ("batch=1 and",)),
         (("partition=fsdp", "microbatches=32"), ("batch=32 with",)),
-        ((*circular, "model.layers=16"), ("too few microbatches", "reasons are above")),
+        ((*circular, "model.layers=16"), ("too few microbatches", "no layout is legal")),
     ):
         status, answer, _, printed = search(*arguments)
         assert status != 0 and not answer

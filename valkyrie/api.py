@@ -84,7 +84,9 @@ class Result:
 
     @property
     def tokens_per_second_per_chip(self) -> float | None:
-        """Tokens per second per chip."""
+        """Throughput in tokens per second per chip, predicted or measured like `step_s`, or None without a step
+        time.
+        """
         return None if self.record.step is None else self.record.step.tokens_per_second_per_chip
 
     @property

@@ -143,7 +143,7 @@ def read_kept(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def chosen(line: dict[str, str], asked: argparse.Namespace) -> bool:
-    """Return whether `--only` and `--max-chips` request a row."""
+    """Return whether a row passes the `--only` and `--max-chips` filters."""
     named = not asked.only or any(word in line["row"] for word in asked.only)
     chips = line.get("chips") or "0"
     return named and (not chips.isdecimal() or int(chips) <= asked.max_chips)

@@ -37,7 +37,9 @@ def program_of(run: Run) -> str:
 
 
 def replay_of(run: Run) -> str:
-    """Return a digest of the replay of a run: its sources, the topology, and the chip's figures."""
+    """Return a digest of everything a run's replay depends on: source code, topology, and the chip settings in
+    `FIGURES`.
+    """
     chip = run.config.target.chip
     figures = [getattr(chip, name) for name in FIGURES]
     text = repr([source_digest("compiled", "machine"), build_topology(run.config.target), figures])

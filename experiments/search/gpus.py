@@ -64,9 +64,9 @@ FITTED = ("products", "scores_passes", "half_rate_flops", "passes", "launch_s", 
 FIRST = "a100"
 """The chip with the most rows. Its constants are the initial values for other chips."""
 WITH_KERNEL = ("products", "mixing")
-"""Constants fitted for other chips. There are only two, because these chips have few runs.
+"""Constants fitted for chips other than `FIRST`, which have too few runs to fit more.
 
-Their attention kernels keep the scores on the chip.
+`scores_passes` is fixed at 0, because fused attention kernels keep the scores on the chip.
 """
 FULL = RematConfig("full", [])
 ATTENTION_ALONE = RematConfig("selective", ["products"])

@@ -88,12 +88,12 @@ class Fast(Tier):
             info, damage = inspect(self.folder_of(step))
             if info is None or damage is not None:
                 print(f"deleting the damaged fast checkpoint of step {step} in {self.path}: {damage}", file=sys.stderr)
-                refused.append(f"the one of step {step} is damaged")
+                refused.append(f"the checkpoint at step {step} is damaged")
                 self._delete(step)
             elif _covers(info.shards, shards):
                 steps.append(step)
             else:
-                refused.append(f"the one of step {step} has another layout or model")
+                refused.append(f"the checkpoint at step {step} has another layout or model")
         return steps, refused
 
     def forget_after(self, step: int) -> None:

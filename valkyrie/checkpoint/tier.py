@@ -208,9 +208,9 @@ class Tier(ABC):
             self.last_saved = max(steps_in(self.path), default=None)
             if in_bucket(self.path) or self.path.parent.is_dir():
                 self._manager = self._open()
-        newest = (
-            "there is no earlier one" if self.last_saved is None else f"the newest one is of step {self.last_saved}"
-        )
+        newest = "there is no earlier checkpoint"
+        if self.last_saved is not None:
+            newest = f"the newest saved checkpoint is at step {self.last_saved}"
         remedy = " Free some space there." if is_full(error) else ""
         return f"{failure}; {newest}.{remedy}"
 

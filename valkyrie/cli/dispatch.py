@@ -41,7 +41,10 @@ SWEEP_FAILED = 1
 
 
 def dispatch() -> None:
-    """Run `valkyrie-train` with the arguments of the process. A mistake exits with status 2 and no traceback."""
+    """Entry point of `valkyrie-train`.
+
+    User errors print a message without a traceback and exit with status 2; set HYDRA_FULL_ERROR=1 to see the traceback.
+    """
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = strip_comment(sys.argv[1:])
     try:

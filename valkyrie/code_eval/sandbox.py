@@ -44,13 +44,13 @@ _user_numbers = itertools.count(os.getpid() * 64)
 
 @dataclass(frozen=True)
 class SandboxStepResult:
-    """The result of a step.
+    """Result of one command run in the sandbox (a `SandboxStep`).
 
     Args:
-        status: Exit status as in a shell: 128 + n if signal n killed it.
-        output: What it printed.
-        seconds: Its duration.
-        limit: `time` or `output` if it exceeded that limit, else None.
+        status: Exit status as in a shell: 128 + n if signal n killed the command.
+        output: The command's output.
+        seconds: Duration in seconds.
+        limit: The limit that was exceeded, `time` or `output`, or None.
     """
 
     status: int

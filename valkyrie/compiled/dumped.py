@@ -39,11 +39,11 @@ _LARGE_PRODUCT_FLOPS = 1e9
 
 @dataclass(frozen=True)
 class DumpedModule:
-    """A dumped module.
+    """A compiled HLO module read from an XLA dump.
 
     Args:
         module: The parsed module.
-        devices: Number of devices that it was compiled for, or None if unknown.
+        devices: Number of devices that the module was compiled for, or None if unknown.
         memory: Memory of the program, or None if unknown.
         argument_bytes: Bytes of the arguments in HBM on one device, including padding.
     """

@@ -55,7 +55,10 @@ SCHEMA_PATHS: dict[str, type] = {
     "target/chip/chip_schema": ChipConfig,
     **{f"{group}/{group}_schema": schema for group, schema in SCHEMAS.items()},
 }
-"""Config path of each schema, except those of `FAMILIES`. Schemas are not listed as choices."""
+"""Schema dataclasses by config path, except those of `FAMILIES`.
+
+`ValkyrieSource.list` omits them, because users never select a schema.
+"""
 
 AS_SAVED = "as_saved"
 """Choice of every group that selects the settings of the saved run. `--help` does not list it."""

@@ -276,10 +276,12 @@ class Run:
         return Run(typed, typed.model)._resolve_batch_shape()
 
     def _resolve_batch_shape(self) -> Run:
-        """Convert `batch_tokens` and `device_batch` to `batch` and `microbatches`.
+        """Return the run with `batch` and `microbatches` computed from `batch_tokens` and `device_batch`.
 
-        Sets both to None, so that a trial or a resumed run can override `batch` and `microbatches`. Returns the run
-        unchanged if the batch cannot be divided as requested; `problems` reports that.
+        Resets `batch_tokens` and `device_batch` to None, so that a trial or a resumed run can override `batch` and
+        `microbatches`. Modes that try many layouts keep `microbatches` and `device_batch`, because each layout has its
+        own number of microbatches. If the batch cannot be divided as requested, returns the run unchanged; `problems`
+        reports the error.
         """
         c, batches = self.config, self._batches()
         if batches.problems or (c.batch_tokens, c.device_batch) == (None, None):

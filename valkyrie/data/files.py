@@ -76,8 +76,8 @@ def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
         for file in listing.files:
             if file.suffix not in (*LANGUAGE_BY_SUFFIX, *PROSE_SUFFIXES):
                 raise ValueError(
-                    f"{file.id}: data.chunk=functions needs a language, but a {file.suffix} file does not determine "
-                    "that of its documents. Set data.language=c, data.language=cpp or data.language=python."
+                    f"{file.id}: data.chunk=functions needs to know the language of the documents, which cannot be "
+                    f"inferred from {file.suffix}. Set data.language=c, data.language=cpp or data.language=python."
                 )
     return listing
 

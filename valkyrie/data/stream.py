@@ -190,9 +190,18 @@ def _units(files: Sequence[File], config: Config) -> tuple[Unit, ...]:
 
 @dataclass(frozen=True)
 class Lane:
-    """Lane `number` of the `lanes` of a split. It is pickled and sent to the process that reads it.
+    """One lane of a split (see the module docstring), which reads its share of the units.
 
-    If `seed` is None, its units are read once, in order. Otherwise they are read forever, in a new order every epoch.
+    It is pickled and sent to the process that reads it.
+
+    Args:
+        units: All units of the split.
+        config: The data source.
+        tokenizer: Name or path of the tokenizer.
+        number: Index of the lane.
+        lanes: Number of lanes in the split.
+        seed: Seed of the shuffle in each epoch; units repeat forever. If None, units are read once, in order.
+        threads: Number of threads that tokenise.
     """
 
     units: tuple[Unit, ...]

@@ -128,7 +128,9 @@ def check_disk_space(context: CheckContext) -> CheckResults:
 def check_fast_disk_space(context: CheckContext) -> CheckResults:
     """Check that this host has space for its fast checkpoints. Skipped if they are disabled.
 
-    A process stores the state on its devices: an equal share at least, or the whole state if it is replicated.
+    Each process writes the part of the state that its devices hold: from an equal share up to the whole state if it is
+    replicated. Fails if there is no space for `keep + 1` equal shares, and warns if there is none for `keep + 1` whole
+    states.
     """
     fast = context.run.config.checkpoint.fast
     if fast.every is None:

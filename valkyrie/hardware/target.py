@@ -265,8 +265,8 @@ class TargetConfig:
             return [] if self.topology is None else [self._no_torus()]
         if self.slices > 1 and chip.ici_axes and chip.dcn_gbs_per_host is None:
             text = (
-                f"target.slices={self.slices}: the bandwidth between slices of {chip.name} is not published. Set "
-                "target.chip.dcn_gbs_per_host, in GB/s one way out of a host, or use target.slices=1."
+                f"target.slices={self.slices}: the bandwidth between slices of {chip.name} is unknown. Set "
+                "target.chip.dcn_gbs_per_host (outgoing GB/s per host), or use target.slices=1."
             )
             return [Problem(ProblemCode.missing, "target.chip.dcn_gbs_per_host", text=text)]
         if self.topology is None:

@@ -66,11 +66,14 @@ def _splash_blocks(instruction: Instruction) -> _SplashBlocks | None:
 
 
 def _splash_cost(instruction: Instruction, blocks: _SplashBlocks, hbm_traffic: float, chip: ChipConfig) -> KernelCost:
-    """Return the cost of splash attention: the blocks that its mask does not skip, and all steps of the grid.
+    """Return the cost of splash attention.
 
-    A forward block takes two products of block_q x block_kv x head size, a dq block three, and a dkv block four, or
-    five if it also computes dq. The forward and dq kernels go along rows of blocks. The dkv kernel goes down columns,
-    and all query heads of a group share the start and the end of a column.
+    FLOPs count the blocks that the mask does not skip. Cycles also include a fixed cost per grid step (skipped blocks
+    too) and per row of blocks.
+
+    Matrix products of block_q x block_kv x head size per visited block: 2 in the forward kernel, 3 in dq, 4 in dkv, 5
+    in a dkv that also computes dq. The dkv kernels iterate over columns instead of rows, and the cost per column is
+    paid once per key/value head, not per query head.
     """
     part, block_q, block_kv = blocks
     arrays = [o.shape.dims for o in instruction.operands if len(o.shape.dims) >= 3 and o.shape.dtype in ("bf16", "f32")]

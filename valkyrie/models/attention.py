@@ -100,7 +100,10 @@ class Attention(Block):
         return {name: Size(getattr(self, name), f"{context.key}.{name}") for name in self.axes}
 
     def weights(self, context: BlockContext) -> dict[str, Weight]:
-        """Return query, key and value projections, a second set for global tokens, and the output projection."""
+        """Return the query, key, value and output projections, with biases and QK-norm scales if enabled.
+
+        With `global_tokens`, adds a second set of query, key and value weights.
+        """
         query_projection, key_projection = weight("embed", "heads", "head_dim"), weight("embed", "kv_heads", "head_dim")
         weights = {"out": weight("embed", "heads", "head_dim", output_first=True)}
         if self.bias is Bias.all:

@@ -69,12 +69,14 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """`count` arrays of the same shape that exist at the same time in a backward pass.
+    """Activations that a backward pass may read: `count` arrays of the same shape, live at the same time.
 
     Args:
         tensor: Shape and logical axes of one array.
+        count: Number of arrays.
         float32: Whether they are float32 instead of the compute dtype.
-        positions: Maximum number of positions of each sequence shard that exist at a time, or None for all.
+        positions: Maximum number of sequence positions per shard that are in memory at once (such as the logits of a
+            chunked loss), or None if all are.
         name: Name by which `remat` saves or offloads them, or None.
         product: Whether they are results of a matrix product.
         never_recomputed: Whether they are saved under every remat policy.

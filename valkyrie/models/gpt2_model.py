@@ -60,7 +60,10 @@ class GPT2Model(LanguageModel):
         return super().init_state(batch, max_len), jnp.zeros((), jnp.int32)
 
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Return the logits after the next token and the new state. Positions past the table use its last row."""
+        """Process one token per sequence; return the logits for the following token, and the new state.
+
+        Positions beyond the position-embedding table use its last row.
+        """
         block_states, position = state
         x = self.embedding[...].astype(self.numerics.compute)[tokens]
         position_embedding = self.positions[...].astype(jnp.float32)[position]

@@ -112,10 +112,12 @@ def sharded_linear_recurrence(
     """Return this device's part of the states of `linear_recurrence`. Call it inside `jax.shard_map`.
 
     `seq` is sharded evenly over the mesh axes `axis_names`, the first one major. `bu` and `keep` hold this device's
-    positions; `lam_bar` and `h0` are replicated over those axes. Each device scans its positions from a zero state, all
-    devices gather the last states (shards * batch * state complex numbers, and shards * batch of keep), and each adds
-    the entering state times powers of Lambda_bar. Equal to the unsharded result to float32 rounding, with the same
-    derivatives.
+    positions; `lam_bar` and `h0` are replicated over those axes.
+
+    Each device first scans its own positions from a zero state. An all-gather of the final states (shards * batch *
+    state complex numbers) and of the products of `keep` (shards * batch) then gives each device the state that enters
+    its shard. It adds this state, times powers of Lambda_bar, to its result. States and derivatives match the unsharded
+    version up to float32 rounding.
     """
     if not axis_names:
         raise ValueError("axis_names is empty. List the mesh axes that shard the sequence.")

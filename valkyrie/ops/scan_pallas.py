@@ -154,9 +154,11 @@ def _cost(batch: int, seq: int, state: int, state_blocks: int, has_h0: bool, has
 
 
 def _block_kernel(table: Any, bu_re: Any, bu_im: Any, *refs: Any, has_h0: bool, has_keep: bool, reverse: bool) -> None:
-    """Compute the states of one block of positions and states.
+    """Compute the recurrence for one block of (positions, states).
 
-    `stages` holds the inputs of each doubling step, including the tile before the block. `carry` holds the last states.
+    `refs` are, in order: h0 (real, imaginary) if `has_h0`, `keep` if `has_keep`, the two outputs, and scratch: `stages`
+    (inputs of each doubling step, including the tile before the block), `carry` (states of the last tile) and, if
+    `has_keep`, `keep` broadcast over lanes.
     """
     remaining_refs = list(refs)
     entering = [remaining_refs.pop(0) for _ in range(2 if has_h0 else 0)]

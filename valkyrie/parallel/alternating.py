@@ -81,13 +81,14 @@ class _StageState(NamedTuple):
     """State of a stage between turns.
 
     Args:
-        waiting: Stream of every microbatch before the first layer. On the first stage, the gradient replaces the
-            stream when a microbatch is finished.
+        waiting: Input of the first layer, by microbatch. On the first stage, an entry is overwritten with its gradient
+            when the microbatch finishes its backward pass.
         received: Stream from the previous stage.
         returned: Gradient from the next stage.
         inputs: Inputs of layers, by microbatch.
         layers: Gradients of the floating-point leaves of the layers.
-        rows: Gradients of the rows, by microbatch, for the leaves that have one.
+        rows: Gradients of the differentiable leaves of `rows` (the per-sequence inputs of every layer, see
+            `Shard.repeat`), by microbatch.
         head: Gradients of the parameters of the head.
         sums: Sums that the head returns, such as the loss.
     """

@@ -68,7 +68,10 @@ class Pipeline:
 
     @property
     def turns(self) -> int:
-        """Number of turns of 1f1b. The first stages - 1 have no backward pass, the last stages - 1 no forward pass."""
+        """Number of turns of 1f1b.
+
+        The first `stages - 1` turns run only forward passes, and the last `stages - 1` only backward passes.
+        """
         return self.microbatches + 2 * (self.stages - 1)
 
     @property

@@ -85,8 +85,8 @@ SENT = Figure(
 WALL_TIME = Figure(
     "walltime",
     "Where the wall time of a training goes",
-    "From the first start of a training to its end, or to its last record. The first part is steps that were not "
-    "repeated. The other parts are startup, saving, evaluation, waiting, and steps repeated after a restart.",
+    "Wall time from the first start of a run to its end or last record. Everything except steps that count is "
+    "overhead, such as startup, compilation, saving, evaluation, downtime, and steps repeated after a restart.",
     values.wall_times,
     specs.stacked_bars("wall time", "spent on", lambda v: colours.time_colour(v["part"])),
 )

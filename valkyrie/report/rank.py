@@ -144,7 +144,7 @@ class Comparison:
         works_a, works_b = ({row.work for row in rows} for rows in (self.only_a, self.only_b))
         text = f"Nothing to compare: {self.a} and {self.b} have "
         if works_a & works_b:
-            return f"{text}no common layout with the same kind of speed"
+            return f"{text}no layout in common whose speed was obtained the same way (predicted, measured or trained)"
         first, second = (f"{rows[0].work.label}, {rows[0].work.precision}" for rows in (self.only_a, self.only_b))
         return f"{text}no common workload ({self.a}: {first}; {self.b}: {second})"
 

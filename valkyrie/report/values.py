@@ -48,7 +48,11 @@ def _workload_texts(row: Row) -> tuple[str, str, str]:
 
 
 def bars(rows: Sequence[Row]) -> Values:
-    """Return the speeds of the best rows. `low` is the speed of the 90th percentile step, `high` of the fastest."""
+    """Return the data of the bar chart: one record for each of the best `BARS` rows, with its rate in tokens/s.
+
+    The error bar runs from `low`, the rate at the 90th-percentile step time, to `high`, the rate of the fastest step.
+    Both equal the rate if these times are unknown.
+    """
     row_labels = labels(rows)
     values: Values = []
     for row in [row for row in rows if row.ok][:BARS]:

@@ -88,11 +88,11 @@ def _last_saved(folder: Path) -> float:
 
 
 def run_folder(run: Run) -> Path:
-    """Return the folder of this run: that of `resume`, that of `name`, or a new one named after model, layout and time.
+    """Return the run folder: the one that `resume` or `name` selects, or a new one.
 
-    A compile or measurement of a trained run gets a separate folder next to that run, so that its `run.yaml` does not
-    replace that of the training. Raises ValueError if there is no run `resume`, if `name` has a slash, because
-    `resume=latest` would not find the run, or if the folder contains other files.
+    A new folder is named after model, layout and time. Compiling or measuring a trained run uses a separate folder next
+    to it, so that the training's `run.yaml` is not overwritten. Raises ValueError if the run to resume does not exist,
+    if the folder contains other files, or if `name` has a slash (`resume=latest` does not search nested folders).
     """
     runs, mode = Path(run.config.runs), run.config.mode.name
     uses_run_folder = mode == "train" or reads_run(mode)

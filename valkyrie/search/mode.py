@@ -273,7 +273,10 @@ def _no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:
     """Explain that no layout is legal, and what to change."""
     config, model = request.run.config, request.run.model.name
     if not INDIVISIBLE.issuperset(problem.code for problem in space.refused):
-        return "no layout is legal. The reasons are above. Change these settings, or remove them to search all values."
+        return (
+            "no layout is legal, for the reasons listed above. Change the settings they mention, or remove those "
+            "settings from the command to search all their values."
+        )
     parts = {"microbatches": request.microbatches, "device_batch": config.device_batch}
     settings = "".join(f" with {key}={count}" for key, count in parts.items() if count is not None)
     return (

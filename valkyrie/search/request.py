@@ -151,8 +151,8 @@ def _apply_chip_settings(chip: ChipConfig | None, target: TargetConfig) -> Targe
         return target
     if target.chip is None or target.chip.name != chip.name:
         raise ValueError(
-            f"target={target.name}: the command sets figures of {chip.name} (target.chip), which do not apply to this "
-            f"slice. Search only slices of {chip.name}, or remove these settings or the experiment that makes them."
+            f"target={target.name}: the target.chip settings in this command are for {chip.name} and do not apply to "
+            f"this slice. Search only {chip.name} slices, or remove those settings (they may come from an experiment)."
         )
     return replace(target, chip=chip)
 

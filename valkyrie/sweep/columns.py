@@ -9,7 +9,12 @@ from valkyrie.units import GIB
 _Column = Column[Row]
 _ALL = (
     _Column(
-        "rank", "#", "count", lambda r: r.rank, "rank among speeds of the same kind; ties are within measurement noise"
+        "rank",
+        "#",
+        "count",
+        lambda r: r.rank,
+        "rank among trials whose speed was obtained the same way (predicted, measured or trained); ties are within "
+        "measurement noise",
     ),
     _Column(
         "label", "layout", "layout", lambda r: r.label, "mesh, partition, microbatches and remat; click for details"

@@ -42,7 +42,7 @@ class _JobKind:
 
     @cached_property
     def text(self) -> str:
-        """The configuration as YAML, to look for references in."""
+        """The configuration as YAML text, which is searched for `${...}` references."""
         return OmegaConf.to_yaml(self.config)
 
 

@@ -1,4 +1,4 @@
-"""Prints trials on a terminal: one line per trial, the ranked table of a sweep, and the lines below the table."""
+"""Formats trials for the terminal: a line per trial, the ranked table of a sweep, and the closing summary."""
 
 from __future__ import annotations
 

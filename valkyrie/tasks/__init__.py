@@ -91,7 +91,10 @@ class Task(ABC):
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """Return rows `places` of a random global batch, which the seed determines. Every target counts in the loss."""
+        """Return the rows with indices `places` of a random global batch.
+
+        The same seed gives the same batch. No target is masked out of the loss.
+        """
 
     @abstractmethod
     def loss(

@@ -258,7 +258,10 @@ class Save(Callback):
             step, path = fast_tier.last_saved, fast_tier.path
             return f"The fast checkpoint of step {step} is in {path}. Free disk space, then resume."
         if self.checkpoints.last_saved is None:
-            return "Train on a disk with more space: runs=DIR."
+            return (
+                "Nothing was saved, so this run cannot be resumed. Fix the cause, or start again with checkpoints "
+                "elsewhere: runs=DIR or checkpoint.folder=DIR."
+            )
         return f"Then resume: {command_name()} resume={shlex.quote(str(folder))}"
 
 

@@ -80,7 +80,7 @@ class Screen:
         except OSError as error:
             if is_full(error):  # stdout is a file on a full disk: training is worth more than its output
                 if not self._disk_full:
-                    _warn("the output cannot be written (no space left on device); training continues")
+                    _warn("cannot write to stdout (no space left on device); training continues without printing")
                 self._disk_full = True
                 return
             # A closed pipe (EPIPE) or a terminal that is gone (EIO): the trainer saves before it stops.

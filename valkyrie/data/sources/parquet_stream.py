@@ -73,7 +73,11 @@ class Config(TextConfig):
         return [*problems, *chunk_problems(self.chunk)]
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> StreamedText:
-        """List the files and read the footers of .parquet files. ValueError if one is damaged or a split is empty."""
+        """Open the training and validation splits.
+
+        Reads only the file list and the footers of .parquet files. Raises ValueError if a file is damaged or a split is
+        empty.
+        """
         from valkyrie.data.stream import open_stream
 
         return open_stream(self, tokenizer, team)

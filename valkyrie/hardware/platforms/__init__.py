@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from valkyrie.hardware.target import ChipConfig, TargetConfig
 
 ROUNDING_TOLERANCE = 1.01
-"""Tolerance for published memory sizes, which are rounded: v5p has 95 GiB, or 95.73 GiB by its compiler."""
+"""Maximum ratio of `usable_hbm_gib` to `hbm_gib`.
+
+Published sizes are rounded: v5p is listed with 95 GiB, but its compiler reports 95.73 GiB usable.
+"""
 
 
 class Platform(ABC):

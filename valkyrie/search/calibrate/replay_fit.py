@@ -125,7 +125,10 @@ def _program(run: Run) -> str:
 
 
 def percent_errors(ratios: np.ndarray) -> tuple[float, float]:
-    """Return the median and the largest error of predictions, in percent. `ratios` are known over predicted seconds."""
+    """Return the median and maximum absolute error of predictions, in percent.
+
+    `ratios` holds actual time / predicted time.
+    """
     errors = 100 * np.abs(1 / ratios - 1)
     return float(np.median(errors)), float(errors.max())
 

@@ -40,13 +40,13 @@ class PublishedRun:
 
 @dataclass(frozen=True)
 class Correction:
-    """Factors that replayed times are multiplied by.
+    """Factors that correct replayed step times.
 
     Args:
-        chip_factor: Factor of the chip.
-        slices_factor: Factor for several slices, which wait for each other.
-        rows: Number of runs on the chip.
-        families: Number of families of these runs.
+        chip_factor: Median ratio of measured to replayed time on this chip.
+        slices_factor: Slowdown from waiting for other slices; 1 for one slice.
+        rows: Number of runs that `chip_factor` is fitted to.
+        families: Number of recipes (or of models, after `mode=calibrate`) among these runs.
     """
 
     chip_factor: float

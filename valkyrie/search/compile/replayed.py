@@ -59,8 +59,8 @@ def correct_replay(raw: Replay, target: TargetConfig) -> Replay:
     if target.slices > 1:
         more = 100 * (correction.slices_factor - 1)
         notes.append(
-            f"replayed times are increased by another {more:.1f}%, the loss of published runs on {target.slices} "
-            "slices compared with one"
+            f"replayed times are increased by another {more:.1f}% for running on {target.slices} slices: the slowdown "
+            "relative to one slice, fitted to published runs"
         )
     return replace(
         raw,

@@ -79,7 +79,8 @@ class LayoutGroup:
         target: The slice.
         candidates: Mesh sizes, links and microbatches of the layouts, as arrays with one entry per layout.
         remats: Remat policies to combine with each layout.
-        classes: Number of classes of mesh axes under the partition.
+        classes: Number of groups of interchangeable mesh axes (axes that appear in the same rules of the partition).
+            Breaks ties in the ranking; fewer is simpler.
         meshes: Mesh of each layout, with its placement.
     """
 

@@ -168,7 +168,15 @@ def _products(
 
 
 def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_flops: float) -> Mixing:
-    """Return the work of a block other than its products, which have `product_flops` FLOPs per token."""
+    """Return the work of a block outside its matrix products, such as attention scores or a scan.
+
+    Args:
+        block: The block.
+        context: Where the block is used.
+        count: Number of layers.
+        seq: Sequence length.
+        product_flops: FLOPs per token of the block's matrix products, which are subtracted from its total.
+    """
     named = [
         activation
         for activation in block.saved_activations(context)

@@ -49,10 +49,16 @@ class Event(NamedTuple):
 def collective_times(
     step: Callable[[], object], module: Module, mesh_axes: dict[str, int], trace_folder: Path | None
 ) -> CollectiveTrace:
-    """Trace `STEPS` calls of a step after its warm-up, and return the time in collectives.
+    """Trace `STEPS` calls of `step`, which must be warmed up, and return the time spent in collectives.
 
-    `trace_folder` is the folder for the trace, or None to delete it. If the profiler fails or records no names, the
-    result has the reason in its note instead of times.
+    If the profiler fails or does not record the names of collectives, the result has no times and its note gives the
+    reason.
+
+    Args:
+        step: Runs one training step.
+        module: The compiled module of the step.
+        mesh_axes: Size of each mesh axis.
+        trace_folder: Where to keep the trace, or None to discard it.
     """
     collectives = collectives_by_operation(module, mesh_axes)
     try:

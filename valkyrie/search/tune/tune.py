@@ -265,7 +265,11 @@ class _Tuner:
             yield from self._combinations(settings[half:])
 
     def _attempt(self, move: _Move, number: int) -> None:
-        """Compile the best so far with a move applied, and keep the move if the step is shorter."""
+        """Compile the best settings so far with `move` applied, and record the verdict for round `number`.
+
+        Adopts the new settings if the step is at least `LEAST_GAIN` shorter or, when the move removes an option, not
+        longer. Combinations are not adopted for a shorter step. Skips settings already tried.
+        """
         best, model = self.tuned, self._model | move.model
         options = best.options | move.options
         options = {
