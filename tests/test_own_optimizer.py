@@ -1,6 +1,4 @@
 """Tests of the example optimizer of valkyrie/optim/README.md in a user's folder: training, estimates, errors."""
-errors.
-"""
 
 from __future__ import annotations
 

@@ -84,9 +84,7 @@ class Result:
 
     @property
     def tokens_per_second_per_chip(self) -> float | None:
-        """Throughput in tokens per second per chip, predicted or measured like `step_s`, or None without a step
-        time.
-        """
+        """Throughput in tokens per second per chip, predicted or measured like `step_s`, or None if unknown."""
         return None if self.record.step is None else self.record.step.tokens_per_second_per_chip
 
     @property

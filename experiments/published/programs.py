@@ -37,9 +37,7 @@ def program_of(run: Run) -> str:
 
 
 def replay_of(run: Run) -> str:
-    """Return a digest of everything a run's replay depends on: source code, topology, and the chip settings in
-    `FIGURES`.
-    """
+    """Return a digest of all that a run's replay depends on: source code, topology, and the settings in `FIGURES`."""
     chip = run.config.target.chip
     figures = [getattr(chip, name) for name in FIGURES]
     text = repr([source_digest("compiled", "machine"), build_topology(run.config.target), figures])
