@@ -58,7 +58,7 @@ def test_a_folder_without_a_finished_checkpoint_is_not_a_run(tmp_path: Path) -> 
     make_run(tmp_path, "good")
     (tmp_path / "torn" / "checkpoints" / "7").mkdir(parents=True)
     assert find_run(tmp_path, "latest").name == "good"
-    with pytest.raises(ValueError, match=f"resume=torn .*={tmp_path}.* good"):
+    with pytest.raises(ValueError, match=f"resume=torn.*={tmp_path}.* good"):
         find_run(tmp_path, "torn")
 
 

@@ -51,7 +51,7 @@ def test_the_output_folder_is_created(tmp_path: Path, capsys):
     folder = sweep_folder(tmp_path / "mine", [FSDP])
     output = tmp_path / "new" / "out" / "x.md"
     main([str(folder), "--format", "md", "--output", str(output)])
-    assert capsys.readouterr().out == f"1 trials: {output}\n" and output.read_text().startswith("# hand\n")
+    assert capsys.readouterr().out == f"1 trial: {output}\n" and output.read_text().startswith("# hand\n")
     for under in (output / "y.md", output / "deeper" / "y.md"):
         err = fails(capsys, folder, "--format", "md", "--output", under)
         assert f" {under.parent} " in err
@@ -60,14 +60,14 @@ def test_the_output_folder_is_created(tmp_path: Path, capsys):
 def test_the_trials_file_can_be_given_instead_of_its_folder(tmp_path: Path, capsys):
     folder = sweep_folder(tmp_path / "mine", [FSDP])
     main([str(folder / "trials.jsonl")])
-    assert capsys.readouterr().out == f"1 trials: {folder / PAGE}\n"
+    assert capsys.readouterr().out == f"1 trial: {folder / PAGE}\n"
     assert valkyrie.write_report(folder / "trials.jsonl") == folder / PAGE
     with pytest.raises(ValueError, match=f"{folder / PAGE} "):
         valkyrie.write_report(folder, output=folder / PAGE / "x.html")
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
-    assert "no path" in fails(capsys)
+    assert "PATH is missing" in fails(capsys)
     assert f"{tmp_path / 'none'} does not exist." in fails(capsys, tmp_path / "none")
     err = fails(capsys, tmp_path)
     assert f"trials.jsonl in {tmp_path}" in err and "valkyrie-train -m" in err
@@ -155,7 +155,7 @@ def test_a_training_has_its_own_page(tmp_path: Path, capsys):
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     capsys.readouterr()
     main([str(tmp_path)])
-    assert capsys.readouterr().out == f"1 trials: {tmp_path / PAGE}\n"
+    assert capsys.readouterr().out == f"1 trial: {tmp_path / PAGE}\n"
     text = (tmp_path / PAGE).read_text()
     assert "<h1>run: how" in text and 'id="trained"' in text
     main([str(folder), "--format", "csv"])

@@ -213,7 +213,7 @@ def test_ctrl_c_in_a_terminal_keeps_finished_trials_and_ends_the_current_one(tmp
             os.killpg(sweep.pid, signal.SIGINT)  # what a terminal does on Ctrl-C; the trial is not in this group
     assert sweep.wait(30) == 130
     assert "best so far" in output and "simulated" in output
-    assert "stopped:" in output
+    assert "valkyrie-train: stopped" in output
     assert {p: t.status for p, t in stage.trials().items()} == {"dp": Status.ok}
     assert "Traceback" not in output
 
