@@ -69,7 +69,7 @@ def test_help_and_configuration_do_not_load_jax(tmp_path: Path, arguments: list[
         (["stps=3"], "mean steps?"),
         (["mesh=2x2x2", "batch=7"], "batch=7 is not"),
         (["mesh=3x1x1", "partition=2d_tp"], "4 is not"),
-        (["resume=nothing"], "resume=nothing is no"),
+        (["resume=nothing"], "resume=nothing"),
         (["data=text", "data.paths=[nofile.txt]"], "directory nofile.txt"),
         (["target=v5e-8", "mesh=8x1x1", "partition=dp"], "target=v5e-8 (8 v5e"),
     ],
@@ -113,7 +113,7 @@ def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedPr
 def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     done = shell("cd gone; rmdir ../gone; $command --version", tmp_path)
-    assert done.returncode == 2 and "folder is gone" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and "current folder was deleted" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_closed_streams_and_ascii_encodings_are_handled(tmp_path: Path) -> None:
