@@ -94,7 +94,7 @@ def test_the_output_says_simulated_and_names_the_next_command(
     assert f"run folder: {tmp_path / 'run'}" in out
     following = re.findall(r"next: (.*)", out)[0]
     assert shlex.split(following, comments=True) == ["valkyrie-train", f"resume={tmp_path / 'run'}", "steps=12"]
-    assert "# continues training; " in following and ";" not in following
+    assert "# continues training, " in following and ";" not in following
     assert "step 6: validation" in out
 
 
@@ -290,7 +290,7 @@ def _check_terminal(tmp_path: Path, here: int, there: int, stack: contextlib.Exi
     seen = read_terminal(here, r"Resume with", 60)
     assert job.wait(60) == 130
     assert "stopping after" in seen and re.search(r"step \d+, saved", seen)
-    assert f"Goonwith:valkyrie-trainresume={tmp_path / 'run'}" in re.sub(r"\s", "", seen), "the terminal wraps it"
+    assert f"Resumewith:valkyrie-trainresume={tmp_path / 'run'}" in re.sub(r"\s", "", seen), "the terminal wraps it"
     assert "Traceback" not in seen and "\x1b[?25h" in seen, "the cursor is not shown again"
     assert saved_arrays(tmp_path / "run")["['step']"] >= 2
 

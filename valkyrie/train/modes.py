@@ -83,7 +83,8 @@ def _train(run: Run, team: Team, began: float) -> int:
     console.print(f"run folder: {folder}")
     longer = 2 * max(run.config.steps, fitted.summary["steps"])
     rate_rises = rate_rises_if_extended(run.config.optimizer, fitted.summary["steps"], longer)
-    rate_note = f"; the learning rate rises again and decays over {longer} steps" if rate_rises else ""
+    # No semicolon: interactive zsh does not know comments, and would run what follows as a second command.
+    rate_note = f", the learning rate rises again and decays over {longer} steps" if rate_rises else ""
     console.print(f"next: {resume_command} steps={longer}   # continues training{rate_note}")
     console.print(
         f'      {resume_command} mode=generate prompt="class "' if is_text else f"      {resume_command} mode=eval"
