@@ -153,7 +153,7 @@ def test_the_description_of_a_pipeline():
     assert run.layout.accumulation_steps == 1
     assert small_run("gpt_tiny", "mesh=2x2x1", "partition=dp").about().pipeline is None
     unused = small_run("gpt_tiny", "mesh=2x2x1", "partition=pp", "microbatches=2").layout
-    assert (unused.pipeline, unused.accumulated, unused.roles["z"].kind) == (None, 2, RoleKind.unused)
+    assert (unused.pipeline, unused.accumulation_steps, unused.roles["z"].kind) == (None, 2, RoleKind.unused)
 
 
 def test_hints_of_1f1b_suggest_no_activations_to_save():
