@@ -159,7 +159,7 @@ def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
     assert first[0].startswith("A is 2.50") and other[0].startswith("B is 2.50")
     tokens = [side["tokens"] for side in pairs["sides"].values()]
     assert tokens[1] != tokens[0]
-    assert f"for {tokens[0]:,} tokens" in first[0] and f"for {tokens[1]:,} tokens" in other[0]
+    assert f"{tokens[0]:,} tokens" in first[0] and f"{tokens[1]:,} tokens" in other[0]
 
 
 def test_only_layouts_of_the_same_work_are_compared(tmp_path: Path):

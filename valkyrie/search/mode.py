@@ -87,10 +87,8 @@ def _search(run: Run) -> int:
             console.print("interrupted; the best so far:", style="yellow")
             status = INTERRUPTED
     best, options = compiles.best(request), []
-    tune_budget = request.mode.tune
-    tune_s = None if tune_budget is None else parse_seconds(tune_budget)
-    if status == 0 and best is not None and tune_s is not None:
-        status, options = tune_best(request, best, tune_s, console)
+    if status == 0 and best is not None and request.mode.tune is not None:
+        status, options = tune_best(request, best, parse_seconds(request.mode.tune), console)
     if status == 0 and can_measure:
         status = _measure(request, shortlisted, compiles, folder, measured, console)
     rows = rank_measured(request, rank_layouts(request, shortlisted, compiles, SHOWN), measured)
@@ -99,10 +97,9 @@ def _search(run: Run) -> int:
         remove_if_empty(folder)
         return status or NOT_COMPILED
     if options and (best is None or rows[0].candidate != best.estimate.candidate):
-        text = " ".join(options)
         message = (
-            f"The tuned options ({text}) were dropped, because another layout is faster. To tune that layout, use "
-            "mode=tune."
+            f"The tuned options ({' '.join(options)}) were dropped, because another layout is faster. To tune that "
+            "layout, use mode=tune."
         )
         console.print(message, style="yellow", markup=False, soft_wrap=True)
         options = []
