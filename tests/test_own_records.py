@@ -95,6 +95,14 @@ def test_a_damaged_run_yaml_is_reported(run_folder: Path, tmp_path: Path, data: 
     check(data, tmp_path / "run.yaml", valid, lambda: saved_run(tmp_path))
 
 
+@pytest.mark.parametrize("group", ["data", "model", "optimizer", "task"])
+def test_a_group_of_run_yaml_that_is_a_list_is_named(run_folder: Path, tmp_path: Path, group: str) -> None:
+    content = yaml.safe_load((run_folder / "run.yaml").read_text())
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content | {group: []}))
+    with pytest.raises(ValueError, match=f"{group}="):
+        saved_run(tmp_path)
+
+
 @fuzz(60)
 def test_damaged_trial_records_are_reported(sweep_folder: Path, data: st.DataObject) -> None:
     check_line(data, sweep_folder / "trials.jsonl", lambda: report(sweep_folder))

@@ -251,6 +251,8 @@ class Run:
         add_import_path(OmegaConf.select(composed, "modules") or [])
         classes, folders = dict[str, type](), []
         for group, families in FAMILIES.items():
+            if not isinstance(settings := composed.get(group), DictConfig | None):
+                raise ValueError(f"{group}={override_text(settings)} must be a mapping of settings.")
             family = OmegaConf.select(composed, families.key)
             if family is None and group in OPTIONAL_GROUPS:
                 continue
