@@ -87,8 +87,9 @@ def _search(run: Run) -> int:
             console.print("interrupted; the best so far:", style="yellow")
             status = INTERRUPTED
     best, options = compiles.best(request), []
-    if status == 0 and best is not None and request.mode.tune is not None:
-        status, options = tune_best(request, best, parse_seconds(request.mode.tune), console)
+    tune_s = None if request.mode.tune is None else parse_seconds(request.mode.tune)
+    if status == 0 and best is not None and tune_s is not None:
+        status, options = tune_best(request, best, tune_s, console)
     if status == 0 and can_measure:
         status = _measure(request, shortlisted, compiles, folder, measured, console)
     rows = rank_measured(request, rank_layouts(request, shortlisted, compiles, SHOWN), measured)
