@@ -23,8 +23,8 @@ from valkyrie.machine.network import Machine
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.train.program import serialised_module
 
-# Kept, because libtpu has wheels for Linux on x86_64 alone: elsewhere these tests can only be left out. `.ci/run`
-# installs the extra wherever there is a wheel, and skips none of them there.
+# libtpu has wheels for Linux on x86_64 only, so on other machines these tests cannot run. `.ci/run` installs the extra
+# `tpu` where there is a wheel, so it skips none of them there.
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="compiles for a TPU: uv sync --extra tpu (Linux on x86_64; no TPU is needed)",

@@ -51,8 +51,8 @@ TINY = (
 """Arguments of the smallest run that uses every component. It spends most of its time compiling."""
 SINGLE = ("mesh=1x1x1", "partition=dp")
 
-# A sandbox needs namespaces of Linux, which some containers forbid. The message to the user is tested in any case
-# (`test_code_eval.py`).
+# The sandbox needs Linux namespaces, which some containers forbid. The refusal that users get there is tested on every
+# machine (`test_code_eval.py`).
 needs_sandbox = pytest.mark.skipif(sandbox_problem() is not None, reason=f"no sandbox: {sandbox_problem()}")
 
 

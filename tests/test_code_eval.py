@@ -35,8 +35,7 @@ from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.runs.tracking import read_metrics
 
 SOLUTIONS = Path(__file__).parent / "goldens"
-# Kept, because a C++ compiler is no Python package, so that no command of ours can install one: C++ is then refused,
-# which is tested in any case.
+# uv cannot install a C++ compiler. Without one, C++ problems are refused, which is tested on every machine.
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 CODE = ("code_eval.problems=python", "code_eval.samples=2", "code_eval.tokens=6", "code_eval.batch=4")
 ADD = {"name": "add", "language": "python", "difficulty": "easy", "prompt": "def f():\n", "tests": "assert f()\n"}

@@ -189,16 +189,16 @@ print(run_steps({}, [SandboxStep(("sh", "-c", command), 20.0, 256)])[0].output)
 
 def test_a_user_without_privileges_has_the_same_sandbox() -> None:
     if os.geteuid() == 0 and not sandbox._can_nest_namespaces():
-        # Kept, because a kernel may forbid them to users: then root is the only one who has a sandbox there.
-        pytest.skip("this machine has no user namespaces for users")
+        # Some kernels allow user namespaces only to root. Other users then have no sandbox, so there is none to test.
+        pytest.skip("this kernel allows user namespaces only to root")
     environment = {**os.environ, "TMPDIR": "/tmp"}
     done = subprocess.run([sys.executable, "-c", UNPRIVILEGED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("No such file") == 2 and done.stdout.strip().endswith("kept apart")
 
 
-# Kept, because only root can become another user; what others have is the test above.
-@pytest.mark.skipif(os.geteuid() != 0, reason="for root")
+# Without user namespaces the sandbox changes to another user, which only root can do. The test above covers other users.
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to another user")
 def test_root_keeps_programs_apart_without_user_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_can_nest_namespaces", lambda: False)
     ended = shell("id -u; ls -d /root /home /proc/1; touch /box/own && echo wrote")

@@ -59,7 +59,8 @@ def test_disabled_jit_is_refused(monkeypatch, capfd: pytest.CaptureFixture[str])
     assert "JAX_DISABLE_JIT=1 is set" in capfd.readouterr().err
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+# Only Linux has a device on which every write fails with "no space left". Filling a real disk needs root and a mount.
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 @pytest.mark.parametrize("variables", [{"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""}])
 def test_a_full_output_device_is_reported(variables: dict[str, str]):
     with open("/dev/full", "w") as full:

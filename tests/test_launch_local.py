@@ -215,8 +215,7 @@ def test_a_second_ctrl_c_kills_processes_that_ignored_the_first(launched: Any):
     assert process.returncode == 130 and "processes 0, 1, 2 " in err
 
 
-# Kept, because only Linux's kernel can end a process with its parent (PR_SET_PDEATHSIG): macOS has nothing like it, and
-# the launcher promises it for Linux alone.
+# Only Linux can end a process together with its parent (PR_SET_PDEATHSIG), and the launcher promises it only there.
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a killed process")
 def test_children_end_if_the_launcher_is_killed(launched: Any):
     process = launched(DEAF)

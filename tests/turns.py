@@ -66,8 +66,8 @@ def skip_when_over(item: pytest.Item) -> None:
     """Skip a test if the time is up. The summary counts the skipped tests."""
     until = os.environ.get(UNTIL)
     if until is not None and item.config.getoption("--minutes") is not None and time.time() > float(until):
-        # A run bounded by --minutes must end, and a test left out must not look passed: the summary counts it. Without
-        # --minutes, as in the default run, nothing is skipped.
+        # --minutes asks for a run that ends in time. A test that was not reached must not count as passed, so it is
+        # skipped and listed in the summary. Without --minutes, as in the default run, this skips nothing.
         pytest.skip(NOT_REACHED)
 
 

@@ -91,7 +91,7 @@ def main() -> None:
 
 def kept(batch: int) -> list[tuple[str, float, float]]:
     """Return each measured layout with its current estimate and its measured median, both in seconds."""
-    estimates = {name(one): one.step_s for one in layouts(read_figures(KEPT), batch)}
+    estimates = {name(layout): layout.step_s for layout in layouts(read_figures(KEPT), batch)}
     with FILE.open() as file:
         rows = [row for row in csv.DictReader(file) if row["batch"] == str(batch)]
     return [(row["layout"], estimates[row["layout"]], float(row["measured_s"])) for row in rows]
@@ -142,7 +142,7 @@ def _network(hosts: Path) -> Iterator[Network]:
         yield Network(process)  # on exit, Popen closes its stdin, which ends the process
 
 
-def trouble() -> str | None:
+def why_unavailable() -> str | None:
     """Return the reason that no slow network can be created on this machine, or None if it can."""
     if missing := [tool for tool in ("unshare", "nsenter", "ip", "tc") if not shutil.which(tool)]:
         return f"{missing[0]} is not installed"

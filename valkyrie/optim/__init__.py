@@ -89,7 +89,8 @@ class OptimizerConfig:
         Args:
             rate: Learning rate by step.
         """
-        # Not abstract: Muon overrides `transformation` and has no rules.
+        # Not an abstract method: a family may override `transformation` instead, as Muon does, and then needs no rules.
+        # Only a user's own family that defines neither gets here.
         raise NotImplementedError(
             f"optimizer.family={self.family}: Config defines neither `rules` nor `transformation`. Define one of them."
         )
