@@ -171,35 +171,35 @@ def measured(
     """
     every = estimates[:: max(len(estimates) // most, 1)] if most else estimates
     seconds = {}
-    for one in every:
-        seconds[name(one)] = [step_s(networks, one, batch)]
+    for layout in every:
+        seconds[name(layout)] = [step_s(networks, layout, batch)]
         console.print(
-            f"{name(one)}: estimated {one.step_s:.3f} s, measured {seconds[name(one)][0]:.3f} s", markup=False
+            f"{name(layout)}: estimated {layout.step_s:.3f} s, measured {seconds[name(layout)][0]:.3f} s", markup=False
         )
-    best = min(every, key=lambda one: seconds[name(one)][0])
-    for one in [every[0], best] * 2 if best is not every[0] else []:
-        seconds[name(one)].append(step_s(networks, one, batch))
+    best = min(every, key=lambda layout: seconds[name(layout)][0])
+    for layout in [every[0], best] * 2 if best is not every[0] else []:
+        seconds[name(layout)].append(step_s(networks, layout, batch))
     return [
         {
             "batch": str(batch),
-            "layout": name(one),
-            "measured_s": f"{np.median(seconds[name(one)]):.4f}",
-            "times": str(len(seconds[name(one)])),
+            "layout": name(layout),
+            "measured_s": f"{np.median(seconds[name(layout)]):.4f}",
+            "times": str(len(seconds[name(layout)])),
         }
-        for one in every
+        for layout in every
     ]
 
 
-def name(one: EstimatedLayout) -> str:
+def name(layout: EstimatedLayout) -> str:
     """Return the overrides of a layout, except target, remat and placement."""
-    return " ".join(o for o in one.candidate.overrides[1:] if not o.startswith(("remat=", "mesh.placement=")))
+    return " ".join(o for o in layout.candidate.overrides[1:] if not o.startswith(("remat=", "mesh.placement=")))
 
 
-def step_s(networks: Sequence[Network], one: EstimatedLayout, batch: int) -> float:
+def step_s(networks: Sequence[Network], layout: EstimatedLayout, batch: int) -> float:
     """Return the median seconds per step of a layout, run by a process in each network."""
     with tempfile.TemporaryDirectory() as folder:
-        asked = ["mode=measure", "mode.repeats=5", *WORK, f"batch={batch}", *name(one).split(), f"runs={folder}"]
-        _together(networks, asked)
+        arguments = ["mode=measure", "mode.repeats=5", *WORK, f"batch={batch}", *name(layout).split(), f"runs={folder}"]
+        _together(networks, arguments)
         return json.loads((Path(folder) / "timed" / MEASURED).read_text())["step"]["step_s"]
 
 
