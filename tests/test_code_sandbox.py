@@ -197,7 +197,7 @@ def test_a_user_without_privileges_has_the_same_sandbox() -> None:
     assert done.stdout.count("No such file") == 2 and done.stdout.strip().endswith("kept apart")
 
 
-# Without user namespaces the sandbox changes to another user, which only root can do. The test above covers the others.
+# Without user namespaces the sandbox changes to another user, which only root can do. The test above covers others.
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to another user")
 def test_root_keeps_programs_apart_without_user_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_can_nest_namespaces", lambda: False)

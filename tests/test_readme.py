@@ -354,8 +354,8 @@ def test_the_accuracy_in_the_readme_matches_the_full_table():
 REPORT_COMMAND = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
 """The command that produced the report on the pages."""
 COMPILER = re.findall(r"with libtpu ([\d.]+\d)", SEARCH)[0]
-# pip installs a different libtpu for each Python version and after each release, and step times differ between them. The
-# figures on the pages can only be compared with the libtpu they name.
+# pip installs a different libtpu for each Python version and after each release, and step times differ between them.
+# The figures on the pages can only be compared with the libtpu they name.
 needs_the_same_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is not None and version("libtpu") != COMPILER,
     reason=f"the pages show predictions with libtpu {COMPILER}, and other versions predict other times",
