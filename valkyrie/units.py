@@ -25,8 +25,8 @@ def memory_text(size: int | float | None) -> str:
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"
 
 
-def traffic_text(size: int | float) -> str:
-    """Format bytes sent over a link, with decimal units."""
+def decimal_bytes_text(size: int | float) -> str:
+    """Format bytes sent over a link or stored in files, in decimal units (GB, MB or kB)."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from valkyrie.paths import disk_errors, write_atomic
-from valkyrie.units import traffic_text
+from valkyrie.units import decimal_bytes_text
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 """Names of files in a folder. The weights are in a single file, or in several files that the index lists."""
@@ -211,7 +211,7 @@ def _split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 def describe_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> str:
     """Return a text with the number of tensors, parameters and bytes."""
     count = sum(int(np.prod(shape)) for shape in shapes.values())
-    return f"{len(shapes)} tensors, {count:,} parameters in {dtype.name}, {traffic_text(count * dtype.itemsize)}"
+    return f"{len(shapes)} tensors, {count:,} parameters in {dtype.name}, {decimal_bytes_text(count * dtype.itemsize)}"
 
 
 def _first_names(names: list[str]) -> str:

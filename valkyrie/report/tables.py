@@ -14,7 +14,7 @@ from valkyrie.sweep.columns import BEST, COLUMNS, MARKDOWN, PAGE
 from valkyrie.sweep.names import without_run_folder
 from valkyrie.sweep.rows import Row, SpeedKind, with_ranks
 from valkyrie.sweep.trial import Status
-from valkyrie.units import duration, long_duration, memory_text, share_text, traffic_text
+from valkyrie.units import decimal_bytes_text, duration, long_duration, memory_text, share_text
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
@@ -87,7 +87,7 @@ def training_table(rows: Sequence[Row]) -> TextTable:
         [row.trial.name, f"{row.trial.results.steps or 0:,}", long_duration(goodput.wall_s)]
         + ["" if goodput.share is None else share_text(goodput.share), str(goodput.restarts)]
         + ["" if row.data_wait is None else share_text(row.data_wait)]
-        + [traffic_text(sum(row.sent.values())) if row.sent else "nothing", goodput.rest()]
+        + [decimal_bytes_text(sum(row.sent.values())) if row.sent else "nothing", goodput.rest()]
         for row, goodput in trainings
     ]
     return TextTable("How trainings spent their time", heads, body)
@@ -161,7 +161,7 @@ def details(row: Row) -> Facts:
             for part in sorted(row.parts, key=lambda part: -part.seconds)
             if row.step_s and part.seconds >= _MIN_LISTED_SHARE * row.step_s
         ],
-        "sent": ", ".join(f"{axes} {traffic_text(size)}" for axes, size in row.sent.items() if size),
+        "sent": ", ".join(f"{axes} {decimal_bytes_text(size)}" for axes, size in row.sent.items() if size),
         "goodput": row.goodput.describe() if row.goodput else None,
         "steps": None if results.finished is None else f"{results.steps or 0:,}{unfinished}",
         "reported": memory_text(reported_peak) if reported_peak else None,

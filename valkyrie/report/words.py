@@ -18,7 +18,7 @@ from valkyrie.search.explain.difference import compare_layouts, compared_quantit
 from valkyrie.sweep.noise import has_spread, within_noise
 from valkyrie.sweep.rows import Row, SpeedKind, Workload, group_by_kind, pair_predictions
 from valkyrie.sweep.trial import Status
-from valkyrie.units import duration, memory_text, number_text, percent, share_text, traffic_text
+from valkyrie.units import decimal_bytes_text, duration, memory_text, number_text, percent, share_text
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
@@ -143,7 +143,7 @@ def _without_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
         text += f" Least memory: {layout}, {memory_text(least_memory.peak)} per device."
     fewest_sent = min((row for row in ok_rows if row.sent), key=lambda row: sum(row.sent.values()), default=None)
     if fewest_sent is not None:
-        size = traffic_text(sum(fewest_sent.sent.values()))
+        size = decimal_bytes_text(sum(fewest_sent.sent.values()))
         text += f" Fewest bytes sent: {_layout_text(fewest_sent, several_workloads)}, {size} per device and step."
     return text
 

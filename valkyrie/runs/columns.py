@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from valkyrie.units import duration, memory_text, number_text, percent, printable, traffic_text
+from valkyrie.units import decimal_bytes_text, duration, memory_text, number_text, percent, printable
 
 if TYPE_CHECKING:
     from rich.console import OverflowMethod
@@ -25,7 +25,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "percent": percent,
     "range": lambda ends: "{:+.0f} to {:+.0f}%".format(*(100 * end for end in ends)),
     "bytes": memory_text,
-    "sent": traffic_text,
+    "sent": decimal_bytes_text,
     "dollars": "{:.3g}".format,
     "amount": number_text,
     "loss": "{:.4f}".format,

@@ -27,7 +27,7 @@ from valkyrie.train.prepare import load_run_tokenizer, prepare_run, refuse_witho
 from valkyrie.train.processes import Team, join_processes
 from valkyrie.train.room import explain_oom
 from valkyrie.train.screen import make_console
-from valkyrie.units import traffic_text
+from valkyrie.units import decimal_bytes_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -157,7 +157,7 @@ def list_checkpoints(run: Run) -> int:
     checkpoints = stored_checkpoints(folder, run.config.checkpoint)
     for c in checkpoints:
         console.print(
-            f"{folder.name} step {c.step}: {c.tier}, {traffic_text(c.size)}, {c.saved}, {c.state}", markup=False
+            f"{folder.name} step {c.step}: {c.tier}, {decimal_bytes_text(c.size)}, {c.saved}, {c.state}", markup=False
         )
     return int(any(c.damage for c in checkpoints))
 
@@ -238,8 +238,10 @@ def _report(console: Console, fitted: FitResult, devices: Devices) -> None:
     console.print(", ".join(parts))
     traffic = summary.get(TRAFFIC) or {}
     if total := traffic.get("bytes"):
-        by_axes = ", ".join(f"{axes} {traffic_text(size)}" for axes, size in traffic["bytes_by_mesh_axes"].items())
-        console.print(f"a device sends {traffic_text(total)} per step, by mesh axes: {by_axes}")
+        by_axes = ", ".join(
+            f"{axes} {decimal_bytes_text(size)}" for axes, size in traffic["bytes_by_mesh_axes"].items()
+        )
+        console.print(f"a device sends {decimal_bytes_text(total)} per step, by mesh axes: {by_axes}")
 
 
 def _nan_message(error: FloatingPointError) -> str:

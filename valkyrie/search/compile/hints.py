@@ -23,7 +23,7 @@ from valkyrie.search.compile.prediction import (
     short_cause,
     short_source,
 )
-from valkyrie.units import GIB, duration, gib, memory_text, percent, traffic_text
+from valkyrie.units import GIB, decimal_bytes_text, duration, gib, memory_text, percent
 
 MIN_HINT_SHARE = 0.15
 """Smallest share of a step that gets a hint."""
@@ -194,7 +194,7 @@ def _suggest_partitions(facts: _Facts, axes: Sequence[str], excluded: Collection
         sends = (
             ""
             if entry.sends is None
-            else f"sends about {traffic_text(entry.sends)} a step, not {traffic_text(sent_now)}, and "
+            else f"sends about {decimal_bytes_text(entry.sends)} a step, not {decimal_bytes_text(sent_now)}, and "
         )
         return f"partition={entry.partition} {sends}needs about {gib(entry.needs)} of {gib(usable)}"
 

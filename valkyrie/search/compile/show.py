@@ -26,7 +26,7 @@ from valkyrie.search.compile.prediction import (
 )
 from valkyrie.train.options import KEY, TO_FIT, Option
 from valkyrie.units import GIB, duration, gib, memory_text
-from valkyrie.units import traffic_text as sent_text
+from valkyrie.units import decimal_bytes_text as sent_text
 
 _FORMATS: dict[str, Callable[[float], str]] = {
     "GiB": lambda size: f"{size / GIB:.2f}",

@@ -13,7 +13,7 @@ from valkyrie.axes import UNATTRIBUTED
 from valkyrie.parts import PartKind, record_name, seconds_in
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.prediction import CompileStatus, PredictedStep, Prediction, short_cause, short_source
-from valkyrie.units import duration, memory_text, percent, traffic_text
+from valkyrie.units import decimal_bytes_text, duration, memory_text, percent
 
 LETTERS = ("A", "B")
 """Labels of the first and the second layout in sentences."""
@@ -303,7 +303,7 @@ def _share_of_difference(fast: _Side, slow: _Side, *kinds: PartKind) -> float:
 
 def _explain_communication(fast: _Side, slow: _Side) -> list[str]:
     """Compare seconds and bytes of communication, or only the bytes if neither step is split into parts."""
-    fast_bytes, slow_bytes = (traffic_text(side.scale * sum(side.parts.sent.values())) for side in (fast, slow))
+    fast_bytes, slow_bytes = (decimal_bytes_text(side.scale * sum(side.parts.sent.values())) for side in (fast, slow))
     if not (fast.parts.seconds or slow.parts.seconds):
         sends_anything = fast.parts.sent or slow.parts.sent
         return (
