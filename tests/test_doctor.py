@@ -70,8 +70,14 @@ def single_finding(check: Callable[[CheckContext], CheckResults], run: Run, proc
 
 
 def test_a_target_that_is_not_this_machine_fails():
-    (finding,) = run_checks(HOST_CHECKS[:1], CheckContext(compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8")))
+    (finding,) = run_checks(HOST_CHECKS[:2], CheckContext(compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8")))
     assert (finding.check, finding.severity) == ("chips", FAILS) and "target=v4-8 " in finding.text
+
+
+def test_a_problem_of_the_environment_is_reported_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_DISABLE_JIT", "1")
+    findings = run_checks(HOST_CHECKS[:2], CheckContext(compose_run(*SMALL, "target=cpu")))
+    assert [(finding.check, finding.severity) for finding in findings] == [("environment", FAILS), ("chips", OK)]
 
 
 def test_simulated_devices_are_a_warning_unless_they_are_asked_for():

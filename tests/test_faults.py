@@ -5,7 +5,9 @@ They run in this process where possible. `test_journeys.py` has the slow ones, w
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from omegaconf import OmegaConf
 import valkyrie
 from reported import trial
 from runs import SINGLE, TINY, command
+from valkyrie.checkpoint import CheckpointConfig, Checkpoints
 from valkyrie.cli import predict
 from valkyrie.compiled.dumped import MAX_BYTES, read_dumped
 from valkyrie.config.refusals import unknown_key
@@ -28,7 +31,6 @@ from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.runs.folder import _remove_empty, run_folder
 from valkyrie.sweep.rows import make_rows
 from valkyrie.tasks.puzzles import puzzle_losses
-from valkyrie.train.trainer import _bucket_errors
 from valkyrie.units import printable
 
 MISTAKES = {
@@ -54,9 +56,9 @@ def test_a_folder_name_that_is_not_utf8_is_handled(tmp_path: Path, monkeypatch, 
 
 
 def test_disabled_jit_is_refused(monkeypatch, capfd: pytest.CaptureFixture[str]):
-    monkeypatch.setenv("JAX_DISABLE_JIT", "1")
+    monkeypatch.setenv("JAX_DISABLE_JIT", "True")
     assert command(*TINY, *SINGLE, "steps=1") == 2
-    assert "JAX_DISABLE_JIT=1 is set" in capfd.readouterr().err
+    assert "JAX_DISABLE_JIT=True is set" in capfd.readouterr().err
 
 
 # Only Linux has a device on which every write fails with "no space left". Filling a real disk needs root and a mount.
@@ -160,9 +162,39 @@ def test_the_refusal_of_a_key_in_a_free_group_says_how_to_add_it():
     assert "To add one: +hydra.sweeper.space.vary.nope=VALUE" in str(problem) and "Known" not in str(problem)
 
 
-def test_an_unreachable_bucket_is_named():
-    words = r"^checkpoint.folder=gs://x cannot be reached \(name or service"
-    with pytest.raises(DiskError, match=words), _bucket_errors("gs://x"):
-        raise OSError(-2, "Name or service not known")
-    with pytest.raises(OSError, match="full"), _bucket_errors("/disk"):
-        raise OSError("full")
+def orbax_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Let Orbax raise an error when it opens a folder. Buckets count as supported."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager", fail)
+    monkeypatch.setattr("valkyrie.buckets.find_spec", lambda name: name)
+
+
+def test_an_unreachable_bucket_is_named(tmp_path: Path, monkeypatch, capfd: pytest.CaptureFixture[str]):
+    orbax_fails(monkeypatch, OSError(-2, "Name or service not known"))
+    assert command(*TINY, *SINGLE, "steps=1", f"runs={tmp_path}", "checkpoint.folder=gs://x") == 2
+    words = "checkpoint.folder=gs://x cannot be reached (name or service not known). Check its name,"
+    error = capfd.readouterr().err
+    assert words in error and "Traceback" not in error
+    (tmp_path / "checkpoints.path").write_text("gs://x/run\n")
+    with pytest.raises(DiskError, match=re.escape(words)):
+        Checkpoints(tmp_path, CheckpointConfig(), read_only=True)
+
+
+def test_a_programming_error_is_not_blamed_on_the_bucket(tmp_path: Path, monkeypatch):
+    orbax_fails(monkeypatch, TypeError("unexpected argument"))
+    with pytest.raises(TypeError, match="unexpected"):
+        Checkpoints(tmp_path, CheckpointConfig(folder="gs://x"))
+
+
+def test_a_full_run_folder_is_not_blamed_on_the_bucket(tmp_path: Path, monkeypatch, capfd: pytest.CaptureFixture[str]):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("valkyrie.buckets.find_spec", lambda name: name)
+    monkeypatch.setattr("valkyrie.checkpoint.location.write_atomic", fail)
+    assert command(*TINY, *SINGLE, "steps=1", f"runs={tmp_path}", "name=full", "checkpoint.folder=gs://x") == 2
+    error = capfd.readouterr().err
+    assert f"{tmp_path}/full cannot be written (no space left on device)" in error and "cannot be reached" not in error

@@ -87,7 +87,8 @@ def test_time_while_the_process_is_suspended_is_not_counted():
 
 def test_notebooks_and_nan_searches_are_never_ended(tmp_path: Path):
     run = compose_run(*TINY, "mesh=1x1x1")
-    assert make_watchdog(run, ALONE, tmp_path, True)._limit_s == 600
+    watchdog = make_watchdog(run, ALONE, tmp_path, True)
+    assert watchdog._limit_s == 600 and watchdog._remedy.endswith(f"valkyrie-train resume={tmp_path}")
     assert make_watchdog(run, ALONE, tmp_path, False)._limit_s is None
     assert make_watchdog(compose_run(*TINY, "mesh=1x1x1", "debug=nans"), ALONE, tmp_path, True)._limit_s is None
     assert compose_run(*TINY, "mesh=1x1x1", "distributed.step_timeout_s=null")

@@ -246,7 +246,7 @@ def alternatives(key: str | None, values: Iterable[object]) -> str:
 
 _TEMPLATES = {
     ProblemCode.not_finite: "{self.key}={value}: must be a finite number.",
-    ProblemCode.too_large: "{self.key}={value}: must be a whole number from -{most} to {most}.",
+    ProblemCode.too_large: "{self.key}={value}: must be a whole number of at {bound}.",
     ProblemCode.mesh_shape: (
         "mesh.shape={value} with mesh.slices={slices}: use 3 sizes (x, y, z) or 4 (w, x, y, z), each at least 1."
     ),

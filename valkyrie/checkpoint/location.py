@@ -6,11 +6,13 @@ through `etils.epath`. `gs://` and `s3://` each need an extra package.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from valkyrie.buckets import package_problems, url_scheme
-from valkyrie.paths import write_atomic
+from valkyrie.paths import DiskError, error_reason, write_atomic
 from valkyrie.problems import Problem, ProblemCode
 
 FOLDER = "checkpoints"
@@ -26,6 +28,8 @@ _COMMITTED = "commit_success.txt"
 """The file that Orbax writes last in a bucket, where a folder cannot be renamed atomically."""
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 """The package that each scheme needs."""
+_MISTAKES = (ValueError, TypeError, AttributeError, NameError, LookupError, AssertionError, ImportError)
+"""Errors of settings and of programs, which say nothing about a bucket."""
 
 
 def folder_problems(folder: str | None) -> list[Problem]:
@@ -43,6 +47,25 @@ def folder_problems(folder: str | None) -> list[Problem]:
 def in_bucket(path: Any) -> bool:
     """Return whether a path is in a bucket."""
     return url_scheme(str(path)) is not None
+
+
+@contextlib.contextmanager
+def bucket_errors(path: Any) -> Iterator[None]:
+    """Convert errors while reaching the checkpoints in `path`, a run's folder in a bucket, to DiskErrors with a remedy.
+
+    Errors that have other causes, and those of folders on a disk, are not converted.
+    """
+    try:
+        yield
+    except (DiskError, *_MISTAKES):
+        raise
+    except Exception as error:  # each service's package raises its own errors
+        if not in_bucket(path):
+            raise
+        raise DiskError(
+            f"checkpoint.folder={str(path).rpartition('/')[0]} cannot be reached ({error_reason(error)}). Check its "
+            "name, the network and the credentials of this host."
+        ) from error
 
 
 def parse_path(text: str) -> Any:
@@ -114,6 +137,7 @@ def saved_steps(run_folder: Path) -> list[int]:
 def steps_in(root: Any) -> list[int]:
     """Return the steps of the finished checkpoints directly in a folder or bucket, oldest first."""
     last = _COMMITTED if in_bucket(root) else METADATA
-    if not root.exists():
-        return []
-    return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit() and (entry / last).is_file())
+    with bucket_errors(root):
+        if not root.exists():
+            return []
+        return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit() and (entry / last).is_file())

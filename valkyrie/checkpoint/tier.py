@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint.contents import CheckpointInfo, parameter_shapes, state_arrays
-from valkyrie.checkpoint.location import METADATA, in_bucket, steps_in
+from valkyrie.checkpoint.location import METADATA, bucket_errors, in_bucket, steps_in
 from valkyrie.checksums import write_checksums
 from valkyrie.paths import error_reason, is_full
 from valkyrie.problems import first_line
@@ -45,14 +45,18 @@ class Tier(ABC):
             together: Whether each checkpoint is written by several processes, which wait for each other. If a save
                 fails on one of them, that process raises NotSavedError and the whole run is aborted, because the others
                 would wait forever.
+
+        Raises:
+            DiskError: The bucket cannot be reached.
         """
         for name in ("asyncio", "gcsfs"):  # these loggers report every part of a failure at length
             logging.getLogger(name).setLevel(logging.CRITICAL)
         _drop_late_callbacks()
         _reported_errors()
         self.path, self._cleans, self._info, self._together, self._broken = path, cleans, info, together, False
-        self._manager = self._open()
-        self.last_saved: int | None = self._manager.latest_step()
+        with bucket_errors(path):
+            self._manager = self._open()
+            self.last_saved: int | None = self._manager.latest_step()
 
     label = ""
     """Prefix of `checkpoint` in messages."""

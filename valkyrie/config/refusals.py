@@ -199,6 +199,6 @@ def too_large(values: Mapping[str, object]) -> list[Problem]:
         largest = 2**63 - 1 if key in _INT64_KEYS or key.startswith(_COMPILER_PREFIXES) else LARGEST
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > largest:
-                details = {"most": largest}
+                details = {"bound": f"most {largest}" if number > 0 else f"least {-largest}"}
                 problems.append(Problem(ProblemCode.too_large, key, shortened(str(number)), details=details))
     return problems

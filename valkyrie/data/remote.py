@@ -87,9 +87,8 @@ class RemoteFile:
             yield io.BytesIO(self.content)
             return
         with _explain_errors(self.id), self.system.open(self.path, "rb") as file:
-            yield io.BufferedReader(
-                file, _BUFFER_BYTES
-            )  # fsspec's own line iterator copies a whole block for each line
+            # fsspec's own line iterator copies a whole block for each line.
+            yield io.BufferedReader(file, _BUFFER_BYTES)
 
 
 def reader_suffix(name: str) -> str:

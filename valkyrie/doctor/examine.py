@@ -61,6 +61,7 @@ def check_clocks(context: CheckContext) -> CheckResults:
 
 
 HOST_CHECKS = (
+    Check("environment", host.check_environment),
     Check("chips", host.check_chips),
     Check("processes", host.check_processes),
     Check("chips free", host.check_chips_free),

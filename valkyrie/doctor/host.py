@@ -18,7 +18,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.host_memory import free_memory
 from valkyrie.processes.locks import LockState, lock
 from valkyrie.runs.folder import installed_version
-from valkyrie.train.devices import missing_devices
+from valkyrie.train.devices import device_problems, environment_problems
 from valkyrie.units import memory_text
 
 PROC, LOCKFILE = Path("/proc"), Path("/tmp/libtpu_lockfile")
@@ -30,9 +30,14 @@ _CHECKED_PACKAGES = ("valkyrie-jax", "jax")
 """Packages whose requirements are checked."""
 
 
+def check_environment(_: CheckContext) -> CheckResults:
+    """Check the environment variables of JAX and XLA. Yields only failures."""
+    yield from ((FAILS, str(problem)) for problem in environment_problems())
+
+
 def check_chips(context: CheckContext) -> CheckResults:
     """Check that this host has as many chips as a host of the target. Chips are counted by their device files."""
-    if problems := missing_devices(context.run):
+    if problems := device_problems(context.run):
         yield from ((FAILS, str(problem)) for problem in problems)
         return
     target, mesh, count = context.run.config.target, context.run.config.mesh, accelerators()
@@ -56,7 +61,7 @@ def check_processes(context: CheckContext) -> CheckResults:
     if not accelerators() or target.chip is None or not get_platform(target.platform).uses_every_device:
         return
     hosts = target.hosts * target.slices
-    if target.chips is not None and context.processes != hosts and not missing_devices(context.run):
+    if target.chips is not None and context.processes != hosts and not device_problems(context.run):
         count = f"{context.processes} process{'es' * (context.processes > 1)}"
         text = f"{count}, but target={target.describe()} has {hosts} hosts"
         yield FAILS, text, "Start one process on every host of the slice. valkyrie-launch prints the commands."

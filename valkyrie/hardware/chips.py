@@ -39,9 +39,9 @@ def chip_for_device_kind(device_kind: str) -> ChipConfig | None:
     return None
 
 
-def chips_rented_as(cloud: str) -> list[str]:
-    """Return the names of the chips that a cloud rents out: those with the key `cloud` in `ChipConfig.rented_as`."""
-    return [chip.name for chip in known_chips().values() if cloud in chip.rented_as]
+def chips_rented_as(key: str) -> list[str]:
+    """Return the names of the chips that have this key, such as `gke`, in `ChipConfig.rented_as`."""
+    return [chip.name for chip in known_chips().values() if key in chip.rented_as]
 
 
 def add_shipped_figures(saved: Mapping[str, object]) -> dict[str, object]:

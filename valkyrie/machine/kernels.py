@@ -88,7 +88,7 @@ def _splash_cost(instruction: Instruction, blocks: _SplashBlocks, hbm_traffic: f
     if not chip.splash_bundles:
         notes.append(f"the cycles of splash attention on {chip.name} are unknown: those of {FALLBACK_CHIP} are used")
     if visited is None:
-        notes.append(f"the mask of {instruction.name} was not found: no block is assumed to be skipped")
+        notes.append(f"the mask of {instruction.name} was not found: every block is counted")
         rows, columns = length // block_q, keys // block_kv
         visited = rows * columns
     else:

@@ -133,13 +133,12 @@ class _Stage:
         turns, _ = jax.lax.scan(lambda turns, t: (self._backward(turns, zeros, t), None), turns, last_turns)
         is_first = self._stage_index == 0
         stream_gradients = [self._scatter_rows(jnp.where(is_first, g, 0)) for g in jax.tree.leaves(turns.waiting)]
-        row_gradients = iter(turns.rows)
-        rows_gradients = [self._scatter_rows(next(row_gradients)) if has else None for has in self._has_gradient]
-        layer_gradients = iter(turns.layers)
-        layers_gradients = [next(layer_gradients) if _is_float(leaf) else None for leaf in jax.tree.leaves(layers)]
+        next_row_gradient, next_layer_gradient = iter(turns.rows), iter(turns.layers)
+        row_gradients = [self._scatter_rows(next(next_row_gradient)) if has else None for has in self._has_gradient]
+        layer_gradients = [next(next_layer_gradient) if _is_float(leaf) else None for leaf in jax.tree.leaves(layers)]
         parameter_gradients = jax.lax.psum(jax.tree.leaves(turns.head), axis)
         values = jax.lax.psum(turns.sums, axis), jax.tree.map(self._join_microbatches, by_row)
-        return values, (layers_gradients, stream_gradients, rows_gradients, parameter_gradients)
+        return values, (layer_gradients, stream_gradients, row_gradients, parameter_gradients)
 
     def _start(self, waiting: Any) -> _StageState:
         """Return the state before the first turn."""
@@ -215,12 +214,12 @@ class _Stage:
         g = where_tree(self._stage_index == stages - 1, head_gradient, turns.returned)
         inputs = index_tree(turns.inputs, microbatch % self._pipeline.stored_microbatches)
         start, scanned = (g, _zero_sums(differentiable)), (fold_in_keys(self._layers, microbatch), inputs)
-        (g, row_gradients), layers_gradients = jax.lax.scan(body, start, scanned, reverse=True)
+        (g, row_gradients), stacked_gradients = jax.lax.scan(body, start, scanned, reverse=True)
         earlier_row_gradients = index_tree(turns.rows, microbatch)
         return turns._replace(
             waiting=update_slot(turns.waiting, g, microbatch, valid & (self._stage_index == 0)),
             returned=self._exchange(g, -1),
-            layers=_add_trees(turns.layers, layers_gradients, valid),
+            layers=_add_trees(turns.layers, stacked_gradients, valid),
             rows=update_slot(turns.rows, _add_trees(earlier_row_gradients, row_gradients), microbatch, valid),
         )
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Parameter
-from valkyrie.parallel.layout import gathered_axes, zero1_axes
+from valkyrie.parallel.layout import find_gathered_axes, find_zero1_axes
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules
 from valkyrie.parallel.problems import size_checks
 from valkyrie.problems import Problem
@@ -119,7 +119,7 @@ class Candidates:
 
     def gathered_axes(self, logical: str | None) -> tuple[str, ...]:
         """Return the mesh axes over which a parameter's logical axis is gathered for use."""
-        return gathered_axes(logical, self.parameters, self.activations, self.arrays.dispatched)
+        return find_gathered_axes(logical, self.parameters, self.activations, self.arrays.dispatched)
 
     def zero1_axes(self, axes: Sequence[str | None]) -> tuple[str, ...]:
         """Return the mesh axes over which ZeRO-1 splits the moments of a parameter: data axes that do not split it.
@@ -127,7 +127,7 @@ class Candidates:
         They include the axis of a pipeline, which splits the batch outside of the stages.
         """
         data_axes = dict.fromkeys([*self.parameters.get(LAYERS, ()), *self.activations[BATCH]])
-        return zero1_axes(data_axes, map(self.stored_axes, axes))
+        return find_zero1_axes(data_axes, map(self.stored_axes, axes))
 
     def split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         """Return the number of parts of a logical axis of this length.
@@ -145,7 +145,9 @@ class Candidates:
     def _split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         if logical is None:
             return np.ones(len(self), np.int64)
-        axes = self.activations[logical] if kind == "active" else getattr(self, f"{kind}_axes")(logical)
+        axes = {"stored": self.stored_axes, "used": self.used_axes, "active": self.activations.__getitem__}[kind](
+            logical
+        )
         parts = self.parts(axes)
         if logical not in self.arrays.sharded_like:
             return parts

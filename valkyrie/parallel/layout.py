@@ -127,9 +127,9 @@ class Layout:
         return tuple(() if a is None else self.parameters[a] for a in axes)
 
     def gathered_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
-        """Return, per dimension, the mesh axes over which a parameter is gathered for use (`gathered_axes`)."""
+        """Return, per dimension, the mesh axes over which a parameter is gathered for use (`find_gathered_axes`)."""
         rules = self.parameters, self.activations, self.dispatched
-        return tuple(gathered_axes(axis, *rules) for axis in axes)
+        return tuple(find_gathered_axes(axis, *rules) for axis in axes)
 
     def used_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split a parameter while it is used."""
@@ -148,7 +148,7 @@ class Layout:
         """
         entries = list(self.stored_axes(axes))
         if self.partition.zero1:
-            for data in zero1_axes(self.activations[BATCH], entries):
+            for data in find_zero1_axes(self.activations[BATCH], entries):
                 for i, size in enumerate(shape):
                     split = math.prod(self.mesh.axes[m] for m in entries[i]) * self.mesh.axes[data]
                     if axes[i] != LAYERS and size % split == 0:
@@ -172,13 +172,13 @@ class Layout:
         return "·".join(f"{axis}={self.mesh.axes[axis]}" for axis in mesh_axes)
 
 
-def zero1_axes(data: Iterable[str], stored: Iterable[Sequence[str]]) -> tuple[str, ...]:
+def find_zero1_axes(data: Iterable[str], stored: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """Return the mesh axes over which ZeRO-1 splits the moments of a parameter: data axes that do not split it."""
     used = {axis for entry in stored for axis in entry}
     return tuple(axis for axis in data if axis not in used)
 
 
-def gathered_axes(
+def find_gathered_axes(
     logical: str | None, parameters: Rules, activations: Rules, dispatched: Collection[str]
 ) -> tuple[str, ...]:
     """Return the mesh axes that split a parameter's logical axis in storage, but not while it is used.
@@ -290,10 +290,11 @@ def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
             while rule == rules[leading] and any(n % layout.parts(new_rule) for n in sizes):
                 new_rule = new_rule[:-1]
             if new_rule != rule:
-                unsplit, lengths = layout.sizes(rule[len(new_rule) :]), ", ".join(map(str, sorted(sizes)))
+                parts, unsplit = layout.parts(rule), layout.sizes(rule[len(new_rule) :])
+                indivisible = ", ".join(str(n) for n in sorted(sizes) if n % parts)
                 notes.append(
-                    f"{axis} ({lengths}) is replicated over {unsplit}, unlike {leading}, because its size is not "
-                    f"divisible by {layout.parts(rule)}"
+                    f"{axis} ({indivisible}) is replicated over {unsplit}, unlike {leading}, because its size is not "
+                    f"divisible by {parts}"
                 )
                 layout = replace(layout, **{kind: {**rules, axis: new_rule}})
     return replace(layout, notes=tuple(dict.fromkeys(notes)))

@@ -37,8 +37,8 @@ class Pipeline:
         rounds = f" of {self.rounds} rounds" if self.rounds > 1 else ""
         return (
             f"{self.stages} stages over {self.axis}, {self.schedule.value}{rounds}, microbatches={self.microbatches}: "
-            f"each stage is idle for {100 * self.bubble:.1f}% of its working time, sends {self.permutes} times per "
-            f"step, and stores the layer inputs of {self.stored_microbatches} microbatches"
+            f"idle time is {100 * self.bubble:.1f}% of working time; each stage sends {self.permutes} times per step "
+            f"and stores the layer inputs of {self.stored_microbatches} microbatches"
         )
 
     def record(self) -> PipelineRecord:

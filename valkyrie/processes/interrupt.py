@@ -140,10 +140,8 @@ def repair_std_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.dup(number), mode))
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in (
-            "strict",
-            "surrogateescape",
-        ):  # the latter: LC_ALL=C
+        # `surrogateescape` is set by LC_ALL=C.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
 
 

@@ -253,16 +253,16 @@ class Save(Callback):
 
     def _how_to_continue(self, folder: Path) -> str:
         """Return advice for the case that the last state could not be saved."""
-        fast_tier = self.checkpoints.fast
+        fast_tier, resume = self.checkpoints.fast, f"{command_name()} resume={shlex.quote(str(folder))}"
         if fast_tier is not None and fast_tier.last_saved is not None:
             step, path = fast_tier.last_saved, fast_tier.path
-            return f"The fast checkpoint of step {step} is in {path}. Free disk space, then resume."
+            return f"The fast checkpoint of step {step} is in {path}. Fix the cause, then resume: {resume}"
         if self.checkpoints.last_saved is None:
             return (
-                "Nothing was saved, so this run cannot be resumed. Fix the cause, or start again with checkpoints "
-                "elsewhere: runs=DIR or checkpoint.folder=DIR."
+                "Nothing was saved, so this run cannot be resumed. Start again after fixing the cause, or with "
+                "checkpoints elsewhere: runs=DIR or checkpoint.folder=DIR."
             )
-        return f"Then resume: {command_name()} resume={shlex.quote(str(folder))}"
+        return f"Fix the cause, then resume: {resume}"
 
 
 @dataclass

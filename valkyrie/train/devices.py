@@ -45,6 +45,11 @@ class Devices:
         return len(self.devices) / (1 if self.chip is None else self.chip.devices)
 
     @property
+    def sharing_memory(self) -> int:
+        """Number of devices that share one memory: simulated devices share that of the host."""
+        return len(self.devices) if self.simulated else 1
+
+    @property
     def note(self) -> str:
         """A line that names the devices, or warns that they are simulated."""
         count = len(self.devices)
@@ -59,20 +64,31 @@ class Devices:
 
 
 def missing_devices(run: Run) -> list[Problem]:
-    """Return the problems of training on this machine. Imports no JAX.
+    """Return the problems of running on this machine: those of the environment or, if it has none, of the devices."""
+    return environment_problems() or device_problems(run)
 
-    Checks the environment (`XLA_FLAGS`, `JAX_DISABLE_JIT`, `JAX_PLATFORMS`), the number of simulated devices, and
-    whether the machine has accelerators, judging by device files.
-    """
-    target, mesh = run.config.target, run.config.mesh
+
+def environment_problems() -> list[Problem]:
+    """Return the problem of `XLA_FLAGS` or `JAX_DISABLE_JIT`. Imports no JAX."""
     if message := unknown_flags_message(flags := os.environ.get("XLA_FLAGS", "")):
         return [Problem(ProblemCode.unknown_name, "XLA_FLAGS", flags, message)]
-    if os.environ.get("JAX_DISABLE_JIT", "").lower() in ("y", "yes", "t", "true", "on", "1"):
+    disable_jit = os.environ.get("JAX_DISABLE_JIT", "")
+    if disable_jit.lower() in ("y", "yes", "t", "true", "on", "1"):
         text = (
-            "JAX_DISABLE_JIT=1 is set, but steps are compiled ahead of time and cannot run without jit. Unset it. To "
-            "find the operation that produces a NaN, use debug=nans."
+            f"JAX_DISABLE_JIT={disable_jit} is set, but Valkyrie compiles its programs ahead of time, which needs jit. "
+            "Unset it. To find the operation that produces a NaN in training, use debug=nans."
         )
-        return [Problem(ProblemCode.unsupported, "JAX_DISABLE_JIT", "1", text)]
+        return [Problem(ProblemCode.unsupported, "JAX_DISABLE_JIT", disable_jit, text)]
+    return []
+
+
+def device_problems(run: Run) -> list[Problem]:
+    """Return the problem of the devices of this machine. Imports no JAX.
+
+    Checks `JAX_PLATFORMS`, the number of simulated devices, and whether the machine has accelerators, judging by device
+    files.
+    """
+    target, mesh = run.config.target, run.config.mesh
     forced_platform, platform = os.environ.get("JAX_PLATFORMS"), get_platform(target.platform)
     slice_platforms = [platform.name for platform in platforms() if platform.uses_every_device]
     if forced_platform in slice_platforms and not accelerators():
@@ -160,9 +176,8 @@ def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
     if only_libtpu_without_a_tpu():
         jax.config.update("jax_platforms", "cpu")  # without a TPU, libtpu writes many lines to stderr
     cache = cache_root() / "xla"
-    warnings.filterwarnings(
-        "ignore", "Error (reading|writing) persistent compilation cache"
-    )  # a full disk must not flood the output
+    # A full disk must not flood the output.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         pass  # the user has set a cache
     elif trouble := cache_problem(cache):

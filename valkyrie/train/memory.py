@@ -245,9 +245,8 @@ def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
     which always saves layer inputs only.
     """
     layout, remat = run.layout, run.config.remat
-    if (
-        layout.pipeline is not None and layout.pipeline.alternates
-    ):  # 1F1B always saves layer inputs only, whatever remat says
+    # 1F1B always saves layer inputs only, whatever remat says.
+    if layout.pipeline is not None and layout.pipeline.alternates:
         return {}
     sizes: dict[str, float] = defaultdict(float)
     needed: dict[str, dict[str, None]] = defaultdict(dict)

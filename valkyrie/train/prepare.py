@@ -110,7 +110,8 @@ def trained_folder(run: Run) -> Path:
 def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tuple[StepProgram, int, Any]:
     """Return (program, step, parameters) of a trained run, with averaged parameters if the run has them.
 
-    Raises ValueError if the state exceeds the memory of the devices.
+    Raises ValueError if the state exceeds the memory of the devices, and DiskError if the bucket of the checkpoints
+    cannot be reached.
     """
     from contextlib import closing
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CPU_ERROR = 2.0
 """Factor by which simulated devices may exceed the estimate: a step of valkyrie_tiny at seq=4096 took 18 GiB, not 9."""
 
-_ON_A_SLICE = "To check whether it fits on a slice: mode=compile target=v5p-64"
+_ON_A_SLICE = "Use `mode=compile target=v5p-64` to check whether it fits on a slice."
 
 
 class DoesNotFit(ValueError):
@@ -44,7 +44,7 @@ def check_room(
     if available is None:
         return
     estimate = expected_memory(run, program.abstract_state)
-    count = len(devices.devices) if devices.simulated else 1
+    count = devices.sharing_memory
     known_bytes, expected_bytes = count * _known_bytes(estimate, training), count * estimate.total
     memory_note = _describe_memory(devices, available)
     if known_bytes > available and not run.config.force:
@@ -55,12 +55,13 @@ def check_room(
         raise (ValueError if devices.simulated else DoesNotFit)(f"{refusal}force=true runs it anyway.")
     if not training or say is None or expected_bytes * (_CPU_ERROR if devices.simulated else 1.0) <= available:
         return
-    likelihood = "likely does not" if expected_bytes > available else "may not"
-    say(
-        f"This run {likelihood} fit in memory: it needs about {memory_text(expected_bytes)}, including "
-        f"{memory_text(count * estimate.activations)} of activations (accurate to a factor of two), but {memory_note}. "
-        f"{_suggest_lighter(program, available, count)}"
-    )
+    needs = f"about {memory_text(expected_bytes)}, including {memory_text(count * estimate.activations)} of activations"
+    if expected_bytes > available:
+        warning = f"likely does not fit in memory: it needs {needs} (accurate to a factor of two)"
+    else:
+        most = memory_text(int(_CPU_ERROR * expected_bytes))
+        warning = f"may not fit in memory: it needs {needs}, and possibly up to {most}"
+    say(f"This run {warning}, but {memory_note}. {_suggest_lighter(program, available, count)}")
 
 
 @contextlib.contextmanager
@@ -78,9 +79,9 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
         size = allocated_bytes(str(error))
         requested = "" if size is None else f" while allocating {memory_text(size)}"
         program = StepProgram(run, abstract_mesh(run.config.mesh), backend=devices.platform)
-        available, count = _available(devices), len(devices.devices) if devices.simulated else 1
+        available = _available(devices)
         memory_note = "" if available is None else f"; {_describe_memory(devices, available)}"
-        suggestion = _suggest_lighter(program, available or 0, count)
+        suggestion = _suggest_lighter(program, available or 0, devices.sharing_memory)
         raise DoesNotFit(
             f"{run.model.name} under {run.layout.name} ran out of memory{requested}{memory_note}. {suggestion}"
         ) from None
@@ -99,7 +100,7 @@ def _available(devices: Devices) -> int | None:
 
 def _describe_memory(devices: Devices, available: int) -> str:
     if devices.simulated:
-        count = len(devices.devices)
+        count = devices.sharing_memory
         shared = f", which its {count} simulated devices share" if count > 1 else ""
         return f"this machine has {gib(available)} of memory free{shared}"
     return f"a {devices.devices[0].device_kind} has {gib(available)}"
@@ -114,7 +115,7 @@ def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool)
     """Suggest a partition or a model whose arrays fit, or other devices if the run is not a training."""
     from valkyrie.train.program import StepProgram
 
-    count = len(devices.devices) if devices.simulated else 1
+    count = devices.sharing_memory
 
     def size(other: Run) -> int:
         program = StepProgram(other, abstract_mesh(other.config.mesh), backend="cpu")
@@ -122,8 +123,8 @@ def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool)
 
     if not training:
         if devices.simulated:
-            return f"Use a machine with more memory. {_ON_A_SLICE}."
-        return f"Use a mesh with more devices, or the mesh that the model was trained on. {_ON_A_SLICE}."
+            return f"Use a machine with more memory. {_ON_A_SLICE}"
+        return f"Use a mesh with more devices, or the mesh that the model was trained on. {_ON_A_SLICE}"
     suggestions, current = [], size(run)
     fsdp = run.changed(partition=read_config("partition", "fsdp", PartitionConfig))
     if run.config.partition.name != "fsdp" and not fsdp.problems() and size(fsdp) <= available:
@@ -134,7 +135,7 @@ def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool)
     if fitting:
         suggestions.append(f"model={max(fitting)[-1]}")
     advice = f"Use {' or '.join(suggestions)}. " if suggestions else ""
-    return f"{advice}{_ON_A_SLICE}."
+    return f"{advice}{_ON_A_SLICE}"
 
 
 def _family_sizes(run: Run) -> dict[str, int]:
@@ -161,4 +162,4 @@ def _suggest_lighter(program: StepProgram, available: int, count: int) -> str:
                 suggestions.append(f"{change} (about {memory_text(size)})")
                 break
     advice = f"{', '.join(suggestions)} or a smaller model" if suggestions else "a smaller batch=, seq= or model="
-    return f"Use {advice}. {_ON_A_SLICE}."
+    return f"Use {advice}. {_ON_A_SLICE}"

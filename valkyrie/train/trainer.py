@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,11 @@ import numpy as np
 from rich.console import Console
 
 from valkyrie.checkpoint import Checkpoints, NotSavedError
-from valkyrie.checkpoint.location import in_bucket
 from valkyrie.config.run import Run
 from valkyrie.data.batches import Dataset, Loader
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.paths import DiskError, disk_errors, error_reason
+from valkyrie.paths import disk_errors
 from valkyrie.processes.interrupt import Interrupt
 from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, Team
@@ -108,7 +107,7 @@ def fit(
         DivergedError: Loss or gradients are no longer finite.
         FolderGoneError: The run folder was deleted.
         NotSavedError: The disk is too full for the last state.
-        DiskError: The run folder cannot be written.
+        DiskError: The run folder cannot be written, or the bucket in `checkpoint.folder` cannot be reached.
         ValueError: The checkpoint or the data does not match the run, or this machine lacks memory.
     """
     config, began = run.config, began or time.time()
@@ -116,9 +115,8 @@ def fit(
     check_room(program, devices, say=lambda line: console.print(line, style="yellow"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_oom(run, devices))
-        loader = stack.enter_context(
-            program.loader(prepared, "train")
-        )  # first, because it may refuse the data before a folder exists
+        # The loader comes first, because it may refuse the data before a folder exists.
+        loader = stack.enter_context(program.loader(prepared, "train"))
         with disk_errors(folder):
             if team.is_leader:
                 stack.enter_context(write_lock(folder))
@@ -126,8 +124,7 @@ def fit(
                 check_shared(team, shared)
             print_to_log(team, folder)
             refuse_unknown_best(config.checkpoint, program.task)
-            with _bucket_errors(config.checkpoint.folder):
-                checkpoints = Checkpoints(folder, config.checkpoint, team=team, info=checkpoint_info(program))
+            checkpoints = Checkpoints(folder, config.checkpoint, team=team, info=checkpoint_info(program))
             stack.enter_context(contextlib.closing(checkpoints))
         meter = stack.enter_context(contextlib.closing(_meter(run, devices)))
         ledger = Ledger(folder, began, meter.spent, write=team.is_leader)
@@ -169,20 +166,6 @@ def fit(
         if progress.finished:
             checkpoints.mark_complete()
     return FitResult(program, progress.state, summary, progress.stopping, interrupt.preempted)
-
-
-@contextlib.contextmanager
-def _bucket_errors(folder: str | None) -> Iterator[None]:
-    """Turn any error of a bucket that cannot be reached into DiskError with its name."""
-    try:
-        yield
-    except Exception as error:
-        if folder is None or not in_bucket(folder) or isinstance(error, ValueError):
-            raise
-        raise DiskError(
-            f"checkpoint.folder={folder} cannot be reached ({error_reason(error)}). Check its name, the network and "
-            "the credentials of this host."
-        ) from error
 
 
 def _train_steps(

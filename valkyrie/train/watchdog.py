@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import shlex
 import statistics
 import threading
 import time
@@ -18,13 +19,14 @@ from valkyrie.paths import open_to_append
 from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.interrupt import show_cursor
 from valkyrie.processes.team import ALONE, HANG_REPORT_S, Team
+from valkyrie.runs.folder import command_name
 from valkyrie.train.processes import LOGS
 
 HANG_FACTOR = 20
 """A step hangs if it takes longer than the limit and longer than this many times the median of earlier steps."""
 FIRST_STEP_S = 1800.0
 """Minimum limit of the first two steps, in seconds: devices connect, kernels are tuned, and caches are cold."""
-_REMEDY = "Run the same command to resume from the newest checkpoint. distributed.step_timeout_s sets the limit."
+_REMEDY = "distributed.step_timeout_s sets the limit."
 _KEPT_STEP_TIMES = 50
 _WRITE_S = 5.0
 """Time limit for writing the stacks, in seconds, since the disk may be what hangs."""
@@ -132,10 +134,10 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(self._poll_s):
             if line := self.check():
-                return self._end_process(line)
+                return self._end_run(line)
 
-    def _end_process(self, line: str) -> None:
-        """Make all processes print their stacks, and end them."""
+    def _end_run(self, line: str) -> None:
+        """Make all processes of the run print their stacks, and end them."""
         prefix = f"process {self._team.index}: " if self._team.count > 1 else ""
         self.print_stacks(f"{prefix}{line}: stacks of all threads of this process:")
         self._team.fail(LOST, line)
@@ -167,4 +169,6 @@ def make_watchdog(run: Run, team: Team, folder: Path, signals: bool) -> Watchdog
     """
     watches = signals and run.config.debug is not Debug.nans
     limit_s = run.config.distributed.step_timeout_s if watches else None
-    return Watchdog(limit_s, team, folder / LOGS / "process-0.log" if team.is_leader else None)
+    resume = f"{command_name()} resume={shlex.quote(str(folder))}"
+    remedy = f"{_REMEDY} To resume from the newest checkpoint: {resume}"
+    return Watchdog(limit_s, team, folder / LOGS / "process-0.log" if team.is_leader else None, remedy=remedy)
