@@ -130,7 +130,7 @@ def test_a_likely_misfit_is_reported_once_with_a_remedy(free: Any):
         assert part in lines[0]
     free(12 * GIB)
     check_room(program_of(*run), simulated(), say=lines.append)
-    assert "may not fit" in lines[1] and "7.7 GiB" in lines[1] and "up to 15.4 GiB, but" in lines[1]
+    assert "may not fit" in lines[1] and "7.7 GiB" in lines[1] and "up to 15.3 GiB, but" in lines[1]
     free(22 * GIB)
     check_room(program_of(*run), simulated(), say=lines.append)
     assert len(lines) == 2

@@ -1,6 +1,6 @@
 # mine on v5e-8 (8 v5e chips 2x4, 1 host)
-# cost of 8 v5e chips: spot price unknown (set spot_usd_per_hour=); $9.60 per hour at the list price of $1.20 per chip-
-# hour
+# cost of 8 v5e chips: spot price unknown (set spot_usd_per_hour=); $9.60 per hour at the list price of $1.20 per
+# chip-hour
 # --run executes these steps. After a preemption it deletes the slice and restarts at step 1. After a crash it restarts
 # at step 6, up to 3 times
 # 1. request the slice

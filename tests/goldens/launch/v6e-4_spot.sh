@@ -1,6 +1,6 @@
 # mine on v6e-4 (4 v6e chips 2x2, 1 host)
-# cost of 4 v6e chips: spot price unknown (set spot_usd_per_hour=); $10.80 per hour at the list price of $2.70 per chip-
-# hour
+# cost of 4 v6e chips: spot price unknown (set spot_usd_per_hour=); $10.80 per hour at the list price of $2.70 per
+# chip-hour
 # --run executes these steps. After a preemption it deletes the slice and restarts at step 1. After a crash it restarts
 # at step 6, up to 3 times
 # 1. request the slice
