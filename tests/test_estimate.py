@@ -274,7 +274,7 @@ def test_estimated_seconds_of_collectives() -> None:
     network = replace(
         collective_model(known_chips()["v4"], Efficiency()), start_s=0.0, hop_s=0.0, gathers=1.0, sums=1.0
     )
-    links = float(layouts.spans["y"].inner_rate[0])
+    links = float(layouts.links["y"].inner_rate[0])
     full = np.array([3.2e9])
     assert network.gather(layouts, ("y",), full)[0] == pytest.approx(3.2e9 * 31 / 32 / links)
     assert network.sum(layouts, ("y",), full)[0] == pytest.approx(2 * 3.2e9 * 31 / 32 / links)
@@ -284,8 +284,8 @@ def test_estimated_seconds_of_collectives() -> None:
 def test_a_ring_through_hosts_is_limited_by_their_network_cards() -> None:
     run = parse_run(["target=h100-16", "model=gpt_1b", "mesh=1x1x16", "partition=fsdp", "batch=32", "mode=show"])
     layouts = stack_runs([run])
-    span = layouts.spans["z"]
-    assert (span.inner[0], span.outer[0]) == (8.0, 2.0)
+    links = layouts.links["z"]
+    assert (links.inner[0], links.outer[0]) == (8.0, 2.0)
     network = replace(
         collective_model(known_chips()["h100"], Efficiency()), start_s=0.0, outer_start_s=0.0, outside=1.0
     )

@@ -19,6 +19,7 @@ from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
+from valkyrie.precision import DType
 from valkyrie.search import local_devices, measuring
 from valkyrie.search.answer import rank_layouts
 from valkyrie.search.answer_record import Stage
@@ -26,8 +27,8 @@ from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, plan_compile
 from valkyrie.search.estimate.efficiency import chip_efficiency
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
-from valkyrie.search.local_devices import add_measured_figures, cannot_measure_reason
-from valkyrie.search.measure.figures_file import describe_figures, read_figures
+from valkyrie.search.local_devices import add_measured_figures, can_measure
+from valkyrie.search.measure.figures_file import describe_figures, has_figures, read_figures
 from valkyrie.search.measuring import (
     MeasuredTrial,
     MeasuredTrials,
@@ -91,6 +92,7 @@ def test_other_meshes_and_partitions_are_measured_before_variants(monkeypatch: p
     assert len(measures.done) == 6 and len({mesh_partition(entry.estimate) for entry in measures.done[:3]}) == 3
     assert measures.done[0].expected_s == min(entry.expected_s for entry in measures.done)
     assert measures.regret == 0 and measures.agreement == pytest.approx(1.0)
+    assert measurement_summary(measures).endswith("; the layout predicted to be the fastest is the fastest")
 
 
 def test_a_slow_partition_is_dropped_in_favour_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -196,7 +198,7 @@ def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pyte
 def test_accelerators_are_counted_without_jax(here: int, wanted: str, at_hand_: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(local_devices, "accelerators", lambda: here)
     request = parse_request(parse_run(["mode=search", f"target={wanted}", "model=gpt_tiny", "batch=16"]))
-    assert (cannot_measure_reason(request) is None) is at_hand_
+    assert can_measure(request) is at_hand_
 
 
 def test_measured_figures_are_read_as_a_chip(tmp_path: Path) -> None:
@@ -249,6 +251,14 @@ def test_figures_are_only_used_for_this_machine_and_precision(
     assert list(target.chip.peak_tflops) == ["bfloat16" if "precision=bf16_mixed" in arguments else "float32"]
 
 
+def test_damaged_machines_are_named_with_a_remedy(tmp_path: Path) -> None:
+    values = {"name": "cpu", "platform": "cpu", "peak_tflops": {"float32": 0.05}, "host_bounds": [1]}
+    (tmp_path / FIGURES).write_text(json.dumps(values))
+    (tmp_path / MACHINES).write_text('["here"')
+    with pytest.raises(ValueError, match=rf"^{tmp_path / MACHINES} is damaged \(is not JSON .*\)\. Delete its folder"):
+        has_figures(tmp_path, "here", DType.float32, 1)
+
+
 def test_the_cost_of_scatters_follows_the_chips_constant() -> None:
     request = make_request()
     halved = replace(CHIP, estimate={"scatters": 2.0})
@@ -266,7 +276,7 @@ def test_a_search_on_cpu_devices_is_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     answer = json.loads((tmp_path / "runs/found/search.json").read_text())
     assert len(answer["measured"]["layouts"]) == 3 and answer["measured"]["regret"] >= 0
-    assert answer["best"][0]["stage"] == "measure" and "regret" in done.stdout
+    assert answer["best"][0]["stage"] == "measure" and "predicted to be the fastest" in done.stdout
     assert all(trial.stage == "measure" for trial in TrialLog(tmp_path / "runs/found").read())
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == 0

@@ -57,9 +57,13 @@ def describe_part(kind: PartKind, mesh_axes_text: str) -> str:
     return f"{PART_LABELS[kind]} over {mesh_axes_text}" if kind.by_axes else PART_LABELS[kind]
 
 
+_RECORD_NAMES = {PartKind.exposed: "waiting for communication", PartKind.collectives: "collectives"}
+"""Names in `explain.json` of parts with mesh axes. Files store them, so they don't follow `PART_LABELS`."""
+
+
 def record_name(kind: PartKind, over: str) -> str:
     """Return the name of a part in `explain.json`: `matmul`, or `waiting for communication over x,y`."""
-    return describe_part(kind, over) if kind.by_axes else kind.value
+    return f"{_RECORD_NAMES[kind]} over {over}" if kind.by_axes else kind.value
 
 
 def label_record_name(name: str) -> str:

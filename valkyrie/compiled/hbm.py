@@ -7,7 +7,7 @@ from valkyrie.compiled.hlo import HBM, Computation, Instruction, Shape
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that overwrite a part of their first operand, with the index of the operand that has the new values."""
-_VIEWS = {"bitcast", "copy", "convert", "reshape"}
+_PASS_THROUGH = {"bitcast", "copy", "convert", "reshape"}
 _LANES = {"copy", "transpose", "reverse", "concatenate", "sort", "gather", "scatter", "iota", "dot", "convolution"}
 """Operations that cost more than their memory traffic: they move data between lanes or multiply matrices."""
 
@@ -70,7 +70,7 @@ def _bytes_read(outside: Shape, parameter: Instruction) -> float:
             elif user.opcode == "fusion":
                 inner = user.called[0].parameters
                 total += sum(_bytes_read(outside, inner[n]) for n, o in enumerate(user.operands) if o is value)
-            elif not (user.opcode in _UPDATES and user.operands[0] is value) and user.opcode not in _VIEWS:
+            elif not (user.opcode in _UPDATES and user.operands[0] is value) and user.opcode not in _PASS_THROUGH:
                 return whole
     return min(total, whole)
 
@@ -78,7 +78,7 @@ def _bytes_read(outside: Shape, parameter: Instruction) -> float:
 def _aliases(value: Instruction, users: dict[Instruction, list[Instruction]]) -> list[Instruction]:
     aliases = [value]
     for seen in aliases:
-        aliases += [u for u in users.get(seen, []) if u.opcode in _VIEWS]
+        aliases += [u for u in users.get(seen, []) if u.opcode in _PASS_THROUGH]
     return aliases
 
 
@@ -89,7 +89,7 @@ def _bytes_written(fusion: Instruction, inside: Computation) -> float:
     roots = root.operands if root.opcode == "tuple" else [root]
     total = 0.0
     for value, shape in zip(roots, fusion.shape.parts or (fusion.shape,), strict=False):
-        while value.opcode in _VIEWS:
+        while value.opcode in _PASS_THROUGH:
             value = value.operands[0]
         part = value.operands[_UPDATES[value.opcode]].shape if value.opcode in _UPDATES else None
         total += _bytes_in_hbm(shape, part)

@@ -47,7 +47,10 @@ _DTYPES = {
     32: ("f4e2m1fn", 4),
     33: ("f8e8m0fnu", 8),
 }
-"""Name and number of bits of XLA's `PrimitiveType` (xla_data.proto), by its number."""
+"""Name and number of bits of XLA's `PrimitiveType` (xla_data.proto), by its number.
+
+Tuples, tokens and opaque values have no bytes.
+"""
 
 HBM, HOST = 0, 5
 """Memory space IDs in libtpu's HLO. The remaining IDs are on-chip memories: 1 is VMEM, 2 flags, 3 CMEM."""

@@ -42,7 +42,7 @@ class Candidates:
 
     Args:
         sizes: Devices along each mesh axis.
-        spans: Links of each mesh axis.
+        links: Links of each mesh axis.
         rounds: Groups of layers per pipeline stage under the circular schedule, else 1.
         sums_once: Gradients are summed over devices once, after the last microbatch (PyTorch), instead of after each.
         shares_loss: Stages share the computation of the logits. Otherwise the last stage does all of it.
@@ -55,7 +55,7 @@ class Candidates:
     activations: Rules
     arrays: Arrays
     sizes: Mapping[str, np.ndarray]
-    spans: Mapping[str, AxisLinks]
+    links: Mapping[str, AxisLinks]
     microbatches: np.ndarray
     rounds: np.ndarray
     sums_once: bool = False
@@ -67,12 +67,14 @@ class Candidates:
 
     def take(self, selection: np.ndarray) -> Candidates:
         """Return the layouts selected by a mask or by indices."""
-        spans = {}
-        for axis, links in self.spans.items():
-            spans[axis] = AxisLinks(*(getattr(links, field)[selection] for field in links.__dataclass_fields__))
+        selected_links = {}
+        for axis, links in self.links.items():
+            selected_links[axis] = AxisLinks(
+                *(getattr(links, field)[selection] for field in links.__dataclass_fields__)
+            )
         sizes = {axis: size[selection] for axis, size in self.sizes.items()}
         microbatches, rounds = self.microbatches[selection], self.rounds[selection]
-        return replace(self, sizes=sizes, spans=spans, microbatches=microbatches, rounds=rounds)
+        return replace(self, sizes=sizes, links=selected_links, microbatches=microbatches, rounds=rounds)
 
     def parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
         """Return the number of parts into which these mesh axes split an array."""

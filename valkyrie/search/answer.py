@@ -12,7 +12,7 @@ from rich.console import Console
 from valkyrie.axes import axes_text
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import usable_hbm
-from valkyrie.parts import PartKind, StepPart
+from valkyrie.parts import PART_LABELS, PartKind, StepPart
 from valkyrie.runs.columns import terminal_table
 from valkyrie.search.answer_record import Bottleneck, RankedLayout, SearchAnswer, Stage, answer_columns
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts
@@ -37,7 +37,12 @@ _ESTIMATED_BOTTLENECKS = {
     "host": "host memory",
 }
 """Bottleneck that the answer names for each part of an estimated step."""
-_COMPILED_BOTTLENECKS = {PartKind.matmul: "compute", PartKind.kernel: "compute", PartKind.memory: "HBM bandwidth"}
+_COMPILED_BOTTLENECKS = {
+    PartKind.matmul: "compute",
+    PartKind.kernel: "compute",
+    PartKind.compute: "compute",
+    PartKind.memory: "HBM bandwidth",
+}
 
 
 def rank_layouts(
@@ -153,7 +158,7 @@ def _limiting_resource(part: StepPart) -> str:
     """Name the resource that limits a part of a replayed step."""
     if part.kind is PartKind.exposed:
         return f"communication over {axes_text(part.mesh_axes)}"
-    return _COMPILED_BOTTLENECKS.get(part.kind, part.kind.value)
+    return _COMPILED_BOTTLENECKS.get(part.kind, PART_LABELS[part.kind])
 
 
 def show(answer: SearchAnswer, console: Console) -> None:

@@ -70,9 +70,10 @@ def save_answer(folder: Path, answer: SearchAnswer) -> str:
             ("compiled", earlier.compiled, answer.compiled),
         ):
             if before and not now:
+                layouts = f"{before} {stage} layout{'s' * (before > 1)}"
                 return (
-                    f"answer: not saved, because {file} has {before} {stage} layouts of the same search and this "
-                    "answer has none. To save both, use another name="
+                    f"answer: not saved, because {file} has {layouts} of the same search and this answer has none. "
+                    "To save both, use another name="
                 )
     write_record(file, answer)
     return f"answer: {file}"

@@ -35,15 +35,9 @@ def process_count() -> int:
     return 1 if leading is None else leading.count
 
 
-def cannot_measure_reason(request: SearchRequest) -> str | None:
-    """Return the reason why layouts cannot be measured here, judging by device files, or None if they can."""
-    if len(request.targets) > 1:
-        return "several slices are compared"
-    target = next(iter(request.targets))
-    if has_devices(target):
-        return None
-    local_devices = accelerators() * process_count()
-    return f"this machine has {local_devices} accelerators that JAX can use, not {target.describe()}"
+def can_measure(request: SearchRequest) -> bool:
+    """Check whether layouts can be measured here: a single target, and its devices are at hand."""
+    return len(request.targets) == 1 and has_devices(request.targets[0])
 
 
 def has_devices(target: TargetConfig) -> bool:

@@ -163,7 +163,8 @@ def measurement_summary(measured: MeasuredTrials) -> str:
         return text
     if measured.agreement is not None:
         text += f": rank correlation with predictions {measured.agreement:.2f} (Spearman)"
-    return f"{text}; the layout predicted to be the fastest is {100 * measured.regret:.1f}% slower than the fastest"
+    slower = f"{100 * measured.regret:.1f}% slower than the fastest" if measured.regret else "the fastest"
+    return f"{text}; the layout predicted to be the fastest is {slower}"
 
 
 def measure_report(measured: MeasuredTrials) -> MeasureReport:

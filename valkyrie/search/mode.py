@@ -22,7 +22,7 @@ from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_b
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.estimate.space import LayoutSpace
 from valkyrie.search.folder import create_folder, remove_if_empty, request_digest, save_answer, search_folder
-from valkyrie.search.local_devices import add_measured_figures, cannot_measure_reason, has_devices
+from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices
 from valkyrie.search.measuring import (
     MeasuredTrial,
     MeasuredTrials,
@@ -41,7 +41,7 @@ from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory_text, parse_seconds
 
 SHOWN = 10
-"""Maximum number of layouts in the answer, unless more were measured."""
+"""Number of layouts in the answer. More if more were measured, or if there are more kinds of chips."""
 REASONS = 5
 """Maximum number of reasons for refusals to print."""
 
@@ -70,9 +70,9 @@ def _search(run: Run) -> int:
         console.print(_describe_no_fit(shortlisted, request, compiles, space), style="bold red", markup=False)
         remove_if_empty(folder)
         return NOT_COMPILED
-    can_measure = request.mode.measure > 0 and cannot_measure_reason(request) is None
+    will_measure = request.mode.measure > 0 and can_measure(request)
     missing_compilers = _missing_compilers(request)
-    if not can_measure:
+    if not will_measure:
         _print_missing_compilers(missing_compilers, request, console)
     compilable = shortlisted.for_targets(
         [target.name for target in request.targets if target.name not in missing_compilers]
@@ -90,7 +90,7 @@ def _search(run: Run) -> int:
     tune_s = None if request.mode.tune is None else parse_seconds(request.mode.tune)
     if status == 0 and best is not None and tune_s is not None:
         status, options = tune_best(request, best, tune_s, console)
-    if status == 0 and can_measure:
+    if status == 0 and will_measure:
         status = _measure(request, shortlisted, compiles, folder, measured, console)
     rows = rank_measured(request, rank_layouts(request, shortlisted, compiles, SHOWN), measured)
     if not rows:
@@ -264,7 +264,11 @@ def _describe_untried(shortlisted: Shortlist, compiles: CompiledLayouts) -> str:
     """Count the uncompiled layouts that may fit, as the end of a sentence. Empty if there are none."""
     done = {compiled.estimate.candidate for compiled in compiles.done}
     untried = len([other for other in shortlisted.doubtful if other.candidate not in done])
-    return f"; {untried:,} uncompiled layouts may fit, given the errors of estimates" if untried else ""
+    return (
+        f"; {untried:,} uncompiled layout{'s' * (untried > 1)} may fit, given the errors of estimates"
+        if untried
+        else ""
+    )
 
 
 def _no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:

@@ -7,6 +7,7 @@ errors before and after.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -33,6 +34,8 @@ from valkyrie.sweep.rows import Row
 from valkyrie.train.screen import make_console
 
 _PATHS_HINT = "Use folders of searches or sweeps that compiled or measured layouts: paths=[runs/search-a,runs/sweep-b]."
+_LISTED = 3
+"""Number of skipped trials to name."""
 
 
 @dataclass(frozen=True)
@@ -77,27 +80,26 @@ def calibrate_mode(run: Run) -> int:
     for path in paths:
         _check_path(path)
     rows = [row for row in read_rows(paths) if row.ok and not row.group.simulated and not row.is_training]
-    if zero_rows := [row for row in rows if not (row.step_s or 0.0) > 0.0]:
-        raise ValueError(
-            f"{zero_rows[0].source}: {len(zero_rows)} of {len(rows)} trials have a step of {zero_rows[0].step_s:g} s. "
-            "Constants can be fitted only to steps above 0 s."
-        )
     by_chip: dict[str, list[tuple[Row, Run]]] = defaultdict(list)
-    without_settings = 0
+    skipped: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        trial_run = _saved_run(row)
-        if trial_run is None:
-            without_settings += 1
-        elif (chip := trial_run.config.target.chip) is not None:
+        if not 0.0 < (row.step_s or 0.0) < math.inf:
+            skipped["the step time is not a number above 0"].append(row)
+        elif (trial_run := _saved_run(row)) is None:
+            skipped[f"the folder has no {RUN}"].append(row)
+        elif (chip := trial_run.config.target.chip) is None:
+            skipped["the chip has no known figures"].append(row)
+        else:
             by_chip[chip.name].append((row, trial_run))
-    if without_settings:
-        message = f"skipping {without_settings} of {len(rows)} trials: their folders have no {RUN}"
+    for reason, skipped_rows in skipped.items():
+        message = f"skipping {len(skipped_rows)} of {len(rows)} trials, because {reason}: {_list_rows(skipped_rows)}"
         console.print(message, style="yellow", markup=False, soft_wrap=True)
     if not by_chip:
         raise ValueError(
-            f"paths: no trial in {', '.join(map(str, paths))} was compiled or measured for a chip with known figures."
+            f"paths: no trial in {', '.join(map(str, paths))} can be used. A trial needs a step time, its {RUN}, and a "
+            f"chip with known figures. {_PATHS_HINT}"
         )
-    console.print(f"using {sum(map(len, by_chip.values()))} of {len(rows)} trials that have a step time")
+    console.print(f"using {sum(map(len, by_chip.values()))} of {len(rows)} trials")
     too_few = [_too_few_message(chip, len(pairs)) for chip, pairs in by_chip.items() if len(pairs) < len(FITTED)]
     if len(too_few) == len(by_chip):
         raise ValueError("\n".join(too_few))
@@ -112,6 +114,12 @@ def calibrate_mode(run: Run) -> int:
         show(result, file, console)
     write_atomic(folder / "calibrate.json", json.dumps([as_json(result) for result in calibrations], indent=1) + "\n")
     return 0
+
+
+def _list_rows(rows: Sequence[Row]) -> str:
+    """Name the first rows, and count the others."""
+    more = f" and {len(rows) - _LISTED} more" if len(rows) > _LISTED else ""
+    return ", ".join(row.id for row in rows[:_LISTED]) + more
 
 
 def _saved_run(row: Row) -> Run | None:

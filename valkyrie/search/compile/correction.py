@@ -46,7 +46,7 @@ class Correction:
         chip_factor: Median ratio of measured to replayed time on this chip.
         slices_factor: Slowdown from waiting for other slices; 1 for one slice.
         rows: Number of runs that `chip_factor` is fitted to.
-        families: Number of recipes (or of models, after `mode=calibrate`) among these runs.
+        families: Number of recipes (after `mode=calibrate`, of models and batches) among these runs.
     """
 
     chip_factor: float

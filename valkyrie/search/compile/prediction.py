@@ -126,7 +126,7 @@ class StepInterval:
     Args:
         low_s, high_s: Ends of the range in seconds.
         low, high: Smallest and largest ratio of measured to predicted seconds of these runs.
-        rows, models: Number of runs, and of different models among them.
+        rows, models: Number of runs, and of different models (if `yours`, of models and batches) among them.
         chip: Chip of the runs, or None for runs on several chips.
         libtpu: Versions of libtpu that compiled them.
         yours: Whether they are the user's own runs instead of published ones.

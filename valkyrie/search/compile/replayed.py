@@ -57,9 +57,8 @@ def correct_replay(raw: Replay, target: TargetConfig) -> Replay:
             f"time of {correction.rows} published runs ({recipes}) on {target.chip.name}"
         )
     if target.slices > 1:
-        more = 100 * (correction.slices_factor - 1)
         notes.append(
-            f"replayed times are increased by another {more:.1f}% for running on {target.slices} slices: the slowdown "
+            f"replayed times are multiplied by {correction.slices_factor:.3f} for {target.slices} slices, the slowdown "
             "relative to one slice, fitted to published runs"
         )
     return replace(

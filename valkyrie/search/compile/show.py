@@ -25,8 +25,7 @@ from valkyrie.search.compile.prediction import (
     short_source,
 )
 from valkyrie.train.options import KEY, TO_FIT, Option
-from valkyrie.units import GIB, duration, gib, memory_text
-from valkyrie.units import decimal_bytes_text as sent_text
+from valkyrie.units import GIB, decimal_bytes_text, duration, gib, memory_text
 
 _FORMATS: dict[str, Callable[[float], str]] = {
     "GiB": lambda size: f"{size / GIB:.2f}",
@@ -35,7 +34,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "waiting ms": lambda seconds: f"{1e3 * seconds:.2f}",
     "%": lambda share: f"{100 * share:.1f}",
     "calls": lambda calls: f"{calls:,.0f}",
-    "sent": sent_text,
+    "sent": decimal_bytes_text,
 }
 """Formats of number columns, by title."""
 
@@ -184,7 +183,7 @@ def describe_range(interval: StepInterval | None) -> str:
     if interval is None:
         return "unknown, because there are no comparable measured runs"
     runs = f"{interval.rows} published runs of {interval.models} model{'s' * (interval.models > 1)} "
-    runs += f"on {interval.chip}" if interval.chip else "on other chips, because this one has too few,"
+    runs += f"on {interval.chip}" if interval.chip else "on all chips (this one has too few)"
     if interval.yours:
         runs = f"your {interval.rows} measured steps on {interval.chip}"
     errors = f"{100 * (interval.low - 1):+.0f}% to {100 * (interval.high - 1):+.0f}%"
@@ -199,7 +198,9 @@ def _show_communication(result: Prediction | Measurement, traffic: Communication
     over_mesh = {axes_text(axes): size for axes, size in traffic.by_mesh_axes.items()}
     sizes_by = {"mesh axes": over_mesh, "torus axis": traffic.bytes_by_torus_axis, "kind": traffic.bytes_by_kind}
     for what, sizes in sizes_by.items():
-        if parts := [f"{name} {sent_text(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])]:
+        if parts := [
+            f"{name} {decimal_bytes_text(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])
+        ]:
             console.print(f"sent by {what}: {' · '.join(parts)}")
     if traffic.sending_s:
         hidden = max(0.0, 1 - (traffic.exposed_s or 0.0) / traffic.sending_s)

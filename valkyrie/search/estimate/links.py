@@ -14,7 +14,10 @@ from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import AxisLinks
 
 MIN_LINKS = 0.25
-"""Minimum number of links that the estimate of a run assumes for a mesh axis on a torus. Searches have no minimum."""
+"""Minimum number of links that the estimate of a run assumes for a mesh axis on a torus.
+
+Searches have no minimum, because they try placements that share links further.
+"""
 
 
 def axis_links(

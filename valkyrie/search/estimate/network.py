@@ -68,7 +68,7 @@ class CollectiveModel:
         """Return the seconds that a device needs to send `sent` bytes to its neighbour along each of the axes."""
         seconds = np.zeros(len(layouts))
         for axis in axes:
-            links, size = layouts.spans[axis], layouts.sizes[axis]
+            links, size = layouts.links[axis], layouts.sizes[axis]
             near, far = sent / (links.inner_rate * self.gathers), sent / (links.outer_rate * self.outside)
             start = self.start_s + np.where(links.outer > 1, self.outer_start_s, 0.0)
             seconds += np.where(size > 1, start + np.where(links.outer > 1, far, near), 0.0)
@@ -80,7 +80,7 @@ class CollectiveModel:
         inner, outer = np.ones(len(layouts)), np.ones(len(layouts))
         rate, slow, hops = np.zeros(len(layouts)), np.full(len(layouts), np.inf), np.zeros(len(layouts))
         for axis in axes:
-            links = layouts.spans[axis]
+            links = layouts.links[axis]
             inner, outer = inner * links.inner, outer * links.outer
             axis_rate = np.where(links.inner > 1, links.ring_rate if one_ring else links.inner_rate, 0.0)
             rate = rate + axis_rate if self.adds_up and not one_ring else np.maximum(rate, axis_rate)

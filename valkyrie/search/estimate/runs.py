@@ -51,12 +51,12 @@ def stack_runs(runs: Sequence[Run]) -> Candidates:
     if get_platform(chip.platform).has_torus:
         placements = [axis_placements(run.config.target, run.layout) for run in runs]
         axes = list(layouts.sizes)
-        spans = axis_links(
+        links = axis_links(
             [[axes_by_name[axis] for axis in axes] for axes_by_name in placements], axes, chip, least_links=MIN_LINKS
         )
     else:
-        spans = host_axis_links(layouts.sizes, chip)
-    return replace(layouts, spans=spans)
+        links = host_axis_links(layouts.sizes, chip)
+    return replace(layouts, links=links)
 
 
 def axis_placements(target: TargetConfig, layout: Layout) -> dict[str, AxisPlacement]:

@@ -295,15 +295,15 @@ def _stack_candidates(
 ) -> Candidates:
     assert target.chip is not None
     axes = list(rows[0].sizes)
-    spans = dict(axis_links([row.placement.axes for row in rows], [a for a in axes if a != SLICE_AXIS], target.chip))
+    links = dict(axis_links([row.placement.axes for row in rows], [a for a in axes if a != SLICE_AXIS], target.chip))
     if SLICE_AXIS in axes:
-        spans[SLICE_AXIS] = slice_axis_links(len(rows), target)
+        links[SLICE_AXIS] = slice_axis_links(len(rows), target)
     return Candidates(
         partition,
         *rules,
         run.arrays,
         {axis: np.array([row.sizes[axis] for row in rows]) for axis in axes},
-        spans,
+        links,
         np.array([row.microbatches for row in rows]),
         np.full(len(rows), float(partition.rounds)),
     )

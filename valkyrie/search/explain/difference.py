@@ -17,8 +17,6 @@ from valkyrie.units import decimal_bytes_text, duration, memory_text, percent
 
 LETTERS = ("A", "B")
 """Labels of the first and the second layout in sentences."""
-NO_STEP_ADVICE = "Compile it for a TPU slice, such as target=v4-64."
-"""Advice for a layout that has no predicted step time."""
 _MIN_SHARE = 0.1
 """Smallest share of the difference between the steps for which a part gets a sentence."""
 _MAIN_SHARE = 0.5
@@ -204,7 +202,7 @@ def missing_step_reason(prediction: Prediction, letter: str) -> str | None:
         reason = prediction.reason or "run mode=compile for the reason"
         return f"{letter}, {name}, has no step time: {prediction.status.value.replace('_', ' ')}: {reason}"
     if prediction.step is None:
-        return f"{letter}, {name}, has no predicted step time. {NO_STEP_ADVICE}"
+        return f"{letter}, {name}, has no predicted step time. Compile it for a TPU slice, such as target=v4-64."
     return None
 
 

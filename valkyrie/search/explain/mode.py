@@ -23,7 +23,6 @@ from valkyrie.search.compile.show import make_table
 from valkyrie.search.compile.summary import model_settings
 from valkyrie.search.explain.difference import (
     LETTERS,
-    NO_STEP_ADVICE,
     Difference,
     Quantity,
     compare_layouts,
@@ -123,7 +122,7 @@ def _parse_layout(run: Run, request: str) -> Run | Prediction:
     target, problems = layout_run.config.target, [str(problem) for problem in layout_run.problems()]
     platform = get_platform(target.platform)
     if platform.replay is None:
-        problems.append(f"target={target.name} has no predicted step time. {NO_STEP_ADVICE}")
+        problems.append(f"target={target.name} has no predicted step time. Use a TPU slice, such as target=v4-64.")
     elif missing := platform.missing_compiler(target):
         problems.append(missing)
     if problems:

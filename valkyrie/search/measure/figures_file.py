@@ -13,7 +13,7 @@ from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.precision import DType
 from valkyrie.problems import first_line
-from valkyrie.records import load
+from valkyrie.records import RecordError, read_record
 from valkyrie.units import duration
 
 
@@ -36,10 +36,11 @@ def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> boo
     """
     if not ((folder / FIGURES).is_file() and (folder / MACHINES).is_file()):
         return False
-    chip, machines = (
-        read_figures(folder / FIGURES),
-        load(list[str], (folder / MACHINES).read_text(), str(folder / MACHINES)),
-    )
+    chip = read_figures(folder / FIGURES)
+    try:
+        machines = read_record(list[str], folder / MACHINES)
+    except RecordError as error:
+        raise _damaged(folder / MACHINES, error.reason) from error
     return machine in machines and (list(chip.peak_tflops), chip.host_bounds) == ([compute.value], [devices])
 
 
@@ -58,5 +59,6 @@ def describe_figures(chip: ChipConfig) -> str:
     if chip.dcn_gbs_per_host:
         devices = math.prod(chip.host_bounds)
         start = duration(estimate.get("outer_start_s", 0.0))
-        parts.append(f"{chip.dcn_gbs_per_host:.3g} GB/s between processes of {devices} devices with {start} latency")
+        processes = f"processes of {devices} device{'s' * (devices > 1)}"
+        parts.append(f"{chip.dcn_gbs_per_host:.3g} GB/s between {processes} with {start} latency")
     return "; ".join(parts)

@@ -130,7 +130,8 @@ def _print_results(tuned: Tuned, folder: Path, interrupted: bool, console: Conso
         )
     if not (tuned.options or tuned.model):
         tried = len(tuned.attempts) - 1
-        comparison = f"none of {tried} attempts is faster" if tried else "nothing else was tried"
+        comparisons = {0: "nothing else was tried", 1: "the only other attempt is not faster"}
+        comparison = comparisons.get(tried, f"none of {tried} attempts is faster")
         print_line(f"The baseline is the best: {duration(tuned.start_s)} a step; {comparison}.")
     else:
         before, after = duration(tuned.start_s), duration(tuned.step_s)

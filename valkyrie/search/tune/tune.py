@@ -176,9 +176,15 @@ class _Tuner:
         """Compile the baseline. Raises ValueError if it has no step time."""
         program = self._compile(self._run, "baseline", budgeted=False)
         if program.step_s is None:
+            does_not_fit = program.compiled.outcome.shortage is not None
+            advice = (
+                "Choose a layout that fits. To check one, use mode=compile."
+                if does_not_fit
+                else "Use a layout that mode=compile compiles."
+            )
             raise ValueError(
                 f"{self._run.layout.name} on target={self._run.config.target.describe()} has no step time to improve: "
-                f"{_reason(program.compiled)} Choose a layout that fits. To check one, use mode=compile."
+                f"{_reason(program.compiled)} {advice}"
             )
         self._baseline_options, self._defaults = program.options(), program.options(CHIP)
         first = self._judge(_Move({}), program, 1)
