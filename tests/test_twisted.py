@@ -116,7 +116,7 @@ def test_a_twisted_slice_is_named_as_google_cloud_names_it() -> None:
     assert build_topology(target).twisted and not build_topology(parse_target("v4-256")).twisted
     for name, reason in {
         "v4-4x4x4_twisted": "n x n x 2n or n x 2n x 2n",
-        "v4-8x4x4_twisted": "Use 4x4x8_twisted",
+        "v4-8x4x4_twisted": "such as target=v4-4x4x8_twisted or target=v4-4x8x8_twisted,",
         "tpu7x-4x4x8_twisted": "tpu7x has no twisted slices. Leave out _twisted.",
     }.items():
         with pytest.raises(ValueError, match=reason):

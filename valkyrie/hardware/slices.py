@@ -144,8 +144,8 @@ class Slices:
         if not self.twists:
             return f": {chip} has no twisted slices. Leave out {TWISTED}."
         return (
-            f": twisted slices have n x n x 2n or n x 2n x 2n chips, where n is a multiple of 4, such as "
-            f"{key}4x4x8{TWISTED} or {key}4x8x8{TWISTED}. Use one of those, or leave out {TWISTED}."
+            f": twisted slices have n x n x 2n or n x 2n x 2n chips, where n is a multiple of 4. Use a slice "
+            f"such as {key}4x4x8{TWISTED} or {key}4x8x8{TWISTED}, or leave out {TWISTED}."
         )
 
     def nearest(self, chips: int | Fraction) -> list[SliceShape]:
