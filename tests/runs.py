@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints, latest_step
-from valkyrie.cli.train import main
+from valkyrie.cli.train import run
 from valkyrie.code_eval.sandbox import sandbox_problem
 from valkyrie.runs.tracking import read_metrics
 
@@ -62,7 +62,7 @@ def command(*arguments: str) -> int:
     before = sys.argv
     sys.argv = ["valkyrie-train", *arguments]
     try:
-        main()
+        run()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     finally:

@@ -288,7 +288,7 @@ def test_existing_files_are_not_overwritten(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["model=valkyrie_tiny"], "model.family=valkyrie"),
+        (["model=valkyrie_tiny"], "model.family=valkyrie cannot be converted"),
         (["model=gpt2_tiny", "model.attention.windows=[8]"], "model.attention.windows=[8]"),
         (["model=gpt_tiny", "model.embedding_scale=2"], "model.embedding_scale=2.0"),
         (["model=gpt_tiny", "model.residual=parallel"], "model.residual=parallel"),

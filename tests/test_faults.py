@@ -24,9 +24,12 @@ from reported import trial
 from runs import SINGLE, TINY, command
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints
 from valkyrie.cli import predict
+from valkyrie.cli.parser import output_error
 from valkyrie.compiled.dumped import MAX_BYTES, read_dumped
+from valkyrie.config.mistakes import refuse_typos
 from valkyrie.config.refusals import unknown_key
 from valkyrie.paths import DiskError
+from valkyrie.processes import ending
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.runs.folder import _remove_empty, run_folder
 from valkyrie.sweep.rows import make_rows
@@ -35,7 +38,10 @@ from valkyrie.units import printable
 
 MISTAKES = {
     "prompt=\udcff\udcfe": "prompt= has bytes that are not UTF-8 (ff fe)",
-    f"name={'a' * 300}": "name= has 300 bytes",
+    "--config-dir=\udcff": "--config-dir= has bytes that are not UTF-8 (ff)",
+    f"name={'a' * 300}": "name=aaaaaaaaaaaa...: a part of it has 300 bytes, at most 200 are allowed",
+    "task.foo=1": "task has no keys. Choose one first: task=NAME. Known: next_token, puzzles.",
+    "+task.foo=1": "task.foo is set, but no task is chosen. Choose one first: task=NAME.",
     f"resume={'a' * 300}": "file name too long",
 }
 
@@ -149,6 +155,39 @@ def test_threads_of_libraries_do_not_keep_a_failed_process_alive():
     began = time.monotonic()
     assert subprocess.run([sys.executable, "-c", line], timeout=50).returncode == 2
     assert time.monotonic() - began < 30
+
+
+def test_a_failed_command_limits_its_exit_once(monkeypatch: pytest.MonkeyPatch):
+    limits: list[int] = []
+    monkeypatch.setattr(ending, "limit_exit", limits.append)
+    for end, status in {
+        SystemExit(2): [2],
+        SystemExit("no"): [1],
+        SystemExit(0): [],
+        SystemExit(): [],
+        OSError(): [1],
+    }.items():
+        limits.clear()
+        with pytest.raises(type(end)), ending.limit_failed_exit():
+            raise end
+        assert limits == status
+
+
+def test_an_argument_that_is_not_utf8_is_named_without_an_equals_sign():
+    with pytest.raises(ValueError, match=r"^/tmp/\? has bytes that are not UTF-8 \(ff\)\. Type the argument"):
+        refuse_typos(["--config-dir", "/tmp/\udcff"], multirun=False)
+
+
+def test_a_saved_run_may_have_a_longer_name():
+    run = valkyrie.compose(*TINY, *SINGLE)
+    config = replace(run.config, name="a" * 201)
+    assert any(problem.key == "name" for problem in replace(run, config=config).problems())
+    assert not replace(run, config=replace(config, resume="a")).problems()
+
+
+def test_an_error_of_reading_does_not_probe_stdout(capsys: pytest.CaptureFixture[str]):
+    assert output_error(OSError(errno.ETIMEDOUT, "timed out")) is None
+    assert capsys.readouterr().out == ""
 
 
 def test_a_puzzle_without_labels_does_not_count_as_solved():

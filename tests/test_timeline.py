@@ -6,15 +6,22 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from valkyrie.machine.replay import TimelineSpan
 from valkyrie.machine.timeline import trace_events, write_timeline
+from valkyrie.paths import DiskError
 
 
 def span(track: str, start: float, duration: float, name: str = "fusion.1") -> TimelineSpan:
     return TimelineSpan(track, name, "matmul", "jit(step)/dot", "model.py:3", start, duration)
+
+
+def test_the_remedy_for_a_timeline_that_cannot_be_written_is_the_caller_s(tmp_path: Path):
+    with pytest.raises(DiskError, match="elsewhere with another path"):
+        write_timeline(tmp_path / "none" / "timeline.json", [], "a step", "another path")
 
 
 def test_the_file_follows_the_trace_event_format(tmp_path: Path):

@@ -53,6 +53,8 @@ def test_a_trial_key_depends_on_exactly_the_keys_that_its_mode_reads(mode: str):
     [
         (["mode=show", "profile=2-3", "steps=5"], "note: mode=show does not read profile=2-3"),
         (["mode=show", "partition.rounds=2"], "partition.rounds=2 has no effect: partition=dp has no pipeline"),
+        (["mode=show", "~steps"], "note: mode=show does not read ~steps"),
+        (["mode=show", f"prompt={'a' * 100}"], "note: mode=show does not read prompt\n"),
         (["mode=show", "target.slices=2"], "target.slices=2 has no effect: target=auto has no slices"),
     ],
 )
@@ -64,3 +66,5 @@ def test_unread_settings_are_reported(arguments: list[str], note: str, capfd: py
 def test_used_settings_are_not_reported():
     pipeline = ["mesh=1x1x2", "partition=pp", "partition.schedule=gpipe", "microbatches=2"]
     assert unread_notes(valkyrie.compose(*TINY, "model.layers=2", "sample_tokens=1", *pipeline)) == []
+    assert unread_notes(valkyrie.compose("target=cpu8", "target.slices=2", "mesh=2s2x2x2", "mode=compile")) == []
+    assert mode_reads(MODES.config_class("search")(), "seed")

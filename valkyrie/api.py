@@ -121,7 +121,7 @@ class Result:
         """
         from valkyrie.machine.timeline import write_timeline
 
-        write_timeline(Path(path), self._require_replay().spans, self._title)
+        write_timeline(Path(path), self._require_replay().spans, self._title, "another path")
         return Path(path)
 
     def html(self, path: str | Path) -> Path:
@@ -384,7 +384,8 @@ def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
     from valkyrie.report.page import page, page_file
 
     text = page(trials(*paths))
-    return write_atomic(page_file([Path(path) for path in paths], None if output is None else Path(output)), text)
+    file = page_file([Path(path) for path in paths], None if output is None else Path(output))
+    return write_atomic(file, text, "output=FILE")
 
 
 def _refuse_illegal(run: Run) -> Run:

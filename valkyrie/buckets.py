@@ -18,7 +18,7 @@ def package_problems(key: str, path: str, scheme: str, package: str) -> list[Pro
     """Return a problem if the scheme of a path needs a package that is not installed."""
     if find_spec(package) is not None:
         return []
-    text = f"{key}={path}: {scheme}:// needs the package {package}. Install it: uv pip install {package}."
+    text = f"{key}={path}: {scheme}:// needs the package {package}. Install it: uv pip install {package}"
     return [Problem(ProblemCode.not_installed, key, path, text)]
 
 
@@ -28,7 +28,7 @@ def bucket_problems(key: str, path: str) -> list[Problem]:
     if scheme is None:
         return []
     text = (
-        f"{key}={path}: buckets ({scheme}://) are supported only by data.paths and checkpoint.folder. Use a local "
-        "folder, or with several hosts one that all of them mount (NFS, Filestore, a mounted bucket)."
+        f"{key}={path}: buckets ({scheme}://) are supported only by data.paths, data.val_paths and checkpoint.folder. "
+        "Use a local folder, or with several hosts one that all of them mount (NFS, Filestore, a mounted bucket)."
     )
     return [Problem(ProblemCode.unsupported, key, path, text)]

@@ -117,9 +117,10 @@ def check_modules(folders: Sequence[str], file: Path) -> None:
     """Raise ValueError if saved settings import code from a folder that no command on this machine has named."""
     trusted = {*_command_folders(), *_remembered_folders()}
     if untrusted := [folder for folder in folders if os.path.realpath(folder) not in trusted]:
+        folders_text = "that folder" if len(untrusted) == 1 else "these folders"
         raise ValueError(
-            f"{file} imports Python modules from {', '.join(untrusted)}, but no command on this machine has named that "
-            f"folder yet. If you trust the code, add 'modules=[{','.join(untrusted)}]', or set "
+            f"{file} imports Python modules from {', '.join(untrusted)}, but no command on this machine has named "
+            f"{folders_text} yet. If you trust the code, add 'modules=[{','.join(untrusted)}]', or set "
             f"{_MODULES_VARIABLE}={os.pathsep.join(untrusted)}."
         )
 

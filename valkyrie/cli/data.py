@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 def _prepare(arguments: argparse.Namespace) -> None:
     if arguments.paths and arguments.source != "text":
         raise ValueError(
-            f"{arguments.source} does not take paths. Use valkyrie-data prepare text {arguments.paths[0]}."
+            f"{arguments.source} does not take paths. To prepare files: valkyrie-data prepare text {arguments.paths[0]}"
         )
     source = SOURCES.config_class(arguments.source)
     keys, defaults = {field.name for field in fields(source)}, text.Config()

@@ -27,7 +27,7 @@ from valkyrie.config.saved import Primary, config_dirs, find_primary
 from valkyrie.config.unread import unread_notes
 from valkyrie.extensions import add_import_path
 from valkyrie.problems import Problem
-from valkyrie.processes.ending import INTERRUPTED, REFUSED, limit_exit
+from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.sweep.end import SweepEndError, print_results_at_end
 from valkyrie.sweep.members import join_multirun
@@ -80,16 +80,12 @@ def dispatch() -> None:
                 raise ValueError(_describe_problems(run, problems))
             for note in unread_notes(run):
                 print(f"note: {note}", file=sys.stderr)
-            status = _dispatch(run)
-            if status:
-                limit_exit(status)
-            sys.exit(status)
+            sys.exit(_dispatch(run))
     except BrokenPipeError:
         exit_on_broken_pipe()
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise
-        limit_exit(REFUSED)
         # Hydra's MissingConfigException is an OSError too, and needs an explanation.
         is_plain = isinstance(error, OSError) and not isinstance(error, HydraException)
         fail(COMMAND, error_text(error if is_plain else explain(error, config_dirs(sys.argv[1:]))))

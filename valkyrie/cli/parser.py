@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +12,7 @@ from itertools import takewhile
 from typing import NoReturn
 
 from valkyrie.paths import error_reason
-from valkyrie.processes.ending import INTERRUPTED, REFUSED
+from valkyrie.processes.ending import INTERRUPTED, REFUSED, limit_failed_exit
 from valkyrie.processes.interrupt import repair_std_streams
 from valkyrie.units import printable
 
@@ -18,6 +20,8 @@ BROKEN_PIPE = 141
 """Exit status after the reader of our output closed the pipe. Shells report the same status for SIGPIPE."""
 
 
+_WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF}
+"""Errors of failed writes to stdout: a full disk or quota, a terminal that is gone, a closed descriptor."""
 _SHOWN = 160
 """Maximum number of characters of a path in a message."""
 
@@ -33,13 +37,19 @@ class OneLineParser(argparse.ArgumentParser):
 def run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:
     """Run a command and exit with the status that `body` returns, if any.
 
-    For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2.
+    For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2. Limits the
+    time of a failed exit if the arguments are those of the process.
 
     Args:
         command: the name of the command, for messages.
         body: called with the arguments.
         argv: the arguments, or None for those of the process.
     """
+    with limit_failed_exit() if argv is None else contextlib.nullcontext():
+        _run_command(command, body, argv)
+
+
+def _run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:
     repair_std_streams()
     status = None
     try:
@@ -77,7 +87,7 @@ def output_error(error: Exception) -> str | None:
     Python's error after a failed print does not name stdout, so this writes a newline to find out whether stdout fails.
     If it does, discards the unwritten output.
     """
-    if type(error) is not OSError or error.filename is not None:
+    if type(error) is not OSError or error.filename is not None or error.errno not in _WRITE_ERRORS:
         return None
     try:
         sys.stdout.write("\n")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from valkyrie.processes.ending import limit_failed_exit
 from valkyrie.processes.interrupt import exit_on_ctrl_c, repair_std_streams
 
 
 def main() -> None:
-    """Run `valkyrie-train` with the arguments of the process."""
+    """Run `valkyrie-train` with the arguments of the process, and end the process in a limited time if it fails."""
+    with limit_failed_exit():
+        run()
+
+
+def run() -> None:
+    """Run `valkyrie-train` with `sys.argv`. For callers whose process continues."""
     repair_std_streams()
     with exit_on_ctrl_c("valkyrie-train"):
         from valkyrie.cli.dispatch import dispatch

@@ -180,7 +180,7 @@ def _refuse_deletion_or_sweep(override: Override) -> None:
     line, key = override.input_line, override.key_or_group
     if override.is_delete():
         raise ValueError(
-            f"{line}: settings cannot be removed. Drop this argument to use the default, or set {key}=VALUE."
+            f"{line}: settings cannot be removed. Drop this argument to keep the saved value, or set {key}=VALUE."
         )
     if override.is_sweep_override():
         raise ValueError(f"{line} has several values, but a run takes one. Write {key}=VALUE.")

@@ -92,7 +92,7 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
         return (
             f"{first}={path} is a path, but a choice is a name. To use FOLDER/{first}/{name}.yaml, write "
             f"--config-dir FOLDER {first}={name}"
-            + (f", here --config-dir {folder}." if path.parent.name == first else ".")
+            + (f", here --config-dir {folder}" if path.parent.name == first else "")
         )
     if group in FAMILIES and name == f"{group}_schema":
         schemas = ", ".join(f"{family}_schema" for family in FAMILIES[group].names())

@@ -33,9 +33,10 @@ def refuse_typos(arguments: Sequence[str], multirun: bool) -> None:
     """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b`, ..., with the correct form."""
     for argument in arguments:
         if bad_bytes := bytes_not_utf8(argument):
-            key = argument.partition("=")[0].encode(errors="replace").decode()
+            key, sign, _ = argument.partition("=")
             raise ValueError(
-                f"{key}= has bytes that are not UTF-8 ({bad_bytes}). Type it in a UTF-8 terminal, or leave them out."
+                f"{key.encode(errors='replace').decode()}{sign} has bytes that are not UTF-8 ({bad_bytes}). Type the "
+                "argument in a UTF-8 terminal, or remove these bytes."
             )
     for here, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         if _FLAG.match(here):

@@ -20,6 +20,7 @@ from valkyrie.data.config import SOURCES
 from valkyrie.foreign_errors import WrongValue, is_recursive, missing_key, wrong_value
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shortened
+from valkyrie.paths import config_names
 from valkyrie.problems import Problem, ProblemCode, first_line, suggest
 from valkyrie.trees import flatten
 
@@ -136,7 +137,11 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
     where = f" in {prefix}" if prefix else ""
     listed = f"Known{where}: {', '.join(valid_keys)}."
     if not valid_keys:
-        listed = f"{prefix} has no keys. To add one: +{full_key}=VALUE."
+        listed = f"{prefix} has no keys."
+        if OmegaConf.is_dict(parent):  # a free mapping, such as those of Hydra's plugins
+            listed += f" To add one: +{full_key}=VALUE."
+        elif names := config_names(prefix):
+            listed += f" Choose one first: {prefix}=NAME. Known: {', '.join(names)}."
     text = f"{full_key} is not {description}.{hint} {listed}"
     return Problem(ProblemCode.unknown_name, full_key, text=text)
 

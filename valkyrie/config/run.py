@@ -36,7 +36,7 @@ from valkyrie.parallel.on_target import target_problems
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.problems import is_removed_by, nearest_legal
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.paths import read_group, write_atomic
+from valkyrie.paths import config_names, read_group, write_atomic
 from valkyrie.precision import PolicyConfig
 from valkyrie.problems import Identity, Problem, ProblemCode, ProblemError, check_range
 from valkyrie.processes.distributed import DistributedConfig
@@ -59,7 +59,7 @@ FAMILIES: dict[str, Families] = {
 OPTIONAL_GROUPS = frozenset({"task"})
 """Groups that a run may omit. Without `task`, a run uses the task of its model family."""
 _LONGEST_NAME = 200
-"""Maximum bytes of each part of a run's name. File systems allow 255, and some files append to the name."""
+"""Maximum bytes of each part of a new run's name. File systems allow 255, and some files append to the name."""
 _LAYOUT_COUNTS = ("microbatches", "partition.rounds")
 
 
@@ -255,6 +255,11 @@ class Run:
                 raise ValueError(f"{group}={override_text(settings)} must be a mapping of settings.")
             family = OmegaConf.select(composed, families.key)
             if family is None and group in OPTIONAL_GROUPS:
+                if settings:  # keys such as +task.foo=1, without a choice of the group
+                    raise ValueError(
+                        f"{group}.{next(iter(settings))} is set, but no {group} is chosen. Choose one first: "
+                        f"{group}=NAME. Known: {', '.join(config_names(group))}."
+                    )
                 continue
             if family is None:
                 raise ValueError(f"{families.key} is missing. Known: {', '.join(families.names())}.")
@@ -340,12 +345,16 @@ class Run:
         name, text = self.config.name, ""
         if name is None:
             return []
+        is_saved = self.config.resume is not None or self.config.mode.reads_run  # older runs may have longer names
         if not name.strip() or {".", ".."} & {name, *Path(name).parts}:
             text = f"name={name!r} is not the name of a folder in runs={self.config.runs}. Use a word, or null."
         elif forbidden := re.search(r"[^\w .+@/-]", name):
             text = f"name={name}: {forbidden[0]} is not allowed in a name. Use letters, digits, ., _ or -."
-        elif (length := max(len(os.fsencode(part)) for part in Path(name).parts)) > _LONGEST_NAME:
-            text = f"name= has {length} bytes, but a folder name can have at most {_LONGEST_NAME}. Use a shorter one."
+        elif not is_saved and (length := max(len(os.fsencode(part)) for part in Path(name).parts)) > _LONGEST_NAME:
+            text = (
+                f"name={name[:12]}...: a part of it has {length} bytes, at most {_LONGEST_NAME} are allowed. Use a "
+                "shorter one."
+            )
         elif name == "latest" and not self.config.mode.reads_run:
             text = "name=latest is not allowed, because resume=latest means the newest run. Use another name."
         return [Problem(ProblemCode.malformed, "name", name, text)] if text else []

@@ -6,23 +6,25 @@ from collections.abc import Iterable
 
 from valkyrie.config.modes import NO_RESULT, ModeConfig
 from valkyrie.config.run import Run, RunConfig
-from valkyrie.problems import ProblemError
 from valkyrie.runs.folder import key_value, split_flags
+from valkyrie.units import printable
 
 _ALWAYS_READ = NO_RESULT | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
 """Keys that every mode reads, or that decide how others are read."""
+_LONGEST_VALUE = 60
+"""Maximum number of characters of a value in a note. Of a longer one, such as a prompt, only the key is shown."""
 
 
 def unread_notes(run: Run) -> list[str]:
-    """Return a line for each reason why settings on the command line are not read.
+    """Return a line for each reason why settings on the command line are not read. The run must be legal.
 
     Ignores settings in files, because an experiment has settings for several modes.
     """
     command_line: dict[str, str] = {}
     for argument in split_flags(run.arguments)[1]:
-        key, value = key_value(argument)
+        key = key_value(argument)[0]
         if key.partition(".")[0] in RunConfig.__dataclass_fields__:
-            command_line[key] = f"{key}={value}"
+            command_line[key] = _setting_text(argument)
     by_mode = [text for key, text in command_line.items() if not mode_reads(run.config.mode, key)]
     notes = [f"mode={run.config.mode.name} does not read {_join_settings(by_mode)}"] if by_mode else []
     for keys, reason in _keys_without_effect(run):
@@ -48,16 +50,19 @@ def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
     Omits keys that a training saves for later modes, such as `prompt` with `sample_tokens=0`.
     """
     config, mode = run.config, run.config.mode
-    if config.target.slices > 1 and config.target.chip is None:
+    if config.target.slices > 1 and config.target.chips is None:
         yield ("target.slices",), f"target={config.target.name} has no slices. Name one, such as target=v5e-8"
-    if not mode.any_layout:
-        try:
-            pipeline = run.layout.pipeline
-        except ProblemError:
-            return
-        if pipeline is None:
-            partition = f"partition={config.partition.name} has no pipeline on mesh={config.mesh.name}"
-            yield ("partition.schedule", "partition.rounds"), partition
+    if not mode.any_layout and run.layout.pipeline is None:
+        reason = f"partition={config.partition.name} has no pipeline on mesh={config.mesh.name}"
+        yield ("partition.schedule", "partition.rounds"), reason
+
+
+def _setting_text(argument: str) -> str:
+    """Return a setting as in a note: KEY=VALUE, KEY if the value is long or has several lines, or ~KEY."""
+    key, value = key_value(argument)
+    if argument.startswith("~"):
+        return f"~{key}"
+    return key if len(value) > _LONGEST_VALUE or "\n" in value else printable(f"{key}={value}")
 
 
 def _join_settings(settings: list[str]) -> str:

@@ -169,16 +169,20 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
     refusals = _unsupported_values(architecture, config)
     sizes = {setting: config[key] for setting, key in architecture.sizes.items()}
     embed, heads = sizes["embed"], sizes["attention.heads"]
-    attention: dict[str, Setting] = {}
+    architecture_settings: dict[str, Setting] = {}
     if architecture.is_gpt2:
-        attention["mlp"] = config.get("n_inner") or 4 * embed
+        architecture_settings["mlp"] = config.get("n_inner") or 4 * embed
     else:
         rope, rope_refusals = _rope_settings(config)
         windows, window_refusals = _window_settings(architecture, config)
         refusals += rope_refusals + window_refusals
         all_biases = bool(architecture.biases_key and config.get(architecture.biases_key))
-        attention |= {**rope, "attention.windows": windows, "attention.qk_norm": architecture.qk_norm}
-        attention["attention.bias"] = (Bias.all if all_biases else architecture.bias).value
+        architecture_settings |= {
+            **rope,
+            "attention.windows": windows,
+            "attention.qk_norm": architecture.qk_norm,
+            "attention.bias": (Bias.all if all_biases else architecture.bias).value,
+        }
     if refusals:
         raise ValueError(f"config.json: {'; '.join(refusals)}.")
     epsilon, default = architecture.epsilon
@@ -190,19 +194,24 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
         "tie_embeddings": bool(config.get("tie_word_embeddings", architecture.tied)),
         "attention.kv_heads": config.get("num_key_value_heads") or heads,
         "attention.head_dim": config.get("head_dim") or embed // heads,
-        **attention,
+        **architecture_settings,
     }
 
 
 def to_config_json(model: Stack) -> dict[str, object]:
     """Return the config.json of a model. Raises ValueError with the settings that its architecture does not support."""
+    if type(model) not in (gpt.Config, gpt2.Config):
+        raise ValueError(
+            f"model.family={model.family} cannot be converted to one of {', '.join(ARCHITECTURES)}. Only "
+            "model.family=gpt and model.family=gpt2 can."
+        )
+    assert isinstance(model, gpt.Config | gpt2.Config)
     architecture = _choose_architecture(model)
     if refusals := _unsupported_settings(model, architecture):
         raise ValueError(
             f"this model cannot be converted to one of {', '.join(ARCHITECTURES)}. The closest is {architecture.name}, "
             f"which does not support {', '.join(refusals)}."
         )
-    assert isinstance(model, gpt.Config | gpt2.Config)
     name = next(name for name, activation in architecture.activations.items() if activation is model.feed_forward)
     config: dict[str, object] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     config |= {key: get_value(model, setting) for setting, key in architecture.sizes.items()}
@@ -254,7 +263,7 @@ def _unsupported_values(architecture: Architecture, config: Mapping[str, Any]) -
     return refusals
 
 
-def _choose_architecture(model: Stack) -> Architecture:
+def _choose_architecture(model: gpt.Config | gpt2.Config) -> Architecture:
     """Return the architecture that is closest to a model, judging by its attention."""
     if not isinstance(model, gpt.Config):
         return GPT2
@@ -338,11 +347,8 @@ def _window_entries(architecture: Architecture, model: gpt.Config | gpt2.Config)
     return {"sliding_window": lengths.pop(), **sliding}
 
 
-def _unsupported_settings(model: Stack, architecture: Architecture) -> list[str]:
+def _unsupported_settings(model: gpt.Config | gpt2.Config, architecture: Architecture) -> list[str]:
     """Return the settings of a model that the architecture does not support, as on the command line."""
-    if type(model) not in (gpt.Config, gpt2.Config):
-        return [f"model.family={model.family}"]
-    assert isinstance(model, gpt.Config | gpt2.Config)
     attention, defaults = model.attention, type(model)()
     refusals = [
         f"model.{key}={override_text(get_value(model, key))}"

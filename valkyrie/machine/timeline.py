@@ -36,9 +36,13 @@ class TraceEvent(TypedDict, total=False):
     args: Mapping[str, str | int]
 
 
-def write_timeline(path: Path, spans: Sequence[TimelineSpan], title: str) -> None:
-    """Write the spans of a replayed step as `timeline.json`; `title` names the process in the viewer."""
-    write_atomic(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(spans, title)}) + "\n")
+def write_timeline(path: Path, spans: Sequence[TimelineSpan], title: str, elsewhere: str | None = None) -> None:
+    """Write the spans of a replayed step as `timeline.json`.
+
+    `title` names the process in the viewer. `elsewhere` is the setting that selects another path (`disk_errors`).
+    """
+    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(spans, title)}) + "\n"
+    write_atomic(path, text, elsewhere)
 
 
 def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[TraceEvent]:

@@ -37,7 +37,7 @@ class Config(CompilingMode, MeasuringMode):
     any_layout: ClassVar[bool] = True
     trial_limit_s: ClassVar[float | None] = None
 
-    unread: ClassVar[frozenset[str]] = TRAINING_KEYS
+    unread: ClassVar[frozenset[str]] = TRAINING_KEYS - {"seed"}  # measurements initialise the weights
 
     name: str = "search"
     budget: str | None = "8min"

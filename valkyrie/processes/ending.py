@@ -66,6 +66,23 @@ def limit_exit(status: int, seconds: float = EXIT_S) -> None:
     threading.Thread(target=wait, name="limit of the exit", daemon=True).start()
 
 
+@contextlib.contextmanager
+def limit_failed_exit() -> Iterator[None]:
+    """Limit the time of the exit (`limit_exit`) if the code inside ends with a nonzero status or an exception.
+
+    Only for the entry points of processes: a test that calls a command must not end with it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if status:
+            limit_exit(status)
+        raise
+
+
 def describe_status(status: int) -> str:
     """Describe an exit status of `subprocess`, such as `with status 1` or `by SIGKILL`."""
     if status >= 0:
