@@ -69,7 +69,7 @@ def test_help_and_configuration_do_not_load_jax(tmp_path: Path, arguments: list[
         (["stps=3"], "mean steps?"),
         (["mesh=2x2x2", "batch=7"], "batch=7 is not"),
         (["mesh=3x1x1", "partition=2d_tp"], "4 is not"),
-        (["resume=nothing"], "resume=nothing"),
+        (["resume=nothing"], "resume=nothing: there is no such run"),
         (["data=text", "data.paths=[nofile.txt]"], "directory nofile.txt"),
         (["target=v5e-8", "mesh=8x1x1", "partition=dp"], "target=v5e-8 (8 v5e"),
     ],

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from functools import lru_cache
 from pathlib import Path
 
@@ -220,7 +219,7 @@ def test_all_invalid_lines_are_reported_together(tmp_path: Path) -> None:
     for phrase in ("line 2: not", "the name add", "line 4: not", "difficulty, prompt are", "2 more."):
         assert phrase in message
     path.write_text("\n")
-    with pytest.raises(ValueError, match="own.jsonl"):
+    with pytest.raises(ValueError, match=r"own\.jsonl is empty"):
         read_problems(str(path))
 
 
@@ -247,32 +246,25 @@ def test_invalid_settings_are_refused(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def refused(tmp_path: Path, *arguments: str, **environment: str) -> tuple[str, float]:
-    """Return the message of a command that is refused without loading JAX, and its duration in seconds."""
+def refused(tmp_path: Path, *arguments: str, **environment: str) -> str:
+    """Return the message of a command that is refused without loading JAX."""
     script = "import sys; from valkyrie.cli.train import main\ntry: main()\nfinally: assert 'jax' not in sys.modules"
     words = [sys.executable, "-c", script, *SINGLE, f"runs={tmp_path / 'runs'}", *arguments]
-    seconds = []
-    for _ in range(2):  # once more where the machine was busy
-        began = time.monotonic()
-        done = subprocess.run(words, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True)
-        seconds.append(time.monotonic() - began)
-        assert done.returncode == 2 and not (tmp_path / "runs").exists(), done.stderr
-        if seconds[-1] < 5:
-            break
-    return done.stderr, min(seconds)
+    done = subprocess.run(words, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "runs").exists(), done.stderr
+    return done.stderr
 
 
 def test_a_missing_compiler_is_refused_before_jax_loads(tmp_path: Path) -> None:
-    message, seconds = refused(tmp_path, "code_eval_every=5", PATH=str(tmp_path))
+    message = refused(tmp_path, "code_eval_every=5", PATH=str(tmp_path))
     assert message.startswith("valkyrie-train: code_eval.problems=cpp:") and "apt install g++" in message
-    assert seconds < 5
 
 
 def test_a_missing_sandbox_is_refused_before_jax_loads_unless_it_is_disabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message, seconds = refused(tmp_path, "code_eval_every=5", "code_eval.problems=python", PATH=str(tmp_path))
-    assert "unshare, setpriv," in message and message.endswith(" code_eval.sandbox=false.\n") and seconds < 5
+    message = refused(tmp_path, "code_eval_every=5", "code_eval.problems=python", PATH=str(tmp_path))
+    assert "unshare, setpriv," in message and message.endswith(" code_eval.sandbox=false.\n")
     monkeypatch.setattr("valkyrie.code_eval.sandbox.sandbox_problem", lambda: "no namespaces")
     assert judge_problems(CodeEvalConfig(problems="python", sandbox=False)) == []
     assert [p.key for p in judge_problems(CodeEvalConfig(problems="python"))] == ["code_eval.sandbox"]

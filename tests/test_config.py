@@ -252,7 +252,7 @@ def test_a_run_yaml_that_ends_too_early_is_not_completed_from_defaults(command: 
             (folder / f"{name}.yaml").write_text(cut)
             refused = command("--config-path", "runs/a", "--config-name", name)
             assert (refused.status, refused.run) == (2, None)
-            assert refused.err.startswith(f"valkyrie-train: {folder}/{name}.yaml ")
+            assert refused.err.startswith(f"valkyrie-train: {folder}/{name}.yaml is damaged (")
             assert ("name=a" in refused.err) is (name == "run"), "a copy is no run that a name could continue"
             assert len(refused.err.splitlines()) == 1
     (folder / "run.yaml").write_text("\n".join(line for line in text[: text.index("hydra:")].splitlines()[1:]))

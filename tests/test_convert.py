@@ -137,11 +137,11 @@ def test_each_device_of_a_mesh_gets_its_shard(layout, tmp_path):
     folder = made(published(tmp_path / "model", "llama"), tmp_path / "runs")
     _, program, parameters = restored(folder, *layout)
     _, _, whole = restored(folder)
-    for array, sharding, spec in zip(
+    for array, expected, spec in zip(
         *map(jax.tree.leaves, (parameters, whole, program.abstract_state.parameters)), strict=True
     ):
         assert array.sharding == spec.sharding
-        np.testing.assert_array_equal(array, sharding)
+        np.testing.assert_array_equal(array, expected)
     split = jax.tree.leaves(parameters)[0]
     assert split.addressable_shards[0].data.size < split.size
 
@@ -208,16 +208,16 @@ def test_unsupported_settings_are_refused_by_their_key(changed, message, tmp_pat
 def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load = ("from-hf", "model", "--tokenizer", "bytes")
-    assert refusal(capsys, *load).startswith("model ")
+    assert refusal(capsys, *load).startswith("model is not a folder. ")
     folder = published(tmp_path / "model", "llama")
     name = "model.layers.1.self_attn.q_proj.weight"
     message = refusal(capsys, "from-hf", "model")
     assert "--tokenizer" in message and "tokenizer.json" in message
     other_tensors = [tensor for tensor in tensors_in(folder) if tensor != name]
     for tensor, details in (
-        (None, []),
-        (np.zeros((32, 16), np.float32), ["[32, 16]", "[32, 32]"]),
-        (np.zeros((32, 32), np.int8), ["F32", "BF16", "F16", "I8"]),
+        (None, ["model has no tensor "]),
+        (np.zeros((32, 16), np.float32), ["shapes that do not match", "[32, 16]", "[32, 32]"]),
+        (np.zeros((32, 32), np.int8), ["tensors that are not ", "F32", "BF16", "F16", "I8"]),
     ):
         changed_tensors(folder, **{name: tensor})
         message = refusal(capsys, *load)
@@ -226,22 +226,24 @@ def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
     changed_tensors(
         folder, **{name: np.zeros((32, 32), np.float32), "model.layers.0.self_attn.q_proj.bias": np.zeros(32)}
     )
-    assert refusal(capsys, *load).endswith(": model.layers.0.self_attn.q_proj.bias.")
+    message = refusal(capsys, *load)
+    assert "does not have: model.layers.0.self_attn.q_proj.bias." in message and name not in message
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:1000])
-    assert refusal(capsys, *load).startswith("model/model.safetensors ")
+    assert refusal(capsys, *load).startswith("model/model.safetensors is not a complete safetensors file ")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
-    assert "pytorch_model.bin" in refusal(capsys, *load)
+    message = refusal(capsys, *load)
+    assert "model has no model.safetensors " in message and "Load pytorch_model.bin with transformers" in message
     for damaged in ([1, 2], {"a": 5}):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": damaged}))
-        assert refusal(capsys, *load).startswith("model/model.safetensors.index.json ")
+        assert refusal(capsys, *load).startswith("model/model.safetensors.index.json is damaged (weight_map ")
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "model-00001-of-00002.safetensors" in refusal(capsys, *load)
+    assert "model has no model-00001-of-00002.safetensors, listed in " in refusal(capsys, *load)
     (folder / "config.json").unlink()
     message = refusal(capsys, *load)
-    assert "config.json" in message and ".safetensors" not in message
+    assert message.startswith("model has no config.json") and ".safetensors" not in message
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path, capsys, monkeypatch):
@@ -274,8 +276,8 @@ def test_existing_files_are_not_overwritten(tmp_path, capsys, monkeypatch):
     assert ["resume=model", "mode=generate"] in [command.split()[:2] for command in next_commands]
     load = ("from-hf", "model", "--tokenizer", "bytes")
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert "runs/model " in refusal(capsys, *load)
-    assert refusal(capsys, "to-hf", "model", "model").startswith("model ")
+    assert "runs/model already exists" in refusal(capsys, *load)
+    assert refusal(capsys, "to-hf", "model", "model").startswith("model is not an empty folder. ")
     assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert refusal(capsys, "to-hf", "model", "b", "--step", "7").startswith("--step 7: ")
     assert refusal(capsys, "to-hf", "other", "b").startswith("resume=other")

@@ -154,10 +154,10 @@ def test_estimates_of_several_slices_are_those_of_the_composed_run() -> None:
 
 def test_runs_on_one_and_on_several_slices_can_be_estimated_together() -> None:
     base = ["model=gpt_tiny", "batch=64", "partition=fsdp", "mode=show"]
-    entry = parse_run([*base, "target=v5e-16", "mesh=16x1x1"])
-    two = parse_run([*base, "target=v5e-8", "target.slices=2", "mesh=2s8x1x1"])
-    alone = [estimate_runs([run], Efficiency())[0] for run in (entry, two)]
-    assert estimate_runs([entry, two], Efficiency()) == alone == estimate_runs([two, entry], Efficiency())[::-1]
+    single = parse_run([*base, "target=v5e-16", "mesh=16x1x1"])
+    sliced = parse_run([*base, "target=v5e-8", "target.slices=2", "mesh=2s8x1x1"])
+    alone = [estimate_runs([run], Efficiency())[0] for run in (single, sliced)]
+    assert estimate_runs([single, sliced], Efficiency()) == alone == estimate_runs([sliced, single], Efficiency())[::-1]
 
 
 def test_a_partition_that_does_not_use_the_slice_axis_is_refused() -> None:
@@ -353,7 +353,7 @@ def test_estimates_rank_the_pairs_of_the_tpu_v4_paper_correctly(pair: str, monke
     assert paper.estimate(model, fast) < paper.estimate(model, slow)
 
 
-def parse_seconds(*overrides: str, **constants: float) -> dict[str, float]:
+def estimated_seconds(*overrides: str, **constants: float) -> dict[str, float]:
     """Return the estimated seconds of each part of a step, with `constants` instead of the chip's."""
     run = shared_run("mode=compile", "model=gpt_1b", "precision=bf16_mixed", *overrides)
     assert run.config.target.chip is not None
@@ -364,7 +364,7 @@ def parse_seconds(*overrides: str, **constants: float) -> dict[str, float]:
 def test_activations_are_gathered_by_one_ring_over_several_torus_axes() -> None:
     layout = ("target=v5p-64", "batch=64", "mesh=2x16x1", "partition=fsdp_tp")
     on_two, on_one = (
-        parse_seconds(*layout, f"mesh.placement=[{places}]", hidden_activations=0.0)["activations"]
+        estimated_seconds(*layout, f"mesh.placement=[{places}]", hidden_activations=0.0)["activations"]
         for places in ("x,y", "y:2,x,y:8")
     )
     assert on_one > 0.9 * on_two  # two lines of four have twice the links of one, and no ring goes over both at once
@@ -372,7 +372,9 @@ def test_activations_are_gathered_by_one_ring_over_several_torus_axes() -> None:
 
 def test_windowed_products_gather_their_own_operands() -> None:
     layout = ("target=v5p-64", "batch=64", "mesh=8x4x1", "partition=fsdp_tp", "remat=none")
-    shared, separate = (parse_seconds(*layout, windowed=n, hidden_activations=0.0)["activations"] for n in (0.0, 1.0))
+    shared, separate = (
+        estimated_seconds(*layout, windowed=n, hidden_activations=0.0)["activations"] for n in (0.0, 1.0)
+    )
     # Of attention and the feed-forward each two gathers and two scatters forward, and as many backward; own: two
     # gathers for the gradients of parameters, and two for those of what was kept in parts.
     assert separate / shared == pytest.approx(12 / 8, rel=0.05)
@@ -380,9 +382,9 @@ def test_windowed_products_gather_their_own_operands() -> None:
 
 def test_zero1_does_not_save_time_with_whole_sums() -> None:
     layout = ("target=v4-64", "batch=64", "mesh=32x1x1", "partition=dp")
-    plain, zero1 = (parse_seconds(*layout, f"partition.zero1={on}")["gradients"] for on in ("false", "true"))
+    plain, zero1 = (estimated_seconds(*layout, f"partition.zero1={on}")["gradients"] for on in ("false", "true"))
     assert zero1 > plain
-    cut = parse_seconds(*layout, "partition.zero1=true", whole_sums=0.0, hidden_updates=0.7)["gradients"]
+    cut = estimated_seconds(*layout, "partition.zero1=true", whole_sums=0.0, hidden_updates=0.7)["gradients"]
     assert cut < 0.8 * plain
 
 
@@ -390,6 +392,6 @@ def test_parameters_sharded_over_two_kinds_of_axes_gather_whole_batches() -> Non
     layout = ("target=v5p-64", "batch=64", "partition=2d_tp_fsdp")
     more = {}
     for mesh in ("4x4x2", "4x8x1", "16x1x2"):
-        seconds = [parse_seconds(*layout, f"mesh={mesh}", whole_batches=n)["activations"] for n in (0.0, 1.0)]
+        seconds = [estimated_seconds(*layout, f"mesh={mesh}", whole_batches=n)["activations"] for n in (0.0, 1.0)]
         more[mesh] = seconds[1] - seconds[0]
     assert more["4x4x2"] > 0 and more["4x8x1"] == more["16x1x2"] == 0

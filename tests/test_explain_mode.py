@@ -215,8 +215,8 @@ def test_two_run_folders_are_compared(tmp_path: Path, capfd: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "values"),
     [
-        (("first=partition=fsdp",), ["mode=explain"]),
-        (("first=", "second=partition=fsdp"), ["mode=explain"]),
+        (("first=partition=fsdp",), ["Set both first= and second="]),
+        (("first=", "second=partition=fsdp"), ["Set both first= and second="]),
         (('first="partition=\'fsdp"', "second=partition=fsdp"), ["partition='fsdp: "]),
         (("first=partition=fsdp", "second=partition=fsdp"), ["first=", "second=", "'partition=fsdp'"]),
         (("first=no/such/folder", "second=partition=fsdp"), ["no/such/folder "]),

@@ -124,8 +124,9 @@ def test_predict_refuses_to_overwrite_inputs_and_negative_numbers(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step.hlo").write_text("HloModule a")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         predict.main(["step.hlo", "--target", "v5e-1", "--mesh", "data=1", *arguments])
+    assert ended.value.code == 2
     assert words in capfd.readouterr().err
     assert (tmp_path / "step.hlo").read_text() == "HloModule a"
 

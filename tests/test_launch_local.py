@@ -117,8 +117,10 @@ if index == 2: os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(1)
 """
     assert run(code, restarts=0, grace_s=10.0) in (1, 137)
-    causes = [line for line in capfd.readouterr().err.splitlines() if "process 2 " in line]
-    assert len(causes) == 1 and "SIGKILL" in causes[0]
+    err = capfd.readouterr().err
+    (cause,) = [line for line in err.splitlines() if "process " in line]
+    assert "process 2 " in cause and "SIGKILL" in cause and cause.count("the first of 3") == 1
+    assert "the limit of --restarts 0 is reached" in err
 
 
 def test_a_process_that_lost_a_peer_is_not_reported_as_the_first_to_fail(capfd: Any):

@@ -29,7 +29,7 @@ def test_the_step_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.Monk
     times = measured["trace"]["times"]
     assert all(time["mesh_axes"] == ["x", "y"] and time["seconds"] > 0 for time in times)
     assert {time["kind"] for time in times} == set(sent["bytes_by_kind"])
-    assert "waiting" in measured["trace"]["note"] and "waiting" in out
+    assert "including waiting" in measured["trace"]["note"] and "including waiting" in out
     assert not (tmp_path / "runs" / "m" / "trace").exists()
     assert "SIMULATED" in out and "measured step simulated:" in out
     assert all("simulated" in line for line in out.splitlines() if "tokens/s" in line)

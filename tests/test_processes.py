@@ -125,7 +125,7 @@ time.sleep(60)
     ("lost", "signal", "says"),
     [
         (1, 9, "connection closed"),
-        (0, 9, "process 0 "),
+        (0, 9, "process 0 is lost: "),
         (1, 19, "for 3 s"),
     ],
 )

@@ -129,7 +129,9 @@ def test_explanations_name_recomputation_and_opposing_effects(tmp_path: Path):
     fast = trial("8x1x1-fsdp", 1000, seconds=parts, executed_flops=1e9, product_rate=0.5)
     slow = trial("8x1x1-dp", 500, seconds={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5)
     text = words.explain_ratio(*rows_of(tmp_path, fast, slow))
-    assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs")
+    assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs") < text.index("In the other direction")
+    _, _, opposing = text.partition("In the other direction")
+    assert "dp waits 25.6 ms of a step, fsdp 64.0 ms" in opposing
 
 
 def test_only_trials_of_the_same_work_are_compared(tmp_path: Path):

@@ -80,8 +80,10 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     (tmp_path / "newer" / "trials.jsonl").write_text('{"schema": 99}\n')
     assert "schema 99" in fails(capsys, tmp_path / "newer")
     folder = sweep_folder(tmp_path / "mine", [FSDP])
-    assert " b " in fails(capsys, folder, "--compare", "hand", "b")
-    assert "--format" in fails(capsys, folder, "--format", "pdf")
+    err = fails(capsys, folder, "--compare", "hand", "b")
+    assert f": b is not one of these sweeps. Choose from: hand ({folder})." in err
+    assert "neither is a folder" in fails(capsys, "--compare", "hand", "b")
+    assert "--format: invalid choice: 'pdf'" in fails(capsys, folder, "--format", "pdf")
 
 
 @pytest.mark.parametrize(

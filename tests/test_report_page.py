@@ -112,9 +112,11 @@ def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: 
     rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i) for i in range(6)), timelines=6)
     monkeypatch.setattr("valkyrie.report.page.TORUSES", 2)
     size = len(page(rows).encode())
-    pages: list[str] = []
+    drawn_figures: list[str] = []
     specification = figures.specification
-    monkeypatch.setattr("valkyrie.report.page.specification", lambda f, r: pages.append(f.id) or specification(f, r))
+    monkeypatch.setattr(
+        "valkyrie.report.page.specification", lambda f, r: drawn_figures.append(f.id) or specification(f, r)
+    )
     monkeypatch.setattr("valkyrie.report.page.LIMIT", size - 1)
     without = len(page(rows).encode())
     for limit, timelines, hinted in (
@@ -123,13 +125,13 @@ def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: 
         (without - 1, "012", 2),
         (1, "0", 2),
     ):
-        pages.clear()
+        drawn_figures.clear()
         monkeypatch.setattr("valkyrie.report.page.LIMIT", limit)
         data = data_of(page(rows))
         assert (
             "".join(data["timelines"]) == timelines and sum("hints" in details for details in data["details"]) == hinted
         )
-        assert len(pages) == len(set(pages))
+        assert len(drawn_figures) == len(set(drawn_figures))
 
 
 def test_a_page_loads_nothing_from_the_network(tmp_path: Path):

@@ -375,11 +375,14 @@ def test_devices_without_a_torus_have_one_topology() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("mesh=2x2x2",), "mesh: "),
-        (("target.chip.hbm_gib=32", "mode.targets=[v5e-8,v5e-16]"), "target.chip.hbm_gib "),
-        (("target=cpu",), "target=cpu "),
-        (("target=auto", "target.chips=64"), "target.chips=64 "),
-        (("mode.targets=[v5e-8,v9-8]",), "target=v9-8 "),
+        (("mesh=2x2x2",), "mesh: mode=search tries all meshes"),
+        (
+            ("target.chip.hbm_gib=32", "mode.targets=[v5e-8,v5e-16]"),
+            "target.chip.hbm_gib cannot be set for several slices",
+        ),
+        (("target=cpu",), "target=cpu is not a chip with known speed"),
+        (("target=auto", "target.chips=64"), "target.chips=64 needs a kind of chip"),
+        (("mode.targets=[v5e-8,v9-8]",), "target=v9-8 is unknown"),
     ],
 )
 def test_invalid_requests_are_refused(arguments: Sequence[str], message: str) -> None:
@@ -527,8 +530,8 @@ def test_a_note_says_that_int8_is_estimated_as_bfloat16(search: Callable[..., Fi
 def test_the_answer_if_no_layout_is_legal(search: Callable[..., Finished]) -> None:
     circular = ("partition=pp", "partition.schedule=circular", "partition.rounds=2", "microbatches=1")
     for arguments, words in (
-        (("batch=1", "partition=fsdp"), ("batch=1 and",)),
-        (("partition=fsdp", "microbatches=32"), ("batch=32 with",)),
+        (("batch=1", "partition=fsdp"), ("no mesh divides both batch=1 and",)),
+        (("partition=fsdp", "microbatches=32"), ("no mesh divides both batch=32 with",)),
         ((*circular, "model.layers=16"), ("too few microbatches", "no layout is legal")),
     ):
         status, answer, _, printed = search(*arguments)
@@ -555,11 +558,11 @@ def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
     monkeypatch.setattr(mode, "tune_best", lambda question, best, budget_s, console: (0, [f"xla_flag={budget_s:g}"]))
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     first = search("mode.tune=5min", "mode.compiles=2")
-    assert first.answer["options"] == ["xla_flag=300"] and "dropped" not in first.printed
+    assert first.answer["options"] == ["xla_flag=300"] and "tuned options" not in first.printed
     monkeypatch.setattr(mode, "rank_measured", lambda question, rows, measures: rows[::-1])
     second = search("mode.tune=5min", "mode.compiles=2")
     assert second.answer["options"] == []
-    assert "The tuned options (xla_flag=300)" in second.printed
+    assert "The tuned options (xla_flag=300) were dropped" in second.printed
 
 
 def test_the_ratio_of_a_compiled_layout_to_its_estimate(compiler: ScaledCompiler, tmp_path: Path) -> None:
