@@ -182,7 +182,7 @@ def test_the_command_in_run_yaml_makes_a_new_run_with_the_same_settings(folder: 
     first, *_ = (folder / "run.yaml").read_text().splitlines()
     _, _, *again = shlex.split(first)
     run = valkyrie.compose(*again, "partition=dp")
-    assert run.config.resume is None and not (run_folder(run) / "run.yaml").exists()
+    assert run.config.resume is None and not run_folder(run).exists()
     assert run.config.name == (name and "one-2") and run.config.model.embed == 16
     assert run.config.partition.name == "dp" and run.config.mesh.name == "2x1x1"
     assert valkyrie.compose(*again, "mode=eval").config.resume == str(folder), "what reads a run reads this one"

@@ -31,7 +31,7 @@ from valkyrie.config.refusals import unknown_key
 from valkyrie.paths import DiskError
 from valkyrie.processes import ending
 from valkyrie.report.text import as_csv, as_markdown
-from valkyrie.runs.folder import _remove_empty, run_folder
+from valkyrie.runs.folder import claim_run_folder, run_folder
 from valkyrie.sweep.rows import make_rows
 from valkyrie.tasks.puzzles import puzzle_losses
 from valkyrie.units import printable
@@ -94,10 +94,11 @@ def test_trainings_started_in_the_same_second_have_separate_folders(tmp_path: Pa
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
     run = valkyrie.compose(*TINY, *SINGLE)
     folders = [run_folder(run) for _ in range(3)]
-    assert [folder.is_dir() for folder in folders] == [True] * 3 and len(set(folders)) == 3
-    for folder in reversed(folders):
-        _remove_empty([folder, Path("runs")])
-    assert not Path("runs").exists(), "a refusal leaves nothing"
+    assert len(set(folders)) == 1 and not Path("runs").exists(), "a refusal leaves nothing"
+    claimed = [claim_run_folder(run, folder) for folder in folders]
+    assert [folder.is_dir() for folder in claimed] == [True] * 3 and len(set(claimed)) == 3
+    named = run.changed(name="one")
+    assert len({claim_run_folder(named, run_folder(named)) for _ in range(2)}) == 1
 
 
 def test_control_characters_in_files_are_not_printed():

@@ -15,7 +15,7 @@ from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from helpers import compose_config, config_names, mark_slow_except
 from runs import TINY, start_training
@@ -24,7 +24,7 @@ from valkyrie.config.run import Run
 from valkyrie.paths import conf_dir
 from valkyrie.problems import INDIVISIBLE, ProblemCode
 from valkyrie.sweep.cells import Cells
-from valkyrie.sweep.composer import Composer
+from valkyrie.sweep.composer import Composer, _JobKind, _with_numbers
 from valkyrie.sweep.layouts import count_kinds, count_line, enumerate_cells, sample_evenly, sweep_layouts
 from valkyrie.sweep.space import SpaceConfig, read_space
 from valkyrie.sweep.trial import Status, TrialLog
@@ -72,6 +72,12 @@ def test_lists_on_the_command_line_replace_layouts_and_multiply_other_settings()
     assert {cell.overrides for cell in enumerated.legal} == expected
     assert len(enumerated.cells) == len(expected)
     assert [p.code for p in enumerated.skipped] == [ProblemCode.same_sharding] * 2
+
+
+def test_a_glob_on_the_command_line_selects_the_choices_that_match():
+    with composer("sweep=laptop_8", "partition=glob(*_tp)") as (composing, arguments):
+        space = read_space(composing.config.hydra.sweeper.space, arguments, composing)
+    assert space.config.partitions == [name for name in config_names("partition") if name.endswith("_tp")]
 
 
 def test_settings_varied_together_stay_together():
@@ -290,6 +296,10 @@ WRONG = {
         ["+hydra.sweeper.space.vary.remat=[none]"],
         "Use hydra.sweeper.space.remat.",
     ),
+    "text in vary that Hydra cannot parse": (
+        ['+hydra.sweeper.space.vary={prompt:"it\'s"}'],
+        "prompt=it's has characters that need quotes. Write prompt=\"'...'\".",
+    ),
     "an interval": (["seq=interval(1,9)"], "seq=interval(1,9): this sweeper"),
     "no microbatches": (["microbatches=two,1"], "microbatches=two,1: Value 'two'"),
     "no such partition": (["partition=2dtp,dp"], "mean partition=2d_tp?"),
@@ -373,3 +383,24 @@ def test_jobs_that_differ_in_numbers_equal_the_runs_that_hydra_composes(monkeypa
     with composer() as (composing, _):  # a key that others refer to
         for batch in (8, 16):
             assert composing.run([f"batch={batch}", "eval_batches=${batch}"]).config.eval_batches == batch
+
+
+@pytest.mark.parametrize(
+    ("reference", "is_reused"),
+    [
+        ("${optimizer}", False),
+        ("${..optimizer}", False),
+        ("${oc.select:optimizer,null}", False),
+        ("${optimizer.learning_rate}", False),
+        ("${optimizer.name}", True),
+    ],
+)
+def test_a_reference_to_a_key_or_its_node_prevents_reusing_a_run(reference: str, is_reused: bool):
+    with composer() as (composing, _):
+        overrides = ["model=gpt_tiny", "optimizer.learning_rate=0.001"]
+        config = composing.compose(overrides)
+        run = Run.from_config(config)
+        with open_dict(config):
+            config.x = reference
+        reused = _with_numbers(_JobKind(config, run), composing.parse(["optimizer.learning_rate=0.002"]))
+    assert (reused is not None) == is_reused

@@ -333,7 +333,7 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
     from valkyrie.train import trainer
 
     fitted = trainer.fit(run, *prepared, folder, console, signals=False, began=began)
-    return Trained(run, folder, fitted.summary, fitted)
+    return Trained(run, fitted.folder, fitted.summary, fitted)
 
 
 def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:

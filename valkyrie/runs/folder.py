@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -115,29 +114,26 @@ def run_folder(run: Run) -> Path:
             )
         return folder
     folder = runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return _claim_unused(folder) if mode == "train" else unused_path(folder)
+    return unused_path(folder)
 
 
-def _claim_unused(folder: Path) -> Path:
-    """Create the first of FOLDER, FOLDER-2, ... that does not exist, so that two trainings never share a folder.
+def claim_run_folder(run: Run, folder: Path) -> Path:
+    """Create the run folder of a training, as returned by `run_folder`, and return it.
 
-    It is removed when the process ends if it is still empty, such as after a refusal.
+    Two trainings that start in the same second get the same new folder from `run_folder`. The second one to claim it
+    gets FOLDER-2. Folders selected by `name` or `resume` may exist. Raises DiskError if it cannot be created.
     """
-    created = [parent for parent in folder.parents if not parent.exists()]
+    is_new = run.config.name is None and run.config.resume is None
     with disk_errors(folder):
+        if not is_new:
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         while True:
             claimed = unused_path(folder)
             with contextlib.suppress(FileExistsError):
                 claimed.mkdir()
-                atexit.register(_remove_empty, [claimed, *created])
                 return claimed
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 def _has_other_files(folder: Path) -> bool:

@@ -66,6 +66,7 @@ def _train(run: Run, team: Team, began: float) -> int:
         if team.count > 1:  # SystemExit also ends the other processes, which wait for this one
             sys.exit(1)
         return 1
+    folder = fitted.folder
     name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # `resume` looks up names only there
     resume_command = f"{command_name()} resume={shlex.quote(name)}"
     if fitted.interrupted:

@@ -24,7 +24,13 @@ from valkyrie.processes.interrupt import Interrupt
 from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.records import encode
-from valkyrie.runs.folder import changed_settings, describe_continuation, describe_schedule_change, write_run_files
+from valkyrie.runs.folder import (
+    changed_settings,
+    claim_run_folder,
+    describe_continuation,
+    describe_schedule_change,
+    write_run_files,
+)
 from valkyrie.runs.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
 from valkyrie.runs.tracking import Tracker
 from valkyrie.runs.wandb_writer import TRAFFIC, wandb_config
@@ -61,6 +67,7 @@ class FitResult:
 
     Args:
         program: The step program of the run.
+        folder: The run folder.
         state: The last state.
         summary: The run's summary, as in `metrics.jsonl`.
         interrupted: Whether the training was stopped before its last step.
@@ -68,6 +75,7 @@ class FitResult:
     """
 
     program: StepProgram
+    folder: Path
     state: TrainState
     summary: dict[str, Any]
     interrupted: bool
@@ -97,7 +105,7 @@ def fit(
         devices: Devices to train on.
         prepared: Prepared data.
         tokenizer: Tokenizer of the data, or None if the data is not text.
-        folder: The run folder, created if missing.
+        folder: The run folder, from `run_folder`. If another training has created it since, a new one is used.
         console: Where progress is printed.
         signals: Save and stop on Ctrl-C and other signals. False in notebooks, which have their own handlers.
         team: The processes of the run.
@@ -115,8 +123,10 @@ def fit(
     check_room(program, devices, say=lambda line: console.print(line, style="yellow"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_oom(run, devices))
-        # The loader comes first, because it may refuse the data before a folder exists.
+        # The loader may refuse the data, so it comes before the run folder is created.
         loader = stack.enter_context(program.loader(prepared, "train"))
+        claimed = team.broadcast_from_leader("claimed run folder", lambda: str(claim_run_folder(run, folder)))
+        folder = Path(claimed)
         with disk_errors(folder):
             if team.is_leader:
                 stack.enter_context(write_lock(folder))
@@ -165,7 +175,7 @@ def fit(
             raise NotSavedError(save.unsaved)
         if progress.finished:
             checkpoints.mark_complete()
-    return FitResult(program, progress.state, summary, progress.stopping, interrupt.preempted)
+    return FitResult(program, folder, progress.state, summary, progress.stopping, interrupt.preempted)
 
 
 def _train_steps(
