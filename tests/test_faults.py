@@ -103,10 +103,10 @@ def test_trainings_started_in_the_same_second_have_separate_folders(tmp_path: Pa
 
 def test_control_characters_in_files_are_not_printed():
     hostile = trial("x", 10.0, asked=["model=\x1b]0;owned\x07"])
-    hostile = replace(hostile, sweep="\x1b[2J", about=replace(hostile.about, model="=cmd|'/c calc'!A0"))
+    hostile = replace(hostile, sweep="\x1b[2J", about=replace(hostile.about, model="=cmd|'/c calc'!A0"), reason="\t=1")
     rows = make_rows({Path("x"): [hostile]})
     assert "\x1b" not in as_markdown(rows) and "\x1b" not in as_csv(rows)
-    assert "'=cmd" in as_csv(rows) and ",=cmd" not in as_csv(rows)
+    assert "'=cmd" in as_csv(rows) and ",=cmd" not in as_csv(rows) and "'\t=1" in as_csv(rows)
     assert printable("a\x1b[0m\n\tb\x07") == "a\\x1b[0m\n\tb\\x07"
 
 

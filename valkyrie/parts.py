@@ -36,6 +36,8 @@ PART_LABELS = {
     PartKind.rest: "compute",
 }
 """Label of each kind, the same on the terminal and on pages. Parts with mesh axes append them."""
+_SHORT_LABELS = PART_LABELS | {PartKind.exposed: "waiting"}
+"""Labels for legends and tables with little room."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,13 @@ def seconds_in(parts: Iterable[StepPart], *kinds: PartKind) -> float:
     return sum((part.seconds for part in parts if part.kind in kinds), 0.0)
 
 
-def describe_part(kind: PartKind, mesh_axes_text: str) -> str:
-    """Format a part for printing: `matrix products`, or `waiting for communication over x,y`."""
-    return f"{PART_LABELS[kind]} over {mesh_axes_text}" if kind.by_axes else PART_LABELS[kind]
+def describe_part(kind: PartKind, mesh_axes_text: str, *, short: bool = False) -> str:
+    """Format a part for printing: `matrix products`, or `waiting for communication over x,y`.
+
+    With `short`, the latter is `waiting over x,y`.
+    """
+    label = (_SHORT_LABELS if short else PART_LABELS)[kind]
+    return f"{label} over {mesh_axes_text}" if kind.by_axes else label
 
 
 _RECORD_NAMES = {PartKind.exposed: "waiting for communication", PartKind.collectives: "collectives"}

@@ -25,7 +25,7 @@ from valkyrie.config.modes import reads_run
 from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, Run, RunConfig, drop_foreign_keys
 from valkyrie.extensions import add_import_path
 from valkyrie.paths import conf_dir, unused_path
-from valkyrie.runs.folder import RUN, find_run, key_value, key_values, read_settings, saved_config, split_flags
+from valkyrie.runs.folder import RUN, find_run, key_value, key_values, read_settings, saved_run, split_flags
 
 CONFIG_PATH = ("--config-path", "-cp")
 """Flags for the folder of the primary config."""
@@ -63,9 +63,7 @@ def find_primary(arguments: Sequence[str], *, folder: Path | None = None, read: 
     folder = folder or (run_to_read(arguments) if read else None)
     if folder is None:
         return Primary(config_name(arguments), config_path(arguments), list(arguments))
-    saved = saved_config(folder)
-    saved.mode = {"name": "train"}
-    values = _fill_defaults(saved, folder / RUN)
+    values = OmegaConf.create(saved_run(folder).record())
     values.resume = str(folder)
     _register_settings(values, None)
     flags, overrides = split_flags(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ class SweepPage(Callback):
         except Exception as error:  # Hydra would only warn, and the outdated page would remain
             message = f"the page could not be written ({type(error).__name__}: {error})"
             message += _remove_outdated_page(folder / PAGE)
-            print(f"{message}. To try again: {command_name('valkyrie-report')} {folder}", file=sys.stderr)
+            command = f"{command_name('valkyrie-report')} {shlex.quote(str(folder))}"
+            print(f"{message}. To try again: {command}", file=sys.stderr)
 
 
 def _remove_outdated_page(page: Path) -> str:

@@ -50,9 +50,9 @@ SPEED = Figure(
 HEAT = Figure(
     "heat",
     "How to divide the devices among roles",
-    "The number of devices is the product of three numbers: MP1 shards the width of every matrix, MP2 the residual "
-    "stream, and DP the batch (FSDP counts as DP, because it shards the batch too). Each cell shows the best layout "
-    "with those three numbers, in tokens/s/chip. Darker is faster.",
+    "MP1 shards the width of every matrix, MP2 the residual stream, and DP the batch. FSDP and SP count as DP, because "
+    "they shard the tokens of the batch too. Each cell shows the best layout with those degrees of MP1, MP2 and DP, in "
+    "tokens/s/chip. Darker is faster.",
     values.cells,
     specs.heat,
 )
@@ -69,8 +69,8 @@ PARTS_OF_STEP = Figure(
     "parts",
     "Where the step time goes",
     "A predicted step consists of matrix products, kernels, other arithmetic, memory-bound operations, and waiting for "
-    "communication that compute does not hide. In a good layout, matrix products take most of the time. For measured "
-    "steps, the time in collectives comes from a profiler trace and includes waiting.",
+    "copies between memories and for communication that compute does not hide. In a good layout, matrix products take "
+    "most of the time. For measured steps, the time in collectives comes from a profiler trace and includes waiting.",
     values.parts,
     specs.stacked_bars("step time", "part", lambda v: colours.part_colour(v["part"], v.get("axes"))),
 )

@@ -212,7 +212,8 @@ def _page_data(rows: Sequence[Row]) -> PageData:
 
 def _colours(timelines: Iterable[Timeline], toruses: Iterable[TorusDrawing]) -> dict[str, str]:
     """Return the colours of step parts and mesh axes, by the labels that timelines and drawings of the torus use."""
-    colours = {name: part_colour(name, None) for name in [*PART_LABELS.values(), "copies", "loop"]}
+    labels_without_axes = [label for kind, label in PART_LABELS.items() if not kind.by_axes]
+    colours = {name: part_colour(name, None) for name in [*labels_without_axes, "copies", "loop"]}
     colours |= {axis: axes_colour(axis) for drawing in toruses for axis, _ in drawing.axes}
     return colours | {name: axes_colour(axes) for drawing in timelines for name, axes in drawing.axes.items()}
 
@@ -224,7 +225,7 @@ def _best_first(rows_by_kind: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def _escape_script(text: str) -> Markup:
-    """Escape sequences that would end a script element. In JavaScript they occur only in strings."""
+    """Escape sequences that would end a script element or hide its end. In JavaScript they occur only in strings."""
     return Markup(text.replace("</script", "<\\/script").replace("<!--", "<\\!--"))
 
 

@@ -34,7 +34,7 @@ def _cell(value: object) -> object:
     """Escape a text so that no spreadsheet evaluates it as a formula. Trials may come from someone else."""
     if not isinstance(value, str):
         return value
-    return printable(f"'{value}" if value.startswith(("=", "+", "-", "@")) else value)
+    return printable(f"'{value}" if value.startswith(("=", "+", "-", "@", "\t")) else value)
 
 
 def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> str:

@@ -188,7 +188,7 @@ def parts(rows: Sequence[Row]) -> Values:
 
 def part_name(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
     """Return the label of a step part in figures: `matrix products`, `waiting over x,y`."""
-    return describe_part(kind, axes_text(mesh_axes)).replace("for communication ", "")  # legends have little room
+    return describe_part(kind, axes_text(mesh_axes), short=True)
 
 
 def sent(rows: Sequence[Row]) -> Values:

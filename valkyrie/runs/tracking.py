@@ -116,7 +116,8 @@ class Tracker:
     def lost(self) -> str | None:
         """A line to print about records that were never written, or None if all were."""
         lines = self._unwritten.count(b"\n")
-        return f"{self.file} lacks the last {lines} records, which could not be written to disk" if lines else None
+        records = "the last record" if lines == 1 else f"the last {lines} records"
+        return f"{self.file} lacks {records}, which could not be written to disk" if lines else None
 
     def close(self, exit_code: int = 0) -> None:
         """Close the file and the W&B run, with the exit code that W&B shows."""
@@ -138,12 +139,10 @@ class Tracker:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
+            if was_delayed:
+                return None
             remedy = " Free disk space there." if is_full(error) else ""
-            return (
-                None
-                if was_delayed
-                else f"cannot write {self.file} ({error_reason(error)}). Records are kept in memory.{remedy}"
-            )
+            return f"cannot write {self.file} ({error_reason(error)}).{remedy} Records are kept in memory."
         return f"{self.file} can be written again, and now has the delayed records" if was_delayed else None
 
 

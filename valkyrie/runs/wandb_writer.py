@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -97,7 +98,8 @@ class WandbWriter:
                 reason = " ".join(str(error).split())
                 notes.append(f"W&B did not start{online} ({type(error).__name__}: {reason})")
             else:
-                advice = f"; the run is offline. To upload it later: wandb sync {self.folder}/wandb/offline-run-*"
+                runs = f"{shlex.quote(str(self.folder))}/wandb/offline-run-*"  # a quoted * would match no run
+                advice = f"; the run is offline. To upload it later: wandb sync {runs}"
                 self.note = notes[0] + advice if notes else None
                 return run
         self.mode, self.note = WandbMode.off, "; ".join(notes)

@@ -143,8 +143,9 @@ def _distinct_meshes(
     for name in usable:
         mesh, enumerated = meshes[name]
         degrees = _role_degrees(layout_on(mesh)[0]) if space.same is Same.roles and enumerated else None
+        same_roles = degrees in seen
         distinct: list[MeshConfig] = []
-        for placed in [] if degrees in seen else _with_placements(space, run, mesh):
+        for placed in [] if same_roles else _with_placements(space, run, mesh):
             key = _sharding_key(layout_on(placed)[0], has_torus)
             if key not in seen or space.same is Same.none:
                 distinct.append(placed)
@@ -152,7 +153,8 @@ def _distinct_meshes(
         if degrees is not None:
             seen.add(degrees)
         if not distinct:
-            text = f"mesh={name} shards every array exactly like another mesh."
+            repeats = "gives every role as many devices as" if same_roles else "shards every array exactly like"
+            text = f"mesh={name} {repeats} another mesh."
             skipped.append(Problem(ProblemCode.same_sharding, "mesh", name, text))
         yield from ((name, placed) for placed in distinct)
     skipped += filter(None, mesh_problems.values())

@@ -33,6 +33,8 @@ SIDE_BY_SIDE = (
     "each other down. For comparable times, omit hydra.launcher.jobs."
 )
 """Warning if several trials that measure time run at once."""
+_REPORT_EVERY_S = 10.0
+"""Seconds between progress lines while a long sweep is planned and the output is not a terminal."""
 
 
 def run_trial(config: DictConfig) -> float:
@@ -89,14 +91,18 @@ def launch(
     setup_globals()
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     console, composer = make_console(), Composer(config, context.config_loader)
-    plans, total, printed = list[TrialPlan](), len(job_overrides), time.monotonic()
-    with console.status(f"planning {total} trials") as status:
+    plans: list[TrialPlan] = []
+    total = len(job_overrides)
+    last_report = time.monotonic()
+    planning = f"planning {total} trial{'s' * (total != 1)}"
+    with console.status(planning) as status:
         for i, overrides in enumerate(job_overrides):
             plans.append(_plan_job(composer, overrides, first_number + i, runs[i] if runs else None))
-            status.update(f"planning {total} trials: {i + 1} done")
-            if not console.is_terminal and time.monotonic() - printed > _REPORT_EVERY_S:
-                console.print(f"planning {total} trials: {i + 1} done", highlight=False)
-                printed = time.monotonic()
+            progress = f"{planning}: {i + 1} done"
+            status.update(progress)
+            if not console.is_terminal and time.monotonic() - last_report > _REPORT_EVERY_S:
+                console.print(progress, highlight=False)
+                last_report = time.monotonic()
     name = plans[0].folder.resolve().name if plans else ""
     if min(jobs, total) > 1 and any(plan.mode.timed for plan in plans):
         console.print(SIDE_BY_SIDE.format(jobs=jobs), style="bold yellow", highlight=False)
@@ -105,10 +111,6 @@ def launch(
         trials = run_trials(plans, jobs, _ScreenAndSweepEnd(screen, sweep_end))
     values = [trials[plan.key].results.objective for plan in plans]
     return [_job_return(overrides, value) for overrides, value in zip(job_overrides, values, strict=True)]
-
-
-_REPORT_EVERY_S = 10.0
-"""Seconds between progress lines while a long sweep is planned and the output is not a terminal."""
 
 
 class _ScreenAndSweepEnd:

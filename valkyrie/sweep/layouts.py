@@ -134,10 +134,9 @@ def count_line(cells: Cells, selected: Sequence[Cell]) -> str:
     reasons = count_kinds(cell.problems[0] for cell in cells.refused)
     lines += [f"  {count:>4} refused: {why}" for why, count in reasons[:REASONS_SHOWN]]
     if len(reasons) > REASONS_SHOWN:
-        remaining = sum(count for _, count in reasons[REASONS_SHOWN:])
-        lines.append(
-            f"  {remaining:>4} refused for {len(reasons) - REASONS_SHOWN} other reasons, listed in trials.jsonl"
-        )
+        remaining, other = sum(count for _, count in reasons[REASONS_SHOWN:]), len(reasons) - REASONS_SHOWN
+        why = "another reason" if other == 1 else f"{other} other reasons"
+        lines.append(f"  {remaining:>4} refused for {why}, listed in trials.jsonl")
     lines += [f"  {count:>4} skipped: {why}" for why, count in count_kinds(cells.skipped)]
     return "\n".join(lines)
 

@@ -180,9 +180,11 @@ def _run_requested_trials(team: ConnectedTeam) -> None:
             return team.finish()
         with tempfile.TemporaryDirectory(prefix="valkyrie-trial-") as folder:
             write_atomic(Path(folder) / RUN, task["run"])
-            process_id = ProcessInfo(task["address"], team.count, team.index)
+            process_info = ProcessInfo(task["address"], team.count, team.index)
             command = python_module("valkyrie.sweep.child", folder, BESIDE)
-            process = ChildProcess(command, task["environment"] | process_id.environment)
+            # If this process is killed, the trial must not keep using the devices. Process 0 of a trial does the same.
+            environment = task["environment"] | process_info.environment
+            process = ChildProcess(command, environment, dies_with_parent=True)
             running.append(process)
             process.wait()
             running.clear()

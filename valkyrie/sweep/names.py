@@ -26,7 +26,7 @@ _MAX_LENGTH = 120
 def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     """Return the arguments of a multirun, with `hydra.sweep.dir` added if it is missing, or None for a single run.
 
-    Drops `resume=true` and `resume=null`, because a sweep always skips the trials that it has recorded.
+    Drops `resume=true` and `resume=null`, because a sweep always skips trials that already have a result.
     """
     overrides_by_key = key_values(arguments)
     mode = overrides_by_key.get("hydra.mode")

@@ -34,6 +34,7 @@ class TrialProcess:
         self._stopped_at: float | None = None
         (folder / OUTPUT).unlink(missing_ok=True)
         environment, inherited = {**plan.environment, **process_environment}, (lock.process_file.fileno(),)
+        # If this process is killed, nobody would stop the trial at its time limit or record its result.
         self._process = ChildProcess(
             plan.command, environment, folder / OUTPUT, dies_with_parent=True, pass_fds=inherited
         )

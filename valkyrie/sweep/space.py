@@ -207,15 +207,15 @@ def _overrides_per_value(key: str, values: Any, composer: Composer) -> list[tupl
         raise ValueError(
             f"{SPACE}.vary.{key}: {wrong_rows[0]} must be a list with one value for each of {', '.join(keys)}."
         )
-    return [tuple(f"{k}={_override_text(value)}" for k, value in zip(keys, row, strict=True)) for row in rows]
+    return [tuple(f"{k}={_quoted_override_text(value)}" for k, value in zip(keys, row, strict=True)) for row in rows]
 
 
-def _override_text(value: Any) -> str:
+def _quoted_override_text(value: Any) -> str:
     """Return a value in command-line syntax."""
     if isinstance(value, list):
-        return f"[{','.join(map(_override_text, value))}]"
+        return f"[{','.join(map(_quoted_override_text, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{k}:{_override_text(v)}' for k, v in value.items())}}}"
+        return f"{{{','.join(f'{k}:{_quoted_override_text(v)}' for k, v in value.items())}}}"
     if isinstance(value, str) and not isinstance(value, _OverrideText) and not _UNQUOTED.fullmatch(value):
         return QuotedString(value, Quote.single).with_quotes()
     return override_text(value)

@@ -246,18 +246,18 @@ def _table_and_plots(rows: list[list[Any]]) -> dict[str, object]:
     record: dict[str, object] = {"trials": wandb.Table(columns=[*keys], data=rows, allow_mixed_types=True)}
     rated_rows = [dict(zip(keys, row, strict=True)) for row in rows]
     rated_rows = [row for row in rated_rows if row["tokens_per_second"] is not None]
-    prefix = " (simulated)" if any(row["simulated"] for row in rated_rows) else ""
+    suffix = " (simulated)" if any(row["simulated"] for row in rated_rows) else ""
     if rated_rows:
         table = wandb.Table(columns=[*_PLOT_KEYS], data=[[row[key] for key in _PLOT_KEYS] for row in rated_rows])
         record["tokens_per_second_per_layout"] = wandb.plot.bar(
-            table, "label", "tokens_per_second", title=f"tokens/s per layout{prefix}"
+            table, "label", "tokens_per_second", title=f"tokens/s per layout{suffix}"
         )
     sized_rows = [row for row in rated_rows if row["hbm_gib"] is not None]
     if sized_rows:
         columns = [*_PLOT_KEYS, "hbm_gib"]
         table = wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in sized_rows])
         record["memory_against_throughput"] = wandb.plot.scatter(
-            table, "hbm_gib", "tokens_per_second", title=f"memory against tokens/s{prefix}"
+            table, "hbm_gib", "tokens_per_second", title=f"memory against tokens/s{suffix}"
         )
     return record
 

@@ -132,7 +132,7 @@ class TrialResult:
     def plain(self) -> dict[str, Any]:
         """Return JSON values. Omits unknown numbers and empty lists."""
         plain = encode(self)
-        for group in (plain.get("memory", {}), plain.get("step", {}), plain):  # records omit empty lists
+        for group in (plain.get("memory", {}), plain.get("step", {}), plain):  # a decoded record omits its defaults
             for key in [key for key, value in group.items() if value in ((), [])]:
                 del group[key]
         return drop_unknown(plain)

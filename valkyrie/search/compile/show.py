@@ -12,7 +12,7 @@ from rich.table import Table
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import CollectiveTrace, Communication
-from valkyrie.parts import PART_LABELS, PartKind, describe_part
+from valkyrie.parts import describe_part
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     MeasuredStep,
@@ -237,8 +237,7 @@ def _show_trace(trace: CollectiveTrace, simulated: bool, console: Console) -> No
 def _show_costs(prediction: Prediction, step_s: float, console: Console) -> None:
     rows = []
     for cost in prediction.costs:
-        waiting = cost.kind is PartKind.exposed
-        what = f"waiting over {axes_text(cost.mesh_axes)}" if waiting else PART_LABELS[cost.kind]
+        what = describe_part(cost.kind, axes_text(cost.mesh_axes), short=True)
         numbers = cost.seconds, cost.seconds / step_s, cost.calls
         rows.append((*numbers, what, short_cause(cost.op_name), short_source(cost.source)))
     columns = ("ms", "%", "calls", "what", "operation", "source")
