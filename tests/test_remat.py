@@ -28,12 +28,12 @@ from helpers import (
     two_steps,
 )
 from valkyrie.config.run import Run
-from valkyrie.config.saved import saved_config
 from valkyrie.machine.replay import Cost
 from valkyrie.models import activation_names
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import RematConfig, load_remat
 from valkyrie.parts import PartKind
+from valkyrie.runs.folder import saved_config
 from valkyrie.search.compile.hints import hints
 from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
 from valkyrie.search.compile.summary import remat_report
