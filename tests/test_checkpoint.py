@@ -116,7 +116,7 @@ def test_the_refusal_of_another_model_names_a_parameter(tmp_path: Path) -> None:
         with pytest.raises(ValueError) as renamed:
             tier.restore(abstract(make_state(0, name="v")))
     assert "block.w is (64,) " in str(wider.value) and " (128,) " in str(wider.value)
-    assert "block.v is missing" in str(renamed.value) and "(1 more differ)" in str(renamed.value)
+    assert "block.v is missing" in str(renamed.value) and "(1 more differs)" in str(renamed.value)
     assert f"resume={tmp_path.name}" in str(renamed.value)
 
 
@@ -129,7 +129,7 @@ def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None
             tier.restore(abstract(averaged))
         with pytest.raises(ValueError) as named:
             tier.restore(abstract(averaged), changed=changed)
-    assert "ema.block.w is only" in str(unnamed.value) and "more differ" not in str(unnamed.value)
+    assert "ema.block.w is only" in str(unnamed.value) and " more differ" not in str(unnamed.value)
     assert "Use optimizer.ema_decay=null" in str(named.value) and "0.9" in str(named.value)
     for error in (unnamed, named):
         assert "another optimizer" in str(error.value) and f"resume={tmp_path.name}" in str(error.value)

@@ -44,7 +44,7 @@ def process_folder(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("durable", "fast", "step", "tier", "why"),
     [
-        ((3,), (4, 5), 5, "fast", "of step 3"),
+        ((3,), (4, 5), 5, "fast", "at step 3"),
         ((), (5,), 5, "fast", "no durable one"),
         ((3, 5), (4, 5), 5, "durable", ""),
         ((7,), (6,), 7, "durable", ""),
@@ -96,7 +96,7 @@ def test_a_flipped_bit_in_any_file_falls_back_to_the_previous_checkpoint(
             restored = tiers.restore(abstract(make_state(0)))
         assert restored.step == 4, name
         assert_equal(restored.state, make_state(4))
-        assert "of step 5" in capfd.readouterr().err
+        assert "at step 5" in capfd.readouterr().err
         assert not step.exists(), "it would be taken for one that other processes have"
 
 
@@ -163,7 +163,7 @@ def test_a_save_that_fails_on_one_of_several_processes_aborts_the_run(tmp_path: 
     monkeypatch.setattr(tier, "write_checksums", full)
     with closing(Checkpoints(tmp_path / "run", CheckpointConfig(), team=OneOfTwo([]))) as tiers:
         tiers.save(3, make_state(3), DATA)
-        with pytest.raises(NotSavedError, match="of step 3"):
+        with pytest.raises(NotSavedError, match="at step 3"):
             tiers.wait()
 
 
@@ -289,7 +289,7 @@ def test_a_full_disk_of_the_fast_tier_only_prints_a_note(
     fast = ("checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
     assert command(*tiny_arguments(tmp_path, "steps=6", *fast)) == 0
     out = capfd.readouterr().out
-    assert "of step 2" in out and "no space left" in out
+    assert "at step 2" in out and "no space left" in out
     assert saved_arrays(tmp_path / "run")["['step']"] == 6
 
 

@@ -196,6 +196,7 @@ def test_a_puzzle_without_labels_does_not_count_as_solved():
     answers = types.SimpleNamespace(logits=jnp.zeros((2, 3, 4)), halt_logits=jnp.zeros(2))
     losses = puzzle_losses(answers, jnp.asarray([[-1, -1, -1], [0, -1, 0]]))
     assert losses.exact.tolist() == [False, True]
+    assert losses.halt[0] == 0 < losses.halt[1]
 
 
 def test_the_refusal_of_a_key_in_a_free_group_says_how_to_add_it():

@@ -366,4 +366,4 @@ def test_a_failed_write_on_one_process_ends_all_processes(tmp_path: Path):
     assert (first, second) == (69, 1)
     assert "process 1 (on " in err and "with status 1" in err
     log = (tmp_path / "runs/run/logs/process-1.log").read_text()
-    assert "of step 3" in log and "no space left" in log
+    assert "at step 3" in log and "no space left" in log

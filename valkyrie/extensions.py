@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
@@ -20,6 +20,8 @@ from pkgutil import iter_modules
 from types import ModuleType
 
 from valkyrie.paths import cache_root, read_defaults
+
+_PACKAGE = Path(__file__).parent
 
 _MODULES_VARIABLE = "VALKYRIE_MODULES"
 """Environment variable with the folders named in this command. Child processes inherit it."""
@@ -82,6 +84,7 @@ class Families:
             return import_module(name)
         except (Exception, SystemExit) as error:
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[:1] != "<"]
+            frames = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)] or frames
             file, line = frames[-1].filename, frames[-1].lineno
             if isinstance(error, SyntaxError) and error.filename:
                 file, line = error.filename, error.lineno
@@ -146,6 +149,21 @@ def has_key(config: object, key: str) -> bool:
         return False
     groups = {field.name: field.default_factory for field in fields(config)}
     return name in groups and (not inner or has_key(groups[name], inner))
+
+
+def refuse_earlier_names(cls: type, names: Mapping[str, str]) -> None:
+    """Raise ValueError if a class overrides a member by an earlier name, because nothing would use it.
+
+    Fields with such a name are allowed.
+
+    Args:
+        cls: The class, before it becomes a dataclass.
+        names: Name of each renamed member, by its earlier name.
+    """
+    annotations = vars(cls).get("__annotations__", {})
+    for earlier_name, name in names.items():
+        if earlier_name in vars(cls) and "ClassVar" in str(annotations.get(earlier_name, "ClassVar")):
+            raise ValueError(f"{cls.__qualname__} defines {earlier_name}, which is now called {name}")
 
 
 @cache

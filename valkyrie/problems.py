@@ -238,11 +238,20 @@ def first_line(error: object) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
+def nearest_divisor(number: int, value: int) -> int:
+    """Return the divisor of a positive number nearest to a value. Considers divisors up to 4096, for any number."""
+    divisors = [n for n in range(1, min(number, _MAX_DIVISOR) + 1) if number % n == 0]
+    return min(divisors, key=lambda n: abs(n - value))
+
+
 def alternatives(key: str | None, values: Iterable[object]) -> str:
     """Format alternatives: `x=1, x=2 or x=4`, or `1, 2 or 4` without a key."""
     *first, last = (f"{key}={value}" if key else str(value) for value in values)
     return f"{', '.join(first)} or {last}" if first else last
 
+
+_MAX_DIVISOR = 4096
+"""Largest divisor to suggest. It bounds the time to find one for a mistyped number with many digits."""
 
 _TEMPLATES = {
     ProblemCode.not_finite: "{self.key}={value}: must be a finite number.",

@@ -15,10 +15,9 @@ If sources have changed, each row is lowered (seconds) to check whether its prog
 
 The prediction is the replay of the compiled step, as printed by `valkyrie-train mode=compile`, corrected by published
 runs with a factor for the chip and one for every doubling of slices (valkyrie/search/compile/correction.py). The
-correction of a row leaves out its whole family, so that no row is fitted to itself.
-If a source gives FLOP/s or MFU instead of seconds,
-they were converted with the FLOP count of the source: 6 x parameters x tokens, plus attention as if every token saw the
-whole sequence (MaxText's count until its issue 1988; PaLM, appendix B).
+correction of a row leaves out its whole family, so that no row is fitted to itself. If a source gives FLOP/s or MFU
+instead of seconds, they were converted with the FLOP count of the source: 6 x parameters x tokens, plus attention as if
+every token saw the whole sequence (MaxText's count until its issue 1988; PaLM, appendix B).
 
 The tables also show two guesses that need no compiler (guesses.py): the model's FLOPs at the median MFU of other rows
 on the same chip, which uses measured times of similar runs; and these FLOPs at the peak of the chip.

@@ -104,9 +104,9 @@ def refuse_other_model(path: Any, saved: Mapping[str, tuple[int, ...]], built: M
         if saved.get(name) != built.get(name)
     ]
     if problems:
-        more = f" ({len(problems) - 1} more differ)" if len(problems) > 1 else ""
         raise ValueError(
-            f"The checkpoint of step {path.name} in {path.parent} is of another model: {problems[0]}{more}. "
+            f"The durable checkpoint at step {path.name} in {path.parent} is of another model: {problems[0]}"
+            f"{_more_differ(len(problems) - 1)}. "
             f"Use the model that it was trained with (resume={_run_name(path)} uses its settings), or another "
             "name=."
         )
@@ -140,10 +140,10 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
     else:
         name, more = min(saved ^ wanted_names), len(saved ^ wanted_names) - 1
         differs = f"{name} is only in the {'checkpoint' if name in saved else 'run'}"
-        differs += f" ({more} more differ)" if more else ""
+        differs += _more_differ(more)
         remedy = "the optimizer settings that it was saved with"
     raise ValueError(
-        f"The checkpoint of step {path.name} in {path.parent} is intact, but of another optimizer: {differs}. "
+        f"The durable checkpoint at step {path.name} in {path.parent} is intact, but of another optimizer: {differs}. "
         f"Use {remedy} (resume={_run_name(path)} uses its settings), or another name=."
     )
 
@@ -154,15 +154,19 @@ def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, wanted: M
         return
     if saved["name"] == wanted["name"]:
         raise ValueError(
-            f"data.tokenizer={wanted['name']} has changed since the checkpoint of step {path.name} in {path.parent} "
-            f"was saved (fingerprint {saved['fingerprint']}, now "
-            f"{wanted['fingerprint']}). Restore the old file, or use another name=."
+            f"data.tokenizer={wanted['name']} has changed since the durable checkpoint at step {path.name} in "
+            f"{path.parent} was saved (fingerprint {saved['fingerprint']}, now {wanted['fingerprint']}). Restore the "
+            "old file, or use another name=."
         )
     raise ValueError(
-        f"The checkpoint of step {path.name} in {path.parent} was trained with tokenizer={saved['name']}, but this "
-        f"run has tokenizer={wanted['name']}, which assigns other ids. Use data.tokenizer={saved['name']}, or another "
-        "name=."
+        f"The durable checkpoint at step {path.name} in {path.parent} was trained with tokenizer={saved['name']}, but "
+        f"this run has tokenizer={wanted['name']}, which assigns other ids. Use data.tokenizer={saved['name']}, or "
+        "another name=."
     )
+
+
+def _more_differ(count: int) -> str:
+    return f" ({count} more {'differs' if count == 1 else 'differ'})" if count else ""
 
 
 def _run_name(path: Any) -> str:

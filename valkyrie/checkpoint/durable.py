@@ -23,6 +23,8 @@ _CONTENTS = {METADATA, CHECKSUMS, "state", "data", "about"}
 class Durable(Tier):
     """The durable checkpoints of one run folder. They can be restored under any mesh, partition and process count."""
 
+    label = "durable"
+
     def __init__(
         self, folder: Path, config: CheckpointConfig, *, read_only: bool, team: Team, info: CheckpointInfo
     ) -> None:
@@ -65,7 +67,7 @@ class Durable(Tier):
         return args.StandardRestore(wanted)
 
     def sound_step(self) -> int:
-        """Return the step of the newest undamaged checkpoint. Raises ValueError if all are damaged.
+        """Return the step of the newest undamaged checkpoint. Raises ValueError with all damages if none is undamaged.
 
         Prints a note for each newer, damaged checkpoint and, unless read-only, moves it aside so that its step can be
         saved again.
@@ -75,13 +77,11 @@ class Durable(Tier):
             damage = find_damage(self.folder_of(step))
             if damage is None:
                 break
-            damages.append(f"the checkpoint of step {step} in {self.path} is damaged: {damage}")
+            damages.append(f"The {self.label} checkpoint at step {step} in {self.path} is damaged: {damage}.")
         else:
-            raise ValueError(
-                f"{'; '.join(damages)}. There is no other checkpoint. Start the run again, or resume another run."
-            )
+            raise ValueError(" ".join(damages))
         for line, bad in zip(damages, steps, strict=False):
-            print(f"{line}. Continuing from step {step}.", file=sys.stderr)
+            print(f"{line} Continuing from step {step}.", file=sys.stderr)
             self._set_aside(bad)
         if damages and not self._read_only:
             self.reload(step)

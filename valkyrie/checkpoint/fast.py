@@ -29,7 +29,7 @@ class Fast(Tier):
     They can be read only by a run whose processes have the same shards of the same arrays as when they were saved.
     """
 
-    label = "fast "
+    label = "fast"
 
     def __init__(self, path: Path, config: FastConfig, index: int, *, info: CheckpointInfo) -> None:
         """Open `path`, which only this process uses. `index` is the index of the process."""
@@ -87,7 +87,7 @@ class Fast(Tier):
         for step in sorted(self._manager.all_steps(), reverse=True):
             info, damage = inspect(self.folder_of(step))
             if info is None or damage is not None:
-                print(f"deleting the damaged fast checkpoint of step {step} in {self.path}: {damage}", file=sys.stderr)
+                print(f"Deleting the damaged fast checkpoint at step {step} in {self.path}: {damage}", file=sys.stderr)
                 refused.append(f"the checkpoint at step {step} is damaged")
                 self._delete(step)
             elif _covers(info.shards, shards):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from valkyrie.checkpoint.contents import CheckpointInfo, parameter_shapes, state_arrays
 from valkyrie.checkpoint.location import METADATA, bucket_errors, in_bucket, steps_in
@@ -58,8 +58,8 @@ class Tier(ABC):
             self._manager = self._open()
             self.last_saved: int | None = self._manager.latest_step()
 
-    label = ""
-    """Prefix of `checkpoint` in messages."""
+    label: ClassVar[str]
+    """Name of the tier in messages: `durable` or `fast`."""
 
     @abstractmethod
     def _open(self) -> Any:
@@ -124,7 +124,7 @@ class Tier(ABC):
             )
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors for damaged files
             raise ValueError(
-                f"The {self.label}checkpoint of step {step} in {self.path} cannot be read ({type(error).__name__}: "
+                f"The {self.label} checkpoint at step {step} in {self.path} cannot be read ({type(error).__name__}: "
                 f"{first_line(error)[:200]}). Delete {self.folder_of(step)} to continue from an older one."
             ) from error
         return restored["state"], dict(restored["data"])
@@ -196,25 +196,27 @@ class Tier(ABC):
         With `together`, only raises NotSavedError.
         """
         step = self.last_saved
-        failure = f"the {self.label}checkpoint of step {step} could not be saved in {self.path} ({error_reason(error)})"
+        name = f"The {self.label} checkpoint at step {step}"
+        failure = f"{name} could not be saved in {self.path} ({error_reason(error)})"
         if self._together:
             self._broken = True
             raise NotSavedError(
-                f"{failure}. All processes stop. Start them again to continue from the previous checkpoint."
+                f"{failure}. All processes stop. Start them again to continue from the previous checkpoint, if there "
+                "is one."
             ) from error
         _reported_errors().clear()  # they hold the arrays that were not written
         with contextlib.suppress(Exception):  # it raises the same error again
             self._manager.close()
         for unfinished in self._unfinished() if self._cleans else ():
             shutil.rmtree(unfinished, ignore_errors=True)
-        self.last_saved = None
+        self.last_saved, newest = None, "earlier checkpoints cannot be listed"
         with contextlib.suppress(Exception):  # an unreachable bucket raises many kinds of errors
             self.last_saved = max(steps_in(self.path), default=None)
+            newest = "there is no earlier checkpoint"
+            if self.last_saved is not None:
+                newest = f"the newest saved checkpoint is at step {self.last_saved}"
             if in_bucket(self.path) or self.path.parent.is_dir():
                 self._manager = self._open()
-        newest = "there is no earlier checkpoint"
-        if self.last_saved is not None:
-            newest = f"the newest saved checkpoint is at step {self.last_saved}"
         remedy = " Free some space there." if is_full(error) else ""
         return f"{failure}; {newest}.{remedy}"
 

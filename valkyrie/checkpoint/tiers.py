@@ -112,13 +112,13 @@ class Checkpoints:
         restored = None
         if self.fast is not None and fast is not None and (durable is None or fast > durable):
             arrays, data = self.fast.read(fast, wanted)
-            older = "there is no durable one" if durable is None else f"the newest durable one is of step {durable}"
-            source = f"the fast checkpoint of step {fast} in {self.fast.path}; {older}"
+            older = "there is no durable one" if durable is None else f"the newest durable one is at step {durable}"
+            source = f"the fast checkpoint at step {fast} in {self.fast.path}; {older}"
             restored = Restored(fast, abstract_state._replace(**arrays), data, source)
         elif durable is not None:
             restored = self._read_durable(durable, abstract_state, changed or {}, reason)
         elif reason and self._team.is_leader:
-            print(f"starting at step 0: there is no durable checkpoint yet{reason}", file=sys.stderr)
+            print(f"Starting at step 0: there is no durable checkpoint yet{reason}", file=sys.stderr)
         if self.fast is not None:
             self.fast.forget_after(0 if restored is None else restored.step)
         return restored
@@ -137,7 +137,7 @@ class Checkpoints:
         else:
             refuse_other_state(path, wanted, changed)
         arrays, data = self.durable.read(step, wanted)
-        source = f"the durable checkpoint of step {step} in {self.durable.path}{reason}"
+        source = f"the durable checkpoint at step {step} in {self.durable.path}{reason}"
         return Restored(step, abstract_state._replace(**arrays), data, source)
 
     def _newest_sound_durable(self, *, needed: bool) -> int | None:
@@ -151,9 +151,11 @@ class Checkpoints:
             step = self._team.broadcast_from_leader("sound checkpoint", self.durable.sound_step)
         except ValueError as error:
             if needed:
-                raise
+                raise ValueError(
+                    f"{error} There is no other checkpoint. Start the run again, or resume another run."
+                ) from error
             if self._team.is_leader:
-                print(f"{error} They are ignored, because a fast checkpoint is intact.", file=sys.stderr)
+                print(f"{error} Continuing from a fast checkpoint.", file=sys.stderr)
             self._team.broadcast_from_leader("damaged ones set aside", self.durable.set_all_aside)
             self.durable.reload(None)
             return None

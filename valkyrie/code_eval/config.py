@@ -79,8 +79,8 @@ def judge_problems(config: CodeEvalConfig) -> list[Problem]:
     problems = [Problem(ProblemCode.missing, key, value, f"{key}={value}: {why}.") for why in missing if why]
     if config.sandbox and not problems and (why := sandbox_problem()):
         text = (
-            f"code_eval.sandbox=true: no sandbox can be created here for the model's programs ({why}). If they may "
-            "read your files and use the network, for example in a container, use code_eval.sandbox=false."
+            f"code_eval.sandbox=true: {why}. If the model's programs may read your files and use the network, for "
+            "example in a container, use code_eval.sandbox=false."
         )
         problems.append(Problem(ProblemCode.missing, "code_eval.sandbox", True, text))
     return problems

@@ -83,7 +83,8 @@ class Cpp(JudgeLanguage):
         if compiler(isolated) is not None:
             return None
         where = f" in {' or '.join(_SANDBOX_COMPILER_FOLDERS)}, which are visible in the sandbox" if isolated else ""
-        return f"none of the C++ compilers {', '.join(COMPILERS)} was found{where}. Install one: apt install g++"
+        names = ", ".join(COMPILERS)
+        return f"none of the C++ compilers {names} was found{where}. Install one, for example with `apt install g++`"
 
     def build(
         self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, fails: bool = False

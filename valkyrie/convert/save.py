@@ -57,7 +57,9 @@ def to_folder(
     config = _merge_config(trained, run, dtype)
     weights_dtype = DTYPES_BY_NAME[str(config["dtype"])]
     if damage := find_damage(path):
-        raise ValueError(f"the checkpoint of step {step} in {path.parent} is damaged: {damage}. Use another --step.")
+        raise ValueError(
+            f"The durable checkpoint at step {step} in {path.parent} is damaged: {damage}. Use another --step."
+        )
     field = "ema" if _has_average(run, path) else "parameters"
     by_name: dict[str, list[TensorSlice]] = {}
     for parts in tensor_slices(run.model, _tensor_prefix(trained, run)).values():

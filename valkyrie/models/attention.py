@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from valkyrie.axes import Size
 from valkyrie.models.block import Block, BlockContext, Saved, SavedActivation, Weight, saved, weight
 from valkyrie.ops.choices import CONTEXT, AttentionImpl, Bias, RopeStretch
-from valkyrie.problems import Problem, ProblemCode, check_range
+from valkyrie.problems import Problem, ProblemCode, check_range, nearest_divisor
 
 
 @dataclass
@@ -66,21 +66,22 @@ class Attention(Block):
             for problem in check_range(f"{key}.{name}", getattr(self, name), least=1)
         ]
         if not problems and self.heads % self.kv_heads:
-            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - self.kv_heads))
+            nearest = nearest_divisor(self.heads, self.kv_heads)
             text = (
                 f"{key}.heads={self.heads} must be a multiple of {key}.kv_heads={self.kv_heads}. "
                 f"Use {key}.kv_heads={nearest}."
             )
             problems.append(Problem(ProblemCode.conflict, f"{key}.heads", self.heads, text))
-        if self.head_dim % 2:
+        if self.head_dim > 0 and self.head_dim % 2:
             text = (
                 f"{key}.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of channels. "
                 f"Use {key}.head_dim={self.head_dim + 1}."
             )
             problems.append(Problem(ProblemCode.unsupported, f"{key}.head_dim", self.head_dim, text))
         if not self.windows or any(w is not None and w < 1 for w in self.windows):
-            text = f"{key}.windows={self.windows}: each window must be at least 1, or null for full attention."
+            text = (
+                f"{key}.windows={self.windows}: list at least one window, each 1 or more, or null for full attention."
+            )
             problems.append(Problem(ProblemCode.malformed, f"{key}.windows", self.windows, text))
         if not self.dilations or any(d < 1 for d in self.dilations):
             text = f"{key}.dilations={self.dilations}: list at least one dilation, each 1 or more."

@@ -16,6 +16,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.axes import BATCH, SEQ, Parameter, Size, Tensor
+from valkyrie.extensions import refuse_earlier_names
 from valkyrie.problems import Problem
 
 if TYPE_CHECKING:
@@ -129,6 +130,14 @@ def saved(
     return Saved((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for)
 
 
+_EARLIER_NAMES = {
+    "follows": "sharded_like",
+    "over_rows": "shards_rows_over_embed",
+    "kept": "saved_activations",
+    "asked_activations": "constrained_activations",
+}
+
+
 @dataclass
 class Block(ABC):
     """A block: a mixer of positions, or a feed-forward. The fields of a subclass are its configuration keys.
@@ -155,6 +164,10 @@ class Block(ABC):
     shards_rows_over_embed: ClassVar[bool] = False
     pointwise: ClassVar[bool] = False
     module_class: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_earlier_names(cls, _EARLIER_NAMES)
 
     @property
     def is_causal(self) -> bool:

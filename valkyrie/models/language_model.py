@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Axis, LossHead, Shard
+from valkyrie.extensions import refuse_earlier_names
 from valkyrie.models.block import BLOCK_INPUT, AuxiliaryTerm, Boundary, Layer, Residual
 from valkyrie.models.layers import (
     AuxiliaryValues,
@@ -174,6 +175,10 @@ class LanguageModel(nnx.Module):
     """Token embedding, segments of stacked blocks, a norm, and a head with tied or separate weights."""
 
     block_kind: type[ResidualBlock] = ResidualBlock
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_earlier_names(cls, {"deviations": "init_deviations", "leaving": "head_input"})
 
     def __init__(self, config: Stack, *, numerics: Numerics, key: Array) -> None:
         self.config, self.numerics = config, numerics

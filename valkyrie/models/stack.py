@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valkyrie.axes import LAYERS, SHARED_AXES, Arrays, Parameter, Size, Tensor
+from valkyrie.extensions import refuse_earlier_names
 from valkyrie.models.block import (
     BLOCK_INPUT,
     DENSE,
@@ -35,6 +36,15 @@ if TYPE_CHECKING:
 
     from valkyrie.ops.linear import Numerics
 
+
+_EARLIER_NAMES = {
+    "stack": "make_layers",
+    "known_blocks": "mixer_blocks",
+    "known_feed_forwards": "feed_forward_blocks",
+    "kept": "saved_activations",
+    "working": "working_activations",
+    "longest": "max_seq",
+}
 
 MAX_LAYERS = 4096
 """Maximum number of layers, above that of any real model. It bounds the time to build the list of layers."""
@@ -84,6 +94,10 @@ class Stack:
     document_boundary: Boundary = Boundary.reset
     loss_chunk: int = 512
     z_loss: float = 0.0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_earlier_names(cls, _EARLIER_NAMES)
 
     @property
     def vocab_rows(self) -> int:

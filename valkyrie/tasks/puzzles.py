@@ -32,7 +32,7 @@ class PuzzleLosses(NamedTuple):
 
     Args:
         answer: mean cross-entropy of labelled cells, in nats.
-        halt: binary cross-entropy of halting, in nats.
+        halt: binary cross-entropy of halting, in nats. 0 without labelled cells.
         exact: whether there are labelled cells and all of them are right.
         cells: share of labelled cells that are right.
         labelled: number of labelled cells.
@@ -55,15 +55,16 @@ def puzzle_losses(answers: Any, labels: jax.Array) -> PuzzleLosses:
     counted = labels >= 0
     labelled = counted.sum(-1)
     right = (counted & (answers.logits.argmax(-1) == labels)).sum(-1)
-    exact, least = (labelled > 0) & (right == labelled), jnp.maximum(labelled, 1)
+    has_labels, least = labelled > 0, jnp.maximum(labelled, 1)
+    exact = has_labels & (right == labelled)
     nats = stablemax_cross_entropy(answers.logits, labels).sum(-1) / least
     halt = jax.nn.softplus(answers.halt_logits) - answers.halt_logits * exact
-    return PuzzleLosses(nats, halt, exact, right / least, labelled)
+    return PuzzleLosses(nats, jnp.where(has_labels, halt, 0.0), exact, right / least, labelled)
 
 
 @dataclass
 class Config(Task):
-    """Refines answers until the model halts or for `max_steps` steps. Losses are averaged over puzzles."""
+    """Refines answers until the model halts or for `max_steps` steps. Losses are averaged over puzzles with labels."""
 
     data_kind: ClassVar[str] = PUZZLES
     needs_key: ClassVar[bool] = True
@@ -76,7 +77,7 @@ class Config(Task):
         if not isinstance(model, trm.Config):
             text = (
                 f"task={self.name} trains only models of model.family=trm, and model={model.name} is not one. "
-                "Use model=trm_mlp."
+                "Use model=trm_mlp, or leave out task."
             )
             return [Problem(ProblemCode.unsupported, "model", model.name, text)]
         if model.has_attention or seq == model.context:
@@ -157,13 +158,16 @@ class Config(Task):
         halted = _halted(module.config, answers.halt_logits, steps, key)
         losses = puzzle_losses(answers, current["labels"])
         last_steps = jnp.where(halted, steps, carry["last_steps"])
-        objective = losses.answer.sum() + 0.5 * losses.halt.sum()
+        # Means ignore puzzles without labels. Without any, the scale is exactly 1, so it does not change results.
+        labelled = (losses.labelled > 0).sum(dtype=jnp.float32)
+        scale = jnp.where(labelled == count, 1.0, count / jnp.maximum(labelled, 1.0))
+        objective = scale * (losses.answer.sum() + 0.5 * losses.halt.sum())
         sums = {
             "loss": objective,
             "weight": jnp.asarray(count, jnp.float32),
-            "answer_loss": losses.answer.sum(),
-            "exact": losses.exact.sum(dtype=jnp.float32),
-            "cells": losses.cells.sum(),
+            "answer_loss": scale * losses.answer.sum(),
+            "exact": scale * losses.exact.sum(dtype=jnp.float32),
+            "cells": scale * losses.cells.sum(),
             "labelled": losses.labelled.sum(dtype=jnp.float32),
             "last_steps": last_steps.sum(dtype=jnp.float32),
             "finished": (last_steps > 0).sum(dtype=jnp.float32),
@@ -173,7 +177,7 @@ class Config(Task):
         return BatchLoss(objective, sums, {**current, **states, **row_states})
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the means over the rows of this step.
+        """Return the means over the rows of this step. Ignores puzzles without labels, except in `halting_steps`.
 
         `loss` is per puzzle, `answer_loss` in nats per cell, `tokens` the number of labelled cells, and `halting_steps`
         the mean number of steps of each row's last finished puzzle.

@@ -256,7 +256,7 @@ class Save(Callback):
         fast_tier, resume = self.checkpoints.fast, f"{command_name()} resume={shlex.quote(str(folder))}"
         if fast_tier is not None and fast_tier.last_saved is not None:
             step, path = fast_tier.last_saved, fast_tier.path
-            return f"The fast checkpoint of step {step} is in {path}. Fix the cause, then resume: {resume}"
+            return f"The fast checkpoint at step {step} is in {path}. Fix the cause, then resume: {resume}"
         if self.checkpoints.last_saved is None:
             return (
                 "Nothing was saved, so this run cannot be resumed. Start again after fixing the cause, or with "

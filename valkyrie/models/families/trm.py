@@ -109,7 +109,7 @@ class Config:
             for name, number in least.items()
             for problem in check_range(f"model.{name}", getattr(self, name), least=number)
         ]
-        if self.has_attention and self.head_dim % 2:
+        if self.has_attention and self.head_dim > 0 and self.head_dim % 2:
             text = (
                 f"model.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of channels. "
                 f"Use model.head_dim={self.head_dim + 1}."

@@ -22,6 +22,7 @@ from valkyrie.ops.attention.reference import reference_attention
 from valkyrie.ops.attention.sharded import sharded_attention
 from valkyrie.ops.attention.streaming import GlobalStep, KVCache, attention_step, init_cache
 from valkyrie.ops.choices import CONTEXT, AttentionImpl
+from valkyrie.problems import nearest_divisor
 
 __all__ = [
     "AttentionImpl",
@@ -161,9 +162,9 @@ def _check_pattern(
     """Return the pattern. Raises ValueError if an argument is invalid."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
-        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-        nearest = min(divisors, key=lambda n: abs(n - kv_heads))
-        raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}. Use kv_heads={nearest}.")
+        raise ValueError(
+            f"kv_heads={kv_heads} must divide heads={heads}. Use kv_heads={nearest_divisor(heads, kv_heads)}."
+        )
     if window is not None and window < 1:
         raise ValueError(
             f"window={window}: a window includes the token itself. Use window=1 or more, or None for full attention."
