@@ -17,6 +17,7 @@ from own_feed_forward import write_folder
 from own_folder import train_with, write_listed
 from valkyrie.config.run import Run
 from valkyrie.extensions import add_import_path
+from valkyrie.models.stack import Stack
 from valkyrie.sweep.trial import Status, TrialLog
 
 ROOT = Path(__file__).parent.parent
@@ -125,3 +126,22 @@ def test_checks_of_a_users_block_refuse_mistakes(folder):
     assert done.returncode == 2 and done.stderr.startswith("valkyrie-train: model.gated_conv.width=0: ")
     done = train_with(folder, *SMALL, "model.block_pattern=[s5]")
     assert "no block s5" in done.stderr and "gated_conv, attention" in done.stderr
+
+
+def test_earlier_names_are_refused(tmp_path):
+    folder = write_folder(tmp_path / "folder")
+    module = folder / "gated_unit.py"
+    code = module.read_text()
+    for base, member, name in (
+        ("(Block):", "over_rows = True", "shards_rows_over_embed"),
+        ("(Stack):", "def known_blocks(self): ...", "mixer_blocks"),
+    ):
+        module.write_text(code.replace(base, f"{base}\n    {member}\n"))
+        refused = train_with(folder, *OWN_FEED_FORWARD)
+        assert refused.returncode == 2 and f"{module}, line " in refused.stderr and f"called {name}." in refused.stderr
+
+
+def test_new_fields_may_have_an_earlier_name():
+    with pytest.raises(ValueError, match="mixer_blocks"):
+        type("Family", (Stack,), {"known_blocks": {}})
+    type("Family", (Stack,), {"known_blocks": 2, "__annotations__": {"known_blocks": "int"}})

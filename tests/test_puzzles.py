@@ -115,6 +115,26 @@ def test_two_steps_equal_those_of_the_reference(variant: str):
         np.testing.assert_allclose(rows, expected["table_after"], rtol=1e-6)
 
 
+def test_puzzles_without_labels_do_not_change_means():
+    program = make_program(reference_run("mlp"))
+    task, state, batch = program.task, program.init(0), batch_of(golden("mlp"), 1)
+    unlabelled = batch | {"labels": np.concatenate([batch["labels"][:4], np.full_like(batch["labels"][4:], -1)])}
+
+    def means(batch: dict[str, np.ndarray]) -> tuple[dict[str, Any], Any]:
+        carry, count = jax.tree.map(lambda x: x[: len(batch["labels"])], state.carry), len(batch["labels"])
+
+        def loss(parameters: Any) -> Any:
+            module, key = program.assembly.module(parameters), jax.random.key(0)
+            out = task.loss(module, batch, carry, shard=UNSHARDED, checkpoint=lambda f: f, key=key)
+            return out.objective / count, task.metrics(out.sums)
+
+        gradients, metrics = jax.jit(jax.grad(loss, has_aux=True))(state.parameters)
+        return {name: metrics[name] for name in ("loss", "answer_loss", "exact_accuracy", "cell_accuracy")}, gradients
+
+    four, five = means({name: x[:4] for name, x in batch.items()}), means(unlabelled)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), four, five)
+
+
 def norms_of(expected: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name.removeprefix("gradient."): n for name, n in expected.items() if name.startswith("gradient.")}
 
