@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from valkyrie.data.batches import Batch, Loader, make_batch, make_loader
-from valkyrie.data.loader import TokenStream, open_split
+from valkyrie.data.loader import open_split
 from valkyrie.data.manifest import PreparedText, Split, content_hash, write_manifest
 from valkyrie.data.writer import EncodedDocuments, ShardWriter
 
@@ -276,11 +276,11 @@ def test_the_suggestion_in_a_refusal_works(counted: PreparedText) -> None:
 
 def test_an_empty_split_is_refused(tmp_path: Path) -> None:
     prepared = write_dataset(tmp_path, [], [BOS])
-    for split, has in (("train", 0), ("validation", 1)):
-        with pytest.raises(ValueError, match=f"{has} tokens in its {split} split"):
+    for split, has in (("train", "0 tokens"), ("validation", "1 token")):
+        with pytest.raises(ValueError, match=f"{has} in its {split} split"):
             make_loader(prepared, split, batch=1, seq=1, repeat=False)
     with pytest.raises(ValueError, match="no split 'test'"):
-        TokenStream(prepared, "test")
+        open_split(prepared, "test")
 
 
 def reading_threads() -> list[threading.Thread]:

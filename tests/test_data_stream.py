@@ -198,8 +198,15 @@ def test_unreadable_streams_are_refused_before_the_first_step(shards: Path, tmp_
     assert "no file or row group left for training. " in refusal(lambda: streamed(single))
     everything = [str(single)]
     assert "data.val_paths includes every file " in refusal(lambda: streamed(single, val_paths=everything))
+    held_out = tmp_path / "held_out.parquet"
+    parquet.ParquetWriter(held_out, arrow.schema({"text": arrow.string()})).close()  # no row groups
+    text = refusal(lambda: streamed(single, val_paths=[str(held_out)]))
+    assert text.endswith("left for validation. Add a file to data.val_paths.")
     assert "data.lanes=3 " in refusal(lambda: take(streamed(shards, lanes=3), 1))
-    assert "data.lanes=15 or fewer" in refusal(lambda: take(streamed(shards, lanes=32), 1, batch=64))
+    for lanes, batch, suggestion in ((32, 64, 8), (32, 48, 12), (20, 30, 15), (16, 16, 8)):
+        text = refusal(lambda lanes=lanes, batch=batch: streamed(shards, lanes=lanes).lanes(batch))
+        assert text.endswith(f"Use data.lanes={suggestion}.")
+        assert streamed(shards, lanes=suggestion).lanes(batch) == suggestion
     problems = Config(paths=["a"], workers=0, pool=0, lanes=0).problems()
     assert [problem.key for problem in problems] == ["data.pool", "data.lanes"]
 

@@ -149,13 +149,20 @@ def test_a_search_json_without_a_request_is_refused(tmp_path: Path, monkeypatch,
         assert words in error and "search.json" in error
 
 
-def test_threads_of_libraries_do_not_keep_a_failed_process_alive():
+@pytest.mark.parametrize(
+    "start",
+    [
+        "threading.Thread(target=time.sleep, args=(60,)).start()",
+        "pool = ThreadPoolExecutor(); pool.submit(time.sleep, 60)",
+    ],
+)
+def test_threads_of_libraries_do_not_keep_a_failed_process_alive(start: str):
     line = (
-        "import threading, time, sys; from valkyrie.processes.ending import limit_exit\n"
-        "threading.Thread(target=lambda: time.sleep(60)).start(); limit_exit(2, 0.2); sys.exit(2)"
+        "import threading, time, sys; from concurrent.futures import ThreadPoolExecutor\n"
+        f"from valkyrie.processes.ending import limit_exit\n{start}; limit_exit(3, 0.2); sys.exit(2)"
     )
     began = time.monotonic()
-    assert subprocess.run([sys.executable, "-c", line], timeout=50).returncode == 2
+    assert subprocess.run([sys.executable, "-c", line], timeout=50).returncode == 3
     assert time.monotonic() - began < 30
 
 
@@ -190,6 +197,14 @@ def test_a_saved_run_may_have_a_longer_name():
 def test_an_error_of_reading_does_not_probe_stdout(capsys: pytest.CaptureFixture[str]):
     assert output_error(OSError(errno.ETIMEDOUT, "timed out")) is None
     assert capsys.readouterr().out == ""
+
+
+def test_the_limit_of_the_exit_does_not_begin_before_the_exit():
+    line = (
+        "import time, sys; from valkyrie.processes.ending import limit_exit\n"
+        "limit_exit(3, 0.2); time.sleep(1); sys.exit(2)"
+    )
+    assert subprocess.run([sys.executable, "-c", line], timeout=50).returncode == 2
 
 
 def test_a_puzzle_without_labels_does_not_count_as_solved():

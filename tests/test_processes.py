@@ -124,9 +124,9 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("lost", "signal", "says"),
     [
-        (1, 9, "connection closed"),
+        (1, 9, ") is lost: its connection closed"),
         (0, 9, "process 0 is lost: "),
-        (1, 19, "for 3 s"),
+        (1, 19, ") is lost: it sent nothing for 3 s"),
     ],
 )
 def test_the_other_processes_end_if_one_is_lost(lost: int, signal: int, says: str):

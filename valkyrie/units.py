@@ -55,6 +55,11 @@ def number_text(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """Format a count with its noun, such as `1 chip` or `1,024 chips`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def percent(share: float) -> str:
     """Format a share (0 to 1) as a whole percentage."""
     return f"{100 * share:.0f}%"

@@ -13,6 +13,7 @@ from valkyrie.checksums import digest
 from valkyrie.data.chunks import LANGUAGE_BY_SUFFIX, PROSE_SUFFIXES, Chunk
 from valkyrie.data.readers import SUFFIXES, Document, File, ReadOptions, SourceFile, read
 from valkyrie.data.remote import RemoteFile, fetch_ahead, list_remote
+from valkyrie.units import count_text
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
         if not readable:
             looked = "" if is_remote else f" (looked from {Path.cwd()})"
             raise ValueError(
-                f"data.paths: {pattern} matches {len(matched)} files{looked}, none with a supported suffix: "
-                f"{', '.join(SUFFIXES)}."
+                f"data.paths: {pattern} matches {count_text(len(matched), 'file')}{looked}, none with a supported "
+                f"suffix: {', '.join(SUFFIXES)}."
             )
         skipped += len(matched) - len(readable)
         for path in readable:

@@ -16,14 +16,13 @@ from jaxtyping import Int32
 
 from valkyrie.data.batches import Batch, BatchPlan, IndexedLoader, RowPosition, hash_seed, make_batch
 from valkyrie.data.manifest import PreparedText
+from valkyrie.units import count_text
 
 
 class TokenStream:
     """The tokens of a split as one long array, stored in several files."""
 
     def __init__(self, prepared: PreparedText, split: str) -> None:
-        self.prepared = prepared
-        self.name = split
         self._shards = [
             np.memmap(prepared.shard_path(shard), dtype=np.dtype(prepared.dtype).newbyteorder("<"), mode="r")
             for shard in prepared.split(split).shards
@@ -92,17 +91,19 @@ class PreparedLoader(IndexedLoader[RowPosition]):
 
 
 def open_split(prepared: PreparedText, split: str) -> TokenStream:
-    """Tokens of the split `train` or `validation`. ValueError if there are fewer than two."""
+    """Tokens of the split `train` or `validation`. ValueError for another split, or if there are fewer than two."""
+    prepared.split(split)  # refuses other names
     stream = prepared.streams[split]
     if len(stream) < 2:
-        raise ValueError(f"data={prepared.name} has {len(stream)} tokens in its {split} split, but needs 2 or more.")
+        has = count_text(len(stream), "token")
+        raise ValueError(f"data={prepared.name} has {has} in its {split} split, but needs 2 or more.")
     return stream
 
 
 def check_enough(prepared: PreparedText, split: str, batch: int, seq: int) -> int:
     """Return the number of rows of `seq` tokens in a split. ValueError if there are fewer than `batch`."""
     tokens = prepared.split(split).tokens
-    has = f"data={prepared.name} has {tokens:,} tokens in its {split} split"
+    has = f"data={prepared.name} has {count_text(tokens, 'token')} in its {split} split"
     targets = tokens - 1
     rows = targets // seq
     if rows < 1:
@@ -110,7 +111,7 @@ def check_enough(prepared: PreparedText, split: str, batch: int, seq: int) -> in
     if rows < batch:
         shorter = f" or seq<={targets // batch}" if targets >= batch else ""
         raise ValueError(
-            f"{has}. These are {rows:,} rows of seq={seq}, fewer than batch={batch}. Use batch<={rows}{shorter}, or "
-            "more text."
+            f"{has}, enough for {count_text(rows, 'row')} of seq={seq}, but batch={batch}. Use batch<={rows}{shorter}, "
+            "or more text."
         )
     return rows

@@ -20,6 +20,7 @@ from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
 from valkyrie.records import decode, encode
+from valkyrie.units import count_text
 
 if TYPE_CHECKING:
     from valkyrie.data.loader import TokenStream
@@ -120,7 +121,8 @@ class PreparedText(Manifest):
         total = self.source["undecodable_characters"]
         more = f" ({total:,} in all documents)" if total != replaced else ""
         share = 100 * replaced / characters
-        return f"{name}: {replaced:,} characters ({share:.2g}%) are not UTF-8 and were replaced by U+FFFD{more}"
+        characters_text = count_text(replaced, "U+FFFD character")
+        return f"{name}: text that is not UTF-8 was replaced by {characters_text} ({share:.2g}%){more}"
 
     @property
     def shards(self) -> tuple[TokenShard, ...]:
@@ -153,8 +155,9 @@ class CorruptShardsError(ValueError):
 
     def __init__(self, prepared: PreparedText, damages: list[Problem]) -> None:
         self.damages = damages
+        damaged = f"{len(damages)} of {count_text(len(prepared.shards), 'shard')}"
         super().__init__(
-            f"the dataset {prepared.path} is corrupt: {len(damages)} of {len(prepared.shards)} shards are damaged "
+            f"the dataset {prepared.path} is corrupt: {damaged} {'is' if len(damages) == 1 else 'are'} damaged "
             f"({'; '.join(map(str, damages))}). Delete the folder, and the data is prepared again from its source."
         )
 

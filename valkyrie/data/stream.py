@@ -100,11 +100,11 @@ class StreamedText:
         ValueError if `data.lanes` does not divide `batch` or exceeds the number of training units.
         """
         lanes = self.config.lanes
+        most = min(lanes or MAX_LANES, len(self.train), batch)
+        nearest = next(count for count in range(most, 0, -1) if batch % count == 0)
         if lanes is None:
-            most = min(MAX_LANES, len(self.train), batch)
-            return next(lanes for lanes in range(most, 0, -1) if batch % lanes == 0)
+            return nearest
         if batch % lanes:
-            nearest = next(size for size in range(min(lanes, batch), 0, -1) if batch % size == 0)
             raise ValueError(
                 f"data.lanes={lanes} does not divide batch={batch}, but every lane fills the same number of rows. "
                 f"Use data.lanes={nearest}."
@@ -112,7 +112,7 @@ class StreamedText:
         if lanes > len(self.train):
             raise ValueError(
                 f"data.lanes={lanes} exceeds the number of row groups or files for training, {len(self.train)}. "
-                f"Use data.lanes={len(self.train)} or fewer."
+                f"Use data.lanes={nearest}."
             )
         return lanes
 
@@ -154,12 +154,10 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedT
     else:
         units = _units(files, config)
         train, validation = units[:-1], units[-1:]
-    for units, what in ((train, "training"), (validation, "validation")):
+    for units, what, key in ((train, "training", "data.paths"), (validation, "validation", "data.val_paths")):
         if not units:
-            raise ValueError(
-                f"data={config.name} has no file or row group left for {what}. Add a file to data.paths, or set "
-                "data.val_paths=[FILES]."
-            )
+            remedy = f"{key}." if config.val_paths else "data.paths, or set data.val_paths=[FILES]."
+            raise ValueError(f"data={config.name} has no file or row group left for {what}. Add a file to {remedy}")
     unit_ids = [[unit.file.id.rpartition("/")[2], unit.file.size, unit.group] for unit in (*train, *validation)]
     language = config.language.value if config.language else None
     chunking = [config.chunk.value, language]

@@ -77,7 +77,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def vocab_size_of(name: str) -> int:
-    """Number of ids of a tokenizer. Loads its vocabulary only for .tiktoken files and less common encodings."""
+    """Number of ids of a tokenizer. Loads only .tiktoken files, tokenizer.json and less common encodings."""
     if name in VOCAB_SIZES:
         return VOCAB_SIZES[name]
     file = _find_file(name)

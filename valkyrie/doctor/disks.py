@@ -22,7 +22,7 @@ from valkyrie.doctor.findings import FAILS, OK, WARNING, CheckContext, CheckResu
 from valkyrie.paths import cache_problem, cache_root, disk_errors, error_reason
 from valkyrie.runs.wandb_writer import WandbMode, resolve_mode
 from valkyrie.train.prepare import refuse_other_data
-from valkyrie.units import memory_text
+from valkyrie.units import count_text, memory_text
 
 CLOCK_S = 2.0
 """Clock difference to a disk or another host, in seconds, above which there is a warning."""
@@ -204,8 +204,9 @@ def check_wandb_key(context: CheckContext) -> CheckResults:
         yield OK, "offline: upload the run later with `wandb sync`, or set WANDB_API_KEY to upload it during training"
     elif not key:
         yield WARNING, "online, but there is no key", "Set WANDB_API_KEY, or run `wandb login`."
-    elif len(key.rpartition("-")[2]) < _MIN_KEY_LENGTH:
-        text = f"the key has {len(key)} characters, but keys of W&B have at least {_MIN_KEY_LENGTH}"
+    elif (length := len(key.rpartition("-")[2])) < _MIN_KEY_LENGTH:
+        after = " after its last dash" if "-" in key else ""  # self-hosted servers put a prefix such as local- first
+        text = f"the key has {count_text(length, 'character')}{after}, but keys of W&B have at least {_MIN_KEY_LENGTH}"
         yield WARNING, text, "Copy it again from https://wandb.ai/authorize"
     else:
         yield OK, "online, with a key (not verified with the server)"

@@ -24,7 +24,7 @@ from valkyrie.train.room import check_room, explain_oom
 from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog
 from valkyrie.trees import leaf_names
-from valkyrie.units import duration
+from valkyrie.units import count_text, duration
 
 _HANG_REMEDY = (
     "The limit is distributed.step_timeout_s. The process at fault is probably the one with different stack traces."
@@ -107,7 +107,9 @@ def _steps_finding(
             return Finding("steps", FAILS, text, remedy)
     losses = " to ".join(f"{float(values['loss']):.3f}" for values in (metrics[0], metrics[-1]))
     step_time = duration(statistics.median(seconds[1:] or seconds)) + " (simulated)" * devices.simulated
-    text = f"loss and gradients are finite in all {len(metrics)} steps, with loss {losses} on random tokens; "
+    text = (
+        f"loss and gradients stay finite for {count_text(len(metrics), 'step')}, with loss {losses} on random tokens; "
+    )
     return Finding("steps", OK, f"{text}a step takes {step_time}")
 
 

@@ -19,7 +19,7 @@ from valkyrie.host_memory import free_memory
 from valkyrie.processes.locks import LockState, lock
 from valkyrie.runs.folder import installed_version
 from valkyrie.train.devices import device_problems, environment_problems
-from valkyrie.units import memory_text
+from valkyrie.units import count_text, memory_text
 
 PROC, LOCKFILE = Path("/proc"), Path("/tmp/libtpu_lockfile")
 _CHIP_DEVICE = re.compile(r"/dev/(accel\d+|vfio/\d+|nvidia\d+)")
@@ -44,15 +44,16 @@ def check_chips(context: CheckContext) -> CheckResults:
     platform = get_platform(target.platform)
     if not count:
         share = f" ({mesh.size // context.processes} per process)" if context.processes > 1 else ""
-        text = f"JAX finds no accelerator: using {mesh.size} simulated CPU devices{share} on {os.cpu_count()} cores"
+        devices, cores = count_text(mesh.size, "simulated CPU device"), count_text(os.cpu_count() or 1, "core")
+        text = f"JAX finds no accelerator: using {devices}{share} on {cores}"
         yield OK if platform.runs_on_host else WARNING, text
     elif target.chips is None or target.chip is None or not platform.uses_every_device:
-        yield OK, f"{count} chips on this host"
+        yield OK, f"{count_text(count, 'chip')} on this host"
     elif count != (expected := target.chips // target.hosts):
-        text = f"{count} chips on this host, but target={target.describe()} has {expected} per host"
+        text = f"{count_text(count, 'chip')} on this host, but target={target.describe()} has {expected} per host"
         yield FAILS, text, "Start the run on the hosts of that slice, or correct target=."
     else:
-        yield OK, f"{count} {target.chip.name} chips on this host"
+        yield OK, f"{count_text(count, f'{target.chip.name} chip')} on this host"
 
 
 def check_processes(context: CheckContext) -> CheckResults:
@@ -63,7 +64,7 @@ def check_processes(context: CheckContext) -> CheckResults:
     hosts = target.hosts * target.slices
     if target.chips is not None and context.processes != hosts and not device_problems(context.run):
         count = f"{context.processes} process{'es' * (context.processes > 1)}"
-        text = f"{count}, but target={target.describe()} has {hosts} hosts"
+        text = f"{count}, but target={target.describe()} has {count_text(hosts, 'host')}"
         yield FAILS, text, "Start one process on every host of the slice. valkyrie-launch prints the commands."
 
 

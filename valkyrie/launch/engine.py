@@ -14,6 +14,7 @@ from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.launch.plan import Plan
 from valkyrie.launch.supervisor import print_message
 from valkyrie.runs.folder import key_values
+from valkyrie.units import count_text
 
 PORT = 8476
 """Port of JAX's coordinator on a host that runs one training: the port that JAX uses on Cloud TPU."""
@@ -118,7 +119,7 @@ class SliceConfig(EngineConfig):
             return []
         setting = f"{self.slice_setting} slices={self.slices}" if self.slices > 1 else self.slice_setting
         return [
-            f"mesh={name} has {size} device{'s' * (size > 1)}, but {setting} has {devices}. Use a mesh whose sizes "
+            f"mesh={name} has {count_text(size, 'device')}, but {setting} has {devices}. Use a mesh whose sizes "
             f"multiply to {devices}, or another slice."
         ]
 
@@ -148,12 +149,13 @@ class SliceConfig(EngineConfig):
                 parts.append(f"{kind} price unknown (set {key}=)")
                 continue
             hourly = f"${chips * price:,.2f} per hour"
-            total = f"${chips * price * hours:,.2f} for {hours:g} hours ({hourly})" if hours else hourly
+            hours_text = f"{hours:g} hour{'s' * (hours != 1)}"
+            total = f"${chips * price * hours:,.2f} for {hours_text} ({hourly})" if hours else hourly
             parts.append(f"{total} at the {kind} price of ${price:.2f} per chip-hour")
         count = f"{self.slices} slices of " if self.slices > 1 else ""
         return (
             f"{self.name} on {count}{hardware.describe()}",
-            f"cost of {chips} {chip.name} chip{'s' * (chips > 1)}: {'; '.join(parts[::-1] if self.spot else parts)}",
+            f"cost of {count_text(chips, f'{chip.name} chip')}: {', '.join(parts[::-1] if self.spot else parts)}",
         )
 
 

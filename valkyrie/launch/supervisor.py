@@ -145,7 +145,8 @@ class Supervisor:
         is_ctrl_c = signals[0] == signal.SIGINT
         limit = " (Ctrl-C again kills them)" if is_ctrl_c else f" for at most {self.notice_s:g} s"
         running = [process for process in processes if process.status is None]
-        print_message(f"stopping: waiting for {_describe_running(processes)} to save{limit}")
+        if running:
+            print_message(f"stopping: waiting for {_describe_running(running)} to save{limit}")
         for send_signal in [self.send_signal] if self.send_signal else [process.send for process in running]:
             send_signal(signal.SIGINT if is_ctrl_c else signal.SIGTERM)
         deadline = float("inf") if is_ctrl_c else time.monotonic() + self.notice_s

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 DONE = 0
@@ -52,14 +53,18 @@ def end_process(status: int, reason: str) -> NoReturn:
 
 
 def limit_exit(status: int, seconds: float = EXIT_S) -> None:
-    """End the process with this status if its exit takes longer than `seconds` after the main thread has ended.
+    """End the process with this status if its exit takes longer than `seconds`.
 
-    Python waits for threads at exit, and those of storage libraries retry for minutes on a bucket that cannot be
-    reached or a disk without free inodes.
+    Python waits for threads and thread pools at exit, and those of storage libraries retry for minutes on a bucket that
+    cannot be reached or a disk without free inodes.
     """
+    # The main thread counts as alive until all thread pools have finished. The idle worker of a pool ends earlier: when
+    # Python begins to exit.
+    pool = ThreadPoolExecutor(1)
+    idle_worker = pool.submit(threading.current_thread).result()
 
-    def wait() -> None:
-        threading.main_thread().join()
+    def wait(pool: ThreadPoolExecutor = pool) -> None:  # holds the pool, whose worker ends with it
+        idle_worker.join()
         time.sleep(seconds)
         os._exit(status)
 

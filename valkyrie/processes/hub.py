@@ -165,12 +165,16 @@ class Hub:
         threading.Thread(target=self._accept_all, name="team-hub", daemon=True).start()
 
     def fail(self, index: int, reason: str, status: int | None = None) -> None:
-        """Report the failure of a process to all. Sends only the first failure: later ones are its consequences."""
+        """Report to all that a process ended with an error. Only the first report is sent (see `_report`)."""
+        self._report(index, f"ended: {reason}", status)
+
+    def _report(self, index: int, event: str, status: int | None = None) -> None:
+        """Send `Lost` to all. Only the first failure is sent, because later ones are its consequences."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._send_all(Lost(f"process {index} (on {self._hosts[index]}) ended: {reason}", status))
+        self._send_all(Lost(f"process {index} (on {self._hosts[index]}) {event}", status))
 
     def close(self) -> None:
         """Wait until all processes have left or one is lost, at most `heartbeat_s` seconds for each."""
@@ -257,7 +261,7 @@ class Hub:
             pass
         finally:
             connection.close()
-        self.fail(index, reason)
+        self._report(index, f"is lost: {reason}")
 
     def _collect(self, index: int, message: Value) -> None:
         with self._lock:

@@ -85,13 +85,13 @@ class Config(RentedConfig):
         )
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Train on the slices, watched and restarted by this machine. The slices stay rented afterwards."""
+        """Train on the slices, watched and restarted by this machine. Does not delete the slices afterwards."""
         remote.check_clone()
         try:
             return self.supervisor(overrides).run()
         finally:
             print_message(
-                f"{self.resource} is still rented and costs money. Delete it with: {self.delete_step().text()}"
+                f"{self.resource} may still be rented, which costs money. Delete it with: {self.delete_step().text()}"
             )
 
     @property
@@ -158,7 +158,7 @@ class Config(RentedConfig):
     def delete_step(self) -> CommandStep:
         """Return the step that deletes the slices and their disks."""
         command = self._gcloud("delete", self.resource, *flags(force=self.queued, quiet=True))
-        return CommandStep("delete it; until then it costs money", (command,), action="delete")
+        return CommandStep("delete the slice, which costs money until then", (command,), action="delete")
 
     def supervisor(self, overrides: Sequence[str]) -> Supervisor:
         """Return the supervisor that rents the slices, trains, and requests new slices after a preemption."""

@@ -126,7 +126,8 @@ def _open_split(path: Path) -> PuzzleSplit:
             f"{file} does not describe puzzles: it needs seq_len, vocab_size, num_puzzle_identifiers and sets."
         ) from None
     if len(metadata.sets) != 1:
-        raise ValueError(f"{file}: sets has {len(metadata.sets)} names, but only folders with one are supported.")
+        sets = f"the sets {', '.join(metadata.sets)}" if metadata.sets else "no sets"
+        raise ValueError(f"{file} lists {sets}, but only folders with one set are supported.")
     files = {name: path / f"{metadata.sets[0]}__{name}.npy" for name in ("inputs", "labels", *_INDICES)}
     arrays = {name: _check_cells(_load(files[name]), files[name], metadata) for name in ("inputs", "labels")}
     arrays |= {name: np.asarray(_load(files[name])) for name in _INDICES}

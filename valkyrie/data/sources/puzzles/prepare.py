@@ -73,7 +73,8 @@ def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, 
     """Write generated puzzles. The splits have no puzzle in common. For 4x4, this includes symmetric forms of it."""
     rng, total = np.random.default_rng([config.seed, config.side]), config.train + config.validation
     if say is not None and config.side > 4:
-        say(f"generating and caching {total:,} Sudoku puzzles: about {total / 1000:.0f} min on one core")
+        duration = f"about {total / 1000:.0f} min" if total >= 1000 else "less than a minute"
+        say(f"generating and caching {total:,} Sudoku puzzles: {duration} on one core")
     givens, solutions = np.zeros((0, config.side**2), np.int64), np.zeros((0, config.side**2), np.int64)
     while len(givens) < total:
         puzzles = generate(rng, min(_AT_ONCE, 2 * (total - len(givens)) + 50), config.side, config.clues)
