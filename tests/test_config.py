@@ -65,9 +65,9 @@ def test_the_first_comment_of_a_file_is_the_command_that_uses_it(path: Path):
 
 
 def test_the_default_run_equals_the_golden_file():
-    """`VALKYRIE_UPDATE_GOLDENS=1 pytest tests/test_config.py` rewrites the file."""
+    """`UPDATE_GOLDENS=1 pytest tests/test_config.py` rewrites the file."""
     composed = OmegaConf.to_yaml(compose_config("mesh=2x2x2"))
-    if os.environ.get("VALKYRIE_UPDATE_GOLDENS"):
+    if os.environ.get("UPDATE_GOLDENS"):
         GOLDEN.write_text(composed)
     assert composed == GOLDEN.read_text()
 

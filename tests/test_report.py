@@ -360,10 +360,10 @@ def visible(text: str) -> str:
 
 
 def test_the_visible_text_of_the_report_equals_the_golden_file(rows):
-    """To rewrite the golden file: `VALKYRIE_UPDATE_GOLDENS=1 pytest tests/test_report.py`."""
+    """To rewrite the golden file: `UPDATE_GOLDENS=1 pytest tests/test_report.py`."""
     text = f"{as_markdown(rows)}\n# The page\n\n{visible(page(rows))}\n"
     golden_file = GOLDENS / "report.md"
-    if os.environ.get("VALKYRIE_UPDATE_GOLDENS"):
+    if os.environ.get("UPDATE_GOLDENS"):
         golden_file.write_text(text)
     assert text == golden_file.read_text()
 

@@ -1,5 +1,5 @@
 # mine on 2 slices of v5p-128 (64 v5p chips 4x4x4, 16 hosts)
-# cost of 128 v5p chips: spot price unknown (set spot_usd_per_hour=); $537.60 per hour at the list price of $4.20 per
+# cost of 128 v5p chips: spot price unknown (set spot_usd_per_hour=), $537.60 per hour at the list price of $4.20 per
 # chip-hour
 # 1. select the cluster
 gcloud container clusters get-credentials c --location=us-east5-a

@@ -1,5 +1,5 @@
 # mine on v5e-8 (8 v5e chips 2x4, 1 host)
-# cost of 8 v5e chips: spot price unknown (set spot_usd_per_hour=); $9.60 per hour at the list price of $1.20 per
+# cost of 8 v5e chips: spot price unknown (set spot_usd_per_hour=), $9.60 per hour at the list price of $1.20 per
 # chip-hour
 # 1. write the task
 cat > mine.sky.yaml <<'END'

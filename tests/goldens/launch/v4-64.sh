@@ -1,5 +1,5 @@
 # mine on v4-64 (32 v4 chips 2x4x4, 8 hosts)
-# cost of 32 v4 chips: $2,472.96 for 24 hours ($103.04 per hour) at the list price of $3.22 per chip-hour; spot price
+# cost of 32 v4 chips: $2,472.96 for 24 hours ($103.04 per hour) at the list price of $3.22 per chip-hour, spot price
 # unknown (set spot_usd_per_hour=)
 # --run executes these steps. After a preemption it deletes the slice and restarts at step 1. After a crash it restarts
 # at step 6, up to 3 times
@@ -27,5 +27,5 @@ gcloud compute tpus queued-resources ssh mine \
 #   gcloud compute tpus queued-resources describe mine --zone=us-central2-b
 # list everything rented in the zone:
 #   gcloud compute tpus queued-resources list --zone=us-central2-b
-# delete it; until then it costs money:
+# delete the slice, which costs money until then:
 #   gcloud compute tpus queued-resources delete mine --force --quiet --zone=us-central2-b

@@ -1,5 +1,5 @@
 # mine on v4-4x4x16 (256 v4 chips, 64 hosts)
-# cost of 256 v4 chips: $1,648.64 for 2 hours ($824.32 per hour) at the list price of $3.22 per chip-hour; $512.00 for 2
+# cost of 256 v4 chips: $1,648.64 for 2 hours ($824.32 per hour) at the list price of $3.22 per chip-hour, $512.00 for 2
 # hours ($256.00 per hour) at the spot price of $1.00 per chip-hour
 # --run executes these steps. After a preemption it deletes the slice and restarts at step 1. After a crash it restarts
 # at step 6, up to 3 times
@@ -28,5 +28,5 @@ gcloud compute tpus queued-resources ssh mine \
 #   gcloud compute tpus queued-resources describe mine --zone=us-central2-b --project=p
 # list everything rented in the zone:
 #   gcloud compute tpus queued-resources list --zone=us-central2-b --project=p
-# delete it; until then it costs money:
+# delete the slice, which costs money until then:
 #   gcloud compute tpus queued-resources delete mine --force --quiet --zone=us-central2-b --project=p

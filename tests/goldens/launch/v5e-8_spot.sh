@@ -1,5 +1,5 @@
 # mine on v5e-8 (8 v5e chips 2x4, 1 host)
-# cost of 8 v5e chips: spot price unknown (set spot_usd_per_hour=); $9.60 per hour at the list price of $1.20 per
+# cost of 8 v5e chips: spot price unknown (set spot_usd_per_hour=), $9.60 per hour at the list price of $1.20 per
 # chip-hour
 # --run executes these steps. After a preemption it deletes the slice and restarts at step 1. After a crash it restarts
 # at step 6, up to 3 times
@@ -27,5 +27,5 @@ gcloud compute tpus queued-resources ssh mine \
 #   gcloud compute tpus queued-resources describe mine --zone=us-west4-a
 # list everything rented in the zone:
 #   gcloud compute tpus queued-resources list --zone=us-west4-a
-# delete it; until then it costs money:
+# delete the slice, which costs money until then:
 #   gcloud compute tpus queued-resources delete mine --force --quiet --zone=us-west4-a

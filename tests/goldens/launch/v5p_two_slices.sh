@@ -1,5 +1,5 @@
 # mine on 2 slices of v5p-128 (64 v5p chips 4x4x4, 16 hosts)
-# cost of 128 v5p chips: $537.60 per hour at the list price of $4.20 per chip-hour; spot price unknown (set
+# cost of 128 v5p chips: $537.60 per hour at the list price of $4.20 per chip-hour, spot price unknown (set
 # spot_usd_per_hour=)
 # --run executes these steps. After a preemption it deletes the slice and restarts at step 1. After a crash it restarts
 # at step 6, up to 3 times
@@ -27,5 +27,5 @@ gcloud compute tpus queued-resources ssh mine \
 #   gcloud compute tpus queued-resources describe mine --zone=us-east5-a
 # list everything rented in the zone:
 #   gcloud compute tpus queued-resources list --zone=us-east5-a
-# delete it; until then it costs money:
+# delete the slice, which costs money until then:
 #   gcloud compute tpus queued-resources delete mine --force --quiet --zone=us-east5-a

@@ -1,5 +1,5 @@
 # mine on v6e-4 (4 v6e chips 2x2, 1 host)
-# cost of 4 v6e chips: spot price unknown (set spot_usd_per_hour=); $10.80 per hour at the list price of $2.70 per
+# cost of 4 v6e chips: spot price unknown (set spot_usd_per_hour=), $10.80 per hour at the list price of $2.70 per
 # chip-hour
 # --run executes these steps. After a preemption it deletes the slice and restarts at step 1. After a crash it restarts
 # at step 6, up to 3 times
@@ -25,5 +25,5 @@ gcloud compute tpus tpu-vm ssh mine \
 #   gcloud compute tpus tpu-vm describe mine --zone=us-east5-a
 # list everything rented in the zone:
 #   gcloud compute tpus tpu-vm list --zone=us-east5-a
-# delete it; until then it costs money:
+# delete the slice, which costs money until then:
 #   gcloud compute tpus tpu-vm delete mine --quiet --zone=us-east5-a
