@@ -61,11 +61,11 @@ def dispatch() -> None:
         if "--version" in arguments:
             print(version_text())
             return
-        for folder in config_dirs(arguments):
-            check_folder(folder)
         arguments = expand_shorthand(arguments)
         multirun = multirun_arguments(arguments)
         refuse_typos(arguments, multirun is not None)
+        for folder in config_dirs(arguments):
+            check_folder(folder)
         hydra_arguments = read_arguments(multirun or arguments, multirun=multirun is not None)
         primary = find_primary(hydra_arguments, read=multirun is None or reads_one_run(hydra_arguments))
         sys.argv[1:] = primary.arguments

@@ -138,10 +138,10 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
     listed = f"Known{where}: {', '.join(valid_keys)}."
     if not valid_keys:
         listed = f"{prefix} has no keys."
-        if OmegaConf.is_dict(parent):  # a free mapping, such as those of Hydra's plugins
-            listed += f" To add one: +{full_key}=VALUE."
-        elif names := config_names(prefix):
+        if names := config_names(prefix):
             listed += f" Choose one first: {prefix}=NAME. Known: {', '.join(names)}."
+        elif OmegaConf.is_dict(parent):  # a free mapping, such as those of Hydra's plugins
+            listed += f" To add one: +{full_key}=VALUE."
     text = f"{full_key} is not {description}.{hint} {listed}"
     return Problem(ProblemCode.unknown_name, full_key, text=text)
 
