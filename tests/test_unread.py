@@ -32,7 +32,7 @@ UNREAD = {
     "figures": "batch seq model.layers optimizer.learning_rate partition.zero1 remat.name steps profile",
     "generate": "profile log_every eval_every steps code_eval.samples",
     "measure": "profile log_every eval_every sample_tokens checkpoint.every code_eval.samples",
-    "search": "seed profile log_every eval_every sample_tokens checkpoint.every code_eval.samples",
+    "search": "profile log_every eval_every sample_tokens checkpoint.every code_eval.samples",
     "show": "seed profile log_every eval_every sample_tokens checkpoint.every code_eval.samples",
     "train": "",
     "tune": "seed profile log_every eval_every sample_tokens checkpoint.every code_eval.samples",
@@ -92,7 +92,7 @@ def test_a_trial_key_depends_on_exactly_the_keys_that_its_mode_reads(mode: str):
     [
         (["mode=show", "profile=2-3", "steps=5"], "note: mode=show does not read profile=2-3"),
         (["mode=show", "partition.rounds=2"], "partition.rounds=2 has no effect: partition=dp has no pipeline"),
-        (["mode=show", "~steps"], "note: mode=show does not read ~steps"),
+        (["mode=show", "~temperature"], "note: mode=show does not read ~temperature"),
         (["mode=show", f"prompt={'a' * 100}"], "note: mode=show does not read prompt\n"),
         (["mode=show", "target.slices=2"], "target.slices=2 has no effect: target=auto has no slices"),
     ],
