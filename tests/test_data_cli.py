@@ -92,7 +92,12 @@ def test_characters_that_are_not_utf8_are_reported_by_file(corpus: Path, capsys:
     (corpus / "other.txt").write_bytes(b"\xe9\xe9 " + b"and more text " * 10)
     main(["prepare", "text", str(corpus), "--validation-fraction", "0.3"])
     line = capsys.readouterr().err
-    assert line.startswith(f"{corpus}/other.txt: ") and "by 2 U+FFFD characters" in line and "(1.4%)" in line and "(3 in " in line
+    assert (
+        line.startswith(f"{corpus}/other.txt: ")
+        and "by 2 U+FFFD characters" in line
+        and "(1.4%)" in line
+        and "(3 in " in line
+    )
 
 
 def test_a_corrupt_shard_is_named_by_verify(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def test_a_dry_run_of_a_healthy_run_has_no_failures(mesh: str, partition: str, a
     assert set(findings) == {*(f"axis {axis}" for axis in axes), "compile", "steps", "replicas"}
     assert {finding.severity for finding in findings.values()} == {OK}
     assert "over y=2 " in findings["axis y"].text and findings["axis y"].text.endswith(" ms (simulated)")
-    assert "all 3 steps" in findings["steps"].text and " loss 5." in findings["steps"].text
+    assert "stay finite for 3 steps" in findings["steps"].text and " loss 5." in findings["steps"].text
     assert "bitwise equal" in findings["replicas"].text
 
 

@@ -62,4 +62,4 @@ def test_real_data_comes_from_the_loader_and_the_trace_is_saved(tmp_path: Path, 
 
 def test_too_little_real_data_is_refused(capfd: pytest.CaptureFixture):
     assert command(*TINY, *SINGLE, "mode=measure", "mode.data=real", "batch=100000") == 2
-    assert "fewer than batch=100000" in capfd.readouterr().err
+    assert "but batch=100000" in capfd.readouterr().err

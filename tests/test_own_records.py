@@ -82,7 +82,7 @@ def check_line(data: st.DataObject, path: Path, read: Callable[[], object]) -> N
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "goodput.jsonl"])
-@fuzz(30)
+@fuzz(10)
 def test_damaged_training_records_are_reported(run_folder: Path, name: str, data: st.DataObject) -> None:
     assert read_training(run_folder).results.steps == 2
     check_line(data, run_folder / name, lambda: (read_training(run_folder), report(run_folder)))

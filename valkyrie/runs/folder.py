@@ -203,7 +203,8 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
         config = OmegaConf.load(file)
     except (OmegaConfBaseException, OSError, UnicodeDecodeError, YAMLError) as error:
         raise ValueError(f"{file} is damaged ({first_line(error)}). {remedy}") from error
-    last = OmegaConf.select(config, "hydra.hydra_logging") if isinstance(config, DictConfig) else None
+    hydra = config.get("hydra") if isinstance(config, DictConfig) else None
+    last = hydra.get("hydra_logging") if isinstance(hydra, DictConfig) else None
     is_complete = isinstance(last, DictConfig) and "root" in last and not isinstance(last.root, str)
     if not isinstance(config, DictConfig) or not (is_complete or not whole):
         raise ValueError(f"{file} is damaged (the end is missing). {remedy}")
