@@ -5,8 +5,8 @@
     python experiments/promised.py --only llama trm
 
 An experiment's file has the fastest layout found. If a different layout was requested, both are compiled. The possible
-rate is the chips' peak in bfloat16 over the model's FLOPs. No layout exceeds it, and published trainings reach 40 to
-70% of it. It needs libtpu (`uv sync --extra tpu`) but no TPU.
+rate is the chips' peak in bfloat16 over the model's FLOPs. No layout exceeds it, and published runs reach 40 to 70%
+of it. It needs libtpu (`uv sync --extra tpu`) but no TPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several processes of one run: as teams in threads of this process, or as trainings in subprocesses."""
+"""Several processes of one run: as teams in threads of this process, or as training runs in subprocesses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_teams(
 
 
 def start_processes(count: int, *overrides: str, cwd: Path, **environment: str) -> list[subprocess.Popen[str]]:
-    """Start the processes of one training."""
+    """Start the processes of one training run."""
     cluster = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": str(count)}
     return [
         start_training(*overrides, cwd=cwd, **cluster, JAX_PROCESS_INDEX=str(index), **environment)

@@ -1,4 +1,4 @@
-"""Tiny trainings, started in this process or a subprocess, and their results."""
+"""Tiny training runs, started in this process or a subprocess, and their results."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ MISTAKES = {
     "prompt=\udcff\udcfe": "prompt= has bytes that are not UTF-8 (ff fe)",
     "--config-dir=\udcff": "--config-dir= has bytes that are not UTF-8 (ff)",
     f"name={'a' * 300}": "name=aaaaaaaaaaaa...: a part of it has 300 bytes, at most 200 are allowed",
-    "task.foo=1": "task has no keys. Choose one first: task=NAME. Known: next_token, puzzles.",
+    "task.foo=1": "No task is chosen. Choose one first: task=NAME. Known: next_token, puzzles.",
     "+task.foo=1": "task.foo is set, but no task is chosen. Choose one first: task=NAME.",
     f"resume={'a' * 300}": "file name too long",
 }

@@ -1,6 +1,6 @@
 """Tests of `valkyrie-launch target=local`: it starts, ends and restarts processes together.
 
-The processes run small scripts instead of a training.
+The processes run small scripts instead of a training run.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def report(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a training of two steps."""
+    """The run folder of a training run of two steps."""
     folder = tmp_path_factory.mktemp("records") / "run"
     write_run_files(valkyrie.compose(*TINY, *SINGLE), folder)
     for name, records in {"metrics.jsonl": METRICS, "goodput.jsonl": GOODPUT}.items():

@@ -173,7 +173,7 @@ def test_a_killed_training_has_the_numbers_of_its_records(tmp_path: Path, capsys
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     metrics = folder / "metrics.jsonl"
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    for record in records:  # older trainings recorded their traffic under the names that it has at W&B
+    for record in records:  # older training runs recorded their traffic under the names that it has at W&B
         if "communication" in record.get("summary", {}):
             del record["summary"]["communication"]
             record["summary"] |= {"comm_bytes/total": 300, "comm_bytes/x,y": 300}

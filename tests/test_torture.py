@@ -1,4 +1,4 @@
-"""Tests of a training whose processes are killed at random moments: it ends like an undisturbed one.
+"""Tests of a training run whose processes are killed at random moments: it ends like an undisturbed one.
 
 `VALKYRIE_KILLS=50 VALKYRIE_SEED=3 pytest -m slow tests/test_torture.py` kills more often, with another seed.
 """
@@ -30,7 +30,7 @@ LAUNCHED_S = 12.0
 
 
 def launch(folder: Path, steps: int, *saving: str) -> subprocess.Popen[bytes]:
-    """Start a training under the launcher, with its output in a file."""
+    """Start a training run under the launcher, with its output in a file."""
     training = [*TINY, "mesh=2x1x1", "partition=fsdp", f"steps={steps}", "name=run", *saving]
     command = [sys.executable, "-m", "valkyrie.cli.launch", "target=local", f"processes={PROCESSES}"]
     with (folder / "output.txt").open("wb") as output:
@@ -63,7 +63,7 @@ def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
 
 
 def last_step(folder: Path) -> int:
-    """Return the last step in the log of a training, or 0 before the first."""
+    """Return the last step in the log of a training run, or 0 before the first."""
     file = folder / "runs" / "run" / "metrics.jsonl"
     return max((r.get("step", 0) for r in read_metrics(file)), default=0) if file.is_file() else 0
 

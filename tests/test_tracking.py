@@ -1,4 +1,4 @@
-"""Tests of the records of a training: `metrics.jsonl`, and W&B's offline files."""
+"""Tests of the records of a training run: `metrics.jsonl`, and W&B's offline files."""
 
 from __future__ import annotations
 

@@ -391,7 +391,7 @@ def test_tuned_yaml_is_an_experiment_with_the_training_command_on_line_one(tuned
     text = (folder / "tuned.yaml").rename(folder / "experiment" / "tuned.yaml").read_text()
     typed = text.splitlines()[1].removeprefix("# valkyrie-train ")
     assert f": valkyrie-train {typed}\n" in out
-    assert "name=" not in typed, "a training has a folder of its own"
+    assert "name=" not in typed, "a training run has a folder of its own"
     for arguments in (shlex.split(typed), ["--config-dir", str(folder), "+experiment=tuned", *LAYOUT]):
         composed = command(*arguments)
         assert (composed.status, composed.err, composed.run.config.mode.name) == (0, "", "train")

@@ -71,6 +71,6 @@ def share_text(share: float) -> str:
 
 
 def parse_seconds(text: str) -> float | None:
-    """Parse a time such as `90s`, `10min` or `1.5h` to seconds, or None if it is malformed or not above 0."""
+    """Return the seconds in a time such as `90s`, `10min` or `1.5h`, or None if it is malformed or not above 0."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
     return None if match is None else float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]] or None

@@ -1,4 +1,4 @@
-"""Both checkpoint tiers of a run: saves the steps that are due and restores the newest sound checkpoint."""
+"""Saves and restores the checkpoints of a run in two tiers, durable and (if configured) fast."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class StoredCheckpoint(NamedTuple):
 
 
 def stored_checkpoints(folder: Path, config: CheckpointConfig) -> list[StoredCheckpoint]:
-    """Return the finished checkpoints of a run, durable ones and this host's fast ones, sorted by step."""
+    """Return the finished checkpoints of a run, sorted by step: durable ones, and those in this host's fast folder."""
     stored = [_examine("durable", checkpoint_root(folder) / str(step)) for step in saved_steps(folder)]
     if (folder / IDENTITY).is_file():
         fast = fast_folder(config.fast, folder, _identity(folder))

@@ -67,7 +67,7 @@ def _convert_from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) ->
     began = time.perf_counter()
     refuse_typos(overrides, multirun=False)
     folder = from_folder(arguments.folder.expanduser(), arguments.name, arguments.tokenizer, overrides)
-    print(f"{folder} in {time.perf_counter() - began:.1f} s")
+    print(f"wrote {folder} in {time.perf_counter() - began:.1f} s")
     command = f"{command_name()} resume={shlex.quote(folder.name if folder.parent == Path('runs') else str(folder))}"
     print(f'next: {command} mode=generate prompt="class "')
     print(f"      {command} data=text 'data.paths=[~/books/**/*.txt]' steps=1000   # continues its training")
@@ -89,7 +89,8 @@ def _convert_to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> N
         dtype=arguments.dtype,
         file_bytes=int(1e9 * arguments.file_gb),
     )
-    print(f"{folder} in {time.perf_counter() - began:.1f} s: load it with AutoModelForCausalLM.from_pretrained")
+    print(f"wrote {folder} in {time.perf_counter() - began:.1f} s")
+    print(f"next: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
 if __name__ == "__main__":

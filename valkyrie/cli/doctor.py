@@ -1,4 +1,4 @@
-"""`valkyrie-doctor`: checks whether a training would run on this machine, and prints findings with remedies."""
+"""`valkyrie-doctor`: checks whether a training run would run on this machine, and prints findings with remedies."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="valkyrie-doctor",
         usage="valkyrie-doctor [-h] [--dry-run STEPS] [OVERRIDES]",
-        description="Check before a training that its hosts have what it needs. Takes the overrides of valkyrie-train. "
-        "On several hosts, start it on each of them, like the training.",
+        description="Check before a training run that its hosts have what it needs. Takes the overrides of "
+        "valkyrie-train. On several hosts, start it on each of them, like the training run.",
         epilog="Example: valkyrie-doctor --dry-run 5 target=v4-64 mesh=4x4x2 model=valkyrie_1b batch=64",
         allow_abbrev=False,
     )

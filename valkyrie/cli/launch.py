@@ -1,4 +1,4 @@
-"""`valkyrie-launch`: starts a training on this or on other machines, or prints the commands that would start it."""
+"""`valkyrie-launch`: starts a training run on this or on other machines, or prints the commands that would start it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from valkyrie.processes.child import python_module
 from valkyrie.runs.folder import key_values
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
-"""Words that request something other than starting a training, if they come first."""
+"""Words that request something other than starting a training run, if they come first."""
 TRAIN = python_module("valkyrie.cli.train")
 """Command that runs `valkyrie-train` on this machine."""
 
@@ -36,8 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="valkyrie-launch",
         usage="valkyrie-launch [-h] [--restarts N] [--run] [-cd FOLDER] [ACTION] KEY=VALUE ... [-- OVERRIDES]",
-        description="Start a training on this machine (target=local), or print the commands that start it elsewhere: "
-        f"on a TPU slice (target=v4-64), or with another engine ({', '.join(ENGINES.names())}). --run runs them.",
+        description="Start a training run on this machine (target=local), or print the commands that start it "
+        f"elsewhere: on a TPU slice (target=v4-64), or with another engine ({', '.join(ENGINES.names())}). --run runs "
+        "them.",
         epilog="Example: valkyrie-launch target=local processes=4 --restarts 3 -- model=gpt_tiny mesh=2x2x2",
     )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=f"{', '.join(ACTIONS)}; target= and its keys")
@@ -55,7 +56,7 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
     action = next((action for action in parsed.words[:1] if action in ACTIONS), None)
     words = parsed.words[1:] if action else parsed.words
     if action and overrides is not None:
-        raise ValueError(f"{action} does not take settings of a training. Leave out everything after --.")
+        raise ValueError(f"{action} does not take settings of a training run. Leave out everything after --.")
     if action == "dockerfile":
         sys.stdout.write(dockerfile(image_extra(words)))
         return 0
@@ -94,7 +95,7 @@ def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> 
 
 
 def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str], run: bool) -> int:
-    """Print the commands that start a training, or run them. Returns the exit status."""
+    """Print the commands that start a training run, or run them. Returns the exit status."""
     overrides, added = add_name(settings, config.name)
     config = replace(config, name=key_values(overrides).get("name") or config.name)
     if run and not config.runs_immediately:
@@ -111,7 +112,7 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
 
 
 def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> None:
-    """Raise ValueError for a training that could not start on its target, before anything is rented."""
+    """Raise ValueError for a training run that could not start on its target, before anything is rented."""
     if not is_single_training(overrides) or "resume" in key_values(overrides):
         return  # the settings of a run to resume may be stored elsewhere
     from valkyrie.config.arguments import parse_run

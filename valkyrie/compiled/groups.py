@@ -13,10 +13,10 @@ Groups = np.ndarray
 
 
 def replica_groups(instruction: Instruction, partitions: int) -> list[Groups]:
-    """Return the groups of a collective, as one array per group size.
+    """Return the groups of devices that a collective communicates in, as one (groups, size) array per group size.
 
-    A collective without explicit groups is over all devices. A collective without a channel is between replicas. It has
-    no groups, because there is only one replica.
+    Assumes a program with one replica, so a collective between replicas (without a channel) has no groups. A collective
+    that lists no groups is over all devices.
     """
     message = instruction.message
     if message.channel_id <= 0 and not message.use_global_device_ids and partitions > 1:

@@ -140,7 +140,10 @@ class ValkyrieSource(ConfigSource):
         )
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """List the groups and one target per chip. There are too many meshes to list; schemas are only for YAMLs."""
+        """List the config groups, or one target per chip for `target`.
+
+        Omits meshes, which are too many to list, and schemas, which only YAMLs use.
+        """
         if config_path == "target" and results_filter is not ObjectType.GROUP:
             return ["cpu8", *(f"{chip}-8" for chip in choice_names(CHIP_GROUP))]
         return ["mesh", *FAMILIES] if config_path == "" and results_filter is not ObjectType.CONFIG else []

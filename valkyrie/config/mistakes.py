@@ -103,7 +103,10 @@ def _refuse_search_in_sweep(overrides: Sequence[str]) -> None:
 
 
 def _refuse_renamed_groups(argument: str, key: str, value: str) -> None:
-    """Reject arguments that only rename a group and keep its settings, and lists and null as the choice of a group."""
+    """Raise ValueError for `model.name=x`, which would rename a group but keep its settings, and for lists and null.
+
+    Lists and null cannot be the choice of a group.
+    """
     group = key.partition(".")[0]
     is_name_key = group in _GROUPS and key == f"{group}.name"
     if is_name_key and (group in ("mesh", "target") or value in config_names(group)):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from valkyrie.config.run import Run
 
 SUMMARY, MEASURED, METRICS = "compile.json", "measure.json", "metrics.jsonl"
-"""Files in a run folder with the results of a compile, of a measurement and of a training."""
+"""Files in a run folder with the results of a compile, of a measurement and of a training run."""
 TUNED, ATTEMPTS = "tuned.yaml", "tune.json"
 """Files in a run folder with the best compiler options, and with all that were tried."""
 EXPLAINED = "explain.json"

@@ -139,7 +139,7 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
     if not valid_keys:
         listed = f"{prefix} has no keys."
         if names := config_names(prefix):
-            listed += f" Choose one first: {prefix}=NAME. Known: {', '.join(names)}."
+            listed = f"No {prefix} is chosen. Choose one first: {prefix}=NAME. Known: {', '.join(names)}."
         elif OmegaConf.is_dict(parent):  # a free mapping, such as those of Hydra's plugins
             listed += f" To add one: +{full_key}=VALUE."
     text = f"{full_key} is not {description}.{hint} {listed}"

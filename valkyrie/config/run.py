@@ -471,7 +471,7 @@ class Run:
 def _schema_of(classes: tuple[tuple[str, type], ...]) -> DictConfig:
     """Return the schema of runs with these config classes by group. `OmegaConf.merge` copies it.
 
-    Cached, because a page with hundreds of trainings would spend half of its time on building it.
+    Cached, because a page with hundreds of training runs would spend half of its time on building it.
     """
     schema = OmegaConf.structured(RunConfig)
     for group, config_class in classes:

@@ -47,7 +47,7 @@ def mode_reads(mode: ModeConfig, key: str) -> bool:
 def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
     """Yield keys that have no effect with the other settings of the run, and the reason.
 
-    Omits keys that a training saves for later modes, such as `prompt` with `sample_tokens=0`.
+    Omits keys that a training run saves for later modes, such as `prompt` with `sample_tokens=0`.
     """
     config, mode = run.config, run.config.mode
     if config.target.slices > 1 and config.target.chips is None:

@@ -131,7 +131,7 @@ class DocumentConfig(TextConfig):
 
         data = find_prepared(self, tokenizer)
         if data is None:
-            later = "process 0 prepares it when the run starts. To prepare it before, run valkyrie-data prepare"
+            later = "process 0 prepares it when the run starts. To prepare it now: valkyrie-data prepare"
             return DataCheck(f"data={self.name} is not prepared yet: {later}")
         epochs = steps * batch / check_enough(data, "train", batch, seq)
         shards, content = len(data.train.shards), data.content[:12]

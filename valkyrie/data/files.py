@@ -43,10 +43,11 @@ def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
                 yield document
 
 
-def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
+def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.paths") -> Listing:
     """The files with a supported suffix that files, directories, globs and URLs name or contain.
 
-    ValueError if a path matches no such file, or if a file is to be split into functions but its language is unknown.
+    ValueError with `key`, the setting of the paths, if a path matches no such file, and ValueError if a file is to be
+    split into functions but its language is unknown.
     """
     if not paths:
         raise ValueError(
@@ -58,12 +59,12 @@ def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
     skipped = 0
     for pattern in paths:
         is_remote = url_scheme(pattern) is not None
-        matched = list_remote(pattern) if is_remote else _match(pattern)
+        matched = list_remote(pattern) if is_remote else _match(pattern, key)
         readable = [path for path in matched if path.suffix.lower() in SUFFIXES]
         if not readable:
             looked = "" if is_remote else f" (looked from {Path.cwd()})"
             raise ValueError(
-                f"data.paths: {pattern} matches {count_text(len(matched), 'file')}{looked}, none with a supported "
+                f"{key}: {pattern} matches {count_text(len(matched), 'file')}{looked}, none with a supported "
                 f"suffix: {', '.join(SUFFIXES)}."
             )
         skipped += len(matched) - len(readable)
@@ -83,7 +84,7 @@ def list_paths(paths: Sequence[str], options: ReadOptions) -> Listing:
     return listing
 
 
-def _match(pattern: str) -> list[Path]:
+def _match(pattern: str, key: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
@@ -93,8 +94,8 @@ def _match(pattern: str) -> list[Path]:
     if glob.has_magic(pattern):
         return [child for child in map(Path, dict.fromkeys(_glob(path))) if child.is_file()]
     if path.exists():
-        raise ValueError(f"data.paths: {path} is not a regular file. Write its text to a file, such as corpus.txt.")
-    raise ValueError(f"data.paths: there is no file or directory {path} (looked from {Path.cwd()}).")
+        raise ValueError(f"{key}: {path} is not a regular file. Write its text to a file, such as corpus.txt.")
+    raise ValueError(f"{key}: there is no file or directory {path} (looked from {Path.cwd()}).")
 
 
 def _glob(pattern: Path) -> Iterator[str]:

@@ -31,7 +31,10 @@ class StreamRows:
         self._tokens = -self._offset
 
     def row(self) -> np.ndarray:
-        """Return the next seq + 1 tokens: fewer in the last row, and none after it."""
+        """Return the next row of seq + 1 tokens, which begins with the last token of the previous row.
+
+        The last row may be shorter, and rows after it are empty.
+        """
         while self._tokens <= self._seq and (document := next(self._documents, None)) is not None:
             self._parts.append(document)
             self._tokens += document[1].size

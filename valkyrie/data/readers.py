@@ -19,7 +19,7 @@ from valkyrie.host_memory import free_memory
 from valkyrie.units import memory_text
 
 MAX_REPLACED_SHARE = 0.1
-"""Maximum share of a text that may be NUL bytes, or characters that cannot be decoded. Other files are refused."""
+"""Maximum share of NUL bytes or undecodable characters in a text. Files with more are refused."""
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 """Byte order marks of UTF-16 and UTF-32. The mark of UTF-32-LE begins with that of UTF-16-LE."""
 _MEMORY_FACTOR = 3

@@ -143,7 +143,7 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedT
     config.raise_problems()
     files = list_paths(config.paths, config.read_options).files
     if config.val_paths:
-        held_out = list_paths(config.val_paths, config.read_options).files
+        held_out = list_paths(config.val_paths, config.read_options, "data.val_paths").files
         names = {file.id for file in held_out}
         files = [file for file in files if file.id not in names]
         if not files:

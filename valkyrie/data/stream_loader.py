@@ -150,7 +150,10 @@ class _Positions:
 
 
 class _LaneRows(grain.IterDataset):
-    """Batches of the rows of some lanes. Each batch includes the positions of the lanes after it."""
+    """Batches with a row from each of the given lanes (independent streams of packed tokens).
+
+    Each batch also has the position that every lane reached after the batch, for checkpoints.
+    """
 
     def __init__(self, lanes: list[Lane], start: _Positions, seq: int, rows_per_lane: int, bos_id: int) -> None:
         super().__init__()

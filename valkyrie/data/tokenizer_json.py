@@ -21,6 +21,7 @@ from jaxtyping import Int32
 from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 from valkyrie.paths import cache_root, write_atomic
+from valkyrie.problems import alternatives
 from valkyrie.records import RecordError, read_record
 
 BOS = "<|bos|>"
@@ -133,8 +134,9 @@ def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
     bos_id = next((added[bos] for bos in _BOS_TOKENS if bos in added), None)
     if bos_id is None:
         raise ValueError(
-            f"tokenizer={name} has no token for the beginning of a document, such as {', '.join(_BOS_TOKENS[:3])}. Its "
-            f"special tokens: {', '.join(added) or 'none'}."
+            f"tokenizer={name} has no known token for the beginning of a document. Its special tokens: "
+            f"{', '.join(added) or 'none'}. Add {alternatives(None, _BOS_TOKENS)} to its "
+            "added_tokens, or use another tokenizer."
         )
     encoding = _as_tiktoken(name, content, added)
     if encoding is not None:
@@ -177,9 +179,9 @@ class TextCounts:
 
 
 def training_texts(config: CorpusConfig, counted: TextCounts) -> Iterator[str]:
-    """Yield the texts of a source, up to `config.max_bytes` bytes of UTF-8, and add them to `counted`.
+    """Yield the texts of a source, up to `config.max_bytes` bytes of UTF-8. Adds their number and bytes to `counted`.
 
-    ValueError if there are none.
+    Raises ValueError if there are no texts.
     """
     for document in config.read_documents(config.list_files()):
         raw = document.text.encode("utf-8", errors="replace")

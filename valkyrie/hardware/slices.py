@@ -1,4 +1,4 @@
-"""Slices of a chip: existing shapes, default shape of a size, hosts, rings, and nearest shapes.
+"""TPU slices: the shapes that exist for each chip, the default shape of a number of chips, hosts, and rings.
 
 Source of the shapes: cloud.google.com/tpu/docs/v4, /v5p and /tpu7x (`4i x 4j x 4k`, and the shapes below a cube), /v5e
 and /v6e (2-D). Source of the default shapes: cloud.google.com/tpu/docs/types-topologies, "the default topology

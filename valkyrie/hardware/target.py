@@ -151,10 +151,11 @@ class ChipConfig:
         for name in ("devices", "ici_axes", "max_chips", "cores", "units_in_name", "single_host_chips"):
             problems += check_range(f"target.chip.{name}", getattr(self, name), least=1)
         if self.host_bounds and (len(self.host_bounds) != (self.ici_axes or 1) or min(self.host_bounds) < 1):
-            axes = f" for each of the {self.ici_axes} torus axes (target.chip.ici_axes): the chips of a host along it"
             if self.ici_axes is None:
-                axes = ", the chips of a host, because target.chip.ici_axes=null"
-            text = f"target.chip.host_bounds={self.host_bounds}: must have one number of at least 1{axes}."
+                needed = "be one number of at least 1, the chips of a host, because target.chip.ici_axes=null"
+            else:
+                needed = f"list the chips of a host along each of the {self.ici_axes} torus axes, each at least 1"
+            text = f"target.chip.host_bounds={self.host_bounds} must {needed}."
             problems.append(Problem(ProblemCode.conflict, "target.chip.host_bounds", self.host_bounds, text))
         positive = ("hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "ici_link_gbs", "dcn_gbs_per_host")
         positive += ("switch_gbs", "host_gbs")

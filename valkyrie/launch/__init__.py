@@ -1,1 +1,1 @@
-"""Launch engines: start a training on this machine, on other hosts, or on rented hardware."""
+"""Launch engines: start a training run on this machine, on other hosts, or on rented hardware."""

@@ -17,7 +17,7 @@ from valkyrie.runs.folder import key_values
 from valkyrie.units import count_text
 
 PORT = 8476
-"""Port of JAX's coordinator on a host that runs one training: the port that JAX uses on Cloud TPU."""
+"""Port of JAX's coordinator on a host that runs one training run: the port that JAX uses on Cloud TPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class EngineConfig(ABC):
 
     @abstractmethod
     def plan(self, overrides: Sequence[str]) -> Plan:
-        """Return the steps that start a training with these arguments of `valkyrie-train`."""
+        """Return the steps that start a training run with these arguments of `valkyrie-train`."""
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
         """Execute the plan for `--run`. Returns the exit status of the first step that fails, or 0.
@@ -185,19 +185,19 @@ class RentedConfig(SliceConfig):
 
 
 def is_single_training(overrides: Sequence[str]) -> bool:
-    """Return whether arguments of `valkyrie-train` start one training, as opposed to another mode or a sweep."""
+    """Return whether arguments of `valkyrie-train` start one training run, as opposed to another mode or a sweep."""
     return key_values(overrides).get("mode", "train") == "train" and not {"-m", "--multirun"} & {*overrides}
 
 
 def add_name(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool]:
-    """Add `name=` to a training without a name, so that a restart resumes it. Also returns whether it was added."""
+    """Add `name=` to a training run without a name, so that a restart resumes it. Also returns whether it was added."""
     if not is_single_training(overrides) or key_values(overrides).keys() & {"name", "resume"}:
         return tuple(overrides), False
     return (*overrides, f"name={name}"), True
 
 
 def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machines") -> tuple[str, ...]:
-    """Return a warning if a training saves its checkpoints to a local disk of each machine.
+    """Return a warning if a training run saves its checkpoints to a local disk of each machine.
 
     Args:
         overrides: the arguments of `valkyrie-train`.

@@ -1,4 +1,4 @@
-"""Plans: the commands and files that start a training on other hardware, printed as a shell script."""
+"""Plans: the commands and files that start a training run on other hardware, printed as a shell script."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ Step = CommandStep | FileStep
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps that start a training, notes for the user, and steps to run later, such as showing the log."""
+    """Steps that start a training run, notes for the user, and steps to run later, such as showing the log."""
 
     notes: tuple[str, ...]
     steps: tuple[Step, ...]

@@ -56,7 +56,7 @@ def train_command(folder: str, overrides: Sequence[str], environment: Mapping[st
 
 
 def signal_command(overrides: Sequence[str], number: int, alone: bool = False) -> str | None:
-    """Return the shell command that sends a signal to a training, or None if its process cannot be identified.
+    """Return the shell command that sends a signal to a training run, or None if its process cannot be identified.
 
     Args:
         overrides: the arguments of the training. `name=` or `resume=` identifies its process.
@@ -86,7 +86,7 @@ def run_checked(step: CommandStep) -> None:
 
 
 def try_run(step: CommandStep) -> None:
-    """Run a step and ignore its failure, for example to stop a training on a host that may be gone."""
+    """Run a step and ignore its failure, for example to stop a training run on a host that may be gone."""
     try:
         subprocess.run(step.commands[0], capture_output=True, check=False, timeout=_SIGNAL_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Starts the processes of a training together, stops them together, and restarts them after a crash.
+"""Starts the processes of a training run together, stops them together, and restarts them after a crash.
 
 The exit statuses 0, 2 and 130 of `valkyrie-train` end the job. 75 means that the training has saved its state and can
 be restarted. Any other status, or death by a signal, is a crash. 69 means that another process failed first or that a
@@ -22,7 +22,7 @@ from valkyrie.processes.interrupt import on_signals
 from valkyrie.processes.team import ProcessInfo
 
 RESTARTS = "VALKYRIE_LAUNCH_RESTARTS"
-"""Environment variable with the number of restarts so far, set for the processes of a training."""
+"""Environment variable with the number of restarts so far, set for the processes of a training run."""
 
 _FINAL_STATUSES = (DONE, REFUSED, INTERRUPTED)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,7 +48,7 @@ def local_processes(command: Sequence[str], processes: int) -> list[ProcessSpec]
 
 @dataclass(frozen=True)
 class Supervisor:
-    """Runs the processes of a training and restarts them.
+    """Runs the processes of a training run and restarts them.
 
     Args:
         prepare: prepares the hosts and returns the processes to start, given the number of earlier starts.

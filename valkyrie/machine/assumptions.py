@@ -5,8 +5,8 @@ AI-Hypercomputer/tpu-recipes (microbenchmarks).
 """
 
 COLLECTIVE_START_S = 5e-6
-"""Start and barrier of any collective. An all-gather of 32 kB shards over 4 v5e chips took 8 us, including 3 us for
-hops (scaling-book, sharding, worked problem)."""
+"""Seconds to start any collective and to synchronise its devices. An all-gather of 32 kB shards over 4 v5e chips took
+8 us, including 3 us for hops (a worked problem in the sharding chapter of the scaling book)."""
 
 ICI_EFFICIENCY = {"all-reduce": 0.65}
 ICI_EFFICIENCY_OTHERWISE = 0.9

@@ -156,7 +156,7 @@ class ResidualBlock(nnx.Module):
 
 
 class BlockGroup(nnx.Module):
-    """The blocks of one repetition of the pattern, as attributes `block_0`, `block_1`, ..."""
+    """The blocks of one repetition of the model's layer pattern, as attributes `block_0`, `block_1`, ..."""
 
     def __init__(
         self, kind: type[ResidualBlock], config: Stack, layers: Sequence[Layer], *, numerics: Numerics, key: Array
@@ -377,7 +377,10 @@ class LanguageModel(nnx.Module):
 def _stack_groups(
     kind: type[ResidualBlock], config: Stack, layers: Sequence[Layer], repeats: int, numerics: Numerics, key: Array
 ) -> BlockGroup:
-    """Build `repeats` groups as one module, with a leading `layers` axis on every parameter."""
+    """Build `repeats` groups with different weights as one module.
+
+    Every parameter gets a leading axis of size `repeats`, with the logical axis `layers`.
+    """
     group = partial(BlockGroup, kind, config, layers, numerics=numerics)
     return jax.vmap(lambda k: group(key=k))(jax.random.split(key, repeats))
 

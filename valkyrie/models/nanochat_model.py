@@ -1,4 +1,4 @@
-"""The Flax module of nanochat (`valkyrie.models.families.nanochat`)."""
+"""The Flax module of nanochat. Its config is in `valkyrie.models.families.nanochat`."""
 
 from __future__ import annotations
 

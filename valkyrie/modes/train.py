@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from valkyrie.config.run import Run
 
 _NOT_FOR_METRICS = frozenset({"mode", "checkpoint", "log_every", "prompt", "sample_tokens", "temperature", "top_k"})
-"""Keys that do not change the metrics of a training."""
+"""Keys that do not change the metrics of a training run."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Config(ModeConfig):
     results: ClassVar[str | None] = METRICS
     tracked: ClassVar[bool] = True
     not_decided_by: ClassVar[frozenset[str]] = NO_RESULT | _NOT_FOR_METRICS
-    grace_s: ClassVar[float] = 60.0  # a training saves its state before it stops
+    grace_s: ClassVar[float] = 60.0  # a training run saves its state before it stops
     trial_limit_s: ClassVar[float | None] = None
 
     name: str = "train"

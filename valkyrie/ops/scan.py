@@ -202,7 +202,10 @@ _recurrence.defvjp(_forward, _backward)
 def _evaluate(
     plan: _Recurrence, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
 ) -> tuple[States, Carry | None]:
-    """Return the states of this device's positions, and the state before the first of them (None: zero)."""
+    """Evaluate the recurrence over the positions on this device.
+
+    Returns their states, and the state before the first of them, where None stands for zero.
+    """
     form = form_for_backend(plan.impl, plan.backend)
     if not plan.axis_names:
         return form(lam_bar, bu, h0, keep, plan.reverse, plan.block), h0

@@ -54,7 +54,10 @@ def add_advice(problem: Problem, nearest: Nearest | None, sizes: Callable[[Probl
 
 
 def nearest_legal(value: int, parts: int, legal: Callable[[int], bool], least: int = 1) -> list[int]:
-    """Return the nearest legal values below and above `value`, searched within some multiples of `parts`."""
+    """Return the nearest legal value below `value` and the nearest one above it, if they are found.
+
+    Tries values within 32 of `value`, and 16 multiples of `parts`, `64 * parts` and `128 * parts` on each side.
+    """
     # Sizes may be half of their key, or rounded up to a multiple of 128, so multiples of `parts` alone miss some.
     coarse = [unit * (value // unit + i) for unit in (parts, 64 * parts, 128 * parts) for i in range(-16, 18)]
     near = sorted({*coarse, *range(value - 32, value + 33)})

@@ -42,7 +42,7 @@ class Pipeline:
         )
 
     def record(self) -> PipelineRecord:
-        """Return the record for run folders."""
+        """Return the settings and derived values (bubble, stored microbatches, ...) as saved in a run folder."""
         return PipelineRecord(
             **vars(self),
             bubble=self.bubble,

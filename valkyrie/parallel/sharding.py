@@ -74,16 +74,17 @@ class MeshShard:
     ) -> jax.Array:
         """Compute the gradient of a parameter, sum it over devices, and return it sharded like the stored parameter.
 
-        Under `gradient_sum=all_to_all`, each device receives its parts from all others and adds them in float32. The
-        TPU compiler overlaps this with products, unlike a reduce-scatter (experiments/LOG.md). Parameters that tensor
-        parallelism splits too are excluded, because the compiler would gather the parts over that axis.
+        Under `gradient_sum=all_to_all`, each device receives its part of the gradient from every other device and adds
+        these parts in float32. Unlike a reduce-scatter, the TPU compiler overlaps this with matmuls
+        (experiments/LOG.md). It is not used for parameters that tensor parallelism also splits, because the compiler
+        would gather the parts over that axis.
 
         Args:
             f: Computes the gradient from a device's part of the operands.
             operands: Arrays of shape (batch, seq, ...).
             axes: Logical axes of the parameter.
             reduction: Dtype in which parts of the gradient are sent.
-            whole: Whether devices first sum the whole gradient and then take their part.
+            whole: Whether each device sums the whole gradient and then takes its part, if no all-to-all is used.
         """
         data = {*self.mesh_axes_of(BATCH), *self.mesh_axes_of(SEQ)}
         split = [tuple(m for m in entry if m in data) for entry in self.layout.gathered_axes(axes)]

@@ -1,4 +1,4 @@
-"""Signal handling. Ctrl-C ends a command immediately; a training first finishes its step and saves.
+"""Signal handling. Ctrl-C ends a command immediately; a training run first finishes its step and saves.
 
 A second Ctrl-C ends the training immediately. SIGTERM, Slurm's SIGUSR1 and a closed terminal (SIGHUP) stop it like
 Ctrl-C. With several processes, any of them may receive the signal: JAX's preemption service forwards it and chooses the
@@ -65,7 +65,7 @@ def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SI
 
 
 class Interrupt:
-    """Stops a training on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. The second signal ends the process immediately.
+    """Stops a training run on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. The second signal ends the process immediately.
 
     Until `worth_saving` is set, the first signal also ends the process immediately. Otherwise, it would not be possible
     to stop a first step that never finishes because devices wait for each other.

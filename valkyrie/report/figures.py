@@ -84,7 +84,7 @@ SENT = Figure(
 )
 WALL_TIME = Figure(
     "walltime",
-    "Where the wall time of a training goes",
+    "Where the wall time of a training run goes",
     "Wall time from the first start of a run to its end or last record. Everything except steps that count is "
     "overhead, such as startup, compilation, saving, evaluation, downtime, and steps repeated after a restart.",
     values.wall_times,

@@ -1,4 +1,4 @@
-"""Reads the sweeps and trainings below a path, from `trials.jsonl` and run folders, and converts them to rows."""
+"""Reads the sweeps and training runs below a path, from `trials.jsonl` and run folders, and converts them to rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MADE_BY = "# made by: "
 """Start of the comment in `run.yaml` that states the command of the training."""
 
 SEARCH_DEPTH = 2
-"""Number of levels of subfolders to search for sweeps and trainings."""
+"""Number of levels of subfolders to search for sweeps and training runs."""
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
@@ -44,7 +44,7 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
 
 
 def find_sweeps(paths: Sequence[Path]) -> list[Path]:
-    """Find the folders of sweeps, and of trainings outside sweeps, at or below these paths. Removes duplicates.
+    """Find the folders of sweeps, and of training runs outside sweeps, at or below these paths. Removes duplicates.
 
     Raises ValueError if a path has none.
     """
@@ -96,7 +96,7 @@ def read_answer(folder: Path) -> SearchAnswer | None:
 
 
 def read_command(folder: Path) -> str | None:
-    """Return the command that created the folder of a search, a sweep or a training, or None if it is not recorded."""
+    """Return the command that created the folder of a search, sweep or training run, or None if it is not recorded."""
     answer, settings, sweep = read_answer(folder), folder / RUN, folder / MULTIRUN
     if answer is not None:
         return f"valkyrie-train {shlex.join(answer.command)}"
@@ -113,7 +113,7 @@ def read_command(folder: Path) -> str | None:
 
 
 def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]:
-    """Find the run folders of trainings at a path or up to `depth` levels below it. Omits those inside `sweeps`."""
+    """Find the run folders of training runs at a path or up to `depth` levels below it. Omits those inside `sweeps`."""
     sweep_folders = {folder.resolve() for folder in sweeps}
     patterns = ("/".join(["*"] * below + [METRICS]) for below in range(depth + 1))
     folders = (file.parent for pattern in patterns for file in sorted(path.glob(pattern)))

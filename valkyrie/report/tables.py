@@ -72,7 +72,7 @@ def _cell(column: Column[Row], row: Row) -> str:
 
 
 def training_table(rows: Sequence[Row]) -> TextTable:
-    """Return a table of how trainings spent their wall time, longest first."""
+    """Return a table of how training runs spent their wall time, longest first."""
     heads = [
         ColumnHead("training"),
         *(ColumnHead(label, "number") for label in ("steps", "wall time", "goodput", "restarts")),
@@ -90,7 +90,7 @@ def training_table(rows: Sequence[Row]) -> TextTable:
         + [decimal_bytes_text(sum(row.sent.values())) if row.sent else "nothing", goodput.rest()]
         for row, goodput in trainings
     ]
-    return TextTable("How trainings spent their time", heads, body)
+    return TextTable("How training runs spent their time", heads, body)
 
 
 def has_results(row: Row) -> bool:
@@ -144,7 +144,7 @@ def answer_table(answer: SearchAnswer) -> TextTable:
 
 
 def details(row: Row) -> Facts:
-    """Return further facts about a layout for the page, by name. Omits unknown ones."""
+    """Return the facts in the details of a layout on the HTML page, by name. Omits unknown ones."""
     about, results = row.about, row.trial.results
     compile_s, reported_peak = results.compile.compile_s, results.memory.reported_peak
     unfinished = "" if results.finished else ", not finished"

@@ -202,7 +202,7 @@ def sent(rows: Sequence[Row]) -> Values:
 
 
 def wall_times(rows: Sequence[Row]) -> Values:
-    """Return how trainings spent their wall time (steps, compile, saving, ...), longest training first.
+    """Return how training runs spent their wall time (steps, compile, saving, ...), longest training first.
 
     Labels are run names if these are unique, else layouts.
     """

@@ -32,7 +32,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 }
 """Formatter of each unit. `sent` is bytes over a link, in powers of ten. On the page, a `layout` opens its details."""
 WORDS = ("text", "layout")
-"""Units of columns that contain text."""
+"""Units of columns with text. On the HTML page, a value with the unit `layout` opens the details of that layout."""
 TIMED = ("speed", "seconds")
 """Units of time and speed. Such values are marked if the devices are simulated."""
 

@@ -118,10 +118,10 @@ def run_folder(run: Run) -> Path:
 
 
 def claim_run_folder(run: Run, folder: Path) -> Path:
-    """Create the run folder of a training, as returned by `run_folder`, and return it.
+    """Create the run folder of a training run, as returned by `run_folder`, and return it.
 
-    Two trainings that start in the same second get the same new folder from `run_folder`. The second one to claim it
-    gets FOLDER-2. Folders selected by `name` or `resume` may exist. Raises DiskError if it cannot be created.
+    `run_folder` returns the same new folder for two runs that start in the same second. The second one to claim it gets
+    FOLDER-2. Folders selected by `name` or `resume` may exist. Raises DiskError if it cannot be created.
     """
     is_new = run.config.name is None and run.config.resume is None
     with disk_errors(folder):
@@ -177,7 +177,10 @@ def saved_config(folder: Path) -> DictConfig:
 
 
 def saved_run(folder: Path) -> Run:
-    """Return the run in a run folder's `run.yaml`, as a training. Raises ValueError with the file and the wrong key."""
+    """Return the run in a run folder's `run.yaml`, with the mode `train`.
+
+    Raises ValueError, with the file and the invalid key, if the settings are invalid.
+    """
     saved = saved_config(folder)
     saved.mode = {"name": "train"}  # the keys of the mode may have changed since
     try:

@@ -34,7 +34,7 @@ KINDS = {
     "down": "downtime before restarts",
     "other": "other",
 }
-"""Kinds of wall time with their labels. `steps` omits steps that were repeated later, and waits for data."""
+"""Labels of the kinds of wall time. `steps` excludes steps that were repeated later and time spent waiting for data."""
 
 FINISHED, STOPPED, PREEMPTED = "finished", "stopped", "preempted"
 """Recorded ends of a start. If its process is killed, no end is recorded."""
@@ -226,7 +226,7 @@ class Ledger:
 
         Args:
             step: The last step done, or None to use the step recorded last.
-            end: How the start ends, or None if it continues.
+            end: How this launch of the run ended, such as `finished`, or None if it is still running.
         """
         self._step = self._step if step is None else step
         now = self._point()

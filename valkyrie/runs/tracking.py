@@ -23,7 +23,7 @@ def profile_window(window: str) -> tuple[int, int]:
 
 
 def profile_problems(window: str | None, steps: int) -> list[Problem]:
-    """Return the problems of `profile=window` in a training of `steps` steps. There are none if `window` is None."""
+    """Return the problems of `profile=window` in a run of `steps` steps. There are none if `window` is None."""
     try:
         last = 0 if window is None else profile_window(window)[1]
     except ProblemError as error:

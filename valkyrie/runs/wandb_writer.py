@@ -14,7 +14,7 @@ from typing import Any
 from valkyrie.paths import cache_problem
 
 TRAFFIC = "communication"
-"""Key in a training's summary for the bytes that a device sends."""
+"""Key in a training run's summary for the bytes that a device sends."""
 FLUSH_S = 1.0
 """Seconds between W&B's writes to its file. A killed run loses the records of that time, and the last one."""
 OFFLINE_SUFFIX = "-offline"
@@ -75,7 +75,7 @@ class WandbWriter:
     def start(
         self, *, name: str, run_id: str, group: str, job_type: str, fields: Mapping[str, object], **more: Any
     ) -> Any:
-        """Start a run and return it. Returns None on failure, because W&B must never end a training.
+        """Start a run and return it. Returns None on failure, because a failure of W&B must not stop the training run.
 
         Args:
             name: Name of the run.

@@ -21,7 +21,7 @@ from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.processes.locks import TrialLock
 from valkyrie.search.measure.figures_file import describe_figures, has_figures, read_figures
 from valkyrie.search.request import SearchRequest
-from valkyrie.sweep.members import led_processes
+from valkyrie.sweep.members import current_members
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.process import TrialProcess, stop_trials
 from valkyrie.sweep.trial import Status, Trial
@@ -31,8 +31,8 @@ _POLL_S = 0.1
 
 def process_count() -> int:
     """Return the number of processes in which a trial runs."""
-    leading = led_processes()
-    return 1 if leading is None else leading.count
+    members = current_members()
+    return 1 if members is None else members.count
 
 
 def can_measure(request: SearchRequest) -> bool:

@@ -61,7 +61,7 @@ class SearchRequest:
         return planned and all(dollars(target, 1.0) for target in self.targets)
 
     def cost(self, target: TargetConfig, step_s: float) -> float:
-        """Return the cost to rank layouts by: dollars per step with `by_price`, otherwise seconds per step."""
+        """Return the cost to rank layouts by: dollars per step if `by_price` and the price is known, else seconds."""
         usd = dollars(target, step_s) if self.by_price else None
         return step_s if usd is None else usd
 

@@ -179,10 +179,11 @@ def _role_degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
 
 
 def _sharding_key(layout: Layout, has_torus: bool) -> tuple[object, ...]:
-    """Return a key that two layouts of a partition share if every device holds the same part of every array in both.
+    """Return a key that finds equivalent layouts of a partition.
 
-    On a torus without a placement, JAX chooses the device positions from the axis sizes, so each mesh gets a separate
-    key. So does each mesh under ZeRO-1, which shards optimizer state over the data axes one by one.
+    If two layouts have the same key, every device holds the same part of every array in both. The key is unique to a
+    mesh in two cases: on a torus without a placement, where JAX chooses the positions of devices from the axis sizes,
+    and under ZeRO-1, which shards optimizer state over the data axes one by one.
     """
     mesh = layout.mesh
     if mesh.problems() or layout.partition.zero1 or (has_torus and mesh.placement is None):

@@ -63,7 +63,11 @@ class Composer:
     _shipped: dict[str, PartitionConfig | None] = field(default_factory=dict)
 
     def run(self, overrides: Sequence[str]) -> Run:
-        """Return the run of a job. Raises ValueError for an invalid value, and passes on Hydra's exceptions."""
+        """Return the run that Hydra composes from the overrides of one job of a sweep.
+
+        If a job differs from an earlier one only in numbers, changes these in the earlier job's config instead of
+        composing. Raises ValueError for an invalid value, and passes on Hydra's exceptions.
+        """
         parsed = self.parse(overrides)
         layout = self._layout(parsed)
         other_overrides = [override for override in parsed if override.key_or_group not in layout]

@@ -114,8 +114,8 @@ class SweepEnd(Callback):
     def finish(self, note: str | None = None) -> int:
         """Print the table of the trials and the next steps, and return the exit status.
 
-        `note` is a line about a sweep that was interrupted or failed, or None if it finished. Such a sweep prints
-        nothing if it has no trials.
+        `note` says why the sweep was interrupted or failed; None means that it finished. With a note and no trials,
+        nothing is printed.
         """
         try:
             if not self._complete:

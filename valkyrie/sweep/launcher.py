@@ -20,7 +20,7 @@ from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.runs.folder import key_values
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import SweepEnd, find_sweep_end
-from valkyrie.sweep.members import led_processes
+from valkyrie.sweep.members import current_members
 from valkyrie.sweep.plan import SweepContext, TrialPlan, job_environment, plan_refused, plan_run
 from valkyrie.sweep.process import TrialProcess
 from valkyrie.sweep.run import run_trials
@@ -84,7 +84,7 @@ def launch(
         raise ValueError(_no_trials_message(config, context))
     if jobs < 1:
         raise ValueError(f"hydra.launcher.jobs={jobs}: must be at least 1.")
-    if jobs > 1 and led_processes() is not None:
+    if jobs > 1 and current_members() is not None:
         raise ValueError(
             f"hydra.launcher.jobs={jobs}: a sweep on several hosts runs one trial at a time. Omit hydra.launcher.jobs."
         )

@@ -85,12 +85,12 @@ class Members:
         end_process(status, line)
 
 
-_led_members: ContextVar[Members | None] = ContextVar("_led_members", default=None)
+_current_members: ContextVar[Members | None] = ContextVar("_current_members", default=None)
 
 
-def led_processes() -> Members | None:
+def current_members() -> Members | None:
     """Return the processes of the multirun that this process leads, or None if it runs alone."""
-    return _led_members.get()
+    return _current_members.get()
 
 
 @contextmanager
@@ -115,21 +115,21 @@ def join_multirun(arguments: Sequence[str]) -> Iterator[bool]:
     if not team.is_leader:
         yield False
         return
-    led_members = Members(team)
-    team.on_loss = led_members.abort
-    token = _led_members.set(led_members)
+    members = Members(team)
+    team.on_loss = members.abort
+    token = _current_members.set(members)
     try:
         yield True
     except SystemExit:  # some trials have no result, but the sweep is complete
-        led_members.finish()
+        members.finish()
         raise
     except BaseException as error:
         team.fail(LOST, f"the sweep ended ({type(error).__name__})")
         raise
     else:
-        led_members.finish()
+        members.finish()
     finally:
-        _led_members.reset(token)
+        _current_members.reset(token)
 
 
 def _comparable_arguments(arguments: Sequence[str]) -> dict[str, str]:

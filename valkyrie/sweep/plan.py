@@ -209,7 +209,7 @@ def plan_run(
             resume = str(find_run(Path(config.runs), resume or config.name or "latest").resolve())
         except ValueError as error:  # there is no such trained run
             return replace(plan, refusal=" ".join([*refusals, str(error)]))
-    if mode.tracked and group is None:  # a training reports to W&B itself: put it in the group of the sweep
+    if mode.tracked and group is None:  # a training run reports to W&B itself: put it in the group of the sweep
         group = folder_name(sweep.folder.resolve().name)
     tracking = replace(config.tracking, group=group)
     return replace(

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from valkyrie.processes.child import ChildProcess
 from valkyrie.processes.locks import TrialLock
-from valkyrie.sweep.members import led_processes
+from valkyrie.sweep.members import current_members
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.results import OUTPUT, Outcome, read_outcome
 from valkyrie.sweep.trial import Status, Trial
@@ -25,8 +25,8 @@ class TrialProcess:
 
     def __init__(self, plan: TrialPlan, lock: TrialLock) -> None:
         self.plan = plan
-        led_members = led_processes()
-        self._members = led_members if led_members is not None and led_members.runs_on_all_hosts(plan) else None
+        members = current_members()
+        self._members = members if members is not None and members.runs_on_all_hosts(plan) else None
         folder = plan.trial_folder
         plan.write()
         process_environment = self._members.start_trial(plan) if self._members else {}
@@ -53,7 +53,7 @@ class TrialProcess:
 
     @property
     def grace_s(self) -> float:
-        """Seconds between the interrupt at the time limit and the kill. A training saves its state in that time."""
+        """Seconds between the interrupt at the time limit and the kill. A training run saves its state in that time."""
         return self.plan.mode.grace_s
 
     def poll(self) -> Trial | None:

@@ -28,7 +28,7 @@ OUTPUT, OUTCOME = "output.log", "outcome.json"
 _ERROR_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|[FE]\d{4} .*)$")
 _MAX_REASON_LENGTH = 600
 _OLD_TRAFFIC_PREFIX, _OLD_TRAFFIC_TOTAL = "comm_bytes/", "comm_bytes/total"
-"""Keys for bytes sent in the summary of a training, as written by version 1.0 and earlier."""
+"""Keys for bytes sent in the summary of a training run, as written by version 1.0 and earlier."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def trial_result(result: Prediction | Measurement) -> TrialResult:
 
 @dataclass(frozen=True)
 class _TrainingNumbers:
-    """Values of a training's records that go into its `TrialResult`, to check their types."""
+    """Values of a training run's records that go into its `TrialResult`, to check their types."""
 
     step: int | None = None
     steps: int | None = None
@@ -126,7 +126,7 @@ class _TrainingNumbers:
 
 
 def training_results(metrics: Path) -> TrialResult:
-    """Return the speeds, memory and losses of a training from its `metrics.jsonl`.
+    """Return the speeds, memory and losses of a training run from its `metrics.jsonl`.
 
     Speeds come from the summary of a finished training, or from the last record of an unfinished one. Raises ValueError
     with the file and the field if a value has the wrong type.
@@ -174,7 +174,7 @@ def training_results(metrics: Path) -> TrialResult:
 
 
 def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the bytes sent per step from a training's summary, as JSON values, or None if they are unknown."""
+    """Return the bytes sent per step from a training run's summary, as JSON values, or None if they are unknown."""
     if TRAFFIC in summary:
         return upgrade_communication(summary)[TRAFFIC]
     if _OLD_TRAFFIC_TOTAL not in summary:

@@ -94,7 +94,7 @@ class Row:
         exposed_s: Seconds of a predicted step spent waiting for communication.
         price: On-demand price of a chip in dollars per hour.
         per_million: Dollars per million tokens.
-        goodput: Wall time of a training by kind.
+        goodput: Wall time of a training run by kind.
         reason: Why the trial has no speed.
         folder: The run folder, or None if it does not exist.
         rank: Rank in a table. Rows within noise of each other share a rank.
@@ -132,12 +132,12 @@ class Row:
 
     @property
     def status(self) -> str:
-        """The status as text."""
+        """The status for display, with spaces instead of underscores."""
         return self.trial.status.value.replace("_", " ")
 
     @property
     def is_training(self) -> bool:
-        """Whether this is a training that does not belong to a sweep."""
+        """Whether this is a training run that does not belong to a sweep."""
         return self.trial.stage == "train" and not self.trial.overrides
 
     @property
@@ -185,7 +185,7 @@ class Row:
 
     @property
     def data_wait(self) -> float | None:
-        """Share of a training's step time spent waiting for data."""
+        """Share of a training run's step time spent waiting for data."""
         goodput = self.trial.results.goodput
         return None if goodput is None else goodput.data_wait
 
@@ -206,7 +206,7 @@ class RowPair:
 def make_rows(
     sweeps: Mapping[Path, Sequence[Trial]], trainings: Mapping[Path, Sequence[Trial]] = MappingProxyType({})
 ) -> list[Row]:
-    """Convert trainings, by run folder, and trials, by the folder of their sweep, to rows. Trainings come first.
+    """Convert training runs, by run folder, and trials, by sweep folder, to rows. Training runs come first.
 
     A trial without a result gets the devices of other trials with the same sweep, stage and target.
     """
@@ -239,7 +239,7 @@ def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, v
     tokens = about.batch * about.seq if about.batch and about.seq else None
     step_s = step.step_s or (
         tokens / rate if tokens and rate else None
-    )  # a training may record only its tokens per second
+    )  # a training run may record only its tokens per second
     run_folder = None if trial.folder is None else folder / trial.folder
     return Row(
         trial=trial,

@@ -34,10 +34,11 @@ LAYOUT_KEYS = {
 
 
 class Same(Enum):
-    """Which meshes of a partition count as duplicates, so that only the first one is tried.
+    """Which meshes of a partition count as duplicates of each other. A sweep tries only the first of them.
 
-    `none`: no meshes. `sharding`: meshes with which every device holds the same part of every array, so that they
-    compile to the same step. `roles`: meshes with which every role has the same number of devices.
+    - `none`: no mesh is a duplicate.
+    - `sharding`: meshes that give every device the same part of every array. They compile to the same step.
+    - `roles`: meshes that give each role (data, MP1, MP2, ...) the same number of devices.
     """
 
     none = "none"

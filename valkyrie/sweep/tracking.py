@@ -74,8 +74,8 @@ class SweepTracker:
     def log(self, trial: Trial) -> None:
         """Queue a trial to be reported, unless the same content was reported before.
 
-        A training that reports itself is not reported again. Offline runs of its earlier, failed attempts are removed
-        unless they were uploaded.
+        A training run that reports itself is not reported again. Offline runs of its earlier, failed attempts are
+        removed unless they were uploaded.
         """
         if self._writer.mode is not WandbMode.off:
             self._worker.submit(self._report_safely, self._log_trial, trial)
@@ -231,7 +231,7 @@ def _settings(trial: Trial, folder: Path) -> dict[str, object]:
 
 
 def _reported_itself(trial: Trial, folder: Path) -> bool:
-    """Return whether a trial is a training that reported itself to W&B."""
+    """Return whether a trial is a training run that reported itself to W&B."""
     mode = get_mode(trial.stage)
     if mode is None or not mode.tracked or trial.status is not Status.ok or trial.folder is None:
         return False

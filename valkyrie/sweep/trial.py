@@ -55,14 +55,14 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class StepResult(PredictedStep, MeasuredStep):
-    """Speed of a predicted, measured or trained step. A training may record its tokens/s without a step time."""
+    """Speed of a predicted, measured or trained step. A training run may record its tokens/s without a step time."""
 
     step_s: float | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 @dataclass(frozen=True)
 class GoodputResult:
-    """The wall time of a training.
+    """The wall time of a training run.
 
     Args:
         wall_s: Wall time, including restarts.
@@ -81,15 +81,15 @@ class GoodputResult:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Results of a prediction, a measurement or a training.
+    """Results of a prediction, a measurement or a training run.
 
     Args:
         parameters: Number of parameters of the model.
         memory: Peak, needed and usable memory.
         step: Step time and speed.
-        parts: Time of a predicted step by part.
-        communication: Bytes that a device sends per step. Omits the list of collectives.
-        trace: Time of a measured step in collectives.
+        parts: Seconds of a predicted step by part.
+        communication: Bytes that each device sends per step, without the list of collectives.
+        trace: Time that a measured step spends in collectives.
         placement: Description of each mesh axis on the torus, for display.
         compile: Compile times.
         simulated: Whether the devices are simulated, so that times are not real.
@@ -97,9 +97,9 @@ class TrialResult:
         hints: Advice, for display.
         devices: The devices of a measurement, such as `8 x NVIDIA H100`.
         eval_loss: Last evaluation loss.
-        steps: Last step of a training.
-        finished: Whether that is the last step requested.
-        goodput: The wall time of a training by kind.
+        steps: Last step that a training run reached.
+        finished: Whether a training run reached the last step that was requested.
+        goodput: Wall time of a training run by kind.
     """
 
     parameters: int | None = None

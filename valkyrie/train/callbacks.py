@@ -36,7 +36,7 @@ class FolderGoneError(RuntimeError):
 
 @dataclass
 class Progress:
-    """State of a training that callbacks read and update.
+    """State of a training run that callbacks read and update.
 
     Args:
         start: Step of the checkpoint that this process continues from, 0 for a new run.

@@ -40,7 +40,7 @@ class StepExecutable(NamedTuple):
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
             return sum_communication(traffic(parse(serialised_module(self.program)), axes))
-        except Exception as error:  # the format changes between versions of XLA; that must not end a training
+        except Exception as error:  # the format changes between versions of XLA; that must not end a training run
             say(f"the bytes sent by a step could not be read ({type(error).__name__}: {first_line(error)})")
             return None
 

@@ -96,7 +96,7 @@ class MemoryEstimator:
 
     Args:
         run: Model, batch, precision and optimizer.
-        layouts: The layouts, one entry each in every array of bytes.
+        layouts: The layouts. Every returned array has one entry per layout, in bytes.
     """
 
     def __init__(self, run: Run, layouts: Candidates) -> None:

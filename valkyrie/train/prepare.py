@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Inputs(NamedTuple):
-    """Inputs of a training or an evaluation. `tokenizer` is None if the data is not text."""
+    """Inputs of a training run or an evaluation. `tokenizer` is None if the data is not text."""
 
     devices: Devices
     data: Dataset

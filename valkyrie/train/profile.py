@@ -40,7 +40,7 @@ def tracing(folder: Path) -> Iterator[list[Path]]:
 
 
 class ProfileWindow:
-    """The traced steps of a training: `profile=100-105` traces steps 100 to 105.
+    """The traced steps of a training run: `profile=100-105` traces steps 100 to 105.
 
     The profiler names its files by host and second, so each process traces into a temporary folder. Its files are then
     moved to the run folder and named by host and process, which xprof shows as the hosts of one run.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
     from valkyrie.train.program import StepProgram
 
-_CPU_ERROR = 2.0
+_CPU_ESTIMATE_FACTOR = 2.0
 """Factor by which simulated devices may exceed the estimate: a step of valkyrie_tiny at seq=4096 took 18 GiB, not 9."""
 
 _ON_A_SLICE = "Use `mode=compile target=v5p-64` to check whether it fits on a slice."
@@ -53,13 +53,14 @@ def check_room(
         refusal += f"alone take {memory_text(known_bytes)}, but {memory_note}. "
         refusal += f"{_suggest_smaller(run, devices, available, training)} "
         raise (ValueError if devices.simulated else DoesNotFit)(f"{refusal}force=true runs it anyway.")
-    if not training or say is None or expected_bytes * (_CPU_ERROR if devices.simulated else 1.0) <= available:
+    possible_bytes = expected_bytes * (_CPU_ESTIMATE_FACTOR if devices.simulated else 1.0)
+    if not training or say is None or possible_bytes <= available:
         return
     needs = f"about {memory_text(expected_bytes)}, including {memory_text(count * estimate.activations)} of activations"
     if expected_bytes > available:
         warning = f"likely does not fit in memory: it needs {needs} (accurate to a factor of two)"
     else:
-        most = memory_text(int(_CPU_ERROR * expected_bytes))
+        most = memory_text(int(possible_bytes))
         warning = f"may not fit in memory: it needs {needs}, and possibly up to {most}"
     say(f"This run {warning}, but {memory_note}. {_suggest_lighter(program, available, count)}")
 
@@ -112,7 +113,7 @@ def _known_bytes(estimate: ExpectedMemory[int], training: bool) -> int:
 
 
 def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool) -> str:
-    """Suggest a partition or a model whose arrays fit, or other devices if the run is not a training."""
+    """Suggest a partition or a model whose arrays fit, or other devices if the run is not a training run."""
     from valkyrie.train.program import StepProgram
 
     count = devices.sharing_memory

@@ -1,4 +1,4 @@
-"""Metadata of a training's checkpoints, and checks of the checkpoint settings."""
+"""Metadata of a training run's checkpoints, and checks of the checkpoint settings."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ from valkyrie.train.watchdog import Watchdog, make_watchdog
 
 @dataclass(frozen=True)
 class FitResult:
-    """The result of a training.
+    """The result of a training run.
 
     Args:
         program: The step program of the run.
@@ -105,7 +105,7 @@ def fit(
         devices: Devices to train on.
         prepared: Prepared data.
         tokenizer: Tokenizer of the data, or None if the data is not text.
-        folder: The run folder, from `run_folder`. If another training has created it since, a new one is used.
+        folder: The run folder, from `run_folder`. If another training run has created it since, a new one is used.
         console: Where progress is printed.
         signals: Save and stop on Ctrl-C and other signals. False in notebooks, which have their own handlers.
         team: The processes of the run.

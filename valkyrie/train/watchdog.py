@@ -53,7 +53,8 @@ class Watchdog:
         """Create a watchdog.
 
         Args:
-            limit_s: Seconds after which a step hangs, or more in slow trainings (`HANG_FACTOR`). None watches nothing.
+            limit_s: Seconds after which a step counts as hung. If steps are slow, `HANG_FACTOR` times their usual
+                duration. None disables the watchdog.
             team: Processes of the run.
             log: File to which the stacks are also written, or None.
             first_s: Minimum limit of the first two steps, in seconds.
@@ -162,7 +163,7 @@ class Watchdog:
 
 
 def make_watchdog(run: Run, team: Team, folder: Path, signals: bool) -> Watchdog:
-    """Return the watchdog of a training.
+    """Return the watchdog of a training run.
 
     It watches nothing without `signals`, so that it never ends a notebook's kernel, nor under `debug=nans`, which
     reruns a step op by op.

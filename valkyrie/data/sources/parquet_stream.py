@@ -59,7 +59,7 @@ class Config(TextConfig):
 
     @property
     def read_options(self) -> ReadOptions:
-        """How files are read."""
+        """Options for reading the files: text field, column, languages and chunk."""
         return ReadOptions(self.field, self.column, self.chunk, self.language)
 
     def problems(self) -> list[Problem]:

@@ -140,7 +140,7 @@ class Platform(ABC):
 
 
 def resting_bytes(sizes: Any) -> int:
-    """Return the bytes of a program's arguments and results, from XLA's memory analysis. Shared memory counts once."""
+    """Return the bytes of a program's arguments and results, from XLA's memory analysis. Donated buffers count once."""
     return sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
 

@@ -109,11 +109,13 @@ class Tpu(Platform):
         return saved + UNNAMED_FACTOR * unnamed + np.maximum(loss_peak, backward_peak) - gradients
 
     def step_options(self, largest_gradient: int) -> dict[str, str]:
-        """Set the result size above which XLA turns a product with a scattered result into a loop of small products.
+        """Return the XLA option that keeps gradients of gathered weights out of windowed einsums.
 
-        XLA does so for large products over a short ring. That is faster for activations over a tensor-parallel axis,
-        but two to three times slower for gradients of gathered weights (compiler estimates for v5p 4x4x4 and v6e 4x4,
-        experiments/LOG.md). The threshold, in MiB, is above the largest of these gradients.
+        A windowed einsum is a loop of small matmuls, into which XLA splits a matmul with a reduce-scattered result if
+        that result is large and the ring short. The loop is faster for activations over a tensor-parallel axis, but
+        two to three times slower for gradients of gathered weights (compiler estimates for v5p 4x4x4 and v6e 4x4,
+        experiments/LOG.md). The option is the size in MiB above which XLA splits, set above `largest_gradient`, the
+        bytes of the largest gradient.
         """
         return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest_gradient // 2**20 + 1)}
 

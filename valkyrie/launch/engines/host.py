@@ -1,4 +1,4 @@
-"""Launch engine that starts one process on this machine, for a training that another tool starts on every host."""
+"""Launch engine that starts one process on this machine, for a training run that another tool starts on every host."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ class Config(EngineConfig):
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return the commands for all hosts."""
         notes = (
-            "--run executes these steps. If a process fails, it stops all of them and restarts them, up to "
-            f"{self.restarts} times",
+            f"--run executes these steps. If a process fails, all processes are restarted, up to {self.restarts} times",
             *disk_notes(overrides, "cannot be read by the other hosts"),
         )
         return Plan(notes, (*self.copy_steps(), *self.train_steps(overrides)))
@@ -107,7 +106,7 @@ class Config(EngineConfig):
         return steps
 
     def signal_steps(self, overrides: Sequence[str], number: int) -> list[CommandStep]:
-        """Return the steps that send a signal to this training on each host, or an empty list if it has no name."""
+        """Return the steps that send a signal to this training run on each host, or an empty list if it has no name."""
         text = remote.signal_command(overrides, number)
         return [CommandStep(f"stop the training on {host}", (_ssh(host, text),)) for host in self.hosts if text]
 

@@ -169,7 +169,7 @@ class Config(RentedConfig):
 
         def prepare(starts: int) -> list[ProcessSpec]:
             if starts == 0 and self._read_state() == self.ready_state:
-                print_message(f"{self.resource} is already rented: stopping any training on it, after a save")
+                print_message(f"{self.resource} is already rented: stopping any training run on it, after a save")
                 send_signal(signal.SIGTERM)
                 time.sleep(_POLL_S)
                 send_signal(signal.SIGKILL)

@@ -140,7 +140,7 @@ class _Chunk(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Keys in the windows of a chunk of queries."""
+    """Keys and values that a chunk of queries can attend to. `exists` is False for positions outside the sequence."""
 
     k: Float[Array, "batch width kv_heads head_dim"]
     v: Float[Array, "batch width kv_heads head_dim"]

@@ -100,9 +100,10 @@ def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int
 
 
 def _fit_steps(steps: list[ReplayedStep], before: list[float]) -> ReplayFit | None:
-    """Fit the factor to these steps, and compute the error of each with a factor fitted to the other families.
+    """Fit one factor, measured over predicted seconds, to these steps. Returns None if there are no steps.
 
-    Returns None if there are no steps. `before` are measured over predicted seconds before the fit.
+    Also computes the error of each step with a factor fitted to the other model families only. `before` has the ratio
+    of measured to predicted seconds of each step before the fit.
     """
     families = {step.family for step in steps}
     factor = median_by_family([(step.family, step.ratio) for step in steps])

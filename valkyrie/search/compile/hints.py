@@ -123,7 +123,7 @@ def _collect_hints(
 
 
 def _largest_part_hint(facts: _Facts) -> Hint:
-    """Return the hint for a step without any other hint."""
+    """Return the hint for a step without any other: the share of matmuls and kernels, and the largest other part."""
     rate = f" at {percent(facts.step.product_rate)} of peak" if facts.step.product_rate else ""
     share = facts.share(*_PRODUCTS)
     text = f"Matrix products and kernels are {percent(share)} of the step{rate}"

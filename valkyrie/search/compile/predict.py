@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 U = TypeVar("U", Cost, CollectiveUse)
 MIN_LAYERS = 3
-"""Minimum number of operations of unrolled layers that are merged into one row."""
+"""Operations that differ only in the number of a layer are merged into one row if there are at least this many."""
 _NUMBERED = re.compile(r"((?:^|/)(?:[A-Za-z]\w*_)?)\d+(?=/)")
-"""A numbered scope in an operation's name, such as `blocks_7` or `7`."""
+"""Matches a numbered scope in the name of an operation, such as `blocks_7` or `7`, up to the number."""
 LOW_RATE = 0.35
 """If the fastest large product of a dumped module is below this share of peak, the module may be for another chip."""
 

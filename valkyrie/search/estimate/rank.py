@@ -79,7 +79,7 @@ class Ranking:
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """Pairs of an index into `estimates` and an index of a layout in that group, the fastest first.
+        """All layouts, fastest first, as pairs of an index into `estimates` and the index of a layout in that estimate.
 
         Ties go to the partition with fewer classes of mesh axes (see `space.py`), then to the remat policy that
         offloads fewer activations.

@@ -244,7 +244,10 @@ def _quantities(
 
 
 def _format_axes(mesh_axes: tuple[str, ...], layout: LayoutRecord) -> str:
-    """Format mesh axes with their roles, `y (MP2)`, because a mesh axis can have different roles in the two layouts."""
+    """Format mesh axes with their roles in a layout, such as `y (MP2)`.
+
+    The role is needed, because a mesh axis can have different roles in the two layouts that are compared.
+    """
     roles = layout.axis_roles or {}
     kinds = dict.fromkeys(roles[axis].kind.value for axis in mesh_axes if axis in roles)
     if not mesh_axes:

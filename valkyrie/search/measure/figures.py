@@ -80,7 +80,10 @@ def figures_mode(run: Run) -> int:
 
 
 def figures(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
-    """Measure the figures of the devices. Each process counts as a host. All processes of the team must call this."""
+    """Measure the FLOP/s, memory bandwidth and collective speeds of the devices.
+
+    Each process counts as a host. All processes of the team must call this.
+    """
     dtype, mesh = jnp.dtype(compute.value), Mesh(np.array(devices), ("all",))
     timer = _Timer(team, mesh)
     devices_per_process = len(devices) // team.count

@@ -30,9 +30,9 @@ def read_figures(file: Path) -> ChipConfig:
 
 
 def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> bool:
-    """Check whether a folder has figures of this machine with `devices` devices per process and this dtype.
+    """Return whether a folder has measured hardware speeds of a machine, for a dtype and devices per process.
 
-    Raises ValueError if they are damaged.
+    Raises ValueError if the file is damaged.
     """
     if not ((folder / FIGURES).is_file() and (folder / MACHINES).is_file()):
         return False

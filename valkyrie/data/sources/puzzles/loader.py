@@ -75,7 +75,10 @@ class _PuzzleSampler:
 
 @dataclass(frozen=True)
 class PuzzlePosition(DataPosition):
-    """A position in batches of puzzles. `batch` must not change: half-solved puzzles are part of the train state."""
+    """Position in the puzzles, in steps.
+
+    The batch size `batch` must not change when a run resumes, because partly solved puzzles are in the train state.
+    """
 
     progress: ClassVar[tuple[str, ...]] = ("step",)
 
