@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from valkyrie.launch.plan import shell_text
+from valkyrie.launch.remote import sync_arguments
+
 DOCKERFILE = """\
 # docker build --tag IMAGE --file THIS_FILE CLONE && docker push IMAGE
 FROM python:3.12-slim
@@ -12,7 +15,7 @@ COPY conf conf
 COPY experiments experiments
 COPY sweeps sweeps
 COPY valkyrie valkyrie
-RUN uv sync --no-dev{extra}
+RUN uv {sync}
 ENV PATH=/valkyrie/.venv/bin:$PATH
 CMD ["valkyrie-train", "--help"]
 """
@@ -20,4 +23,4 @@ CMD ["valkyrie-train", "--help"]
 
 def dockerfile(extra: str = "tpu") -> str:
     """Return the Dockerfile. `extra`: `tpu`, `cuda`, or empty for CPUs."""
-    return DOCKERFILE.format(extra=f" --extra {extra}" if extra else "")
+    return DOCKERFILE.format(sync=shell_text(sync_arguments(extra)))

@@ -44,8 +44,14 @@ def unpack_command(folder: str, archive: str | None = None) -> str:
 
 def install_command(folder: str, extra: str = "") -> str:
     """Return the shell command that installs uv, then Python and the dependencies of the code."""
-    sync = ("python3", "-m", "uv", "sync", "--quiet", "--no-dev", *(("--extra", extra) if extra else ()))
-    return f"cd {shell_text((folder,))} && python3 -m pip install --quiet --user uv && {shell_text(sync)}"
+    sync = shell_text(("python3", "-m", "uv", *sync_arguments(extra, quiet=True)))
+    return f"cd {shell_text((folder,))} && python3 -m pip install --quiet --user uv && {sync}"
+
+
+def sync_arguments(extra: str = "", quiet: bool = False) -> tuple[str, ...]:
+    """Return the arguments of `uv` that install the dependencies of the code: of all data sources, and of `extra`."""
+    extras = [word for name in (extra, "data") if name for word in ("--extra", name)]
+    return ("sync", *(("--quiet",) if quiet else ()), "--no-dev", *extras)
 
 
 def train_command(folder: str, overrides: Sequence[str], environment: Mapping[str, str], log: str = "") -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from valkyrie.hardware.chips import chips_rented_as
 from valkyrie.hardware.platforms import get_platform
+from valkyrie.launch import remote
 from valkyrie.launch.engine import PORT, RentedConfig, disk_notes
 from valkyrie.launch.gcloud import accelerator, has_usual_shape, resource_name
 from valkyrie.launch.plan import CommandStep, FileStep, Plan, shell_text, to_yaml
@@ -72,7 +73,7 @@ def task(config: Config, overrides: Sequence[str]) -> str:
         resources["use_spot"] = True
     resources["job_recovery"] = {"max_restarts_on_errors": config.restarts, "recover_on_exit_codes": [PREEMPTED]}
     nodes = 1 if platform.rented_as_slices else hardware.hosts
-    sync = shell_text(("python3", "-m", "uv", "sync", "--quiet", "--no-dev", "--extra", platform.extra or "cuda"))
+    sync = shell_text(("python3", "-m", "uv", *remote.sync_arguments(platform.extra or "cuda", quiet=True)))
     fields = {
         "name": resource_name(config.name),
         "workdir": ".",
