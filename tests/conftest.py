@@ -55,8 +55,10 @@ def _set_environment() -> None:
         "TPU_AXIS_NAMES",
         "HYDRA_FULL_ERROR",
         "UV_RUN_RECURSION_DEPTH",
+        "PYTHONDONTWRITEBYTECODE",  # without bytecode, every child process compiles JAX and Valkyrie: 4.5 s, not 1.6 s
     ):
         os.environ.pop(variable, None)
+    sys.dont_write_bytecode = False
 
 
 def _check_signatures() -> None:

@@ -308,7 +308,7 @@ def test_the_dockerfile_copies_only_code_and_all_files_of_the_wheel():
         ".",
         "data",
     }
-    assert "--extra tpu" in dockerfile() and "--extra" not in dockerfile("")
+    assert dockerfile().count("--extra tpu --extra data") == 1 and "tpu" not in dockerfile("")
 
 
 def test_actions_print_one_command(capsys: pytest.CaptureFixture[str]):

@@ -16,7 +16,7 @@ resources:
     recover_on_exit_codes:
       - 75
 setup: |
-  python3 -m pip install --quiet uv && python3 -m uv sync --quiet --no-dev --extra tpu
+  python3 -m pip install --quiet uv && python3 -m uv sync --quiet --no-dev --extra tpu --extra data
 run: |
   .venv/bin/valkyrie-train model=gpt_125m mesh=2x4x1 name=mine runs=/mnt/shared/runs
 END

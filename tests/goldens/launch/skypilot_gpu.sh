@@ -13,7 +13,7 @@ resources:
     recover_on_exit_codes:
       - 75
 setup: |
-  python3 -m pip install --quiet uv && python3 -m uv sync --quiet --no-dev --extra cuda
+  python3 -m pip install --quiet uv && python3 -m uv sync --quiet --no-dev --extra cuda --extra data
 run: |
   export JAX_COORDINATOR_ADDRESS="$(echo "$SKYPILOT_NODE_IPS" | head -n1):8476"
   export JAX_PROCESS_COUNT="$SKYPILOT_NUM_NODES" JAX_PROCESS_INDEX="$SKYPILOT_NODE_RANK"

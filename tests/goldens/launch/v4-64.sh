@@ -15,7 +15,7 @@ gcloud compute tpus queued-resources scp /tmp/mine.tar.gz mine: --node=all --wor
 # 5. install it on every worker
 gcloud compute tpus queued-resources ssh mine \
   --node=all --worker=all --zone=us-central2-b \
-  --command='mkdir -p valkyrie && tar -xzf mine.tar.gz -C valkyrie && cd valkyrie && python3 -m pip install --quiet --user uv && python3 -m uv sync --quiet --no-dev --extra tpu'
+  --command='mkdir -p valkyrie && tar -xzf mine.tar.gz -C valkyrie && cd valkyrie && python3 -m pip install --quiet --user uv && python3 -m uv sync --quiet --no-dev --extra tpu --extra data'
 # 6. train
 gcloud compute tpus queued-resources ssh mine \
   --node=all --worker=all --zone=us-central2-b \

@@ -14,7 +14,7 @@ gcloud compute tpus tpu-vm scp /tmp/mine.tar.gz mine: --worker=all --zone=us-eas
 # 5. install it on every worker
 gcloud compute tpus tpu-vm ssh mine \
   --worker=all --zone=us-east5-a \
-  --command='mkdir -p valkyrie && tar -xzf mine.tar.gz -C valkyrie && cd valkyrie && python3 -m pip install --quiet --user uv && python3 -m uv sync --quiet --no-dev --extra tpu'
+  --command='mkdir -p valkyrie && tar -xzf mine.tar.gz -C valkyrie && cd valkyrie && python3 -m pip install --quiet --user uv && python3 -m uv sync --quiet --no-dev --extra tpu --extra data'
 # 6. train
 gcloud compute tpus tpu-vm ssh mine \
   --worker=all --zone=us-east5-a \
