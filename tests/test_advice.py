@@ -14,7 +14,6 @@ from valkyrie.paths import read_group
 from valkyrie.problems import Identity
 from valkyrie.trees import get_value, with_value
 
-RUNS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}") for model in MODELS}
 PARTITIONS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
 
 
@@ -32,7 +31,7 @@ def applied(run: Run, key: str, value: int) -> Run:
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    model=st.sampled_from(sorted(RUNS)),
+    model=st.sampled_from(MODELS),
     partition=st.sampled_from(sorted(PARTITIONS)),
     shape=st.lists(st.sampled_from([1, 1, 2, 3, 4, 5, 6, 8, 12]), min_size=3, max_size=3),
     batch=st.integers(1, 50),
@@ -41,7 +40,9 @@ def applied(run: Run, key: str, value: int) -> Run:
 )
 def test_every_suggested_value_is_legal(model: str, partition: str, shape: list[int], **sizes: int):
     mesh = parse_mesh("x".join(map(str, shape)))
-    run = RUNS[model].changed(mesh=mesh, partition=PARTITIONS[partition], **sizes)
+    run = compose_run("mesh=1x1x1", "partition=dp", f"model={model}").changed(
+        mesh=mesh, partition=PARTITIONS[partition], **sizes
+    )
     before = problems_of(run)
     for problem in run.problems():
         advice = [(problem.key, value) for value in problem.nearest or () if problem.key]
