@@ -399,6 +399,6 @@ def test_a_training_has_a_rate_but_no_step_time(tmp_path: Path):
     speed = StepResult(tokens_per_second=800.0, tokens_per_second_per_chip=100.0)
     rated = replace(trained, key="rated", results=replace(trained.results, step=speed))
     trial_rows = rows_of(tmp_path, trained, rated)
-    assert [row.ok for row in trial_rows] == [False, True]
+    assert [row.ranked for row in trial_rows] == [False, True]
     assert trial_rows[1].step_s == pytest.approx(1.28) and trial_rows[1].group.devices == "simulated devices (v5e-8)"
     assert data_of(page(trial_rows))["rows"][0][3] == pytest.approx(1.28)

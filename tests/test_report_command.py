@@ -179,7 +179,7 @@ def test_a_killed_training_has_the_numbers_of_its_records(tmp_path: Path, capsys
             record["summary"] |= {"comm_bytes/total": 300, "comm_bytes/x,y": 300}
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records[:-2]) + '{"summ')
     (row,) = read_rows([folder])
-    assert row.ok and row.trial.results.finished is False and row.trial.results.steps == 6
+    assert row.ranked and row.trial.results.finished is False and row.trial.results.steps == 6
     assert row.sent["x,y"] == 300 and row.goodput is not None and row.goodput.restarts == 0
     metrics.write_text("")
     (row,) = read_rows([folder])

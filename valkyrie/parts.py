@@ -91,9 +91,9 @@ def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
 
 
 def upgrade_part(category: str) -> dict[str, str | list[str]]:
-    """Convert the category of a part in an older file to plain `kind` and `mesh_axes`.
+    """Convert the text that names a part of a step in older files to the fields `kind` and `mesh_axes`.
 
-    Raises ValueError for text that is not the category of a part.
+    Raises ValueError for any other text.
     """
     part = read_category(category)
     if part is None:

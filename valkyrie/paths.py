@@ -96,7 +96,7 @@ def disk_errors(path: Path, elsewhere: str | None = None) -> Iterator[None]:
         raise
     except OSError as error:
         elsewhere = elsewhere or ("VALKYRIE_CACHE=DIR" if path.is_relative_to(cache_root()) else "runs=DIR")
-        remedy = f"{'Free some space there, or write' if is_full(error) else 'Write'} elsewhere with {elsewhere}."
+        remedy = f"{'Free some space there, or write' if is_disk_full(error) else 'Write'} elsewhere with {elsewhere}."
         raise DiskError(f"{path} cannot be written ({error_reason(error)}). {remedy}") from error
 
 
@@ -109,7 +109,7 @@ def publish_folder(partial: Path, final: Path) -> None:
             raise
 
 
-def is_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Return whether an error of the system or of a library means that a disk or a quota is full."""
     number = error.errno if isinstance(error, OSError) else None
     return number in _DISK_FULL or os.strerror(errno.ENOSPC) in str(error)
@@ -119,7 +119,7 @@ def error_reason(error: BaseException) -> str:
     """Return the reason for a file error in one short line, such as `no space left on device`."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
-    if is_full(error):
+    if is_disk_full(error):
         return os.strerror(errno.ENOSPC).lower()
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

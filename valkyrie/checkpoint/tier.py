@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from valkyrie.checkpoint.contents import CheckpointInfo, parameter_shapes, state_arrays
 from valkyrie.checkpoint.location import METADATA, bucket_errors, in_bucket, steps_in
 from valkyrie.checksums import write_checksums
-from valkyrie.paths import error_reason, is_full
+from valkyrie.paths import error_reason, is_disk_full
 from valkyrie.problems import first_line
 
 _POLL_S = 0.02
@@ -217,7 +217,7 @@ class Tier(ABC):
                 newest = f"the newest saved checkpoint is at step {self.last_saved}"
             if in_bucket(self.path) or self.path.parent.is_dir():
                 self._manager = self._open()
-        remedy = " Free some space there." if is_full(error) else ""
+        remedy = " Free some space there." if is_disk_full(error) else ""
         return f"{failure}; {newest}.{remedy}"
 
 

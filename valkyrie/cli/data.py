@@ -49,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--max-bytes", type=int, default=None, help="bytes of text after which reading stops")
     prepare.add_argument("--shard-tokens", type=int, default=defaults.shard_tokens)
     prepare.add_argument("--workers", type=int, default=None, help="tokenising threads; default: one per CPU core")
-    prepare.add_argument("--field", default=defaults.field, help="key of .jsonl files with the text")
-    prepare.add_argument("--column", default=defaults.column, help="column of .parquet files with the text")
+    prepare.add_argument("--field", default=defaults.field, help="JSON key of the text in .jsonl files")
+    prepare.add_argument("--column", default=defaults.column, help="column of the text in .parquet files")
     prepare.add_argument("--cache-dir", default=str(cache_root() / "data"), help="folder of the shards")
 
     tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text and write it to a tokenizer.json")

@@ -23,7 +23,7 @@ from valkyrie.config.explain import explain
 from valkyrie.config.files import check_folder
 from valkyrie.config.mistakes import bytes_not_utf8, refuse_typos, version_text
 from valkyrie.config.run import Run
-from valkyrie.config.saved import Primary, config_dirs, find_primary
+from valkyrie.config.saved import PrimaryConfig, config_dirs, find_primary_config
 from valkyrie.config.unread import unread_notes
 from valkyrie.extensions import add_import_path
 from valkyrie.problems import Problem
@@ -67,7 +67,7 @@ def dispatch() -> None:
         for folder in config_dirs(arguments):
             check_folder(folder)
         hydra_arguments = read_arguments(multirun or arguments, multirun=multirun is not None)
-        primary = find_primary(hydra_arguments, read=multirun is None or reads_one_run(hydra_arguments))
+        primary = find_primary_config(hydra_arguments, read=multirun is None or reads_one_run(hydra_arguments))
         sys.argv[1:] = primary.arguments
         if multirun is not None:
             with join_multirun(hydra_arguments) as is_leader, signals_as_exceptions():
@@ -98,7 +98,7 @@ def dispatch() -> None:
         sys.exit(INTERRUPTED)
 
 
-def _compose(primary: Primary) -> DictConfig | None:
+def _compose(primary: PrimaryConfig) -> DictConfig | None:
     """Return the config that Hydra composes, or None if Hydra has done the work itself (multirun, help, completion)."""
     composed: list[DictConfig] = []
 

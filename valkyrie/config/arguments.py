@@ -22,7 +22,7 @@ from valkyrie.config.explain import explain
 from valkyrie.config.files import find_inclusion_cycle
 from valkyrie.config.modes import get_mode
 from valkyrie.config.run import Run
-from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, find_primary
+from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, find_primary_config
 from valkyrie.extensions import add_import_path
 from valkyrie.foreign_errors import is_key_of_null
 from valkyrie.hardware.chips import known_chips
@@ -105,10 +105,10 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
-    """Raise ValueError for two mistakes that Hydra and OmegaConf report without naming the argument.
+    """Replace two errors of Hydra and OmegaConf inside the block by a ValueError that names the argument.
 
-    - A key of a group that is null, such as `target.chip.hbm_gib=9` where the target has no chip: AssertionError.
-    - A config that includes itself: RecursionError.
+    - AssertionError: the key of a group that is null, such as `target.chip.hbm_gib=9` where the target has no chip.
+    - RecursionError: a config that includes itself.
     """
     try:
         yield
@@ -169,7 +169,7 @@ def _compose(arguments: Sequence[str], folder: Path | None = None) -> Run:
         raise ValueError(f"{unknown[0]} is a flag of valkyrie-train. Only KEY=VALUE is supported here.")
     folders = config_dirs(flags)
     add_import_path(folders)
-    primary = find_primary(arguments, folder=folder)
+    primary = find_primary_config(arguments, folder=folder)
     with composing(folders, primary.folder):
         with composition_errors(arguments):
             config = compose(primary.name, split_flags(primary.arguments)[1])

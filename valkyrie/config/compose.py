@@ -65,7 +65,7 @@ AS_SAVED = "as_saved"
 saved_groups: dict[str, DictConfig] = {}
 """The settings of each group's `as_saved` choice, with a defaults list."""
 ENVIRONMENT_MESH = "environment"
-"""The mesh that `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
+"""`mesh=environment` is the mesh that the variables `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
 BY_WIDTH = "by_width"
 """The default rematerialisation, which depends on the width of the model. `--help` does not list it."""
 SIMULATED_MESH = "2x2x2"

@@ -33,9 +33,11 @@ _OVERLAYS = ("experiment", "sweep")
 """Groups with YAMLs that set keys of other groups."""
 _GROUPS = (*_OVERLAYS, *GROUPS)
 _SCALAR_KEYS = {
-    field.name for field in fields(RunConfig) if str(field.type).partition(" ")[0] in ("int", "float", "bool")
+    field.name: kind
+    for field in fields(RunConfig)
+    if (kind := {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(str(field.type).split()[0]))
 }
-"""Top-level keys that take a number or a boolean. Quoting never fixes their values."""
+"""Values of the top-level keys that take a number or a boolean. Quoting never fixes them."""
 _EXTRAS = {
     "hydra/launcher": {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"},
     "hydra/sweeper": {"optuna": "optuna"},
@@ -163,7 +165,7 @@ def _unparsable_argument(error: OverrideParseException) -> str:
     if key in _GROUPS:
         return f"{error.override}: write one name. valkyrie-train --help lists the choices of {group}."
     if key in _SCALAR_KEYS:
-        return f"{error.override}: {key} takes a number, true or false. Write nothing else after =."
+        return f"{error.override}: {key} takes {_SCALAR_KEYS[key]}. Write nothing else after =."
     if needs_quotes(reason) or " " in value:
         quoted = "['...']" if value.startswith("[") else "'...'"
         return f'{error.override} has characters that need quotes. Write {key}="{quoted}".'

@@ -39,7 +39,7 @@ SAVED_RUN = "saved_run"
 
 
 @dataclass(frozen=True)
-class Primary:
+class PrimaryConfig:
     """A primary config for Hydra: its name, its folder (None for the package's) and the arguments."""
 
     name: str
@@ -47,7 +47,7 @@ class Primary:
     arguments: list[str]
 
 
-def find_primary(arguments: Sequence[str], *, folder: Path | None = None, read: bool = True) -> Primary:
+def find_primary_config(arguments: Sequence[str], *, folder: Path | None = None, read: bool = True) -> PrimaryConfig:
     """Return the primary config for these arguments. Registers the settings of a file or run folder with Hydra.
 
     The run folder is `folder`, or else that of a trained run that the arguments name, or none with `read=False`.
@@ -59,15 +59,15 @@ def find_primary(arguments: Sequence[str], *, folder: Path | None = None, read: 
     if file is not None:
         values = _settings_in(file, arguments)
         _register_settings(values, file)
-        return Primary(SAVED_RUN, None, _remove_flags(arguments, (*CONFIG_PATH, *_NAME)))
+        return PrimaryConfig(SAVED_RUN, None, _remove_flags(arguments, (*CONFIG_PATH, *_NAME)))
     folder = folder or (run_to_read(arguments) if read else None)
     if folder is None:
-        return Primary(config_name(arguments), config_path(arguments), list(arguments))
+        return PrimaryConfig(config_name(arguments), config_path(arguments), list(arguments))
     values = OmegaConf.create(saved_run(folder).record())
     values.resume = str(folder)
     _register_settings(values, None)
     flags, overrides = split_flags(arguments)
-    return Primary(SAVED_RUN, None, [*flags, *(o for o in overrides if key_value(o)[0] != "resume")])
+    return PrimaryConfig(SAVED_RUN, None, [*flags, *(o for o in overrides if key_value(o)[0] != "resume")])
 
 
 def run_to_read(arguments: Sequence[str]) -> Path | None:

@@ -61,7 +61,9 @@ _GPT2_DEFAULT_ONLY = (*_DEFAULT_ONLY, *(f"attention.{key}" for key in ("windows"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of transformers, and how its config.json maps to model settings. The defaults are Llama's.
+    """A model class of the library `transformers`, and how its config.json maps to model settings.
+
+    The defaults of the fields are Llama's.
 
     Args:
         name: Name of the class.
@@ -73,7 +75,8 @@ class Architecture:
         family: Model family that implements the architecture.
         sizes: Keys of the sizes, by setting.
         activation: Key of the nonlinearity.
-        activations: Supported values of that key. Of several values for one nonlinearity, the first is written.
+        activations: Nonlinearity of each supported value of that key. If several values mean the same one, exporting
+            writes the first.
         epsilon: Key of the epsilon of the norms, and its default.
         tied: Default of `tie_word_embeddings`.
         fixed: Keys with a single supported value, which is also their default.

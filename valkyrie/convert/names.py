@@ -130,7 +130,10 @@ class TensorSlice:
         return np.concatenate([matrix, np.zeros((self.shape[0] - self.rows, *self.shape[1:]), matrix.dtype)])
 
     def to_tensor(self, part: np.ndarray) -> np.ndarray:
-        """Convert this part of the parameter to the tensor of the folder, or to its third of the tensor."""
+        """Convert this part of a parameter to the layout of its tensor in the Hugging Face folder.
+
+        For a tensor that fuses query, key and value, returns only the third that this part fills.
+        """
         matrix = part[: self.rows].reshape(self._part_shape[::-1] if self.location.transposed else self._part_shape)
         return np.ascontiguousarray(matrix.T if self.location.transposed else matrix)
 

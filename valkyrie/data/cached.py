@@ -7,7 +7,15 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from valkyrie.paths import DiskError, cache_problem, cache_root, disk_errors, is_full, open_to_append, publish_folder
+from valkyrie.paths import (
+    DiskError,
+    cache_problem,
+    cache_root,
+    disk_errors,
+    is_disk_full,
+    open_to_append,
+    publish_folder,
+)
 from valkyrie.processes.locks import LockState, lock
 
 
@@ -36,7 +44,7 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path
             write(partial)
             publish_folder(partial, final)
         except OSError as error:
-            if not is_full(error):
+            if not is_disk_full(error):
                 raise
             with disk_errors(cache, elsewhere):
                 raise

@@ -135,7 +135,10 @@ def source_names(kind: str) -> list[str]:
 
 
 def without_foreign_keys(data: Mapping[Any, Any]) -> Mapping[str, object]:
-    """The `data` values of a `run.yaml`, without the keys of other sources that old files have (`_FLAT_KEYS`)."""
+    """Return the `data` values of a `run.yaml` without the keys of other sources.
+
+    Only old files have such keys: those with all of `_FLAT_KEYS`. Other files are returned unchanged.
+    """
     if not data.keys() >= _FLAT_KEYS:
         return data
     config = SOURCES.config_class(str(data["source"]))

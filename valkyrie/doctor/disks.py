@@ -56,7 +56,9 @@ def check_disk_clock(context: CheckContext) -> CheckResults:
         difference = probe.stat().st_mtime - time.time()
         text = f"timestamps of files in runs={runs} differ by {difference:+.0f} s from the clock of this host"
         warning = WARNING, text, "Synchronize both clocks, for example with timedatectl or chrony."
-        yield warning if abs(difference) > CLOCK_S else (OK, "the disk of runs= agrees with the clock of this host")
+        yield (
+            warning if abs(difference) > CLOCK_S else (OK, f"the clocks of this host and of the disk of {runs} agree")
+        )
 
 
 def check_checkpoint_folder(context: CheckContext) -> CheckResults:

@@ -34,7 +34,10 @@ CheckResults = Iterator[tuple[str, ...]]
 
 
 class CheckContext(NamedTuple):
-    """Input of a check: the run, its number of processes, and their team (`ALONE` until they are connected)."""
+    """Input of each check of `valkyrie-doctor`.
+
+    `team` connects the `processes` processes of the run. It is `ALONE` until they are connected.
+    """
 
     run: Run
     processes: int = 1

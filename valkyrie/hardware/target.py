@@ -20,11 +20,11 @@ class ReplayConfig:
 
     Args:
         factor: Factor on replayed times; null for the factor from published runs.
-        low: Lowest ratio of measured to predicted step time, where each prediction is corrected by a factor fitted to
-            other models and batches only; null if too few were measured.
+        low: Lowest ratio of measured to predicted step time in a leave-one-out check, where each prediction is
+            corrected by a factor fitted to other models and batches only; null if too few were measured.
         high: Highest such ratio.
         rows: Number of measured steps.
-        models: Number of models and batches among them.
+        models: Number of distinct combinations of model and batch among the measured steps.
     """
 
     factor: float | None = None
@@ -325,7 +325,7 @@ class TargetConfig:
         return None if shape is None else math.prod(shape)
 
     def _contradiction(self) -> str | None:
-        """Return an error message if `chips` contradicts the name or the topology, else None."""
+        """Return an error message if `chips` is neither the number of chips in the name nor that of the topology."""
         named_count, shape = self._chips_in_name(), parse_shape(self.topology)
         if self.chips is None or named_count in (None, self.chips) or (shape and math.prod(shape) == self.chips):
             return None

@@ -22,12 +22,14 @@ PORT = 8476
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(ABC):
-    """Base of every engine's `Config`. The fields of a subclass are the keys that the engine takes.
+    """Base of the `Config` of every engine: a way to start a run, such as on a TPU slice or with Slurm.
+
+    The fields of a subclass are the engine's keys on the command line of `valkyrie-launch`.
 
     A key is a `str`, an `int` (at least 1), a `float` (above 0), a `bool` or a `tuple[str, ...]`, and has a default.
 
     Args:
-        target: the value of `target=`.
+        target: name of the engine or of the slice, as in `target=NAME`.
         name: name of the run and of the resources rented for it.
         restarts: number of restarts after crashes.
     """

@@ -41,5 +41,5 @@ LOOP_ITERATION_S = 0.3e-6
 """Branch and scalar work of one iteration of a loop. Assumed."""
 
 KERNEL_EFFICIENCY = 0.6
-"""Share of peak FLOP/s of a Pallas kernel that states only its FLOPs. Splash, with known bundles, reaches 0.25 to 1.0
-of the peak, depending on chip and pass."""
+"""Share of peak FLOP/s that a Pallas kernel is assumed to reach if only its FLOPs are known. Splash attention, whose
+compiled instructions are known, reaches 0.25 to 1.0 of the peak, depending on chip and pass."""

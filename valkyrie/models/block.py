@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from valkyrie.ops.linear import Numerics
 
 BLOCK_INPUT = "block_input"
-"""Checkpoint name of the residual stream at the input of a block. That of a group's first block is always saved."""
+"""Name for `jax.ad_checkpoint.checkpoint_name` of the residual stream at the input of a block.
+
+The input of the first block of each rematerialised group is always saved.
+"""
 
 
 @dataclass(frozen=True)

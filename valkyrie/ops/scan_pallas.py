@@ -217,7 +217,10 @@ def _write_entering_state(stages: Any, carry: Any, entering: list[Any], tile: An
 
 
 def _broadcast_factor(table: Any, step: int, column: Any) -> Complex:
-    """Return the power of Lambda_bar that a step multiplies by, for one register of states, repeated in every row."""
+    """Return the power of Lambda_bar for step `step` of the scan, for the states in `column`.
+
+    It is repeated in every row of a register, as (real, imaginary).
+    """
     re, im = (table[2 * step + part : 2 * step + part + 1, column] for part in (0, 1))
     return jnp.broadcast_to(re, (TILE, LANES)), jnp.broadcast_to(im, (TILE, LANES))
 

@@ -182,7 +182,7 @@ class AdamLike(OptimizerConfig, ABC):
 
     @abstractmethod
     def directions(self) -> optax.GradientTransformation:
-        """Build the transformation of a group before weight decay and learning rate."""
+        """Build the transformation from gradients to directions, before weight decay and learning rate."""
 
     def rules(self, rate: optax.Schedule) -> dict[str, optax.GradientTransformation]:
         """Build the directions, weight decay and learning rate of each group."""

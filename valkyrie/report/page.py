@@ -149,7 +149,7 @@ def _template_values(rows: Sequence[Row], comparison: Comparison | None, data: P
         "facts": words.facts(rows),
         "command": command,
         "summary": words.summary(rows),
-        "simulated": words.SIMULATED if any(row.group.simulated and row.ok for row in rows) else None,
+        "simulated": words.SIMULATED if any(row.group.simulated and row.ranked for row in rows) else None,
         "answers": [words.answer(group, members) for group, members in rows_by_kind.items()],
         "prices": words.price_lines(rows),
         "search": answer,

@@ -24,7 +24,7 @@ def best_per_target(rows: Iterable[Row]) -> list[Row]:
     for members in group_by_kind(rows).values():
         seen_workloads = set()
         for row in members:
-            if row.ok and row.work not in seen_workloads:
+            if row.ranked and row.work not in seen_workloads:
                 seen_workloads.add(row.work)
                 best.append(row)
     return best
@@ -32,7 +32,7 @@ def best_per_target(rows: Iterable[Row]) -> list[Row]:
 
 def pareto_front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> list[Row]:
     """Return the rows on the Pareto front of speed per chip and `cost`, cheapest first."""
-    costs = [(cost(row), row) for row in rows if row.ok]
+    costs = [(cost(row), row) for row in rows if row.ranked]
     ordered = sorted(((c, row) for c, row in costs if c is not None), key=lambda p: (p[0], -(p[1].rate_per_chip or 0)))
     best: list[Row] = []
     for _, row in ordered:

@@ -132,7 +132,10 @@ def bars(data: Values) -> Spec:
 
 
 def heat(data: Values) -> Spec:
-    """Return a heat map of MP1 x MP2 for each DP. Cells without a speed are empty, with the reason as tooltip."""
+    """Return a heat map of the best tokens/s/chip over MP1 x MP2 (model-parallel sizes) per data-parallel size.
+
+    Cells without a speed are empty, with the reason as tooltip.
+    """
     missing = "datum.rate === null"
     tooltip = _tooltip(
         ("label", "best layout"), ("text", "tokens/s/chip"), ("tried", "layouts tried"), ("reason", "why no speed")

@@ -95,7 +95,7 @@ def training_table(rows: Sequence[Row]) -> TextTable:
 
 def has_results(row: Row) -> bool:
     """Return whether the trial of a row is ok and has a speed, peak memory or bytes sent."""
-    return row.ok or (row.trial.status is Status.ok and bool(row.peak or row.sent))
+    return row.ranked or (row.trial.status is Status.ok and bool(row.peak or row.sent))
 
 
 def comparison_table(comparison: Comparison) -> TextTable:
@@ -115,7 +115,7 @@ def comparison_table(comparison: Comparison) -> TextTable:
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
     """Return copies of sorted rows of one kind of speed with label, rank, equivalent partition and Pareto front set."""
     row_labels, pareto_front, simplest = labels(rows), pareto_ids(rows, peak_memory), simplest_partitions(rows)
-    equivalents = {row.id: simplest[row.id] for row in rows if row.ok and simplest[row.id] != row.about.partition}
+    equivalents = {row.id: simplest[row.id] for row in rows if row.ranked and simplest[row.id] != row.about.partition}
     return [
         replace(row, label=row_labels[row.id], alike=equivalents.get(row.id, ""), front=row.id in pareto_front)
         for row in with_ranks(rows)

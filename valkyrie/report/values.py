@@ -55,7 +55,7 @@ def bars(rows: Sequence[Row]) -> Values:
     """
     row_labels = labels(rows)
     values: Values = []
-    for row in [row for row in rows if row.ok][:BARS]:
+    for row in [row for row in rows if row.ranked][:BARS]:
         assert row.rate is not None and row.step_s is not None
         spread = row.step.p90_s is not None and row.step.min_s is not None
         tokens = row.rate * row.step_s
@@ -92,8 +92,8 @@ def cells(rows: Sequence[Row]) -> Values:
     values: Values = []
     for (data, mp1, mp2), members in sorted(by_cell.items()):
         best = members[0]
-        rate = best.rate_per_chip if best.ok else None
-        reason = "" if best.ok else best.reason or best.status
+        rate = best.rate_per_chip if best.ranked else None
+        reason = "" if best.ranked else best.reason or best.status
         text = _si_text(rate) if rate is not None else best.status.replace("does not fit", "no fit")
         values.append(
             {
@@ -118,8 +118,8 @@ def memory(rows: Sequence[Row]) -> Values:
     states.
     """
     row_labels, pareto_front = labels(rows), pareto_ids(rows, peak_memory)
-    has_speeds = any(row.ok and row.peak for row in rows)
-    fitting_rows = [row for row in rows if row.peak and (row.ok if has_speeds else row.trial.status is Status.ok)]
+    has_speeds = any(row.ranked and row.peak for row in rows)
+    fitting_rows = [row for row in rows if row.peak and (row.ranked if has_speeds else row.trial.status is Status.ok)]
     shown_rows = fitting_rows + [row for row in rows if row.peak and row.trial.status is Status.does_not_fit]
     if not fitting_rows:
         return []
@@ -141,7 +141,7 @@ def memory(rows: Sequence[Row]) -> Values:
             "partition": row.about.partition,
             "work": row.work.label,
             "peak": round_digits((row.peak or 0) / scale),
-            "rate": (round_digits(row.rate_per_chip) if row.ok else 0.0) if has_speeds else None,
+            "rate": (round_digits(row.rate_per_chip) if row.ranked else 0.0) if has_speeds else None,
             "status": "does not fit" if row.trial.status is Status.does_not_fit else "fits",
             "front": row.id in pareto_front,
             "unit": unit,
@@ -172,7 +172,7 @@ def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: flo
 
 def parts(rows: Sequence[Row]) -> Values:
     """Return the step parts of the best rows, matrix products first. Communication is last and has `axes`."""
-    shown_rows = [row for row in rows if row.ok and row.parts][:BARS]
+    shown_rows = [row for row in rows if row.ranked and row.parts][:BARS]
     by_axes = {(p.kind.value, axes_text(p.mesh_axes)): p for row in shown_rows for p in row.parts if p.kind.by_axes}
     order = [
         *(label for kind, label in PART_LABELS.items() if not kind.by_axes),
@@ -237,7 +237,7 @@ def pairs(rows: Sequence[Row]) -> Values:
 def prices(rows: Sequence[Row]) -> Values:
     """Return the price and speed of rows that have both. Empty if all prices are equal."""
     row_labels = labels(rows)
-    priced = [row for row in rows if row.ok and row.price]
+    priced = [row for row in rows if row.ranked and row.price]
     if len({round_digits(row.price) for row in priced}) < 2:
         return []
     pareto_front = pareto_ids(priced, chip_price)

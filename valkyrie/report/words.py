@@ -89,12 +89,12 @@ def answer(group: SpeedKind, rows: Sequence[Row]) -> Answer:
 
     `rows` have one kind of speed, and are sorted with the fastest first.
     """
-    fast = next((row for row in rows if row.ok), None)
+    fast = next((row for row in rows if row.ranked), None)
     if fast is None:
         return Answer(_without_speeds(group, rows).rstrip("."))
-    timed = sum(row.ok for row in rows)
+    timed = sum(row.ranked for row in rows)
     head = f"Fastest of {timed} {group.label}" if timed > 1 else f"{group.label[0].upper()}{group.label[1:]}"
-    workloads = list(dict.fromkeys(row.work for row in rows if row.ok))
+    workloads = list(dict.fromkeys(row.work for row in rows if row.ranked))
     reasons: list[str] = []
     for work in workloads[:MAX_WORKLOADS]:
         label = f"{work.label}: " if len(workloads) > 1 else ""
@@ -159,16 +159,16 @@ def _explain_workload(rows: Sequence[Row]) -> list[str]:
     A row whose partition is equivalent to a simpler one on its mesh counts for the simpler one.
     """
     simplest, best = simplest_partitions(rows), {}
-    for row in sorted((row for row in rows if row.ok), key=lambda row: row.about.partition != simplest[row.id]):
+    for row in sorted((row for row in rows if row.ranked), key=lambda row: row.about.partition != simplest[row.id]):
         best.setdefault(simplest[row.id], row)
     best = {row.id: row for row in best.values()}
     fast, *others = [row for row in rows if row.id in best]
     if not others:
-        others = [row for row in rows if row.ok and not same_layout(row, fast)][-1:]
+        others = [row for row in rows if row.ranked and not same_layout(row, fast)][-1:]
     lines = [explain_ratio(fast, row) for row in others]
     for partition in dict.fromkeys(row.about.partition for row in rows):
         members = [row for row in rows if row.about.partition == partition]
-        timed = [row for row in members if row.ok]
+        timed = [row for row in members if row.ranked]
         if not timed and partition != "?":
             lines.append(_describe_failed_partition(partition, members))
         elif timed and all(simplest[row.id] != partition for row in timed):
@@ -266,7 +266,7 @@ def distinguishing_names(first: Row, second: Row) -> tuple[str, str]:
 def price_lines(rows: Sequence[Row]) -> list[str]:
     """Return a line with the cheapest layout of each workload, unless its chips cost as much as the fastest one's."""
     by_work: dict[Workload, list[Row]] = {}
-    for row in sorted((row for row in rows if row.ok and row.per_million), key=lambda row: row.per_million or 0.0):
+    for row in sorted((row for row in rows if row.ranked and row.per_million), key=lambda row: row.per_million or 0.0):
         by_work.setdefault(row.work, []).append(row)
     lines = []
     for members in by_work.values():
@@ -319,7 +319,7 @@ def _remarks(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _equally_fast(row: Row, rows: Sequence[Row]) -> str:
-    others = [r for r in rows if r.ok and r.work == row.work and r is not row]
+    others = [r for r in rows if r.ranked and r.work == row.work and r is not row]
     tolerance = f"{percent(EQUAL_RATIO - 1)}"
     if has_spread(row.trial):
         others, tolerance = [r for r in others if within_noise(row.trial, r.trial)], "the spread of the step times"
@@ -334,7 +334,7 @@ def _equally_fast(row: Row, rows: Sequence[Row]) -> str:
 def _describe_failed_partition(partition: str, rows: Sequence[Row]) -> str:
     status = " or ".join(dict.fromkeys("no step time" if row.status == "ok" else row.status for row in rows))
     reason = (rows[0].reason or UNKNOWN_REASON).splitlines()[0].rstrip(".")
-    return f"{partition} has no speed ({status}): {reason}."
+    return f"No layout with {partition} has a step time ({status}). Reason of the first: {reason}."
 
 
 def title(rows: Sequence[Row], search: SearchAnswer | None) -> str:
@@ -374,6 +374,6 @@ def _date(started: str) -> date | None:
 def summary(rows: Sequence[Row]) -> str:
     """Return a sentence with the number of trials, by status and by kind of speed."""
     parts = [f"{count} {word}" for word, count in Counter(row.status for row in rows).items()]
-    kinds = [f"{sum(r.ok for r in members)} {group.label}" for group, members in group_by_kind(rows).items()]
+    kinds = [f"{sum(r.ranked for r in members)} {group.label}" for group, members in group_by_kind(rows).items()]
     trials = f"{len(rows)} trial{'s' * (len(rows) != 1)}"
     return f"{trials} ({', '.join(parts)}); with a speed: {', '.join(kinds)}."

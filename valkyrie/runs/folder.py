@@ -239,8 +239,9 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
 
 def describe_continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str, str]]) -> str:
     """Return a line about a run that continues: its first and last step, and the settings that have changed."""
-    config, was = run.config, saved_config(folder).steps if (folder / RUN).is_file() else run.config.steps
-    differs = {"steps": (str(config.steps), str(was))} if was != config.steps else {}
+    config = run.config
+    saved_steps = saved_config(folder).steps if (folder / RUN).is_file() else config.steps
+    differs = {"steps": (str(config.steps), str(saved_steps))} if saved_steps != config.steps else {}
     listed = ", ".join(f"{key}={now} (was {before})" for key, (now, before) in (differs | changed).items())
     return f"continuing {folder.name} from step {step} to step {config.steps}{': ' if listed else ''}{listed}"
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from valkyrie.paths import error_reason, is_full, open_to_append, write_atomic
+from valkyrie.paths import error_reason, is_disk_full, open_to_append, write_atomic
 from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, wandb_summary
 
@@ -141,7 +141,7 @@ class Tracker:
         except OSError as error:
             if was_delayed:
                 return None
-            remedy = " Free disk space there." if is_full(error) else ""
+            remedy = " Free disk space there." if is_disk_full(error) else ""
             return f"cannot write {self.file} ({error_reason(error)}).{remedy} Records are kept in memory."
         return f"{self.file} can be written again, and now has the delayed records" if was_delayed else None
 

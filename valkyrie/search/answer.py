@@ -96,10 +96,10 @@ def _best_on_chips(
 def rank_layout(
     request: SearchRequest, layout: EstimatedLayout, compiled: CompiledLayout | None = None, ratio: float | None = None
 ) -> RankedLayout:
-    """Return the row of a layout in the answer, with its compiled step time or, if not `compiled`, its estimate.
+    """Return the row of a layout in the table of results.
 
-    The estimate is multiplied by `ratio`, the compiled over estimated step time of another layout with the same mesh
-    and partition, or None if there is none.
+    Its step time is the compiled one or, without `compiled`, the estimate times `ratio`. `ratio` is the compiled over
+    estimated step time of another layout with the same mesh and partition. None leaves the estimate unchanged.
     """
     target, tokens = layout.group.target, step_tokens(request.run)
     step_s = layout.step_s * (ratio or 1.0) if compiled is None else compiled.step_s or layout.step_s

@@ -43,7 +43,7 @@ def mesh_partition(layout: EstimatedLayout) -> MeshPartition:
 
 
 def describe_chips(target: TargetConfig) -> str:
-    """Format the number and kind of a slice's chips, without its torus: `1 x 64 v4`."""
+    """Format the slices, the chips of each and their kind, without the topology: `1 x 64 v4`."""
     return f"{target.slices} x {target.chips} {target.chip.name if target.chip else target.name}"
 
 
@@ -99,14 +99,14 @@ class Shortlist:
 
         A layout is listed only on the torus where it is fastest.
         """
-        variants: dict[MeshPartition, int] = {}
+        variant_counts: dict[MeshPartition, int] = {}
         best: dict[Candidate, EstimatedLayout] = {}
         for layout in (e for e in self.fitting if describe_chips(e.group.target) == chips):
             key = mesh_partition(layout)
             if without_torus(layout) in best:
                 continue
-            variants[key] = variants.get(key, 0) + 1
-            if variants[key] <= MAX_VARIANTS:
+            variant_counts[key] = variant_counts.get(key, 0) + 1
+            if variant_counts[key] <= MAX_VARIANTS:
                 best[without_torus(layout)] = layout
             if len(best) == count:
                 break

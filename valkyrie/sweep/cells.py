@@ -40,7 +40,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells of a space, in order of enumeration, and a problem for each skipped combination."""
+    """The cells (combinations of settings) of a search space, in order of enumeration.
+
+    `skipped` has a problem for each combination that became no cell.
+    """
 
     cells: list[Cell]
     skipped: list[Problem]
@@ -179,11 +182,11 @@ def _role_degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
 
 
 def _sharding_key(layout: Layout, has_torus: bool) -> tuple[object, ...]:
-    """Return a key that finds equivalent layouts of a partition.
+    """Return a key that is the same for equivalent layouts of a partition.
 
-    If two layouts have the same key, every device holds the same part of every array in both. The key is unique to a
-    mesh in two cases: on a torus without a placement, where JAX chooses the positions of devices from the axis sizes,
-    and under ZeRO-1, which shards optimizer state over the data axes one by one.
+    If two layouts have the same key, every device holds the same part of every array in both. Two meshes never have
+    the same key on a torus without a placement, where JAX chooses the positions of devices from the axis sizes, under
+    ZeRO-1, which shards optimizer state over the data axes one by one, or if a mesh has problems.
     """
     mesh = layout.mesh
     if mesh.problems() or layout.partition.zero1 or (has_torus and mesh.placement is None):

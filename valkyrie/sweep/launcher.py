@@ -63,7 +63,7 @@ def launch(
     jobs: int,
     runs: Sequence[Run] | None = None,
 ) -> list[JobReturn]:
-    """Run jobs and return their results, with tokens/s/chip as the return value.
+    """Run jobs and return a `JobReturn` for each, whose `return_value` is the trial's tokens/s/chip.
 
     Args:
         context: Hydra's context, with its callbacks and config loader.

@@ -141,7 +141,7 @@ class Row:
         return self.trial.stage == "train" and not self.trial.overrides
 
     @property
-    def ok(self) -> bool:
+    def ranked(self) -> bool:
         """Whether the trial is ok and has a speed, so that it can be ranked."""
         return self.trial.status is Status.ok and None not in (self.rate_per_chip, self.rate, self.step_s)
 
@@ -181,7 +181,7 @@ class Row:
         """`predicted`, `simulated` or empty for a trial with a speed. Else the status and the reason."""
         if self.trial.status is not Status.ok:
             return f"{self.status}: {self.trial.short_reason}"
-        return self.trial.kind if self.ok else ""
+        return self.trial.kind if self.ranked else ""
 
     @property
     def data_wait(self) -> float | None:
@@ -263,7 +263,7 @@ def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, v
 def sort_by_speed(rows: Iterable[Row]) -> list[Row]:
     """Sort rows by tokens/s/chip, fastest first. Rows without a speed come last, sorted by status and name."""
     order = list(Status)
-    return sorted(rows, key=lambda r: (not r.ok, -(r.rate_per_chip or 0.0), order.index(r.trial.status), r.layout))
+    return sorted(rows, key=lambda r: (not r.ranked, -(r.rate_per_chip or 0.0), order.index(r.trial.status), r.layout))
 
 
 def group_by_kind(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
@@ -278,7 +278,7 @@ def group_by_kind(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
 def with_ranks(rows: Sequence[Row]) -> list[Row]:
     """Add ranks to sorted rows of one kind of speed. Rows within noise share a rank; rows without a speed get None."""
     ranks = tied_ranks([row.trial for row in rows])
-    return [replace(row, rank=rank if row.ok else None) for rank, row in zip(ranks, rows, strict=True)]
+    return [replace(row, rank=rank if row.ranked else None) for rank, row in zip(ranks, rows, strict=True)]
 
 
 def pair_predictions(rows: Iterable[Row]) -> list[RowPair]:
@@ -288,7 +288,7 @@ def pair_predictions(rows: Iterable[Row]) -> list[RowPair]:
     paired with predictions for any target.
     """
     predictions: dict[tuple[object, ...], list[Row]] = defaultdict(list)
-    rows = [row for row in rows if row.ok]
+    rows = [row for row in rows if row.ranked]
     for row in rows:
         if row.group.stage == "compile":
             predictions[(row.layout, row.work.step)].append(row)

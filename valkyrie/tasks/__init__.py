@@ -121,7 +121,7 @@ class Task(ABC):
     def evaluate(
         self, module: Any, batch: dict[str, jax.Array], references: Any, *, shard: Shard
     ) -> dict[str, jax.Array]:
-        """Return the sums of an evaluation batch, to be added over batches for `evaluation`."""
+        """Return the sums, such as of the loss, over an evaluation batch. `evaluation` gets those of all batches."""
 
     @abstractmethod
     def evaluation(self, sums: dict[str, float]) -> dict[str, float]:

@@ -46,7 +46,10 @@ class StepExecutable(NamedTuple):
 
 
 def compile_step(program: StepProgram) -> StepExecutable:
-    """Compile the step. Under `debug=nans`, `advance` is the jitted function, which JAX can rerun op by op."""
+    """Compile the step.
+
+    Under `debug=nans`, the result calls the jitted function instead, because JAX can rerun it op by op to find the NaN.
+    """
     began = time.perf_counter()
     compiled = program.compile_step()
     seconds, peak = time.perf_counter() - began, _peak_bytes(compiled, program.backend)

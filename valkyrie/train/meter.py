@@ -22,7 +22,7 @@ class Meter:
     """
 
     def __init__(self, tokens: int, chips: float | int, flops: float, peak_flops: float | None) -> None:
-        """`tokens` and `flops` are of one step; `peak_flops` is of all chips together, or None if unknown."""
+        """`tokens` and `flops` are totals per step. `peak_flops` is the FLOP/s of all chips, or None if unknown."""
         self.tokens, self.chips, self.flops, self.peak_flops = tokens, chips, flops, peak_flops
         self.first: float | None = None
         self.steps: list[float] = []

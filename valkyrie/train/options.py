@@ -90,8 +90,8 @@ def explain_refusal(message: str) -> str | None:
     if name := unknown_option(message):
         names = {option for chip in known_chips().values() for option in chip.xla_options}
         suggestion = suggest(name, sorted(names))
-        hint = f" Did you mean {suggestion}?" if suggestion else ""
-        remedy = f"Omit it. If it is a default of the chip, set {KEY}.{name}=null."
+        hint = f" Did you mean {suggestion}? Otherwise," if suggestion else ""
+        remedy = f"{'remove' if hint else 'Remove'} it, or set {KEY}.{name}=null if it is a default of the chip."
         return f"{KEY}.{name}: {_compiler()} has no such option.{hint} {remedy}"
     if details := unreadable_option(message):
         name, value, reason = details

@@ -12,7 +12,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from valkyrie.paths import is_full
+from valkyrie.paths import is_disk_full
 
 
 def make_console() -> Console:
@@ -78,7 +78,7 @@ class Screen:
         try:
             yield
         except OSError as error:
-            if is_full(error):  # stdout is a file on a full disk: training is worth more than its output
+            if is_disk_full(error):  # stdout is a file on a full disk: training is worth more than its output
                 if not self._disk_full:
                     _warn("cannot write to stdout (no space left on device); training continues without printing")
                 self._disk_full = True

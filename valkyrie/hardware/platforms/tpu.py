@@ -102,7 +102,10 @@ class Tpu(Platform):
         return min(stated_peak, resting + sizes.temp_size_in_bytes) if is_host_peak else stated_peak
 
     def activation_bytes(self, saved: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
-        """Return the bytes at the peak, which is either at the loss or in the backward pass of a group of blocks."""
+        """Return the bytes of activations when memory use peaks, excluding `gradients`, which are counted elsewhere.
+
+        The peak is either at the loss or in the backward pass of a group of blocks.
+        """
         import numpy as np
 
         loss_peak, backward_peak = LOSS_FACTOR * loss, gradients + GROUP_FACTOR * group + gathered

@@ -47,7 +47,7 @@ def attend_with_global_tokens(
     """Return windowed attention in which every query also sees the global tokens, and global tokens see all keys.
 
     Args:
-        attend: Computes windowed attention for a key range, including its columns.
+        attend: Computes windowed attention for a key range, and also attends to the keys in its `columns`.
         k: Keys of this shard.
         v: Values of this shard.
         tokens: The global tokens.

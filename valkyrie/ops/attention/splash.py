@@ -39,7 +39,7 @@ WIDE_FROM = 4096
 """Sequence length from which wide blocks are faster."""
 
 LONG_FROM = 16384
-"""Sequence length from which the backward pass uses twice as wide blocks of keys."""
+"""Minimum sequence length at which the blocks of keys in the backward pass are twice as wide."""
 
 WIDE_HEAD = 128
 """Largest head_dim whose wide blocks fit into a core's scratch memory."""

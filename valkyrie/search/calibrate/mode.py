@@ -40,17 +40,18 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants of a chip before and after the fit, with the errors of estimates.
+    """Efficiency constants of a chip before and after a fit to known step times, with the errors of the estimates.
 
     Args:
         chip: The chip.
-        families: Number of trials by family.
+        families: Number of trials by model family.
         before: Constants before the fit.
         after: Fitted constants.
         errors: Ratio of known (compiled or measured) to estimated seconds of each trial, with the constants before the
             fit.
         left_out: The same ratios with constants fitted to the other families, or None if there is only one family.
-        replay: Fit of replays to layouts that were both measured and compiled, or None if there are none.
+        replay: Fit of replayed to measured times of layouts that were both compiled and measured, or None if there are
+            none.
         unpaired: Number of measured trials that were not compiled.
     """
 
@@ -79,7 +80,7 @@ def calibrate_mode(run: Run) -> int:
         raise ValueError(f"mode=calibrate needs trials to fit to. {_PATHS_HINT}")
     for path in paths:
         _check_path(path)
-    rows = [row for row in read_rows(paths) if row.ok and not row.group.simulated and not row.is_training]
+    rows = [row for row in read_rows(paths) if row.ranked and not row.group.simulated and not row.is_training]
     by_chip: dict[str, list[tuple[Row, Run]]] = defaultdict(list)
     skipped: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -88,7 +89,7 @@ def calibrate_mode(run: Run) -> int:
         elif (trial_run := _saved_run(row)) is None:
             skipped[f"the folder has no {RUN}"].append(row)
         elif (chip := trial_run.config.target.chip) is None:
-            skipped["the chip has no known figures"].append(row)
+            skipped["the chip is not known"].append(row)
         else:
             by_chip[chip.name].append((row, trial_run))
     for reason, skipped_rows in skipped.items():
@@ -97,7 +98,7 @@ def calibrate_mode(run: Run) -> int:
     if not by_chip:
         raise ValueError(
             f"paths: no trial in {', '.join(map(str, paths))} can be used. A trial needs a step time, its {RUN}, and a "
-            f"chip with known figures. {_PATHS_HINT}"
+            f"target whose chip is known (conf/target/chip). {_PATHS_HINT}"
         )
     console.print(f"using {sum(map(len, by_chip.values()))} of {len(rows)} trials")
     too_few = [_too_few_message(chip, len(pairs)) for chip, pairs in by_chip.items() if len(pairs) < len(FITTED)]

@@ -262,15 +262,16 @@ def _save_activation_hints(facts: _Facts) -> Iterator[Hint]:
     benefit = f"avoids {duration(best.seconds)} of recomputation ({percent(share)} of the step)"
     if fitting:
         text = (
-            f"Save {best.name} next: {change} needs about {memory_text(best.bytes)} of the "
+            f"Save {best.name} next with {change}. It takes about {memory_text(best.bytes)} of the "
             f"{memory_text(headroom)} that are free and {benefit}"
         )
     else:
         text = (
             f"No activation that is slow to recompute fits on the device ({memory_text(headroom)} free). Offload "
-            f"{best.name} next: {change} sends about {memory_text(best.bytes)} to the host and back, and {benefit}"
+            f"{best.name} next with {change}. It sends about {memory_text(best.bytes)} to the host and back, and "
+            f"{benefit}"
         )
-    text += ", judging by the replayed operations with its name."
+    text += "."
     yield Hint(HintCode.save_activation, text, share, changes=(change,))
 
 

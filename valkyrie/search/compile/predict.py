@@ -70,16 +70,16 @@ def predict_function(
     options: Mapping[str, Any] | None = None,
     work: ProgramWork | None = None,
 ) -> Predicted:
-    """Predict a step of a jitted, lowered or compiled function on a slice.
+    """Predict the step time and memory of a jitted, lowered or compiled function on a slice.
 
-    Raises ValueError for any other function, for a mesh of other devices than those of the slice, for a program
-    without a mesh, and for options that the compiler refuses. Other errors of tracing and compiling are not caught.
+    Raises ValueError if `function` is none of these, if the mesh has devices that are not in the slice, if the program
+    has no mesh, or if the compiler refuses an option. Other errors of tracing and compiling are not caught.
 
     Args:
-        function: The function.
+        function: The function, which does one step.
         arguments: Positional arguments, arrays or `jax.ShapeDtypeStruct`.
         named: Keyword arguments.
-        target: The slice.
+        target: The slice to compile for.
         mesh: Mesh of the devices, or None to take it from the shardings of the arguments.
         options: Compiler options.
         work: Name, tokens and FLOPs of the program.

@@ -320,7 +320,7 @@ class ForeignProgram:
 
 @dataclass(frozen=True)
 class Prediction(LayoutResult):
-    """A compiled layout, or another compiled program: whether it fits, its step time, and why.
+    """Result of compiling a layout or another program: whether it fits, its predicted step time, and what limits it.
 
     Args:
         program: The program, or None for the step of a run.
@@ -329,15 +329,15 @@ class Prediction(LayoutResult):
         placement: Description of each mesh axis's place on the torus, one per line.
         positions: Positions of the mesh's devices, flattened.
         parameters: Number of parameters of the model.
-        alternatives: Changes to try.
+        alternatives: Other layouts or settings to try, with their estimated effect.
         reduction: Dtype in which gradients are summed.
         step: Predicted time, or None if the compiler writes no schedule, as for CPUs.
         parts: Time of the step by part.
         costs: The slowest operations.
         lines: The slowest lines of the program's source.
         remat: Activations saved and recomputed for the backward pass.
-        notes: Assumptions of the replay.
-        hints: Advice.
+        notes: Assumptions of the replay, which simulates the compiled schedule.
+        hints: What limits the step, and what would help.
         work: Digest of model, batch, length, precision, target and source code (`work_key`).
     """
 

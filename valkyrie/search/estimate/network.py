@@ -57,7 +57,7 @@ class CollectiveModel:
     def scatter(
         self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, *, one_ring: bool = False
     ) -> np.ndarray:
-        """Return the seconds of a reduce-scatter of `full` bytes on each device."""
+        """Return the seconds of a reduce-scatter for each layout. Each device has `full` bytes before it."""
         return self.scatters * self._seconds(layouts, axes, full, self.gathers, one_ring)
 
     def sum(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray) -> np.ndarray:

@@ -44,7 +44,7 @@ class Product:
 
     @property
     def n(self) -> int:
-        """Length of the dimension of the result that comes from the parameter."""
+        """Number of output features: the product of the sizes of the parameter's output axes."""
         return math.prod(n for _, n in self.output_axes)
 
     def is_recomputed(self, remat: RematConfig) -> bool:

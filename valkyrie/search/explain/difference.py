@@ -167,7 +167,11 @@ def compare_layouts(
 
 
 def compared_quantities(prediction: Prediction) -> ComparedQuantities:
-    """Return seconds, bytes sent and bytes of memory by name. Mesh axes are named with their roles: `x,y (FSDP)`."""
+    """Return the quantities of a prediction to compare with another.
+
+    They are seconds by part, bytes sent by mesh axes, bytes of memory by category, and tokens per step. Mesh axes are
+    named with their roles: `x,y (FSDP)`.
+    """
     layout, traffic, memory_report = prediction.layout, prediction.communication, prediction.memory
     seconds = {record_name(part.kind, _format_axes(part.mesh_axes, layout)): part.seconds for part in prediction.parts}
     sent_by_axes = (

@@ -37,7 +37,7 @@ from valkyrie.train.screen import make_console
 
 REPEATS = 5
 LARGE, SMALL = 512, 64
-"""Sides of the timed square products. The large one gives the peak rate, the small one the rate at small sizes."""
+"""Sizes n of the timed n x n matmuls. The large one gives the peak rate, the small one the rate at small sizes."""
 PROCESS_BYTES, MIN_DEVICE_BYTES = 2**28, 2**24
 """Total bytes of the arrays of a process, larger than most caches, and minimum bytes of each device's array."""
 MAX_CALL_S = 0.15

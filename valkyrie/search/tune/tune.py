@@ -345,7 +345,7 @@ class _Tuner:
         if step is not None:
             if step.module_sha256 not in self._steps:
                 replay, _ = replay_program(run, compiled)
-                assert replay is not None, "a TPU's compiler leaves a schedule"
+                assert replay is not None, "modules for TPUs are scheduled, so they can be replayed"
                 self._steps[step.module_sha256] = replay.step_s
             step_s = self._steps[step.module_sha256]
         return _Program(compiled, step_s, time.perf_counter() - began)
