@@ -20,7 +20,7 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train import room
 from valkyrie.train.devices import Devices, missing_devices
-from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, estimate_errors, layout_arrays
+from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, layout_arrays, memory_estimate_errors
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import DoesNotFit, check_room, explain_oom
 from valkyrie.train.show import verdict
@@ -186,7 +186,7 @@ def test_more_simulated_devices_than_the_cores_support_are_refused(monkeypatch: 
 
 def test_the_memory_estimate_of_a_tpu_has_its_past_error():
     results = json.loads((Path(__file__).parents[1] / "experiments" / "memory.json").read_text())
-    ratios, errors = [result["ratio"] for result in results], estimate_errors()
+    ratios, errors = [result["ratio"] for result in results], memory_estimate_errors()
     assert (errors.layouts, errors.low, errors.high) == (len(ratios), min(ratios), max(ratios))
     assert errors.within_15_percent >= 0.85 * errors.layouts and errors.models == 3
     memory = ExpectedMemory(parameters=GIB, gradients=GIB, optimizer=2 * GIB, average=0, activations=6 * GIB)

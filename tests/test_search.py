@@ -439,7 +439,7 @@ def test_a_search_can_use_only_estimates(search: Callable[..., Finished]) -> Non
     assert best["low_s"] < best["step_s"] == min(steps) < best["high_s"]
     assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
     assert f"train it: {train_command(parse_request(run), decode(RankedLayout, best, ANSWER))}" in printed
-    assert "plain FSDP: " in printed and "v4 paper's rule" not in printed, "v5e has a torus of two axes"
+    assert "fastest fsdp layout: " in printed and "v4 paper's rule" not in printed, "v5e has a torus of two axes"
 
 
 def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:

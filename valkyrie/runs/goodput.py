@@ -177,7 +177,7 @@ class Ledger:
     Args:
         folder: The run folder.
         began: Unix time of this start.
-        spent: Seconds spent so far by kind. The caller updates it.
+        spent: Seconds spent so far by kind, which the caller updates. `prepared` adds to its `setup`.
         write: Whether to read and write the file. False on processes other than the leader, which then know only this
             start.
     """

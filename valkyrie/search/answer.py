@@ -173,13 +173,13 @@ def describe_work(request: SearchRequest) -> str:
     return f"{request.run.model.name}, batch {config.batch} x {config.seq:,} tokens, {config.precision.name}"
 
 
-def train_command(request: SearchRequest, row: RankedLayout, tuned: Sequence[str] = ()) -> str:
-    """Return the command that trains a layout. `tuned` are additional overrides, found by tuning."""
-    overrides = [f"target={row.candidate.target}", *row.overrides[1:], *tuned]
+def train_command(request: SearchRequest, row: RankedLayout, options: Sequence[str] = ()) -> str:
+    """Return the command that trains a layout. `options` are additional overrides (`SearchAnswer.options`)."""
+    overrides = [f"target={row.candidate.target}", *row.overrides[1:], *options]
     return "valkyrie-train " + shlex.join([*request.command, *overrides])
 
 
-def launch_command(request: SearchRequest, row: RankedLayout, tuned: Sequence[str] = ()) -> str | None:
+def launch_command(request: SearchRequest, row: RankedLayout, options: Sequence[str] = ()) -> str | None:
     """Return the `valkyrie-launch` command that rents the slices of a layout and trains on them.
 
     None for several slices on a platform where Valkyrie can rent only one.
@@ -190,4 +190,4 @@ def launch_command(request: SearchRequest, row: RankedLayout, tuned: Sequence[st
         return None
     words = [f"target={target.name}"] if rents_slices else ["target=skypilot", f"slice={target.name}"]
     words += [f"slices={target.slices}"] if target.slices > 1 else []
-    return f"valkyrie-launch {shlex.join(words)} -- {train_command(request, row, tuned).partition(' ')[2]}"
+    return f"valkyrie-launch {shlex.join(words)} -- {train_command(request, row, options).partition(' ')[2]}"

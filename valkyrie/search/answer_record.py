@@ -136,7 +136,7 @@ class SearchAnswer:
         why: Reason why no more layouts were compiled.
         measured: The measured layouts.
         best: The best layouts, in order.
-        options: Overrides that tuning found for the first layout in `best`.
+        options: Overrides of the first layout in `best` that tuning found, or without which it does not fit.
         title: Model, batch and precision, for display.
         targets: Names of the requested slices.
         tokens: Tokens to train on, if requested.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +10,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from valkyrie.config.modes import settings_for
+from valkyrie.config.modes import SUMMARY, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.modes.compile import Config as CompileMode
+from valkyrie.records import RecordError
 from valkyrie.runs.folder import split_flags
+from valkyrie.search.compile.prediction import read_prediction
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.modes import compile_into_folder
 from valkyrie.search.request import SearchRequest
@@ -23,6 +26,7 @@ from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
 from valkyrie.sweep.results import OUTPUT, Outcome, read_results
 from valkyrie.sweep.run import run_in_this_process
 from valkyrie.sweep.trial import Status, Trial
+from valkyrie.train.options import settings_to_fit
 
 DISTINCT_FIRST = 4
 """The first compiles differ in mesh or partition, up to this number."""
@@ -32,10 +36,14 @@ MIN_VARIANT_RATIO = 0.97
 
 @dataclass(frozen=True)
 class CompiledLayout:
-    """A layout with its estimate and the record of its compile."""
+    """A layout with its estimate and the record of its compile.
+
+    `to_fit` are overrides of compiler options without which it does not fit.
+    """
 
     estimate: EstimatedLayout
     trial: Trial
+    to_fit: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float | None:
@@ -130,14 +138,15 @@ def compile_best(
         if any(layout.candidate == other.estimate.candidate for other in compiles.done):
             continue
         start = time.monotonic()
+        plan = plan_compile(request, layout, folder)
         try:
-            trial = compile_trial(plan_compile(request, layout, folder), watch)
+            trial = compile_trial(plan, watch)
         except BudgetOver:
             overrides = " ".join(layout.candidate.overrides)
             compiles.why = f"mode.budget={request.mode.budget} ended during the compile of {overrides}"
             return
         longest = max(longest, time.monotonic() - start)
-        compiles.done.append(CompiledLayout(layout, trial))
+        compiles.done.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
         on_result(compiles.done[-1], compiles)
 
 
@@ -174,6 +183,13 @@ def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: Estimate
     flags, overrides = split_flags(request.command)
     overrides = [*overrides, f"mode={run.config.mode.name}", *layout.candidate.overrides]
     return plan_run(run, SweepContext(folder, tuple(flags)), overrides)
+
+
+def _settings_to_fit(trial_folder: Path) -> tuple[str, ...]:
+    """Return the overrides without which a compiled layout does not fit. Empty if it was not compiled or needs none."""
+    with contextlib.suppress(RecordError, OSError):
+        return tuple(settings_to_fit(read_prediction(trial_folder / SUMMARY).options))
+    return ()
 
 
 def _pick_next(

@@ -104,6 +104,9 @@ def _search(run: Run) -> int:
         )
         console.print(message, style="yellow", markup=False, soft_wrap=True)
         options = []
+    winner = next((layout for layout in compiles.done if layout.estimate.candidate == rows[0].candidate), None)
+    if not options and winner is not None:
+        options = list(winner.to_fit)
     on_this_machine = has_devices(_target_slice(rows[0], request))
     answer = SearchAnswer(
         command=list(run.arguments),

@@ -1,4 +1,4 @@
-"""Baselines to compare the best layout with, on the same slice: plain FSDP, and the TPU v4 paper's rule of thumb."""
+"""Baselines for the best layout on its slice: the fastest `fsdp` layout, and the TPU v4 paper's rule of thumb."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from valkyrie.search.request import SearchRequest
 from valkyrie.units import duration
 
 PAPER_RULE = "the TPU v4 paper's rule (one torus axis each for MP1, MP2 and data)"
-PLAIN_FSDP = "plain FSDP"
+FASTEST_FSDP = "fastest fsdp layout"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Rival:
 
 
 def rivals_on(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> list[Rival]:
-    """Return the baselines on a slice: the TPU v4 paper's rule, if the torus has three axes, and plain FSDP.
+    """Return the baselines on a slice: the TPU v4 paper's rule, if the torus has three axes, and the fastest `fsdp`.
 
     Leaves out those whose partition (`2d_tp` or `fsdp`) is not part of the search.
     """
@@ -43,7 +43,7 @@ def rivals_on(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> 
             _fastest(PAPER_RULE, (layout for layout in ranked_here.for_partition("2d_tp") if _matches_torus(layout)))
         )
     if "fsdp" in partitions:
-        rivals.append(_fastest(PLAIN_FSDP, ranked_here.for_partition("fsdp")))
+        rivals.append(_fastest(FASTEST_FSDP, ranked_here.for_partition("fsdp")))
     return rivals
 
 

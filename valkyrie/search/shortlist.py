@@ -19,6 +19,8 @@ FILE = Path(ranking.__file__).with_name("errors.json")
 """File with the errors of estimates relative to compiled steps, written by experiments/search/table.py."""
 MAX_CANDIDATES = 500
 """Maximum number of fitting layouts per slice in a shortlist, and of doubtful ones."""
+MAX_EXAMINED = 10_000
+"""Number of shortest estimates per slice that are examined. A layout that fits but is slower is not found."""
 MAX_VARIANTS = 3
 """Maximum number of layouts in an answer with the same slice, mesh and partition."""
 EQUALLY_FAST = 1.01
@@ -34,9 +36,9 @@ class MeshPartition(NamedTuple):
 
 
 def mesh_partition(layout: EstimatedLayout) -> MeshPartition:
-    """Return the key of the group that a layout belongs to.
+    """Return the chips, mesh and partition of a layout.
 
-    The compiled or measured step time of one layout corrects the predictions for its group.
+    The compiled or measured step time of a layout corrects the predictions for layouts with the same ones.
     """
     candidate, chips = layout.candidate, describe_chips(layout.group.target)
     return MeshPartition(chips, candidate.mesh, f"{candidate.partition} {candidate.schedule.value}")
@@ -59,7 +61,13 @@ def without_torus(layout: EstimatedLayout) -> Candidate:
 
 @dataclass(frozen=True)
 class EstimateErrors:
-    """Range of compiled over estimated step times, and the lower end of the same ratio for peak memory."""
+    """Quantiles of compiled over estimated values of our own compiled TPU layouts (experiments/search/table.py).
+
+    Args:
+        low: 5% quantile for step times.
+        high: 95% quantile for step times.
+        memory_low: 25% quantile for peak memory.
+    """
 
     low: float
     high: float
@@ -68,7 +76,7 @@ class EstimateErrors:
 
 @cache
 def estimate_errors() -> EstimateErrors:
-    """Load the published error ranges of the estimates, which ship with the package."""
+    """Load the error ranges of the estimates, which ship with the package."""
     return load(EstimateErrors, FILE.read_text(), str(FILE))
 
 
@@ -132,7 +140,7 @@ def shortlist(ranked: ranking.Ranking) -> Shortlist:
             smallest_so_far = smallest.setdefault(chip_name(layout), layout)
             smallest[chip_name(layout)] = min(smallest_so_far, layout, key=lambda e: e.bytes)
         fitting, doubtful = [], []
-        for layout in itertools.islice(ranked.for_target(target), 20 * MAX_CANDIDATES):
+        for layout in itertools.islice(ranked.for_target(target), MAX_EXAMINED):
             usable = usable_hbm(layout.group.target.chip)
             if layout.fits:
                 fitting.append(layout)

@@ -40,8 +40,8 @@ class Progress:
 
     Args:
         start: Step of the checkpoint that this process continues from, 0 for a new run.
-        step: Last dispatched step.
-        state: State after that step.
+        step: Last step that callbacks have seen. The next one may be running already.
+        state: Newest state. In `on_metrics` it is usually that after the next step.
         facts: Entries of the summary that are not about steps.
         evaluation: Newest value of every evaluation metric.
         evaluated: Step of the last evaluation, or None.
@@ -200,9 +200,10 @@ class Evaluate(Callback):
 
 @dataclass
 class Save(Callback):
-    """Saves checkpoints. A save that fails is reported, and the next one tries again.
+    """Saves checkpoints.
 
-    Raises FolderGoneError when the run folder was deleted.
+    With one process, a save that fails is reported, and the next one tries again. With several processes, it raises
+    NotSavedError and ends the run. Raises FolderGoneError when the run folder was deleted.
     """
 
     checkpoints: Checkpoints
@@ -227,7 +228,7 @@ class Save(Callback):
         # The fast checkpoint comes first: a preemption may leave no time for the durable one.
         step, state, position = progress.step, progress.state, self.loader.state()
         metrics = progress.evaluation if progress.evaluated == step else None
-        progress.ledger.write(step)  # so that goodput counts the time lost if the run continues from here
+        progress.ledger.write(step)  # makes the time of repeated steps exact if a restart continues from here
         with progress.meter.paused("save"):
             if self._is_fast_due(progress):
                 progress.warn(self.checkpoints.save_fast(step, state, position))

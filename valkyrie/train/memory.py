@@ -282,6 +282,6 @@ def _is_not_needed(activation: SavedActivation, remat: RematConfig) -> bool:
 
 
 @cache
-def estimate_errors() -> MemoryErrors:
+def memory_estimate_errors() -> MemoryErrors:
     """Return the measured errors of the estimate against the TPU compiler."""
     return read_record(MemoryErrors, ERRORS)

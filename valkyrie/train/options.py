@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -65,6 +65,11 @@ def add_saving_options(options: Sequence[Option]) -> list[Option]:
     saving = {name: value for name, value in SAVING_MEMORY.items() if name not in set_by_user}
     others = [option for option in options if option.name not in saving]
     return others + [Option(name, value, TO_FIT) for name, value in saving.items()]
+
+
+def settings_to_fit(options: Iterable[Option]) -> list[str]:
+    """Return the overrides without which the program does not fit. Compiling adds them itself; training does not."""
+    return [f"{KEY}.{option}" for option in options if option.set_by == TO_FIT]
 
 
 def option_text(value: object) -> str | None:

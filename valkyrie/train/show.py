@@ -17,10 +17,10 @@ from valkyrie.parallel.remat import EVERYTHING
 from valkyrie.train.memory import (
     ExpectedMemory,
     MemoryEstimator,
-    estimate_errors,
     expected_memory,
     layout_arrays,
     legal_remats,
+    memory_estimate_errors,
     saved_bytes,
 )
 from valkyrie.train.program import StepProgram
@@ -96,7 +96,7 @@ def verdict(memory: ExpectedMemory[int], usable: int, device_name: str, *, measu
 
     `measured`: whether errors of the estimate were measured on the platform. Otherwise a factor of two is assumed.
     """
-    errors = estimate_errors()
+    errors = memory_estimate_errors()
     ratios = (errors.low, errors.high) if measured else (0.5, 2.0)
     low, high = (max(memory.at_rest, ratio * memory.total) for ratio in ratios)
     judgement = "does not fit" if low > usable else "should fit" if high <= usable else "may not fit"

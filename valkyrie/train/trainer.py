@@ -114,7 +114,7 @@ def fit(
     Raises:
         DivergedError: Loss or gradients are no longer finite.
         FolderGoneError: The run folder was deleted.
-        NotSavedError: The disk is too full for the last state.
+        NotSavedError: The last state could not be saved, or with several processes any durable checkpoint.
         DiskError: The run folder cannot be written, or the bucket in `checkpoint.folder` cannot be reached.
         ValueError: The checkpoint or the data does not match the run, or this machine lacks memory.
     """
@@ -140,7 +140,7 @@ def fit(
         ledger = Ledger(folder, began, meter.spent, write=team.is_leader)
         with meter.paused("setup" if checkpoints.last_saved is None else "restore"), ledger.refusals():
             start, state = _restore_or_init(program, checkpoints, loader, folder, console)
-        ledger.prepared(start)
+        ledger.prepared(start)  # records the restored step before the compile, which may crash
         if team.is_leader:
             write_run_files(run, folder)
         if start < config.steps and not console.is_terminal:
@@ -161,12 +161,14 @@ def fit(
         screen.say(_opening_line(start, config.steps, None if step is None else step.compile_s))
         progress.warn(window.missed_warning(start))
         evaluator, save = Evaluator(program, prepared, tokenizer), Save(checkpoints, loader)
+        # The order matters: metrics are checked before a state is saved, evaluations come before the save because
+        # `keep_best` needs them, and the slow samples and code evaluations come after it.
         callbacks = [RefuseDivergence(checkpoints), Profile(window), Evaluate(evaluator), save, Sample(evaluator)]
         if tokenizer is not None and config.code_eval_every is not None:
             callbacks.append(EvaluateCode(CodeEvaluation(program, tokenizer), lambda: interrupt.requested))
         callbacks.append(Log())
         stack.callback(lambda: ledger.write(progress.step, progress.end))
-        ledger.prepared(start)
+        ledger.prepared(start)  # counts what came after the compile as setup
         _train_steps(progress, step, loader, callbacks, interrupt, watchdog)
         progress.end = FINISHED if not progress.stopping else PREEMPTED if interrupt.preempted else STOPPED
         tracker.summary(summary := progress.summary())

@@ -35,8 +35,8 @@ _WRITE_S = 5.0
 class Watchdog:
     """A context manager with a thread that ends the process with status 69 when a step hangs.
 
-    All processes of the team then print the stacks of their threads to standard error. Nothing is watched between
-    `resting` and the next `step`.
+    All processes of the team then print the stacks of their threads: the leader to standard error, the others to
+    `logs/process-N.log`. Nothing is watched between `resting` and the next `step`.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from valkyrie.search.compile.prediction import (
     short_cause,
     short_source,
 )
-from valkyrie.train.options import KEY, TO_FIT, Option
+from valkyrie.train.options import Option, settings_to_fit
 from valkyrie.units import GIB, decimal_bytes_text, duration, gib, memory_text
 
 _FORMATS: dict[str, Callable[[float], str]] = {
@@ -141,8 +141,7 @@ def _show_memory(memory: MemoryReport, options: Sequence[Option], console: Conso
     )
     if parts := [f"{what} {memory_text(size)}" for what, size in other_memory if size]:
         console.print(f"not included, per device: {', '.join(parts)}")
-    if saving_options := [f"{KEY}.{option}" for option in options if option.set_by == TO_FIT]:
-        settings = " ".join(saving_options)
+    if settings := " ".join(settings_to_fit(options)):
         console.print(f"fits only with compiler options that save memory. Add to the training command: {settings}")
 
 
