@@ -221,7 +221,9 @@ def _colours(timelines: Iterable[Timeline], toruses: Iterable[TorusDrawing]) -> 
 def _best_first(rows_by_kind: Sequence[Sequence[Row]]) -> list[Row]:
     """Return the rows with a speed: the best row of each kind of speed, then the second best of each, and so on."""
     largest_group = max(map(len, rows_by_kind), default=0)
-    return [members[i] for i in range(largest_group) for members in rows_by_kind if i < len(members) and members[i].ok]
+    return [
+        members[i] for i in range(largest_group) for members in rows_by_kind if i < len(members) and members[i].ranked
+    ]
 
 
 def _escape_script(text: str) -> Markup:
