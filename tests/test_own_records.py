@@ -88,7 +88,7 @@ def test_damaged_training_records_are_reported(run_folder: Path, name: str, data
     check_line(data, run_folder / name, lambda: (read_training(run_folder), report(run_folder)))
 
 
-@fuzz(60)
+@fuzz(20)
 def test_a_damaged_run_yaml_is_reported(run_folder: Path, tmp_path: Path, data: st.DataObject) -> None:
     assert saved_run(run_folder).config.batch == 8
     valid = yaml.safe_load((run_folder / "run.yaml").read_text())

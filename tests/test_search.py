@@ -26,7 +26,7 @@ from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_b
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.folder import save_answer
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.rivals import PAPER_RULE, PLAIN_FSDP, Rival, format_comparison, rivals_on
+from valkyrie.search.rivals import FASTEST_FSDP, PAPER_RULE, Rival, format_comparison, rivals_on
 from valkyrie.search.shortlist import Shortlist, describe_chips, mesh_partition, shortlist, without_torus
 from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict
 from valkyrie.sweep.plan import TrialPlan
@@ -207,7 +207,7 @@ def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(
     compiles.done.append(CompiledLayout(slow, compiler(plan, lambda: None)))
     rows = rank_layouts(request, listed, compiles, 10)
     assert (rows[0].stage.value, rows[0].overrides) == ("estimate", fast.candidate.overrides)
-    comparison = format_comparison(Rival(PLAIN_FSDP, slow), compiles, rows[0])
+    comparison = format_comparison(Rival(FASTEST_FSDP, slow), compiles, rows[0])
     assert "(by estimate)" in comparison and f"{slow.step_s / fast.step_s:.2f} times " in comparison
 
 
@@ -291,20 +291,20 @@ def rivals_of(*arguments: str) -> dict[str, tuple[list[str] | None, str]]:
 def test_baselines_are_for_one_slice() -> None:
     rivals = rivals_of("target=v4-64", "model=gpt_1b", "batch=64", "partition.zero1=false", "mode.targets=[v4-8,v4-64]")
     assert rivals[PAPER_RULE][0] == ["target=v4-64", "mesh=4x4x2", "partition=2d_tp"]
-    assert rivals[PLAIN_FSDP][0] == ["target=v4-64", "mesh=32x1x1", "partition=fsdp"]
+    assert rivals[FASTEST_FSDP][0] == ["target=v4-64", "mesh=32x1x1", "partition=fsdp"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (("target=v4-8", "batch=32", "partition=pp"), {}),
-        (("target=v4-8", "batch=7", "partition=fsdp"), {PLAIN_FSDP: "no legal layout"}),
+        (("target=v4-8", "batch=7", "partition=fsdp"), {FASTEST_FSDP: "no legal layout"}),
         (
             ("target=v4-8", "batch=32", "target.chip.usable_hbm_gib=0.0001"),
-            {PAPER_RULE: "no layout fits", PLAIN_FSDP: "no layout fits"},
+            {PAPER_RULE: "no layout fits", FASTEST_FSDP: "no layout fits"},
         ),
-        (("target=v5e-8", "batch=32"), {PLAIN_FSDP: ""}),
-        (("target=h100-8", "batch=32"), {PLAIN_FSDP: ""}),
+        (("target=v5e-8", "batch=32"), {FASTEST_FSDP: ""}),
+        (("target=h100-8", "batch=32"), {FASTEST_FSDP: ""}),
     ],
 )
 def test_an_excluded_baseline_is_omitted_and_others_have_a_reason(

@@ -38,7 +38,7 @@ from valkyrie.search.measuring import (
     rank_measured,
 )
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.rivals import PLAIN_FSDP, Rival, format_comparison
+from valkyrie.search.rivals import FASTEST_FSDP, Rival, format_comparison
 from valkyrie.search.shortlist import Shortlist, mesh_partition, shortlist
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialLog, TrialResult
@@ -149,12 +149,12 @@ def test_a_measured_baseline_is_compared_by_its_measurement(monkeypatch: pytest.
     rows = rank_measured(request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures)
     rival = measures.timed[1].estimate
     assert measures.step_s(rival) == pytest.approx(2 * rival.step_s)
-    line = format_comparison(Rival(PLAIN_FSDP, rival), CompiledLayouts(), rows[0], measures.step_s(rival))
+    line = format_comparison(Rival(FASTEST_FSDP, rival), CompiledLayouts(), rows[0], measures.step_s(rival))
     assert f"(measured), {rival.step_s / measures.timed[0].estimate.step_s:.2f} times as long as the best;" in line
     other = make_shortlist(request).fitting[-1]
     assert measures.step_s(other) is None
     assert "(by estimate)" in format_comparison(
-        Rival(PLAIN_FSDP, other), CompiledLayouts(), rows[0], measures.step_s(other)
+        Rival(FASTEST_FSDP, other), CompiledLayouts(), rows[0], measures.step_s(other)
     )
 
 
@@ -184,11 +184,11 @@ def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pyte
     best, rival = measures.timed[0].estimate, make_shortlist(request).fitting[-1]
     compiles = CompiledLayouts([compiled(request, rival, 5.0, tmp_path)])
     (row, *_) = rank_measured(request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures)
-    line = format_comparison(Rival(PLAIN_FSDP, rival), compiles, row)
+    line = format_comparison(Rival(FASTEST_FSDP, rival), compiles, row)
     times = rival.step_s / sum(row.parts_s.values())
     assert f"(by estimate), {times:.2f} times" in line
     compiles.done.append(compiled(request, best, 4.0, tmp_path))
-    line = format_comparison(Rival(PLAIN_FSDP, rival), compiles, row)
+    line = format_comparison(Rival(FASTEST_FSDP, rival), compiles, row)
     assert f"(by compile), {5 * rival.step_s / (4 * best.step_s):.2f} times as long as the best;" in line
 
 
