@@ -8,7 +8,7 @@ estimated without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -107,6 +107,15 @@ def weight(*dims: str | int, group: str = "matrix", float32: bool = False, outpu
         output_first: Whether its first dimension is an output of the product, instead of an input.
     """
     return Weight(dims, group, float32, output_first)
+
+
+def padding(shape: Sequence[int], lanes: int) -> float:
+    """Return padded over actual size of an activation of this shape, (batch, seq, ...), on devices with `lanes`.
+
+    Pads the last dimension of arrays with several dimensions after `seq`, such as the heads of attention. Compilers
+    give the others a layout without padding.
+    """
+    return -(-shape[-1] // lanes) * lanes / shape[-1] if len(shape) > 3 else 1.0
 
 
 def saved(

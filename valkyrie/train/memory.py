@@ -19,7 +19,7 @@ import numpy as np
 from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.models.block import BLOCK_INPUT, SavedActivation
+from valkyrie.models.block import BLOCK_INPUT, SavedActivation, padding
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import Memory, resolve_rules
 from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remats
@@ -191,6 +191,7 @@ class MemoryEstimator:
         elements = config.batch / layouts.microbatches / layouts.parts(layouts.activations[BATCH]) * positions
         for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):
             elements = elements * length / layouts.split(axis, "active", length)
+        elements = elements * padding(activation.tensor.shape, get_platform(config.target.platform).lanes)
         return activation.count * elements * (4 if activation.float32 else config.precision.compute.itemsize)
 
 

@@ -52,6 +52,7 @@ class Platform(ABC):
         scan: Default of `valkyrie.ops.scan.ScanImpl`, or None.
         runs_pallas_tpu: Runs Pallas kernels for TPUs; other platforms interpret them.
         rotates_by_product: A matrix product is the fastest way to swap the halves of a vector.
+        lanes: Length to whose multiples the head dimension of attention is padded in memory and in products.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Platform(ABC):
     scan: str | None = None
     runs_pallas_tpu: bool = False
     rotates_by_product: bool = False
+    lanes: int = 1
 
     def device_files(self) -> list[Path]:
         """Return the device files of this host's chips, one per chip."""

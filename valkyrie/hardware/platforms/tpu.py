@@ -45,6 +45,7 @@ class Tpu(Platform):
     scan = "kernel"
     runs_pallas_tpu = True
     rotates_by_product = True
+    lanes = 128
 
     def device_files(self) -> list[Path]:
         """Return `/dev/accel0` and so on, and the numbered files in `/dev/vfio`."""

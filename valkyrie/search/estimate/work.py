@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from valkyrie.axes import BATCH, SEQ, Parameter
 from valkyrie.config.run import Run
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.models import Layered
-from valkyrie.models.block import Block, BlockContext, SavedActivation
+from valkyrie.models.block import Block, BlockContext, SavedActivation, padding
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 
 _PRODUCT_GROUPS = ("matrix", "ssm")
@@ -106,6 +107,11 @@ class StepWork:
         return self.run.config.batch * self.run.config.seq
 
     @property
+    def lanes(self) -> int:
+        """Length to whose multiples the head dimension is padded (`Platform.lanes`)."""
+        return get_platform(self.run.config.target.platform).lanes
+
+    @property
     def itemsize(self) -> int:
         """Bytes of a number in the compute dtype."""
         return self.run.config.precision.compute.itemsize
@@ -124,6 +130,7 @@ def step_work(run: Run, *, whole_blocks: bool = False) -> StepWork:
             "them instead: valkyrie-train -m mode=compile hydra/sweeper=layouts."
         )
     products, mixing, activations = [], [], []
+    lanes = get_platform(run.config.target.platform).lanes
     total = 2.0 * model.embed * model.vocab_rows
     for group, repeats in model.segments():
         for i, layer in enumerate(group):
@@ -134,7 +141,7 @@ def step_work(run: Run, *, whole_blocks: bool = False) -> StepWork:
                 block_products = _products(block, context, repeats, (i, context.number, j), last)
                 products += block_products
                 product_flops = sum(2.0 * p.k * p.n * p.components for p in block_products)
-                mixing.append(_mixing(block, context, repeats, run.config.seq, product_flops))
+                mixing.append(_mixing(block, context, repeats, run.config.seq, product_flops, lanes))
                 activations += [(activation, repeats) for activation in block.saved_activations(context)]
     passes = model.flops_per_token(run.config.seq) / total
     return StepWork(run, model.embed, tuple(products), tuple(mixing), tuple(activations), model.parameters(), passes)
@@ -167,7 +174,7 @@ def _products(
     return products
 
 
-def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_flops: float) -> Mixing:
+def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_flops: float, lanes: int) -> Mixing:
     """Return the work of a block outside its matrix products, such as attention scores or a scan.
 
     Args:
@@ -176,6 +183,7 @@ def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_f
         count: Number of layers.
         seq: Sequence length.
         product_flops: FLOPs per token of the block's matrix products, which are subtracted from its total.
+        lanes: Length to whose multiples the head dimension is padded (`Platform.lanes`).
     """
     named = [
         activation
@@ -186,4 +194,6 @@ def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_f
     neighbours = tuple(block.neighbours(context))
     flops = max(block.flops(context, seq) - product_flops, 0.0)
     name = named[0].name if named else None
+    if named:
+        flops *= padding(named[0].tensor.shape, lanes)
     return Mixing(flops, block.scores(context, seq), axes, count, name, block.shards_rows_over_embed, neighbours)
