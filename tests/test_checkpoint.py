@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from runs import checkpoints
-from valkyrie.checkpoint import CheckpointConfig, latest_step
+from valkyrie.checkpoint import CheckpointConfig, latest_step, stored_checkpoints
+from valkyrie.checkpoint.location import METADATA
 from valkyrie.train.state import TrainState
 
 DATA = {"version": 1, "row": 32, "content": "abc"}
@@ -193,6 +194,35 @@ def test_the_previous_checkpoint_replaces_a_damaged_one(
         assert_equal(tier.restore(abstract(make_state(0)))[1], make_state(5))
 
 
+INTERRUPTED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "empty": (lambda step: [shutil.rmtree(step), step.mkdir()][0], "the folder is empty"),
+    "about missing": (DAMAGES["about missing"], "about/metadata is missing"),
+    "about truncated": (DAMAGES["about truncated"], "about/metadata cannot be read"),
+    "tree missing": (DAMAGES["tree missing"], "state/_METADATA is missing"),
+    "data position missing": (DAMAGES["data position missing"], "data/metadata is missing"),
+    "save times missing": (lambda step: (step / METADATA).unlink(), f"{METADATA} is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", INTERRUPTED)
+def test_the_previous_checkpoint_replaces_one_whose_copy_was_interrupted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str
+) -> None:
+    save(tmp_path, 4, 5)
+    root = tmp_path / "checkpoints"
+    (root / "5" / "checksums.json").unlink()
+    remove, words = INTERRUPTED[damage]
+    remove(root / "5")
+    listed = {c.step: str(c.damage) for c in stored_checkpoints(tmp_path, CheckpointConfig())}
+    assert listed == {4: "None", 5: words}
+    with closing(checkpoints(tmp_path, read_only=True)) as tier:
+        assert tier.restore(abstract(make_state(0)))[0] == 4
+    with closing(checkpoints(tmp_path)) as tier:
+        assert_equal(tier.restore(abstract(make_state(0)))[1], make_state(4))
+    note = f"The durable checkpoint at step 5 in {root} is damaged: {words}. Continuing from step 4."
+    assert capfd.readouterr().err.splitlines() == [note, note]
+
+
 def test_a_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
     save(tmp_path, 5)
     step, generator = tmp_path / "checkpoints" / "5", np.random.default_rng(0)
@@ -212,7 +242,7 @@ def test_a_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
 
 # TensorStore's other reads report to the event loop that Orbax has closed by then.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", ["about truncated", "tree missing", "arrays garbled", "data position missing"])
+@pytest.mark.parametrize("damage", ["tree truncated", "arrays garbled"])
 def test_the_refusal_of_damage_without_checksums_has_a_remedy(tmp_path: Path, damage: str) -> None:
     save(tmp_path, 4, 5)
     folder = tmp_path / "checkpoints" / "5"

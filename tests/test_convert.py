@@ -255,6 +255,66 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "runs" / "model").exists()
 
 
+def test_git_lfs_pointers_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = published(tmp_path / "model", "llama")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    remedy = "Run `git lfs pull` in the folder it came from."
+    load = ("from-hf", "model", "--tokenizer", "bytes")
+    (folder / "tokenizer.json").write_text(pointer)
+    message = refusal(capsys, "from-hf", "model")
+    assert message == f"model/tokenizer.json is a git-lfs pointer, not the tokenizer. {remedy}"
+    (folder / "model.safetensors").write_text(pointer)
+    assert refusal(capsys, *load) == f"model/model.safetensors is a git-lfs pointer, not the weights. {remedy}"
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert refusal(capsys, *load) == f"model/pytorch_model.bin is a git-lfs pointer, not the weights. {remedy}"
+
+
+def test_tied_embeddings_that_differ_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = published(tmp_path / "model", "llama", tie_word_embeddings=True)
+    message = refusal(capsys, "from-hf", "model", "--tokenizer", "bytes")
+    assert message.startswith("model: lm_head.weight differs from model.embed_tokens.weight, but config.json ties them")
+    assert "Set tie_word_embeddings to false" in message and not (tmp_path / "runs").exists()
+    changed_tensors(folder, **{"lm_head.weight": tensors_in(folder)["model.embed_tokens.weight"]})
+    main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
+
+
+def test_the_help_of_from_hf_shows_settings(capsys):
+    with pytest.raises(SystemExit):
+        main(["from-hf", "--help"])
+    assert "FOLDER [KEY=VALUE ...]" in capsys.readouterr().out
+
+
+def test_a_number_beyond_the_range_of_the_dtype_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    norm = np.full(32, 1e6, np.float32)
+    norm[1:] = 65504
+    changed_tensors(published(tmp_path / "model", "llama"), **{"model.norm.weight": norm})
+    main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
+    capsys.readouterr()
+    message = "model.norm.weight has 1 number beyond float16's 65,504. Use --dtype bfloat16 or float32."
+    save = ("to-hf", "model", "out", "--dtype", "float16", "--file-gb", "1e-5")
+    assert refusal(capsys, *save) == message and not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    assert refusal(capsys, *save) == message and not [*(tmp_path / "out").iterdir()]
+    main(["to-hf", "model", "out", "--dtype", "bfloat16"])
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["from-hf", str(published(tmp_path / "model", "llama")), "--tokenizer", "bytes", "mesh=1x1x1"])
+    root = tmp_path / "runs" / "model" / "checkpoints"
+    (root / "6").mkdir()
+    capsys.readouterr()
+    main(["to-hf", "model", "out"])
+    damaged = "The durable checkpoint at step 6 in runs/model/checkpoints is damaged: the folder is empty."
+    assert capsys.readouterr().err == f"{damaged} Continuing from step 0.\n"
+    assert refusal(capsys, "to-hf", "model", "b", "--step", "6") == f"{damaged} Use another --step."
+    (root / "0" / "about" / "metadata").unlink()
+    assert refusal(capsys, "to-hf", "model", "b").endswith("metadata is missing. There is no other checkpoint.")
+
+
 def test_paths_with_spaces_are_converted_and_unwritable_ones_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = published(tmp_path / "My {Models}, [2024]" / "llama's (3)", "llama")

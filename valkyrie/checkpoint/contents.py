@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from valkyrie.checkpoint.location import FOLDER, in_bucket
+from valkyrie.checkpoint.location import FOLDER, METADATA, in_bucket
 from valkyrie.checksums import folder_damage
 from valkyrie.problems import Problem, ProblemCode, first_line
 from valkyrie.records import encode, load
 from valkyrie.trees import flatten, leaf_names
 
+_INFO = "about/metadata"
+"""The file with a checkpoint's metadata."""
+_REQUIRED = (_INFO, METADATA, "data/metadata", "state/_METADATA")
+"""Files that every checkpoint has."""
 PARAMETERS_ONLY = "parameters"
 """Value of `CheckpointInfo.holds` in checkpoints without optimizer state."""
 
@@ -61,7 +65,7 @@ class CheckpointInfo:
 def read_info(path: Any) -> CheckpointInfo:
     """Return the metadata of a checkpoint. Raises ValueError if it cannot be read."""
     try:
-        return load(CheckpointInfo, (path / "about" / "metadata").read_text(), "about/metadata")
+        return load(CheckpointInfo, (path / _INFO).read_text(), _INFO)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"The checkpoint {path} is damaged ({type(error).__name__}: {first_line(error)[:200]}). Delete that folder "
@@ -70,11 +74,25 @@ def read_info(path: Any) -> CheckpointInfo:
 
 
 def find_damage(path: Any) -> Problem | None:
-    """Return the problem of the first file of a checkpoint that fails its checksum, or None.
+    """Return the problem of the first file of a checkpoint that is missing or fails its checksum, or None.
 
-    Checkpoints in buckets are not checked, because buckets verify their objects.
+    An interrupted copy may lack the checksums too, so the metadata is checked in addition to them. Checkpoints in
+    buckets are not checked, because buckets verify their objects.
     """
-    return None if in_bucket(path) else folder_damage(path)
+    return None if in_bucket(path) else folder_damage(path) or _metadata_damage(path)
+
+
+def _metadata_damage(path: Any) -> Problem | None:
+    if not any(path.iterdir()):
+        return Problem(ProblemCode.missing, text="the folder is empty")
+    for name in _REQUIRED:
+        if not (path / name).is_file():
+            return Problem(ProblemCode.missing, value=name, text=f"{name} is missing")
+    try:
+        read_info(path)
+    except ValueError:
+        return Problem(ProblemCode.damaged, value=_INFO, text=f"{_INFO} cannot be read")
+    return None
 
 
 def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
@@ -83,7 +101,7 @@ def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
     try:
         return read_info(path), damage
     except ValueError:
-        return None, damage or Problem(ProblemCode.damaged, text="about/metadata cannot be read")
+        return None, damage or Problem(ProblemCode.damaged, value=_INFO, text=f"{_INFO} cannot be read")
 
 
 def state_arrays(state: Any) -> Mapping[str, Any]:

@@ -134,6 +134,17 @@ def saved_steps(run_folder: Path) -> list[int]:
     return steps_in(checkpoint_root(run_folder))
 
 
+def folders_in(root: Any) -> list[int]:
+    """Return the steps of the checkpoint folders directly in a folder or bucket, oldest first.
+
+    Includes folders on a disk that an interrupted copy left incomplete: a save renames its folder to the step at the
+    end, but a copy does not. In a bucket, these may be saves in progress, so only finished ones are returned.
+    """
+    if in_bucket(root):
+        return steps_in(root)
+    return sorted(int(f.name) for f in root.iterdir() if f.name.isdigit() and f.is_dir()) if root.is_dir() else []
+
+
 def steps_in(root: Any) -> list[int]:
     """Return the steps of the finished checkpoints directly in a folder or bucket, oldest first."""
     last = _COMMITTED if in_bucket(root) else METADATA

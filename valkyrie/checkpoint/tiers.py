@@ -22,7 +22,7 @@ from valkyrie.checkpoint.contents import (
 )
 from valkyrie.checkpoint.durable import Durable
 from valkyrie.checkpoint.fast import Fast, fast_folder
-from valkyrie.checkpoint.location import IDENTITY, checkpoint_root, in_bucket, saved_steps, steps_in
+from valkyrie.checkpoint.location import IDENTITY, checkpoint_root, folders_in, in_bucket
 from valkyrie.checksums import CHECKSUMS
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
@@ -223,12 +223,13 @@ class StoredCheckpoint(NamedTuple):
 
 
 def stored_checkpoints(folder: Path, config: CheckpointConfig) -> list[StoredCheckpoint]:
-    """Return the finished checkpoints of a run, sorted by step: durable ones, and those in this host's fast folder."""
-    stored = [_examine("durable", checkpoint_root(folder) / str(step)) for step in saved_steps(folder)]
+    """Return the checkpoints of a run, sorted by step: durable ones, and those in this host's fast folder."""
+    root = checkpoint_root(folder)
+    stored = [_examine("durable", root / str(step)) for step in folders_in(root)]
     if (folder / IDENTITY).is_file():
         fast = fast_folder(config.fast, folder, _identity(folder))
         for path in sorted(fast.glob("process-*")):
-            stored += [_examine(f"fast {path.name.replace('-', ' ')}", path / str(step)) for step in steps_in(path)]
+            stored += [_examine(f"fast {path.name.replace('-', ' ')}", path / str(step)) for step in folders_in(path)]
     return sorted(stored, key=lambda checkpoint: checkpoint.step)
 
 

@@ -32,7 +32,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="{from-hf,to-hf}", parser_class=OneLineParser)
 
     load = commands.add_parser(
-        "from-hf", help="convert a Hugging Face folder to a run folder: from-hf FOLDER KEY=VALUE ..."
+        "from-hf",
+        help="convert a Hugging Face folder to a run folder: from-hf FOLDER KEY=VALUE ...",
+        usage="valkyrie-convert from-hf [-h] [--name NAME] [--tokenizer TOKENIZER] FOLDER [KEY=VALUE ...]",
+        epilog="KEY=VALUE: settings of the run, as for valkyrie-train, such as mesh=2x2x1 seq=4096.",
     )
     load.set_defaults(run=_convert_from_hf)
     load.add_argument(

@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
+from valkyrie.data.git_lfs import refuse_git_lfs_pointer
 from valkyrie.paths import disk_errors, write_atomic
-from valkyrie.units import decimal_bytes_text
+from valkyrie.units import count_text, decimal_bytes_text
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 """Names of files in a folder. The weights are in a single file, or in several files that the index lists."""
@@ -99,6 +100,7 @@ class Weights:
                     self._file_by_tensor[tensor] = name
                     self.shapes[tensor], self.dtypes[tensor] = tuple(part.get_shape()), part.get_dtype()
         except (SafetensorError, OSError) as error:
+            refuse_git_lfs_pointer(path, "the weights")
             raise ValueError(f"{path} is not a complete safetensors file ({error}). Copy it again.") from error
 
 
@@ -118,6 +120,8 @@ def _weight_files(folder: Path) -> list[str]:
             return files
     if (folder / SINGLE).is_file():
         return [SINGLE]
+    for file in folder.glob("*.bin"):
+        refuse_git_lfs_pointer(file, "the weights")
     other = sorted(file.name for file in folder.glob("*.bin")) + sorted(file.name for file in folder.glob("*.pt*"))
     remedy = f" Load {_first_names(other)} with transformers and save it with save_pretrained." if other else ""
     raise ValueError(f"{folder} has no {SINGLE} and no {INDEX}.{remedy}")
@@ -129,6 +133,7 @@ def _read_json(path: Path, folder: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
+        refuse_git_lfs_pointer(path, "the file")
         raise ValueError(f"{path} is damaged ({error}). Copy it again.") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} is damaged (not a JSON object). Copy it again.")
@@ -154,7 +159,8 @@ def write_folder(
 ) -> list[str]:
     """Write config.json and the tensors, and return the names of the safetensors files.
 
-    Writes an index if there are several files. Raises DiskError if the disk is full.
+    Writes an index if there are several files. Raises DiskError if the disk is full, and ValueError if a number is
+    beyond the range of `dtype`.
 
     Args:
         folder: the folder to write.
@@ -171,7 +177,7 @@ def write_folder(
     names = [SINGLE if single else f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     with disk_errors(folder, OTHER_FOLDER):
         for file, part in zip(names, parts, strict=True):
-            _write_file(folder / file, {name: np.ascontiguousarray(tensor(name), dtype) for name in part})
+            _write_file(folder / file, {name: _cast(name, tensor(name), dtype) for name in part})
         if not single:
             total = sum(int(np.prod(shape)) for shape in shapes.values())
             index = {
@@ -181,6 +187,20 @@ def write_folder(
             write_atomic(folder / INDEX, json.dumps(index, indent=2) + "\n", OTHER_FOLDER)
         write_atomic(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n", OTHER_FOLDER)
     return names
+
+
+def _cast(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return a contiguous tensor of `dtype`. Raises ValueError if a finite number would become infinite."""
+    with np.errstate(over="ignore"):
+        cast = np.ascontiguousarray(tensor, dtype)
+    if count := int(np.count_nonzero(np.isinf(cast) & np.isfinite(tensor))):
+        largest = float(ml_dtypes.finfo(dtype).max)
+        limit = f"{largest:,.0f}" if largest < 1e6 else f"{largest:.3g}"
+        wider = "bfloat16 or float32" if dtype == DTYPES["F16"] else "float32"
+        raise ValueError(
+            f"{name} has {count_text(count, 'number')} beyond {dtype.name}'s {limit}. Use --dtype {wider}."
+        )
+    return cast
 
 
 def _write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:

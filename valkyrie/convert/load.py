@@ -30,6 +30,8 @@ ORIGINALS = "huggingface"
 """Subfolder of a run folder with the original files except the weights, used to convert back."""
 PREFIX_FILE = "prefix"
 """File in `ORIGINALS` with the prefix of GPT-2's tensor names: `transformer.`, or empty."""
+_UNEMBEDDING = "lm_head.weight"
+"""Tensor of the output matrix. Folders of models with tied embeddings may have it as a copy of the embedding."""
 _MAX_SEQ = 2048
 """Maximum default of `seq`, in tokens. Many models support longer contexts than fit on a laptop."""
 
@@ -55,8 +57,10 @@ def from_folder(
     prefix = GPT2_PREFIX if has_prefix else ""
     by_parameter = tensor_slices(run.model, prefix)
     expected = {piece.name: piece.tensor_shape for parts in by_parameter.values() for piece in parts}
-    tied = ("lm_head.weight",) if run.model.tie_embeddings else ()
+    tied = (_UNEMBEDDING,) if run.model.tie_embeddings else ()
     weights.check_tensors(expected, (*DERIVED, *tied), architecture.name)
+    if run.model.tie_embeddings:
+        _check_tied(weights, by_parameter["embedding"][0].name)
     target = run_folder(run)
     if target.exists():
         raise ValueError(f"{target} already exists. Use another --name NAME, or delete the folder.")
@@ -75,6 +79,17 @@ def from_folder(
         _save_checkpoint(run, target, weights, by_parameter, folder)
         write_run_files(run, target)
     return target
+
+
+def _check_tied(weights: Weights, embedding: str) -> None:
+    """Raise ValueError if the folder of a model with tied embeddings has an output matrix of its own."""
+    import numpy as np
+
+    if _UNEMBEDDING in weights.shapes and not np.array_equal(weights.read(_UNEMBEDDING), weights.read(embedding)):
+        raise ValueError(
+            f"{weights.folder}: {_UNEMBEDDING} differs from {embedding}, but {CONFIG} ties them. Set "
+            f"tie_word_embeddings to false in {CONFIG} to use both."
+        )
 
 
 def _make_run(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from valkyrie.checkpoint import checkpoint_root, saved_steps
+from valkyrie.checkpoint import checkpoint_root
 from valkyrie.checkpoint.contents import PARAMETERS_ONLY, find_damage, read_info
+from valkyrie.checkpoint.location import folders_in
 from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import load_run
 from valkyrie.config.run import Run
@@ -50,16 +53,12 @@ def to_folder(
         say: called with a progress message.
     """
     run = load_run(trained, [])
-    step, path = _find_checkpoint(trained, step)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder. Use {OTHER_FOLDER}.")
+    step, path = _find_checkpoint(trained, step)
     assert isinstance(run.model, Stack)
     config = _merge_config(trained, run, dtype)
     weights_dtype = DTYPES_BY_NAME[str(config["dtype"])]
-    if damage := find_damage(path):
-        raise ValueError(
-            f"The durable checkpoint at step {step} in {path.parent} is damaged: {damage}. Use another --step."
-        )
     field = "ema" if _has_average(run, path) else "parameters"
     by_name: dict[str, list[TensorSlice]] = {}
     for parts in tensor_slices(run.model, _tensor_prefix(trained, run)).values():
@@ -68,11 +67,25 @@ def to_folder(
     shapes = {name: slices[0].tensor_shape for name, slices in by_name.items()}
     say(f"{find_architecture(config).name} of step {step}: {describe_tensors(shapes, weights_dtype)}")
     reader = _ParameterReader(path, field)
-    with disk_errors(folder, OTHER_FOLDER):
-        folder.mkdir(parents=True, exist_ok=True)
-    write_folder(folder, config, shapes, weights_dtype, lambda name: reader.read(by_name[name]), file_bytes)
-    _copy_tokenizer(trained, run, folder)
+    with _empty_on_failure(folder):
+        with disk_errors(folder, OTHER_FOLDER):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_folder(folder, config, shapes, weights_dtype, lambda name: reader.read(by_name[name]), file_bytes)
+        _copy_tokenizer(trained, run, folder)
     return folder
+
+
+@contextmanager
+def _empty_on_failure(folder: Path) -> Iterator[None]:
+    """If an exception is raised inside this context, delete the folder, or empty it if it existed before."""
+    existed = folder.exists()
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        if existed:
+            folder.mkdir(exist_ok=True)
+        raise
 
 
 class _ParameterReader:
@@ -106,13 +119,25 @@ def _tensor_prefix(trained: Path, run: Run) -> str:
 
 
 def _find_checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
-    steps = saved_steps(trained)
+    """Return a checkpoint's step and path: that of `step`, or the newest undamaged one if it is None.
+
+    Prints a note for each newer, damaged checkpoint. Raises ValueError if there is no such undamaged checkpoint.
+    """
+    root = checkpoint_root(trained)
+    steps = folders_in(root)
     if not steps:
         raise ValueError(f"{trained} has no finished checkpoint. Use the folder of a trained run.")
     if step is not None and step not in steps:
         raise ValueError(f"--step {step}: {trained} has no such checkpoint. Use one of {', '.join(map(str, steps))}.")
-    step = steps[-1] if step is None else step
-    return step, checkpoint_root(trained) / str(step)
+    damages = []
+    for candidate in reversed(steps) if step is None else [step]:
+        if not (damage := find_damage(root / str(candidate))):
+            for line in damages:
+                print(f"{line} Continuing from step {candidate}.", file=sys.stderr)
+            return candidate, root / str(candidate)
+        damages.append(f"The durable checkpoint at step {candidate} in {root} is damaged: {damage}.")
+    remedy = "There is no other checkpoint." if step is None else "Use another --step."
+    raise ValueError(f"{' '.join(damages)} {remedy}")
 
 
 def _has_average(run: Run, path: Any) -> bool:

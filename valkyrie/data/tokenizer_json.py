@@ -19,6 +19,7 @@ import tiktoken
 from jaxtyping import Int32
 
 from valkyrie.data.documents import CorpusConfig
+from valkyrie.data.git_lfs import refuse_git_lfs_pointer
 from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 from valkyrie.paths import cache_root, write_atomic
 from valkyrie.problems import alternatives
@@ -242,6 +243,7 @@ def _read(path: Path) -> _TokenizerJson:
             raise RecordError(str(path), "", f"the id {wrong[0]} is not in 0 to {_MAX_IDS - 1}")
         return content
     except RecordError as error:
+        refuse_git_lfs_pointer(path, "the tokenizer")
         reason = f"{error.reason} {error.field}".strip()
         raise ValueError(f"tokenizer={path} is not a tokenizer.json of Hugging Face ({reason}).") from None
 
