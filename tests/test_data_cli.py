@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +109,27 @@ def test_a_corrupt_shard_is_named_by_verify(corpus: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         main(["verify", path])
     assert "train-00000.bin has changed" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_reported_with_the_option_of_the_command(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", fail)
+    for arguments, option in (
+        (
+            ["tokenizer", str(corpus), "--vocab", "257", "--save", str(corpus / "small" / "tok.json")],
+            "--save PATH.json",
+        ),
+        (["prepare", "text", str(corpus), "--cache-dir", str(corpus / "cache")], "--cache-dir DIR"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        assert capsys.readouterr().err.endswith(
+            f"(no space left on device). Free some space there, or write elsewhere with {option}.\n"
+        )
 
 
 def test_the_command_does_not_load_jax(corpus: Path) -> None:

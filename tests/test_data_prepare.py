@@ -267,6 +267,8 @@ def test_verify_finds_damage_that_opening_does_not_check(config: text_source.Con
     assert open_prepared(prepared.path) == prepared
     with pytest.raises(CorruptShardsError, match=r"validation-00000\.bin"):
         verify(prepared.path)
+    with pytest.raises(CorruptShardsError, match=r"validation-00000\.bin"):
+        prepare(config, "bytes")
 
 
 def test_short_and_missing_shards_are_named_together(config: text_source.Config) -> None:
@@ -283,7 +285,8 @@ def test_short_and_missing_shards_are_named_together(config: text_source.Config)
     ("content", "pattern"),
     [
         ("{", r"manifest\.json .*damaged"),
-        ("[]", r"manifest\.json .*damaged"),
+        ("[]", r"manifest\.json is damaged \(not a JSON object\)"),
+        ('{"name": "text"}', r"manifest\.json is damaged \(the key version is missing\)"),
         ('{"version": 99}', r"manifest\.json .*\bversion 99\b"),
         ('{"version": 1}', r"manifest\.json .*damaged"),
     ],

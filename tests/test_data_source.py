@@ -146,6 +146,21 @@ def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path) -> None:
         read(text_config(tmp_path / "e.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("value", "kind"), [("null", "null"), ("0", "a number"), ("[]", "a list"), ("{}", "an object"), ("true", "true or")]
+)
+def test_a_value_that_is_not_text_is_named(tmp_path: Path, value: str, kind: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"text": {value}}}')
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1: text is {kind}.*, not a string\. Set data\.field"):
+        read(text_config(tmp_path / "a.jsonl"))
+
+
+def test_lone_surrogates_are_counted_as_undecodable(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud83db \ud83d\ude00"}')
+    (document,) = read(text_config(tmp_path / "a.jsonl"))
+    assert (document.text, document.replaced) == ("a\ufffdb \U0001f600", 1)
+
+
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "b.parquet").write_text("no")
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -19,16 +19,18 @@ from valkyrie.paths import (
 from valkyrie.processes.locks import LockState, lock
 
 
-def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
+def cached_folder(cache: Path, name: str, write: Callable[[Path], None], *, elsewhere: str | None = None) -> Path:
     """Return the path of a cache folder. `write` fills it if it is missing.
 
     Several processes may call this at once: one writes while the others wait. Without file locks, all write the same
-    content. A process that is killed leaves no folder of this name. DiskError if the cache cannot be written.
+    content. A process that is killed leaves no folder of this name. DiskError if the cache cannot be written; it
+    suggests `elsewhere`, by default the setting that moves the cache.
     """
     final = cache / name
     if final.is_dir():
         return final
-    elsewhere = "VALKYRIE_CACHE=DIR" if cache.is_relative_to(cache_root()) else "data.cache_dir=DIR"
+    if elsewhere is None:
+        elsewhere = "VALKYRIE_CACHE=DIR" if cache.is_relative_to(cache_root()) else "data.cache_dir=DIR"
     if trouble := cache_problem(cache, elsewhere):
         raise DiskError(trouble)
     with open_to_append(cache / f".{name}.lock") as file:

@@ -7,6 +7,7 @@ files. Checksums are checked the first time; `verified.json` records the size an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -179,9 +180,17 @@ def open_prepared(path: Path | str) -> PreparedText:
 
 
 def verify(path: Path | str) -> PreparedText:
-    """Open the dataset in a directory after checking all sizes and checksums. CorruptShardsError if one differs."""
+    """Open the dataset in a directory after checking all sizes and checksums. CorruptShardsError if one differs.
+
+    In that case, `verified.json` is deleted, so that `open_prepared` does not trust the shards.
+    """
     prepared = read_manifest(Path(path).expanduser())
-    _check_shards(prepared)
+    try:
+        _check_shards(prepared)
+    except CorruptShardsError:
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            (prepared.path / _VERIFIED).unlink()
+        raise
     return prepared
 
 
@@ -192,13 +201,17 @@ def read_manifest(path: Path) -> PreparedText:
         raise ValueError(f"{path} has no {MANIFEST}: it is not a dataset written by valkyrie-data prepare.")
     try:
         values = json.loads(file.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
+        if "version" not in values:
+            raise ValueError("the key version is missing")
         version = values.pop("version")
         if version == VERSION:
             prepared = PreparedText(**vars(decode(Manifest, values, str(file))), path=path.resolve())
             if prepared.dtype not in _TOKEN_SIZES:
                 raise ValueError(f"dtype={prepared.dtype} is not one of {', '.join(_TOKEN_SIZES)}")
             return prepared
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error}). Delete {path} and prepare the data again.") from None
     raise ValueError(
         f"{file} has version {version}, but this program reads only version {VERSION}. Prepare the data again."

@@ -32,12 +32,15 @@ _MAX_LISTED = 10
 """Maximum number of documents with undecodable characters that the manifest lists."""
 
 
-def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = None) -> PreparedText:
+def prepare(
+    config: DocumentConfig, tokenizer: str, progress: Progress | None = None, *, elsewhere: str | None = None
+) -> PreparedText:
     """Open the shards of a source, tokenising it first if they are not in the cache.
 
     The cache key is a hash of the files, the tokenizer and the split. Several processes may call this at once: one
     prepares, and the others wait or produce the same result. A killed process never leaves an incomplete dataset there.
-    ValueError for mistakes in the settings or the files, DiskError if the cache cannot be written.
+    ValueError for mistakes in the settings or the files, DiskError if the cache cannot be written; it suggests
+    `elsewhere` (see `cached_folder`).
     """
     if (ready := _open_named_folder(config, tokenizer)) is not None:
         return ready
@@ -49,7 +52,7 @@ def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = 
         _write(config, listing, load_tokenizer(tokenizer), key, path, progress)
 
     cache = Path(config.cache_dir).expanduser()
-    return open_prepared(cached_folder(cache, _folder_name(config, tokenizer, key), write))
+    return open_prepared(cached_folder(cache, _folder_name(config, tokenizer, key), write, elsewhere=elsewhere))
 
 
 def find_prepared(config: DocumentConfig, tokenizer: str) -> PreparedText | None:

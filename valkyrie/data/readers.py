@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +30,10 @@ _LARGE_FILE_BYTES = 2**28
 SINGLE_DOCUMENT_SUFFIXES = (".txt", ".md", ".py", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp")
 """Suffixes of files with one document each."""
 _ROWS_PER_READ = 256
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_JSON_KINDS = {type(None): "null", int: "a number", float: "a number", list: "a list", dict: "an object"}
+_JSON_KINDS |= {bool: "true or false"}
+"""JSON values other than text, by their Python type, for messages."""
 _NEEDS_PYARROW = "needs pyarrow. Install it with `uv sync --extra parquet` in the clone."
 
 
@@ -66,7 +71,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Document:
-    """A text. `replaced`: number of its characters that were not UTF-8 and became U+FFFD."""
+    """A text. `replaced`: number of its characters that were not UTF-8, or half a pair, and became U+FFFD."""
 
     id: str
     text: str
@@ -191,10 +196,18 @@ def _documents_of_lines(lines: Any, file: File, options: ReadOptions) -> Iterato
             row: Any = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is not JSON ({error}). A .jsonl file has one object on every line.") from None
-        if not isinstance(row, dict) or not isinstance(row.get(options.field), str):
+        if not isinstance(row, dict) or options.field not in row:
             has = f"has the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"is a {type(row).__name__}"
             raise ValueError(f"{name} has no text under data.field={options.field}. It {has}.")
-        yield Document(name, row[options.field])
+        text = row[options.field]
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{name}: {options.field} is {_JSON_KINDS[type(text)]}, not a string. Set data.field to the key of "
+                "the text, or remove the line."
+            )
+        # Only escapes such as \ud83d can give lone surrogates, which have no UTF-8.
+        text, replaced = _LONE_SURROGATE.subn("\ufffd", text) if b"\\u" in line else (text, 0)
+        yield Document(name, text, replaced)
 
 
 def _read_parquet(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:

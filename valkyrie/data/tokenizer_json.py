@@ -21,7 +21,7 @@ from jaxtyping import Int32
 from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.git_lfs import refuse_git_lfs_pointer
 from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
-from valkyrie.paths import cache_root, write_atomic
+from valkyrie.paths import cache_root, disk_errors, write_atomic
 from valkyrie.problems import alternatives
 from valkyrie.records import RecordError, read_record
 
@@ -34,6 +34,8 @@ _CATEGORY_SAMPLES += "\u20ac\xa6\U0001f600\xad\u200b\u2028\u2029\u0378\ue000\x85
 _PROBE_CHARACTERS = [*map(chr, range(128)), *_CATEGORY_SAMPLES]
 """ASCII, and at least one character of each Unicode category."""
 _MAX_IDS = 2**24
+_ELSEWHERE = "--save PATH.json"
+"""The option that writes a tokenizer to another disk, for messages."""
 _INSTALL = "Install it with `uv sync --extra tokenizers` in the clone, or with `uv pip install tokenizers`."
 
 
@@ -218,8 +220,9 @@ def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str, path: Path) 
     )
     tokenizer.train_from_iterator(iter(texts), trainer)
     tokenizer.add_special_tokens([BOS])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, tokenizer.to_str(pretty=True))
+    with disk_errors(path, _ELSEWHERE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, tokenizer.to_str(pretty=True), _ELSEWHERE)
     return tokenizer.get_vocab_size(with_added_tokens=True)
 
 
