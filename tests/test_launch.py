@@ -36,12 +36,14 @@ CASES = {
     "v5e-8_spot": f"target=v5e-8 zone=us-west4-a spot=true -- model=gpt_125m mesh=2x4x1 batch=32 {GIB}",
     "v6e-4_spot": f"target=v6e-4 zone=us-east5-a spot=true queued=false -- model=gpt_125m mesh=2x2x1 batch=32 {GIB}",
     "v5p_two_slices": f"target=v5p-128 slices=2 zone=us-east5-a -- model=llama_8b mesh=2s4x4x4 batch=256 {GIB}",
-    "v4_shape": f"target=v4-4x4x16 zone=us-central2-b project=p network=n spot_usd_per_hour=1 hours=2 -- {GIB}",
+    "v4_shape": f"target=v4-4x4x16 zone=us-central2-b project=p network=n spot_usd_per_hour=1 hours=2 -- "
+    f"model=gpt_1b batch=256 {GIB}",
     "host": "target=host -- model=gpt_tiny 'prompt=two words' name=mine",
     "ssh": "target=ssh hosts=[ann@a,b] extra=cuda -- model=gpt_125m mesh=2x4x1 name=mine",
     "slurm": "--restarts 5 target=slurm slice=h100-16 partition=gpu hours=36.5 -- model=gpt_1b mesh=16x1x1 name=mine",
     "slurm_cpu": "target=slurm nodes=2 -- model=gpt_tiny mesh=2x1x1 name=mine",
-    "gke": f"target=gke slice=v5p-128 slices=2 spot=true cluster=c image=r/i zone=us-east5-a -- model=llama_8b {GIB}",
+    "gke": f"target=gke slice=v5p-128 slices=2 spot=true cluster=c image=r/i zone=us-east5-a -- "
+    f"model=llama_8b mesh=2s4x4x4 batch=256 {GIB}",
     "skypilot": f"target=skypilot slice=v5e-8 spot=true zone=us-west4-a -- model=gpt_125m mesh=2x4x1 {GIB}",
     "skypilot_gpu": f"target=skypilot slice=h100-16 -- model=gpt_1b mesh=16x1x1 {GIB}",
 }
@@ -222,6 +224,12 @@ def test_a_long_command_is_wrapped_before_its_flags():
         "target=v5e-8 --run -- model=gpt_tiny mesh=2x2x1",
         "target=v5p-8 slices=2 --run -- mesh=2x2x1",
         "target=slurm slice=h100-8 --run -- mesh=2x2x1",
+        "target=v5e-4 zone=us-west4-a -- model=gpt_tiny mesh=2x2x2 batch=8",
+        "target=v5e-8 -- target=v5e-4 mesh=2x2x1",
+        "target=v5p-8 slices=2 -- mesh=2s2x2x1 target=v5p-8",
+        "target=v5e-8 -- mesh=2x4x1 stpes=4",
+        "target=v5e-4 name=aa -- mesh=2x2x1 name=bb",
+        "target=local name=aa -- name=bb",
         "target=gke slice=v5e-8 image=i -- a",
         "target=gke slice=v5e-8 cluster=c -- a",
         "target=gke slice=h100-8 cluster=c image=i -- a",
@@ -250,6 +258,16 @@ def test_mistakes_are_reported_in_one_line_with_a_remedy(capsys: pytest.CaptureF
     status, out, err = call(capsys, *line.split())
     assert (status, out) == (2, "") and err.startswith("valkyrie-launch: ") and err.count("\n") == 1
     assert_golden_message("launch", line.split(), err)
+
+
+def test_a_plan_for_a_valid_target_or_a_stored_run_is_printed(capsys: pytest.CaptureFixture[str]):
+    for words in (
+        "target=v5e-8 slices=2 name=aa -- mesh=2s2x4x1 target=v5litepod-8 target.slices=2 name=aa",
+        "target=v5e-8 -- resume=mine",
+        "target=v5e-8 -- --config-path /mnt/runs/mine --config-name run",
+    ):
+        status, out, _ = call(capsys, *words.split())
+        assert status == 0 and out, words
 
 
 def test_more_processes_than_the_cores_support_are_refused(capsys: pytest.CaptureFixture[str]):

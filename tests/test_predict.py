@@ -22,6 +22,7 @@ from valkyrie.compiled.schema import dump_class
 from valkyrie.hardware.position import Position
 from valkyrie.machine.replay import Cost
 from valkyrie.parts import PartKind
+from valkyrie.paths import DiskError
 from valkyrie.search.compile.executable import device_positions, without_cache
 from valkyrie.search.compile.predict import merge_layers
 from valkyrie.train.program import serialised_module
@@ -120,6 +121,9 @@ def test_a_file_that_is_not_a_module_is_refused_in_one_line(tmp_path: Path):
     proto = parse_to_proto(STEP)
     assert "step.hlo is empty" in refusal(file, " \n")
     assert "not HLO text" in refusal(file, STEP[: STEP.index("ROOT d")])
+    assert "step.hlo is incomplete: it has no ENTRY computation. Run " in refusal(file, STEP[: STEP.index("ENTRY")])
+    damaged = refusal(file, STEP.replace("all-reduce(p)", "all-redu(p)"))
+    assert "expects opcode but sees: all-redu" in damaged and "--xla_dump_to=" in damaged
     assert "serialised HloProto" in refusal(file, proto[: len(proto) // 2])
     assert "neither HLO text" in refusal(file, b"\x00\x01\x02" * 50)
     assert "is StableHLO" in refusal(file, "module @jit_step {}\n")
@@ -148,6 +152,8 @@ def test_a_module_for_another_chip_or_device_count_is_refused(step: Path):
     split = STEP.replace('"estimated_cycles"', '"megacore_config":{},"estimated_cycles"')
     assert "over two cores" in refusal(step, split)
     step.write_text(STEP)
+    done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
+    assert "does not record its chip" in done.record.notes[-1] and "compiled for v5e" in str(done)
     slow = valkyrie.predict(step, slice=valkyrie.slice("v6e-8"), mesh=MESH)
     assert any("for this chip" in note for note in slow.record.notes)
 
@@ -177,6 +183,20 @@ def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsy
     assert status == 2 and err.startswith("valkyrie-predict: --mesh 8: ")
     assert run("--target", "v5e-7", "--mesh", "data=7")[0] == 2
     assert mesh_axes("data=8, model=4") == {"data": 8, "model": 4}
+
+
+def test_outputs_that_cannot_be_written_are_named(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = (str(step), "--target", "v5e-8", "--mesh", "data=2,model=4")
+    for path, reason in ((tmp_path, "is a directory"), (Path("/dev/full"), "no space left on device")):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--html", str(path)])
+        assert ended.value.code == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"valkyrie-predict: {path} cannot be written ({reason}). ") and "another path" in err
+    done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
+    for write in (done.html, done.timeline):
+        with pytest.raises(DiskError, match="cannot be written"):
+            write(tmp_path)
 
 
 HOST = """  t = token[] after-all()

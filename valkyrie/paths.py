@@ -67,7 +67,8 @@ def write_atomic(path: Path, content: str | bytes, elsewhere: str | None = None)
     """
     body = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
-        path.write_bytes(body)
+        with disk_errors(path, elsewhere):
+            path.write_bytes(body)
         return path
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:

@@ -10,16 +10,20 @@ from pathlib import Path
 
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.extensions import add_import_path
+from valkyrie.hardware.target import TargetConfig
 from valkyrie.launch.choose import ENGINES, read_config
 from valkyrie.launch.dockerfile import dockerfile
-from valkyrie.launch.engine import EngineConfig, add_name, is_single_training
+from valkyrie.launch.engine import EngineConfig, SliceConfig, add_name, is_single_training
 from valkyrie.launch.plan import CommandStep
 from valkyrie.launch.supervisor import print_message
+from valkyrie.problems import refuse
 from valkyrie.processes.child import python_module
-from valkyrie.runs.folder import key_values
+from valkyrie.runs.folder import key_values, split_flags
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
 """Words that request something other than starting a training run, if they come first."""
+AUTO = "auto"
+"""Name of the target of a training run that uses the devices it finds, the default."""
 TRAIN = python_module("valkyrie.cli.train")
 """Command that runs `valkyrie-train` on this machine."""
 
@@ -73,6 +77,8 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
             f"The settings of the training are missing. Write them after --: valkyrie-launch {launch_words} -- "
             "model=gpt_tiny"
         )
+    if "name" in (launch_values := key_values(words)):
+        _refuse_other_name(launch_values["name"], overrides)
     return _train(config, overrides, command, parsed.run)
 
 
@@ -98,7 +104,7 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
     """Print the commands that start a training run, or run them. Returns the exit status."""
     overrides, added = add_name(settings, config.name)
     config = replace(config, name=key_values(overrides).get("name") or config.name)
-    if run and not config.runs_immediately:
+    if not config.runs_immediately:
         _refuse_illegal_training(config, overrides)
     plan = config.plan(overrides)
     if added:
@@ -111,16 +117,48 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
     return config.run(overrides, command)
 
 
+def _refuse_other_name(name: str, overrides: Sequence[str]) -> None:
+    """Raise ValueError if the training run sets another `name=` than the launch."""
+    training_name = key_values(overrides).get("name", name)
+    if training_name != name:
+        raise ValueError(
+            f"name={name} (before --) and name={training_name} (after --) name the same run. Write only one of them."
+        )
+
+
 def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> None:
     """Raise ValueError for a training run that could not start on its target, before anything is rented."""
     if not is_single_training(overrides) or "resume" in key_values(overrides):
         return  # the settings of a run to resume may be stored elsewhere
     from valkyrie.config.arguments import parse_run
+    from valkyrie.config.saved import CONFIG_PATH
 
+    if any(flag.partition("=")[0] in CONFIG_PATH for flag in split_flags(overrides)[0]):
+        return  # the folder may exist only on the hosts
     training = parse_run(overrides)
-    mesh = training.config.mesh
-    if problems := training.problems() or config.mesh_problems(mesh.name, mesh.size):
-        raise ValueError(" ".join(map(str, problems)))
+    rented = config.all_slices if isinstance(config, SliceConfig) else None
+    if rented is not None and training.config.target.name == AUTO:
+        training = parse_run([*overrides, f"target={rented.name}", f"target.slices={rented.slices}"])
+    elif rented is not None:
+        _refuse_other_target(training.config.target, rented)
+    refuse(training.problems())
+
+
+def _refuse_other_target(requested: TargetConfig, rented: TargetConfig) -> None:
+    """Raise ValueError if a training run requests other hardware than the rented slices."""
+    size, rented_size = (
+        (target.chip and target.chip.name, target.chips, target.topology, target.slices)
+        for target in (requested, rented)
+    )
+    if size == rented_size:
+        return
+    requested_slices, rented_slices = (
+        f" target.slices={target.slices}" if target.slices > 1 else "" for target in (requested, rented)
+    )
+    raise ValueError(
+        f"The training sets target={requested.name}{requested_slices}, but valkyrie-launch starts it on "
+        f"{rented.describe()}. Write target={rented.name}{rented_slices} after --, or no target."
+    )
 
 
 def image_extra(words: Sequence[str]) -> str:

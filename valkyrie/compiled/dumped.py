@@ -30,6 +30,7 @@ MAX_BYTES = 2 * 2**30
 """Bytes of the largest file that is read. A proto has at most 2 GiB, and the text of a large model some hundred MiB."""
 _REPLICAS = re.compile(r"replica_count=(\d+)")
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
+_ENTRY = re.compile(r"^\s*ENTRY\b", re.MULTILINE)
 _GPU_TARGETS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
 _CMEM = 3
 """ID of the memory space CMEM, which only v4 chips have."""
@@ -121,13 +122,21 @@ def _read_text(path: Path, text: str) -> tuple[Module, int | None, ProgramMemory
     head = text.partition("\n")[0]
     if (replicas := _REPLICAS.search(head)) and int(replicas[1]) > 1:
         raise ValueError(_replicas_message(path, int(replicas[1])))
+    if _ENTRY.search(text) is None:  # XLA's parser would use the last computation instead
+        raise ValueError(f"{path} is incomplete: it has no ENTRY computation. {HOW_TO_DUMP}.")
     try:
         module = parse(text)
     except Exception as error:  # XLA's parser raises several types
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(f"{path} is not HLO text, or is incomplete: {line[:200]}") from None
+        raise ValueError(f"{path} is not HLO text, or is incomplete{_parser_detail(error)}. {HOW_TO_DUMP}.") from None
     partitions = _PARTITIONS.search(head)
     return module, int(partitions[1]) if partitions else 1, None
+
+
+def _parser_detail(error: Exception) -> str:
+    """Return the first line of a parser's error that has a detail, as the end of a sentence, or an empty string."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    detail = next((line for line in lines if line and not line.endswith(":")), "")
+    return f": {detail[:200].rstrip('.')}" if detail else ""
 
 
 def _read_proto(path: Path, raw: bytes) -> tuple[Module, int | None, ProgramMemory | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -57,10 +57,6 @@ class EngineConfig(ABC):
                 problems.append(f"{key}={value!r} contains spaces. Remove them.")
         return problems
 
-    def mesh_problems(self, name: str, size: int) -> list[str]:
-        """Return error messages if the hardware cannot run `mesh=name`, a mesh with `size` devices."""
-        return []
-
     @abstractmethod
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return the steps that start a training run with these arguments of `valkyrie-train`."""
@@ -109,21 +105,15 @@ class SliceConfig(EngineConfig):
         return parse_target(self.slice) if self.slice else None
 
     @property
+    def all_slices(self) -> TargetConfig | None:
+        """The hardware of all slices, as the target of the training, or None if `slice` is empty."""
+        hardware = self.hardware
+        return None if hardware is None else replace(hardware, slices=self.slices)
+
+    @property
     def slice_setting(self) -> str:
         """The setting that names the slice, for messages: `target=v4-64` or `slice=v4-64`."""
         return f"target={self.target}" if self.target == self.slice else f"slice={self.slice}"
-
-    def mesh_problems(self, name: str, size: int) -> list[str]:
-        """Return error messages if the slices cannot run `mesh=name`, a mesh with `size` devices."""
-        hardware = self.hardware
-        devices = None if hardware is None or hardware.devices is None else hardware.devices * self.slices
-        if devices in (None, size):
-            return []
-        setting = f"{self.slice_setting} slices={self.slices}" if self.slices > 1 else self.slice_setting
-        return [
-            f"mesh={name} has {count_text(size, 'device')}, but {setting} has {devices}. Use a mesh whose sizes "
-            f"multiply to {devices}, or another slice."
-        ]
 
     def problems(self) -> list[str]:
         """Return an error message for each invalid key."""

@@ -60,6 +60,8 @@ spec:
                   command:
                     - valkyrie-train
                     - model=llama_8b
+                    - mesh=2s4x4x4
+                    - batch=256
                     - name=mine
                     - runs=/mnt/shared/runs
                   resources:
@@ -71,7 +73,7 @@ kubectl apply --filename=mine.jobset.yaml
 # instead of steps 1 to 3, on a cluster created with XPK:
 #   xpk workload create \
 #     --workload=mine --cluster=c --zone=us-east5-a --tpu-type=v5p-128 --num-slices=2 --docker-image=r/i --max-restarts=3 \
-#     --command='valkyrie-train model=llama_8b name=mine runs=/mnt/shared/runs'
+#     --command='valkyrie-train model=llama_8b mesh=2s4x4x4 batch=256 name=mine runs=/mnt/shared/runs'
 # show the state of the job:
 #   kubectl describe jobset mine
 # list all jobs:

@@ -20,7 +20,7 @@ gcloud compute tpus queued-resources ssh mine \
 # 6. train
 gcloud compute tpus queued-resources ssh mine \
   --node=all --worker=all --zone=us-central2-b --project=p \
-  --command='set -o pipefail; cd valkyrie && .venv/bin/valkyrie-train name=mine runs=/mnt/shared/runs 2>&1 | tee -ip -a launch.log'
+  --command='set -o pipefail; cd valkyrie && .venv/bin/valkyrie-train model=gpt_1b batch=256 name=mine runs=/mnt/shared/runs 2>&1 | tee -ip -a launch.log'
 # follow the log, from any machine:
 #   gcloud compute tpus queued-resources ssh mine \
 #     --node=0 --worker=0 --zone=us-central2-b --project=p --command='tail -n 100 -F valkyrie/launch.log'

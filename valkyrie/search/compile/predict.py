@@ -181,14 +181,14 @@ def predict_file(
     program = _foreign_program(work.name or dumped.module.name.removeprefix("jit_"), target, axes)
     predicted = _predict_module(program, dumped.module, target, axes, positions, memory, work)
     rate = fastest_product_rate(dumped.module, flops_per_cycle)
+    note = f"the module does not record its chip: this prediction is only valid if it was compiled for {chip.name}"
     if rate is not None and rate < LOW_RATE:
         note = (
             f"the fastest product reaches only {100 * rate:.0f}% of the peak of {chip.name}. Check that the module was "
             "compiled for this chip, because modules do not name their chip"
         )
-        prediction = predicted.prediction
-        return replace(predicted, prediction=replace(prediction, notes=(*prediction.notes, note)))
-    return predicted
+    prediction = predicted.prediction
+    return replace(predicted, prediction=replace(prediction, notes=(*prediction.notes, note)))
 
 
 def _predict_module(
