@@ -20,7 +20,7 @@ from valkyrie.config.refusals import unknown_key
 from valkyrie.config.run import FAMILIES, Run
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import Role, RoleKind
-from valkyrie.paths import conf_dir
+from valkyrie.paths import conf_dir, read_defaults
 from valkyrie.problems import ProblemCode
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.folder import write_run_files
@@ -436,7 +436,7 @@ CALLBACK = "callbacks: {e: {_target_: shutil.copytree, src: own, dst: stolen}}\n
 @pytest.mark.parametrize(
     ("file", "body", "argument", "phrase"),
     [
-        ("partition/fsdp.yaml", b"not: [yaml", "partition=dp", "my_fsdp.yaml"),
+        ("partition/fsdp.yaml", b"not: [yaml", "partition=dp", "set name: my_fsdp"),
         ("experiment/m.yaml", f"{HEAD}defaults: [m]\n".encode(), "experiment=m", "includes the file"),
         ("experiment/m.yaml", f"{HEAD}{BOMB}\n".encode(), "experiment=m", "100,000 values"),
         ("experiment/m.yaml", b"\xef\xbb\xbf# @package _global_\nsteps: 5\n", "experiment=m", "byte order mark"),
@@ -451,6 +451,70 @@ def test_the_error_for_an_unreadable_config_file_names_it(
     path.write_bytes(body)
     refused = command("--config-dir", str(tmp_path / "own"), argument, "mode=show")
     assert refused.status == 2 and refused.err.startswith(f"valkyrie-train: {path}") and phrase in refused.err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "argument", "phrase"),
+    [
+        ("partition/m", "defaults: [fsdp, _self_]\nzero1: true\n", "partition=m", "inherits name: fsdp"),
+        ("partition/m", "defaults: [partition_schema, _self_]\nname: fsdp\n", "partition=m", "has name: fsdp"),
+        ("partition/m", "defaults: [partition_schema, _self_]\n", "partition=m", "inherits name: dp"),
+        ("model/m", "defaults: [s5_tiny, _self_]\nlayers: 2\n", "model=m", "inherits name: s5_tiny"),
+        ("optimizer/m", "defaults: [adamw_schema, _self_]\n", "optimizer=m", "inherits name: adamw"),
+        ("target/chip/m", "defaults: [v5e, _self_]\nhbm_gib: 1\n", "target=m-8", "inherits name: v5e"),
+        ("mesh/m", "defaults: [mesh_schema, _self_]\nshape: [2, 1, 1]\n", "mesh=m", "would be named 1x1x1"),
+    ],
+)
+def test_a_users_file_with_the_name_of_a_shipped_choice_is_refused(
+    command: Any, tmp_path: Path, file: str, text: str, argument: str, phrase: str
+):
+    path = tmp_path / "own" / f"{file}.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    refused = command("--config-dir", "own", argument, "mode=show")
+    assert refused.status == 2 and refused.err.startswith(f"valkyrie-train: {path}") and phrase in refused.err
+    assert refused.err.endswith("Write name: m.\n")
+    assert command("--config-dir", "own", "mode=show").run is not None, "the file is not chosen"
+    path.write_text(f"{text.replace('name: fsdp', '')}name: m\n")
+    assert "Write name" not in command("--config-dir", "own", argument, "mode=show").err
+
+
+def test_files_of_a_mode_or_a_copy_may_have_a_shipped_name(command: Any, tmp_path: Path):
+    for group in ("mode", "partition", "checkpoint"):
+        (tmp_path / "own" / group).mkdir(parents=True)
+    (tmp_path / "own/mode/m.yaml").write_text("defaults: [measure_schema, _self_]\nname: measure\nrepeats: 7\n")
+    (tmp_path / "own/checkpoint/m.yaml").write_text("defaults: [async, _self_]\nevery: 7\n")
+    (tmp_path / "own/partition/m.yaml").write_bytes((conf_dir() / "partition/fsdp.yaml").read_bytes())
+    assert command("--config-dir", "own", "mode=m", "partition=m", "checkpoint=m").run.config.mode.repeats == 7
+
+
+def test_a_sweep_refuses_trials_with_a_file_that_has_a_shipped_name(command: Any, tmp_path: Path):
+    (tmp_path / "own/partition").mkdir(parents=True)
+    (tmp_path / "own/partition/m.yaml").write_text("defaults: [fsdp, _self_]\nzero1: true\n")
+    swept = command("--config-dir", "own", "-m", "partition=m,fsdp", "mode=show")
+    assert "partition/m.yaml inherits name: fsdp" in swept.out + swept.err
+
+
+@pytest.mark.parametrize(
+    ("body", "phrase"),
+    [
+        ("defaults: [s5_tiny, _self_]\nname: m\ns5:\n\tstate_size: 8\n", "line 4: a tab; YAML indents with spaces."),
+        ("name: &x m\ns5: *x\n\tstate_size: 8\n", "line 3: a tab; YAML indents with spaces."),
+        ("name: m\nlayers: [2\n", "line 3: not valid YAML: expected ',' or ']', but got '<stream end>'."),
+    ],
+)
+def test_invalid_yaml_is_refused_with_its_line_only_if_it_is_chosen(
+    command: Any, tmp_path: Path, body: str, phrase: str
+):
+    path = tmp_path / "own/model/m.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(body)
+    refused = command("--config-dir", "own", "model=m", "mode=show")
+    assert (refused.status, refused.err) == (2, f"valkyrie-train: {path}, {phrase}\n")
+    assert read_defaults(path) == []
+    assert command("--config-dir", "own", "model=gpt_tiny", "mode=search", "target=v5e-8").run is not None
+    unknown = command("--config-dir", "own", "model=no")
+    assert "model=no is not a choice" in unknown.err
 
 
 def test_a_copy_of_a_shipped_file_is_accepted(command: Any, tmp_path: Path):

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from valkyrie.problems import first_line
-
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -189,14 +187,19 @@ def config_files(group: str) -> dict[str, Path]:
 
 
 def read_defaults(path: Path) -> list[Any]:
-    """Return the defaults list of a YAML: names, and one-key mappings of groups. ValueError for invalid YAML."""
+    """Return the defaults list of a YAML: names, and one-key mappings of groups.
+
+    Returns an empty list for a file that cannot be read, because callers also read files that no command chooses.
+    Hydra reports the fault of a chosen file.
+    """
     import yaml
 
     try:
         values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {first_line(error)}.") from None
-    return list(values.get("defaults") or []) if isinstance(values, dict) else []
+    except (yaml.YAMLError, OSError, UnicodeDecodeError):
+        return []
+    defaults = values.get("defaults") if isinstance(values, dict) else None
+    return defaults if isinstance(defaults, list) else []
 
 
 def read_config(group: str, name: str, schema: type[Schema]) -> Schema:

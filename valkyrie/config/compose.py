@@ -157,7 +157,7 @@ def register() -> Path:
     Plugins.instance().register(ValkyrieSource)
     grid = {"_target_": "hydra_plugins.valkyrie_sweeper.GridSweeper", "max_batch_size": None, "params": None}
     ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=grid, provider="valkyrie")
-    use_checked_files()
+    use_checked_files(_default_name)
     for name, resolver in _RESOLVERS.items():
         OmegaConf.register_new_resolver(f"valkyrie.{name}", resolver, replace=True)
         earlier_name = _EARLIER_NAMES.get(name, name)
@@ -199,6 +199,16 @@ def _suspend_hydra() -> Iterator[None]:
         yield
     finally:
         GlobalHydra.instance().hydra = running
+
+
+def _default_name(group: str, schema: str) -> str | None:
+    """Return the default `name` of a schema in a defaults list, such as `adamw_schema`, or None if it has none."""
+    family = schema.removesuffix("_schema")
+    config_class = SCHEMA_PATHS.get(f"{group}/{schema}")
+    if config_class is None and group in FAMILIES and family in FAMILIES[group]:
+        config_class = FAMILIES[group].config_class(family)
+    name = getattr(config_class, "name", None)
+    return name if isinstance(name, str) else None
 
 
 def _divide(a: float | int, b: float | int) -> float:
