@@ -31,7 +31,7 @@ from valkyrie.config.refusals import unknown_key
 from valkyrie.paths import DiskError
 from valkyrie.processes import ending
 from valkyrie.report.text import as_csv, as_markdown
-from valkyrie.runs.folder import claim_run_folder, run_folder
+from valkyrie.runs.folder import claim_run_folder, key_value, run_folder
 from valkyrie.sweep.rows import make_rows
 from valkyrie.tasks.puzzles import puzzle_losses
 from valkyrie.units import printable
@@ -39,6 +39,8 @@ from valkyrie.units import printable
 MISTAKES = {
     "prompt=\udcff\udcfe": "prompt= has bytes that are not UTF-8 (ff fe)",
     "--config-dir=\udcff": "--config-dir= has bytes that are not UTF-8 (ff)",
+    "name=it's mine": "name=it's mine: ' is not allowed in a name. Use letters, digits, ., _ or -.",
+    "resume=my run, v=1 'ü'": "resume=my run, v=1 'ü': there is no such run",
     f"name={'a' * 300}": "name=aaaaaaaaaaaa...: a part of it has 300 bytes, at most 200 are allowed",
     "task.foo=1": "No task is chosen. Choose one first: task=NAME. Known: next_token, puzzles.",
     "+task.foo=1": "task.foo is set, but no task is chosen. Choose one first: task=NAME.",
@@ -217,6 +219,42 @@ def test_a_puzzle_without_labels_does_not_count_as_solved():
 def test_the_refusal_of_a_key_in_a_free_group_says_how_to_add_it():
     problem = unknown_key("hydra.sweeper.space.vary.nope", OmegaConf.create({}))
     assert "To add one: +hydra.sweeper.space.vary.nope=VALUE" in str(problem) and "Known" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("+a.b='x y'", "x y"),
+        ('a.b="x"', "x"),
+        ("a.b=x 'y'", "x 'y'"),
+        ("a.b='x", "'x"),
+        ("a.b='", "'"),
+        ("a.b=''", ""),
+        (r"a.b='it\'s'", "it's"),
+    ],
+)
+def test_only_a_pair_of_quotes_around_a_value_is_removed(argument: str, value: str):
+    assert key_value(argument) == ("a.b", value)
+
+
+def test_a_resumed_run_keeps_its_tokenizer_and_its_finished_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    train = (*TINY, *SINGLE, f"runs={tmp_path}")
+    assert command(*train, "steps=3", "name=base") == 0
+    resume = (f"runs={tmp_path}", "resume=base")
+    capfd.readouterr()
+    assert command(*resume, "data.tokenizer=gpt2", "steps=6") == 2
+    error = capfd.readouterr().err
+    assert "data.tokenizer=gpt2 has 50,257 ids, but " in error and "trained with tokenizer=bytes" in error
+    assert "Leave out data.tokenizer=, or start a new run without resume=." in error and "vocab_size=" not in error
+    assert command(*resume, "steps=2") == 0
+    assert OmegaConf.load(tmp_path / "base" / "run.yaml").steps == 3
+    (tmp_path / "base" / "checkpoints" / "6").mkdir()
+    capfd.readouterr()
+    assert command(*resume, "mode=checkpoints") == 1
+    listed = capfd.readouterr().out
+    assert "base step 3: durable" in listed and "base step 6: durable, 0 B" in listed and "folder is empty" in listed
+    assert command(*resume, "steps=4") == 0
+    assert " step 6 in " in (error := capfd.readouterr().err) and "empty. Continuing from step 3." in error
 
 
 def orbax_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:

@@ -12,7 +12,7 @@ from valkyrie.config.compose import GROUPS
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import RunConfig
 from valkyrie.paths import config_names
-from valkyrie.runs.folder import key_values, split_flags
+from valkyrie.runs.folder import key_value, key_values, split_flags
 
 _GROUPS = set(GROUPS)
 _KEYS = {field.name for field in fields(RunConfig)} | {"experiment", "sweep"}
@@ -82,6 +82,8 @@ def _refuse_hydra_syntax(argument: str, key: str, value: str) -> None:
         raise ValueError(
             f"{argument} removes the configs that ship with Valkyrie. To add your own, use --config-dir FOLDER."
         )
+    if key == "name" and (quote := re.search("[\"']", key_value(argument)[1])):
+        raise ValueError(f"{argument}: {quote[0]} is not allowed in a name. Use letters, digits, ., _ or -.")
     if key == "mesh" and re.fullmatch(r"(\d+s)?\d+([^\w.,:+-]\d+)+", value):
         sizes = re.sub(r"[^\w]", "x", value)
         raise ValueError(f"{argument}: join the sizes of a mesh with the letter x: mesh={sizes}.")

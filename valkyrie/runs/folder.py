@@ -306,9 +306,11 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def key_value(argument: str) -> tuple[str, str]:
-    """Split an override into its key without `+` or `~`, and its value without quotes."""
+    """Split an override into its key without `+` or `~`, and its value without the quotes around it."""
     key, _, value = argument.partition("=")
-    return key.lstrip("+~"), value.strip("\"'")
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+        value = value[1:-1].replace(f"\\{value[0]}", value[0])
+    return key.lstrip("+~"), value
 
 
 def key_values(arguments: Sequence[str]) -> dict[str, str]:

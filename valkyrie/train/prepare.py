@@ -9,7 +9,7 @@ from valkyrie.config.run import Run
 from valkyrie.data.config import source_names
 from valkyrie.problems import refuse
 from valkyrie.processes.team import ALONE, Team
-from valkyrie.runs.folder import changed_settings, find_run
+from valkyrie.runs.folder import changed_settings, find_run, saved_run
 from valkyrie.train.devices import acquire_devices, configure_jax, missing_devices
 
 if TYPE_CHECKING:
@@ -94,6 +94,13 @@ def load_run_tokenizer(run: Run) -> Tokenizer:
     ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
     if ids > rows:
         key = "data.tokenizer" if run.tokenizer != run.model.tokenizer else "model.tokenizer"
+        resume = run.config.resume
+        if resume is not None and (saved := saved_run(trained_folder(run)).tokenizer) != run.tokenizer:
+            raise ValueError(
+                f"{key}={run.tokenizer} has {ids:,} ids, but {resume} was trained with tokenizer={saved}, which has at "
+                f"most {rows:,}. A checkpoint only continues with its own tokenizer. Leave out {key}=, or start a new "
+                "run without resume=."
+            )
         raise ValueError(
             f"{key}={run.tokenizer} has {ids:,} ids, but model.vocab_size={rows}. "
             f"Use model.vocab_size={ids} or more, or a tokenizer with at most {rows:,} ids."

@@ -25,6 +25,7 @@ from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.records import encode
 from valkyrie.runs.folder import (
+    RUN,
     changed_settings,
     claim_run_folder,
     describe_continuation,
@@ -141,7 +142,8 @@ def fit(
         with meter.paused("setup" if checkpoints.last_saved is None else "restore"), ledger.refusals():
             start, state = _restore_or_init(program, checkpoints, loader, folder, console)
         ledger.prepared(start)  # records the restored step before the compile, which may crash
-        if team.is_leader:
+        # A run that has no step to do keeps its record, so that the next one does not report `steps` as changed.
+        if team.is_leader and (start < config.steps or not (folder / RUN).is_file()):
             write_run_files(run, folder)
         if start < config.steps and not console.is_terminal:
             console.print("compiling the step")
