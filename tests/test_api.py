@@ -143,6 +143,48 @@ def test_a_folder_without_a_run_is_named(here: Path):
     assert "nothing" in str(error.value) and "run.yaml" in str(error.value)
 
 
+def test_the_error_for_the_name_of_a_run_has_its_path(here: Path):
+    (here / "runs" / "mine").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"^mine does not exist. Did you mean runs/mine\?$"):
+        valkyrie.load("mine")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: valkyrie.compose(["model=gpt_tiny"]), "compose takes strings, such as .*, not \\['model=gpt_tiny'\\]"),
+        (lambda: valkyrie.compose({"model": "gpt_tiny"}), "compose takes strings"),
+        (lambda: valkyrie.compose("model=gpt_tiny", config_dir=3), "config_dir= takes the path of a folder, not 3"),
+        (lambda: valkyrie.load(None), "load takes the path of a run folder, not None"),
+        (lambda: valkyrie.load("here", 3), "load takes overrides as strings"),
+        (lambda: valkyrie.slice(8), "slice takes a name, .*, not 8"),
+        (lambda: valkyrie.slice(None), "slice takes a name"),
+        (lambda: valkyrie.slice(["v5e-8"]), "slice takes a name"),
+        (lambda: valkyrie.slice("v5e-8", slices="2"), "slices= takes a whole number, not '2'"),
+        (lambda: valkyrie.slice("v5e-8").mesh(8, "a"), "mesh takes lists of sizes and names, .*, not 8"),
+        (lambda: valkyrie.slice("v5e-8").mesh((8,), "a"), "mesh takes lists of sizes and names, .*, not 'a'"),
+        (lambda: valkyrie.show("model=gpt_tiny"), "show takes a Run, such as valkyrie.compose"),
+        (lambda: valkyrie.fit("model=gpt_tiny"), "fit takes a Run"),
+        (lambda: valkyrie.measure(None), "measure takes a Run, .*, not None"),
+        (lambda: valkyrie.evaluate(None), "evaluate takes a Run"),
+        (lambda: valkyrie.generate("def ", "def "), "generate takes a Run"),
+        (lambda: valkyrie.trials(None), "trials takes paths of sweep folders, not None"),
+        (lambda: valkyrie.write_report(None), "write_report takes paths of sweep folders, not None"),
+        (lambda: predict(tokens="8192"), "tokens= takes a number, not '8192'"),
+        (lambda: predict(options=["xla_x"]), "options= takes a dictionary"),
+        (lambda: predict(places=3), "places= takes a list of positions"),
+    ],
+)
+def test_a_wrong_type_is_a_type_error_with_one_line(call: Any, message: str):
+    with pytest.raises(TypeError, match=f"^{message}") as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def predict(**arguments: Any) -> valkyrie.Result:
+    return valkyrie.predict("step.hlo", slice=valkyrie.slice("v5e-8"), mesh={"data": 8}, **arguments)
+
+
 def test_the_error_for_a_slice_that_does_not_exist_names_the_nearest():
     with pytest.raises(ValueError) as error:
         valkyrie.slice("v5e-7")

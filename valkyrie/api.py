@@ -1,9 +1,9 @@
 """The Python API: the functions of `valkyrie-train` and `valkyrie-report`, with return values.
 
 Every function is available in `valkyrie` (`valkyrie.fit`; `named_slice` is `valkyrie.slice`). The functions do not
-exit, do not install signal handlers, and print nothing with `quiet=True`. Wrong arguments raise ValueError with the
-message of the command line. Only functions that need JAX import it, so composing runs and reading trials work without a
-device.
+exit, do not install signal handlers, and print nothing with `quiet=True`. Wrong values raise ValueError with the
+message of the command line, and arguments of a wrong type raise TypeError. Only functions that need JAX import it, so
+composing runs and reading trials work without a device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import io
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_atomic
-from valkyrie.problems import check_range, refuse
+from valkyrie.problems import check_range, refuse, require_type
 from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
 from valkyrie.sweep.rows import Row
 from valkyrie.units import GIB, duration
@@ -182,8 +183,12 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
     """
     from valkyrie.config.arguments import parse_run
 
+    usage = 'compose takes strings, such as compose("model=gpt_tiny", "mesh=2x2x2")'
+    for override in overrides:
+        require_type(override, str, usage)
     folder = []
     if config_dir is not None:
+        require_type(config_dir, str | Path, "config_dir= takes the path of a folder")
         if not Path(config_dir).is_dir():
             raise ValueError(f"config_dir={config_dir} is not a folder.")
         folder = ["--config-dir", str(Path(config_dir).resolve())]
@@ -199,7 +204,13 @@ def load(folder: str | Path, *overrides: str) -> Run:
     """
     from valkyrie.config.arguments import load_run
 
-    return _refuse_illegal(load_run(Path(folder), overrides))
+    require_type(folder, str | Path, "load takes the path of a run folder")
+    for override in overrides:
+        require_type(override, str, 'load takes overrides as strings, such as load(folder, "steps=400")')
+    folder = Path(folder)
+    if not folder.exists() and not folder.is_absolute() and (in_runs := "runs" / folder).is_dir():
+        raise ValueError(f"{folder} does not exist. Did you mean {in_runs}?")
+    return _refuse_illegal(load_run(folder, overrides))
 
 
 def named_slice(name: str, *, slices: int = 1) -> Slice:
@@ -210,6 +221,8 @@ def named_slice(name: str, *, slices: int = 1) -> Slice:
     """
     from valkyrie.config.choices import get_target
 
+    require_type(name, str, 'slice takes a name, such as slice("v5e-8")')
+    require_type(slices, int, "slices= takes a whole number")
     target = dataclasses.replace(get_target(name), slices=slices)
     refuse(target.problems())
     return Slice.from_target(target)
@@ -217,6 +230,7 @@ def named_slice(name: str, *, slices: int = 1) -> Slice:
 
 def show(run: Run) -> None:
     """Print parameters with placements and bytes, the roles of mesh axes, and expected memory. Needs no device."""
+    _require_run("show", run)
     from valkyrie.train.screen import make_console
     from valkyrie.train.show import show_run
 
@@ -269,6 +283,15 @@ def predict(
 
     if not isinstance(slice, TargetConfig):
         raise ValueError('Name the slice to predict for: valkyrie.predict(..., slice=valkyrie.slice("v5p-128")).')
+    for key, value, kind, takes in (
+        ("tokens", tokens, Real, "a number"),
+        ("flops", flops, Real, "a number"),
+        ("options", options, Mapping, "a dictionary of compiler options"),
+        ("places", places, Sequence, "a list of positions, such as record.positions"),
+        ("name", name, str, "a string"),
+    ):
+        if value is not None:
+            require_type(value, kind, f"{key}= takes {takes}")
     refuse([*check_range("tokens", tokens, above=0), *check_range("flops", flops, above=0)])
     target, work = Slice.from_target(slice), ProgramWork(name, tokens, flops)
     if isinstance(program, str | Path):
@@ -308,6 +331,7 @@ def measure(run: Run, *, quiet: bool = False) -> Result:
 
     The number of simulated devices is fixed when JAX starts. A mesh with more of them needs a new process.
     """
+    _require_run("measure", run)
     from valkyrie.train.devices import prepare_devices
 
     devices, console = prepare_devices(run), _console(quiet)
@@ -325,6 +349,7 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
     devices, data or checkpoint do not match the run, and `valkyrie.train.callbacks.DivergedError` if the loss is no
     longer finite.
     """
+    _require_run("fit", run)
     from valkyrie.runs.folder import run_folder
     from valkyrie.train.prepare import prepare_run
 
@@ -341,6 +366,7 @@ def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
 
     Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none.
     """
+    _require_run("evaluate", run)
     from valkyrie.train.prepare import prepare_run, restore, trained_folder
 
     folder = trained_folder(run)
@@ -356,6 +382,8 @@ def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0
 
     Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none.
     """
+    _require_run("generate", run)
+    require_type(prompt, str, "prompt= takes a string")
     from valkyrie.train.devices import prepare_devices
     from valkyrie.train.prepare import load_run_tokenizer, restore, trained_folder
 
@@ -375,6 +403,8 @@ def trials(*paths: str | Path) -> list[Row]:
     """
     from valkyrie.report.records import read_rows
 
+    for path in paths:
+        require_type(path, str | Path, "trials takes paths of sweep folders")
     return read_rows([Path(path) for path in paths])
 
 
@@ -383,9 +413,16 @@ def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
     from valkyrie.paths import write_atomic
     from valkyrie.report.page import page, page_file
 
+    for path in paths:
+        require_type(path, str | Path, "write_report takes paths of sweep folders")
+    require_type(output, str | Path | None, "output= takes the path of a file")
     text = page(trials(*paths))
     file = page_file([Path(path) for path in paths], None if output is None else Path(output))
     return write_atomic(file, text, "output=FILE")
+
+
+def _require_run(function: str, run: object) -> None:
+    require_type(run, Run, f'{function} takes a Run, such as valkyrie.compose("model=gpt_tiny", "mesh=2x2x2")')
 
 
 def _refuse_illegal(run: Run) -> Run:

@@ -7,9 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import UnionType
 from typing import Any
 
 Number = int | float
+_SHOWN_VALUE = 40
+"""Maximum number of characters of a value in the message for a wrong type."""
 
 
 class ProblemCode(Enum):
@@ -206,6 +209,17 @@ def refuse(problems: Sequence[Problem]) -> None:
     """Raise ProblemError if there are any problems."""
     if problems:
         raise ProblemError(problems)
+
+
+def require_type(value: object, expected: type | UnionType, usage: str) -> None:
+    """Raise TypeError if an argument of a public function has another type than `expected`.
+
+    `usage` says what the function takes, as the start of the message: `load takes the path of a run folder`.
+    """
+    if not isinstance(value, expected):
+        shown = repr(value)
+        text = shown if len(shown) <= _SHOWN_VALUE else f"a value of type {type(value).__name__}"
+        raise TypeError(f"{usage}, not {text}.")
 
 
 def check_range(

@@ -12,7 +12,7 @@ from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.parallel.mesh import placed_grid, placed_mesh
 from valkyrie.parallel.placement import placement_problems
-from valkyrie.problems import refuse
+from valkyrie.problems import refuse, require_type
 
 if TYPE_CHECKING:
     import jax
@@ -43,6 +43,10 @@ class Slice(TargetConfig):
             placement: Axes, or factors of them (`["x:2", "y", "x:2"]`), from the slowest to the fastest over the
                 torus. None lets `jax.experimental.mesh_utils` choose.
         """
+        for value in (shape, names):
+            require_type(
+                value, list | tuple, 'mesh takes lists of sizes and names, such as mesh((4, 2), ("data", "model"))'
+            )
         axes = self.axes(shape, names, placement)
         devices = get_platform(self.platform).compile_devices(self, math.prod(shape))
         return placed_mesh(axes, devices, placement, self.slices)
