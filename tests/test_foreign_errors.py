@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta, abstractmethod
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from valkyrie.config.run import Debug, RunConfig
 from valkyrie.foreign_errors import (
     WrongValue,
+    abstract_class,
     allocated_bytes,
     ambiguous_argument,
     first_lines,
@@ -28,6 +30,17 @@ from valkyrie.foreign_errors import (
     unreadable_option,
     wrong_value,
 )
+
+
+def test_python_errors_about_abstract_classes_are_parsed():
+    for members in (["sizes"], ["sizes", "weights"]):
+        abstract = ABCMeta("Own", (), {name: abstractmethod(lambda self: None) for name in members})
+        with pytest.raises(TypeError) as raised:
+            abstract()
+        assert abstract_class(str(raised.value)) == ("Own", members)
+    message = "Can't instantiate abstract class Own without an implementation for abstract methods 'sizes', 'weights'"
+    assert abstract_class(message) == ("Own", ["sizes", "weights"])
+    assert abstract_class("sizes") is None
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ def test_a_long_command_is_wrapped_before_its_flags():
         "target=slurm -- a",
         "target=v4-64 spot=yes -- a",
         "target=v4-64 hours=0 -- a",
+        "target=v4-64 zone= -- a",
         "target=v4-64 slices=2 queued=false -- a",
         "target=v4-64 zone=--x -- a",
         "--config-dir nowhere target=local -- a",
@@ -503,6 +504,15 @@ def test_run_writes_the_file_and_submits_it(programs: Path, capsys: pytest.Captu
     assert Path("mine.sbatch").read_text() == slurm.script(
         config_of("target=slurm nodes=2 name=mine"), ("name=mine", "mesh=2x1x1")
     )
+
+
+def test_run_reports_the_step_that_fails_and_success(programs: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ("target=slurm", "nodes=2", "--run", "--", "name=mine", "mesh=2x1x1")
+    program(programs, "sbatch", "")
+    assert "all 2 steps are done" in call(capsys, *arguments)[2]
+    program(programs, "sbatch", "raise SystemExit(127)")
+    status, _, err = call(capsys, *arguments)
+    assert status == 127 and "step 2 (submit the job) failed with status 127" in err and "all" not in err
 
 
 def test_code_is_only_copied_from_a_git_clone(programs: Path, capsys: pytest.CaptureFixture[str]):

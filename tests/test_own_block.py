@@ -141,6 +141,25 @@ def test_earlier_names_are_refused(tmp_path):
         assert refused.returncode == 2 and f"{module}, line " in refused.stderr and f"called {name}." in refused.stderr
 
 
+def test_an_incomplete_block_is_refused(tmp_path):
+    folder = write_folder(tmp_path / "folder")
+    module = folder / "gated_unit.py"
+    code = module.read_text()
+    for old, new, message in (
+        ("    axes =", "    _axes =", "GatedUnit uses the axis units, which no block declares. Add it to `axes`."),
+        (
+            '{"units": Size(',
+            '{"unit": Size(',
+            "GatedUnit uses the axis units without a length. Return it from `sizes`.",
+        ),
+        ("def sizes", "def size", f"{module}: GatedUnit has no `sizes`."),
+    ):
+        assert code.count(old) == 1
+        module.write_text(code.replace(old, new))
+        refused = train_with(folder, *OWN_FEED_FORWARD, "mode=show")
+        assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+
+
 def test_new_fields_may_have_an_earlier_name():
     with pytest.raises(ValueError, match="mixer_blocks"):
         type("Family", (Stack,), {"known_blocks": {}})

@@ -9,6 +9,16 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+# Python 3.11 to 3.13.
+
+
+def abstract_class(message: str) -> tuple[str, list[str]] | None:
+    """Return the class that Python cannot instantiate and its missing abstract methods, or None for other messages."""
+    pattern = r"Can't instantiate abstract class (\w+) with(?:out an implementation for)? abstract methods? (.+)"
+    match = re.match(pattern, message)
+    return (match[1], re.findall(r"\w+", match[2])) if match else None
+
+
 # OmegaConf 2.3: the first line of ValidationError and similar errors.
 
 

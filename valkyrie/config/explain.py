@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from inspect import getsourcefile, isabstract
 from pathlib import Path
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
@@ -19,6 +21,7 @@ from valkyrie.config.compose import GROUPS
 from valkyrie.config.refusals import problem_from_error
 from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.foreign_errors import (
+    abstract_class,
     ambiguous_argument,
     chosen_twice,
     missing_group,
@@ -75,6 +78,8 @@ def _rewrite(error: Exception, folders: Sequence[str]) -> Problem | str:
         return problem_from_error(cause)
     if isinstance(error, HydraException) and (message := _wrong_user_file(str(error))):
         return message
+    if members := _missing_members(error):
+        return members
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
     return "; ".join(lines) or type(error).__name__
 
@@ -150,6 +155,18 @@ def _wrong_user_file(message: str) -> str | None:
             f"defaults: ['override /GROUP: {value}']."
         )
     return None
+
+
+def _missing_members(error: BaseException) -> str | None:
+    """Return the message for a class in a user's module that lacks abstract methods of its base class, or None."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    if not (found := abstract_class(str(error))):
+        return None
+    name, members = found
+    classes = [getattr(module, "__dict__", {}).get(name) for module in [*sys.modules.values()]]  # no lazy imports
+    file = next((getsourcefile(c) for c in classes if isinstance(c, type) and isabstract(c)), None)
+    return f"{file or 'a module'}: {name} has no {', '.join(f'`{member}`' for member in members)}."
 
 
 def _unparsable_argument(error: OverrideParseException) -> str:

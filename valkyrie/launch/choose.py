@@ -24,7 +24,9 @@ def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
     texts: dict[str, str] = {}
     for word in words:
         key, sign, value = word.partition("=")
-        if not sign or not value:
+        if sign and not value:
+            raise ValueError(f"{word} has no value. Write {word}VALUE, or leave it out for the default.")
+        if not sign:
             raise ValueError(
                 f"{word} is not of the form KEY=VALUE, such as target=local. Put settings of the training after --."
             )

@@ -68,10 +68,13 @@ class EngineConfig(ABC):
             overrides: the arguments of `valkyrie-train`.
             command: the command that starts `valkyrie-train` on this machine.
         """
-        for number, step in enumerate(self.plan(overrides).steps, 1):
+        steps = self.plan(overrides).steps
+        for number, step in enumerate(steps, 1):
             print_message(f"{number}. {step.description}")
             if status := step.run():
+                print_message(f"step {number} ({step.description}) failed with status {status}")
                 return status
+        print_message(f"all {len(steps)} steps are done")
         return 0
 
     def log_folder(self, overrides: Sequence[str]) -> Path:

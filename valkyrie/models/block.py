@@ -8,7 +8,7 @@ estimated without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.axes import BATCH, SEQ, Parameter, Size, Tensor
 from valkyrie.extensions import refuse_earlier_names
-from valkyrie.problems import Problem
+from valkyrie.problems import Problem, ProblemCode
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -264,6 +264,21 @@ class Block(ABC):
     def constrained_activations(self, context: BlockContext) -> list[Tensor]:
         """Return the activations to which its module applies a sharding constraint."""
         return [tensor(axes, self._sizes(context)) for axes in self.activations]
+
+    def axis_problems(self, context: BlockContext, known: Container[str]) -> list[Problem]:
+        """Return a problem for each axis of its parameters or activations without a declaration or a length.
+
+        `known`: the axes that any block of the model declares, and those that all models have.
+        """
+        used = list(self.activations)
+        used += [w.dims for w in self.weights(context).values()] + [s.dims for s in self.saves(context)]
+        axes = dict.fromkeys(dim for dims in used for dim in dims if not isinstance(dim, int))
+        sizes, name = {BATCH, SEQ, *self._sizes(context)}, type(self).__name__
+        texts = [
+            f"{name} uses the axis {a}, which no block declares. Add it to `axes`." for a in axes if a not in known
+        ]
+        texts += [f"{name} uses the axis {a} without a length. Return it from `sizes`." for a in axes if a not in sizes]
+        return [Problem(ProblemCode.missing, context.key, text=text) for text in texts]
 
     def _sizes(self, context: BlockContext) -> dict[str, Size]:
         return {"embed": Size(context.embed, "model.embed"), **self.sizes(context)}

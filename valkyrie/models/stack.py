@@ -182,6 +182,9 @@ class Stack:
             for kind, block in self.feed_forwards.items():
                 if any(kind in layer.blocks for layer in stack):
                     problems += block.problems("model" if kind == DENSE else f"model.{kind}")
+        if not problems:
+            known, contexts = self._axes(), {k: b for layer in stack for k, b in layer.blocks.items()}
+            problems += [p for block, context in contexts.values() for p in block.axis_problems(context, known)]
         return problems
 
     def make_layers(self) -> list[Layer]:
@@ -244,13 +247,10 @@ class Stack:
                     names += [] if short_name in names else [short_name]
                 for activation in layer.activations():
                     activations.setdefault(activation, [f"activation ({', '.join(map(str, activation.axes))})"])
-        axes = {**SHARED_AXES, "embed": "the residual stream", "vocab": "rows of the token embedding"}
-        for block in blocks:
-            axes |= block.axes
         sharded_like = {a: b for block in blocks for a, b in block.sharded_like.items()}
         stack_sizes = tuple(repeats for _, repeats in self.segments())
         dispatched = frozenset(axis for block in blocks for axis in block.dispatches)
-        return Arrays(axes, parameters, activations, sharded_like, stack_sizes, dispatched)
+        return Arrays(self._axes(), parameters, activations, sharded_like, stack_sizes, dispatched)
 
     def parameter_count(self) -> int:
         """Return the number of learned parameters."""
@@ -301,6 +301,13 @@ class Stack:
     @property
     def _dense_feed_forward(self) -> FeedForward:
         return FeedForward(self.feed_forward, self.mlp)
+
+    def _axes(self) -> dict[str, str]:
+        """Return the logical axes of the model with their descriptions."""
+        axes = {**SHARED_AXES, "embed": "the residual stream", "vocab": "rows of the token embedding"}
+        for block in (*self.blocks.values(), *self.feed_forwards.values()):
+            axes |= block.axes
+        return axes
 
     def _block_fields(self) -> dict[str, Block]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
