@@ -517,6 +517,70 @@ def test_invalid_yaml_is_refused_with_its_line_only_if_it_is_chosen(
     assert "model=no is not a choice" in unknown.err
 
 
+def test_a_choice_with_spaces_in_its_name_is_refused_with_a_new_name(command: Any, tmp_path: Path):
+    path = tmp_path / "own/model/mein modell ü.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("defaults: [s5_tiny, _self_]\n")
+    refused = command("--config-dir", "own", "model=mein modell ü")
+    assert refused.status == 2 and "without spaces" in refused.err
+    assert refused.err.endswith(f"Rename {path} to mein_modell.yaml and write model=mein_modell.\n")
+
+
+@pytest.mark.parametrize(
+    ("folder", "remedy"), [("own/experiment", "Use --config-dir {}/own."), ("own", "Move it to {}/own/experiment.")]
+)
+def test_a_file_directly_in_the_config_folder_is_refused_with_the_right_folder(
+    command: Any, tmp_path: Path, folder: str, remedy: str
+):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "lr.yaml").write_text("# @package _global_\nsteps: 5\n")
+    refused = command("--config-dir", folder, "+experiment=lr")
+    path = tmp_path / folder
+    text = f"experiment=lr: {path}/lr.yaml is not read, because its folder must be {path}/experiment."
+    assert refused.status == 2 and refused.err == f"valkyrie-train: {text} {remedy.format(tmp_path)}\n"
+
+
+@pytest.mark.parametrize("second", [["--config-dir", "b"], ["-cd=b"]])
+def test_a_second_config_folder_is_refused(command: Any, tmp_path: Path, second: list[str]):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    refused = command("--config-dir", "a", *second, "mode=show")
+    assert refused.status == 2 and refused.err.startswith("valkyrie-train: --config-dir can be given once.")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "argument", "phrase"),
+    [
+        ("experiment/m", "# @package _global_\nbatch:\n", "experiment=m", "batch has no value (null). Write batch: V"),
+        ("model/m", "defaults: [s5_tiny, _self_]\nname: m\nlayers:\n", "model=m", "model.layers has no value (null)."),
+    ],
+)
+def test_a_key_without_a_value_is_refused_with_its_file(
+    command: Any, tmp_path: Path, file: str, text: str, argument: str, phrase: str
+):
+    path = tmp_path / "own" / f"{file}.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    refused = command("--config-dir", "own", argument)
+    assert refused.status == 2 and refused.err.startswith(f"valkyrie-train: {path}: {phrase}")
+
+
+@pytest.mark.parametrize(
+    ("mode", "project", "phrase"),
+    [
+        ("ofline", "valkyrie", "WANDB_MODE=ofline: must be online, offline or disabled."),
+        ("offline", "team/project", "tracking.project=team/project: / is not allowed"),
+    ],
+)
+def test_settings_that_wandb_rejects_are_refused(
+    command: Any, monkeypatch: pytest.MonkeyPatch, mode: str, project: str, phrase: str
+):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    refused = command("model=gpt_tiny", f"tracking.project={project}")
+    assert refused.status == 2 and phrase in refused.err
+    assert command("model=gpt_tiny", f"tracking.project={project}", "tracking=off").run is not None
+
+
 def test_a_copy_of_a_shipped_file_is_accepted(command: Any, tmp_path: Path):
     (tmp_path / "partition").mkdir()
     (tmp_path / "partition" / "fsdp.yaml").write_bytes((conf_dir() / "partition" / "fsdp.yaml").read_bytes())

@@ -140,7 +140,7 @@ def test_a_broken_yaml_is_reported_as_a_mistake(command: Any, tmp_path: Any):
     folder = tmp_path / "own" / "partition"
     folder.mkdir(parents=True)
     (folder / "broken.yaml").write_text("name: [1,\n")
-    (folder / "unknown.yaml").write_text("defaults: [partition_schema, _self_]\nnaem: mine\n")
+    (folder / "unknown.yaml").write_text("defaults: [partition_schema, _self_]\nnaem: mine\nname: unknown\n")
     broken = command("--config-dir", str(folder.parent), "partition=broken")
     assert broken.status == 2
     assert "broken.yaml" in broken.err

@@ -36,7 +36,7 @@ class WrongValue(Enum):
 _WRONG_VALUES = {
     WrongValue.not_a_number: r"Value '(.*)' of type '\w+' could not be converted to (\w+)",
     WrongValue.not_a_bool: r"Value '(.*)' is not a valid bool",
-    WrongValue.null: r".*is not Optional",
+    WrongValue.null: r".*is not Optional|Incompatible value 'None' for field of type",
     WrongValue.not_a_choice: r"Invalid value '(.*)', expected one of \[(.*)\]",
     WrongValue.not_a_list: r".*is not a ListConfig, list or tuple",
     WrongValue.not_a_group: r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)",
@@ -76,6 +76,12 @@ def is_recursive(message: str) -> bool:
 def ambiguous_argument(message: str) -> str | None:
     """Return the argument with several values that Hydra rejects outside of a multirun, or None."""
     match = re.match(r"Ambiguous value for argument '(.*)'", message)
+    return match[1] if match else None
+
+
+def composed_file(message: str) -> str | None:
+    """Return the config, such as `experiment/mine`, whose values Hydra could not merge, or None."""
+    match = re.match(r"In '(.+)': \w+ raised while composing config", message)
     return match[1] if match else None
 
 

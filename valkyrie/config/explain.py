@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from inspect import getsourcefile, isabstract
@@ -24,6 +25,7 @@ from valkyrie.foreign_errors import (
     abstract_class,
     ambiguous_argument,
     chosen_twice,
+    composed_file,
     missing_group,
     needs_quotes,
     scalar_for_group,
@@ -63,7 +65,7 @@ def _rewrite(error: Exception, folders: Sequence[str]) -> Problem | str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_choice(str(error.missing_cfg_file), list(error.options or ()), folders)
     if isinstance(error, OverrideParseException):
-        return _unparsable_argument(error)
+        return _unparsable_argument(error, folders)
     if isinstance(error, ConfigCompositionException) and (argument := ambiguous_argument(str(error))):
         return f"{argument} has several values, but a run takes one. Add -m for a sweep over them."
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
@@ -75,7 +77,8 @@ def _rewrite(error: Exception, folders: Sequence[str]) -> Problem | str:
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return _missing_package_line(cause.full_key) if cause.full_key in _OVERLAYS else problem_from_error(cause)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        return problem_from_error(cause)
+        config = composed_file(str(error))
+        return problem_from_error(cause, None if config is None else _config_path(config, folders))
     if isinstance(error, HydraException) and (message := _wrong_user_file(str(error))):
         return message
     if members := _missing_members(error):
@@ -107,11 +110,23 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
     yml_file = next((f for folder in folders if (f := Path(folder) / group / f"{name}.yml").is_file()), None)
     if yml_file is not None:
         return f"{group}={name}: {yml_file} is not read, because its name ends in .yml. Rename it to {name}.yaml."
+    for folder in folders:
+        if (file := Path(folder) / f"{name}.yaml").is_file():
+            remedy = f"Move it to {Path(folder, group)}."
+            if Path(folder).name == group:
+                remedy = f"Use --config-dir {Path(folder).parent}."
+            return f"{group}={name}: {file} is not read, because its folder must be {Path(folder, group)}. {remedy}"
     completion = next((option for option in options if name and option.startswith(name)), None)
     suggestion = suggest(name, options) or completion
     hint = f" Did you mean {group}={suggestion}?" if suggestion else ""
     form = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
     return f"{group}={name} is not a choice.{hint}{form} Choices: {', '.join(options) or 'none'}."
+
+
+def _config_path(config: str, folders: Sequence[str]) -> str:
+    """Return the path of the user's file of a config, such as `experiment/mine`, or else its name in the package."""
+    files = (Path(folder) / f"{config}.yaml" for folder in folders)
+    return str(next((file for file in files if file.is_file()), f"{config}.yaml"))
 
 
 def _missing_package_line(overlay: str) -> str:
@@ -170,6 +185,7 @@ def _missing_members(error: BaseException) -> str | None:
 
 
 def _unparsable_argument(error: OverrideParseException) -> str:
+def _unparsable_argument(error: OverrideParseException, folders: Sequence[str]) -> str:
     """Return the message for an argument that Hydra cannot parse, with the correct quoting."""
     key, sign, value = error.override.partition("=")
     reason = first_line(error)
@@ -180,7 +196,14 @@ def _unparsable_argument(error: OverrideParseException) -> str:
             return f"{error.override}: {opening} and {closing} do not match."
     group = key.lstrip("+").partition(".")[0]
     if key in _GROUPS:
-        return f"{error.override}: write one name. valkyrie-train --help lists the choices of {group}."
+        files = (Path(folder) / key / f"{value.strip()}.yaml" for folder in folders)
+        if file := next(filter(Path.is_file, files), None):
+            name = re.sub(r"[^\w.-]+", "_", value, flags=re.ASCII).strip("_") or "mine"
+            return (
+                f"{error.override}: the name of a choice has only letters a-z and A-Z, digits, _, - and ., without "
+                f"spaces. Rename {file} to {name}.yaml and write {key}={name}."
+            )
+        return f"{error.override}: write one name, without spaces. valkyrie-train --help lists the choices of {group}."
     if key in _SCALAR_KEYS:
         return f"{error.override}: {key} takes {_SCALAR_KEYS[key]}. Write nothing else after =."
     if needs_quotes(reason) or " " in value:

@@ -73,14 +73,17 @@ _INT64_KEYS = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
 _COMPILER_PREFIXES = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
 
-def problem_from_error(error: OmegaConfBaseException) -> Problem:
-    """Convert an OmegaConf error to a problem, with the key and the values that are allowed."""
+def problem_from_error(error: OmegaConfBaseException, file: str | None = None) -> Problem:
+    """Convert an OmegaConf error to a problem, with the key and the values that are allowed.
+
+    `file` is the config file with the value, or None if it is unknown or not in a file.
+    """
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return unknown_key(str(error.full_key), error.parent_node)
     cause = error.__cause__ or error.__context__
     if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
         return Problem(ProblemCode.malformed, error.full_key, text=str(cause))  # a resolver's message
-    text = _wrong_value_text(error.full_key, first_line(error).rstrip("."))
+    text = _wrong_value_text(error.full_key, first_line(error).rstrip("."), file)
     return Problem(ProblemCode.malformed, error.full_key, text=text)
 
 
@@ -168,7 +171,7 @@ def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _keys(inner, f"{prefix}{key}.")
 
 
-def _wrong_value_text(key: str | None, message: str) -> str:
+def _wrong_value_text(key: str | None, message: str, file: str | None) -> str:
     """Return the message for an illegal value, from OmegaConf's message about it."""
     kind, parts = wrong_value(message) or (None, [])
     value, needed, *_ = [*parts, "", ""]
@@ -181,6 +184,8 @@ def _wrong_value_text(key: str | None, message: str) -> str:
             return f"{key}={value}: must be {number}.{f' Write {key}={whole[1]}.' if whole else ''}"
         case WrongValue.not_a_bool:
             return f"{key}={value}: must be true or false."
+        case WrongValue.null if file is not None:
+            return f"{file}: {key} has no value (null). Write {key.rpartition('.')[2] if key else 'KEY'}: VALUE."
         case WrongValue.null:
             return f"{key}=null: must have a value."
         case WrongValue.not_a_choice:

@@ -319,7 +319,7 @@ class Run:
         hardware_problems = c.target.problems() if searches else target_problems(c.target, c.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_LAYOUT_COUNTS):
             problems += check_range(key, get_value(c, key), least=1)
-        problems += [*bucket_problems("runs", c.runs), *profile_problems(c.profile, c.steps)]
+        problems += [*bucket_problems("runs", c.runs), *profile_problems(c.profile, c.steps), *c.tracking.problems()]
         problems += c.mode.problems()
         problems += check_range("trial.limit_s", c.trial.limit_s, above=0, otherwise="null")
         problems += check_range("temperature", c.temperature, least=0)

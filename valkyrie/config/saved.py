@@ -29,8 +29,10 @@ from valkyrie.runs.folder import RUN, find_run, key_value, key_values, read_sett
 
 CONFIG_PATH = ("--config-path", "-cp")
 """Flags for the folder of the primary config."""
-_NAME, _DIR = ("--config-name", "-cn"), ("--config-dir", "-cd")
-CONFIG_FLAGS = (*CONFIG_PATH, *_NAME, *_DIR)
+CONFIG_DIR = ("--config-dir", "-cd")
+"""Flags for the folder of the user's configs and modules."""
+_NAME = ("--config-name", "-cn")
+CONFIG_FLAGS = (*CONFIG_PATH, *_NAME, *CONFIG_DIR)
 """Flags that select config files and folders."""
 SETTINGS = "VALKYRIE_SETTINGS"
 """Environment variable that passes the settings file to the jobs of a multirun."""
@@ -131,7 +133,7 @@ def config_name(arguments: Sequence[str]) -> str:
 
 def config_dirs(arguments: Sequence[str]) -> list[str]:
     """Return a list with the absolute path of the folder of `--config-dir`. Empty without that flag."""
-    folder = _last_flag_value(arguments, _DIR)
+    folder = _last_flag_value(arguments, CONFIG_DIR)
     return [] if folder is None else [str(Path(folder).resolve())]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.paths import cache_problem
+from valkyrie.problems import Problem, ProblemCode
 
 TRAFFIC = "communication"
 """Key in a training run's summary for the bytes that a device sends."""
@@ -38,6 +39,18 @@ class WandbMode(Enum):
     off = "off"
 
 
+_ENVIRONMENT_MODES = {
+    "online": WandbMode.online,
+    "offline": WandbMode.offline,
+    "disabled": WandbMode.off,
+    "run": WandbMode.online,
+    "dryrun": WandbMode.offline,
+}
+"""Modes by value of `WANDB_MODE`. The last two are W&B's earlier names."""
+_FORBIDDEN = r"[/\\#?%:]"
+"""Characters that W&B rejects in ids and names of projects."""
+
+
 @dataclass
 class TrackingConfig:
     """Settings of W&B, which records metrics in addition to `metrics.jsonl`.
@@ -59,6 +72,22 @@ class TrackingConfig:
     group: str | None = None
     id: str | None = None
     init_timeout: int = 10
+
+    def problems(self) -> list[Problem]:
+        """Return the problems of `WANDB_MODE` and of the project's name. There are none if W&B is off."""
+        problems, mode = [], os.environ.get("WANDB_MODE", "")
+        if self.wandb is WandbMode.off:
+            return []
+        if mode not in ("", *_ENVIRONMENT_MODES):
+            text = f"WANDB_MODE={mode}: must be online, offline or disabled."
+            problems.append(Problem(ProblemCode.unknown_name, "tracking.wandb", self.wandb.value, text))
+        if forbidden := re.search(_FORBIDDEN, self.project):
+            text = (
+                f"tracking.project={self.project}: {forbidden[0]} is not allowed in the name of a W&B project. Use "
+                "letters, digits, ., _ or -."
+            )
+            problems.append(Problem(ProblemCode.malformed, "tracking.project", self.project, text))
+        return problems
 
 
 class WandbWriter:
@@ -120,7 +149,7 @@ class WandbWriter:
             entity=self.config.entity,
             dir=self.folder.resolve(),
             name=name,
-            id=re.sub(r"[/\\#?%:]", "-", run_id),  # W&B rejects these characters
+            id=re.sub(_FORBIDDEN, "-", run_id),
             group=group,
             job_type=job_type,
             tags=tags,
@@ -166,8 +195,7 @@ def resolve_mode(mode: WandbMode) -> WandbMode:
     """Replace `auto` by the mode that the environment variables `WANDB_MODE` and `WANDB_API_KEY` select."""
     if mode is not WandbMode.auto:
         return mode
-    modes = {"online": WandbMode.online, "offline": WandbMode.offline, "disabled": WandbMode.off}
-    requested = modes.get(os.environ.get("WANDB_MODE", ""))
+    requested = _ENVIRONMENT_MODES.get(os.environ.get("WANDB_MODE", ""))
     return requested or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
 
 
