@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from inspect import getsourcefile, isabstract
+from os.path import isfile  # unlike Path.is_file, returns False for a name that is too long
 from pathlib import Path
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
@@ -107,11 +108,11 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
     if group in FAMILIES and name == f"{group}_schema":
         schemas = ", ".join(f"{family}_schema" for family in FAMILIES[group].names())
         return f"{group}/{name}: the schema depends on the family. Write one of {schemas} in `defaults:`."
-    yml_file = next((f for folder in folders if (f := Path(folder) / group / f"{name}.yml").is_file()), None)
+    yml_file = next((f for folder in folders if isfile(f := Path(folder) / group / f"{name}.yml")), None)
     if yml_file is not None:
         return f"{group}={name}: {yml_file} is not read, because its name ends in .yml. Rename it to {name}.yaml."
     for folder in folders:
-        if (file := Path(folder) / f"{name}.yaml").is_file():
+        if isfile(file := Path(folder) / f"{name}.yaml"):
             remedy = f"Move it to {Path(folder, group)}."
             if Path(folder).name == group:
                 remedy = f"Use --config-dir {Path(folder).parent}."
@@ -126,7 +127,7 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
 def _config_path(config: str, folders: Sequence[str]) -> str:
     """Return the path of the user's file of a config, such as `experiment/mine`, or else its name in the package."""
     files = (Path(folder) / f"{config}.yaml" for folder in folders)
-    return str(next((file for file in files if file.is_file()), f"{config}.yaml"))
+    return str(next(filter(isfile, files), f"{config}.yaml"))
 
 
 def _missing_package_line(overlay: str) -> str:
@@ -184,7 +185,6 @@ def _missing_members(error: BaseException) -> str | None:
     return f"{file or 'a module'}: {name} has no {', '.join(f'`{member}`' for member in members)}."
 
 
-def _unparsable_argument(error: OverrideParseException) -> str:
 def _unparsable_argument(error: OverrideParseException, folders: Sequence[str]) -> str:
     """Return the message for an argument that Hydra cannot parse, with the correct quoting."""
     key, sign, value = error.override.partition("=")
@@ -197,7 +197,7 @@ def _unparsable_argument(error: OverrideParseException, folders: Sequence[str]) 
     group = key.lstrip("+").partition(".")[0]
     if key in _GROUPS:
         files = (Path(folder) / key / f"{value.strip()}.yaml" for folder in folders)
-        if file := next(filter(Path.is_file, files), None):
+        if file := next(filter(isfile, files), None):
             name = re.sub(r"[^\w.-]+", "_", value, flags=re.ASCII).strip("_") or "mine"
             return (
                 f"{error.override}: the name of a choice has only letters a-z and A-Z, digits, _, - and ., without "
