@@ -252,7 +252,7 @@ def test_a_resumed_run_keeps_its_tokenizer_and_its_finished_steps(tmp_path: Path
     capfd.readouterr()
     assert command(*resume, "mode=checkpoints") == 1
     listed = capfd.readouterr().out
-    assert "base step 3: durable" in listed and "base step 6: durable, 0 B" in listed and "folder is empty" in listed
+    assert "base step 3: durable" in listed and "base step 6: durable, 0 B, damaged: the folder is empty" in listed
     assert command(*resume, "steps=4") == 0
     assert " step 6 in " in (error := capfd.readouterr().err) and "empty. Continuing from step 3." in error
 

@@ -178,8 +178,8 @@ def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, wanted: M
         )
     raise ValueError(
         f"The durable checkpoint at step {path.name} in {path.parent} was trained with tokenizer={saved['name']}, but "
-        f"this run has tokenizer={wanted['name']}, which assigns other ids. Use data.tokenizer={saved['name']}, or "
-        "another name=."
+        f"this run has tokenizer={wanted['name']}, which assigns other ids. A checkpoint only continues with its own "
+        f"tokenizer. Use data.tokenizer={saved['name']}, or start a new run under another name=, without resume=."
     )
 
 

@@ -39,7 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     load.set_defaults(run=_convert_from_hf)
     load.add_argument(
-        "folder", type=Path, help="folder with config.json and model.safetensors (or several files and their index)"
+        "folder",
+        metavar="FOLDER",
+        type=Path,
+        help="with config.json and model.safetensors (or several files and their index)",
     )
     load.add_argument("--name", help="name of the run; default: the name of the folder")
     tokenizers = "bytes, gpt2, a tiktoken encoding, or a tokenizer.json; default: the folder's tokenizer.json"

@@ -157,9 +157,8 @@ def list_checkpoints(run: Run) -> int:
     folder, console = trained_folder(run), make_console()
     checkpoints = stored_checkpoints(folder, run.config.checkpoint)
     for c in checkpoints:
-        console.print(
-            f"{folder.name} step {c.step}: {c.tier}, {decimal_bytes_text(c.size)}, {c.saved}, {c.state}", markup=False
-        )
+        parts = (c.tier, decimal_bytes_text(c.size), c.saved, c.state)
+        console.print(f"{folder.name} step {c.step}: {', '.join(filter(None, parts))}", markup=False)
     return int(any(c.damage for c in checkpoints))
 
 
