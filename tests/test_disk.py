@@ -14,13 +14,22 @@ import pytest
 from rich.console import Console
 
 from helpers import compose_run
-from runs import TINY, command, tiny_arguments
+from runs import SINGLE, TINY, command, tiny_arguments
 from valkyrie.checkpoint import latest_step, tier
+from valkyrie.config.run import Run
 from valkyrie.paths import DiskError, cache_problem, cache_root, disk_errors, write_atomic
 from valkyrie.runs.tracking import Tracker, read_metrics
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode
+from valkyrie.search import modes
 from valkyrie.search.compile import runner as compile
-from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus
+from valkyrie.search.compile.prediction import (
+    CompileOutcome,
+    CompileStatus,
+    Measurement,
+    MemoryReport,
+    Prediction,
+)
+from valkyrie.search.measure import measure
 from valkyrie.train.devices import configure_jax
 from valkyrie.train.screen import Screen
 
@@ -59,6 +68,53 @@ def test_a_runs_path_that_is_not_a_folder_is_refused_in_one_line(a_file: Path, c
     assert command(*tiny_arguments(a_file / "runs", "steps=1")) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"valkyrie-train: {a_file / 'runs' / 'run'} ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode", ["compile", "measure"])
+def test_a_result_that_cannot_be_stored_is_refused_before_the_work(
+    a_file: Path, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(modes, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
+    assert command(*TINY, *SINGLE, f"mode={mode}", f"runs={a_file}", "name=mine") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"valkyrie-train: {a_file / 'mine'} cannot be written (not a directory).")
+
+
+@pytest.mark.parametrize("mode", ["compile", "measure"])
+def test_a_result_is_printed_although_the_disk_is_full(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    memory = MemoryReport(needed=3 * 2**30, usable=2**30)
+
+    def result(kind: type, run: Run) -> Any:
+        return kind(run.about(), CompileStatus.does_not_fit, "too big", memory=memory)
+
+    monkeypatch.setattr(measure, "measure", lambda run, *_: result(Measurement, run))
+    monkeypatch.setattr(modes, "compile_and_summarise", lambda run, *_: (None, result(Prediction, run), None))
+    monkeypatch.setattr(modes, "write_run_files", full_for(1))
+    assert command(*TINY, *SINGLE, f"mode={mode}", f"runs={tmp_path}", "name=mine") == 2
+    shown = capsys.readouterr()
+    assert "does not fit" in shown.out and "no space left" in shown.err.lower()
+
+
+@pytest.mark.parametrize("mode", ["compile", "measure"])
+def test_a_refused_layout_leaves_no_folder(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> Any:
+        raise ValueError("refused")
+
+    monkeypatch.setattr(measure, "measure", refuse)
+    monkeypatch.setattr(modes, "compile_and_summarise", refuse)
+    assert command(*TINY, *SINGLE, f"mode={mode}", f"runs={tmp_path / 'runs'}", "name=mine") == 2
+    assert not (tmp_path / "runs" / "mine").exists()
+
+
+def test_a_search_under_a_file_is_refused(a_file: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ("mode=search", "model=gpt_tiny", "target=v5e-8", "batch=8", "mode.compiles=0")
+    for runs in (a_file, a_file / "runs"):
+        assert command(*arguments, f"runs={runs}") == 2
+        err = capsys.readouterr().err
+        assert err == f"valkyrie-train: runs={runs}: {a_file} is a file, not a folder. Use another runs=.\n"
 
 
 def test_a_save_on_a_full_disk_is_reported_and_the_next_save_tries_again(

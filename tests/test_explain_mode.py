@@ -227,6 +227,8 @@ def test_two_run_folders_are_compared(tmp_path: Path, capfd: pytest.CaptureFixtu
         ),
         (("first=model.layers=2", "second=model.layers=3"), ["gpt_tiny model.layers=2 ", "gpt_tiny model.layers=3"]),
         (("first=partition=fsdp", "second=seed=0"), ["second='seed=0'"]),
+        (("first=partition=fsdp", "second=mode=search"), ["mode=search: a layout cannot set mode."]),
+        (("first=partition=fsdp", "second=partition=fsdp log_every=7"), ["are the same layout"]),
     ],
 )
 def test_an_invalid_pair_is_refused_before_a_compile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.machine.timeline import write_timeline
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.modes.measure import Config as MeasureMode
-from valkyrie.paths import DiskError
+from valkyrie.paths import DiskError, disk_errors
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import run_folder, write_run_files
 from valkyrie.search import NOT_COMPILED
@@ -53,13 +53,15 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
 
     if note := get_platform(run.config.target.platform).compile_note:
         console.print(note, style="bold yellow")
-    compiled, prediction, replay = compile_and_summarise(run, console, watch)
-    if prediction.status is CompileStatus.refused:
-        raise ValueError(prediction.reason)
-    folder = run_folder(run)
-    write_run_files(run, folder)
-    write_record(folder / SUMMARY, prediction)
-    show(prediction, console)
+    with _created_folder(run_folder(run)) as folder:
+        compiled, prediction, replay = compile_and_summarise(run, console, watch)
+        if prediction.status is CompileStatus.refused:
+            raise ValueError(prediction.reason)
+        try:
+            write_run_files(run, folder)
+            write_record(folder / SUMMARY, prediction)
+        finally:  # print the result even if the disk is full
+            show(prediction, console)
     if replay is not None:
         write_timeline(folder / TIMELINE, replay.spans, f"{run.model.name} {run.layout.name}, one step of one chip")
         console.print(f"timeline: {folder / TIMELINE} (open it at https://ui.perfetto.dev)")
@@ -85,22 +87,47 @@ def _measure(run: Run, team: Team) -> int:
     from valkyrie.search.compile.show import show
     from valkyrie.search.measure.measure import measure
 
-    folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))
-    trace = folder / TRACE if settings_for(MeasureMode, run.config.mode).trace else None
-    if not console.is_terminal:
-        console.print("compiling and timing the step")
-    with console.status("compiling and timing the step"):
-        measurement = measure(run, devices, trace, lambda line: console.print(line, style="yellow"))
+    with contextlib.ExitStack() as stack:
+
+        def create_folder() -> str:
+            return str(stack.enter_context(_created_folder(run_folder(run))))
+
+        folder = Path(team.broadcast_from_leader("run folder", create_folder))
+        trace = folder / TRACE if settings_for(MeasureMode, run.config.mode).trace else None
+        if not console.is_terminal:
+            console.print("compiling and timing the step")
+        with console.status("compiling and timing the step"):
+            measurement = measure(run, devices, trace, lambda line: console.print(line, style="yellow"))
     status = 0 if measurement.status is CompileStatus.ok else NOT_COMPILED
     if not team.is_leader:
         return status
-    write_run_files(run, folder)
-    write_record(folder / MEASURED, measurement)
-    show(measurement, console)
+    try:
+        write_run_files(run, folder)
+        write_record(folder / MEASURED, measurement)
+    finally:  # print the result even if the disk is full
+        show(measurement, console)
     if trace is not None:
         console.print(f"trace: {trace}")
     console.print(f"report: {folder / MEASURED}")
     return status
+
+
+@contextlib.contextmanager
+def _created_folder(folder: Path) -> Iterator[Path]:
+    """Create a run folder before the work inside the block, so that an unwritable path does not cost a result.
+
+    Removes it again if the work fails before anything is stored. Raises DiskError if it cannot be created.
+    """
+    existed = folder.exists()
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        if not existed:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def compile_and_summarise(

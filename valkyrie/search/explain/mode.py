@@ -18,6 +18,7 @@ from valkyrie.parts import label_record_name
 from valkyrie.paths import unused_path
 from valkyrie.records import write_record
 from valkyrie.runs.folder import key_value, run_folder, split_flags, write_run_files
+from valkyrie.search.compile.cache import program_settings
 from valkyrie.search.compile.prediction import CompileStatus, Prediction, read_prediction
 from valkyrie.search.compile.show import make_table
 from valkyrie.search.compile.summary import model_settings
@@ -85,9 +86,9 @@ def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple
     if not problems:
         a, b = layouts
         problems = model_mismatch(_as_prediction(a), _as_prediction(b))
-        if isinstance(a, Run) and isinstance(b, Run) and a.config == b.config:
+        if isinstance(a, Run) and isinstance(b, Run) and program_settings(a) == program_settings(b):
             problems.append(
-                f"first={requests[0]!r} and second={requests[1]!r} are the same run. Choose two different layouts."
+                f"first={requests[0]!r} and second={requests[1]!r} are the same layout. Choose two different layouts."
             )
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
@@ -114,6 +115,8 @@ def _parse_layout(run: Run, request: str) -> Run | Prediction:
             f"{not_overrides[0]} is neither a folder nor an override such as partition=fsdp. Set first= and second= to "
             "the two layouts to compare."
         )
+    if modes := [change for change in changes if key_value(change)[0] == "mode"]:
+        raise ValueError(f"{request}: a layout cannot set mode. Leave out {modes[0]}.")
     flags, overrides = split_flags(run.arguments)
     keys = [(override, key_value(override)[0]) for override in overrides]
     shared = [override for override, key in keys if key not in _MODE_KEYS and not key.startswith("mode.")]
