@@ -5,6 +5,7 @@ Work is labelled with the settings that a sweep varies.
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from valkyrie.report.records import read_rows
 from valkyrie.report.tables import command, details
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.sweep.rows import Row, group_by_kind, pair_predictions
+from valkyrie.sweep.table import table
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 
 WIDE = ["model.embed=2048", "model.mlp=5632", "model.layers=12"]
@@ -269,6 +271,22 @@ def test_csv_has_the_varied_settings(varied: list[Row]):
     head, first, *_ = as_csv(varied).splitlines()
     column = head.split(",").index("varied")
     assert first.split(",")[column] == "embed=2048 layers=12"
+
+
+def test_tables_show_the_batch_and_other_settings_in_which_trials_differ(tmp_path: Path):
+    trials = [
+        trial("8x1x1-fsdp", 9, asked=[f"batch={batch}", f"seed={seed}"], batch=batch)
+        for batch, seed in ((8, 0), (16, 0), (16, 1))
+    ]
+    expected = ["batch=8 seed=0", "batch=16 seed=0", "batch=16 seed=1"]
+    shown = table(trials, tmp_path)
+    column = next(column for column in shown.columns if column.header == "varied")
+    assert sorted(map(str, column.cells)) == sorted(expected)
+    head, *rows = csv.reader(as_csv(rows_of(tmp_path, *trials)).splitlines())
+    assert sorted(row[head.index("varied")] for row in rows) == sorted(expected)
+    (alone,) = csv.DictReader(as_csv(rows_of(tmp_path / "b", trials[0])).splitlines())
+    assert alone["varied"] == ""
+    assert "varied" not in [column.header for column in table(trials[:1], tmp_path).columns]
 
 
 def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:

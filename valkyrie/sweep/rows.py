@@ -304,6 +304,16 @@ def with_predictions(rows: Iterable[Row]) -> list[Row]:
     return [replace(row, prediction=predictions.get(row.id)) for row in rows]
 
 
+def differing_settings(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the settings other than the layout in which rows differ, such as `batch=16 seed=1`, by row id.
+
+    `Workload.varied` lacks the batch, the sequence length and the precision, which some tables show in columns.
+    """
+    values = {key: {getattr(row.work, key) for row in rows} for key in ("batch", "seq", "precision")}
+    keys = [key for key in values if len(values[key]) > 1]
+    return {row.id: " ".join([*(f"{key}={getattr(row.work, key)}" for key in keys), *row.work.varied]) for row in rows}
+
+
 def _price(trial: Trial, simulated: bool) -> float | None:
     """Return a chip's price in dollars per hour: as recorded, else from the chip's file. None if unknown."""
     step, about = trial.results.step, trial.about
