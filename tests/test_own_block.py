@@ -121,6 +121,13 @@ def test_a_gated_feed_forward_of_a_users_folder_trains(tmp_path):
         assert refused.returncode == 2 and words in refused.stderr
 
 
+def test_mode_show_notes_an_axis_that_model_parallelism_does_not_split(folder):
+    arguments = ("mode=show", "mesh=2x1x1", "model.gated_conv.channels=64", "log_every=1")
+    noted, split = "note: channels: partition=1d_tp has no rule for this axis", "partition.parameters.channels=[x]"
+    assert noted in " ".join(train(folder, *arguments, "partition=1d_tp").split())
+    assert "note: channels" not in train(folder, *arguments, "partition=1d_tp", split)
+
+
 def test_checks_of_a_users_block_refuse_mistakes(folder):
     done = train_with(folder, *SMALL, "model.gated_conv.width=0")
     assert done.returncode == 2 and done.stderr.startswith("valkyrie-train: model.gated_conv.width=0: ")

@@ -55,6 +55,17 @@ def test_a_users_source_and_task_train(folder: Path):
     assert "steps 3 to" in resumed.stdout, resumed.stdout + resumed.stderr
 
 
+def test_an_error_in_a_users_source_names_the_document(folder: Path):
+    module = folder / "tickets.py"
+    code = module.read_text()
+    try:
+        module.write_text(code.replace("yield Document", "yield {}[number] if number == 2 else Document"))
+        done = train(folder, "data.paths=[tickets.db]", f"data.cache_dir={folder}/other")
+    finally:
+        module.write_text(code)
+    assert done.returncode and "while reading data.source=tickets, document 3" in done.stderr, done.stderr
+
+
 def test_checks_of_a_users_source_and_task_refuse_mistakes(folder: Path):
     done = train(folder, "data.paths=[none.db]", "task=sparse_targets", "task.share=2")
     assert done.returncode == 2

@@ -74,6 +74,28 @@ def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
     assert [problem.key for problem in wrong.problems()] == ["optimizer.beta2"]
 
 
+def test_wrong_groups_are_refused_by_name(folder: Path) -> None:
+    module = folder / "lion.py"
+    code = module.read_text()
+    try:
+        for wrong, groups in (('"matrices"', "matrices, vector, ssm"), ('"vector"', "vector, ssm")):
+            module.write_text(code.replace('"matrix"', wrong, 1))
+            refused = train(folder, "mode=show")
+            message = f"optimizer=lion: rules() returned {groups}; the groups are matrix, vector, ssm."
+            assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+    finally:
+        module.write_text(code)
+
+
+def test_a_missing_module_is_named_with_its_yaml(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "optimizer").mkdir(parents=True)
+    file = tmp_path / "mine" / "optimizer" / "foo.yaml"
+    file.write_text("defaults: [foo_schema, _self_]\nname: foo\n")
+    refused = train_with(tmp_path / "mine", "optimizer=foo")
+    message = f"{file} needs foo_schema, but there is no {tmp_path / 'mine' / 'foo.py'} with a class Config."
+    assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+
+
 def test_a_module_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "no_optimizer.py").write_text("class Config: ...\n")
     add_import_path([tmp_path])

@@ -407,7 +407,9 @@ def test_lines_reach_a_pipe_before_the_step_is_compiled(tmp_path: Path) -> None:
         process.communicate()
 
 
-@pytest.mark.parametrize(("train", "validation", "noted"), [(95, 5, False), (91, 9, False), (67, 33, True)])
+@pytest.mark.parametrize(
+    ("train", "validation", "noted"), [(95, 5, False), (91, 9, False), (67, 33, True), (98, 2, True)]
+)
 def test_a_validation_split_far_from_its_requested_fraction_is_reported(
     train: int, validation: int, noted: bool
 ) -> None:
@@ -416,4 +418,4 @@ def test_a_validation_split_far_from_its_requested_fraction_is_reported(
     note = text_source.Config(validation_fraction=0.05).note(data)
     assert (note is not None) == noted
     if note is not None:
-        assert "33%" in note and "data.validation_fraction=0.05" in note
+        assert f" {validation}%" in note and "data.validation_fraction=0.05" in note

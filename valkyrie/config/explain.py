@@ -33,6 +33,7 @@ from valkyrie.foreign_errors import (
     swept_hydra_key,
     unexpected_key,
 )
+from valkyrie.paths import read_defaults
 from valkyrie.problems import Problem, ProblemError, first_line, suggest
 
 _OVERLAYS = ("experiment", "sweep")
@@ -108,6 +109,8 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
     if group in FAMILIES and name == f"{group}_schema":
         schemas = ", ".join(f"{family}_schema" for family in FAMILIES[group].names())
         return f"{group}/{name}: the schema depends on the family. Write one of {schemas} in `defaults:`."
+    if group in FAMILIES and name.endswith("_schema"):
+        return _missing_module(group, name, folders)
     yml_file = next((f for folder in folders if isfile(f := Path(folder) / group / f"{name}.yml")), None)
     if yml_file is not None:
         return f"{group}={name}: {yml_file} is not read, because its name ends in .yml. Rename it to {name}.yaml."
@@ -128,6 +131,16 @@ def _config_path(config: str, folders: Sequence[str]) -> str:
     """Return the path of the user's file of a config, such as `experiment/mine`, or else its name in the package."""
     files = (Path(folder) / f"{config}.yaml" for folder in folders)
     return str(next(filter(isfile, files), f"{config}.yaml"))
+
+
+def _missing_module(group: str, schema: str, folders: Sequence[str]) -> str:
+    """Return the message for a schema `NAME_schema` in a user's YAML without a module `NAME`."""
+    files = [file for folder in folders for file in sorted((Path(folder) / group).glob("*.yaml"))]
+    file = next((file for file in files if schema in read_defaults(file)), None)
+    name, folder = schema.removesuffix("_schema"), file.parent.parent if file else Path("FOLDER")
+    near = suggest(name, FAMILIES[group].names())
+    hint = f" Did you mean {near}_schema?" if near else ""
+    return f"{file or group} needs {schema}, but there is no {folder / name}.py with a class Config.{hint}"
 
 
 def _missing_package_line(overlay: str) -> str:

@@ -78,6 +78,17 @@ class DocumentConfig(TextConfig):
     def read_documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
         """Read the non-empty documents, always in the same order for the same files."""
 
+    def documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
+        """Yield the documents of `read_documents`. An error while reading gets a note with the document's number."""
+        number = 1
+        try:
+            for document in self.read_documents(listing):
+                yield document
+                number += 1
+        except Exception as error:
+            error.add_note(f"while reading data.source={self.source}, document {number}")
+            raise
+
     def cache_identity(self) -> dict[str, object]:
         """The settings that determine the documents, as JSON values. If they change, the text is tokenised again."""
         common = {field.name for field in dataclasses.fields(DocumentConfig)}
@@ -142,18 +153,20 @@ class DocumentConfig(TextConfig):
         )
 
     def note(self, data: Dataset) -> str | None:
-        """Remarks on characters that are not UTF-8 and on a validation split of more than twice its share, or None.
+        """Remarks on characters that are not UTF-8 and on a validation split of over twice or under half its share.
 
-        Whole documents are held out, so a few long ones can make the split too large.
+        None if there are no remarks. Whole documents are held out, so a few long ones can make the split too large or
+        too small.
         """
         from valkyrie.data.manifest import PreparedText
 
         assert isinstance(data, PreparedText), "what `open` returns"
         share = data.validation.tokens / (data.train.tokens + data.validation.tokens)
         remarks = [remark] if (remark := data.undecodable_note()) else []
-        if share > 2 * self.validation_fraction:
+        too_small = share < self.validation_fraction / 2 and self.prepared_folder() is None
+        if share > 2 * self.validation_fraction or too_small:
             remarks.append(
-                f"validation has {100 * share:.0f}% of the tokens instead of the {100 * self.validation_fraction:.0f}% "
+                f"validation has {100 * share:.2g}% of the tokens instead of the {100 * self.validation_fraction:.0f}% "
                 f"of data.validation_fraction={self.validation_fraction:g}, because whole documents are held out and "
                 "this data has few, long documents"
             )

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 NOT_AVERAGED = frozenset({"puzzle", "fixed"})
 """Groups that `ema_decay` does not average: tables with rarely updated rows, and parameters that never change."""
 
+_RULE_GROUPS = dict.fromkeys(("matrix", "vector", "ssm")).keys()
+"""The groups that `OptimizerConfig.rules` distinguishes."""
+
 
 class Schedule(Enum):
     """The learning rate after warm-up: a cosine, or constant followed by a linear decay (`trapezoid`)."""
@@ -106,7 +109,11 @@ class OptimizerConfig:
         import jax
 
         rate = learning_rate(self, training.steps)
-        return self.partition(self.rules(rate), jax.tree.map(_label, specs, is_leaf=is_parameter), rate)
+        rules, labels = self.rules(rate), jax.tree.map(_label, specs, is_leaf=is_parameter)
+        if {*rules} - _RULE_GROUPS or {*jax.tree.leaves(labels)} & _RULE_GROUPS - {*rules}:
+            groups, returned = ", ".join(_RULE_GROUPS), ", ".join(map(str, rules)) or "none"
+            raise ValueError(f"optimizer={self.name}: rules() returned {returned}; the groups are {groups}.")
+        return self.partition(rules, labels, rate)
 
     def partition(
         self, rules: Mapping[str, optax.GradientTransformation], labels: Any, rate: optax.Schedule

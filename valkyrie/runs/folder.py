@@ -63,7 +63,10 @@ def find_run(runs: Path, resume: str) -> Path:
     candidates = sorted((f for f in runs.glob("*") if has_saved(f)), key=_last_saved)
     if resume == "latest":
         if not candidates:
-            raise ValueError(f"resume=latest: there is no run with a checkpoint under runs={runs}. Train one first.")
+            raise ValueError(
+                f"There is no run with a checkpoint under runs={runs}. Train one first, or name one: resume=NAME or "
+                "resume=FOLDER."
+            )
         return candidates[-1]
     for folder in (runs / resume, Path(resume)):
         if has_saved(folder):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from valkyrie.axes import Parameter
+from valkyrie.axes import LAYERS, Parameter
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import usable_hbm
+from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.parallel.partition import RoleKind
 from valkyrie.parallel.remat import EVERYTHING
 from valkyrie.train.memory import (
     ExpectedMemory,
@@ -54,10 +57,24 @@ def show_run(run: Run, console: Console) -> None:
         console.print(f"batch: {run.batch_note}", highlight=False)
     for note in layout.notes:
         console.print(f"note: {note}")
+    if axes := _axes_without_rule(layout, parameters.values()):
+        console.print(
+            f"note: {', '.join(axes)}: partition={layout.partition.name} has no rule for this axis, so model "
+            "parallelism does not split it. Name it mlp, or add a rule to a partition of your own"
+        )
     console.print(f"target: {run.config.target.describe()}   batch: {run.config.batch} x {run.config.seq} tokens")
     expected = expected_memory(run, program.abstract_state)
     _print_memory(console, run, expected)
     _print_remats(console, run, expected)
+
+
+def _axes_without_rule(layout: Layout, parameters: Iterable[Parameter]) -> list[str]:
+    """Return the axes without a rule of matrices that no model-parallel mesh axis splits."""
+    mesh_axes = {axis for axis, role in layout.roles.items() if role.kind is RoleKind.MP1}
+    matrices = [spec for spec in parameters if spec.group == "matrix"] if mesh_axes else []
+    whole = [spec for spec in matrices if mesh_axes.isdisjoint(chain(*layout.stored_axes(spec.axes)))]
+    axes = dict.fromkeys(axis for spec in whole for axis in spec.axes if axis not in (None, LAYERS, "embed"))
+    return [axis for axis in axes if axis and not layout.parameters[axis]]
 
 
 def describe_split(spec: Parameter, mesh_axes_by_dimension: Sequence[Sequence[str]]) -> str:
