@@ -8,9 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from valkyrie.config.modes import settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig, usable_hbm
+from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.problems import INDIVISIBLE
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
@@ -20,6 +22,7 @@ from valkyrie.search.answer import describe_work, launch_command, rank_layouts, 
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
+from valkyrie.search.estimate.runs import WiderHeads, wider_heads
 from valkyrie.search.estimate.space import LayoutSpace
 from valkyrie.search.folder import create_folder, remove_if_empty, request_digest, save_answer, search_folder
 from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices
@@ -130,6 +133,8 @@ def _search(run: Run) -> int:
     for rival in rivals_on(request, ranked, _target_slice(rows[0], request)):
         measured_s = None if rival.layout is None else measured.step_s(rival.layout)
         console.print(format_comparison(rival, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
+    if (wider := _wider_heads(request, rows[0], shortlisted)) is not None:
+        console.print(str(wider), markup=False, soft_wrap=True)
     console.print(f"train it: {answer.train}", markup=False, soft_wrap=True)
     if answer.launch is not None:
         console.print(f"launch it: {answer.launch}", markup=False, soft_wrap=True)
@@ -145,6 +150,14 @@ def _expected_best(request: SearchRequest, shortlisted: Shortlist) -> EstimatedL
     return min(
         shortlisted.fitting or shortlisted.doubtful, key=lambda layout: request.cost(layout.group.target, layout.step_s)
     )
+
+
+def _wider_heads(request: SearchRequest, best: RankedLayout, shortlisted: Shortlist) -> WiderHeads | None:
+    layouts = [*shortlisted.fitting, *shortlisted.doubtful]
+    layout = next((layout for layout in layouts if layout.candidate == best.candidate), None)
+    if layout is None:
+        return None
+    return wider_heads(layout.run(request.run).changed(mode=settings_for(CompileMode, request.mode)))
 
 
 def _target_slice(row: RankedLayout, request: SearchRequest) -> TargetConfig:

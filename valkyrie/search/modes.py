@@ -22,7 +22,7 @@ from valkyrie.runs.folder import run_folder, write_run_files
 from valkyrie.search import NOT_COMPILED
 from valkyrie.search.compile.cache import package_digest, requests_folder
 from valkyrie.search.compile.hints import hints
-from valkyrie.search.compile.prediction import CompileStatus, Prediction
+from valkyrie.search.compile.prediction import CompileStatus, Hint, HintCode, Prediction
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import summarise
 from valkyrie.train.devices import prepare_devices
@@ -152,15 +152,19 @@ def compile_and_summarise(
         replay, uses = None, []
         if compiled.status is CompileStatus.ok:
             status.update("replaying the schedule")
-            from valkyrie.search.compile.replayed import (
-                replay_program,  # imports NumPy, which reports do not need
-            )
+            from valkyrie.search.compile.replayed import replay_program  # imports NumPy, which reports do not need
 
             replay, uses = replay_program(run, compiled)
     if compiled.note is not None:
         console.print(compiled.note, soft_wrap=True)
     prediction = replace(summarise(run, compiled, replay, uses), work=work_key(run))
     prediction = replace(prediction, hints=hints(prediction, _earlier_predictions(run, compiled)))
+    if prediction.step is not None:
+        from valkyrie.search.estimate.runs import wider_heads  # imports NumPy
+
+        if (wider := wider_heads(run)) is not None:
+            hint = Hint(HintCode.padded_heads, f"{wider}.", 1 - 1 / wider.speedup, changes=wider.changes)
+            prediction = replace(prediction, hints=(*prediction.hints, hint))
     if compiled.status in (CompileStatus.ok, CompileStatus.does_not_fit):
         with contextlib.suppress(DiskError):  # only hints of later compiles need the file
             write_record(compiled.folder / PREDICTION_FILE, prediction)

@@ -252,6 +252,7 @@ class HintCode(Enum):
     memory_bound = "memory_bound"
     copies = "copies"
     narrow_products = "narrow_products"
+    padded_heads = "padded_heads"
     largest_part = "largest_part"
 
 

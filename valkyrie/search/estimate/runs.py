@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig, build_topology
+from valkyrie.models.attention import Attention
 from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.placement import describe_entries, describe_places
 from valkyrie.parallel.slice import Slice
-from valkyrie.search.estimate.efficiency import Efficiency
+from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.links import MIN_LINKS, axis_links, host_axis_links
 from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.times import StepEstimator
 from valkyrie.search.estimate.work import step_work
 from valkyrie.train.memory import layout_arrays
+from valkyrie.trees import with_value
 
 
 def estimate_runs(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str, float]]:
@@ -42,6 +45,45 @@ def estimate_runs(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str,
             results[i] = {name: float(seconds[row]) for name, seconds in times.parts.items()}
             results[i]["step"] = float(times.step_s[row])
     return results
+
+
+class WiderHeads(NamedTuple):
+    """Fewer, wider attention heads that are not padded, and the estimated speedup of the step."""
+
+    heads: int
+    head_dim: int
+    changes: tuple[str, ...]
+    speedup: float
+
+    def __str__(self) -> str:
+        return (
+            f"With {self.heads} heads of {self.head_dim}, which are not padded, a step is estimated to be "
+            f"{self.speedup:.2f} times as fast: {' '.join(self.changes)}"
+        )
+
+
+def wider_heads(run: Run) -> WiderHeads | None:
+    """Return heads that are as wide as a TPU's registers, if the run's are narrower and the widths divide.
+
+    Both models have projections of the same sizes. Returns None on platforms that do not pad.
+    """
+    attention, chip = getattr(run.model, "attention", None), run.config.target.chip
+    lanes = get_platform(run.config.target.platform).lanes
+    if not isinstance(attention, Attention) or chip is None or attention.head_dim >= lanes:
+        return None
+    if (attention.heads * attention.head_dim) % lanes or (attention.kv_heads * attention.head_dim) % lanes:
+        return None
+    share = attention.head_dim / lanes
+    sizes = {"heads": int(attention.heads * share), "kv_heads": int(attention.kv_heads * share), "head_dim": lanes}
+    if sizes["heads"] % sizes["kv_heads"]:
+        return None
+    config = with_value(run.config, "model.attention", replace(attention, **sizes))
+    wider, efficiency = replace(run, config=config, model=config.model), chip_efficiency(chip)
+    if wider.problems():
+        return None
+    seconds = [estimate_runs([each], efficiency)[0]["step"] for each in (run, wider)]
+    changes = tuple(f"model.attention.{name}={value}" for name, value in sizes.items())
+    return WiderHeads(sizes["heads"], lanes, changes, seconds[0] / seconds[1])
 
 
 def stack_runs(runs: Sequence[Run]) -> Candidates:
