@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -438,7 +439,9 @@ def test_a_search_can_use_only_estimates(search: Callable[..., Finished]) -> Non
     best = answer["best"][0]
     assert best["low_s"] < best["step_s"] == min(steps) < best["high_s"]
     assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
-    assert f"train it: {train_command(parse_request(run), decode(RankedLayout, best, ANSWER))}" in printed
+    train = train_command(parse_request(run), decode(RankedLayout, best, ANSWER))
+    assert f"train it: {train}" in printed
+    assert f" steps={math.ceil(1e9 / (run.config.batch * run.config.seq))} " in train
     assert "fastest fsdp layout: " in printed and "v4 paper's rule" not in printed, "v5e has a torus of two axes"
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from valkyrie.config.modes import SUMMARY, settings_for
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import TargetConfig
+from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.records import RecordError
 from valkyrie.runs.folder import split_flags
@@ -20,7 +20,7 @@ from valkyrie.search.compile.prediction import read_prediction
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.modes import compile_into_folder
 from valkyrie.search.request import SearchRequest
-from valkyrie.search.shortlist import MeshPartition, Shortlist, estimate_errors, mesh_partition
+from valkyrie.search.shortlist import MeshPartition, Shortlist, chip_name, estimate_errors, mesh_partition
 from valkyrie.sweep.child import capture_outcome
 from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
 from valkyrie.sweep.results import OUTPUT, Outcome, read_results
@@ -32,6 +32,8 @@ DISTINCT_FIRST = 4
 """The first compiles differ in mesh or partition, up to this number."""
 MIN_VARIANT_RATIO = 0.97
 """Lower bound on the step time of a layout, as a multiple of its estimate scaled by `CompiledLayouts.ratio`."""
+MEMORY_SLACK = 1.1
+"""A layout may fit if its need, as corrected by `CompiledLayouts.may_fit`, is at most this multiple of the memory."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,21 @@ class CompiledLayouts:
         matching = [c for c in self.done if mesh_partition(c.estimate) == key and c.step_s is not None]
         return (matching[-1].step_s or 0.0) / matching[-1].estimate.step_s if matching else None
 
+    def may_fit(self, layout: EstimatedLayout) -> bool:
+        """Return whether a layout may fit, judging by the last compiled layout that saves the same activations.
+
+        Its needed over its estimated memory corrects the estimate of this layout, on the same kind of chip.
+        """
+        usable = usable_hbm(layout.group.target.chip)
+        alike = [c for c in self.done if c.peak and _saves_alike(c.estimate, layout)]
+        if usable is None or not alike:
+            return True
+        return layout.bytes * (alike[-1].peak or 0) / alike[-1].estimate.bytes <= MEMORY_SLACK * usable
+
+
+def _saves_alike(first: EstimatedLayout, second: EstimatedLayout) -> bool:
+    return chip_name(first) == chip_name(second) and first.remat == second.remat
+
 
 class BudgetOver(BaseException):
     """Raised when the budget ends during a compile. An `Exception` would be recorded as a failure of the trial."""
@@ -104,7 +121,7 @@ def compile_best(
     Args:
         request: The search.
         shortlisted: Layouts that may be the best.
-        rivals: Layouts to compare with, compiled right after the first layout, however slow their estimates are.
+        rivals: Layouts to compare with, compiled right after the first layout that fits, however slow their estimates.
         folder: Folder of the search. Layouts in its records are not compiled again.
         limit: Largest number of compiles.
         compiles: Receives the results.
@@ -118,8 +135,10 @@ def compile_best(
             raise BudgetOver
 
     while True:
-        is_required = bool(required)
-        layout = required.pop(0) if required and compiles.done else _pick_next(request, waiting, compiles)
+        waiting = [layout for layout in waiting if compiles.may_fit(layout)]
+        # Rivals wait until a layout fits: with a short budget, the best matters more than a comparison.
+        is_required = bool(required) and compiles.best(request) is not None
+        layout = required.pop(0) if is_required else _pick_next(request, waiting, compiles)
         lower_bound = min(
             (request.cost(other.group.target, _lower_bound_s(other, compiles)) for other in waiting), default=0.0
         )

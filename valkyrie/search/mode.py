@@ -184,6 +184,9 @@ def _compile(
     def print_result(compiled: CompiledLayout, so_far: CompiledLayouts) -> None:
         step, best = compiled.step_s, so_far.best(request)
         result = duration(step) if step is not None else f"{compiled.trial.status.value.replace('_', ' ')}"
+        usable = usable_hbm(compiled.target.chip)
+        if step is None and compiled.peak and usable:
+            result += f": needs {memory_text(compiled.peak)} of {memory_text(usable)} usable"
         estimate = f"estimated {duration(compiled.estimate.step_s)}"
         best_so_far = "" if best is None else f"; best {duration(best.step_s or 0.0)}"
         layout = " ".join(compiled.estimate.candidate.overrides)

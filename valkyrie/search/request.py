@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -77,6 +78,13 @@ class SearchRequest:
         search_keys = (*SEARCH_KEYS, "target.slices", "partition.schedule", "partition.rounds", "partition.zero1")
         keys = [(override, key_value(override)[0]) for override in overrides]
         return [*flags, *(override for override, key in keys if key not in search_keys and not key.startswith("mode."))]
+
+    @property
+    def train_command(self) -> list[str]:
+        """`command` with the steps that train on `tokens`, unless the user set `steps`."""
+        if self.tokens is None or any(key_value(override)[0] == "steps" for override in self.command):
+            return self.command
+        return [*self.command, f"steps={math.ceil(self.tokens / step_tokens(self.run))}"]
 
 
 def parse_request(run: Run) -> SearchRequest:

@@ -191,7 +191,8 @@ class MemoryEstimator:
         elements = config.batch / layouts.microbatches / layouts.parts(layouts.activations[BATCH]) * positions
         for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):
             elements = elements * length / layouts.split(axis, "active", length)
-        elements = elements * padding(activation.tensor.shape, get_platform(config.target.platform).lanes)
+        if activation.name is not None:
+            elements = elements * padding(activation.tensor.shape, get_platform(config.target.platform).lanes)
         return activation.count * elements * (4 if activation.float32 else config.precision.compute.itemsize)
 
 
