@@ -17,6 +17,7 @@ from valkyrie.config.arguments import expand_shorthand, parse_run
 from valkyrie.config.modes import ANSWER
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
+from valkyrie.hardware.target import usable_hbm
 from valkyrie.paths import DiskError
 from valkyrie.records import decode, encode, read_record
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
@@ -135,6 +136,21 @@ def test_a_layout_that_does_not_fit_is_not_the_answer(compiler: ScaledCompiler, 
     compiler.does_not_fit = [fastest]
     best = compiled_by(compiler, request, listed, tmp_path, most=500).best(request)
     assert best is not None and best.estimate.group.candidates.partition.name != fastest
+
+
+def test_a_compile_corrects_the_memory_of_layouts_that_save_the_same_activations(tmp_path: Path) -> None:
+    request = make_request()
+    layouts = make_shortlist(request).fitting
+    first = layouts[0]
+    usable = usable_hbm(first.group.target.chip) or 0
+    trial = compiling.plan_compile(request, first, tmp_path).ended(
+        Status.does_not_fit, None, "", 1.0, TrialResult(memory=MemoryReport(needed=100 * usable))
+    )
+    compiles = CompiledLayouts([compiling.CompiledLayout(first, trial)])
+    alike = [layout for layout in layouts if layout.remat == first.remat and layout.bytes >= first.bytes]
+    other = [layout for layout in layouts if layout.remat != first.remat]
+    assert len(alike) > 1 and other
+    assert not any(map(compiles.may_fit, alike)) and all(map(compiles.may_fit, other))
 
 
 def test_search_compiles_at_most_the_requested_number(compiler: ScaledCompiler, tmp_path: Path) -> None:
