@@ -55,6 +55,23 @@ def test_a_users_source_and_task_train(folder: Path):
     assert "steps 3 to" in resumed.stdout, resumed.stdout + resumed.stderr
 
 
+def test_the_doctor_checks_a_users_source_and_does_not_suggest_valkyrie_data(folder: Path):
+    command = [
+        sys.executable,
+        "-m",
+        "valkyrie.cli.doctor",
+        "--config-dir",
+        str(folder),
+        *SMALL,
+        "data.paths=[tickets.db]",
+    ]
+    command.append(f"data.cache_dir={folder}/unused")
+    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
+    checked = " ".join(done.stdout.split())
+    assert "data=tickets is not prepared yet: process 0 prepares it when the run starts" in checked, done.stderr
+    assert "valkyrie-data prepare" not in checked
+
+
 def test_an_error_in_a_users_source_names_the_document(folder: Path):
     module = folder / "tickets.py"
     code = module.read_text()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from valkyrie.buckets import bucket_problems
 from valkyrie.data.chunks import Chunk, chunk_problems
-from valkyrie.data.config import DataCheck, DataConfig, full_path, names_file
+from valkyrie.data.config import SOURCES, DataCheck, DataConfig, full_path, names_file
 from valkyrie.data.files import Listing, read_files
 from valkyrie.data.readers import Document, ReadOptions
 from valkyrie.paths import DiskError
@@ -142,7 +142,9 @@ class DocumentConfig(TextConfig):
 
         data = find_prepared(self, tokenizer)
         if data is None:
-            later = "process 0 prepares it when the run starts. To prepare it now: valkyrie-data prepare"
+            later = "process 0 prepares it when the run starts"
+            if self.source in SOURCES.names():  # `valkyrie-data` knows no sources of the user
+                later += ". To prepare it now: valkyrie-data prepare"
             return DataCheck(f"data={self.name} is not prepared yet: {later}")
         epochs = steps * batch / check_enough(data, "train", batch, seq)
         shards, content = len(data.train.shards), data.content[:12]
