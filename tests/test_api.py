@@ -149,27 +149,30 @@ def test_the_error_for_the_name_of_a_run_has_its_path(here: Path):
         valkyrie.load("mine")
 
 
+untyped: Any = valkyrie
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: valkyrie.compose(["model=gpt_tiny"]), "compose takes strings, such as .*, not \\['model=gpt_tiny'\\]"),
-        (lambda: valkyrie.compose({"model": "gpt_tiny"}), "compose takes strings"),
-        (lambda: valkyrie.compose("model=gpt_tiny", config_dir=3), "config_dir= takes the path of a folder, not 3"),
-        (lambda: valkyrie.load(None), "load takes the path of a run folder, not None"),
-        (lambda: valkyrie.load("here", 3), "load takes overrides as strings"),
-        (lambda: valkyrie.slice(8), "slice takes a name, .*, not 8"),
-        (lambda: valkyrie.slice(None), "slice takes a name"),
-        (lambda: valkyrie.slice(["v5e-8"]), "slice takes a name"),
-        (lambda: valkyrie.slice("v5e-8", slices="2"), "slices= takes a whole number, not '2'"),
-        (lambda: valkyrie.slice("v5e-8").mesh(8, "a"), "mesh takes lists of sizes and names, .*, not 8"),
-        (lambda: valkyrie.slice("v5e-8").mesh((8,), "a"), "mesh takes lists of sizes and names, .*, not 'a'"),
-        (lambda: valkyrie.show("model=gpt_tiny"), "show takes a Run, such as valkyrie.compose"),
-        (lambda: valkyrie.fit("model=gpt_tiny"), "fit takes a Run"),
-        (lambda: valkyrie.measure(None), "measure takes a Run, .*, not None"),
-        (lambda: valkyrie.evaluate(None), "evaluate takes a Run"),
-        (lambda: valkyrie.generate("def ", "def "), "generate takes a Run"),
-        (lambda: valkyrie.trials(None), "trials takes paths of sweep folders, not None"),
-        (lambda: valkyrie.write_report(None), "write_report takes paths of sweep folders, not None"),
+        (lambda: untyped.compose(["model=gpt_tiny"]), "compose takes strings, such as .*, not \\['model=gpt_tiny'\\]"),
+        (lambda: untyped.compose({"model": "gpt_tiny"}), "compose takes strings"),
+        (lambda: untyped.compose("model=gpt_tiny", config_dir=3), "config_dir= takes the path of a folder, not 3"),
+        (lambda: untyped.load(None), "load takes the path of a run folder, not None"),
+        (lambda: untyped.load("here", 3), "load takes overrides as strings"),
+        (lambda: untyped.slice(8), "slice takes a name, .*, not 8"),
+        (lambda: untyped.slice(None), "slice takes a name"),
+        (lambda: untyped.slice(["v5e-8"]), "slice takes a name"),
+        (lambda: untyped.slice("v5e-8", slices="2"), "slices= takes a whole number, not '2'"),
+        (lambda: untyped.slice("v5e-8").mesh(8, "a"), "mesh takes lists of sizes and names, .*, not 8"),
+        (lambda: untyped.slice("v5e-8").mesh((8,), "a"), "mesh takes lists of sizes and names, .*, not 'a'"),
+        (lambda: untyped.show("model=gpt_tiny"), "show takes a Run, such as valkyrie.compose"),
+        (lambda: untyped.fit("model=gpt_tiny"), "fit takes a Run"),
+        (lambda: untyped.measure(None), "measure takes a Run, .*, not None"),
+        (lambda: untyped.evaluate(None), "evaluate takes a Run"),
+        (lambda: untyped.generate("def ", "def "), "generate takes a Run"),
+        (lambda: untyped.trials(None), "trials takes paths of sweep folders, not None"),
+        (lambda: untyped.write_report(None), "write_report takes paths of sweep folders, not None"),
         (lambda: predict(tokens="8192"), "tokens= takes a number, not '8192'"),
         (lambda: predict(options=["xla_x"]), "options= takes a dictionary"),
         (lambda: predict(places=3), "places= takes a list of positions"),
