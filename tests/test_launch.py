@@ -293,6 +293,13 @@ def test_a_users_launch_engine_prints_its_plan(
         assert status == 2 and err.startswith(f"valkyrie-launch: {start}")
 
 
+@pytest.mark.parametrize("target", ["target=v5e-8", "target=ssh hosts=[a,b]"])
+def test_a_config_folder_outside_the_clone_is_noted(target: str):
+    for words, noted in ((["--config-dir", "/a/mine"], 1), (["--config-dir=../mine"], 1), (["-cd", "mine"], 0)):
+        plan = config_of(target).plan(("name=a", *words))
+        assert sum("the hosts get only the last commit of the clone" in note for note in plan.notes) == noted
+
+
 def test_a_run_name_is_added_if_a_restart_would_start_over(capsys: pytest.CaptureFixture[str]):
     assert add_name(["steps=5"], "x") == (("steps=5", "name=x"), True)
     for already in (["name=y"], ["resume=latest"], ["mode=compile"], ["-m", "steps=5,6"]):

@@ -36,6 +36,18 @@ def check_clone() -> None:
         )
 
 
+def config_folder_notes(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return a warning if the training needs a `--config-dir` that the archive of the clone does not have."""
+    folders = [word.partition("=")[2] for word in overrides if word.startswith("--config-dir=")]
+    folders += [value for word, value in zip(overrides, overrides[1:], strict=False) if word in ("--config-dir", "-cd")]
+    return tuple(
+        f"--config-dir {folder} is not a path inside the clone, and the hosts get only the last commit of the clone. "
+        "Commit the folder there and name it by its relative path, or create it on every host."
+        for folder in folders
+        if folder.startswith(("/", "~", ".."))
+    )
+
+
 def unpack_command(folder: str, archive: str | None = None) -> str:
     """Return the shell command that unpacks the code from `archive` in the home folder, or from stdin if None."""
     file = shell_text((archive,)) if archive else "-"

@@ -56,6 +56,7 @@ class Config(EngineConfig):
         notes = (
             f"--run executes these steps. If a process fails, all processes are restarted, up to {self.restarts} times",
             *disk_notes(overrides, "cannot be read by the other hosts"),
+            *remote.config_folder_notes(overrides),
         )
         return Plan(notes, (*self.copy_steps(), *self.train_steps(overrides)))
 

@@ -74,7 +74,7 @@ class Config(RentedConfig):
         node = ("--node=0",) if self.queued else ()
         follow_log = self._gcloud("ssh", self.resource, *node, "--worker=0", f"--command={tail}")
         return Plan(
-            (*self.price_notes(), restart_note, *disk_notes(overrides)),
+            (*self.price_notes(), restart_note, *disk_notes(overrides), *remote.config_folder_notes(overrides)),
             (self.create_step(), self.state_step(), *self.copy_steps(), self.train_step(overrides)),
             (
                 CommandStep("follow the log, from any machine", (follow_log,), action="logs"),
