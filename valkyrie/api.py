@@ -214,10 +214,11 @@ def load(folder: str | Path, *overrides: str) -> Run:
 
 
 def named_slice(name: str, *, slices: int = 1) -> Slice:
-    """Return a slice by its name (`v4-64`, `v5litepod-8`, `v4:4x8x8`): chip, chips, hosts, topology, prices.
+    """Return the slice with this name, such as `v4-64`, `v5litepod-8` or `v4:4x8x8`.
 
-    `slice.mesh((4, 16), ("data", "model"))` is a mesh of its devices, to compile for. `slices` is the number of slices,
-    connected by the data-centre network. The ValueError for an unknown name lists the nearest legal slices.
+    It has the chip, the number of chips and hosts, the topology and prices. `slice.mesh((4, 16), ("data", "model"))`
+    returns a mesh to compile for. `slices` is the number of slices, connected by the data-centre network. Raises
+    ValueError for an unknown name, with the nearest legal slices.
     """
     from valkyrie.config.choices import get_target
 

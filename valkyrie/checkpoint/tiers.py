@@ -97,10 +97,10 @@ class Checkpoints:
         return restored
 
     def newest(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored | None:
-        """Return the newest sound checkpoint of both tiers that all processes can read, or None if there is none.
+        """Return the newest undamaged checkpoint of any tier that all processes can read, or None if there is none.
 
-        Raises ValueError if the checkpoint does not fit the model, tokenizer or optimizer, with the settings to change,
-        or if all checkpoints are damaged.
+        Raises ValueError if all checkpoints are damaged, or if the newest one does not fit the model, tokenizer or
+        optimizer. The message names the settings to change.
 
         Args:
             abstract_state: Shapes and shardings of the train state.

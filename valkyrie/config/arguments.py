@@ -105,7 +105,7 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
-    """Replace two errors of Hydra and OmegaConf inside the block by a ValueError that names the argument.
+    """Replace two errors of Hydra and OmegaConf inside the block by a ValueError that names the argument or file.
 
     - AssertionError: the key of a group that is null, such as `target.chip.hbm_gib=9` where the target has no chip.
     - RecursionError: a config that includes itself.

@@ -58,7 +58,7 @@ def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
 
 
 def _setting_text(argument: str) -> str:
-    """Return a setting as in a note: KEY=VALUE, KEY if the value is long or has several lines, or ~KEY."""
+    """Format a setting: KEY=VALUE, KEY alone if the value is long or has several lines, or ~KEY for a deletion."""
     key, value = key_value(argument)
     if argument.startswith("~"):
         return f"~{key}"

@@ -141,7 +141,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
         """Global batches yielded so far, including those before a restart."""
 
     def position(self) -> Position:
-        """The position of the next batch. All processes call this."""
+        """Return the position of the next batch. Call it on all processes, because some loaders exchange positions."""
         position = self.start.at_step(self.step, self.batch)
         assert isinstance(position, type(self.start)), "`at_step` returns a position of the same class"
         return position

@@ -215,7 +215,7 @@ class Lane:
         return self._tokens(self._texts(start))
 
     def fetch(self, positions: Sequence[DocumentPosition]) -> list[Tokens]:
-        """Read the documents at the given positions, in that order. Each unit is read once."""
+        """Return the tokens of the documents at the given positions, in that order. Reads each unit once."""
         texts: dict[DocumentPosition, str] = {}
         requested = set(positions)
         for epoch, unit in sorted({(position.epoch, position.unit) for position in positions}):

@@ -49,7 +49,7 @@ def config_folder_notes(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def unpack_command(folder: str, archive: str | None = None) -> str:
-    """Return the shell command that unpacks the code from `archive` in the home folder, or from stdin if None."""
+    """Return the shell command that unpacks `archive` (relative to $HOME), or stdin if None, into `folder`."""
     file = shell_text((archive,)) if archive else "-"
     return f"mkdir -p {shell_text((folder,))} && tar -xzf {file} -C {shell_text((folder,))}"
 

@@ -239,7 +239,7 @@ class LinkModel:
         return LinkTraffic(latency + max(busy.values()), latency, busy, sent, bytes_by_axis)
 
     def _one_ring(self, groups: np.ndarray, full: float, algorithm: _Algorithm | None) -> _Phase:
-        """Return the phase of one ring through all members, in both directions."""
+        """Return the link loads and hops of a collective on one ring through all members, in both directions."""
         members = groups.shape[1]
         sent = full * (members - 1) / members
         axes = self._torus.axes(groups)

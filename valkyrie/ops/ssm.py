@@ -54,7 +54,7 @@ class BlockHippo:
 
     @property
     def state_size(self) -> int:
-        """Order of the real system before diagonalisation; 2 P with conjugate symmetry."""
+        """Number of states before diagonalisation: twice the number of complex states that are kept."""
         return self.blocks * self.V.shape[0]
 
 

@@ -70,7 +70,7 @@ class Column(Generic[R]):
 
     @property
     def key(self) -> str:
-        """The key at W&B."""
+        """Key under which W&B gets the values."""
         return self.wandb or self.name
 
     def text(self, row: R) -> str:

@@ -29,7 +29,7 @@ from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.options import settings_to_fit
 
 DISTINCT_FIRST = 4
-"""The first compiles differ in mesh or partition, up to this number."""
+"""Number of first compiles that must all differ in mesh or partition."""
 MIN_VARIANT_RATIO = 0.97
 """Lower bound on the step time of a layout, as a multiple of its estimate scaled by `CompiledLayouts.ratio`."""
 MEMORY_SLACK = 1.1

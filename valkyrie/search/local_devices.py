@@ -47,7 +47,7 @@ def has_devices(target: TargetConfig) -> bool:
 
 
 def needs_cpu_figures(target: TargetConfig) -> bool:
-    """Check whether a target consists of CPU devices of this machine, and no setting gives their speed."""
+    """Return whether a target is CPU devices of this machine whose speed no setting gives."""
     return get_platform(target.platform).runs_on_host and target.chip is None
 
 

@@ -18,9 +18,9 @@ from valkyrie.search.estimate.space import Candidate
 FILE = Path(ranking.__file__).with_name("errors.json")
 """File with the errors of estimates relative to compiled steps, written by experiments/search/table.py."""
 MAX_CANDIDATES = 500
-"""Maximum number of fitting layouts per slice in a shortlist, and of doubtful ones."""
+"""Maximum number of layouts per slice in a shortlist: of those that fit, and of those that might."""
 MAX_EXAMINED = 10_000
-"""Number of shortest estimates per slice that are examined. A layout that fits but is slower is not found."""
+"""Number of layouts per slice that are examined, fastest estimate first. A slower one is not found, even if it fits."""
 MAX_VARIANTS = 3
 """Maximum number of layouts in an answer with the same slice, mesh and partition."""
 EQUALLY_FAST = 1.01
@@ -95,7 +95,7 @@ class Shortlist:
     smallest: list[EstimatedLayout] = field(default_factory=list)
 
     def for_targets(self, targets: Collection[str]) -> Shortlist:
-        """Return the shortlist of the layouts on these slices."""
+        """Return a copy with only the layouts on these slices."""
         fitting, doubtful, smallest = (
             [layout for layout in layouts if layout.group.target.name in targets]
             for layouts in (self.fitting, self.doubtful, self.smallest)
@@ -121,7 +121,7 @@ class Shortlist:
         return list(best.values())
 
     def equally_fast_slices(self, layout: EstimatedLayout) -> list[str]:
-        """Return the other slices with as many chips on which the same layout is equally fast by estimate."""
+        """Return the other slices with the same number of chips on which a layout is estimated to be equally fast."""
         candidate, longest = without_torus(layout), EQUALLY_FAST * layout.step_s
         same_candidates = (e for e in self.fitting if e.step_s <= longest and without_torus(e) == candidate)
         return [

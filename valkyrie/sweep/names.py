@@ -15,7 +15,7 @@ from valkyrie.config.run import Run
 from valkyrie.runs.folder import key_value, key_values, split_flags
 
 _GROUPS_NOT_IN_NAME = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
-"""Config groups that do not affect the name of a sweep, so that compiled and measured layouts share a page."""
+"""Config groups that do not affect the name of a sweep. So compiles and measurements of it are on one HTML page."""
 _SWEEPER_PREFIXES = ("hydra/sweeper", "hydra.sweeper.")
 _SWEEPER_KEYS_NOT_IN_NAME = ("hydra.sweeper.limit", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs")
 """Sweeper keys that do not affect the name of a sweep: they only limit how many trials run, or how many at a time."""

@@ -112,7 +112,7 @@ class StepProgram:
 
     @cached_property
     def evaluate(self) -> Any:
-        """The jitted function (parameters, batch, the task's references) -> sums of an evaluation batch."""
+        """The jitted evaluation step: parameters, a batch and the task's references -> sums over the batch."""
 
         def evaluate(parameters: Any, batch: dict[str, jax.Array], references: Any) -> dict[str, jax.Array]:
             with self._precision():
@@ -234,7 +234,7 @@ class StepProgram:
         return math.prod(size // part for size, part, axis in sizes if axis != "layers")
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Compute matrix products in full float32 under a float32 policy, instead of TF32 or a bfloat16 pass."""
+        """Return a context in which matrix products use full float32, not TF32 or bfloat16, under a float32 policy."""
         is_float32 = self.run.config.precision.compute is DType.float32
         return jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext()
 

@@ -147,7 +147,7 @@ def _family_sizes(run: Run) -> dict[str, int]:
 
 
 def _suggest_lighter(program: StepProgram, available: int, count: int) -> str:
-    """Suggest a remat policy, a number of microbatches, or a batch with which the run fits by the estimate."""
+    """Suggest changes of remat policy, microbatches or batch, each of which lets the run fit by estimate."""
     run, config = program.run, program.run.config
     larger_counts = [config.microbatches * 2**n for n in range(1, 8)]
     full_remat = load_remat("full")

@@ -26,7 +26,10 @@ class Config(CorpusConfig):
     source: str = "stdlib"
 
     def list_files(self) -> Listing:
-        """The files, from the library folder or a zip archive on `sys.path`. ValueError if there are too few."""
+        """Return the source files of Python's standard library, from its folder or zip archives on `sys.path`.
+
+        Raises ValueError if they have too little text.
+        """
         root = Path(sysconfig.get_paths()["stdlib"])
         files: list[SourceFile] = []
         if (root / "os.py").is_file():

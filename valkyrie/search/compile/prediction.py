@@ -64,9 +64,9 @@ class FullerRemat:
 
 @dataclass(frozen=True)
 class OtherPartition:
-    """Another legal partition of a run: roles of mesh axes, estimated memory, and estimated bytes sent.
+    """Another legal partition of a run: roles of mesh axes, and estimated bytes of memory (`needs`) and sent (`sends`).
 
-    `sends` is None if mesh axes split more than data. Activations are then sent too, which is not estimated.
+    `sends` is None if a mesh axis splits anything but data. Activations are then sent too, which is not estimated.
     """
 
     partition: str

@@ -22,7 +22,7 @@ _MIN_SHARE = 0.1
 _MAIN_SHARE = 0.5
 """A kind of memory is named if it makes up at least this share of the difference between two peaks."""
 _MORE_FLOPS = 0.03
-"""Smallest relative difference in executed FLOPs that gets a sentence."""
+"""Smallest relative difference in executed FLOPs that the explanation mentions."""
 _LISTED = 5
 """Maximum length of lists of collectives, recomputed activations and settings."""
 _PRODUCTS = (PartKind.matmul, PartKind.kernel)

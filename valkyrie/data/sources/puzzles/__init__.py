@@ -101,7 +101,7 @@ class Config(PuzzleConfig):
         return problems
 
     def shape(self) -> PuzzleShape:
-        """The shape of the puzzles, from the beginning of the files."""
+        """The sizes of the puzzles, read from the first lines of the data files."""
         from valkyrie.data.sources.puzzles.folder import open_puzzles
         from valkyrie.data.sources.puzzles.tables import find_tables
 
