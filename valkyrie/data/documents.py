@@ -168,7 +168,7 @@ class DocumentConfig(TextConfig):
         too_small = share < self.validation_fraction / 2 and self.prepared_folder() is None
         if share > 2 * self.validation_fraction or too_small:
             remarks.append(
-                f"validation has {100 * share:.2g}% of the tokens instead of the {100 * self.validation_fraction:.0f}% "
+                f"validation has {100 * share:.3g}% of the tokens instead of the {100 * self.validation_fraction:.0f}% "
                 f"of data.validation_fraction={self.validation_fraction:g}, because whole documents are held out and "
                 "this data has few, long documents"
             )
