@@ -79,7 +79,7 @@ def ambiguous_argument(message: str) -> str | None:
     return match[1] if match else None
 
 
-def composed_file(message: str) -> str | None:
+def unmergeable_config(message: str) -> str | None:
     """Return the config, such as `experiment/mine`, whose values Hydra could not merge, or None."""
     match = re.match(r"In '(.+)': \w+ raised while composing config", message)
     return match[1] if match else None

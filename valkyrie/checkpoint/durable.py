@@ -33,7 +33,7 @@ class Durable(Tier):
             record_root(folder, config.folder)
         path = checkpoint_root(folder) if read_only else configured_root(folder, config.folder)
         if not read_only and not in_bucket(path) and path.is_dir():
-            _check_folder(path, folder)
+            _check_folder(path, run_folder=folder)
         super().__init__(
             path if in_bucket(path) else path.resolve(),
             cleans=team.is_leader,
@@ -100,13 +100,13 @@ class Durable(Tier):
             self.folder_of(step).rename(unused_path(self.path.parent / f"damaged-{self.path.name}-{step}"))
 
 
-def _check_folder(path: Path, folder: Path) -> None:
+def _check_folder(path: Path, run_folder: Path) -> None:
     """Raise ValueError if saving here could delete anything but this run's checkpoints.
 
     Orbax deletes the oldest folders with a number as name.
     """
     real = path.resolve()
-    if real.parent != folder.resolve() and (real.parent / "run.yaml").is_file():
+    if real.parent != run_folder.resolve() and (real.parent / "run.yaml").is_file():
         raise ValueError(
             f"{path} is a link into the run folder {real.parent}, and saving here would delete that run's "
             "checkpoints. Delete the link."

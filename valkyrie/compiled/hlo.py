@@ -64,7 +64,7 @@ _LIBRARY = re.compile(
     r"(?!site-packages|dist-packages)"
 )
 """Matches files of JAX, of libraries built on it, and of Python."""
-_MODELS = "valkyrie/models/"
+_MODELS_PATH = "valkyrie/models/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ class _Reader:
             return f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""
         if metadata.stack_frame_id not in self._sources:
             lines = list(self._stack(metadata.stack_frame_id))
-            models = (line for line in lines if _MODELS in line)
+            models = (line for line in lines if _MODELS_PATH in line)
             outside_libraries = (line for line in lines if not _LIBRARY.search(line))
             self._sources[metadata.stack_frame_id] = next(models, None) or next(outside_libraries, None) or lines[0]
         return self._sources[metadata.stack_frame_id]

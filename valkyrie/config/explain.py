@@ -26,7 +26,7 @@ from valkyrie.foreign_errors import (
     abstract_class,
     ambiguous_argument,
     chosen_twice,
-    composed_file,
+    unmergeable_config,
     missing_group,
     needs_quotes,
     scalar_for_group,
@@ -79,7 +79,7 @@ def _rewrite(error: Exception, folders: Sequence[str]) -> Problem | str:
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return _missing_package_line(cause.full_key) if cause.full_key in _OVERLAYS else problem_from_error(cause)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        config = composed_file(str(error))
+        config = unmergeable_config(str(error))
         return problem_from_error(cause, None if config is None else _config_path(config, folders))
     if isinstance(error, HydraException) and (message := _wrong_user_file(str(error))):
         return message

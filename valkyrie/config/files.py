@@ -77,7 +77,7 @@ def refuse_shipped_name(path: Path, group: str, default_name: DefaultName) -> No
     if name in config_names(group):
         verb = "has" if is_own else "inherits"
         raise ValueError(
-            f"{path} {verb} name: {name}, the name of a shipped choice that differs. Write name: {path.stem}."
+            f"{path} {verb} name: {name}, but Valkyrie ships another {group} of that name. Write name: {path.stem}."
         )
     if group == "mesh" and not is_own and name == default_name(group, "mesh_schema"):
         raise ValueError(f"{path} has no name, so its runs would be named {name}. Write name: {path.stem}.")

@@ -24,7 +24,7 @@ from valkyrie.config import modes
 from valkyrie.config.modes import MODES, ModeConfig, Needs
 from valkyrie.config.refusals import problem_from_error, too_large, wrong_interpolation
 from valkyrie.data import config as data
-from valkyrie.data.config import SEEDS, SOURCES, DataConfig, full_path
+from valkyrie.data.config import MAX_SEED, SOURCES, DataConfig, full_path
 from valkyrie.extensions import Families, add_import_path, remember_modules
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.models import Model, activation_names, known_axes
@@ -328,7 +328,7 @@ class Run:
             "sample_every", c.sample_every, least=1, otherwise="null for no samples during training"
         )
         problems += check_range("sample_tokens", c.sample_tokens, least=0)
-        problems += check_range("seed", c.seed, least=0, most=SEEDS - 1)
+        problems += check_range("seed", c.seed, least=0, most=MAX_SEED)
         problems += self._name_problems()
         if not c.mode.any_model:
             problems += self._task_problems()

@@ -154,7 +154,7 @@ def write_folder(
     config: Mapping[str, object],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
-    tensor: Callable[[str], np.ndarray],
+    read_tensor: Callable[[str], np.ndarray],
     file_bytes: int,
 ) -> list[str]:
     """Write config.json and the tensors, and return the names of the safetensors files.
@@ -177,7 +177,7 @@ def write_folder(
     names = [SINGLE if single else f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     with disk_errors(folder, OTHER_FOLDER):
         for file, part in zip(names, parts, strict=True):
-            _write_file(folder / file, {name: _cast(name, tensor(name), dtype) for name in part})
+            _write_file(folder / file, {name: _cast(name, read_tensor(name), dtype) for name in part})
         if not single:
             total = sum(int(np.prod(shape)) for shape in shapes.values())
             index = {

@@ -35,7 +35,7 @@ VOCAB_SIZES = {
     "o200k_base": 200019,
 }
 """Vocabulary sizes of well-known tokenizers. Those of others are read from their files."""
-SEEDS = 2**31
+MAX_SEED = 2**31 - 1
 """Seeds are below this, because JAX takes them as 32-bit integers."""
 
 # fmt: off
@@ -78,7 +78,7 @@ class DataConfig(ABC):
 
     def problems(self) -> list[Problem]:
         """Problems of the settings, found without reading the data."""
-        seeds = {"least": 0, "most": SEEDS - 1}
+        seeds = {"least": 0, "most": MAX_SEED}
         return check_range("data.shuffle_seed", self.shuffle_seed, **seeds, otherwise="null for the seed of the run")
 
     def raise_problems(self) -> None:

@@ -71,7 +71,8 @@ def check_checkpoint_folder(context: CheckContext) -> CheckResults:
         with _probe(folder) as probe:
             content = probe.read_text()
     except Exception as error:  # bucket libraries raise many types for a missing bucket, key or network
-        remedy = "Check its name and the credentials: gcloud auth application-default login."
+        login = "log in: gcloud auth application-default login" if folder.startswith("gs:") else "the AWS credentials"
+        remedy = f"Check its name and {login}"
         if not in_bucket(folder):
             remedy = "Use another folder: checkpoint.folder=DIR."
         yield FAILS, f"checkpoint.folder={folder} cannot be used ({error_reason(error)})", remedy

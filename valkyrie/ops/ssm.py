@@ -84,7 +84,7 @@ def block_hippo(state_size: int, blocks: int, conjugate_symmetric: bool = True) 
     block.
     """
     if blocks < 1:
-        raise ValueError(f"blocks={blocks} must be at least 1. Use blocks=1 or more.")
+        raise ValueError(f"blocks={blocks} must be at least 1.")
     divisor = 2 if conjugate_symmetric else 1
     multiple = divisor * blocks
     if state_size < 1 or state_size % multiple:

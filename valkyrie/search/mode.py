@@ -267,7 +267,7 @@ def _describe_no_fit(
         return _no_legal_layout(request, space)
     several, lines = len(shortlisted.smallest) > 1, []
     for layout in shortlisted.smallest:
-        no_fit = "no compiled layout fits; the smallest layout by estimate needs"
+        no_fit = "no compiled layout fits, although the smallest is estimated to need only"
         prefix = no_fit if layout.fits else "nothing fits: the smallest layout needs"
         usable, chip = memory_text(usable_hbm(layout.group.target.chip)), chip_name(layout)
         needs, overrides = memory_text(layout.bytes), " ".join(layout.candidate.overrides)

@@ -59,8 +59,8 @@ def show_run(run: Run, console: Console) -> None:
         console.print(f"note: {note}")
     if axes := _axes_without_rule(layout, parameters.values()):
         console.print(
-            f"note: {', '.join(axes)}: partition={layout.partition.name} has no rule for this axis, so model "
-            "parallelism does not split it. Name it mlp, or add a rule to a partition of your own"
+            f"note: partition={layout.partition.name} has no rule for {', '.join(axes)}, so model parallelism does not "
+            "split it. Use the name mlp, or add a rule in your own partition"
         )
     console.print(f"target: {run.config.target.describe()}   batch: {run.config.batch} x {run.config.seq} tokens")
     expected = expected_memory(run, program.abstract_state)

@@ -67,7 +67,7 @@ class ReplayFit:
         median, worst = percent_errors(self.left_out)
         lines.append(f"Errors with the factor of the other families: median {median:.1f}%, worst {worst:.1f}%.")
         if self.fitted.low is None:
-            lines.append(f"An interval needs at least {MIN_RUNS} steps.")
+            lines.append(f"Predictions get no error interval: it needs at least {MIN_RUNS} measured steps.")
         return lines
 
     def as_json(self) -> dict[str, Any]:

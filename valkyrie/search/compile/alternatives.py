@@ -83,7 +83,7 @@ def _bytes_sent_for_data(run: Run) -> int | None:
     layout, policy = run.layout, run.config.precision
     if any(layout.degrees[kind] > 1 for kind in ("MP1", "MP2", "SP", "PP")):
         return None
-    gathered, summed = (jnp.dtype(kind.value).itemsize for kind in (policy.compute, policy.reduction))
+    gathered, summed = (jnp.dtype(dtype.value).itemsize for dtype in (policy.compute, policy.reduction))
     shards, total = layout.shards(BATCH), 0.0
     for spec in run.model.parameters().values():
         split = math.prod(layout.parts(axes) for axes in layout.stored_axes(spec.axes))

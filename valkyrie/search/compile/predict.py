@@ -330,6 +330,6 @@ def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
         torus = "x".join(str(n) for n in spread)
         several = f"{len(slices)} slices of " if len(slices) > 1 else ""
         raise ValueError(
-            f"the program's mesh is on {several}{torus}, but {target.describe()} is another torus. {advice}, "
+            f"the program's mesh has the devices of {several}{torus}, but the target is {target.describe()}. {advice}, "
             f'or valkyrie.slice("{chip.name}-{torus}"{f", slices={len(slices)}" if several else ""}) for that torus.'
         )

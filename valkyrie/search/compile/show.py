@@ -155,8 +155,8 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
     if step.mfu is not None:
         facts.append(f"MFU {100 * step.mfu:.1f}% of {step.mfu_denominator}")
     elif isinstance(step, PredictedStep) and step.hardware_utilisation is not None and step.executed_flops is not None:
-        executed = f"{step.executed_flops / 1e12:,.1f} TFLOP of products per device"
-        facts.append(f"{executed}, {100 * step.hardware_utilisation:.1f}% of {step.mfu_denominator}")
+        executed = f"{step.executed_flops / 1e12:,.1f} TFLOP of matrix products per device"
+        facts.append(f"{executed} at {100 * step.hardware_utilisation:.1f}% of {step.mfu_denominator}")
     kind, spread = "predicted", ""
     if isinstance(step, MeasuredStep):
         kind = "measured"

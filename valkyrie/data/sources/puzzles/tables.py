@@ -96,8 +96,9 @@ class PuzzleTable:
         )
         wrong = np.flatnonzero((questions == 0).any(1) | (answers == 0).any(1))
         if wrong.size:
+            rated = " of those with a high enough rating" if rating else ""
             raise ValueError(
-                f"{self.path}: puzzle {wrong[0] + 1} has a character that is not in {self.alphabet.value!r}."
+                f"{self.path}: puzzle {wrong[0] + 1}{rated} has a character that is not in {self.alphabet.value!r}."
             )
         return questions, answers
 
