@@ -26,12 +26,12 @@ from valkyrie.foreign_errors import (
     abstract_class,
     ambiguous_argument,
     chosen_twice,
-    unmergeable_config,
     missing_group,
     needs_quotes,
     scalar_for_group,
     swept_hydra_key,
     unexpected_key,
+    unmergeable_config,
 )
 from valkyrie.paths import read_defaults
 from valkyrie.problems import Problem, ProblemError, first_line, suggest
