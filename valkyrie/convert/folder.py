@@ -167,7 +167,7 @@ def write_folder(
         config: contents of config.json.
         shapes: shape of each tensor, by name.
         dtype: dtype of the written tensors.
-        tensor: returns a tensor by name. The tensors of one file are in memory at once.
+        read_tensor: returns a tensor by name. The tensors of one file are in memory at once.
         file_bytes: approximate maximum bytes of a file.
     """
     parts = _split_into_files(
