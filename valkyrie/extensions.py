@@ -85,6 +85,8 @@ class Families:
         except (Exception, SystemExit) as error:
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[:1] != "<"]
             frames = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)] or frames
+            if folder := self.user_folder(name):  # not a line of a library that the module calls
+                frames = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)] or frames
             file, line = frames[-1].filename, frames[-1].lineno
             if isinstance(error, SyntaxError) and error.filename:
                 file, line = error.filename, error.lineno

@@ -97,7 +97,7 @@ def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census
     Documents with a hash below `threshold` are for validation. A single text is cut into two parts instead.
     """
     limit, single = config.byte_limit, config.is_single_text(listing)
-    for document in config.documents(listing):
+    for document in config.identified_documents(listing):
         if isinstance(document, TokenDocument):
             digest = _digest(document.tokens.astype("<i8").tobytes())
             census.add(document, document.tokens.size, digest)

@@ -78,7 +78,7 @@ class DocumentConfig(TextConfig):
     def read_documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
         """Read the non-empty documents, always in the same order for the same files."""
 
-    def documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
+    def identified_documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
         """Yield the documents of `read_documents`. An error while reading gets a note with the document's number."""
         number = 1
         try:

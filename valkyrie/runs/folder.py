@@ -64,8 +64,8 @@ def find_run(runs: Path, resume: str) -> Path:
     if resume == "latest":
         if not candidates:
             raise ValueError(
-                f"There is no run with a checkpoint under runs={runs}. Train one first, or name one: resume=NAME or "
-                "resume=FOLDER."
+                f"resume=latest: there is no run with a checkpoint under runs={runs}. Train one first, or name one: "
+                "resume=NAME or resume=FOLDER."
             )
         return candidates[-1]
     for folder in (runs / resume, Path(resume)):

@@ -21,7 +21,7 @@ from valkyrie.search import NOT_COMPILED
 from valkyrie.search.answer import describe_work, launch_command, rank_layouts, show, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
-from valkyrie.search.estimate.rank import EstimatedLayout, rank
+from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.runs import WiderHeads, wider_heads
 from valkyrie.search.estimate.space import LayoutSpace
 from valkyrie.search.folder import create_folder, remove_if_empty, request_digest, save_answer, search_folder
@@ -130,6 +130,25 @@ def _search(run: Run) -> int:
         launch=None if on_this_machine else launch_command(request, rows[0], options),
     )
     show(answer, console)
+    _print_commands(request, answer, ranked, shortlisted, compiles, measured, console)
+    stored = save_answer(folder, answer)
+    if compiles.done or measured.done:
+        console.print(f"page: {write_report(folder)}", soft_wrap=True)
+    console.print(stored, markup=False, soft_wrap=True)
+    return status
+
+
+def _print_commands(
+    request: SearchRequest,
+    answer: SearchAnswer,
+    ranked: Ranking,
+    shortlisted: Shortlist,
+    compiles: CompiledLayouts,
+    measured: MeasuredTrials,
+    console: Console,
+) -> None:
+    """Print how the best layout compares with the baselines, and the commands that train it."""
+    rows = answer.best
     for rival in rivals_on(request, ranked, _target_slice(rows[0], request)):
         measured_s = None if rival.layout is None else measured.step_s(rival.layout)
         console.print(format_comparison(rival, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
@@ -138,11 +157,6 @@ def _search(run: Run) -> int:
     console.print(f"train it: {answer.train}", markup=False, soft_wrap=True)
     if answer.launch is not None:
         console.print(f"launch it: {answer.launch}", markup=False, soft_wrap=True)
-    stored = save_answer(folder, answer)
-    if compiles.done or measured.done:
-        console.print(f"page: {write_report(folder)}", soft_wrap=True)
-    console.print(stored, markup=False, soft_wrap=True)
-    return status
 
 
 def _expected_best(request: SearchRequest, shortlisted: Shortlist) -> EstimatedLayout:
