@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import pytest
 from jax.sharding import AbstractMesh
+from rich.console import Console
 
 from helpers import compose_run
 from runs import command, tiny_arguments
@@ -20,10 +22,16 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train import room
 from valkyrie.train.devices import Devices, missing_devices
-from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, layout_arrays, memory_estimate_errors
+from valkyrie.train.memory import (
+    ExpectedMemory,
+    MemoryEstimator,
+    expected_memory,
+    layout_arrays,
+    memory_estimate_errors,
+)
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import DoesNotFit, check_room, explain_oom
-from valkyrie.train.show import verdict
+from valkyrie.train.show import show_run, verdict
 from valkyrie.units import GIB
 
 LARGE = ("model=llama_8b", "mesh=1x1x1", "partition=dp", "batch=1", "seq=16")
@@ -186,6 +194,11 @@ def test_more_simulated_devices_than_the_cores_support_are_refused(monkeypatch: 
 
 def test_the_memory_estimate_of_a_tpu_has_its_past_error():
     results = json.loads((Path(__file__).parents[1] / "experiments" / "memory.json").read_text())
+    name, overrides = "gpt_125m fsdp dots", ("model=gpt_125m", "partition=fsdp", "remat=dots")
+    run = compose_run(*overrides, "batch=64", "target=v5e-8", "mesh=2x2x2")
+    estimate = expected_memory(run, StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu").abstract_state)
+    (stored,) = [result["expected"] for result in results if result["layout"] == name]
+    assert estimate.total == stored, "the estimate has changed: python experiments/memory.py --kept --ship"
     ratios, errors = [result["ratio"] for result in results], memory_estimate_errors()
     assert (errors.layouts, errors.low, errors.high) == (len(ratios), min(ratios), max(ratios))
     assert errors.within_15_percent >= 0.85 * errors.layouts and errors.models == 3
@@ -197,6 +210,14 @@ def test_the_memory_estimate_of_a_tpu_has_its_past_error():
     assert verdict(memory, 3 * GIB, "a v5e chip", measured=True).startswith("does not fit: "), (
         "arrays at rest are exact"
     )
+
+
+def test_mode_show_has_no_note_on_axes_with_a_rule_that_the_mesh_does_not_divide():
+    run = compose_run("model=llama_8b", "mesh=16x1x1", "partition=1d_tp", "target=v5e-16", "batch=16")
+    console = Console(file=StringIO(), width=120)
+    show_run(run, console)
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "kv_heads" in shown and "has no rule for" not in shown
 
 
 def test_the_memory_estimate_counts_gathered_weights_and_loss_or_gradients():

@@ -60,7 +60,7 @@ def show_run(run: Run, console: Console) -> None:
     if axes := _axes_without_rule(layout, parameters.values()):
         console.print(
             f"note: partition={layout.partition.name} has no rule for {', '.join(axes)}, so model parallelism does not "
-            "split it. Use the name mlp, or add a rule in your own partition"
+            f"split {'it' if len(axes) == 1 else 'them'}. Use the name mlp, or add a rule in your own partition"
         )
     console.print(f"target: {run.config.target.describe()}   batch: {run.config.batch} x {run.config.seq} tokens")
     expected = expected_memory(run, program.abstract_state)
@@ -69,12 +69,23 @@ def show_run(run: Run, console: Console) -> None:
 
 
 def _axes_without_rule(layout: Layout, parameters: Iterable[Parameter]) -> list[str]:
-    """Return the axes without a rule of matrices that no model-parallel mesh axis splits."""
+    """Return the axes of the matrices that no model-parallel mesh axis splits and no rule of the partition names.
+
+    Rules for `embed` and for layers do not count. A rule that has no effect on this mesh counts, for example that of
+    heads that the mesh axis does not divide.
+    """
     mesh_axes = {axis for axis, role in layout.roles.items() if role.kind is RoleKind.MP1}
     matrices = [spec for spec in parameters if spec.group == "matrix"] if mesh_axes else []
-    whole = [spec for spec in matrices if mesh_axes.isdisjoint(chain(*layout.stored_axes(spec.axes)))]
-    axes = dict.fromkeys(axis for spec in whole for axis in spec.axes if axis not in (None, LAYERS, "embed"))
-    return [axis for axis in axes if axis and not layout.parameters[axis]]
+    not_counted = {None, LAYERS, "embed"}
+    ruled = {axis.removesuffix("?") for axis in layout.partition.parameters} - not_counted
+    whole = [
+        spec
+        for spec in matrices
+        if ruled.isdisjoint(spec.axes) and mesh_axes.isdisjoint(chain(*layout.stored_axes(spec.axes)))
+    ]
+    return list(
+        dict.fromkeys(axis for spec in whole for axis in spec.axes if axis is not None and axis not in not_counted)
+    )
 
 
 def describe_split(spec: Parameter, mesh_axes_by_dimension: Sequence[Sequence[str]]) -> str:
