@@ -121,12 +121,12 @@ def test_puzzles_without_labels_do_not_change_means():
     unlabelled = batch | {"labels": np.concatenate([batch["labels"][:4], np.full_like(batch["labels"][4:], -1)])}
 
     def means(batch: dict[str, np.ndarray]) -> tuple[dict[str, Any], Any]:
-        carry, count = jax.tree.map(lambda x: x[: len(batch["labels"])], state.carry), len(batch["labels"])
+        carry = jax.tree.map(lambda x: x[: len(batch["labels"])], state.carry)
 
         def loss(parameters: Any) -> Any:
             module, key = program.assembly.module(parameters), jax.random.key(0)
             out = task.loss(module, batch, carry, shard=UNSHARDED, checkpoint=lambda f: f, key=key)
-            return out.objective / count, task.metrics(out.sums)
+            return out.objective / out.sums["weight"], task.metrics(out.sums)
 
         gradients, metrics = jax.jit(jax.grad(loss, has_aux=True))(state.parameters)
         return {name: metrics[name] for name in ("loss", "answer_loss", "exact_accuracy", "cell_accuracy")}, gradients

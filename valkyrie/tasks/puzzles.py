@@ -158,16 +158,13 @@ class Config(Task):
         halted = _halted(module.config, answers.halt_logits, steps, key)
         losses = puzzle_losses(answers, current["labels"])
         last_steps = jnp.where(halted, steps, carry["last_steps"])
-        # Means ignore puzzles without labels. Without any, the scale is exactly 1, so it does not change results.
-        labelled = (losses.labelled > 0).sum(dtype=jnp.float32)
-        scale = jnp.where(labelled == count, 1.0, count / jnp.maximum(labelled, 1.0))
-        objective = scale * (losses.answer.sum() + 0.5 * losses.halt.sum())
+        objective = losses.answer.sum() + 0.5 * losses.halt.sum()
         sums = {
             "loss": objective,
-            "weight": jnp.asarray(count, jnp.float32),
-            "answer_loss": scale * losses.answer.sum(),
-            "exact": scale * losses.exact.sum(dtype=jnp.float32),
-            "cells": scale * losses.cells.sum(),
+            "weight": (losses.labelled > 0).sum(dtype=jnp.float32),
+            "answer_loss": losses.answer.sum(),
+            "exact": losses.exact.sum(dtype=jnp.float32),
+            "cells": losses.cells.sum(),
             "labelled": losses.labelled.sum(dtype=jnp.float32),
             "last_steps": last_steps.sum(dtype=jnp.float32),
             "finished": (last_steps > 0).sum(dtype=jnp.float32),
@@ -184,13 +181,13 @@ class Config(Task):
         """
         import jax.numpy as jnp
 
-        rows = sums["weight"]
+        puzzles = jnp.maximum(sums["weight"], 1.0)
         return {
-            "loss": sums["loss"] / rows,
+            "loss": sums["loss"] / puzzles,
             "tokens": sums["labelled"],
-            "answer_loss": sums["answer_loss"] / rows,
-            "exact_accuracy": sums["exact"] / rows,
-            "cell_accuracy": sums["cells"] / rows,
+            "answer_loss": sums["answer_loss"] / puzzles,
+            "exact_accuracy": sums["exact"] / puzzles,
+            "cell_accuracy": sums["cells"] / puzzles,
             "halting_steps": sums["last_steps"] / jnp.maximum(sums["finished"], 1.0),
         }
 
