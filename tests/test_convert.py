@@ -296,8 +296,11 @@ def test_a_number_beyond_the_range_of_the_dtype_is_refused(tmp_path, capsys, mon
     message = "model.norm.weight has 1 number beyond float16's 65,504. Use --dtype bfloat16 or float32."
     save = ("to-hf", "model", "out", "--dtype", "float16", "--file-gb", "1e-5")
     assert refusal(capsys, *save) == message and not (tmp_path / "out").exists()
-    (tmp_path / "out").mkdir()
+    (tmp_path / "out").mkdir(mode=0o750)
+    before = (tmp_path / "out").stat()
     assert refusal(capsys, *save) == message and not [*(tmp_path / "out").iterdir()]
+    after = (tmp_path / "out").stat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode), "the user's folder is kept"
     main(["to-hf", "model", "out", "--dtype", "bfloat16"])
 
 
@@ -309,10 +312,13 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     main(["to-hf", "model", "out"])
     damaged = "The durable checkpoint at step 6 in runs/model/checkpoints is damaged: the folder is empty."
-    assert capsys.readouterr().err == f"{damaged} Continuing from step 0.\n"
+    assert capsys.readouterr().err == f"{damaged} Converting step 0 instead.\n"
     assert refusal(capsys, "to-hf", "model", "b", "--step", "6") == f"{damaged} Use another --step."
     (root / "0" / "about" / "metadata").unlink()
     assert refusal(capsys, "to-hf", "model", "b").endswith("metadata is missing. There is no other checkpoint.")
+    run = tmp_path / "runs" / "model" / "run.yaml"
+    run.write_text(re.sub("rope_theta: .*", "rope_theta: null", run.read_text()))
+    assert "rope_theta=null" in refusal(capsys, "to-hf", "model", "b"), "the model is checked before the checkpoint"
 
 
 def test_paths_with_spaces_are_converted_and_unwritable_ones_are_named(tmp_path, capsys, monkeypatch):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from valkyrie.trees import flatten, leaf_names
 
 _INFO = "about/metadata"
 """The file with a checkpoint's metadata."""
+_UNREADABLE_INFO = Problem(ProblemCode.damaged, value=_INFO, text=f"{_INFO} cannot be read")
 _REQUIRED = (_INFO, METADATA, "data/metadata", "state/_METADATA")
 """Files that every checkpoint has."""
 PARAMETERS_ONLY = "parameters"
@@ -79,29 +81,41 @@ def find_damage(path: Any) -> Problem | None:
     An interrupted copy may lack the checksums too, so the metadata is checked in addition to them. Checkpoints in
     buckets are not checked, because buckets verify their objects.
     """
-    return None if in_bucket(path) else folder_damage(path) or _metadata_damage(path)
+    return None if in_bucket(path) else inspect(path)[1]
 
 
-def _metadata_damage(path: Any) -> Problem | None:
+def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
+    """Return the metadata of a checkpoint, or None if it cannot be read, and its first damage, or None."""
+    info = None
+    with suppress(ValueError):
+        info = read_info(path)
+    damage = None if in_bucket(path) else folder_damage(path) or _missing_file(path)
+    return info, damage or (_UNREADABLE_INFO if info is None else None)
+
+
+def newest_undamaged(root: Any, steps: Iterable[int]) -> tuple[int | None, list[str]]:
+    """Return the newest step with an undamaged durable checkpoint, or None, and the damage of each newer one.
+
+    Args:
+        root: Folder of the checkpoints.
+        steps: Steps to consider, in any order.
+    """
+    damages = []
+    for step in sorted(steps, reverse=True):
+        damage = find_damage(root / str(step))
+        if damage is None:
+            return step, damages
+        damages.append(f"The durable checkpoint at step {step} in {root} is damaged: {damage}.")
+    return None, damages
+
+
+def _missing_file(path: Any) -> Problem | None:
     if not any(path.iterdir()):
         return Problem(ProblemCode.missing, text="the folder is empty")
     for name in _REQUIRED:
         if not (path / name).is_file():
             return Problem(ProblemCode.missing, value=name, text=f"{name} is missing")
-    try:
-        read_info(path)
-    except ValueError:
-        return Problem(ProblemCode.damaged, value=_INFO, text=f"{_INFO} cannot be read")
     return None
-
-
-def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
-    """Return the metadata of a checkpoint, or None if it cannot be read, and its first damage, or None."""
-    damage = find_damage(path)
-    try:
-        return read_info(path), damage
-    except ValueError:
-        return None, damage or Problem(ProblemCode.damaged, value=_INFO, text=f"{_INFO} cannot be read")
 
 
 def state_arrays(state: Any) -> Mapping[str, Any]:

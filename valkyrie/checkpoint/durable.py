@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint.config import CheckpointConfig
-from valkyrie.checkpoint.contents import CheckpointInfo, find_damage
+from valkyrie.checkpoint.contents import CheckpointInfo, newest_undamaged
 from valkyrie.checkpoint.location import METADATA, checkpoint_root, configured_root, in_bucket, record_root
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import CHECKSUMS
@@ -72,13 +72,9 @@ class Durable(Tier):
         Prints a note for each newer, damaged checkpoint and, unless read-only, moves it aside so that its step can be
         saved again.
         """
-        steps, damages = sorted(self._manager.all_steps(), reverse=True), []
-        for step in steps:
-            damage = find_damage(self.folder_of(step))
-            if damage is None:
-                break
-            damages.append(f"The {self.label} checkpoint at step {step} in {self.path} is damaged: {damage}.")
-        else:
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        step, damages = newest_undamaged(self.path, steps)
+        if step is None:
             raise ValueError(" ".join(damages))
         for line, bad in zip(damages, steps, strict=False):
             print(f"{line} Continuing from step {step}.", file=sys.stderr)

@@ -6,14 +6,14 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from valkyrie.checkpoint import checkpoint_root
-from valkyrie.checkpoint.contents import PARAMETERS_ONLY, find_damage, read_info
+from valkyrie.checkpoint.contents import PARAMETERS_ONLY, newest_undamaged, read_info
 from valkyrie.checkpoint.location import folders_in
 from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import load_run
@@ -55,10 +55,10 @@ def to_folder(
     run = load_run(trained, [])
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder. Use {OTHER_FOLDER}.")
-    step, path = _find_checkpoint(trained, step)
-    assert isinstance(run.model, Stack)
-    config = _merge_config(trained, run, dtype)
+    config = _merge_config(trained, run, dtype)  # refuses models that cannot be converted
     weights_dtype = DTYPES_BY_NAME[str(config["dtype"])]
+    assert isinstance(run.model, Stack)
+    step, path = _find_checkpoint(trained, step)  # last, because it reads the whole checkpoint
     field = "ema" if _has_average(run, path) else "parameters"
     by_name: dict[str, list[TensorSlice]] = {}
     for parts in tensor_slices(run.model, _tensor_prefix(trained, run)).values():
@@ -77,14 +77,16 @@ def to_folder(
 
 @contextmanager
 def _empty_on_failure(folder: Path) -> Iterator[None]:
-    """If an exception is raised inside this context, delete the folder, or empty it if it existed before."""
+    """If an exception is raised inside this context, delete the files in the folder, and the folder if it is new."""
     existed = folder.exists()
     try:
         yield
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        if existed:
-            folder.mkdir(exist_ok=True)
+        with suppress(OSError):
+            for file in folder.iterdir():
+                file.unlink()
+            if not existed:
+                folder.rmdir()
         raise
 
 
@@ -129,15 +131,13 @@ def _find_checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
         raise ValueError(f"{trained} has no finished checkpoint. Use the folder of a trained run.")
     if step is not None and step not in steps:
         raise ValueError(f"--step {step}: {trained} has no such checkpoint. Use one of {', '.join(map(str, steps))}.")
-    damages = []
-    for candidate in reversed(steps) if step is None else [step]:
-        if not (damage := find_damage(root / str(candidate))):
-            for line in damages:
-                print(f"{line} Continuing from step {candidate}.", file=sys.stderr)
-            return candidate, root / str(candidate)
-        damages.append(f"The durable checkpoint at step {candidate} in {root} is damaged: {damage}.")
-    remedy = "There is no other checkpoint." if step is None else "Use another --step."
-    raise ValueError(f"{' '.join(damages)} {remedy}")
+    undamaged, damages = newest_undamaged(root, steps if step is None else [step])
+    if undamaged is None:
+        remedy = "There is no other checkpoint." if step is None else "Use another --step."
+        raise ValueError(f"{' '.join(damages)} {remedy}")
+    for line in damages:
+        print(f"{line} Converting step {undamaged} instead.", file=sys.stderr)
+    return undamaged, root / str(undamaged)
 
 
 def _has_average(run: Run, path: Any) -> bool:
