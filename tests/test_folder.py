@@ -21,6 +21,7 @@ from valkyrie.runs.folder import (
     command_name,
     describe_schedule_change,
     find_run,
+    resume_command,
     run_folder,
     saved_config,
     write_run_files,
@@ -181,6 +182,12 @@ def test_a_run_name_is_a_single_folder_name(tmp_path: Path) -> None:
     assert run_folder(compose_run(*run, "name=a")) == tmp_path / "a"
     with pytest.raises(ValueError, match=f"name=a/b .*runs={tmp_path / 'a'} name=b.* name=a-b"):
         run_folder(compose_run(*run, "name=a/b"))
+
+
+def test_a_resume_command_has_the_name_or_else_the_folder(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
+    for folder, value in {"runs/a b": "'a b'", "runs/c/a": "runs/c/a", "/x/runs/a": "/x/runs/a"}.items():
+        assert resume_command(Path(folder)) == f"valkyrie-train resume={value}"
 
 
 def test_printed_commands_start_like_the_users_command(monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,13 +67,13 @@ def _parser() -> argparse.ArgumentParser:
 def _convert_from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     from valkyrie.config.mistakes import refuse_typos
     from valkyrie.convert.load import from_folder
-    from valkyrie.runs.folder import command_name
+    from valkyrie.runs.folder import resume_command
 
     began = time.perf_counter()
     refuse_typos(overrides, multirun=False)
     folder = from_folder(arguments.folder.expanduser(), arguments.name, arguments.tokenizer, overrides)
     print(f"wrote {folder} in {time.perf_counter() - began:.1f} s")
-    command = f"{command_name()} resume={shlex.quote(folder.name if folder.parent == Path('runs') else str(folder))}"
+    command = resume_command(folder)
     print(f'next: {command} mode=generate prompt="class "')
     print(f"      {command} data=text 'data.paths=[~/books/**/*.txt]' steps=1000   # continues its training")
 

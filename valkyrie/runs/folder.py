@@ -21,7 +21,7 @@ from yaml import YAMLError
 from valkyrie.checkpoint import has_saved, latest_step
 from valkyrie.checkpoint.location import FOLDER
 from valkyrie.config.modes import reads_run
-from valkyrie.config.run import Run
+from valkyrie.config.run import Run, RunConfig
 from valkyrie.extensions import check_modules
 from valkyrie.hardware.chips import add_shipped_figures
 from valkyrie.optim import OptimizerConfig, convert_old_settings, learning_rate
@@ -164,6 +164,12 @@ def write_run_files(run: Run, folder: Path) -> None:
 def command_name(command: str = "valkyrie-train") -> str:
     """Return a command as the user would type it: with `uv run` if that started this process."""
     return f"uv run {command}" if "UV_RUN_RECURSION_DEPTH" in os.environ else command
+
+
+def resume_command(folder: Path) -> str:
+    """Return the command that resumes the run in a folder, by the run's name if `resume=NAME` finds it."""
+    name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)
+    return f"{command_name()} resume={shlex.quote(name)}"
 
 
 def saved_config(folder: Path) -> DictConfig:

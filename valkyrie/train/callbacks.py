@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.markup import escape
 
 from valkyrie.checkpoint import Checkpoints
 from valkyrie.data.batches import Loader
-from valkyrie.runs.folder import command_name
+from valkyrie.runs.folder import resume_command
 from valkyrie.runs.goodput import Ledger
 from valkyrie.runs.tracking import Tracker
 from valkyrie.train.code import CodeEvaluation
@@ -254,7 +253,7 @@ class Save(Callback):
 
     def _how_to_continue(self, folder: Path) -> str:
         """Return advice for the case that the last state could not be saved."""
-        fast_tier, resume = self.checkpoints.fast, f"{command_name()} resume={shlex.quote(str(folder))}"
+        fast_tier, resume = self.checkpoints.fast, resume_command(folder)
         if fast_tier is not None and fast_tier.last_saved is not None:
             step, path = fast_tier.last_saved, fast_tier.path
             return f"The fast checkpoint at step {step} is in {path}. Fix the cause, then resume: {resume}"

@@ -6,7 +6,6 @@ JAX is imported after cheaper checks.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
 import traceback
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.checkpoint import NotSavedError, stored_checkpoints
 from valkyrie.config.modes import CODE_EVAL, settings_for
-from valkyrie.config.run import Run, RunConfig
+from valkyrie.config.run import Run
 from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.optim import rate_rises_if_extended
 from valkyrie.processes.ending import INTERRUPTED, PREEMPTED
-from valkyrie.runs.folder import command_name, run_folder, stored_text_file
+from valkyrie.runs.folder import resume_command, run_folder, stored_text_file
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.wandb_writer import TRAFFIC
 from valkyrie.train.devices import configure_jax, prepare_devices
@@ -67,10 +66,9 @@ def _train(run: Run, team: Team, began: float) -> int:
             sys.exit(1)
         return 1
     folder = fitted.folder
-    name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # `resume` looks up names only there
-    resume_command = f"{command_name()} resume={shlex.quote(name)}"
+    resume = resume_command(folder)
     if fitted.interrupted:
-        console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Resume with: {resume_command}")
+        console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Resume with: {resume}")
         return PREEMPTED if fitted.preempted else INTERRUPTED
     _report(console, fitted, prepared.devices)
     if (goodput := read_goodput(folder)) is not None:
@@ -86,10 +84,8 @@ def _train(run: Run, team: Team, began: float) -> int:
     rate_rises = rate_rises_if_extended(run.config.optimizer, fitted.summary["steps"], longer)
     # No semicolon: interactive zsh does not know comments, and would run what follows as a second command.
     rate_note = f", the learning rate rises again and decays over {longer} steps" if rate_rises else ""
-    console.print(f"next: {resume_command} steps={longer}   # continues training{rate_note}")
-    console.print(
-        f'      {resume_command} mode=generate prompt="class "' if is_text else f"      {resume_command} mode=eval"
-    )
+    console.print(f"next: {resume} steps={longer}   # continues training{rate_note}")
+    console.print(f'      {resume} mode=generate prompt="class "' if is_text else f"      {resume} mode=eval")
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import shlex
 import statistics
 import threading
 import time
@@ -19,7 +18,7 @@ from valkyrie.paths import open_to_append
 from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.interrupt import show_cursor
 from valkyrie.processes.team import ALONE, HANG_REPORT_S, Team
-from valkyrie.runs.folder import command_name
+from valkyrie.runs.folder import resume_command
 from valkyrie.train.processes import LOGS
 
 HANG_FACTOR = 20
@@ -170,6 +169,5 @@ def make_watchdog(run: Run, team: Team, folder: Path, signals: bool) -> Watchdog
     """
     watches = signals and run.config.debug is not Debug.nans
     limit_s = run.config.distributed.step_timeout_s if watches else None
-    resume = f"{command_name()} resume={shlex.quote(str(folder))}"
-    remedy = f"{_REMEDY} To resume from the newest checkpoint: {resume}"
+    remedy = f"{_REMEDY} To resume from the newest checkpoint: {resume_command(folder)}"
     return Watchdog(limit_s, team, folder / LOGS / "process-0.log" if team.is_leader else None, remedy=remedy)
