@@ -141,9 +141,10 @@ def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path) -> None:
     (tmp_path / "d.parquet").write_text("no")
     with pytest.raises(ValueError, match=r"d\.parquet "):
         read(text_config(tmp_path / "d.parquet"))
-    (tmp_path / "e.jsonl").write_text("[1]")
-    with pytest.raises(ValueError, match=r"e\.jsonl:1 .*\blist\b"):
-        read(text_config(tmp_path / "e.jsonl"))
+    for row, kind in {"[1]": "a list", "null": "null", '"x"': "a string", "true": "true or false"}.items():
+        (tmp_path / "e.jsonl").write_text(row)
+        with pytest.raises(ValueError, match=rf"e\.jsonl:1 .* It is {kind}\."):
+            read(text_config(tmp_path / "e.jsonl"))
 
 
 @pytest.mark.parametrize(

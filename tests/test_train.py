@@ -419,3 +419,11 @@ def test_a_validation_split_far_from_its_requested_fraction_is_reported(
     assert (note is not None) == noted
     if note is not None:
         assert f" {validation}%" in note and "data.validation_fraction=0.05" in note
+
+
+def test_the_validation_split_of_a_folder_with_shards_is_not_reported(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").touch()
+    splits = [Split(1, tokens, tokens, ()) for tokens in (67, 33)]
+    data = PreparedText("text", "", "", {}, "bytes", "", 257, 256, "uint16", *splits, path=tmp_path)
+    assert text_source.Config(validation_fraction=0.025, paths=[str(tmp_path)]).note(data) is None
+    assert "instead of the 2.5% of" in str(text_source.Config(validation_fraction=0.025).note(data))

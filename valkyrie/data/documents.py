@@ -158,17 +158,18 @@ class DocumentConfig(TextConfig):
         """Remarks on characters that are not UTF-8 and on a validation split of over twice or under half its share.
 
         None if there are no remarks. Whole documents are held out, so a few long ones can make the split too large or
-        too small.
+        too small. The split of a folder that already held shards is not judged.
         """
         from valkyrie.data.manifest import PreparedText
 
         assert isinstance(data, PreparedText), "what `open` returns"
         share = data.validation.tokens / (data.train.tokens + data.validation.tokens)
         remarks = [remark] if (remark := data.undecodable_note()) else []
-        too_small = share < self.validation_fraction / 2 and self.prepared_folder() is None
-        if share > 2 * self.validation_fraction or too_small:
+        is_off = not self.validation_fraction / 2 <= share <= 2 * self.validation_fraction
+        # The split of a folder that already holds shards was made with settings that are unknown here.
+        if is_off and self.prepared_folder() is None:
             remarks.append(
-                f"validation has {100 * share:.3g}% of the tokens instead of the {100 * self.validation_fraction:.0f}% "
+                f"validation has {100 * share:.3g}% of the tokens instead of the {100 * self.validation_fraction:.3g}% "
                 f"of data.validation_fraction={self.validation_fraction:g}, because whole documents are held out and "
                 "this data has few, long documents"
             )

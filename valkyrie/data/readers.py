@@ -31,9 +31,16 @@ SINGLE_DOCUMENT_SUFFIXES = (".txt", ".md", ".py", ".c", ".h", ".cc", ".cpp", ".c
 """Suffixes of files with one document each."""
 _ROWS_PER_READ = 256
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-_JSON_KINDS = {type(None): "null", int: "a number", float: "a number", list: "a list", dict: "an object"}
-_JSON_KINDS |= {bool: "true or false"}
-"""JSON values other than text, by their Python type, for messages."""
+_JSON_KINDS = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+"""Names of JSON values in messages, by their Python type."""
 _NEEDS_PYARROW = "needs pyarrow. Install it with `uv sync --extra parquet` in the clone."
 
 
@@ -197,7 +204,9 @@ def _documents_of_lines(lines: Any, file: File, options: ReadOptions) -> Iterato
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is not JSON ({error}). A .jsonl file has one object on every line.") from None
         if not isinstance(row, dict) or options.field not in row:
-            has = f"has the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"is a {type(row).__name__}"
+            has = (
+                f"has the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"is {_JSON_KINDS[type(row)]}"
+            )
             raise ValueError(f"{name} has no text under data.field={options.field}. It {has}.")
         text = row[options.field]
         if not isinstance(text, str):

@@ -110,9 +110,16 @@ class OptimizerConfig:
 
         rate = learning_rate(self, training.steps)
         rules, labels = self.rules(rate), jax.tree.map(_label, specs, is_leaf=is_parameter)
-        if {*rules} - _RULE_GROUPS or {*jax.tree.leaves(labels)} & _RULE_GROUPS - {*rules}:
-            groups, returned = ", ".join(_RULE_GROUPS), ", ".join(map(str, rules)) or "none"
-            raise ValueError(f"optimizer={self.name}: rules() returned {returned}; the groups are {groups}.")
+        if unknown := [str(group) for group in rules if group not in _RULE_GROUPS]:
+            text = (
+                f"the unknown group{'s' * (len(unknown) > 1)} {', '.join(unknown)}. Groups: {', '.join(_RULE_GROUPS)}."
+            )
+            raise ValueError(f"optimizer={self.name}: rules() returned {text}")
+        present = {*jax.tree.leaves(labels)}
+        if missing := [group for group in _RULE_GROUPS if group in present and group not in rules]:
+            raise ValueError(
+                f"optimizer={self.name}: rules() returned no rule for {', '.join(missing)}, which the model has."
+            )
         return self.partition(rules, labels, rate)
 
     def partition(

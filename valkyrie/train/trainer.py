@@ -231,7 +231,7 @@ def _train_steps(
 
 
 def _step_metrics(values: dict[str, np.ndarray], progress: Progress) -> StepMetrics:
-    """Return the metrics of the last dispatched step."""
+    """Return the metrics of step `progress.step`."""
     config, step = progress.program.run.config, progress.step
     first_names = ("loss", "grad_norm", "learning_rate", "tokens")
     other_names = sorted(name for name, value in values.items() if name not in first_names and np.ndim(value) == 0)
