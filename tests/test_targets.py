@@ -178,7 +178,7 @@ MINE = {
     "chip/mychip.yaml": "defaults: [v5e, _self_]\nname: mychip\nmax_chips: 64\nusd_per_hour: 0.5\n",
     "chip/plain.yaml": "defaults: [chip_schema, _self_]\nname: plain\nplatform: tpu\nici_axes: 2\n"
     "host_bounds: [2, 2]\n",
-    "chip/v2e.yaml": "defaults: [v5e, _self_]\n",
+    "chip/v2e.yaml": "defaults: [v5e, _self_]\nname: v2\n",
     "v4-64.yaml": "defaults: [target_schema, chip/v4@chip, _self_]\nname: v4-64\nplatform: tpu\nchips: 16\n"
     "topology: 2x2x4\nhosts: 4\n",
     "desk.yaml": "defaults: [target_schema, _self_]\nname: desk\nplatform: cpu\nchips: 4\n",

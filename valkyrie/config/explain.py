@@ -116,10 +116,11 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
         return f"{group}={name}: {yml_file} is not read, because its name ends in .yml. Rename it to {name}.yaml."
     for folder in folders:
         if isfile(file := Path(folder) / f"{name}.yaml"):
-            remedy = f"Move it to {Path(folder, group)}."
-            if Path(folder).name == group:
-                remedy = f"Use --config-dir {Path(folder).parent}."
-            return f"{group}={name}: {file} is not read, because its folder must be {Path(folder, group)}. {remedy}"
+            is_group_folder = Path(folder).name == group
+            remedy = f"Use --config-dir {Path(folder).parent}." if is_group_folder else f"Move it to {folder}/{group}."
+            return (
+                f"{group}={name}: {file} is not read, because it is not in a folder {group} of --config-dir. {remedy}"
+            )
     completion = next((option for option in options if name and option.startswith(name)), None)
     suggestion = suggest(name, options) or completion
     hint = f" Did you mean {group}={suggestion}?" if suggestion else ""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource  # Hydra's reader has no public name
@@ -25,17 +25,20 @@ NAMED_GROUPS = ("model", "partition", "remat", "precision", "data", "optimizer",
 In the other groups, `name` selects a family or a mode, so several files share one.
 """
 
-DefaultName = Callable[[str, str], str | None]
-"""Function that returns the default `name` of a schema, given its group and its entry in a defaults list."""
-
 
 class CheckedFiles(FileConfigSource):
     """Hydra's source of config files, with checks of each file."""
 
-    default_name: DefaultName = staticmethod(lambda group, schema: None)
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider=provider, path=path)
+        self._bases: set[Path] = set()
+        """Files that a loaded file includes from its own group, and that are not loaded yet."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Load a config. Raises ValueError with the path of the file if it is unreadable or has a shipped name."""
+        """Load a config. Raises ValueError with the path of the file if it is unreadable, or if its name is wrong.
+
+        Hydra loads a file before those of its defaults list, and each file once per composition.
+        """
         path = Path(self.path, self._normalize_file_name(config_path))
         if path.is_file():
             check_file(path)
@@ -44,13 +47,19 @@ class CheckedFiles(FileConfigSource):
         except yaml.YAMLError as error:
             raise ValueError(yaml_error_text(path, error)) from None
         if isinstance(result.config, DictConfig) and Path(self.path) != conf_dir():
-            refuse_shipped_name(path, path.parent.relative_to(self.path).as_posix(), self.default_name)
+            values = OmegaConf.to_container(result.config, resolve=False)
+            assert isinstance(values, dict)
+            if path not in self._bases:
+                check_name(path, path.parent.relative_to(self.path).as_posix(), values.get("name"))
+            self._bases.discard(path)  # the next composition may choose it by name
+            defaults = values.get("defaults")
+            entries = [entry for entry in defaults if isinstance(entry, str)] if isinstance(defaults, list) else []
+            self._bases |= {path.with_name(f"{entry}.yaml") for entry in entries if not re.search("[/@]", entry)}
         return result
 
 
-def use_checked_files(default_name: DefaultName) -> None:
+def use_checked_files() -> None:
     """Let Hydra read config files with `CheckedFiles`. Its registry has no method to replace a source."""
-    CheckedFiles.default_name = staticmethod(default_name)
     SourcesRegistry.instance().types[CheckedFiles.scheme()] = CheckedFiles
 
 
@@ -63,55 +72,21 @@ def yaml_error_text(path: Path, error: yaml.YAMLError) -> str:
     return f"{path}, line {mark.line + 1}: {cause}."
 
 
-def refuse_shipped_name(path: Path, group: str, default_name: DefaultName) -> None:
-    """Raise ValueError if a user's config of `NAMED_GROUPS` has the `name` of a shipped choice.
+def check_name(path: Path, group: str, name: object) -> None:
+    """Raise ValueError if a user's config of `NAMED_GROUPS` has no `name`, or that of a shipped choice.
 
-    Records would not distinguish the two. An identical copy of the shipped file is allowed.
+    Records would not distinguish the two. An identical copy of the shipped file is allowed. A config that others only
+    include in their defaults lists needs no name.
     """
-    if group not in NAMED_GROUPS:
+    if group not in NAMED_GROUPS or name == path.stem:
         return
-    name, is_own = _config_name(path, group, default_name)
+    if name is None:
+        raise ValueError(f"{path} has no name. Write name: {path.stem}.")
     shipped = conf_dir() / group / f"{name}.yaml"
-    if name is None or name == path.stem or (shipped.is_file() and shipped.read_bytes() == path.read_bytes()):
-        return
-    if name in config_names(group):
-        verb = "has" if is_own else "inherits"
+    if name in config_names(group) and not (shipped.is_file() and shipped.read_bytes() == path.read_bytes()):
         raise ValueError(
-            f"{path} {verb} name: {name}, but Valkyrie ships another {group} of that name. Write name: {path.stem}."
+            f"{path} has name: {name}, but Valkyrie ships another {group} of that name. Write name: {path.stem}."
         )
-    if group == "mesh" and not is_own and name == default_name(group, "mesh_schema"):
-        raise ValueError(f"{path} has no name, so its runs would be named {name}. Write name: {path.stem}.")
-
-
-def _config_name(path: Path, group: str, default_name: DefaultName) -> tuple[str | None, bool]:
-    """Return the `name` of a config, and whether its own file sets it. None if it is unknown or an interpolation.
-
-    Otherwise it is that of the last entry of the defaults list that has a name.
-    """
-    values = _read_mapping(path)
-    if (name := values.get("name")) is not None:
-        return (name if isinstance(name, str) and "${" not in name else None), True
-    defaults = values.get("defaults")
-    for entry in reversed(defaults if isinstance(defaults, list) else []):
-        if not isinstance(entry, str) or entry == "_self_" or "@" in entry:
-            continue
-        if entry.endswith("_schema"):
-            inherited = default_name(group, entry)
-        else:
-            bases = (folder / f"{entry}.yaml" for folder in (path.parent, conf_dir() / group))
-            base = next((base for base in bases if base.is_file() and base != path), None)
-            inherited = None if base is None else _config_name(base, group, default_name)[0]
-        if inherited is not None:
-            return inherited, False
-    return None, False
-
-
-def _read_mapping(path: Path) -> dict[Any, Any]:
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except yaml.YAMLError:  # reported when Hydra loads it
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def check_file(path: Path) -> None:
