@@ -266,6 +266,8 @@ def test_a_plan_for_a_valid_target_or_a_stored_run_is_printed(capsys: pytest.Cap
         "target=v5e-8 slices=2 name=aa -- mesh=2s2x4x1 target=v5litepod-8 target.slices=2 name=aa",
         "target=v5e-8 -- resume=mine",
         "target=v5e-8 -- --config-path /mnt/runs/mine --config-name run",
+        "target=v5e-8 -- --config-dir /mnt/configs partition=mine",
+        "target=ssh hosts=[a,b] -- --config-dir=/mnt/configs partition=mine",
     ):
         status, out, _ = call(capsys, *words.split())
         assert status == 0 and out, words

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.extensions import add_import_path
-from valkyrie.hardware.target import TargetConfig
+from valkyrie.hardware.target import AUTO, TargetConfig
 from valkyrie.launch.choose import ENGINES, read_config
 from valkyrie.launch.dockerfile import dockerfile
 from valkyrie.launch.engine import EngineConfig, SliceConfig, add_name, is_single_training
@@ -22,8 +22,6 @@ from valkyrie.runs.folder import key_values, split_flags
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
 """Words that request something other than starting a training run, if they come first."""
-AUTO = "auto"
-"""Name of the target of a training run that uses the devices it finds, the default."""
 TRAIN = python_module("valkyrie.cli.train")
 """Command that runs `valkyrie-train` on this machine."""
 
@@ -131,9 +129,10 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
     if not is_single_training(overrides) or "resume" in key_values(overrides):
         return  # the settings of a run to resume may be stored elsewhere
     from valkyrie.config.arguments import parse_run
-    from valkyrie.config.saved import CONFIG_PATH
+    from valkyrie.config.saved import config_dirs, config_path
 
-    if any(flag.partition("=")[0] in CONFIG_PATH for flag in split_flags(overrides)[0]):
+    flags = split_flags(overrides)[0]
+    if config_path(flags) or not all(Path(folder).is_dir() for folder in config_dirs(flags)):
         return  # the folder may exist only on the hosts
     training = parse_run(overrides)
     rented = config.all_slices if isinstance(config, SliceConfig) else None

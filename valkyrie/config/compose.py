@@ -28,7 +28,7 @@ from valkyrie.hardware.chips import CHIP_GROUP
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform, platforms
 from valkyrie.hardware.slices import even_shape, format_shape, parse_shape
-from valkyrie.hardware.target import ChipConfig, TargetConfig
+from valkyrie.hardware.target import AUTO, ChipConfig, TargetConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, load_remat
@@ -157,7 +157,7 @@ def register() -> Path:
     Plugins.instance().register(ValkyrieSource)
     grid = {"_target_": "hydra_plugins.valkyrie_sweeper.GridSweeper", "max_batch_size": None, "params": None}
     ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=grid, provider="valkyrie")
-    use_checked_files(_default_name)
+    use_checked_files()
     for name, resolver in _RESOLVERS.items():
         OmegaConf.register_new_resolver(f"valkyrie.{name}", resolver, replace=True)
         earlier_name = _EARLIER_NAMES.get(name, name)
@@ -201,16 +201,6 @@ def _suspend_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = running
 
 
-def _default_name(group: str, schema: str) -> str | None:
-    """Return the default `name` of a schema in a defaults list, such as `adamw_schema`, or None if it has none."""
-    family = schema.removesuffix("_schema")
-    config_class = SCHEMA_PATHS.get(f"{group}/{schema}")
-    if config_class is None and group in FAMILIES and family in FAMILIES[group]:
-        config_class = FAMILIES[group].config_class(family)
-    name = getattr(config_class, "name", None)
-    return name if isinstance(name, str) else None
-
-
 def _divide(a: float | int, b: float | int) -> float:
     """Return a / b, or infinity if b is 0 or the result overflows. The check of the divisor's key reports it."""
     try:
@@ -224,7 +214,7 @@ def tiny_or(size: str | None, tiny: str, else_: str) -> str:
     return tiny if size == "tiny" else else_
 
 
-def default_mesh(target: str = "auto") -> str:
+def default_mesh(target: str = AUTO) -> str:
     """Return the default mesh: the first of these that applies.
 
     - the mesh of the launch environment;
@@ -268,7 +258,7 @@ def default_save(embed: int) -> list[str]:
     return load_remat(default_remat(embed)).save
 
 
-def default_precision(target: str = "auto") -> str:
+def default_precision(target: str = AUTO) -> str:
     """Return the default precision policy: `bf16_mixed` on accelerators, `float32` on simulated devices."""
     simulated = get_platform(get_target(target).platform).is_simulated(accelerators())
     return "float32" if simulated else "bf16_mixed"

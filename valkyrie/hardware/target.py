@@ -13,6 +13,9 @@ from valkyrie.hardware.slices import TWISTED, Slices, SliceShape, Wrap, format_s
 from valkyrie.precision import DType
 from valkyrie.problems import Problem, ProblemCode, check_range, refuse
 
+AUTO = "auto"
+"""Name of the default target: the devices of this machine."""
+
 
 @dataclass
 class ReplayConfig:
@@ -202,7 +205,7 @@ class TargetConfig:
         slices: Slices joined by the data-centre network.
     """
 
-    name: str = "auto"
+    name: str = AUTO
     platform: str = "any"
     chip: ChipConfig | None = None
     chips: int | None = None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from valkyrie.report import tables, words
 from valkyrie.report.rank import Comparison, best_per_target, refusals
 from valkyrie.sweep.columns import CSV
-from valkyrie.sweep.rows import Row, differing_settings, group_by_kind
+from valkyrie.sweep.rows import Row, group_by_kind
 from valkyrie.units import printable
 
 
@@ -20,12 +20,11 @@ def as_csv(rows: Sequence[Row]) -> str:
     """
     ordered = [row for members in group_by_kind(rows).values() for row in members]
     kinds = list(dict.fromkeys(kind for row in ordered for kind in row.degrees))
-    settings = differing_settings(ordered)
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow([*(column.name for column in CSV), *kinds])
     for row in ordered:
-        values = [settings[row.id] if column.name == "varied" else column.value(row) for column in CSV]
+        values = [column.value(row) for column in CSV]
         cells = [str(value).lower() if isinstance(value, bool) else value for value in values]
         writer.writerow([*map(_cell, cells), *(row.degrees.get(kind) for kind in kinds)])
     return stream.getvalue()

@@ -18,7 +18,7 @@ from valkyrie.search.explain.difference import compare_layouts, compared_quantit
 from valkyrie.sweep.noise import has_spread, within_noise
 from valkyrie.sweep.rows import Row, SpeedKind, Workload, group_by_kind, pair_predictions
 from valkyrie.sweep.trial import Status
-from valkyrie.units import decimal_bytes_text, duration, memory_text, number_text, percent, share_text
+from valkyrie.units import count_text, decimal_bytes_text, duration, memory_text, number_text, percent, share_text
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
@@ -375,5 +375,4 @@ def summary(rows: Sequence[Row]) -> str:
     """Return a sentence with the number of trials, by status and by kind of speed."""
     parts = [f"{count} {word}" for word, count in Counter(row.status for row in rows).items()]
     kinds = [f"{sum(r.ranked for r in members)} {group.label}" for group, members in group_by_kind(rows).items()]
-    trials = f"{len(rows)} trial{'s' * (len(rows) != 1)}"
-    return f"{trials} ({', '.join(parts)}); with a speed: {', '.join(kinds)}."
+    return f"{count_text(len(rows), 'trial')} ({', '.join(parts)}); with a speed: {', '.join(kinds)}."

@@ -42,6 +42,7 @@ _ALL = (
     _Column("seq", "seq", "count", lambda r: r.work.seq),
     _Column("precision", "precision", "text", lambda r: r.work.precision),
     _Column("varied", "varied", "text", lambda r: " ".join(r.work.varied)),
+    _Column("settings", "varied", "text", lambda r: r.settings, least=6),
     _Column("work", "workload", "text", lambda r: r.work.label),
     _Column("parameters", "parameters", "count", lambda r: r.trial.results.parameters),
     _Column("layout", "layout", "text", lambda r: r.layout),
@@ -163,7 +164,7 @@ def columns(*names: str) -> list[Column[Row]]:
 
 _RATES = ("tokens_per_second", "tokens_per_second_per_chip", "mfu")
 TERMINAL = columns(
-    *("rank", "title", "tokens_per_second_per_chip", "tokens_per_second", "step_s", "mfu", "peak_bytes"),
+    *("rank", "title", "settings", "tokens_per_second_per_chip", "tokens_per_second", "step_s", "mfu", "peak_bytes"),
     *("trained_loss", "result"),
 )
 PAGE = columns(

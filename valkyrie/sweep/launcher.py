@@ -27,6 +27,7 @@ from valkyrie.sweep.run import run_trials
 from valkyrie.sweep.screen import LineScreen, LiveScreen
 from valkyrie.sweep.trial import Trial
 from valkyrie.train.screen import make_console
+from valkyrie.units import count_text
 
 SIDE_BY_SIDE = (
     "CONCURRENT MEASUREMENTS: hydra.launcher.jobs={jobs} runs {jobs} trials at a time on this machine, so they slow "
@@ -94,7 +95,7 @@ def launch(
     plans: list[TrialPlan] = []
     total = len(job_overrides)
     last_report = time.monotonic()
-    planning = f"planning {total} trial{'s' * (total != 1)}"
+    planning = f"planning {count_text(total, 'trial')}"
     with console.status(planning) as status:
         for i, overrides in enumerate(job_overrides):
             plans.append(_plan_job(composer, overrides, first_number + i, runs[i] if runs else None))

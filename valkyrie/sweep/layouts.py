@@ -28,6 +28,7 @@ from valkyrie.sweep.plan import SweepContext, plan_run
 from valkyrie.sweep.run import settle
 from valkyrie.sweep.space import ALL, ModelVariant, SweepSpace, compose_variants, read_space
 from valkyrie.train.screen import make_console
+from valkyrie.units import count_text
 
 REASONS_SHOWN = 6
 """Number of different reasons for refusals that are printed before a sweep starts. `trials.jsonl` has them all."""
@@ -128,7 +129,7 @@ def sample_evenly(cells: Sequence[Cell], limit: int | None) -> list[Cell]:
 def count_line(cells: Cells, selected: Sequence[Cell]) -> str:
     """Return the text printed before a sweep starts: the numbers of trials, and the reasons for refusals and skips."""
     legal, refused, total = len(cells.legal), len(cells.refused), len(cells.cells)
-    lines = [f"{total} trial{'s' * (total != 1)}: {legal} legal, {refused} refused"]
+    lines = [f"{count_text(total, 'trial')}: {legal} legal, {refused} refused"]
     if len(selected) < legal:
         lines[0] += f"; running {len(selected)} of the legal ones (hydra.sweeper.limit={len(selected)})"
     reasons = count_kinds(cell.problems[0] for cell in cells.refused)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from valkyrie.compiled.communication import measured_parts
 from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.target import AUTO
 from valkyrie.parts import StepPart
 from valkyrie.runs.goodput import Goodput
 from valkyrie.runs.layout_record import LayoutRecord
@@ -21,9 +22,7 @@ from valkyrie.sweep.varied import target_text, varied_settings
 
 STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
 """Adjective that describes the speeds of each stage."""
-LOCAL_TARGET = "auto"
-"""Name of the target that means the devices of this machine."""
-_SIMULATED = (LOCAL_TARGET, "cpu")
+_SIMULATED = (AUTO, "cpu")
 _UNKNOWN_LAYOUT = LayoutRecord("?", "?", "?", "unknown target")
 
 
@@ -42,7 +41,7 @@ class SpeedKind(NamedTuple):
     def devices(self) -> str:
         """The devices of a measurement or training, such as `simulated devices`."""
         if not self.simulated:
-            return "this machine" if self.target == LOCAL_TARGET else self.target
+            return "this machine" if self.target == AUTO else self.target
         return "simulated devices" + ("" if self.target in _SIMULATED else f" ({self.target})")
 
     @property
@@ -100,6 +99,7 @@ class Row:
         rank: Rank in a table. Rows within noise of each other share a rank.
         label: Name that distinguishes the row from others in a table.
         alike: A simpler partition that shards every array in the same way, or empty.
+        settings: Settings other than the layout in which the rows of a table differ, such as `batch=16 seed=1`.
         front: Whether the row is on the Pareto front of speed and memory among rows of the same workload.
         prediction: For a measured row, a prediction of the same layout and workload.
     """
@@ -122,6 +122,7 @@ class Row:
     rank: int | None = None
     label: str = ""
     alike: str = ""
+    settings: str = ""
     front: bool = False
     prediction: Row | None = None
 
@@ -244,7 +245,7 @@ def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, v
     return Row(
         trial=trial,
         source=folder,
-        group=SpeedKind(trial.stage, target if simulated or target != LOCAL_TARGET else devices or target, simulated),
+        group=SpeedKind(trial.stage, target if simulated or target != AUTO else devices or target, simulated),
         work=Workload(about.model, about.batch, about.seq, about.precision or "", varied),
         about=about,
         layout=trial.name if trial.about is None else about.name,
@@ -304,14 +305,18 @@ def with_predictions(rows: Iterable[Row]) -> list[Row]:
     return [replace(row, prediction=predictions.get(row.id)) for row in rows]
 
 
-def differing_settings(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the settings other than the layout in which rows differ, such as `batch=16 seed=1`, by row id.
+def with_settings(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with `settings` set.
 
     `Workload.varied` lacks the batch, the sequence length and the precision, which some tables show in columns.
     """
-    values = {key: {getattr(row.work, key) for row in rows} for key in ("batch", "seq", "precision")}
+    values = {key: {getattr(row.work, key) for row in rows} - {None, ""} for key in ("batch", "seq", "precision")}
     keys = [key for key in values if len(values[key]) > 1]
-    return {row.id: " ".join([*(f"{key}={getattr(row.work, key)}" for key in keys), *row.work.varied]) for row in rows}
+    return [replace(row, settings=" ".join([*_known_settings(row.work, keys), *row.work.varied])) for row in rows]
+
+
+def _known_settings(work: Workload, keys: Iterable[str]) -> list[str]:
+    return [f"{key}={value}" for key in keys if (value := getattr(work, key))]
 
 
 def _price(trial: Trial, simulated: bool) -> float | None:
@@ -355,5 +360,5 @@ def _reason(trial: Trial) -> str | None:
 
 def _is_comparable(pair: RowPair) -> bool:
     """Return whether both have the same target, or the run used simulated devices or those of this machine."""
-    is_local = pair.b.about.target == LOCAL_TARGET
+    is_local = pair.b.about.target == AUTO
     return pair.b.group.simulated or is_local or pair.b.group.target == pair.a.group.target

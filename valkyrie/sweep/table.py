@@ -9,12 +9,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from valkyrie.runs.columns import FORMATS, Column, terminal_table
+from valkyrie.runs.columns import FORMATS, terminal_table
 from valkyrie.runs.folder import command_name
 from valkyrie.sweep.columns import TERMINAL
-from valkyrie.sweep.rows import Row, differing_settings, make_rows, sort_by_speed, with_ranks
+from valkyrie.sweep.rows import Row, make_rows, sort_by_speed, with_ranks, with_settings
 from valkyrie.sweep.trial import PAGE, Status, Trial
-from valkyrie.units import memory_text
+from valkyrie.units import count_text, memory_text
 
 NO_RESULT = (Status.failed, Status.killed, Status.timeout)
 """Statuses of trials that have no result for a reason other than the layout."""
@@ -39,17 +39,10 @@ def verdict(trial: Trial) -> str:
 
 
 def table(trials: Sequence[Trial], folder: Path, rows: int = 40) -> Table:
-    """Return the ranked table of at most `rows` trials. Omits refused trials and empty columns.
-
-    The column after the title has the settings in which the trials differ, in addition to their layouts.
-    """
+    """Return the ranked table of at most `rows` trials. Omits refused trials and empty columns."""
     sorted_rows = sort_by_speed(row for row in make_rows({folder: trials}) if row.trial.status is not Status.refused)
-    top_rows = with_ranks(sorted_rows)[:rows]
-    settings = differing_settings(sorted_rows)
-    varied = Column[Row]("varied", "varied", "text", lambda row: settings[row.id], least=6)
-    after_title = next(n for n, column in enumerate(TERMINAL, 1) if column.name == "title")
-    columns = [*TERMINAL[:after_title], varied, *TERMINAL[after_title:]]
-    nonempty_columns = [column for column in columns if any(column.text(row) for row in top_rows)]
+    top_rows = with_ranks(with_settings(sorted_rows))[:rows]
+    nonempty_columns = [column for column in TERMINAL if any(column.text(row) for row in top_rows)]
     caption = None if len(sorted_rows) <= rows else f"{len(sorted_rows) - rows} more on the page"
 
     def style(row: Row) -> str | None:
@@ -62,7 +55,7 @@ def count_statuses(trials: Sequence[Trial]) -> str:
     """Count trials by status, as in `12 trials: 9 ok, 2 refused, 1 killed`."""
     counts = Counter(trial.status for trial in trials)
     parts = ", ".join(f"{counts[s]} {s.value.replace('_', ' ')}" for s in Status if counts[s])
-    return f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {parts or 'none'}"
+    return f"{count_text(len(trials), 'trial')}: {parts or 'none'}"
 
 
 def closing_lines(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from valkyrie.compiled.communication import CollectiveTrace, Communication
 from valkyrie.config.modes import get_mode
+from valkyrie.hardware.target import AUTO
 from valkyrie.parts import StepPart
 from valkyrie.paths import open_to_append
 from valkyrie.problems import ProblemRecord
@@ -228,7 +229,7 @@ def title(about: LayoutRecord | None, overrides: Sequence[str], stage: str) -> s
     """Return the model, layout, target and stage of a trial as text, or its overrides if they do not compose."""
     if about is None:
         return " ".join(overrides)
-    target = "" if about.target == "auto" else f" {about.target}"
+    target = "" if about.target == AUTO else f" {about.target}"
     return f"{about.model} {about.name}{target} {stage}"
 
 
