@@ -456,16 +456,14 @@ def test_the_error_for_an_unreadable_config_file_names_it(
 @pytest.mark.parametrize(
     ("file", "text", "argument", "phrase"),
     [
-        ("partition/m", "defaults: [fsdp, _self_]\nzero1: true\n", "partition=m", "inherits name: fsdp"),
+        ("partition/m", "defaults: [fsdp, _self_]\nzero1: true\n", "partition=m", "has no name"),
         ("partition/m", "defaults: [partition_schema, _self_]\nname: fsdp\n", "partition=m", "has name: fsdp"),
-        ("partition/m", "defaults: [partition_schema, _self_]\n", "partition=m", "inherits name: dp"),
-        ("model/m", "defaults: [s5_tiny, _self_]\nlayers: 2\n", "model=m", "inherits name: s5_tiny"),
-        ("optimizer/m", "defaults: [adamw_schema, _self_]\n", "optimizer=m", "inherits name: adamw"),
-        ("target/chip/m", "defaults: [v5e, _self_]\nhbm_gib: 1\n", "target=m-8", "inherits name: v5e"),
-        ("mesh/m", "defaults: [mesh_schema, _self_]\nshape: [2, 1, 1]\n", "mesh=m", "would be named 1x1x1"),
+        ("model/m", "defaults: [s5_tiny, _self_]\nlayers: 2\n", "model=m", "has no name"),
+        ("target/chip/m", "defaults: [v5e, _self_]\nhbm_gib: 1\n", "target=m-8", "has no name"),
+        ("mesh/m", "defaults: [mesh_schema, _self_]\nshape: [2, 1, 1]\n", "mesh=m", "has no name"),
     ],
 )
-def test_a_users_file_with_the_name_of_a_shipped_choice_is_refused(
+def test_a_users_file_without_a_name_or_with_that_of_a_shipped_choice_is_refused(
     command: Any, tmp_path: Path, file: str, text: str, argument: str, phrase: str
 ):
     path = tmp_path / "own" / f"{file}.yaml"
@@ -488,11 +486,37 @@ def test_files_of_a_mode_or_a_copy_may_have_a_shipped_name(command: Any, tmp_pat
     assert command("--config-dir", "own", "mode=m", "partition=m", "checkpoint=m").run.config.mode.repeats == 7
 
 
+def test_a_file_that_others_only_include_needs_no_name_until_it_is_chosen(command: Any, tmp_path: Path):
+    folder = tmp_path / "own/partition"
+    folder.mkdir(parents=True)
+    (folder / "base.yaml").write_text("defaults: [fsdp, _self_]\nzero1: true\n")
+    (folder / "m.yaml").write_text("defaults: [base, _self_]\nname: m\n")
+    assert command("--config-dir", "own", "partition=m").run.config.partition.name == "m"
+    swept = command("--config-dir", "own", "-m", "partition=m,base", "mode=show")
+    assert "partition/base.yaml has no name. Write name: base." in swept.out + swept.err
+
+
+@pytest.mark.parametrize(
+    ("base", "phrase"),
+    [(BOMB, "partition/base.yaml: its aliases"), ("defaults: [m, _self_]\n", "includes the file itself")],
+    ids=["aliases", "cycle"],
+)
+def test_an_included_file_is_checked_before_it_is_read(command: Any, tmp_path: Path, base: str, phrase: str):
+    folder = tmp_path / "own/partition"
+    folder.mkdir(parents=True)
+    (folder / "base.yaml").write_text(f"{base}\n")
+    (folder / "m.yaml").write_text("defaults: [base, _self_]\n")
+    assert "m.yaml has no name" in command("--config-dir", "own", "partition=m").err
+    (folder / "m.yaml").write_text("defaults: [base, _self_]\nname: m\n")
+    refused = command("--config-dir", "own", "partition=m")
+    assert refused.status == 2 and phrase in refused.err
+
+
 def test_a_sweep_refuses_trials_with_a_file_that_has_a_shipped_name(command: Any, tmp_path: Path):
     (tmp_path / "own/partition").mkdir(parents=True)
     (tmp_path / "own/partition/m.yaml").write_text("defaults: [fsdp, _self_]\nzero1: true\n")
     swept = command("--config-dir", "own", "-m", "partition=m,fsdp", "mode=show")
-    assert "partition/m.yaml inherits name: fsdp" in swept.out + swept.err
+    assert "partition/m.yaml has no name" in swept.out + swept.err
 
 
 @pytest.mark.parametrize(
@@ -527,7 +551,12 @@ def test_a_choice_with_spaces_in_its_name_is_refused_with_a_new_name(command: An
 
 
 @pytest.mark.parametrize(
-    ("folder", "remedy"), [("own/experiment", "Use --config-dir {}/own."), ("own", "Move it to {}/own/experiment.")]
+    ("folder", "remedy"),
+    [
+        ("own/experiment", "Use --config-dir {}/own."),
+        ("own", "Move it to {}/own/experiment."),
+        ("experiment/experiment", "Use --config-dir {}/experiment."),
+    ],
 )
 def test_a_file_directly_in_the_config_folder_is_refused_with_the_right_folder(
     command: Any, tmp_path: Path, folder: str, remedy: str
@@ -536,7 +565,7 @@ def test_a_file_directly_in_the_config_folder_is_refused_with_the_right_folder(
     (tmp_path / folder / "lr.yaml").write_text("# @package _global_\nsteps: 5\n")
     refused = command("--config-dir", folder, "+experiment=lr")
     path = tmp_path / folder
-    text = f"experiment=lr: {path}/lr.yaml is not read, because its folder must be {path}/experiment."
+    text = f"experiment=lr: {path}/lr.yaml is not read, because it is not in a folder experiment of --config-dir."
     assert refused.status == 2 and refused.err == f"valkyrie-train: {text} {remedy.format(tmp_path)}\n"
 
 
@@ -581,6 +610,16 @@ def test_settings_that_wandb_rejects_are_refused(
     assert command("model=gpt_tiny", f"tracking.project={project}", "tracking=off").run is not None
 
 
+def test_the_wandb_mode_of_the_environment_is_checked_only_for_trainings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    training = Run.from_config(compose_config("model=gpt_tiny"))
+    (problem,) = training.problems()
+    assert problem.key is None, "no key of the config is at fault"
+    assert Run.from_config(compose_config("model=gpt_tiny", "mode=show")).problems() == []
+    monkeypatch.setenv("WANDB_MODE", "shared")
+    assert training.problems() == []
+
+
 def test_a_copy_of_a_shipped_file_is_accepted(command: Any, tmp_path: Path):
     (tmp_path / "partition").mkdir()
     (tmp_path / "partition" / "fsdp.yaml").write_bytes((conf_dir() / "partition" / "fsdp.yaml").read_bytes())
@@ -603,7 +642,7 @@ def test_the_error_for_a_failed_import_names_the_module(
     module = f"broken_{phrase.split()[-1]}"
     (tmp_path / f"{module}.py").write_text(code)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text(f"defaults: [{module}_schema, _self_]\n")
+    (tmp_path / "model" / "mine.yaml").write_text(f"defaults: [{module}_schema, _self_]\nname: mine\n")
     refused = command("--config-dir", str(tmp_path), "model=mine")
     assert refused.status == 2 and f"{module}.py, {phrase}" in refused.err
 

@@ -89,19 +89,23 @@ def test_an_invalid_setting_is_refused_in_one_line(
     assert capfd.readouterr().err == f"valkyrie-train: {problem}\n"
 
 
-@pytest.mark.parametrize("mode", ["train", "eval", "generate"])
+TOO_FEW_IDS = ("model.tokenizer=bytes", "model.vocab_size=256", "model.vocab_size=257")
+
+
 @pytest.mark.parametrize(
-    ("change", "values"),
+    ("mode", "change", "values"),
     [
         (
+            "train",
             "data.tokenizer=gpt2 model.vocab_size=257",
             ("data.tokenizer=gpt2", "50,257", "model.vocab_size=257", "model.vocab_size=50257"),
         ),
         (
+            "train",
             "model.tokenizer=gpt2 model.vocab_size=257",
             ("model.tokenizer=gpt2", "50,257", "model.vocab_size=257", "model.vocab_size=50257"),
         ),
-        ("model.vocab_size=256", ("model.tokenizer=bytes", "model.vocab_size=256", "model.vocab_size=257")),
+        *((mode, "model.vocab_size=256", TOO_FEW_IDS) for mode in ("train", "eval", "generate")),
     ],
 )
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused_before_any_data(
@@ -112,10 +116,20 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_before_any_data(
     assert command(*arguments, f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change.split()) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith(f"valkyrie-train: {values[0]} ") and err.count("\n") == 1
-    if mode == "train" or "tokenizer" not in change:
-        assert all(value in err for value in values)
-    else:
-        assert "only continues with its own tokenizer" in err
+    assert all(value in err for value in values)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", ["eval", "generate"])
+@pytest.mark.parametrize("group", ["data", "model"])
+def test_reading_a_run_with_another_tokenizer_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str, group: str
+) -> None:
+    change = [f"{group}.tokenizer=gpt2", "model.vocab_size=257"]
+    assert command(*reading(trained_run()), f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith(f"valkyrie-train: {group}.tokenizer=gpt2 ") and err.count("\n") == 1
+    assert "only continues with its own tokenizer" in err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -202,6 +202,7 @@ def test_an_unreachable_network_costs_seconds_and_the_key_is_not_written(tmp_pat
         ("auto", {"WANDB_API_KEY": "k"}, "online"),
         ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
         ("auto", {"WANDB_MODE": "disabled"}, "off"),
+        ("auto", {"WANDB_MODE": "shared"}, "online"),
         ("off", {"WANDB_MODE": "offline", "WANDB_API_KEY": "k"}, "off"),
         ("online", {"WANDB_MODE": "offline"}, "online"),
     ],

@@ -141,12 +141,18 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
     listed = f"Known{where}: {', '.join(valid_keys)}."
     if not valid_keys:
         listed = f"{prefix} has no keys."
-        if names := config_names(prefix):
-            listed = f"No {prefix} is chosen. Choose one first: {prefix}=NAME. Known: {', '.join(names)}."
+        if config_names(prefix):
+            sentence = choose_first(prefix)
+            listed = f"{sentence[0].upper()}{sentence[1:]}"
         elif OmegaConf.is_dict(parent):  # a free mapping, such as those of Hydra's plugins
             listed += f" To add one: +{full_key}=VALUE."
     text = f"{full_key} is not {description}.{hint} {listed}"
     return Problem(ProblemCode.unknown_name, full_key, text=text)
+
+
+def choose_first(group: str) -> str:
+    """Return the advice for a key of a group of which nothing is chosen. Its first word is in lower case."""
+    return f"no {group} is chosen. Choose one first: {group}=NAME. Known: {', '.join(config_names(group))}."
 
 
 def _likely_keys(name: str, parent: Any, prefix: str) -> list[str]:

@@ -22,7 +22,7 @@ from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
 from valkyrie.config import modes
 from valkyrie.config.modes import MODES, ModeConfig, Needs
-from valkyrie.config.refusals import problem_from_error, too_large, wrong_interpolation
+from valkyrie.config.refusals import choose_first, problem_from_error, too_large, wrong_interpolation
 from valkyrie.data import config as data
 from valkyrie.data.config import MAX_SEED, SOURCES, DataConfig, full_path
 from valkyrie.extensions import Families, add_import_path, remember_modules
@@ -36,7 +36,7 @@ from valkyrie.parallel.on_target import target_problems
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.problems import is_removed_by, nearest_legal
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.paths import config_names, read_group, write_atomic
+from valkyrie.paths import read_group, write_atomic
 from valkyrie.precision import PolicyConfig
 from valkyrie.problems import Identity, Problem, ProblemCode, ProblemError, check_range
 from valkyrie.processes.distributed import DistributedConfig
@@ -256,10 +256,7 @@ class Run:
             family = OmegaConf.select(composed, families.key)
             if family is None and group in OPTIONAL_GROUPS:
                 if settings:  # keys such as +task.foo=1, without a choice of the group
-                    raise ValueError(
-                        f"{group}.{next(iter(settings))} is set, but no {group} is chosen. Choose one first: "
-                        f"{group}=NAME. Known: {', '.join(config_names(group))}."
-                    )
+                    raise ValueError(f"{group}.{next(iter(settings))} is set, but {choose_first(group)}")
                 continue
             if family is None:
                 raise ValueError(f"{families.key} is missing. Known: {', '.join(families.names())}.")
@@ -320,6 +317,7 @@ class Run:
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_LAYOUT_COUNTS):
             problems += check_range(key, get_value(c, key), least=1)
         problems += [*bucket_problems("runs", c.runs), *profile_problems(c.profile, c.steps), *c.tracking.problems()]
+        problems += c.tracking.environment_problems() if c.mode.tracked else []
         problems += c.mode.problems()
         problems += check_range("trial.limit_s", c.trial.limit_s, above=0, otherwise="null")
         problems += check_range("temperature", c.temperature, least=0)

@@ -22,10 +22,19 @@ from valkyrie.checkpoint import latest_step
 from valkyrie.config.compose import AS_SAVED, GROUPS, saved_groups
 from valkyrie.config.files import check_file
 from valkyrie.config.modes import reads_run
-from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, Run, RunConfig, drop_foreign_keys
+from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, RunConfig, drop_foreign_keys
 from valkyrie.extensions import add_import_path
 from valkyrie.paths import conf_dir, unused_path
-from valkyrie.runs.folder import RUN, find_run, key_value, key_values, read_settings, saved_run, split_flags
+from valkyrie.runs.folder import (
+    RUN,
+    find_run,
+    key_value,
+    key_values,
+    read_settings,
+    run_from_record,
+    saved_run,
+    split_flags,
+)
 
 CONFIG_PATH = ("--config-path", "-cp")
 """Flags for the folder of the primary config."""
@@ -164,7 +173,7 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
             f"experiment={file.stem}."
         )
     if is_record:
-        values = _fill_defaults(values, file)
+        values = OmegaConf.create(run_from_record(values, file).record())  # with defaults for missing keys
         overrides = key_values(arguments)
         values.resume = None
         if reads_run(overrides.get("mode", str(values.mode.name))) and latest_step(file.parent) is not None:
@@ -172,14 +181,6 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
         elif values.name is not None and "name" not in overrides:
             values.name = unused_path(Path(overrides.get("runs") or values.runs) / values.name).name
     return values
-
-
-def _fill_defaults(values: DictConfig, file: Path) -> DictConfig:
-    """Return the settings of a `run.yaml`, with defaults for missing keys. Raises ValueError with file and key."""
-    try:
-        return OmegaConf.create(Run.from_config(values).record())
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
 
 
 def _register_settings(values: DictConfig, file: Path | None) -> None:

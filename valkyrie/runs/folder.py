@@ -192,10 +192,15 @@ def saved_run(folder: Path) -> Run:
     """
     saved = saved_config(folder)
     saved.mode = {"name": "train"}  # the keys of the mode may have changed since
+    return run_from_record(saved, folder / RUN)
+
+
+def run_from_record(values: DictConfig, file: Path) -> Run:
+    """Build a run from the settings in `file`, a `run.yaml`. Raises ValueError with the file and the invalid key."""
     try:
-        return Run.from_config(saved)
+        return Run.from_config(values)
     except ValueError as error:
-        raise ValueError(f"{folder / RUN}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _continue_hint(folder: Path) -> str:

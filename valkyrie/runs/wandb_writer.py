@@ -41,12 +41,16 @@ class WandbMode(Enum):
 
 _ENVIRONMENT_MODES = {
     "online": WandbMode.online,
+    "shared": WandbMode.online,
     "offline": WandbMode.offline,
     "disabled": WandbMode.off,
     "run": WandbMode.online,
     "dryrun": WandbMode.offline,
 }
-"""Modes by value of `WANDB_MODE`. The last two are W&B's earlier names."""
+"""Modes by value of `WANDB_MODE`. The last two are W&B's earlier names.
+
+In `shared`, several processes write to one online run.
+"""
 _FORBIDDEN = r"[/\\#?%:]"
 """Characters that W&B rejects in ids and names of projects."""
 
@@ -74,20 +78,22 @@ class TrackingConfig:
     init_timeout: int = 10
 
     def problems(self) -> list[Problem]:
-        """Return the problems of `WANDB_MODE` and of the project's name. There are none if W&B is off."""
-        problems, mode = [], os.environ.get("WANDB_MODE", "")
-        if self.wandb is WandbMode.off:
+        """Return the problem of the project's name. There is none if W&B is off."""
+        forbidden = re.search(_FORBIDDEN, self.project)
+        if self.wandb is WandbMode.off or forbidden is None:
             return []
-        if mode not in ("", *_ENVIRONMENT_MODES):
-            text = f"WANDB_MODE={mode}: must be online, offline or disabled."
-            problems.append(Problem(ProblemCode.unknown_name, "tracking.wandb", self.wandb.value, text))
-        if forbidden := re.search(_FORBIDDEN, self.project):
-            text = (
-                f"tracking.project={self.project}: {forbidden[0]} is not allowed in the name of a W&B project. Use "
-                "letters, digits, ., _ or -."
-            )
-            problems.append(Problem(ProblemCode.malformed, "tracking.project", self.project, text))
-        return problems
+        text = (
+            f"tracking.project={self.project}: {forbidden[0]} is not allowed in the name of a W&B project. Use "
+            "letters, digits, ., _ or -."
+        )
+        return [Problem(ProblemCode.malformed, "tracking.project", self.project, text)]
+
+    def environment_problems(self) -> list[Problem]:
+        """Return the problem of `WANDB_MODE`, which has no config key. There is none if W&B is off."""
+        mode = os.environ.get("WANDB_MODE", "")
+        if self.wandb is WandbMode.off or mode in ("", *_ENVIRONMENT_MODES):
+            return []
+        return [Problem(ProblemCode.unknown_name, text=f"WANDB_MODE={mode}: must be online, offline or disabled.")]
 
 
 class WandbWriter:
