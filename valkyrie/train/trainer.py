@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,15 +128,7 @@ def fit(
         loader = stack.enter_context(program.loader(prepared, "train"))
         claimed = team.broadcast_from_leader("claimed run folder", lambda: str(claim_run_folder(run, folder)))
         folder = Path(claimed)
-        with disk_errors(folder):
-            if team.is_leader:
-                stack.enter_context(write_lock(folder))
-            if (shared := shared_folder(folder, config.checkpoint)) is not None:
-                check_shared(team, shared)
-            print_to_log(team, folder)
-            refuse_unknown_best(config.checkpoint, program.task)
-            checkpoints = Checkpoints(folder, config.checkpoint, team=team, info=checkpoint_info(program))
-            stack.enter_context(contextlib.closing(checkpoints))
+        checkpoints = stack.enter_context(_open_run_folder(program, folder, team))
         meter = stack.enter_context(contextlib.closing(_meter(run, devices)))
         ledger = Ledger(folder, began, meter.spent, write=team.is_leader)
         with meter.paused("setup" if checkpoints.last_saved is None else "restore"), ledger.refusals():
@@ -180,6 +172,22 @@ def fit(
         if progress.finished:
             checkpoints.mark_complete()
     return FitResult(program, folder, progress.state, summary, progress.stopping, interrupt.preempted)
+
+
+@contextlib.contextmanager
+def _open_run_folder(program: StepProgram, folder: Path, team: Team) -> Iterator[Checkpoints]:
+    """Lock the run folder for writing, direct the output of workers to it, and open its checkpoints."""
+    config = program.run.config.checkpoint
+    with contextlib.ExitStack() as stack:
+        with disk_errors(folder):
+            if team.is_leader:
+                stack.enter_context(write_lock(folder))
+            if (shared := shared_folder(folder, config)) is not None:
+                check_shared(team, shared)
+            print_to_log(team, folder)
+            refuse_unknown_best(config, program.task)
+            checkpoints = Checkpoints(folder, config, team=team, info=checkpoint_info(program))
+        yield stack.enter_context(contextlib.closing(checkpoints))
 
 
 def _train_steps(
