@@ -433,6 +433,14 @@ HEAD = "# @package _global_\n"
 CALLBACK = "callbacks: {e: {_target_: shutil.copytree, src: own, dst: stolen}}\n"
 
 
+def write_own(tmp_path: Path, file: str, body: bytes) -> Path:
+    """Write a file of the folder `own`, which tests give to `--config-dir`, and return its path."""
+    path = tmp_path / "own" / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(body)
+    return path
+
+
 @pytest.mark.parametrize(
     ("file", "body", "argument", "phrase"),
     [
@@ -446,9 +454,7 @@ CALLBACK = "callbacks: {e: {_target_: shutil.copytree, src: own, dst: stolen}}\n
 def test_the_error_for_an_unreadable_config_file_names_it(
     command: Any, tmp_path: Path, file: str, body: bytes, argument: str, phrase: str
 ):
-    path = tmp_path / "own" / file
-    path.parent.mkdir(parents=True)
-    path.write_bytes(body)
+    path = write_own(tmp_path, file, body)
     refused = command("--config-dir", str(tmp_path / "own"), argument, "mode=show")
     assert refused.status == 2 and refused.err.startswith(f"valkyrie-train: {path}") and phrase in refused.err
 
@@ -466,9 +472,7 @@ def test_the_error_for_an_unreadable_config_file_names_it(
 def test_a_users_file_without_a_name_or_with_that_of_a_shipped_choice_is_refused(
     command: Any, tmp_path: Path, file: str, text: str, argument: str, phrase: str
 ):
-    path = tmp_path / "own" / f"{file}.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
+    path = write_own(tmp_path, f"{file}.yaml", text.encode())
     refused = command("--config-dir", "own", argument, "mode=show")
     assert refused.status == 2 and refused.err.startswith(f"valkyrie-train: {path}") and phrase in refused.err
     assert refused.err.endswith("Write name: m.\n")
@@ -587,9 +591,7 @@ def test_a_second_config_folder_is_refused(command: Any, tmp_path: Path, second:
 def test_a_key_without_a_value_is_refused_with_its_file(
     command: Any, tmp_path: Path, file: str, text: str, argument: str, phrase: str
 ):
-    path = tmp_path / "own" / f"{file}.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
+    path = write_own(tmp_path, f"{file}.yaml", text.encode())
     refused = command("--config-dir", "own", argument)
     assert refused.status == 2 and refused.err.startswith(f"valkyrie-train: {path}: {phrase}")
 
