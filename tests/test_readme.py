@@ -24,6 +24,7 @@ from test_folder import make_run
 from valkyrie.cli.convert import _parser as convert_parser
 from valkyrie.cli.data import _parser as data_parser
 from valkyrie.cli.doctor import _parser as doctor_parser
+from valkyrie.cli.launch import _refuse_illegal_training
 from valkyrie.cli.launch import split_at_dashes as split_launch
 from valkyrie.cli.parser import strip_comment
 from valkyrie.cli.predict import _parser as predict_parser
@@ -34,7 +35,6 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.launch.choose import read_config
-from valkyrie.parallel.on_target import target_problems
 from valkyrie.sweep.trial import Status, TrialLog
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -160,8 +160,7 @@ def test_commands_after_valkyrie_launch_compose(command: Any, line: str):
     config = read_config([word for word in ahead if "=" in word], restarts=0)
     composed = command(*(overrides or ()))
     assert (composed.status, composed.err) == (0, "") and composed.run is not None
-    if (rented := getattr(config, "all_slices", None)) is not None:
-        assert target_problems(rented, composed.run.config.mesh) == []
+    _refuse_illegal_training(config, overrides or ())
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("valkyrie-doctor ")])

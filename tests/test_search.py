@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
+from reported import GOLDENS
 from valkyrie.config.arguments import expand_shorthand, parse_run
-from valkyrie.config.modes import ANSWER
+from valkyrie.config.modes import ANSWER, SUMMARY
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.paths import DiskError
-from valkyrie.records import decode, encode, read_record
+from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
 from valkyrie.search.answer import describe_work, rank_layout, rank_layouts, show, train_command
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
-from valkyrie.search.compile.prediction import MemoryReport
+from valkyrie.search.compile.prediction import MemoryReport, read_prediction
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.folder import save_answer
@@ -33,6 +34,7 @@ from valkyrie.search.shortlist import Shortlist, describe_chips, mesh_partition,
 from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
+from valkyrie.train.options import TO_FIT, USER, Option
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
 
@@ -138,19 +140,50 @@ def test_a_layout_that_does_not_fit_is_not_the_answer(compiler: ScaledCompiler, 
     assert best is not None and best.estimate.group.candidates.partition.name != fastest
 
 
-def test_a_compile_corrects_the_memory_of_layouts_that_save_the_same_activations(tmp_path: Path) -> None:
-    request = make_request()
-    layouts = make_shortlist(request).fitting
-    first = layouts[0]
-    usable = usable_hbm(first.group.target.chip) or 0
-    trial = compiling.plan_compile(request, first, tmp_path).ended(
-        Status.does_not_fit, None, "", 1.0, TrialResult(memory=MemoryReport(needed=100 * usable))
-    )
-    compiles = CompiledLayouts([compiling.CompiledLayout(first, trial)])
-    alike = [layout for layout in layouts if layout.remat == first.remat and layout.bytes >= first.bytes]
-    other = [layout for layout in layouts if layout.remat != first.remat]
-    assert len(alike) > 1 and other
-    assert not any(map(compiles.may_fit, alike)) and all(map(compiles.may_fit, other))
+def test_layouts_that_save_the_same_activations_as_one_that_does_not_fit_are_not_compiled_or_answered(
+    compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request("mode.compiles=9")
+    listed = make_shortlist(request)
+    first = listed.fitting[0]
+    alike = {tuple(other.candidate.overrides) for other in listed.fitting if other.remat == first.remat}
+    assert 1 < len(alike) < len(listed.fitting)
+
+    def too_large(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
+        if compiler.key(plan) not in alike:
+            return compiler(plan, watch)
+        compiler.plans.append(plan)
+        usable = usable_hbm(first.group.target.chip) or 0
+        return plan.ended(
+            Status.does_not_fit, None, "2026-01-01", 1.0, TrialResult(memory=MemoryReport(needed=1000 * usable))
+        )
+
+    monkeypatch.setattr(compiling, "compile_trial", too_large)
+    compiles = compiled_by(compiler, request, listed, tmp_path, most=9)
+    assert sum(compiler.key(plan) in alike for plan in compiler.plans) == 1 < len(compiler.plans)
+    remaining = listed.where(compiles.may_fit)
+    assert {tuple(row.candidate.overrides) for row in rank_layouts(request, remaining, compiles, 10)}.isdisjoint(alike)
+
+
+def test_options_without_which_the_best_layout_does_not_fit_are_in_its_command(
+    search: Callable[..., Finished], compiler: ScaledCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.steps = {
+        tuple(entry.candidate.overrides): entry.step_s for entry in make_shortlist(make_request()).fitting
+    }
+    monkeypatch.setattr(mode, "write_report", lambda folder: folder)
+    monkeypatch.setattr(compiling, "_settings_to_fit", lambda folder: ("target.chip.xla_options.xla_saves=true",))
+    done = search("mode.compiles=2")
+    assert done.answer["options"] == ["target.chip.xla_options.xla_saves=true"]
+    assert done.answer["train"].endswith(" target.chip.xla_options.xla_saves=true")
+
+
+def test_options_to_fit_are_read_from_the_record_of_a_compile(tmp_path: Path) -> None:
+    assert compiling._settings_to_fit(tmp_path) == ()
+    prediction = read_prediction(GOLDENS / "compile.json")
+    options = (Option("xla_saves", "true", TO_FIT), Option("xla_other", "1", USER))
+    write_record(tmp_path / SUMMARY, replace(prediction, options=options))
+    assert compiling._settings_to_fit(tmp_path) == ("target.chip.xla_options.xla_saves=true",)
 
 
 def test_search_compiles_at_most_the_requested_number(compiler: ScaledCompiler, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from valkyrie.config.run import Run
+from valkyrie.config.run import Run, RunConfig
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
@@ -208,7 +208,7 @@ def load(folder: str | Path, *overrides: str) -> Run:
     for override in overrides:
         require_type(override, str, 'load takes overrides as strings, such as load(folder, "steps=400")')
     folder = Path(folder)
-    if not folder.exists() and not folder.is_absolute() and (in_runs := "runs" / folder).is_dir():
+    if not folder.exists() and not folder.is_absolute() and (in_runs := Path(RunConfig.runs) / folder).is_dir():
         raise ValueError(f"{folder} does not exist. Did you mean {in_runs}?")
     return _refuse_illegal(load_run(folder, overrides))
 
@@ -282,8 +282,9 @@ def predict(
         return _predict_run(program, quiet)
     from valkyrie.search.compile.predict import ProgramWork, predict_file, predict_function
 
-    if not isinstance(slice, TargetConfig):
+    if slice is None:
         raise ValueError('Name the slice to predict for: valkyrie.predict(..., slice=valkyrie.slice("v5p-128")).')
+    require_type(slice, TargetConfig, 'slice= takes a slice, such as valkyrie.slice("v5p-128")')
     for key, value, kind, takes in (
         ("tokens", tokens, Real, "a number"),
         ("flops", flops, Real, "a number"),

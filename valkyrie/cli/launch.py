@@ -140,7 +140,12 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
         training = parse_run([*overrides, f"target={rented.name}", f"target.slices={rented.slices}"])
     elif rented is not None:
         _refuse_other_target(training.config.target, rented)
-    refuse(training.problems())
+    try:
+        refuse(training.problems())
+    except ValueError as error:
+        if isinstance(config, SliceConfig) and config.slice != config.target:
+            raise ValueError(f"{config.slice_setting}: {error}") from error  # the user has not typed target=SLICE
+        raise
 
 
 def _refuse_other_target(requested: TargetConfig, rented: TargetConfig) -> None:
@@ -151,12 +156,10 @@ def _refuse_other_target(requested: TargetConfig, rented: TargetConfig) -> None:
     )
     if size == rented_size:
         return
-    requested_slices, rented_slices = (
-        f" target.slices={target.slices}" if target.slices > 1 else "" for target in (requested, rented)
-    )
+    settings = f"target={rented.name}" + (f" target.slices={rented.slices}" if rented.slices > 1 else "")
     raise ValueError(
-        f"The training sets target={requested.name}{requested_slices}, but valkyrie-launch starts it on "
-        f"{rented.describe()}. Write target={rented.name}{rented_slices} after --, or no target."
+        f"The training sets target={requested.describe()}, but valkyrie-launch starts it on {rented.describe()}. Write "
+        f"{settings} after --, or no target."
     )
 
 

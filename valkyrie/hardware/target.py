@@ -157,7 +157,7 @@ class ChipConfig:
             if self.ici_axes is None:
                 needed = "be one number of at least 1, the chips of a host, because target.chip.ici_axes=null"
             else:
-                needed = f"list the chips of a host along each of the target.chip.ici_axes={self.ici_axes} torus axes"
+                needed = f"list at least 1 chip of a host for each of the target.chip.ici_axes={self.ici_axes} axes"
             text = f"target.chip.host_bounds={self.host_bounds} must {needed}."
             problems.append(Problem(ProblemCode.conflict, "target.chip.host_bounds", self.host_bounds, text))
         positive = ("hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "ici_link_gbs", "dcn_gbs_per_host")

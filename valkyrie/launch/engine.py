@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import ChipConfig, TargetConfig
-from valkyrie.launch.plan import Plan
+from valkyrie.launch.plan import CommandStep, Plan
 from valkyrie.launch.supervisor import print_message
 from valkyrie.runs.folder import key_values
 from valkyrie.units import count_text
@@ -69,12 +69,18 @@ class EngineConfig(ABC):
             command: the command that starts `valkyrie-train` on this machine.
         """
         steps = self.plan(overrides).steps
+        for step in steps:
+            if isinstance(step, CommandStep) and (step.until or step.in_background):
+                raise ValueError(
+                    f"target={self.target}: --run cannot repeat a step (until) or continue without waiting for it "
+                    f"(in_background), as '{step.description}' needs. Override `run` in the engine's Config."
+                )
         for number, step in enumerate(steps, 1):
             print_message(f"{number}. {step.description}")
             if status := step.run():
                 print_message(f"step {number} ({step.description}) failed with status {status}")
                 return status
-        print_message(f"all {len(steps)} steps are done")
+        print_message(f"{count_text(len(steps), 'step')} done")
         return 0
 
     def log_folder(self, overrides: Sequence[str]) -> Path:

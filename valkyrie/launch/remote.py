@@ -38,10 +38,11 @@ def check_clone() -> None:
 
 def config_folder_notes(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return a warning if the training needs a `--config-dir` that the archive of the clone does not have."""
-    folders = [word.partition("=")[2] for word in overrides if word.startswith("--config-dir=")]
-    folders += [value for word, value in zip(overrides, overrides[1:], strict=False) if word in ("--config-dir", "-cd")]
+    flags = ("--config-dir", "-cd")
+    folders = [folder for flag, sign, folder in (word.partition("=") for word in overrides) if sign and flag in flags]
+    folders += [value for word, value in zip(overrides, overrides[1:], strict=False) if word in flags]
     return tuple(
-        f"--config-dir {folder} is not a path inside the clone, and the hosts get only the last commit of the clone. "
+        f"--config-dir {folder} is not a relative path inside the clone, whose last commit is all that the hosts get. "
         "Commit the folder there and name it by its relative path, or create it on every host."
         for folder in folders
         if folder.startswith(("/", "~", ".."))

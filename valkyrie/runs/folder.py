@@ -121,7 +121,7 @@ def run_folder(run: Run) -> Path:
 
 
 def claim_run_folder(run: Run, folder: Path) -> Path:
-    """Create the run folder of a training run, as returned by `run_folder`, and return it.
+    """Create the folder of a run, as returned by `run_folder`, and return it.
 
     `run_folder` returns the same new folder for two runs that start in the same second. The second one to claim it gets
     FOLDER-2. Folders selected by `name` or `resume` may exist. Raises DiskError if it cannot be created.

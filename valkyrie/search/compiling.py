@@ -33,7 +33,11 @@ DISTINCT_FIRST = 4
 MIN_VARIANT_RATIO = 0.97
 """Lower bound on the step time of a layout, as a multiple of its estimate scaled by `CompiledLayouts.ratio`."""
 MEMORY_SLACK = 1.1
-"""A layout may fit if its need, as corrected by `CompiledLayouts.may_fit`, is at most this multiple of the memory."""
+"""A layout may fit if its need, as corrected by `CompiledLayouts.may_fit`, is at most this multiple of the memory.
+
+On the compiled layouts of experiments/search, where each corrects each other one with the same remat, 1.1 excludes 326
+of 350 that do not fit and 29 of 1,930 that do (1.25: 297 and 15).
+"""
 
 
 @dataclass(frozen=True)
@@ -84,15 +88,13 @@ class CompiledLayouts:
         return (matching[-1].step_s or 0.0) / matching[-1].estimate.step_s if matching else None
 
     def may_fit(self, layout: EstimatedLayout) -> bool:
-        """Return whether a layout may fit, judging by the last compiled layout that saves the same activations.
+        """Return whether a layout may fit, judging by compiled layouts on this chip that save the same activations.
 
-        Its needed over its estimated memory corrects the estimate of this layout, on the same kind of chip.
+        The smallest ratio of needed to estimated memory among them corrects the estimate of this layout.
         """
         usable = usable_hbm(layout.group.target.chip)
-        alike = [c for c in self.done if c.peak and _saves_alike(c.estimate, layout)]
-        if usable is None or not alike:
-            return True
-        return layout.bytes * (alike[-1].peak or 0) / alike[-1].estimate.bytes <= MEMORY_SLACK * usable
+        ratios = [c.peak / c.estimate.bytes for c in self.done if c.peak and _saves_alike(c.estimate, layout)]
+        return usable is None or not ratios or layout.bytes * min(ratios) <= MEMORY_SLACK * usable
 
 
 def _saves_alike(first: EstimatedLayout, second: EstimatedLayout) -> bool:
@@ -135,12 +137,12 @@ def compile_best(
             raise BudgetOver
 
     while True:
-        waiting = [layout for layout in waiting if compiles.may_fit(layout)]
+        possible = [layout for layout in waiting if compiles.may_fit(layout)]
         # Rivals wait until a layout fits: with a short budget, the best matters more than a comparison.
         is_required = bool(required) and compiles.best(request) is not None
-        layout = required.pop(0) if is_required else _pick_next(request, waiting, compiles)
+        layout = required.pop(0) if is_required else _pick_next(request, possible, compiles)
         lower_bound = min(
-            (request.cost(other.group.target, _lower_bound_s(other, compiles)) for other in waiting), default=0.0
+            (request.cost(other.group.target, _lower_bound_s(other, compiles)) for other in possible), default=0.0
         )
         best = compiles.best(request)
         if layout is None:
@@ -191,10 +193,14 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
     return run_in_this_process(plan, run_trial, watch)
 
 
+def compile_run(request: SearchRequest, layout: EstimatedLayout) -> Run:
+    """Return the run that compiles a layout, with the compile settings of `mode=search`."""
+    return layout.run(request.run).changed(mode=settings_for(CompileMode, request.mode))
+
+
 def plan_compile(request: SearchRequest, layout: EstimatedLayout, folder: Path) -> TrialPlan:
-    """Plan the trial that compiles a layout, with the compile settings of `mode=search`."""
-    run = layout.run(request.run).changed(mode=settings_for(CompileMode, request.mode))
-    return plan_layout(folder, request, run, layout)
+    """Plan the trial that compiles a layout."""
+    return plan_layout(folder, request, compile_run(request, layout), layout)
 
 
 def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: EstimatedLayout) -> TrialPlan:

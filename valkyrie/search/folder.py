@@ -34,15 +34,12 @@ def request_digest(request: SearchRequest) -> str:
 def create_folder(folder: Path, request: SearchRequest) -> None:
     """Create the folder of a search.
 
-    Raises ValueError if it or `runs` is a file, if it belongs to another command or search, or if it has an answer that
+    Raises ValueError if it is a file, if it belongs to another command or search, or if it has an answer that
     cannot be read. Raises DiskError if it cannot be created.
     """
     name = request.run.config.name
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"name={name}: {folder} is a file. Use another name=.")
-    blocking = next((parent for parent in folder.parents if parent.exists() and not parent.is_dir()), None)
-    if blocking is not None:
-        raise ValueError(f"runs={request.run.config.runs}: {blocking} is a file, not a folder. Use another runs=.")
     if (folder / RUN).exists():
         raise ValueError(f"name={name}: {folder} is the run folder of another command ({RUN}). Use another name=.")
     earlier = _read_earlier(folder)
@@ -100,7 +97,7 @@ def _read_earlier(folder: Path) -> _EarlierAnswer | None:
     file = folder / ANSWER
     try:
         return read_record(_EarlierAnswer, file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # `create_folder` reports a file in place of a folder
         return None
     except (OSError, RecordError) as error:
         raise ValueError(f"{file} cannot be read ({error}). Delete it, or use another name=.") from error

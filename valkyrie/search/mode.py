@@ -8,11 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from valkyrie.config.modes import settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig, usable_hbm
-from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.problems import INDIVISIBLE
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
@@ -20,7 +18,7 @@ from valkyrie.report.page import write_report
 from valkyrie.search import NOT_COMPILED
 from valkyrie.search.answer import describe_work, launch_command, rank_layouts, show, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
-from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
+from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best, compile_run
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.runs import WiderHeads, wider_heads
 from valkyrie.search.estimate.space import LayoutSpace
@@ -89,6 +87,7 @@ def _search(run: Run) -> int:
         except KeyboardInterrupt:
             console.print("interrupted; the best so far:", style="yellow")
             status = INTERRUPTED
+    shortlisted = shortlisted.where(compiles.may_fit)  # what the compiles have ruled out is no answer
     best, options = compiles.best(request), []
     tune_s = None if request.mode.tune is None else parse_seconds(request.mode.tune)
     if status == 0 and best is not None and tune_s is not None:
@@ -171,7 +170,7 @@ def _wider_heads(request: SearchRequest, best: RankedLayout, shortlisted: Shortl
     layout = next((layout for layout in layouts if layout.candidate == best.candidate), None)
     if layout is None:
         return None
-    return wider_heads(layout.run(request.run).changed(mode=settings_for(CompileMode, request.mode)))
+    return wider_heads(compile_run(request, layout))
 
 
 def _target_slice(row: RankedLayout, request: SearchRequest) -> TargetConfig:

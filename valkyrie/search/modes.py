@@ -16,13 +16,13 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.machine.timeline import write_timeline
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.modes.measure import Config as MeasureMode
-from valkyrie.paths import DiskError, disk_errors
+from valkyrie.paths import DiskError
 from valkyrie.records import RecordError, read_record, write_record
-from valkyrie.runs.folder import run_folder, write_run_files
+from valkyrie.runs.folder import claim_run_folder, run_folder, write_run_files
 from valkyrie.search import NOT_COMPILED
 from valkyrie.search.compile.cache import package_digest, requests_folder
 from valkyrie.search.compile.hints import hints
-from valkyrie.search.compile.prediction import CompileStatus, Hint, HintCode, Prediction
+from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import summarise
 from valkyrie.train.devices import prepare_devices
@@ -53,7 +53,7 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
 
     if note := get_platform(run.config.target.platform).compile_note:
         console.print(note, style="bold yellow")
-    with _created_folder(run_folder(run)) as folder:
+    with _created_folder(run) as folder:
         compiled, prediction, replay = compile_and_summarise(run, console, watch)
         if prediction.status is CompileStatus.refused:
             raise ValueError(prediction.reason)
@@ -90,7 +90,7 @@ def _measure(run: Run, team: Team) -> int:
     with contextlib.ExitStack() as stack:
 
         def create_folder() -> str:
-            return str(stack.enter_context(_created_folder(run_folder(run))))
+            return str(stack.enter_context(_created_folder(run)))
 
         folder = Path(team.broadcast_from_leader("run folder", create_folder))
         trace = folder / TRACE if settings_for(MeasureMode, run.config.mode).trace else None
@@ -113,14 +113,14 @@ def _measure(run: Run, team: Team) -> int:
 
 
 @contextlib.contextmanager
-def _created_folder(folder: Path) -> Iterator[Path]:
-    """Create a run folder before the work inside the block, so that an unwritable path does not cost a result.
+def _created_folder(run: Run) -> Iterator[Path]:
+    """Create the folder of a run before the work inside the block, so that an unwritable path does not cost a result.
 
     Removes it again if the work fails before anything is stored. Raises DiskError if it cannot be created.
     """
-    existed = folder.exists()
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    requested = run_folder(run)
+    existed = requested.exists()
+    folder = claim_run_folder(run, requested)
     try:
         yield folder
     except BaseException:
@@ -158,13 +158,12 @@ def compile_and_summarise(
     if compiled.note is not None:
         console.print(compiled.note, soft_wrap=True)
     prediction = replace(summarise(run, compiled, replay, uses), work=work_key(run))
-    prediction = replace(prediction, hints=hints(prediction, _earlier_predictions(run, compiled)))
+    wider = None
     if prediction.step is not None:
         from valkyrie.search.estimate.runs import wider_heads  # imports NumPy
 
-        if (wider := wider_heads(run)) is not None:
-            hint = Hint(HintCode.padded_heads, f"{wider}.", 1 - 1 / wider.speedup, changes=wider.changes)
-            prediction = replace(prediction, hints=(*prediction.hints, hint))
+        wider = wider_heads(run)
+    prediction = replace(prediction, hints=hints(prediction, _earlier_predictions(run, compiled), wider))
     if compiled.status in (CompileStatus.ok, CompileStatus.does_not_fit):
         with contextlib.suppress(DiskError):  # only hints of later compiles need the file
             write_record(compiled.folder / PREDICTION_FILE, prediction)

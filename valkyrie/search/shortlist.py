@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -101,6 +101,10 @@ class Shortlist:
             for layouts in (self.fitting, self.doubtful, self.smallest)
         )
         return Shortlist(fitting, doubtful, smallest)
+
+    def where(self, condition: Callable[[EstimatedLayout], bool]) -> Shortlist:
+        """Return a copy with only the layouts that meet a condition, and the same `smallest`."""
+        return replace(self, fitting=[*filter(condition, self.fitting)], doubtful=[*filter(condition, self.doubtful)])
 
     def best(self, chips: str, count: int) -> list[EstimatedLayout]:
         """Return the fastest fitting layouts on `chips`, at most `MAX_VARIANTS` with the same mesh and partition.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from valkyrie.config.modes import settings_for
-from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
-from valkyrie.search.compiling import CompiledLayout
+from valkyrie.search.compiling import CompiledLayout, compile_run
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.tune.mode import attempt_lines
 from valkyrie.search.tune.tune import tune
@@ -21,7 +19,7 @@ def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, con
 
     After `budget_s` seconds or Ctrl-C, these are the best overrides found so far.
     """
-    run = best.estimate.run(request.run).changed(mode=settings_for(CompileMode, request.mode))
+    run = compile_run(request, best.estimate)
     results: list[Tuned] = []
 
     def print_attempt(tuned: Tuned) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import CollectiveRecord
@@ -24,6 +25,9 @@ from valkyrie.search.compile.prediction import (
     short_source,
 )
 from valkyrie.units import GIB, decimal_bytes_text, duration, gib, memory_text, percent
+
+if TYPE_CHECKING:
+    from valkyrie.search.estimate.runs import WiderHeads
 
 MIN_HINT_SHARE = 0.15
 """Smallest share of a step that gets a hint."""
@@ -45,6 +49,7 @@ class _Facts:
     prediction: Prediction
     step: PredictedStep
     other_layouts: Sequence[Prediction] = ()
+    wider_heads: WiderHeads | None = None
 
     def share(self, *kinds: PartKind) -> float:
         return seconds_in(self.prediction.parts, *kinds) / self.step.step_s
@@ -87,10 +92,15 @@ class _Facts:
         return [remat for remat in remats if remat.needs < headroom]
 
 
-def hints(prediction: Prediction, other_layouts: Sequence[Prediction] = ()) -> tuple[Hint, ...]:
+def hints(
+    prediction: Prediction, other_layouts: Sequence[Prediction] = (), wider_heads: WiderHeads | None = None
+) -> tuple[Hint, ...]:
     """Return the hints for a compiled layout, or none if it does not fit or has no predicted step time.
 
-    `other_layouts` are predictions of the same model, batch, length and target under other layouts.
+    Args:
+        prediction: The compiled layout.
+        other_layouts: Predictions of the same model, batch, length and target under other layouts.
+        wider_heads: Attention heads that would not be padded, or None.
     """
     return _collect_hints(
         prediction,
@@ -98,6 +108,7 @@ def hints(prediction: Prediction, other_layouts: Sequence[Prediction] = ()) -> t
         (
             _exposed_hints,
             _faster_layout_hints,
+            _padded_heads_hints,
             _reduction_hints,
             _recomputation_hints,
             _save_activation_hints,
@@ -105,6 +116,7 @@ def hints(prediction: Prediction, other_layouts: Sequence[Prediction] = ()) -> t
             _copy_hints,
             _narrow_product_hints,
         ),
+        wider_heads,
     )
 
 
@@ -114,11 +126,14 @@ def program_hints(prediction: Prediction) -> tuple[Hint, ...]:
 
 
 def _collect_hints(
-    prediction: Prediction, other_layouts: Sequence[Prediction], rules: Sequence[Callable[[_Facts], Iterator[Hint]]]
+    prediction: Prediction,
+    other_layouts: Sequence[Prediction],
+    rules: Sequence[Callable[[_Facts], Iterator[Hint]]],
+    wider_heads: WiderHeads | None = None,
 ) -> tuple[Hint, ...]:
     if prediction.status is not CompileStatus.ok or prediction.step is None:
         return ()
-    facts = _Facts(prediction, prediction.step, other_layouts)
+    facts = _Facts(prediction, prediction.step, other_layouts, wider_heads)
     return tuple(hint for rule in rules for hint in rule(facts)) or (_largest_part_hint(facts),)
 
 
@@ -133,6 +148,11 @@ def _largest_part_hint(facts: _Facts) -> Hint:
         name, share_of_part = describe_part(part.kind, axes_text(part.mesh_axes)), part.seconds / facts.step.step_s
         text += f"; the largest other part is {name}, {percent(share_of_part)}"
     return Hint(HintCode.largest_part, f"{text}.", share)
+
+
+def _padded_heads_hints(facts: _Facts) -> Iterator[Hint]:
+    if (wider := facts.wider_heads) is not None:
+        yield Hint(HintCode.padded_heads, str(wider), 1 - 1 / wider.speedup, changes=wider.changes)
 
 
 def _exposed_hints(facts: _Facts) -> Iterator[Hint]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig, build_topology
+from valkyrie.models import Layered
 from valkyrie.models.attention import Attention
 from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import Candidates
@@ -47,6 +48,10 @@ def estimate_runs(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str,
     return results
 
 
+MIN_SPEEDUP = 1.05
+"""Wider heads are suggested only if a step is estimated to be at least this many times as fast."""
+
+
 class WiderHeads(NamedTuple):
     """Fewer, wider attention heads that are not padded, and the estimated speedup of the step."""
 
@@ -57,33 +62,40 @@ class WiderHeads(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"With {self.heads} heads of {self.head_dim}, which are not padded, a step is estimated to be "
-            f"{self.speedup:.2f} times as fast: {' '.join(self.changes)}"
+            f"Attention heads below {self.head_dim} are padded. With {self.heads} heads of {self.head_dim} "
+            f"({' '.join(self.changes)}), which is another model with projections of the same size, a step is "
+            f"estimated to be {self.speedup:.2f} times as fast."
         )
 
 
 def wider_heads(run: Run) -> WiderHeads | None:
     """Return heads that are as wide as a TPU's registers, if the run's are narrower and the widths divide.
 
-    Both models have projections of the same sizes. Returns None on platforms that do not pad.
+    Both models have projections of the same sizes. Returns None on platforms that do not pad, for a model that declares
+    no layers, and if the step would not be at least `MIN_SPEEDUP` times as fast.
     """
     attention, chip = getattr(run.model, "attention", None), run.config.target.chip
     lanes = get_platform(run.config.target.platform).lanes
-    if not isinstance(attention, Attention) or chip is None or attention.head_dim >= lanes:
+    if not isinstance(attention, Attention) or not isinstance(run.model, Layered) or chip is None:
+        return None
+    if attention.head_dim >= lanes:
         return None
     if (attention.heads * attention.head_dim) % lanes or (attention.kv_heads * attention.head_dim) % lanes:
         return None
     share = attention.head_dim / lanes
     sizes = {"heads": int(attention.heads * share), "kv_heads": int(attention.kv_heads * share), "head_dim": lanes}
-    if sizes["heads"] % sizes["kv_heads"]:
+    if sizes["heads"] < 2 or sizes["heads"] % sizes["kv_heads"]:
         return None
     config = with_value(run.config, "model.attention", replace(attention, **sizes))
     wider, efficiency = replace(run, config=config, model=config.model), chip_efficiency(chip)
     if wider.problems():
         return None
     seconds = [estimate_runs([each], efficiency)[0]["step"] for each in (run, wider)]
+    speedup = seconds[0] / seconds[1]
+    if speedup < MIN_SPEEDUP:
+        return None
     changes = tuple(f"model.attention.{name}={value}" for name, value in sizes.items())
-    return WiderHeads(sizes["heads"], lanes, changes, seconds[0] / seconds[1])
+    return WiderHeads(sizes["heads"], lanes, changes, speedup)
 
 
 def stack_runs(runs: Sequence[Run]) -> Candidates:
