@@ -297,9 +297,10 @@ def test_a_users_launch_engine_prints_its_plan(
 
 @pytest.mark.parametrize("target", ["target=v5e-8", "target=ssh hosts=[a,b]"])
 def test_a_config_folder_outside_the_clone_is_noted(target: str):
-    for words, noted in ((["--config-dir", "/a/mine"], 1), (["--config-dir=../mine"], 1), (["-cd", "mine"], 0)):
+    outside = (["--config-dir", "/a/mine"], ["--config-dir=../mine"], ["-cd=/a/mine"])
+    for words, noted in (*((words, 1) for words in outside), (["-cd", "mine"], 0)):
         plan = config_of(target).plan(("name=a", *words))
-        assert sum("the hosts get only the last commit of the clone" in note for note in plan.notes) == noted
+        assert sum("is not a relative path inside the clone" in note for note in plan.notes) == noted
 
 
 def test_a_run_name_is_added_if_a_restart_would_start_over(capsys: pytest.CaptureFixture[str]):

@@ -42,8 +42,8 @@ def config_folder_notes(overrides: Sequence[str]) -> tuple[str, ...]:
     folders = [folder for flag, sign, folder in (word.partition("=") for word in overrides) if sign and flag in flags]
     folders += [value for word, value in zip(overrides, overrides[1:], strict=False) if word in flags]
     return tuple(
-        f"--config-dir {folder} is not a relative path inside the clone, whose last commit is all that the hosts get. "
-        "Commit the folder there and name it by its relative path, or create it on every host."
+        f"--config-dir {folder} is not a relative path inside the clone. The hosts get only the clone's last commit: "
+        "commit the folder there and name it by its relative path, or create it on every host."
         for folder in folders
         if folder.startswith(("/", "~", ".."))
     )
