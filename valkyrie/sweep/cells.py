@@ -42,7 +42,7 @@ class Cell:
 class Cells:
     """The cells (combinations of settings) of a search space, in order of enumeration.
 
-    `skipped` has a problem for each combination that became no cell.
+    `skipped` has a problem for each mesh or model that was skipped.
     """
 
     cells: list[Cell]
@@ -72,7 +72,7 @@ def enumerate_space(
 
     Args:
         space: The ranges and lists to combine.
-        variants: Runs for each combination of the settings outside the layout.
+        variants: One run for each combination of the settings outside the layout.
         partitions: Partitions to try, by name.
         remats: Remat policies to try, by name, or None to use the policy of the run.
         resolve_mesh: Returns the mesh with a given name.
@@ -125,10 +125,10 @@ def _distinct_meshes(
     has_accelerators: bool,
     skipped: list[Problem],
 ) -> Iterator[tuple[str, MeshConfig]]:
-    """Yield meshes for a partition without duplicates (see `Same`), as (name, mesh with its placement).
+    """Yield the meshes to try with a partition, as (name, mesh with its placement). Omits duplicates (see `Same`).
 
-    Appends a problem to `skipped` for each duplicate or unusable mesh. If the partition can use no mesh at all, yields
-    the first one, so that its refusal is recorded.
+    Appends a problem to `skipped` for each duplicate mesh and each mesh that the partition cannot use. If the partition
+    can use none of them, yields the first one, so that its refusal is recorded.
     """
     platform = get_platform(run.config.target.platform)
     has_torus = platform.has_torus or (has_accelerators and platform.jax_name is None)
@@ -172,7 +172,7 @@ def _mesh_problem(layout: Layout, problems: Sequence[Problem]) -> Problem | None
 
 
 def _role_degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
-    """Return the number of devices of each role. Roles between slices are separate from those within a slice."""
+    """Return the number of devices over which each role splits the work. Counts the axis between slices separately."""
     sizes: dict[tuple[bool, Role], int] = {}
     for axis, role in layout.roles.items():
         if layout.mesh.axes[axis] > 1:
@@ -182,11 +182,14 @@ def _role_degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
 
 
 def _sharding_key(layout: Layout, has_torus: bool) -> tuple[object, ...]:
-    """Return a key that is the same for equivalent layouts of a partition.
+    """Return a key for finding equivalent layouts of a partition.
 
-    If two layouts have the same key, every device holds the same part of every array in both. Two meshes never have
-    the same key on a torus without a placement, where JAX chooses the positions of devices from the axis sizes, under
-    ZeRO-1, which shards optimizer state over the data axes one by one, or if a mesh has problems.
+    If two layouts have the same key, every device holds the same part of every array in both. In three cases the key
+    contains the axis sizes and the placement, so that it is unique to a mesh:
+
+    - On a torus without a placement, JAX chooses the positions of devices from the axis sizes.
+    - ZeRO-1 shards optimizer state over the data axes one by one.
+    - The mesh has problems.
     """
     mesh = layout.mesh
     if mesh.problems() or layout.partition.zero1 or (has_torus and mesh.placement is None):

@@ -1,7 +1,7 @@
-"""The end of a multirun: prints the table, the folder and the next steps, and returns the exit status.
+"""Prints the results of a multirun when it ends: the ranked table, the folder and the next steps. Sets the exit status.
 
-This code runs in the process that the user started, whatever the launcher, and after Hydra has returned, because Hydra
-turns errors in a callback into warnings.
+Runs in the process that the user started, whatever the launcher. It runs after Hydra has returned, because Hydra turns
+errors in callbacks into warnings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STOPPED = "sweep interrupted: finished trials are recorded. Run the same command
 _FAILED = "sweep failed: finished trials are recorded. Run the same command again to do the remaining ones."
 
 _started_sweeps: ContextVar[list[SweepEnd]] = ContextVar("_started_sweeps")
-"""Callbacks of multiruns inside `print_results_at_end`. Hydra creates them, but drops them when interrupted."""
+"""`SweepEnd` callbacks of the multirun inside `print_results_at_end`. Hydra drops its references when interrupted."""
 
 
 def find_sweep_end(context: HydraContext) -> SweepEnd | None:
@@ -93,7 +93,7 @@ class SweepEnd(Callback):
         return {**self.__dict__, "_tracker": None}
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Start collecting the trials of the sweep in its folder."""
+        """Store the sweep's folder, start its W&B tracker, and register this callback with `print_results_at_end`."""
         if (started_sweeps := _started_sweeps.get(None)) is not None:
             started_sweeps.append(self)
         self.folder = Path(config.hydra.sweep.dir)
@@ -112,10 +112,10 @@ class SweepEnd(Callback):
             self._tracker.log(trial)
 
     def finish(self, note: str | None = None) -> int:
-        """Print the table of the trials and the next steps, and return the exit status.
+        """Print the table of the trials and the next steps, wait for W&B, and return the exit status.
 
-        `note` says why the sweep was interrupted or failed; None means that it finished. With a note and no trials,
-        nothing is printed.
+        `note` is the message for an interrupted or failed sweep, or None if the sweep finished. Prints nothing if there
+        is a note and no trial has ended.
         """
         try:
             if not self._complete:

@@ -64,7 +64,7 @@ def launch(
     jobs: int,
     runs: Sequence[Run] | None = None,
 ) -> list[JobReturn]:
-    """Run jobs and return a `JobReturn` for each, whose `return_value` is the trial's tokens/s/chip.
+    """Run jobs and return a `JobReturn` for each. Its `return_value` is the trial's tokens/s/chip, or 0.0 if unknown.
 
     Args:
         context: Hydra's context, with its callbacks and config loader.
@@ -155,7 +155,7 @@ def _plan_job(composer: Composer, overrides: Sequence[str], number: int, run: Ru
 
 
 def _trained_run(overrides: Sequence[str], sweep: SweepContext) -> Run | None:
-    """Return the run of a job whose mode reads a trained run that it names, or None for other jobs."""
+    """Return the run of a job that reads a trained run (`mode=eval resume=RUN`), or None for other jobs."""
     values_by_key = key_values(overrides)
     if not reads_run(values_by_key.get("mode")) or not {"resume", "name"} & values_by_key.keys():
         return None

@@ -1,6 +1,6 @@
-"""The sweeper `hydra/sweeper=layouts`: enumerates the cells of a space, records the refused ones and runs the others.
+"""The sweeper `hydra/sweeper=layouts`: enumerates all combinations of settings in a space and runs the legal ones.
 
-Imports no JAX.
+Illegal combinations are recorded as refused. Imports no JAX.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ _current_members: ContextVar[Members | None] = ContextVar("_current_members", de
 
 
 def current_members() -> Members | None:
-    """Return the processes of the multirun that this process leads, or None if it runs alone."""
+    """Return the processes of the multirun. None if this process runs alone or is not process 0."""
     return _current_members.get()
 
 

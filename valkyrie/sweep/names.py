@@ -1,4 +1,4 @@
-"""Names of sweeps and trials, and the keys by which equal trials are recognised. Imports no JAX.
+"""Names of sweeps and trials, and the keys that identify equal trials. Imports no JAX.
 
 A sweep is a multirun. Its folder is `<runs>/<sweep name>`, and contains one run folder per trial.
 """
@@ -16,7 +16,7 @@ from valkyrie.hardware.target import AUTO
 from valkyrie.runs.folder import key_value, key_values, split_flags
 
 _GROUPS_NOT_IN_NAME = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
-"""Config groups that do not affect the name of a sweep. So compiles and measurements of it are on one HTML page."""
+"""Config groups that do not affect a sweep's name. Compiling and measuring the same layouts thus share a report."""
 _SWEEPER_PREFIXES = ("hydra/sweeper", "hydra.sweeper.")
 _SWEEPER_KEYS_NOT_IN_NAME = ("hydra.sweeper.limit", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs")
 """Sweeper keys that do not affect the name of a sweep: they only limit how many trials run, or how many at a time."""

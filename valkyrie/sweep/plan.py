@@ -44,7 +44,7 @@ class SweepContext:
     def from_hydra(hydra: Any) -> SweepContext:
         """Return the context of a multirun, given the `hydra` node of its configuration.
 
-        Its `environment` is empty. It may refer to `hydra.job.num`, so `job_environment` reads it for each job.
+        Leaves `environment` empty: it may depend on `hydra.job.num`, so `job_environment` reads it for each job.
         """
         return SweepContext(Path(hydra.sweep.dir), _config_flags(hydra))
 
@@ -151,11 +151,12 @@ class TrialPlan:
         )
 
     def settled_by(self, trial: Trial | None) -> bool:
-        """Return whether an earlier record of this trial makes it unnecessary to run it. False if `trial` is None.
+        """Return whether `trial`, an earlier record of this trial, makes a new run unnecessary. False if it is None.
 
         Refused trials are always checked again, because the machine may have changed. Predictions are repeated if the
-        code or the compiler has changed. Trials that did not fit are repeated with `force=true`, and other trials
-        without a result with `trial.retry=true`. Trials of modes without results are always repeated.
+        code or the compiler has changed, and trials that lack a requested file are repeated. Trials that did not fit
+        are repeated with `force=true`, and other trials without a result with `trial.retry=true`. Trials of modes
+        without results are always repeated.
         """
         if trial is None or trial.status is Status.refused or self.mode.results is None:
             return False

@@ -113,7 +113,7 @@ def trial_result(result: Prediction | Measurement) -> TrialResult:
 
 @dataclass(frozen=True)
 class _TrainingNumbers:
-    """Values of a training run's records that go into its `TrialResult`, to check their types."""
+    """Values from `metrics.jsonl` for a `TrialResult`. Decoding them to this class checks their types."""
 
     step: int | None = None
     steps: int | None = None

@@ -148,7 +148,7 @@ class Row:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Number of devices over which each kind of role splits the work, by role."""
+        """Number of devices over which each kind of role splits the work (`{"FSDP": 4}`). Empty if unknown."""
         return self.about.degrees or {}
 
     @property
@@ -179,7 +179,10 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """`predicted`, `simulated` or empty for a trial with a speed. Else the status and the reason."""
+        """The status and the reason if the trial is not ok, else `predicted` or `simulated`, or empty.
+
+        Empty means that the speed was measured on real devices, or that there is no speed.
+        """
         if self.trial.status is not Status.ok:
             return f"{self.status}: {self.trial.short_reason}"
         return self.trial.kind if self.ranked else ""
@@ -207,9 +210,10 @@ class RowPair:
 def make_rows(
     sweeps: Mapping[Path, Sequence[Trial]], trainings: Mapping[Path, Sequence[Trial]] = MappingProxyType({})
 ) -> list[Row]:
-    """Convert training runs, by run folder, and trials, by sweep folder, to rows. Training runs come first.
+    """Convert trials to rows, training runs first.
 
-    A trial without a result gets the devices of other trials with the same sweep, stage and target.
+    `sweeps` has the trials of each sweep by its folder. `trainings` has training runs outside sweeps by their run
+    folders. A trial that did not record its devices gets those of other trials with the same folder, stage and target.
     """
     varied, rows = varied_settings({**sweeps, **trainings}), []
     for folder, trials in itertools.chain(trainings.items(), sweeps.items()):
@@ -268,7 +272,10 @@ def sort_by_speed(rows: Iterable[Row]) -> list[Row]:
 
 
 def group_by_kind(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
-    """Group rows by kind of speed: real measurements, then predictions, then simulations. Sorts rows by speed."""
+    """Group rows by kind of speed, and sort each group by speed.
+
+    Real measurements come first, then training runs, predictions, and finally simulated devices.
+    """
     by_group: dict[SpeedKind, list[Row]] = defaultdict(list)
     for row in rows:
         by_group[row.group].append(row)
@@ -306,10 +313,7 @@ def with_predictions(rows: Iterable[Row]) -> list[Row]:
 
 
 def with_settings(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with `settings` set.
-
-    `Workload.varied` lacks the batch, the sequence length and the precision, which some tables show in columns.
-    """
+    """Return rows with `settings` set to `Workload.varied`, preceded by batch, seq and precision if these differ."""
     values = {key: {getattr(row.work, key) for row in rows} - {None, ""} for key in ("batch", "seq", "precision")}
     keys = [key for key in values if len(values[key]) > 1]
     return [replace(row, settings=" ".join([*_known_settings(row.work, keys), *row.work.varied])) for row in rows]

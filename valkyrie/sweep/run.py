@@ -117,9 +117,9 @@ def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = 
 
 
 def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[dict[str, Trial], list[TrialPlan]]:
-    """Split plans into trials that need no process, by key, and plans that do.
+    """Split plans into settled trials, by key, and plans that must run.
 
-    The former were recorded earlier, or are refused. Records new refusals.
+    A trial is settled if an earlier record makes a new run unnecessary, or if it is refused. Records new refusals.
     """
     trials: dict[str, Trial] = {}
     waiting: list[TrialPlan] = []
@@ -150,7 +150,7 @@ def _start_next(
     trials: dict[str, Trial],
     watcher: Watcher | None,
 ) -> bool:
-    """Start the first waiting trial that no other sweep is running, or use its record. Return whether there is one."""
+    """Start the first waiting trial that no other sweep is running, or use its record. Returns whether it did."""
     for plan in waiting:
         if plan.key in trials:  # another job has the same key
             waiting.remove(plan)

@@ -50,7 +50,7 @@ class LineScreen:
         self._print_counts()
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """Print the counts so far, and a line if all remaining trials are running in another sweep."""
+        """Print the number of trials counted since the last call, and a line if another sweep runs all that remain."""
         self._print_counts()
         if waiting and not processes and not self._is_waiting_for_sweep:
             line = f"waiting for another sweep, which is running the last {waiting} trial{'s' * (waiting > 1)}"
@@ -58,7 +58,7 @@ class LineScreen:
         self._is_waiting_for_sweep = bool(waiting and not processes)
 
     def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
-        """Print a line for the trial. If its mode has no results, print the output of its process first."""
+        """Print a line for the trial, or only count it. If its mode has no results, prints its process's output too."""
         self.done += 1
         self._refused += trial.status is Status.refused
         if self.total > 1 and earlier:

@@ -1,4 +1,4 @@
-"""Reads the space of a sweep, the layouts and models to try, from configuration and arguments. Imports no JAX."""
+"""Reads the space of a sweep (the layouts and models to try) from configuration and arguments. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from valkyrie.sweep.composer import Composer
 from valkyrie.trees import override_text
 
 ALL, DEFAULT = "all", "default"
-"""Special values in a space: `all` partitions or placements, and the `default` placement, which is that of the mesh."""
+"""Special values in a space: `all` tries every partition or placement, `default` keeps the placement of the mesh."""
 SPACE = "hydra.sweeper.space"
 """Config key of the space."""
 LAYOUT_KEYS = {
@@ -34,7 +34,7 @@ LAYOUT_KEYS = {
 
 
 class Same(Enum):
-    """Which meshes of a partition count as duplicates of each other. A sweep tries only the first of them.
+    """Which meshes count as duplicates of each other under a partition. A sweep tries only the first of them.
 
     - `none`: no mesh is a duplicate.
     - `sharding`: meshes that give every device the same part of every array. They compile to the same step.

@@ -59,9 +59,9 @@ def count_statuses(trials: Sequence[Trial]) -> str:
 
 
 def closing_lines(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> list[str]:
-    """Return the lines below the table: counts by status, reasons for refusals, how to retry, the folder and the page.
+    """Return the lines below the table: counts by status, refusals, how to retry, the folder and the HTML report.
 
-    If the sweep is not `complete` or has no page yet, the last line is the command that writes the page.
+    If the sweep is not `complete` or has no report yet, the last line is the command that writes the report.
     """
     lines = [count_statuses(trials)]
     refused = [trial for trial in trials if trial.status is Status.refused]

@@ -74,7 +74,7 @@ class SweepTracker:
     def log(self, trial: Trial) -> None:
         """Queue a trial to be reported, unless the same content was reported before.
 
-        A training run that reports itself is not reported again. Offline runs of its earlier, failed attempts are
+        A training run that reported itself is not reported again. Instead, offline W&B runs of its failed attempts are
         removed unless they were uploaded.
         """
         if self._writer.mode is not WandbMode.off:
@@ -190,13 +190,16 @@ class SweepTracker:
 
 
 def wandb_run_id(config: TrackingConfig, folder: Path, key: str) -> str:
-    """Return the W&B id of a trial (or of the sweep, if `key` is `sweep`). It is the same for each attempt."""
+    """Return the W&B id of a trial, or of the sweep if `key` is `sweep`. All attempts of a trial share an id."""
     identity = (config.entity, config.project, folder.resolve().name, folder.stat().st_ino, key)
     return digest(repr(identity))[:16]
 
 
 def trial_summary(row: Row) -> dict[str, object]:
-    """Return the known numbers of a trial by their keys at W&B, including the bytes sent by mesh axes."""
+    """Return the W&B summary of a trial: its status and metrics, and the bytes sent over each set of mesh axes.
+
+    Unknown values are omitted.
+    """
     summary = {column.key: column.scaled(row) for column in WANDB_RUN}
     summary |= {f"comm_bytes/{axes}": size for axes, size in row.sent.items()}
     return {key: value for key, value in summary.items() if value is not None}
@@ -263,13 +266,13 @@ def _table_and_plots(rows: list[list[Any]]) -> dict[str, object]:
 
 
 def _tags(rows: Sequence[Row]) -> list[str]:
-    """Return the tags of the parent run, which are those of its trials."""
+    """Return the tags of the parent run: the distinct tags of its trials, at most `_MAX_TAGS`."""
     layouts = [encode(row.about) for row in rows if row.trial.about is not None]
     return list(dict.fromkeys(group_tag(key, about[key]) for key in TAG_GROUPS for about in layouts))[:_MAX_TAGS]
 
 
 def _totals(rows: Sequence[Row]) -> dict[str, object]:
-    """Return the number of trials by status, and the fastest trial of each stage."""
+    """Return the summary of the parent run: trials by status, and the name and speed of each stage's fastest trial."""
     totals: dict[str, object] = {f"trials/{s.value}": sum(row.trial.status is s for row in rows) for s in Status}
     for stage in sorted({row.trial.stage for row in rows}):
         rated_rows = [row for row in rows if row.trial.stage == stage and row.rate_per_chip is not None]

@@ -38,7 +38,7 @@ SCHEMA = 1
 TRIALS = "trials.jsonl"
 """File name of the records in a sweep's folder."""
 PAGE = "report.html"
-"""File name of the page that `valkyrie-report` writes into a sweep's folder."""
+"""File name of the HTML report that `valkyrie-report` writes into a sweep's folder."""
 _REASON_LENGTH = 160
 """Maximum number of characters of a reason in tables."""
 
@@ -63,11 +63,11 @@ class StepResult(PredictedStep, MeasuredStep):
 
 @dataclass(frozen=True)
 class GoodputResult:
-    """The wall time of a training run.
+    """How a training run spent its wall time.
 
     Args:
         wall_s: Wall time, including restarts.
-        seconds: Wall time by kind.
+        seconds: Seconds of the wall time by kind, a key of `valkyrie.runs.goodput.KINDS` such as `compile`.
         restarts: Number of restarts.
         share: Share of the wall time spent on steps that were not repeated.
         data_wait: Share of the step time spent waiting for data.
@@ -273,7 +273,10 @@ class TrialLog:
 
 
 def upgrade_line(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the results of an older line. Raises RecordError if they are malformed."""
+    """Return a line of `trials.jsonl` with its results upgraded to the current format and unknown values dropped.
+
+    Raises RecordError if the results are malformed.
+    """
     results = line.get("results")
     if not isinstance(results, dict):
         return dict(line)
@@ -292,7 +295,10 @@ def _malformed_line(why: str) -> ValueError:
 
 
 def drop_unknown(value: Any) -> Any:
-    """Return JSON values without the unknown ones: None, empty objects, and numbers that are not finite."""
+    """Return JSON values with unknown entries of objects removed: None, empty objects, and numbers that are not finite.
+
+    In a list, such a number becomes None, and other items are kept.
+    """
     if isinstance(value, dict):
         known_items = {key: drop_unknown(item) for key, item in value.items()}
         return {key: item for key, item in known_items.items() if item is not None and item != {}}

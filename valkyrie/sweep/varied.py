@@ -17,9 +17,9 @@ _GROUPS_WITHOUT_EFFECT = {"mesh", "partition", "microbatches", "remat", "placeme
 _DESCRIBED_FIELDS = ("model", "batch", "seq")
 """Fields of `Trial.about` that tables show anyway. A setting that follows from them is not listed as varied."""
 _MODEL_GROUPS = {"model"}
-"""Config groups for which all trials are compared with each other."""
+"""Config groups in which settings are compared across all sweeps, stages and targets."""
 _STEP_GROUPS = _MODEL_GROUPS | {"precision", "optimizer"}
-"""Config groups for which all trials of one stage and target are compared, also across sweeps."""
+"""Config groups in which settings are compared across the sweeps of one stage and target."""
 
 
 def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], tuple[str, ...]]:
@@ -31,7 +31,8 @@ def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, 
     Omits keys whose value follows from the model, batch and sequence length, or from another varied key. Shortens keys
     to the part after their last dot if that is unique.
 
-    Records contain the values of all keys, but older records only those that the command line set.
+    Records contain all settings of the model, precision and optimizer. Settings of other groups, and of older records,
+    are known only if the command line set them.
     """
     settings = {(folder, t.key): (t, _settings(t)) for folder, trials in sweeps.items() for t in trials}
     keys = _distinguishing_keys(list(settings.values()), _differing_keys(sweeps))
@@ -61,7 +62,10 @@ def target_text(trial: Trial) -> str:
 
 
 def _settings(trial: Trial) -> dict[str, str]:
-    """Return the settings that may affect the workload: those on the command line, and those in the record."""
+    """Return the settings that may affect the workload, by key.
+
+    These are the settings in the record, and those on the command line in config groups that the record lacks.
+    """
     recorded_groups = {_group(key) for key in trial.values}
     return {
         key: value for key, value in _command_line_settings(trial).items() if _group(key) not in recorded_groups
