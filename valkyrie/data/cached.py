@@ -22,9 +22,10 @@ from valkyrie.processes.locks import LockState, lock
 def cached_folder(cache: Path, name: str, write: Callable[[Path], None], *, elsewhere: str | None = None) -> Path:
     """Return the path of a cache folder. `write` fills it if it is missing.
 
-    Several processes may call this at once: one writes while the others wait. Without file locks, all write the same
-    content. A process that is killed leaves no folder of this name. DiskError if the cache cannot be written; it
-    suggests `elsewhere`, by default the setting that moves the cache.
+    Several processes may call this at once: one writes while the others wait. If the file system has no locks, each of
+    them writes, and the first to finish is kept. A process that is killed never leaves an incomplete folder with this
+    name. DiskError if the cache cannot be written; its message suggests `elsewhere`, by default the setting that moves
+    the cache.
     """
     final = cache / name
     if final.is_dir():

@@ -51,10 +51,11 @@ def chunk_problems(chunk: Chunk) -> list[Problem]:
 
 
 def chunks(text: str, language: Language) -> Iterator[str]:
-    """Yield a text in chunks. Each ends after one function or class and includes all text before it.
+    """Split source code into chunks with one function or class each. Methods stay in their class.
 
-    The text after the last one belongs to its chunk. A text without functions or classes is a single chunk. Methods
-    stay in their class. The chunks add up to the text, except for empty lines at their beginnings.
+    A chunk begins where the previous one ends, so it includes the text before its function. The last chunk also
+    includes the text after its function. A text without functions or classes is a single chunk. Blank lines at the
+    start of a chunk are dropped.
     """
     from tree_sitter import Parser
 
@@ -85,7 +86,11 @@ def _is_definition(node: Any) -> bool:
 
 
 def _line_end(raw: bytes, position: int) -> int:
-    """Return the start of the next line if only `;`, blanks or a comment follow `position`, else the end of these."""
+    """Return the byte offset at which to cut after a definition that ends at `position`.
+
+    This is the start of the next line if only `;`, spaces or a comment remain on the line. Otherwise, it is the next
+    byte that is not `;` or a space.
+    """
     end = raw.find(b"\n", position)
     line = raw[position : len(raw) if end < 0 else end]
     code = line.lstrip(b"; \t\r")

@@ -36,7 +36,7 @@ VOCAB_SIZES = {
 }
 """Vocabulary sizes of well-known tokenizers. Those of others are read from their files."""
 MAX_SEED = 2**31 - 1
-"""Seeds are below this, because JAX takes them as 32-bit integers."""
+"""Maximum seed, because JAX takes seeds as 32-bit integers."""
 
 # fmt: off
 _FLAT_KEYS = frozenset({
@@ -103,7 +103,7 @@ class DataConfig(ABC):
         Args:
             tokenizer: name of the tokenizer; sources without text ignore it.
             team: the processes of the run. Process 0 calls this first.
-            say: called with a line before anything slow, or None.
+            say: called with a message before a slow operation, or None.
         """
 
     @abstractmethod

@@ -44,10 +44,14 @@ class DocumentPiece:
 
 @dataclass
 class Census:
-    """Statistics of the documents: their number, bytes, and lowest and highest hash.
+    """Statistics of the documents of a source.
 
-    `undecodable` maps the ID of each document that has characters that are not UTF-8 to (number of these characters,
-    number of all its characters).
+    Args:
+        documents: Number of documents.
+        bytes: Bytes of UTF-8 text, or number of tokens if the source provides tokens.
+        undecodable: Maps the ID of each document that is not valid UTF-8 to (undecodable characters, all characters).
+        lowest: Lowest hash of a document.
+        highest: Highest hash of a document.
     """
 
     documents: int = 0
@@ -57,7 +61,7 @@ class Census:
     highest: int = 0
 
     def add(self, document: Document | TokenDocument, size: int, digest: int) -> None:
-        """Add a document to the statistics."""
+        """Add a document with its size, counted like `bytes`, and its hash."""
         self.documents += 1
         self.bytes += size
         if isinstance(document, Document) and document.replaced:
@@ -67,10 +71,10 @@ class Census:
 
 
 def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
-    """Return `threshold`, adjusted if needed so that both splits have a document.
+    """Return the hash threshold (see `cut`), adjusted if needed so that both splits have a document.
 
-    Returns it unchanged for a single text, which is cut into two parts. Otherwise, ValueError if there are fewer than
-    two different documents.
+    A single text, which is cut into two parts, needs no adjustment. ValueError if a source has no documents, or if any
+    other source has fewer than two different documents.
     """
     name = f"data={config.name}"
     if census.documents == 0:
@@ -92,7 +96,7 @@ def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census,
 
 
 def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census) -> Iterator[DocumentPiece]:
-    """Yield the pieces of all documents, in order, and add the documents to `census`.
+    """Yield the pieces of the documents in order, up to `config.byte_limit` bytes. Adds the documents to `census`.
 
     Documents with a hash below `threshold` are for validation. A single text is cut into two parts instead.
     """
@@ -142,10 +146,10 @@ def _split_inside(name: str, text: str, config: DocumentConfig) -> Iterator[Docu
 
 
 def pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[DocumentPiece]:
-    """Yield a text in pieces of slightly more than `size` characters, without changing its tokens.
+    """Split a text into pieces of slightly more than `size` characters that have the same tokens as the whole text.
 
-    Pieces end only after a line break that stands between a visible character and a letter or digit. No token of the
-    supported patterns crosses such a boundary.
+    A piece ends only after a newline that follows a visible character and precedes an ASCII letter or digit. No token
+    of the supported patterns crosses such a boundary.
     """
     start = 0
     while (boundary := _PIECE_END.search(text, start + size)) is not None:

@@ -35,8 +35,8 @@ class TextConfig(DataConfig):
     """Base of text sources.
 
     Args:
-        tokenizer: `bytes`, `gpt2`, another tiktoken encoding, a .tiktoken file, a tokenizer.json of Hugging Face, or
-            the name of one trained by `valkyrie-data tokenizer`; or None for the default of the model.
+        tokenizer: `bytes`, `gpt2`, another tiktoken encoding, a .tiktoken file, a Hugging Face tokenizer.json, or the
+            name of a tokenizer trained by `valkyrie-data tokenizer`; or None for the default of the model.
     """
 
     tokenizer: str | None = None
@@ -136,7 +136,7 @@ class DocumentConfig(TextConfig):
             return data
 
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
-        """Check that the training split has at least one batch, if the shards are in the cache."""
+        """Check that the training split has at least one batch. Checks nothing if the shards are not in the cache."""
         from valkyrie.data.loader import check_enough
         from valkyrie.data.prepare import find_prepared
 
@@ -155,10 +155,11 @@ class DocumentConfig(TextConfig):
         )
 
     def note(self, data: Dataset) -> str | None:
-        """Remarks on characters that are not UTF-8 and on a validation split of over twice or under half its share.
+        """Return remarks about undecodable characters and an unexpected size of the validation split, or None.
 
-        None if there are no remarks. Whole documents are held out, so a few long ones can make the split too large or
-        too small. The split of a folder that already held shards is not judged.
+        The size is unexpected if the split has less than half or more than twice `validation_fraction` of the tokens.
+        Whole documents are held out, so this happens with a few long documents. The size is not checked for a folder
+        that already held shards (`prepared_folder`).
         """
         from valkyrie.data.manifest import PreparedText
 
@@ -190,7 +191,7 @@ class CorpusConfig(DocumentConfig):
 
     @property
     def read_options(self) -> ReadOptions:
-        """How files are read."""
+        """Options for reading the files."""
         return ReadOptions(chunk=self.chunk)
 
     def read_documents(self, listing: Listing) -> Iterator[Document]:

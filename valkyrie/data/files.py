@@ -44,10 +44,10 @@ def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
 
 
 def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.paths") -> Listing:
-    """The files with a supported suffix that files, directories, globs and URLs name or contain.
+    """Expand files, directories, globs and URLs to the files with a supported suffix.
 
-    ValueError with `key`, the setting of the paths, if a path matches no such file, and ValueError if a file is to be
-    split into functions but its language is unknown.
+    Raises ValueError if a path matches no such file, or if `options.chunk` is `functions` and the language of a file is
+    unknown. `key` is the setting that error messages name.
     """
     if not paths:
         raise ValueError(
@@ -101,7 +101,7 @@ def _match(pattern: str, key: str) -> list[Path]:
 def _glob(pattern: Path) -> Iterator[str]:
     """Yield the paths that match a pattern, possibly more than once.
 
-    Unlike `glob.glob`, `**` enters each directory once, also where symbolic links lead back to a parent directory.
+    Unlike `glob.glob`, `**` enters each directory only once, even if symbolic links form a cycle.
     """
     if "**" not in pattern.parts:
         yield from glob.glob(str(pattern))

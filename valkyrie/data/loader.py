@@ -30,7 +30,7 @@ class TokenStream:
         self._starts = np.concatenate([[0], np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)])
 
     def __len__(self) -> int:
-        """Tokens in the split."""
+        """Number of tokens in the split."""
         return int(self._starts[-1])
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " tokens"]:
@@ -91,7 +91,7 @@ class PreparedLoader(IndexedLoader[RowPosition]):
 
 
 def open_split(prepared: PreparedText, split: str) -> TokenStream:
-    """Tokens of the split `train` or `validation`. ValueError for another split, or if there are fewer than two."""
+    """Tokens of the split `train` or `validation`. ValueError for other splits or fewer than two tokens."""
     prepared.split(split)  # refuses other names
     stream = prepared.streams[split]
     if len(stream) < 2:

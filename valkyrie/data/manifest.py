@@ -32,8 +32,8 @@ _VERIFIED = "verified.json"
 _TOKEN_SIZES = {"uint16": 2, "uint32": 4}
 SPLITS = ("train", "validation")
 UNDECODABLE = "undecodable"
-"""Key in `Manifest.source`. It maps the documents with the most characters that are not UTF-8 to the number of these
-characters and of all characters."""
+"""Key in `Manifest.source` of the documents with the most undecodable characters. Its value maps the ID of each
+document to [undecodable characters, all characters]."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Manifest:
     """Contents of `manifest.json`, which describes prepared shards.
 
     Args:
-        key: the cache key, a hash of the files' names, sizes and times, the tokenizer and the split.
-        content: hash of the tokens, equal wherever the same text was prepared with the same tokenizer.
+        key: the cache key, a hash of the files (name, size, modification time), the tokenizer and the settings.
+        content: hash of the tokens, equal wherever the same text was prepared with the same tokenizer and settings.
         source: description of the source, for people.
         dtype: type of a token, `uint16` or `uint32`.
     """
@@ -114,7 +114,7 @@ class PreparedText(Manifest):
         )
 
     def undecodable_note(self) -> str | None:
-        """A line on the document with the most characters that are not UTF-8, or None if all text is UTF-8."""
+        """Return a message about the document with the most undecodable characters, or None if all text is UTF-8."""
         documents = self.source.get(UNDECODABLE)
         if not isinstance(documents, Mapping) or not documents:
             return None
@@ -131,12 +131,11 @@ class PreparedText(Manifest):
         return self.train.shards + self.validation.shards
 
     def shard_path(self, shard: TokenShard) -> Path:
-        """Path of a shard."""
         return self.path / shard.file
 
     @property
     def token_size(self) -> int:
-        """Bytes of a token in a shard."""
+        """Size of a token in a shard, in bytes."""
         return _TOKEN_SIZES[self.dtype]
 
 
@@ -146,7 +145,7 @@ def content_hash(train: Split, validation: Split, dtype: str, bos_id: int) -> st
 
 
 def write_manifest(prepared: PreparedText) -> None:
-    """Write `manifest.json`, the last file of a preparation."""
+    """Write `manifest.json`. Called after all shards are written, so that a folder with a manifest is complete."""
     values = {key: value for key, value in encode(prepared).items() if key != "path"}
     write_atomic(prepared.path / MANIFEST, json.dumps({"version": VERSION, **values}, indent=1))
 
@@ -166,8 +165,8 @@ class CorruptShardsError(ValueError):
 def open_prepared(path: Path | str) -> PreparedText:
     """Open the dataset in a directory, after checking its files against its manifest.
 
-    Raises CorruptShardsError if a file is missing or has the wrong size. Also compares the checksums of files that have
-    not been checked since they changed.
+    Raises CorruptShardsError if a file is missing or damaged. Checks the sizes of all files, but the checksums only of
+    files that are new or have changed since they were last verified.
     """
     prepared = read_manifest(Path(path).expanduser())
     verified = _read_verified(prepared)

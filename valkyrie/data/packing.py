@@ -60,8 +60,8 @@ class StreamRows:
 class BestFitRows:
     """Rows that begin with a document and are packed best-fit from `pool` documents read ahead.
 
-    The next document of a row is the longest that fits. If none fits, the shortest is cut to the space left in the row
-    and its rest is dropped, as in nanochat.
+    The next document of a row is the longest one that fits. If none fits, the shortest one is truncated to the space
+    left in the row, as in nanochat. Documents longer than a row are always truncated.
     """
 
     def __init__(self, lane: Lane, seq: int, pool: int, start: LanePosition) -> None:
@@ -73,7 +73,7 @@ class BestFitRows:
             self._add(document)
 
     def row(self) -> np.ndarray:
-        """Return the next seq + 1 tokens: fewer in the last row, and none after it."""
+        """Return the next row of seq + 1 tokens. The last row may be shorter, and rows after it are empty."""
         parts, space = [_EMPTY], self._capacity
         while space and self._fill():
             fitting = bisect_right(self._pool, space, key=_length)

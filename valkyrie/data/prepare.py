@@ -1,7 +1,7 @@
 """Tokenises a source into token shards in the cache, written atomically and reused for the same content.
 
-Tokenising uses threads, not processes. tiktoken merges byte pairs without the interpreter lock, so threads can use
-every core, and they avoid forking a process that runs JAX. The shards do not depend on the number of threads.
+Tokenising uses threads, not processes. tiktoken releases the GIL while it merges byte pairs, so threads can use every
+core, and they avoid forking a process that runs JAX. The shards do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def prepare(
 ) -> PreparedText:
     """Open the shards of a source, tokenising it first if they are not in the cache.
 
-    The cache key is a hash of the files, the tokenizer and the split. Several processes may call this at once: one
-    prepares, and the others wait or produce the same result. A killed process never leaves an incomplete dataset there.
-    ValueError for mistakes in the settings or the files, DiskError if the cache cannot be written; it suggests
-    `elsewhere` (see `cached_folder`).
+    The cache key is a hash of the files, the tokenizer and the settings. Several processes may call this at once: one
+    prepares, and the others wait or produce the same result. A process that is killed never leaves an incomplete
+    dataset in the cache. ValueError for mistakes in the settings or the files. DiskError if the cache cannot be
+    written; its message suggests `elsewhere` (see `cached_folder`).
     """
     if (ready := _open_named_folder(config, tokenizer)) is not None:
         return ready

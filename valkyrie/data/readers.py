@@ -78,7 +78,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Document:
-    """A text. `replaced`: number of its characters that were not UTF-8, or half a pair, and became U+FFFD."""
+    """A text. `replaced`: number of undecodable characters and lone surrogates that were replaced by U+FFFD."""
 
     id: str
     text: str
@@ -90,7 +90,7 @@ class ReadOptions:
     """Options for reading files.
 
     Args:
-        field: the key with the text in .jsonl, and the feature in records.
+        field: the key with the text in .jsonl, and the feature in .tfrecord and ArrayRecord files.
         column: the column with the text in .parquet.
         chunk: `functions` makes each function or class of C, C++ and Python a document.
         language: the language of the documents in files with a suffix that does not determine it.
@@ -134,8 +134,8 @@ def _decode(raw: bytes, name: str) -> Document:
 def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator[Document]:
     """Yield the documents of a file, or of one row group of a .parquet file. Some may be empty.
 
-    With `chunk=functions`, the documents are its functions and classes. ValueError, with the file and the line or
-    record, if one is damaged or has no text.
+    With `chunk=functions`, the documents are its functions and classes. ValueError, naming the file and the line or
+    record, if the file is damaged or a record has no text field.
     """
     documents = READERS[file.suffix](file, options, group)
     language = (
@@ -235,7 +235,7 @@ def _read_parquet(file: File, options: ReadOptions, group: int | None) -> Iterat
 
 @contextmanager
 def _parquet(file: File, options: ReadOptions) -> Iterator[Any]:
-    """Open a .parquet file and check that it has the text column."""
+    """Open a .parquet file as a `pyarrow.parquet.ParquetFile`. ValueError if it is damaged or has no text column."""
     try:
         import pyarrow as arrow
         from pyarrow import parquet

@@ -92,7 +92,10 @@ class RemoteFile:
 
 
 def reader_suffix(name: str) -> str:
-    """Return the suffix that selects a file's reader: `.txt`, `.jsonl.zst`, or `.tfrecord` also for its shards."""
+    """Return the suffix that selects a file's reader, such as `.txt` or `.jsonl.zst`, in lower case.
+
+    Ignores shard numbers: the suffix of `x.tfrecord-00001-of-00010` is `.tfrecord`.
+    """
     kinds = PurePosixPath(re.sub(r"-\d+-of-\d+$", "", name.lower())).suffixes
     return "".join(kinds[-2:]) if kinds[-2:] == [".jsonl", ".zst"] else kinds[-1] if kinds else ""
 

@@ -58,7 +58,7 @@ class LanePosition:
 
     Args:
         next: the document that begins the next row or, with `packing=best_fit`, the next one to read.
-        offset: number of its tokens used by earlier rows.
+        offset: number of tokens of `next` that earlier rows have used.
         pool: the documents that `packing=best_fit` has read ahead, in reading order.
     """
 

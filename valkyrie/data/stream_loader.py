@@ -150,9 +150,9 @@ class _Positions:
 
 
 class _LaneRows(grain.IterDataset):
-    """Batches with a row from each of the given lanes (independent streams of packed tokens).
+    """Batches with `rows_per_lane` rows of each of the given lanes, in lane order.
 
-    Each batch also has the position that every lane reached after the batch, for checkpoints.
+    Each batch also has the position of every lane after the batch, for checkpoints.
     """
 
     def __init__(self, lanes: list[Lane], start: _Positions, seq: int, rows_per_lane: int, bos_id: int) -> None:

@@ -85,7 +85,7 @@ def vocab_size_of(name: str) -> int:
 
 
 def fingerprint_of(name: str) -> str:
-    """Fingerprint of a tokenizer: a hash of its file, or of its name, since tiktoken pins the content of its names."""
+    """Fingerprint of a tokenizer: a hash of its file, or of its name if tiktoken defines its content."""
     file = _find_file(name)
     identity = file.identity if file else f"gpt2 {_GPT2_SHA256}" if name == "gpt2" else name
     return digest(f"tokenizer {identity}")[:16]

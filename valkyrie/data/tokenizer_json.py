@@ -1,7 +1,7 @@
 """Loads and trains tokenizers in Hugging Face's one-file format, `tokenizer.json`.
 
 A byte-level BPE (GPT-2, Llama 3, and those trained here) becomes a tiktoken encoding, which is faster and releases the
-interpreter lock. All other kinds are read by the package tokenizers.
+GIL. All others run in Hugging Face's package `tokenizers`.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def _split_pattern(content: _TokenizerJson) -> str | None:
 
 
 def _bytes_by_id(name: str, content: _TokenizerJson, encoder: Any) -> list[bytes]:
-    """Return the bytes of every id. Special ids and gaps have no bytes."""
+    """Return the bytes of every id. Special ids and gaps have none. ValueError for a tokenizer that drops spaces."""
     kinds = {step.type for step in content.decoder.steps} if content.decoder else set()
     if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
         raise ValueError(

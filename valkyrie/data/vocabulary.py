@@ -30,7 +30,7 @@ PATTERNS = {
     ),
 }
 PATTERNS["nanochat"] = PATTERNS["cl100k"].replace("{1,3}", "{1,2}")
-"""Patterns that split a text before byte pairs are merged, by the name used in `FILE.tiktoken:PATTERN`. nanochat's
+"""Patterns that split a text before byte pairs are merged, by the name used in `FILE.tiktoken:PATTERN`. `nanochat`
 limits numbers to two digits, which suits a small vocabulary."""
 
 
@@ -60,10 +60,13 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Bytes of ids; special tokens have none. For text that arrives token by token and may end in a character."""
+        """Return the UTF-8 bytes of ids. BOS has none.
+
+        Use this to stream text token by token, because a token may end inside a character.
+        """
 
     def decode(self, ids: Ids) -> str:
-        """Text of ids without special tokens. Bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids, without BOS. Bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
@@ -79,7 +82,7 @@ class TiktokenTokenizer(Tokenizer):
         self.token_bytes = _token_bytes(encoding)
 
     def encode_ordinary(self, text: str) -> np.ndarray:
-        """Return the ids of a text. Merging runs without the interpreter lock, so threads can do it in parallel."""
+        """Return the ids of a text. tiktoken releases the GIL, so threads can encode in parallel."""
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # a lone surrogate has no UTF-8

@@ -20,7 +20,10 @@ from valkyrie.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """Encoded pieces of documents, all in one split. Each document is preceded by BOS."""
+    """Encoded pieces of documents, all in one split. Each document is preceded by BOS.
+
+    `documents` is the number of documents that begin in these pieces, and `bytes` the size of the text in UTF-8.
+    """
 
     split: str
     ids: np.ndarray
@@ -109,7 +112,7 @@ class ShardWriter:
                 self._close_shard()
 
     def finish(self) -> Split:
-        """Close the last shard and return the counts."""
+        """Close the last shard and return the split: its counts and shards."""
         self._close_shard()
         return Split(self.documents, self.tokens, self.bytes, tuple(self._shards))
 

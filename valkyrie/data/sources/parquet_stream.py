@@ -38,10 +38,11 @@ class Config(TextConfig):
         column: the column with the text in .parquet.
         chunk: `functions` makes each function or class of C, C++ and Python a document.
         language: the language of the documents in files with a suffix that does not determine it.
-        workers: processes that read and tokenise; 0 for a thread of this process, None for one per CPU core.
+        workers: processes that read and tokenise, at most one per lane; 0 for a thread of this process, None for one
+            per CPU core, up to 8.
         packing: how documents become rows.
         pool: documents per lane that `packing=best_fit` reads ahead.
-        lanes: parts of the batch that read separate files or row groups, or None for up to 16.
+        lanes: number of parts of the batch that read separate files or row groups, or None for up to 16.
     """
 
     name: str = "parquet_stream"

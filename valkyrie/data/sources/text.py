@@ -20,8 +20,8 @@ class Config(CorpusConfig):
     """Text files, or one folder of shards written by `valkyrie-data prepare`.
 
     Args:
-        paths: files, directories or globs, relative to the current directory (`~` and `**` are supported), and the same
-            in buckets: `gs://bucket/books/*.txt`, `s3://`, and everything else that fsspec reads.
+        paths: files, directories or globs, relative to the current directory (`~` and `**` are supported), or URLs that
+            fsspec can read, such as `gs://bucket/books/*.txt` or `s3://bucket/books`.
         field: the key with the text in .jsonl, and the feature in .tfrecord and ArrayRecord files.
         column: the column with the text in .parquet.
         language: with `chunk=functions`, the language of .parquet, .jsonl and other files of many documents.

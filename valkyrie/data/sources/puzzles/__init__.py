@@ -23,7 +23,7 @@ ALL = 1_000_000_000
 
 
 class PuzzleShape(NamedTuple):
-    """The sizes a model needs: cells of a puzzle, values of a cell, and identifiers of puzzles."""
+    """Sizes that a model needs: the number of cells per puzzle, of cell values, and of puzzle identifiers."""
 
     cells: int
     vocab_size: int
@@ -68,7 +68,7 @@ class PuzzleConfig(DataConfig):
 
     @abstractmethod
     def shape(self) -> PuzzleShape:
-        """The shape of the puzzles, from the settings or the beginning of the files. ValueError if either is wrong."""
+        """The shape of the puzzles, from the settings or the beginning of the files. ValueError if they are invalid."""
 
     def problems(self) -> list[Problem]:
         return [*super().problems(), *bucket_problems("data.cache_dir", self.cache_dir)]
@@ -119,7 +119,7 @@ class Config(PuzzleConfig):
 
     @property
     def folder(self) -> Path:
-        """The folder. ValueError if it does not exist."""
+        """The folder in `paths`. ValueError if it is not an existing folder."""
         path = Path(self.paths[0]).expanduser()
         if not path.is_dir():
             raise ValueError(

@@ -49,7 +49,7 @@ class PuzzleSplit:
         group_indices: the first puzzle of each group, then the number of puzzles, [groups + 1].
         vocab_size: cell values are below this.
         identifiers: identifiers are below this.
-        ignored: the label of cells that do not count, or None.
+        ignored: the label of cells that do not count in the loss, or None.
         blank: the identifier of padding.
     """
 

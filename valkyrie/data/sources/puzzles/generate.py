@@ -133,9 +133,10 @@ def _fill_forced_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndar
 
 
 class _Unit(NamedTuple):
-    """Masks as [grids, band, row, stack, column], and the two axes `within` that index the cells of a unit.
+    """All units of one type: the rows, the columns or the boxes of the grids.
 
-    A unit is a row, a column or a box of the Sudoku.
+    `cells` has the masks as [grid, band, row in band, stack, column in stack]. The two axes `within` index the cells of
+    a unit.
     """
 
     cells: np.ndarray
@@ -143,7 +144,7 @@ class _Unit(NamedTuple):
 
 
 def _units(masks: np.ndarray, side: int) -> list[_Unit]:
-    """Return the rows, the columns and the boxes."""
+    """Return the units of each type: rows, columns and boxes."""
     box = int(side**0.5)
     cells = masks.reshape(-1, box, box, box, box)
     return [_Unit(cells, within) for within in ((3, 4), (1, 2), (2, 4))]
@@ -167,7 +168,7 @@ def _broadcast_to_cells(values: np.ndarray, unit: _Unit, side: int) -> np.ndarra
 
 
 def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a grid for each possible digit of a grid's branching cell, and the index of its parent grid."""
+    """Return a copy of each grid for each possible digit of its branching cell, and the grid's index for each copy."""
     if not len(masks):
         return masks, np.zeros(0, np.int64)
     cells, rows = _branching_cells(masks), np.arange(len(masks))
@@ -218,7 +219,7 @@ def _renumber_digits(grids: np.ndarray, side: int) -> np.ndarray:
 
 
 def _cell_permutations(side: int) -> list[np.ndarray]:
-    """Return the cell permutations of all symmetries of a 4x4 grid that keep the digits."""
+    """Return the cell permutations of a 4x4 grid: all its symmetries except those that renumber digits."""
     assert side == 4, "there are too many for larger grids"
     first, second = [(0, 1), (1, 0)], [(2, 3), (3, 2)]
     lines = [[*p, *q] for p in first for q in second] + [[*q, *p] for p in first for q in second]

@@ -1,8 +1,8 @@
-"""Loads batches of puzzles. Each training epoch uses each group (a puzzle and its augmented forms) once.
+"""Loads batches of puzzles: `inputs` and `labels`, each int32 [rows, cells], and `puzzles`, int32 [rows].
 
-It uses a random example of the group and, for Sudokus with `augment`, applies a new random symmetry to it.
-The batch of a step depends only on the data, the seed and the step number, so a run resumes exactly, on any number of
-processes. A batch has `inputs` and `labels`, each int32 [rows, cells], and `puzzles`, int32 [rows].
+A group is a puzzle with its augmented forms. Each training epoch visits every group once, in random order, and takes a
+random example from it. With `augment`, Sudokus also get a new random symmetry. The global batch of a step depends only
+on the data, the seed and the step number, so a run resumes exactly on any number of processes.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _AT_ONCE = 1000
 def prepare_sudoku(config: sudoku.Config, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
     """Open generated puzzles, generating them if they are not in the cache.
 
-    Generating 9x9 puzzles takes minutes, so `say` is called with a line before. ValueError for mistakes in the
+    Before generating 9x9 puzzles, which takes minutes, calls `say` with a message. ValueError for mistakes in the
     settings, DiskError if the cache cannot be written.
     """
     options = config.sudoku
@@ -70,7 +70,10 @@ def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size:
 
 
 def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, path: Path) -> None:
-    """Write generated puzzles. The splits have no puzzle in common. For 4x4, this includes symmetric forms of it."""
+    """Generate puzzles and write both splits.
+
+    No puzzle is in both splits. For 4x4, symmetric forms of a puzzle are in the same split too.
+    """
     rng, total = np.random.default_rng([config.seed, config.side]), config.train + config.validation
     if say is not None and config.side > 4:
         duration = f"about {total / 1000:.0f} min" if total >= 1000 else "less than a minute"

@@ -11,7 +11,10 @@ FIRST_DIGIT = 2
 
 
 class Symmetries(NamedTuple):
-    """A symmetry for each grid: the source cell of each cell, and the new value for each old one."""
+    """A symmetry for each grid.
+
+    `cells` [count, cells] has the source cell of each cell, and `values` [count, side + 2] the new value of each value.
+    """
 
     cells: np.ndarray
     values: np.ndarray
