@@ -64,7 +64,7 @@ class CodeEvalConfig:
 def judge_problems(config: CodeEvalConfig) -> list[Problem]:
     """Return the problems that prevent an evaluation on this machine: invalid problem file, no compiler, no sandbox.
 
-    Starts a sandbox to test it.
+    Unless `config.sandbox` is false, starts a sandbox to test that it works.
     """
     from valkyrie.code_eval.languages import LANGUAGES
     from valkyrie.code_eval.problems import languages_of, read_problems

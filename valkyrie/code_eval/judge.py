@@ -17,7 +17,9 @@ from valkyrie.code_eval.sandbox import SandboxStep, SandboxStepResult, run_steps
 COMPILE_S, COMPILE_MIB = 30.0, 1536
 """Time and memory limits of a compiler, in seconds and MiB: enough for large standard headers on a busy core."""
 PASS_AT = (1, 10, 100)
-"""Reported values of k in pass@k, in addition to the number of samples per problem. Larger ones are left out."""
+"""Values of k for which pass@k is reported, if every problem has at least k samples.
+
+pass@n is also reported, where n is the smallest number of samples of a problem."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class JudgeLanguage(ABC):
 
     @abstractmethod
     def missing(self, isolated: bool) -> str | None:
-        """Return what this machine lacks to judge programs and how to install it, or None if nothing is missing."""
+        """Return an error message with a remedy if programs of this language cannot run on this machine, else None."""
 
     @abstractmethod
     def build(
@@ -51,14 +51,14 @@ class JudgeLanguage(ABC):
         """Return the files of a program, and the commands that compile and run it.
 
         After all tests have passed, the program prints `secret` as its last line (`secret_line`), so a program that
-        exits early does not pass. The completion cannot read the secret from a file, argument or variable, because the
-        program has only two numbers with this exclusive or.
+        exits early does not pass. The program contains the secret only as two random numbers, which it combines by XOR
+        when it prints. The completion therefore cannot read the secret from a file, argument or variable.
 
         Args:
             prompt: Beginning of the function.
             completion: Rest of the function.
             tests: Tests of the problem.
-            secret: Number of 128 bits.
+            secret: Random 128-bit number.
             isolated: Whether the program runs in a sandbox.
             fails: Whether to add a test that always fails, after all others.
         """
@@ -128,7 +128,7 @@ class Python(JudgeLanguage):
     def build(
         self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, fails: bool = False
     ) -> Program:
-        """Return the files `function.py` and `program.py`. The compile step only parses the function."""
+        """Return a program with the files `function.py` and `program.py`. The compile step only parses the function."""
         inside = sandbox_python()
         executable = sys.executable if not isolated or inside is None else inside[1]
         python = (executable, "-I", "-S", "-B", "-W", "ignore", "-c")
@@ -147,7 +147,7 @@ with open("program.py", encoding="utf-8") as file:
 os.unlink("program.py")
 exec(code, {"__name__": "__main__"})
 """
-"""Runs `program.py` after removing it, so that a completion cannot read what its tests print."""
+"""Python code that deletes `program.py` and then runs it, so that a completion cannot read its tests."""
 
 
 def secret_line(secret: int) -> str:
@@ -156,7 +156,7 @@ def secret_line(secret: int) -> str:
 
 
 def _xor_halves(secret: int) -> tuple[int, int]:
-    """Return two random numbers of 128 bits with this exclusive or."""
+    """Split a 128-bit number into two random ones with `left ^ right == secret`."""
     left = secrets.randbits(128)
     return left, left ^ secret
 
@@ -167,7 +167,10 @@ LANGUAGES: dict[str, JudgeLanguage] = {"cpp": Cpp(), "python": Python()}
 
 @cache
 def compiler(isolated: bool = True, which: Callable[[str], str | None] = shutil.which) -> str | None:
-    """Return the path of the C++ compiler, or None. With `isolated`, only one in a folder visible in the sandbox."""
+    """Return the path of the first compiler of `COMPILERS` on this machine, or None.
+
+    With `isolated`, ignores compilers in folders that are not visible in the sandbox.
+    """
     for name in COMPILERS:
         path = which(name)
         if path is not None and (

@@ -5,8 +5,7 @@ system made of read-only system folders and a small memory disk, so that home fo
 way to gain privileges; limits on CPU time, memory, processes, files and output. When the time is up, the first process
 of the process namespace is killed, and the kernel kills all others with it.
 
-If root starts the sandbox, programs run as a user ID that no other process has; any other user starts them in a user
-namespace.
+If this process runs as root, programs run under an unused user ID. Otherwise, they run in a user namespace.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from valkyrie.processes.child import signal_group
 TOOLS = ("unshare", "setpriv", "prlimit", "pivot_root", "mount", "umount", "sh")
 """Programs needed to build a sandbox."""
 OUTPUT_BYTES = 64 * 1024
-"""Maximum output of a program, in bytes. It is killed beyond that."""
+"""Maximum output of a program, in bytes. A program that prints more is killed."""
 _FIRST_USER, _USERS = 1_900_000_000, 100_000
 _SETUP_S = 20.0
 """Seconds allowed for creating the namespaces, on a busy machine."""
@@ -129,7 +128,7 @@ def _counts_by_namespace() -> bool:
 
 @cache
 def _can_nest_namespaces() -> bool:
-    """Return whether unprivileged users may create user namespaces. If so, the sandbox must forbid it to programs."""
+    """Return whether unprivileged users may create user namespaces. If so, the sandbox must prevent it."""
     command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "unshare", "-U", "-r", "-m", "true"]
     return subprocess.run(command, capture_output=True, cwd="/").returncode == 0
 
@@ -245,7 +244,7 @@ class _Watch:
         return SandboxStepResult(status, _text(self.output), time.monotonic() - self.step_start, limit)
 
     def _drain(self, selector: selectors.BaseSelector) -> None:
-        """Read what has arrived: first the messages about steps, then the output of the current step."""
+        """Read the available data: first the script's messages, then the output of the current step. Does not block."""
         for pipe in (self.script_socket.fileno(), self.stdout):
             bytes_read = 0
             while pipe in selector.get_map() and bytes_read <= OUTPUT_BYTES:

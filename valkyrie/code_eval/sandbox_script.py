@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WORK_MIB = 128
-"""Size of the writable memory disk, in MiB."""
+"""Size of the sandbox's writable tmpfs, in MiB."""
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _FORBID_USER_NAMESPACES = "echo 0 > /proc/sys/user/max_user_namespaces"
 
@@ -23,10 +23,10 @@ class SandboxStep:
 
     Args:
         command: The program and its arguments.
-        time_s: Seconds of wall clock and, per process, of processor time.
-        memory_mib: MiB of address space per process.
-        processes: Maximum number of processes and threads at once.
-        file_mib: MiB per file.
+        time_s: Wall-clock limit in seconds. The CPU time of each process has about the same limit, in whole seconds.
+        memory_mib: Limit of the address space of each process, in MiB.
+        processes: Maximum number of processes and threads at a time.
+        file_mib: Limit of the size of each file, in MiB.
     """
 
     command: tuple[str, ...]
@@ -41,7 +41,7 @@ class Isolation:
     """How programs are isolated.
 
     Args:
-        user: User ID that they run as, or None for a user namespace, if this process does not run as root.
+        user: User ID of the programs if this process runs as root, or None to run them in a user namespace.
         nested: Whether to run programs in a user namespace that forbids further ones. Necessary if unprivileged users
             can create user namespaces, in which they could mount memory disks of any size.
         limits_processes: Whether the kernel counts a sandbox's processes separately, so that their number can be

@@ -42,7 +42,7 @@ class Training:
 
     Args:
         steps: Optimizer steps of the run.
-        compute: Name of the dtype of the model's matrix products.
+        compute: Name of the compute dtype, in which the model's matmuls run.
         stack_sharding: Sharding of Muon's stacks of matrices, or None for a single device.
     """
 
@@ -60,7 +60,7 @@ class OptimizerConfig:
         learning_rate: Peak of the schedule.
         warmup_steps: Steps of linear warm-up.
         decay_steps: Length of the schedule in steps, null for the length of the run. The rate is constant afterwards.
-        final_ratio: Last learning rate over the peak; 1 for no decay.
+        final_ratio: Final learning rate as a fraction of the peak; 1 for no decay.
         schedule: `trapezoid` holds the peak until the last `warmdown` of the steps.
         warmdown: Fraction of the steps over which `trapezoid` decays.
         weight_decay: Decay of matrices and tables.
@@ -154,7 +154,7 @@ class OptimizerConfig:
         return 12.0 + 2 * self.state_bytes(parameter)
 
     def update_flops(self, parameters: Iterable[Parameter], devices: np.ndarray) -> np.ndarray:
-        """FLOPs of the matrix products in an update, on the device with the most of them. By default 0.
+        """Matmul FLOPs of an update on the busiest device, for each layout. By default 0.
 
         Args:
             parameters: Every parameter of the model.

@@ -1,9 +1,9 @@
 """Muon (Jordan 2024), as in nanochat: orthogonalized momentum, so that each step has equal size in every direction.
 
 Matrices of the same shape are stacked over all layers and parameters, the stack is split over all devices, and each
-device orthogonalizes whole matrices. Devices only communicate twice per step, and exchange all parameters in the
-compute dtype each time. Iterating on sharded matrices would instead all-reduce a square matrix twice in each of five
-iterations.
+device orthogonalizes whole matrices. Devices communicate only twice per step: they exchange the momentum before the
+orthogonalization and the directions after it, both in the compute dtype. Iterating on sharded matrices would instead
+all-reduce a square matrix twice in each of five iterations.
 """
 
 from __future__ import annotations
@@ -125,7 +125,10 @@ def _group_into_stacks(specs: list[Parameter], sharding: StackSharding) -> list[
 def _directions(
     leaves: list[Array], second: list[Any], specs: list[Parameter], recipe: Recipe, sharding: StackSharding
 ) -> tuple[list[Array], list[Any]]:
-    """Return the orthogonal directions of a stack's parameters and the new mean squares of their rows or columns."""
+    """Return the orthogonalized direction of each parameter in a stack and its new mean squares (None for plain Muon).
+
+    `leaves` are the Nesterov momenta of the parameters, and `second` their old mean squares of rows or columns.
+    """
     spec, counts = specs[0], [matrix_shape(s)[0] for s in specs]
     _, rows, columns = matrix_shape(spec)
     stack = jnp.concatenate([leaf.astype(recipe.compute).reshape(-1, rows, columns) for leaf in leaves])
@@ -143,10 +146,10 @@ def _directions(
 
 
 def orthogonalize(stack: Float[Array, "n rows columns"], output_first: bool) -> Float[Array, "n rows columns"]:
-    """Orthogonalize each matrix approximately and scale it to norm sqrt(min(rows, columns)), in the stack's dtype.
+    """Orthogonalize each matrix approximately, in the stack's dtype.
 
-    Scales the vectors of the outputs (rows if `output_first`, else columns) to equal norms before that (MuonEq, arXiv
-    2603.28254).
+    First scales the output vectors (rows if `output_first`, else columns) to equal norms (MuonEq, arXiv 2603.28254).
+    The results have the Frobenius norm sqrt(min(rows, columns)).
     """
     as_float32, rows = stack.astype(jnp.float32), stack.shape[-2 if output_first else -1]
     norms = jnp.linalg.norm(as_float32, axis=-1 if output_first else -2, keepdims=True)

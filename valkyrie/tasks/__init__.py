@@ -107,7 +107,16 @@ class Task(ABC):
         checkpoint: Checkpoint,
         key: jax.Array | None,
     ) -> BatchLoss:
-        """Compute the loss of a training batch. `key` is for dropout and random choices of the task, or None."""
+        """Compute the loss of a training batch.
+
+        Args:
+            module: The model with its parameters.
+            batch: The arrays that `batch` describes.
+            carry: The arrays that `carry` describes, from the previous step.
+            shard: Shards activations by their logical axes.
+            checkpoint: Applies the rematerialisation policy to a block.
+            key: Random key for dropout and for random choices of the task, or None.
+        """
 
     @abstractmethod
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -121,7 +130,10 @@ class Task(ABC):
     def evaluate(
         self, module: Any, batch: dict[str, jax.Array], references: Any, *, shard: Shard
     ) -> dict[str, jax.Array]:
-        """Return the sums, such as of the loss, over an evaluation batch. `evaluation` gets those of all batches."""
+        """Return metric sums over an evaluation batch, such as the total loss.
+
+        The sums of all batches are added and passed to `evaluation`.
+        """
 
     @abstractmethod
     def evaluation(self, sums: dict[str, float]) -> dict[str, float]:

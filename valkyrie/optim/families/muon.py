@@ -55,8 +55,8 @@ class Config(OptimizerConfig):
     Args:
         epsilon: Epsilon of AdamW.
         momentum_start: Momentum at the first step. It rises to `momentum` over `momentum_warmup` steps.
-        momentum_end: Momentum at the last step. It falls during the last `warmdown` of the steps. Like nanochat's, it
-            does not depend on how the learning rate falls, so `schedule=cosine` does not change it.
+        momentum_end: Momentum at the last step. The momentum falls over the last `warmdown` fraction of the steps,
+            whatever the `schedule` of the learning rate is, as in nanochat.
         beta2: Decay of the mean squares that NorMuon keeps to normalise rows or columns, null for plain Muon.
         groups: Settings of AdamW by parameter group.
     """
@@ -103,7 +103,7 @@ class Config(OptimizerConfig):
         return 4.0 if is_matrix(parameter) else 8.0
 
     def update_flops(self, parameters: Iterable[Parameter], devices: np.ndarray) -> np.ndarray:
-        """FLOPs of orthogonalizing matrices, on the device with the most of them.
+        """FLOPs of orthogonalizing the matrices on the busiest device, for each layout.
 
         Matrices of the same shape are stacked, and each device orthogonalizes whole matrices of the stack. An iteration
         on an (m, n) matrix X with m <= n computes A = X X^T, A A and A X.
@@ -137,7 +137,10 @@ class Config(OptimizerConfig):
 
 
 def momentum_schedule(config: Config, length: int) -> Callable[[Any], Any]:
-    """Return the function from a step to its momentum: linear rise, constant, linear fall over `length` steps."""
+    """Return the momentum as a function of the step. It rises linearly, stays constant, and falls linearly.
+
+    `length` is the number of steps after which it reaches `momentum_end`.
+    """
     import jax.numpy as jnp
 
     decay_steps = max(round(config.warmdown * length), 1)
