@@ -1,1 +1,1 @@
-"""The modes of `valkyrie-train`. Each is a module with a `Config` and a YAML in `conf/mode`. Imports no JAX."""
+"""The modes of `valkyrie-train`. Each module has a `Config`, and a YAML in `conf/mode`. These modules import no JAX."""

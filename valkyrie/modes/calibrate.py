@@ -1,4 +1,4 @@
-"""`mode=calibrate`: fits the constants of the estimate."""
+"""`mode=calibrate`: fits the constants of step-time estimates and replays to known step times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Config(ModeConfig):
     """Settings of `mode=calibrate`.
 
     Args:
-        paths: folders of sweeps, searches or runs.
+        paths: folders of sweeps, searches or runs. Their trials provide the step times.
     """
 
     description: ClassVar[str] = (
@@ -33,7 +33,7 @@ class Config(ModeConfig):
     paths: list[str] = field(default_factory=list)
 
     def run(self, run: Run) -> int:
-        """Fit the constants of the estimate. Returns the exit status."""
+        """Fit the constants. Returns the exit status."""
         from valkyrie.search.calibrate.mode import calibrate_mode
 
         return calibrate_mode(run)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from valkyrie.config.run import Run
 
 _MARGIN_S = 300.0
-"""Seconds for a trial to start and to report, in addition to the compiler's limit."""
+"""Seconds for a trial to start and to write its results, in addition to the compiler's time limit."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Config(CompilingMode):
     hlo: bool = False
 
     def decided_by(self) -> Sequence[str]:
-        """Return the keys of the run that change a trial's result."""
+        """Return the config keys that affect the result of a trial."""
         return SHAPING_KEYS
 
     def limit_s(self) -> float:

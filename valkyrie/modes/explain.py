@@ -16,8 +16,8 @@ class Config(CompilingMode):
     """Settings of `mode=explain`.
 
     Args:
-        first: one layout, as a run folder or as overrides in addition to those of the command.
-        second: the other layout, likewise.
+        first: one layout: a run folder with its prediction, or overrides to add to those of the command.
+        second: the other layout, in the same form.
     """
 
     description: ClassVar[str] = "explain why one of two layouts is faster: what each waits for, recomputes and saves"

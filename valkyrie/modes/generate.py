@@ -16,7 +16,8 @@ class Config(ModeConfig):
     """Settings of `mode=generate`.
 
     Args:
-        keep: name for saving the text and the model's state to the run folder. The next call continues from there.
+        keep: name under which the text and the model's state are saved in the run folder. The next call with this name
+            continues the text.
     """
 
     description: ClassVar[str] = "continue a prompt with a trained run"

@@ -39,7 +39,7 @@ class Config(MeasuringMode):
     trace: bool = False
 
     def decided_by(self) -> Sequence[str]:
-        """Return the keys of the run that change a trial's result."""
+        """Return the config keys that affect the result of a trial."""
         data = ["data"] if self.data is MeasuredData.real else []
         return [*SHAPING_KEYS, "seed", "debug", *data, "mode.warmup", "mode.repeats", "mode.data"]
 

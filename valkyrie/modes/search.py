@@ -22,11 +22,11 @@ class Config(CompilingMode, MeasuringMode):
         targets: slices to compare.
         shapes: whether to search every shape of a slice.
         compiles: maximum number of layouts to compile.
-        measure: maximum number of layouts to measure, if the devices are available. Layouts are measured without the
-            results of `tune`, which are dropped from the answer if a different layout is the fastest.
+        measure: maximum number of layouts to measure, if the devices are available. They are measured without the
+            options that `tune` found. If the tuned layout is not the fastest, the answer leaves these options out.
         tune: time for trying compiler options and implementations on the best layout; null for none.
-        tokens: report the hours and dollars to train on this many tokens.
-        budget_usd: report the tokens that can be trained on for this many dollars.
+        tokens: tokens to train on. The answer reports the hours and dollars for them.
+        budget_usd: dollars to spend. The answer reports the number of tokens that they pay for.
     """
 
     description: ClassVar[str] = (

@@ -1,4 +1,4 @@
-"""`mode=tune`: finds the compiler options with the shortest step."""
+"""`mode=tune`: finds the compiler options and implementations with the shortest predicted step."""
 
 from __future__ import annotations
 

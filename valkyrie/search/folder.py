@@ -16,7 +16,7 @@ from valkyrie.search.request import SearchRequest
 
 
 def search_folder(request: SearchRequest) -> Path:
-    """Return the folder of a search: `name=`, or a name made of the model, the first slice and `request_digest`."""
+    """Return the folder of a search. Without `name=`, it is named after the model, first slice and `request_digest`."""
     config = request.run.config
     name = config.name or f"search-{request.run.model.name}-{request.targets[0].name}-{request_digest(request)}"
     return Path(config.runs) / name

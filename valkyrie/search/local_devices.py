@@ -47,12 +47,14 @@ def has_devices(target: TargetConfig) -> bool:
 
 
 def needs_cpu_figures(target: TargetConfig) -> bool:
-    """Return whether a target is CPU devices of this machine whose speed no setting gives."""
+    """Return whether a target is the CPU of this machine and its speed is not configured (`target.chip` is None)."""
     return get_platform(target.platform).runs_on_host and target.chip is None
 
 
 def add_measured_figures(request: SearchRequest, folder: Path, console: Console) -> SearchRequest:
-    """Add the speed of CPU devices to a request, measured now or by an earlier search.
+    """Return the request with measured chip speeds for each target that `needs_cpu_figures`.
+
+    Times the devices, unless an earlier search stored the speeds in `folder`.
 
     Raises ValueError if the devices cannot be timed.
     """

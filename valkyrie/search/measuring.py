@@ -66,7 +66,10 @@ class MeasuredTrials:
 
     @property
     def regret(self) -> float | None:
-        """Relative slowdown of the predicted best layout over the fastest one, or None if none was measured."""
+        """Relative slowdown of the layout that was predicted to be the fastest, compared with the fastest one.
+
+        0.1 means 10% slower. None if no layout was measured.
+        """
         timed = self.timed
         if not timed:
             return None
@@ -97,9 +100,10 @@ def measure_best(
 ) -> None:
     """Measure up to `mode.measure` layouts. Stops when the budget is spent, or when a layout is refused.
 
-    The first half of the layouts differ in mesh or partition. Their measured step times correct the predictions of
-    layouts with the same mesh and partition, by which the second half is chosen. Ctrl-C raises KeyboardInterrupt, and
-    `measured` then holds the results so far.
+    Each layout in the first half has a different mesh or partition, as far as possible. After each measurement,
+    predictions for the same mesh and partition are rescaled by measured over predicted step time, and all others by the
+    median of this ratio. The next layout is the one with the shortest rescaled prediction. On Ctrl-C
+    (KeyboardInterrupt), `measured` holds the results so far.
     """
     limit, began, waiting = request.mode.measure, time.monotonic(), expected_step_times(shortlisted, compiles)
     while len(measured.done) < limit and waiting:
@@ -130,7 +134,7 @@ def expected_step_times(shortlisted: Shortlist, compiles: CompiledLayouts) -> li
 
 
 def run_measurement(request: SearchRequest, layout: EstimatedLayout, folder: Path) -> Trial:
-    """Measure a layout, unless an earlier search has, and return its record."""
+    """Return the trial that measures a layout. Runs it unless an earlier search already has."""
     run = layout.run(request.run).changed(mode=settings_for(MeasureMode, request.mode))
     if needs_cpu_figures(request.run.config.target):
         run = run.changed(target=request.run.config.target)
@@ -139,9 +143,10 @@ def run_measurement(request: SearchRequest, layout: EstimatedLayout, folder: Pat
 
 
 def rank_measured(request: SearchRequest, rows: Sequence[RankedLayout], measured: MeasuredTrials) -> list[RankedLayout]:
-    """Return the rows of an answer with the measured ones first, in order of speed.
+    """Return the rows of an answer with all measured layouts first, the fastest first.
 
-    Other step times, compiled or estimated, are scaled by the median of measured over predicted.
+    The step times of the other rows, compiled or estimated, are scaled by the median of measured over predicted time.
+    Measured layouts without a row get one, and may displace the last rows.
     """
     unmeasured = {row.candidate: row for row in rows}
     measured_rows = []

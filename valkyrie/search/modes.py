@@ -114,9 +114,9 @@ def _measure(run: Run, team: Team) -> int:
 
 @contextlib.contextmanager
 def _created_folder(run: Run) -> Iterator[Path]:
-    """Create the folder of a run before the work inside the block, so that an unwritable path does not cost a result.
+    """Create the run folder before the body of the `with` statement, so that an unwritable path fails before the work.
 
-    Removes it again if the work fails before anything is stored. Raises DiskError if it cannot be created.
+    If the body raises, removes a new folder that is still empty. Raises DiskError if the folder cannot be created.
     """
     requested = run_folder(run)
     existed = requested.exists()

@@ -1,7 +1,7 @@
-"""`mode=calibrate`: fits the constants of the estimate, and the factor of replays, to the user's own trials.
+"""`mode=calibrate`: fits the efficiency constants and the replay factor of each chip to the user's own trials.
 
-Fits estimates to compiled and measured trials, and replays to layouts that were both compiled and measured. Prints the
-errors before and after.
+The efficiency constants of the estimate are fitted to compiled and measured step times. The replay factor is fitted to
+layouts that were both compiled and measured. Prints the errors before and after the fit.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ class Calibration:
 
     Args:
         chip: The chip.
-        families: Number of trials by model family.
+        families: Number of trials by family (model, batch and sequence length).
         before: Constants before the fit.
         after: Fitted constants.
         errors: Ratio of known (compiled or measured) to estimated seconds of each trial, with the constants before the
             fit.
         left_out: The same ratios with constants fitted to the other families, or None if there is only one family.
-        replay: Fit of replayed to measured times of layouts that were both compiled and measured, or None if there are
-            none.
-        unpaired: Number of measured trials that were not compiled.
+        replay: Replay factor, fitted to layouts that were both compiled and measured, or None if there are none.
+        unpaired: Number of measured trials without a compile of the same layout.
     """
 
     chip: ChipConfig
@@ -118,7 +117,7 @@ def calibrate_mode(run: Run) -> int:
 
 
 def _list_rows(rows: Sequence[Row]) -> str:
-    """Name the first rows, and count the others."""
+    """List the ids of the first `_LISTED` rows, and the number of others."""
     more = f" and {len(rows) - _LISTED} more" if len(rows) > _LISTED else ""
     return ", ".join(row.id for row in rows[:_LISTED]) + more
 
@@ -159,8 +158,8 @@ def _too_few_message(chip: str, count: int) -> str:
 def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
     """Fit the constants of a chip to trials, which must all be on this chip.
 
-    Trials with the same model, batch and length form a family. The fit is cross-validated over families if there are
-    several.
+    Trials with the same model, batch and sequence length form a family. If there are several families, the fit is
+    cross-validated over them.
     """
     step_times: dict[str, list[tuple[float, Run]]] = defaultdict(list)
     families: dict[str, str] = {}

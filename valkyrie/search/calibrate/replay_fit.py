@@ -26,8 +26,8 @@ DIGITS = 4
 class ReplayedStep:
     """A step that the user has both measured and replayed.
 
-    `ratio` is measured over replayed seconds, divided by the published correction for the number of slices. Steps of a
-    `family` share model, batch and length.
+    `ratio` is measured over replayed seconds, divided by the published correction for the number of slices. Steps of
+    the same `family` have the same model, batch and sequence length.
     """
 
     layout: str
@@ -77,7 +77,7 @@ class ReplayFit:
 
 
 def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]:
-    """Fit the factor to layouts that were both measured and compiled.
+    """Fit the replay factor of a chip to layouts that were both measured and compiled.
 
     Returns the fit, or None if there is no such layout, and the number of measured layouts that were not compiled.
     """
@@ -100,10 +100,10 @@ def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int
 
 
 def _fit_steps(steps: list[ReplayedStep], before: list[float]) -> ReplayFit | None:
-    """Fit one factor, measured over predicted seconds, to these steps. Returns None if there are no steps.
+    """Fit one replay factor to all steps (`median_by_family` of their ratios). Returns None if there are no steps.
 
-    Also computes the error of each step with a factor fitted to the other model families only. `before` has the ratio
-    of measured to predicted seconds of each step before the fit.
+    Also computes the error of each step with a factor fitted to the other families only. `before` has the ratio of
+    measured to predicted seconds of each step before the fit.
     """
     families = {step.family for step in steps}
     factor = median_by_family([(step.family, step.ratio) for step in steps])

@@ -186,7 +186,10 @@ def experiment_yaml(tuned: Tuned) -> str:
 
 
 def training_command(tuned: Tuned) -> str:
-    """Return the command that trains with the best options in a new run folder. Keeps all other arguments."""
+    """Return the command that trains with the best settings in a new run folder.
+
+    It has the arguments of the tuning command, without `mode`, `mode.*` and `name`.
+    """
     mode_keys = ("mode", "name")
     arguments = [
         a for a in tuned.run.arguments if key_value(a)[0] not in mode_keys and not key_value(a)[0].startswith("mode.")

@@ -214,12 +214,11 @@ class _Tuner:
             self._attempt(_Move({}, {key: value}), 1)
 
     def _first_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
-        """Yield each value of each candidate.
+        """Yield moves that try the values of each candidate.
 
-        The second value of a switch is skipped if the first changes the program, because the second is then the
-        compiler's default, or if the first fails. If the first changes nothing, it may be the default itself, so the
-        second is tried at the end, together with others. Options that rarely change a program on this chip are also
-        tried together.
+        If the first value of a switch changes the program, the second is the compiler's default and is skipped. It is
+        also skipped if the first fails. If the first changes nothing, it may be the default itself: the second is then
+        tried at the end, combined with others. `idle` candidates are only tried in combinations.
         """
         idle = [candidate.settings() for candidate in candidates if candidate.idle]
         untried = [options for settings in idle for options in settings[1:]]
@@ -235,7 +234,7 @@ class _Tuner:
         yield from self._combinations(untried)
 
     def _second_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
-        """Yield all settings without effect in combination, then other values of the options that had one.
+        """Yield a combination of all options that changed nothing in the first round, then moves for the other options.
 
         For each option that changed the program, yields its removal if it was kept and, unless it is a switch, each of
         its values again.
@@ -310,7 +309,7 @@ class _Tuner:
         )
 
     def _judge(self, move: _Move, program: _Program, number: int, removes_option: bool = False) -> Attempt:
-        """Return the attempt with its verdict. `removes_option`: Whether the move removes a kept option."""
+        """Return the attempt with its verdict. `removes_option` is True if the move removes a kept option."""
         compiled, change = program.compiled, None
         attempt = Attempt(move.settings, Verdict.start, number, seconds=program.seconds, cached=compiled.cached)
         if program.step_s is None:
