@@ -1,1 +1,1 @@
-"""Estimates the step time and memory of many layouts at once by closed formulas, without a compiler or JAX."""
+"""Estimates the step time and memory of many layouts at once in closed form, without a compiler or JAX."""

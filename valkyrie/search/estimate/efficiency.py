@@ -13,13 +13,13 @@ class Efficiency:
     """Efficiency constants of a chip and its compiler. Users can set them as `target.chip.estimate`.
 
     Args:
-        products, mixing: Share of peak FLOP/s that large products and attention achieve.
-        half_rate_flops: Size of a product, in FLOPs, at which it achieves half of that share.
-        tile: Side of the matrix unit.
-        float32_passes: Number of bfloat16 products that one float32 product takes.
+        products, mixing: Share of peak FLOP/s that large matmuls and attention achieve.
+        half_rate_flops: FLOPs of a matmul that achieves half of the share `products`.
+        tile: Side of the matrix unit. The feature dimensions of a matmul are rounded up to multiples of it.
+        float32_passes: Number of bfloat16 matmuls that one float32 matmul takes.
         hbm: Share of HBM bandwidth that a step achieves.
-        passes, passes_again, passes_kept: Number of times that a step moves an activation through HBM; additional times
-            if it is recomputed; additional times if it is saved.
+        passes: Number of times that a step moves each activation through HBM, in any case.
+        passes_again, passes_kept: Additional times if the activation is recomputed, and if it is saved.
         logits_passes: Number of times that a step moves the logits through HBM.
         scores_passes: Number of times that a forward pass moves attention scores through HBM. 0 if a kernel keeps them
             on the chip.
@@ -33,8 +33,8 @@ class Efficiency:
         whole_sums: 1 if the compiler sums whole arrays where ZeRO-1 needs only a part.
         whole_batches: Exposed share of the time to gather whole batches. XLA does this for gradients of parameters that
             are split over both data axes and other mesh axes.
-        windowed: 1 if each product gathers its own operands (windowed einsums), 0 if products share them.
-        apart: 1 if the gradients of an array that several products read are summed once per product.
+        windowed: 1 if each matmul gathers its own operand (windowed einsums), 0 if matmuls share gathered operands.
+        apart: 1 if an array that several matmuls read has its gradient reduced separately for each of them, 0 if once.
     """
 
     products: float = 0.85

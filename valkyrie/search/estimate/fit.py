@@ -48,7 +48,10 @@ FITTED = ("products", "float32_passes", "passes_kept", "hidden_weights", "hidden
 """Constants to fit: those that affect steps compiled for a TPU."""
 _LOGARITHMIC = ("half_rate_flops", "launch_s")
 PULL = 0.2
-"""Weight of a constant's distance from its default, in units of its range. A layout's relative error has weight 1."""
+"""Weight of the penalty on a constant's distance from its default, relative to its range.
+
+The relative error of a layout has weight 1.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class TimedLayouts:
 
 
 def timed_layouts(runs: Sequence[Run], step_s: Sequence[float], family: str) -> TimedLayouts:
-    """Combine runs with their known step times. They must share model, partition, remat policy and mesh axes."""
+    """Stack runs and their known step times. The runs must share model, partition, remat policy and mesh axes."""
     config = runs[0].config
     assert config.target.chip is not None
     return TimedLayouts(
@@ -112,7 +115,10 @@ def fit_constants(timed: Sequence[TimedLayouts], start: Efficiency, names: Seque
 def cross_validate(
     timed: Sequence[TimedLayouts], start: Efficiency, names: Sequence[str]
 ) -> list[tuple[TimedLayouts, np.ndarray]]:
-    """Return each entry of `timed` with its estimated seconds, using constants fitted to the other families, if any."""
+    """Return each entry of `timed` with its estimated seconds, using constants fitted to the other families.
+
+    With only one family, uses the constants `start`. Entries are ordered by family.
+    """
     estimates = []
     for family in dict.fromkeys(rows.family for rows in timed):
         other_families = [rows for rows in timed if rows.family != family]

@@ -14,9 +14,9 @@ from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import AxisLinks
 
 MIN_LINKS = 0.25
-"""Minimum number of links that the estimate of a run assumes for a mesh axis on a torus.
+"""Minimum number of links of a mesh axis on a torus when a single run is estimated.
 
-Searches have no minimum, because they try placements that share links further.
+Searches set no minimum, because they compare placements where more devices share a link.
 """
 
 

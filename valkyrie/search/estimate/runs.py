@@ -69,10 +69,10 @@ class WiderHeads(NamedTuple):
 
 
 def wider_heads(run: Run) -> WiderHeads | None:
-    """Return heads that are as wide as a TPU's registers, if the run's are narrower and the widths divide.
+    """Suggest fewer attention heads of `Platform.lanes` dimensions, instead of narrower heads that are padded to it.
 
-    Both models have projections of the same sizes. Returns None on platforms that do not pad, for a model that declares
-    no layers, and if the step would not be at least `MIN_SPEEDUP` times as fast.
+    The projections keep their sizes. Returns None if the heads are not padded, if no legal run has heads of that width,
+    if the model is not `Layered`, if the chip is unknown, or if the estimated speedup is below `MIN_SPEEDUP`.
     """
     attention, chip = getattr(run.model, "attention", None), run.config.target.chip
     lanes = get_platform(run.config.target.platform).lanes

@@ -1,8 +1,9 @@
-"""Estimates the step times of many layouts at once, part by part, by closed formulas.
+"""Estimates the step times of many layouts at once, part by part, in closed form.
 
-FLOPs and bytes are those that the blocks declare. The collectives of a product follow from the sharding of its operands
-(GSPMD, arXiv 2105.04663). Mesh axes that split the summed dimension leave partial results, which are summed. Operands
-are gathered over mesh axes that split them but not the parameter. A pipeline of p stages is idle for
+FLOPs and bytes are those that the blocks declare. The collectives of a matmul follow from the sharding of its operands
+(GSPMD, arXiv 2105.04663). Mesh axes that shard the contracting dimension leave partial sums, which are all-reduced or
+reduce-scattered. Mesh axes that shard the activation but not the parameter require an all-gather. A pipeline of p
+stages is idle for
 (p - 1)/(m + p - 1) of a step of m microbatches, and r interleaved rounds divide the idle time by r (Megatron-LM, arXiv
 2104.04473).
 """
@@ -140,9 +141,9 @@ class StepEstimator:
         return (1 + BACKWARD) * self._matmul_seconds(rows, k, np.asarray(n)) + self.efficiency.logits_passes * logits
 
     def _loss_shards(self) -> np.ndarray:
-        """Return the number of shards of the loss over positions.
+        """Return the number of additional shards into which the loss splits the tokens.
 
-        Mesh axes that split `embed`, but not `vocab`, split the positions of the loss.
+        Mesh axes that shard `embed`, but not `vocab`, shard the tokens of the logits instead.
         """
         free = [a for a in self.layouts.activations["embed"] if a not in self.layouts.activations["vocab"]]
         return self.layouts.parts(free)
@@ -219,13 +220,14 @@ class StepEstimator:
         return [self._sequence_exchange(mixing) for mixing in self.work.mixing]
 
     def _collectives_around(self, product: Product, first: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the seconds of the collectives around a product: forward, backward, and gathering its operand again.
+        """Return the seconds of the collectives of a matmul: forward, backward, and gathering its operand again.
 
-        If the gradients of the result are scattered, they are gathered twice: for the gradient of the operand and for
-        that of the parameter. The gradient of the parameter also needs the gathered operand. It is gathered again
-        unless the forward pass was recomputed, so callers add the third value only without recomputation.
+        If the forward pass reduce-scatters the result, the backward pass gathers the gradient of the result: once, or
+        with windowed einsums twice, for the gradients of the operand and of the parameter. The gradient of the
+        parameter also needs the gathered operand. The third value is the time to gather it again (0 without windowed
+        einsums), which callers add unless recomputing the forward pass gathers it anyway.
 
-        `first` is True if no earlier product has gathered the same operand.
+        `first` is True if no earlier matmul has gathered the same operand.
         """
         layouts, network = self.layouts, self.network
         inputs = [(a, n, layouts.activations[a], layouts.used_axes(a)) for a, n in product.input_axes]
@@ -263,9 +265,10 @@ class StepEstimator:
     def _batch_gathers(self, logical: str, other: np.ndarray) -> np.ndarray:
         """Return the seconds of gathering whole batches to compute a parameter's gradient.
 
-        The gradient is the product of operand and result gradients. If `logical`, an axis of one of them, is split over
-        both data axes and other mesh axes, XLA gathers the batches of the other factor over the data axes, because it
-        cannot scatter a sum within a shard. `other` is the size of that factor in bytes per device.
+        The gradient is the matmul of the operand and the gradient of the result. `logical` is an axis of the parameter
+        and of one of these factors. If it is sharded over both data axes and other mesh axes, XLA gathers the batch of
+        the other factor over the data axes, because it cannot reduce-scatter within a shard. `other` is the size of
+        that factor, in bytes per device.
         """
         layouts, stored = self.layouts, self.layouts.stored_axes(logical)
         data = tuple(axis for axis in stored if axis in layouts.data_axes)
@@ -291,7 +294,10 @@ class StepEstimator:
 
     @cached_property
     def _table_collectives(self) -> np.ndarray:
-        """Seconds of the sums over a split vocabulary: embeddings, and gradients of the last hidden states."""
+        """Seconds of the all-reduces over mesh axes that shard the vocabulary, in one microbatch.
+
+        One sums the embeddings, the other the gradients of the last hidden states.
+        """
         layouts, vocab = self.layouts, self.layouts.used_axes("vocab")
         stream = self.rows * self.work.embed * self.work.itemsize
         free = [a for a in layouts.activations["embed"] if a not in layouts.activations["vocab"]]
@@ -300,7 +306,7 @@ class StepEstimator:
 
     @cached_property
     def _weight_gathers(self) -> np.ndarray:
-        """Seconds of gathering the parameters that are split over data axes, for the forward and the backward pass."""
+        """Seconds per microbatch of gathering parameters sharded over data axes, for forward and backward pass."""
         seconds, itemsize = np.zeros(len(self.layouts)), self.work.itemsize
         for spec in self.work.parameters.values():
             axes = self._gathered_axes(spec)
@@ -394,9 +400,9 @@ def _sum_arrays(arrays: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _exposed_seconds(sent: np.ndarray, computing: np.ndarray, hidden: float) -> np.ndarray:
-    """Return the exposed seconds of communication that takes `sent` seconds.
+    """Return the exposed part of `sent` seconds of communication.
 
-    At most the share `hidden` overlaps with compute, and at most `computing` seconds.
+    The overlapped part is at most the share `hidden` of it, and at most the `computing` seconds of compute.
     """
     return np.maximum((1 - hidden) * sent, sent - computing)
 

@@ -1,4 +1,4 @@
-"""The work of a training step, independent of the layout: matrix products, mixing of positions, and activations."""
+"""The work of a training step, independent of the layout: matmuls, mixing of positions, and activations."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _PRODUCT_GROUPS = ("matrix", "ssm")
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of all tokens with a parameter, in `count` layers.
+    """A matmul of the activations of all tokens with a parameter, in `count` layers.
 
     Args:
         input_axes, output_axes: Logical axes of the operand and of the result, with their lengths.
         count: Number of layers.
         components: Real numbers per element of the parameter: 1, or 2 if complex.
-        float32: Whether the product is computed in float32.
-        operand_key: Key of the operand. Products with the same key read the same activations.
+        float32: Whether it is computed in float32.
+        operand_key: Key of the operand. Matmuls with the same key read the same activations.
         name: Name of the result in remat policies, or None if it has none.
         needed_backward: Whether the backward pass needs the result if no activation of the block was saved.
     """
@@ -40,12 +40,12 @@ class Product:
 
     @property
     def k(self) -> int:
-        """Length of the summed dimension."""
+        """Size of the contracting dimension."""
         return math.prod(n for _, n in self.input_axes)
 
     @property
     def n(self) -> int:
-        """Number of output features: the product of the sizes of the parameter's output axes."""
+        """Number of output features."""
         return math.prod(n for _, n in self.output_axes)
 
     def is_recomputed(self, remat: RematConfig) -> bool:
@@ -64,8 +64,7 @@ class Mixing:
         axes: Logical axes that split the work.
         count: Number of layers.
         name: Name of the result in remat policies, or None if it has none.
-        shards_rows_over_embed: Whether rows are also split over the mesh axes that split the residual stream, but
-            none of `axes`.
+        shards_rows_over_embed: Whether tokens are also split over the mesh axes that split `embed` but none of `axes`.
         neighbours: Activations read from other shards of the sequence, each with the number of positions, or None for
             all positions.
     """
@@ -81,7 +80,7 @@ class Mixing:
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of a step of a run's model.
+    """The work of one training step of a run.
 
     Args:
         run: The run.
@@ -108,7 +107,7 @@ class StepWork:
 
     @property
     def lanes(self) -> int:
-        """Length to whose multiples the head dimension is padded (`Platform.lanes`)."""
+        """The head dimension of attention is padded to a multiple of this (`Platform.lanes`)."""
         return get_platform(self.run.config.target.platform).lanes
 
     @property
@@ -150,7 +149,7 @@ def step_work(run: Run, *, whole_blocks: bool = False) -> StepWork:
 def _products(
     block: Block, context: BlockContext, count: int, block_key: tuple[object, ...], last: bool
 ) -> list[Product]:
-    """Return the products of a block. Each gets the name of the first activation of its size that is not yet taken."""
+    """Return the matmuls of a block. Each is matched by size to a saved activation, which gives it its name."""
     unmatched = [
         pair for pair in zip(block.saves(context), block.saved_activations(context), strict=True) if pair[0].product
     ]
@@ -183,7 +182,7 @@ def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_f
         count: Number of layers.
         seq: Sequence length.
         product_flops: FLOPs per token of the block's matrix products, which are subtracted from its total.
-        lanes: Length to whose multiples the head dimension is padded (`Platform.lanes`).
+        lanes: The head dimension of attention is padded to a multiple of this (`Platform.lanes`).
     """
     named = [
         activation
