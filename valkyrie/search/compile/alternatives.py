@@ -20,11 +20,11 @@ from valkyrie.train.program import StepProgram
 def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...]:
     """Return up to `count` legal changes that need less memory, the largest saving first.
 
-    Each changes one of microbatches, partition and remat. A change is sufficient if it saves `missing` bytes. The list
-    always contains the smallest sufficient saving. Of the remat policies with offload, and of those without, only the
-    largest saving and the smallest sufficient one are considered. If no change is sufficient, the first entry is full
-    remat with the smallest sufficient number of microbatches, if there is one. Savings are the estimates of
-    `mode=show`, which can be off by a factor of two for activations.
+    Each changes microbatches, partition or remat. A change is sufficient if it saves at least `missing` bytes. If any
+    is, the list contains the sufficient change with the smallest saving. If none is, the list starts with full remat
+    and the smallest sufficient number of microbatches, if there is one. Remat policies with offload contribute only the
+    largest saving and the smallest sufficient one, and so do those without. Savings are the estimates of `mode=show`,
+    which can be off by a factor of two for activations.
     """
     current_bytes = _estimated_bytes(run)
 
@@ -76,9 +76,9 @@ def other_partitions(run: Run) -> tuple[OtherPartition, ...]:
 def _bytes_sent_for_data(run: Run) -> int | None:
     """Return the bytes that one device sends per step if all mesh axes split only data, otherwise None.
 
-    On n devices, a ring sends (n-1)/n of an array in an all-gather, and twice that in an all-reduce. The TPU compiler
-    uses all-reduces for sharded gradients too. Parameters are gathered for the forward and the backward pass of every
-    microbatch, after which gradients are summed.
+    On n devices, a ring sends (n-1)/n of an array in an all-gather, and twice that in an all-reduce. In each
+    microbatch, parameters are gathered for the forward and for the backward pass, and gradients are all-reduced. The
+    TPU compiler uses all-reduces for sharded gradients too.
     """
     layout, policy = run.layout, run.config.precision
     if any(layout.degrees[kind] > 1 for kind in ("MP1", "MP2", "SP", "PP")):

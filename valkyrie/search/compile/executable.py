@@ -70,7 +70,7 @@ def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | Non
 
 
 def step_memory(program: StepProgram, memory: ProgramMemory) -> MemoryReport:
-    """Return the memory of a compiled training step, split by the known shapes of its state."""
+    """Return the memory report of a compiled training step. Splits the peak by parameters, optimizer and gradients."""
     run = program.run
     return memory_report(run.config.target.chip, memory, expected_memory(run, program.abstract_state))
 

@@ -64,9 +64,14 @@ class FullerRemat:
 
 @dataclass(frozen=True)
 class OtherPartition:
-    """Another legal partition of a run: roles of mesh axes, and estimated bytes of memory (`needs`) and sent (`sends`).
+    """Another legal partition for a run.
 
-    `sends` is None if a mesh axis splits anything but data. Activations are then sent too, which is not estimated.
+    Args:
+        partition: Name of the partition.
+        axis_roles: Role of each mesh axis.
+        needs: Estimated memory that it needs.
+        sends: Estimated bytes sent, or None if a mesh axis splits anything but data. The collectives on activations
+            that this requires are not estimated.
     """
 
     partition: str
@@ -126,7 +131,8 @@ class StepInterval:
     Args:
         low_s, high_s: Ends of the range in seconds.
         low, high: Smallest and largest ratio of measured to predicted seconds of these runs.
-        rows, models: Number of runs, and of different models (if `yours`, of models and batches) among them.
+        rows: Number of these runs.
+        models: Number of different models among them. If `yours`, the number of families (model, batch and length).
         chip: Chip of the runs, or None for runs on several chips.
         libtpu: Versions of libtpu that compiled them.
         yours: Whether they are the user's own runs instead of published ones.
@@ -165,7 +171,7 @@ class PredictedStep(StepTime):
         model_flops: FLOPs of the model.
         executed_flops: FLOPs of all matrix products in the program.
         hardware_utilisation: Executed FLOPs per second as a share of peak, from 0 to 1.
-        product_rate: Speed of matrix products and kernels as a share of peak, from 0 to 1.
+        product_rate: FLOP/s of matmuls and kernels as a share of peak, from 0 to 1.
         replayed_s: Replayed seconds, before the correction by measured runs.
         interval: Range of the step time.
         tokens_per_dollar: Tokens per dollar by kind of price, `on_demand` and `spot`.
@@ -288,6 +294,8 @@ class LayoutResult:
         options: Compiler options.
         memory: Memory of one device.
         communication: Collectives and bytes sent.
+        schema: Version of the file format.
+        unknown: Keys of a file that a newer version wrote.
     """
 
     about: LayoutRecord | None

@@ -75,7 +75,7 @@ def correct_replay(raw: Replay, target: TargetConfig) -> Replay:
 
 
 def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Position]) -> Replay:
-    """Replay a scheduled module on a slice. Raises ValueError if the slice's chip lacks a figure.
+    """Replay a scheduled module on a slice. Raises ValueError if the chip lacks a figure that it needs.
 
     `axes` are the names and sizes of the mesh's axes, in order. `positions` are those of its devices, flattened.
     """

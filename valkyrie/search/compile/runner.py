@@ -45,7 +45,8 @@ class CompiledRun:
         programs: Folder that contains the folder of the compiled program.
         cached: Whether the program came from the cache.
         seconds: Duration of the compile or of reading the cache, in seconds.
-        note: Why the cache cannot be written, or None if it can. If not, the program is deleted when this process ends.
+        note: Why the cache cannot be written, or None if it can be. If it cannot, the program is deleted when this
+            process ends.
     """
 
     outcome: CompileOutcome

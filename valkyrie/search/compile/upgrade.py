@@ -12,9 +12,10 @@ from valkyrie.records import encode
 
 
 def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Upgrade a prediction or measurement of version 1, or a subset of its keys, as plain values.
+    """Upgrade the parsed JSON of a prediction or measurement from version 1. It may have only some of the keys.
 
-    Newer values are returned unchanged. Raises KeyError, TypeError, AttributeError or ValueError for malformed values.
+    Values of a later version are returned unchanged. Raises KeyError, TypeError, AttributeError or ValueError for
+    malformed values.
     """
     new = dict(plain)
     if new.get("schema") == 1:

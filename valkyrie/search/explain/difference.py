@@ -1,6 +1,6 @@
 """Compares two layouts by their predictions: step times by part, bytes sent, recomputed activations and memory.
 
-Reports also compare measured layouts with it.
+Reports also use it to compare measured layouts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from valkyrie.units import decimal_bytes_text, duration, memory_text, percent
 LETTERS = ("A", "B")
 """Labels of the first and the second layout in sentences."""
 _MIN_SHARE = 0.1
-"""Smallest share of the difference between the steps for which a part gets a sentence."""
+"""The explanation mentions parts of a step that make up at least this share of the difference in step time."""
 _MAIN_SHARE = 0.5
 """A kind of memory is named if it makes up at least this share of the difference between two peaks."""
 _MORE_FLOPS = 0.03
@@ -41,7 +41,7 @@ _SUBJECTS = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """Values of a quantity for both layouts, in seconds or bytes per device and step."""
+    """One quantity of both layouts: seconds or bytes sent per device and step, or bytes of memory per device."""
 
     name: str
     first: float
@@ -167,10 +167,9 @@ def compare_layouts(
 
 
 def compared_quantities(prediction: Prediction) -> ComparedQuantities:
-    """Return the quantities of a prediction to compare with another.
+    """Return the seconds by part, bytes sent by mesh axes, bytes of memory by content, and tokens per step.
 
-    They are seconds by part, bytes sent by mesh axes, bytes of memory by category, and tokens per step. Mesh axes are
-    named with their roles: `x,y (FSDP)`.
+    Mesh axes are named with their roles, such as `x,y (FSDP)`.
     """
     layout, traffic, memory_report = prediction.layout, prediction.communication, prediction.memory
     seconds = {record_name(part.kind, _format_axes(part.mesh_axes, layout)): part.seconds for part in prediction.parts}
@@ -184,7 +183,7 @@ def compared_quantities(prediction: Prediction) -> ComparedQuantities:
 def model_mismatch(first: Prediction, second: Prediction) -> list[str]:
     """Return a list with an error message if two layouts are of different models, otherwise an empty list.
 
-    Models differ if their names differ, or a setting that both have.
+    Models differ if their names differ, or if a setting that both have differs in value.
     """
     names = [prediction.layout.model for prediction in (first, second)]
     shared = first.model.keys() & second.model.keys()

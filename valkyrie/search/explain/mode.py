@@ -37,7 +37,7 @@ from valkyrie.units import decimal_bytes_text, duration, memory_text
 _MIN_PART_SHARE = 0.001
 """Parts that take less than this share of the longer step are not listed."""
 _MIN_MEMORY_SHARE = 0.01
-"""Kinds of memory below this share of the largest one are not listed."""
+"""Contents of memory below this share of the largest one are not listed."""
 _MODE_KEYS = ("mode", "first", "second", "name")
 
 
@@ -71,7 +71,7 @@ def _explain_folder(run: Run, predictions: Sequence[Prediction]) -> Path:
 
 
 def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple[Prediction, Prediction]:
-    """Return the predictions of both layouts, each read from a folder or compiled from the run with overrides.
+    """Return the predictions of both layouts. Reads each from a folder, or compiles the run with the overrides.
 
     Raises ValueError with all problems before compiling anything.
     """
@@ -97,9 +97,10 @@ def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple
 
 
 def _parse_layout(run: Run, request: str) -> Run | Prediction:
-    """Return the prediction in a folder, or the run with overrides.
+    """Return the prediction stored in the folder `request`, or `run` with the overrides in `request`.
 
-    Raises ValueError if `request` is neither, or if the layout is illegal or cannot be compiled here.
+    Raises ValueError if `request` is neither a folder nor overrides, or if the layout is illegal or cannot be compiled
+    here.
     """
     for folder in (Path(request).expanduser(), Path(run.config.runs) / request):
         if folder.is_dir():

@@ -1,8 +1,8 @@
-"""`mode=figures`: measures the speed of the devices at hand, as the chip figures that the estimate needs.
+"""`mode=figures`: measures the speed of the local devices, as a `ChipConfig` that the step-time estimate can use.
 
-Times products, memory and attention on all devices at once, because CPU devices share cores. Times collectives among
-the devices of a process and among all devices. Each figure is from the fastest of a few calls, and independent of any
-layout or model.
+Times matmuls, memory and attention on all devices at once, because CPU devices share cores. Times collectives among
+the devices of a process and among all devices. Each figure comes from the fastest of a few calls, and does not depend
+on a layout or model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REPEATS = 5
 LARGE, SMALL = 512, 64
 """Sizes n of the timed n x n matmuls. The large one gives the peak rate, the small one the rate at small sizes."""
 PROCESS_BYTES, MIN_DEVICE_BYTES = 2**28, 2**24
-"""Total bytes of the arrays of a process, larger than most caches, and minimum bytes of each device's array."""
+"""Bytes of the arrays for timing memory: in all of a process (larger than most caches), and at least per device."""
 MAX_CALL_S = 0.15
 """Collectives are timed at increasing sizes until a call takes this many seconds.
 
@@ -80,7 +80,7 @@ def figures_mode(run: Run) -> int:
 
 
 def figures(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
-    """Measure the FLOP/s, memory bandwidth and collective speeds of the devices.
+    """Measure the FLOP/s, memory bandwidth and collective speeds of the devices, and return them as a chip.
 
     Each process counts as a host. All processes of the team must call this.
     """
@@ -156,7 +156,7 @@ class _Timer:
 
 
 def _product_speed(timer: _Timer, dtype: Any) -> tuple[float, float]:
-    """Return the FLOP/s of a device in large products, and the size in FLOPs of a product with half that rate."""
+    """Return the FLOP/s of a device in large matmuls, and the FLOPs of a matmul that achieves half of this rate."""
 
     def seconds(side: int) -> float:
         def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -190,13 +190,13 @@ def _repeated_seconds(
 
 
 def _attention_speed(timer: _Timer, dtype: Any) -> float:
-    """Return the FLOP/s of a device in the products of attention: two forward and four backward."""
+    """Return the FLOP/s of a device in attention, counting its two matmuls forward and four backward."""
     flops = 3 * 4.0 * HEADS * POSITIONS**2 * WIDTH
     return flops / timer(_forward_and_backward, (HEADS, POSITIONS, WIDTH), dtype)
 
 
 def _forward_and_backward(x: jax.Array) -> jax.Array:
-    """Return the output of attention and its gradient, so that the compiler cannot drop a product."""
+    """Return the output of attention and its gradient, so that the compiler cannot drop a matmul."""
     out, backward = jax.vjp(_attend, x)
     return jnp.stack([out, *backward(out)], axis=1)
 
@@ -207,7 +207,7 @@ def _attend(x: jax.Array) -> jax.Array:
 
 
 def _launch_seconds(timer: _Timer, dtype: Any) -> float:
-    """Return the fixed cost of an operation in seconds: the time of a tiny product and the operations around it."""
+    """Return the fixed cost of an operation in seconds: the time of a tiny matmul and the operations around it."""
     return _repeated_seconds(timer, lambda x, y: jnp.tanh(y @ x) + 1, (8, 8), dtype)
 
 

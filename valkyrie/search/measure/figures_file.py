@@ -1,4 +1,4 @@
-"""Reads and describes the figures that `mode=figures` writes. Does not import JAX."""
+"""Reads and describes the device speeds that `mode=figures` writes to `figures.json`. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_figures(file: Path) -> ChipConfig:
 
 
 def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> bool:
-    """Return whether a folder has measured hardware speeds of a machine, for a dtype and devices per process.
+    """Return whether a folder has figures of this machine, compute dtype and number of devices per process.
 
     Raises ValueError if the file is damaged.
     """
@@ -49,7 +49,7 @@ def _damaged(file: Path, reason: str) -> ValueError:
 
 
 def describe_figures(chip: ChipConfig) -> str:
-    """Describe the figures of devices in one line."""
+    """Format the rates and latencies of a measured chip as one line."""
     estimate = chip.estimate
     ((dtype, tflops),) = chip.peak_tflops.items()
     parts = [f"{1e3 * tflops:.3g} GFLOP/s in {dtype} and {chip.hbm_gbs or 0.0:.3g} GB/s of memory per device"]

@@ -20,7 +20,7 @@ from valkyrie.problems import first_line
 from valkyrie.train.profile import tracing
 
 STEPS = 3
-"""Number of traced steps. The report has the median."""
+"""Number of traced steps. The result is their median."""
 
 MEANING = (
     "seconds of a traced step that a device spends in collectives, including waiting for other devices; median traced "
@@ -34,7 +34,7 @@ class Event(NamedTuple):
     Args:
         op: Name of the operation in the module.
         device: Name of the device.
-        run: Number of the execution of the program, or None if unknown.
+        run: Id of the execution of the program, or None if unknown.
         start: Start in seconds, on the clock of the trace.
         seconds: Duration in seconds.
     """
@@ -78,8 +78,9 @@ def collective_times(
 def read_events(file: Path, module: Module) -> Iterator[Event]:
     """Yield the executions of a module's operations in a trace (`*.xplane.pb`), for all devices of this process.
 
-    CPU devices share a plane, and their events name the device and the run. Each accelerator has its own plane. On a
-    TPU, one line of the plane has the operations. On a GPU, lines are streams, and kernels name their operation.
+    CPU devices share one plane, and the stats of each event have its device and run. Each accelerator has its own
+    plane. On a TPU, the line `XLA Ops` of this plane has the operations. On a GPU, each line is a stream, and the stats
+    of each kernel have the name of its operation.
     """
     trace = jax.profiler.ProfileData.from_file(str(file))  # the planes do not keep this object alive
     for plane in trace.planes:
