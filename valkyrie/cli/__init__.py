@@ -1,1 +1,1 @@
-"""The commands. Each module has one `main`, which imports heavy modules only after it has checked the arguments."""
+"""Command-line entry points. Each `main` imports JAX and other heavy modules only after it has parsed its arguments."""

@@ -37,7 +37,7 @@ COMMAND = "valkyrie-train"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """Environment variable that makes Hydra raise its errors. If the user sets it to 1, we show tracebacks."""
 SWEEP_FAILED = 1
-"""Exit status of a sweep if some of its trials ended without a result."""
+"""Exit status if the results of a sweep could not be printed."""
 
 
 def dispatch() -> None:

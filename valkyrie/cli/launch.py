@@ -21,7 +21,7 @@ from valkyrie.processes.child import python_module
 from valkyrie.runs.folder import key_values, split_flags
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
-"""Words that request something other than starting a training run, if they come first."""
+"""First arguments that request something other than starting a training run."""
 TRAIN = python_module("valkyrie.cli.train")
 """Command that runs `valkyrie-train` on this machine."""
 
@@ -125,7 +125,10 @@ def _refuse_other_name(name: str, overrides: Sequence[str]) -> None:
 
 
 def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> None:
-    """Raise ValueError for a training run that could not start on its target, before anything is rented."""
+    """Raise ValueError for a training run that could not start on its target, before anything is rented.
+
+    Skips sweeps, other modes, and runs with settings that may be stored only on other machines.
+    """
     if not is_single_training(overrides) or "resume" in key_values(overrides):
         return  # the settings of a run to resume may be stored elsewhere
     from valkyrie.config.arguments import parse_run

@@ -37,8 +37,8 @@ class OneLineParser(argparse.ArgumentParser):
 def run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:
     """Run a command and exit with the status that `body` returns, if any.
 
-    For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2. Limits the
-    time of a failed exit if the arguments are those of the process.
+    For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2. If `argv` is
+    None and the command fails, also forces the process to exit if the interpreter's exit hangs (`limit_failed_exit`).
 
     Args:
         command: the name of the command, for messages.
@@ -72,7 +72,7 @@ def strip_comment(arguments: Sequence[str]) -> list[str]:
 
 
 def error_text(error: Exception) -> str:
-    """Return the message for an error. That of an OSError starts with the path of the file, if it has one."""
+    """Return the message for an error. For an OSError with a file name, the message starts with the path."""
     if (text := output_error(error)) is not None:
         return text
     if isinstance(error, OSError) and error.filename is not None and error.strerror:

@@ -1,4 +1,4 @@
-"""`valkyrie-report`: ranks the trials of sweeps and writes them as one page, as Markdown or as CSV."""
+"""`valkyrie-report`: ranks the trials of sweeps and writes an HTML report, Markdown or CSV, or a W&B dashboard."""
 
 from __future__ import annotations
 

@@ -7,13 +7,16 @@ from valkyrie.processes.interrupt import exit_on_ctrl_c, repair_std_streams
 
 
 def main() -> None:
-    """Run `valkyrie-train` with the arguments of the process, and end the process in a limited time if it fails."""
+    """Entry point of `valkyrie-train`.
+
+    If the run fails and the interpreter's exit then hangs, forces the process to exit (see `limit_failed_exit`).
+    """
     with limit_failed_exit():
         run()
 
 
 def run() -> None:
-    """Run `valkyrie-train` with `sys.argv`. For callers whose process continues."""
+    """Run `valkyrie-train` with `sys.argv`, without the forced exit of `main`. For callers such as tests."""
     repair_std_streams()
     with exit_on_ctrl_c("valkyrie-train"):
         from valkyrie.cli.dispatch import dispatch

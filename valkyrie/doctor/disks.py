@@ -172,7 +172,7 @@ def check_data(context: CheckContext) -> CheckResults:
 
 
 def check_same_data(context: CheckContext) -> CheckResults:
-    """Compare the prepared data of all processes. Skipped if this process or all others have not prepared it."""
+    """Compare the prepared data of all processes. Skipped unless this process and another one have prepared it."""
     content, team = None, context.team
     with contextlib.suppress(ValueError, OSError):  # `check_data` reports them
         content = _data_check(context.run).content

@@ -30,7 +30,7 @@ _HANG_REMEDY = (
     "The limit is distributed.step_timeout_s. The process at fault is probably the one with different stack traces."
 )
 _TIMED_SUMS = 20
-"""Number of timed sums per mesh axis."""
+"""Number of timed `psum` calls per mesh axis."""
 _SLOW_S = 0.01
 """Seconds above which a collective of a few bytes on real chips suggests a network problem."""
 
@@ -142,7 +142,7 @@ def _is_replicated(array: jax.Array) -> bool:
 
 
 def _checksums(array: jax.Array) -> dict[str, dict[str, int]]:
-    """Return the checksums of an array's shards on the devices of this process, by part of the array and device."""
+    """Return the CRC-32 of each addressable shard of an array, as `{index of the shard: {device id: checksum}}`."""
     checksums: dict[str, dict[str, int]] = {}
     for shard in array.addressable_shards:
         bits = np.ascontiguousarray(np.asarray(shard.data)).view(np.uint8).data
@@ -155,7 +155,10 @@ def _index_text(index: tuple[slice, ...]) -> str:
 
 
 def _differing_devices(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return the devices where the checksum of a part is not the most common one."""
+    """Return the sorted ids of devices with a shard whose checksum is not the most common one among its replicas.
+
+    `parts` is `{index of the shard: {device id: checksum}}`.
+    """
     devices = []
     for by_device in parts.values():
         common = statistics.mode(by_device.values())
@@ -164,7 +167,7 @@ def _differing_devices(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def time_axes(mesh: Any, simulated: bool) -> list[Finding]:
-    """Time a sum of a few bytes over each mesh axis, and check its result."""
+    """Time a `psum` of a few bytes over each mesh axis with more than one device, and check its result."""
     findings = []
     for axis, size in mesh.shape.items():
         if size == 1:
@@ -184,7 +187,7 @@ def time_axes(mesh: Any, simulated: bool) -> list[Finding]:
 
 
 def _time_sum(mesh: Any, axis: str) -> tuple[float, bool]:
-    """Return the median seconds of a sum of ones over an axis, and whether it is correct on this process's devices."""
+    """Return the median seconds of a `psum` of ones over an axis, and whether it is correct on the local devices."""
     names = tuple(mesh.axis_names)
     in_specs, out_specs = PartitionSpec(*names), PartitionSpec(*(None if name == axis else name for name in names))
     shape = tuple(mesh.shape[name] for name in names)

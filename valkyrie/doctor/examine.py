@@ -121,7 +121,10 @@ def examine(run: Run, console: Console, steps: int | None) -> int:
 
 
 def _report_all(context: CheckContext, table: FindingsTable, findings: list[Finding], steps: int | None) -> int:
-    """Print the findings of all processes, then check the devices and make a dry run unless a check has failed."""
+    """Print the findings of all processes, then check the devices and make a dry run unless a check has failed.
+
+    Returns the exit status.
+    """
     team = context.team
     table.add(team.exchange("this host", findings))
     if not table.failed:

@@ -24,7 +24,7 @@ from valkyrie.units import count_text, memory_text
 PROC, LOCKFILE = Path("/proc"), Path("/tmp/libtpu_lockfile")
 _CHIP_DEVICE = re.compile(r"/dev/(accel\d+|vfio/\d+|nvidia\d+)")
 _OPEN_FILES, _FILES_PER_PROCESS = 256, 8
-"""Estimated number of files that a training run opens, and of files and sockets that each process adds to this."""
+"""Estimated open files of a training run, and additional open files and sockets for each of its processes."""
 _SHOWN_PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 _CHECKED_PACKAGES = ("valkyrie-jax", "jax")
 """Packages whose requirements are checked."""

@@ -1,4 +1,4 @@
-"""Hydra callback that writes the page of a multirun at its end, in the process that the user started."""
+"""Hydra callback that writes the HTML report of a multirun when it ends, in the process that the user started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SweepPage(Callback):
     """Writes `report.html` to the folder of a sweep, unless no trial there has results."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Write the page. On failure, print the error and remove the outdated page."""
+        """Write the report. On failure, print the error and remove the existing report, which is outdated."""
         folder = Path(config.hydra.sweep.dir)
         if not any(has_results(t.stage) and t.status is not Status.refused for t in TrialLog(folder).read()):
             return
@@ -35,7 +35,7 @@ class SweepPage(Callback):
 
 
 def _remove_outdated_page(page: Path) -> str:
-    """Remove the outdated page, if there is one. Returns the end of the error message."""
+    """Remove an outdated report, if there is one. Returns a suffix for the error message."""
     if not page.exists():
         return ""
     try:

@@ -1,7 +1,8 @@
 """Colours of step parts, mesh axes, partitions and kinds of wall time. All figures use the same colours.
 
 Step parts are blue, green or grey. Mesh axes are red, orange, yellow or brown. Partitions are violet, pink or olive.
-Wall times reuse the colours of step parts and partitions. All are distinct on white and on black.
+Wall times reuse the colours of step parts and partitions. `PartKind.rest`, used only for measured steps, reuses that of
+`matmul`. All colours are readable on white and on black.
 """
 
 from __future__ import annotations
@@ -52,5 +53,5 @@ def time_colour(kind: str) -> str:
 
 
 def _pick_colour(colours: tuple[str, ...], name: str) -> str:
-    """Pick one of `colours`, always the same one for a name."""
+    """Pick one of `colours`. The choice depends only on `name`."""
     return colours[sum(name.encode()) % len(colours)]

@@ -1,4 +1,4 @@
-"""Defines the figures of the page: titles, captions, data and Vega-Lite specifications."""
+"""Defines the figures of the HTML report: titles, captions, data and Vega-Lite specifications."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from valkyrie.sweep.rows import Row
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the page.
+    """A figure of the HTML report.
 
     Args:
         id: HTML id.
-        title: Title on the page.
+        title: Title above the figure.
         caption: Explanation for a first-time reader.
         values: Returns the data, given ranked rows.
         spec: Returns the Vega-Lite specification, given the data.
@@ -106,6 +106,6 @@ PRICE = Figure(
     specs.price,
 )
 GROUP_FIGURES = [SPEED, PARTS_OF_STEP, SENT, MEMORY, HEAT]
-"""Figures that show one kind of speed."""
+"""Figures drawn separately for each kind of speed."""
 OVERALL_FIGURES = [PAIRS, PRICE]
 """Figures that show all trials together."""

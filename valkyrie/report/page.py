@@ -1,4 +1,4 @@
-"""Writes the page of a report: one HTML file with its data, styles and scripts. It loads nothing from the network."""
+"""Writes the HTML report: one file with its data, styles and scripts, which loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIMELINES = 8
 TORUSES = 60
 """Maximum number of layouts with a drawing of the torus, and with hints if the page is too large."""
 LONG = 44
-"""If a label has more characters than this, figures take the whole width of the page."""
+"""Length of a label, in characters, above which figures take the full width of the page."""
 
 
 def page_file(paths: Sequence[Path], output: Path | None) -> Path:
@@ -54,14 +54,15 @@ def page_file(paths: Sequence[Path], output: Path | None) -> Path:
 
 
 def write_report(folder: Path) -> Path:
-    """Write the page of a sweep's folder, or of a folder of sweeps, into that folder and return its path."""
+    """Write the HTML report of a sweep's folder, or of a folder of sweeps, into that folder and return its path."""
     return write_atomic(folder / PAGE, page(read_rows([folder])))
 
 
 def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
-    """Return the HTML of a page. With `comparison`, it has a section that compares two sweeps.
+    """Return the HTML report. With `comparison`, it has a section that compares two sweeps.
 
-    If the page is larger than `LIMIT`, omits the hints of all but the best layouts, then timelines down to one.
+    A page larger than `LIMIT` is shrunk: it drops the hints of all but the best layouts, then drops timelines until
+    only one is left.
     """
     template, page_data, text = templates().get_template("page.html"), _page_data(rows), ""
     parts = _template_values(rows, comparison, page_data)
@@ -78,12 +79,12 @@ class PageData:
 
     Args:
         groups: Labels of the kinds of speed.
-        figures: The specification of each figure for every kind of speed, by figure id.
-        together: The specification of each figure that shows all rows together, by figure id.
+        figures: By figure id, the figure's specification for each kind of speed, or None where it is omitted.
+        together: By figure id, the specification of a figure that shows all rows together, or None if it is omitted.
         columns: Columns of the ranked table.
         rows: Cells of the ranked table.
-        details: Further facts about each row.
-        pairs: Comparisons of predicted rows.
+        details: Facts shown when a row is selected, by name.
+        pairs: Quantities of predicted rows, and explanations of the difference between two of them.
         timelines: Timelines of the best rows, by row number.
         toruses: Drawings of the mesh on the torus, by row number.
         timeline: Specification of a timeline, without values.
@@ -104,7 +105,7 @@ class PageData:
 
 
 def _shrink(data: PageData) -> Iterator[PageData]:
-    """Yield the data of a page, then smaller and smaller versions that omit the least important parts."""
+    """Yield the data of a page, then versions of decreasing size that omit hints first and timelines next."""
     yield data
     best = [row[0] is not None and row[0] <= TORUSES for row in data.rows]
     without_hints = [{name: fact for name, fact in facts.items() if name != "hints"} for facts in data.details]
@@ -119,7 +120,7 @@ def _shrink(data: PageData) -> Iterator[PageData]:
 
 
 def _script_json(data: PageData) -> Markup:
-    """Convert data to JSON for a script element. To save space, `details` has indices into the distinct `texts`."""
+    """Convert data to JSON for a script element. To save space, `details` refers to texts by their index in `texts`."""
     text_indices: dict[str, int] = {}
 
     def text_index(fact: Any) -> Any:

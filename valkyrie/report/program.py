@@ -1,4 +1,4 @@
-"""Writes the page of one step: its main numbers, hints, a drawing of its timeline, and its report as tables."""
+"""Writes the HTML page of one predicted or measured step: its main numbers, hints, timeline, and report as tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks rows: the best row of each kind, Pareto fronts, and comparisons of two sweeps."""
+"""Ranks rows: fastest rows by kind of speed, Pareto fronts, equivalent partitions, and comparisons of two sweeps."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def _roles(row: Row) -> set[str]:
 
 
 def _layout_key(row: Row) -> tuple[object, ...]:
-    """Return a key shared by rows of the same layout. A row without a recorded sharding has a unique key."""
+    """Return a key that is equal for rows with the same workload and equivalent layouts.
+
+    A row without a recorded sharding has a unique key.
+    """
     about = row.about
     if not about.sharding:
         return (row.id,)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TRAIN, _SETTINGS = "train", "run"
 MULTIRUN = "multirun.yaml"
-"""File in a sweep's folder with Hydra's configuration, which includes the command."""
+"""File in a sweep's folder with the configuration of the multirun, including its command-line overrides."""
 MADE_BY = "# made by: "
 """Start of the comment in `run.yaml` that states the command of the training."""
 

@@ -1,4 +1,4 @@
-"""Builds the tables of the page and of Markdown, and the details of a layout."""
+"""Builds the tables of the HTML and Markdown reports, and the details that the HTML report shows for a layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Facts = dict[str, str | Sequence[str]]
 _DIGITS = 6
-"""Significant digits of numbers in the page's data."""
+"""Significant digits of numbers in the data of the HTML report."""
 _MIN_LISTED_SHARE = 0.001
 """Smallest share of a step for which details list a part."""
 
@@ -113,7 +113,7 @@ def comparison_table(comparison: Comparison) -> TextTable:
 
 
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return copies of sorted rows of one kind of speed with label, rank, equivalent partition and Pareto front set."""
+    """Return sorted rows of one kind of speed with `label`, `rank`, `alike` and `front` set."""
     row_labels, pareto_front, simplest = labels(rows), pareto_ids(rows, peak_memory), simplest_partitions(rows)
     equivalents = {row.id: simplest[row.id] for row in rows if row.ranked and simplest[row.id] != row.about.partition}
     return [
@@ -123,7 +123,10 @@ def rank_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def cells(rows_by_kind: Mapping[SpeedKind, Sequence[Row]]) -> list[list[Any]]:
-    """Return the cells of the page's ranked table, one row per trial. Columns are `PAGE`, in seconds and bytes."""
+    """Return the cells of the ranked table in the HTML report: one row per trial, with the columns of `PAGE`.
+
+    Times are in seconds and sizes in bytes.
+    """
     ranked_rows = [row for rows in rows_by_kind.values() for row in rank_rows(rows)]
     return [[_rounded(column.value(row)) for column in PAGE] for row in ranked_rows]
 

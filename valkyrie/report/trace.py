@@ -1,4 +1,7 @@
-"""Reads the timeline of a layout and its mesh on the torus, reduced in size for a page with many layouts."""
+"""Reads a layout's timeline and the positions of its mesh on the torus, to be drawn in the HTML report.
+
+Neighbouring spans of a timeline are merged, because a report has many layouts.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ class Timeline:
         tracks: Names of the tracks.
         names: Distinct labels of categories and operations.
         step_us: End of the last span.
-        spans: (track, start, duration, category, name, merged operations) of each span. `track` is an index into
-            `tracks`, and `category` and `name` are indices into `names`.
-        axes: Mesh axes (`x,y`) of categories and tracks with communication, by their name.
+        spans: (track, start, duration, category, name, number of merged operations) of each span. `track` is an index
+            into `tracks`, and `category` and `name` are indices into `names`.
+        axes: Mesh axes, such as `x,y`, by the name of a communication category or track.
     """
 
     tracks: list[str]
@@ -110,7 +113,7 @@ def make_timeline(events: Sequence[Mapping[str, Any]], limit: int = MAX_SPANS) -
 
 
 def read_torus(row: Row) -> TorusDrawing | None:
-    """Read the mesh of a row on the torus of its target. Returns None if it is unknown or too large to draw."""
+    """Read the positions of a row's mesh on the target's torus. Returns None if unknown, or if there are too many."""
     about, topology = row.about, target_torus(row.about)
     if topology is None:
         return None

@@ -1,4 +1,4 @@
-"""Converts ranked rows to the data of the figures, as JSON values for Vega-Lite."""
+"""Converts ranked rows to the data of the report's figures, as JSON values for Vega-Lite."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ FAR_FACTOR = 4
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the label of each row by its id: the layout, and what distinguishes it from other rows of that layout."""
+    """Return the label of each row by its id: the layout, followed by the workload settings that differ between rows.
+
+    Labels that are still equal get the name of the sweep, its folder or the name of the trial in parentheses.
+    """
     workload_texts = {row.id: _workload_texts(row) for row in rows}
     differs = [len(set(column)) > 1 for column in zip(*workload_texts.values(), strict=True)]
     shows_precision = len({(row.group, row.work.precision) for row in rows}) > len({row.group for row in rows})
@@ -79,9 +82,10 @@ def bars(rows: Sequence[Row]) -> Values:
 
 
 def cells(rows: Sequence[Row]) -> Values:
-    """Return the best row for each combination of MP1, MP2 and DP. `rate` is None if no row of a cell has a speed.
+    """Return the data of the heat map: one cell for each combination of DP, MP1 and MP2 degrees, with its best row.
 
-    Here DP is the product of the degrees of DP, FSDP and SP. Empty unless some DP has several cells to compare.
+    Here DP is the product of the degrees of DP, FSDP and SP. `rate` is None if no row of a cell has a speed. Returns an
+    empty list if no cell has a speed, or if every cell has a different DP, so that there is nothing to compare.
     """
     row_labels = labels(rows)
     by_cell: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
@@ -111,11 +115,12 @@ def cells(rows: Sequence[Row]) -> Values:
 
 
 def memory(rows: Sequence[Row]) -> Values:
-    """Return the peak memory and speed of rows that fit, and the memory needed by rows that do not fit, with speed 0.
+    """Return the data of the memory chart: peak memory and speed of each row. Rows that do not fit have speed 0.
 
-    If no row has a speed, `rate` is None in all values, which are sorted by memory. `usable` is the usable memory per
-    device, the same in all values. It is None if unknown, or if it is far larger than all peaks, which `far` then
-    states.
+    If no row has a speed, `rate` is None and the `BARS` rows with the least memory are returned, sorted by memory.
+
+    `usable`, the usable memory per device, is the same in all records. It is None if unknown. It is also None if it is
+    more than `FAR_FACTOR` times the largest peak, and `far` is then a sentence that says so.
     """
     row_labels, pareto_front = labels(rows), pareto_ids(rows, peak_memory)
     has_speeds = any(row.ranked and row.peak for row in rows)
@@ -156,7 +161,7 @@ def memory(rows: Sequence[Row]) -> Values:
 def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: float) -> set[str]:
     """Return the ids of rows whose name fits next to their point without overlap. Better rows take precedence.
 
-    `widest` is the largest memory in the chart, in bytes.
+    Returns an empty set if more than `MAX_NAMES` names fit. `widest` is the largest memory in the chart, in bytes.
     """
     highest = max(row.rate_per_chip or 0.0 for row in rows)
     name_positions: dict[str, tuple[float, float]] = {}
@@ -171,7 +176,10 @@ def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: flo
 
 
 def parts(rows: Sequence[Row]) -> Values:
-    """Return the step parts of the best rows, matrix products first. Communication is last and has `axes`."""
+    """Return the data of the step-time chart: the step parts of the best `BARS` rows.
+
+    Parts are ordered as in `PART_LABELS`, followed by communication, which also has its mesh `axes`.
+    """
     shown_rows = [row for row in rows if row.ranked and row.parts][:BARS]
     by_axes = {(p.kind.value, axes_text(p.mesh_axes)): p for row in shown_rows for p in row.parts if p.kind.by_axes}
     order = [
@@ -192,7 +200,7 @@ def part_name(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
 
 
 def sent(rows: Sequence[Row]) -> Values:
-    """Return the bytes that a device sends per step, by mesh axes. Only the best rows with known bytes are shown."""
+    """Return the bytes that each device sends per step over each set of mesh axes, for the best `BARS` rows."""
     shown_rows = [row for row in rows if row.sent][:BARS]
     order = sorted({axes for row in shown_rows for axes in row.sent}, key=lambda axes: (axes.count(","), axes))
     largest = max((sum(row.sent.values()) for row in shown_rows), default=0.0)
@@ -202,7 +210,7 @@ def sent(rows: Sequence[Row]) -> Values:
 
 
 def wall_times(rows: Sequence[Row]) -> Values:
-    """Return how training runs spent their wall time (steps, compile, saving, ...), longest training first.
+    """Return the wall time of training runs by kind (steps, compile, saving, ...), longest training first.
 
     Labels are run names if these are unique, else layouts.
     """
@@ -263,7 +271,9 @@ def _stacked(
     unit: str,
     scale: float,
 ) -> Values:
-    """Return a data value for every part of every row.
+    """Return the data of a stacked bar chart: one record per row and part, in the order of `entries`, then `order`.
+
+    Omits parts with amount 0.
 
     Args:
         row_labels: Labels by row id.

@@ -30,13 +30,13 @@ SIMULATED = (
 _STAGE_ADJECTIVES = {"estimate": "estimated", "compile": "compiled", "measure": "measured"}
 """Adjective for a step time, by the stage of a search that it comes from."""
 MAX_FACT_VALUES = 4
-"""Maximum number of values of a fact at the top of a page."""
+"""Maximum number of values listed for each fact at the top of a report."""
 MAX_WORKLOADS = 3
 """Maximum number of workloads with explanations."""
 EQUAL_RATIO = 1.02
 """Ratio below which two speeds are called equal."""
 MAX_EXPLAINED = 12
-"""Number of best layouts for which the page explains every pair."""
+"""Number of predicted layouts, best first, for which the HTML report explains the difference between every two."""
 
 
 class BigNumber(NamedTuple):
@@ -156,7 +156,7 @@ def _layout_text(row: Row, several_workloads: bool) -> str:
 def _explain_workload(rows: Sequence[Row]) -> list[str]:
     """Explain why the first row is faster than the best row of each other partition, and why others have no speed.
 
-    A row whose partition is equivalent to a simpler one on its mesh counts for the simpler one.
+    If a row's partition is equivalent to a simpler one on its mesh, the row is treated as having the simpler one.
     """
     simplest, best = simplest_partitions(rows), {}
     for row in sorted((row for row in rows if row.ranked), key=lambda row: row.about.partition != simplest[row.id]):
@@ -206,8 +206,8 @@ class PairedRows:
     """Sentences that compare predicted rows in pairs, and the quantities that they compare.
 
     Args:
-        sides: The fields of `ComparedQuantities`, and the workload as `work`, by the index of the row.
-        why: Sentences about two rows, by their indices, such as `0,2`. The sentences call the first row A.
+        sides: By row index, the fields of `ComparedQuantities`, and the workload as `work`.
+        why: By the indices of two rows (`0,2`), sentences that explain the difference. They call the first row A.
     """
 
     sides: dict[int, dict[str, object]] = field(default_factory=dict)
@@ -264,7 +264,10 @@ def distinguishing_names(first: Row, second: Row) -> tuple[str, str]:
 
 
 def price_lines(rows: Sequence[Row]) -> list[str]:
-    """Return a line with the cheapest layout of each workload, unless its chips cost as much as the fastest one's."""
+    """Return a sentence with the cheapest layout of each workload, for at most `MAX_WORKLOADS` of them.
+
+    Omits a workload if its cheapest and its fastest layout run on chips of the same price.
+    """
     by_work: dict[Workload, list[Row]] = {}
     for row in sorted((row for row in rows if row.ranked and row.per_million), key=lambda row: row.per_million or 0.0):
         by_work.setdefault(row.work, []).append(row)
@@ -338,7 +341,7 @@ def _describe_failed_partition(partition: str, rows: Sequence[Row]) -> str:
 
 
 def title(rows: Sequence[Row], search: SearchAnswer | None) -> str:
-    """Return the title of a page: the model and slices of a search, or the names of sweeps."""
+    """Return the title of a report: the model and slices of a search, or the names of sweeps."""
     if search is not None and search.targets:
         return f"{rows[0].work.model} on {' or '.join(search.targets)}"
     sweeps = list(dict.fromkeys(row.trial.sweep for row in rows))
@@ -346,7 +349,10 @@ def title(rows: Sequence[Row], search: SearchAnswer | None) -> str:
 
 
 def facts(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the facts at the top of a page: distinct models, batches, precisions and hardware, and the dates."""
+    """Return the facts at the top of a report, by name: distinct models, batches, precisions and hardware, and dates.
+
+    Dates are those of the first and the last trial. Facts without a known value are omitted.
+    """
     sizes = {row.work.model: row.trial.results.parameters for row in rows if row.trial.results.parameters}
     models = {row.work.model: "" for row in rows} | {model: f", {size:,} parameters" for model, size in sizes.items()}
     batches = [f"{row.work.batch} x {row.work.seq:,} tokens" for row in rows if row.work.batch and row.work.seq]
