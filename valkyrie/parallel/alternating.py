@@ -1,7 +1,7 @@
 """The 1F1B pipeline schedule: stages alternate between forward and backward passes (arXiv 1806.03377).
 
-One scan over turns computes losses and gradients. The backward pass of a microbatch starts as soon as it has reached
-the last stage, so that a stage stores the layer inputs of only a few microbatches.
+The pipeline runs in turns and computes losses and gradients together. The backward pass of a microbatch starts as soon
+as the microbatch has reached the last stage, so a stage stores the layer inputs of only a few microbatches.
 """
 
 from __future__ import annotations
@@ -40,10 +40,22 @@ def run_1f1b(
     rows: Any,
     head: LossHead,
 ) -> Any:
-    """Apply `f` with each of `layers`, then `head`, like `Shard.repeat`, in a 1F1B pipeline.
+    """Apply `f` once per layer, then `head`, in a 1F1B pipeline. Returns the results of `head`.
 
-    Computes the gradient of the first sum that `head` returns; cotangents of the other sums are ignored. Without
-    differentiation, runs a GPipe pipeline.
+    Under differentiation, one pass computes the results and the gradients of the objective, the first leaf of the
+    head's `sums` (`jax.custom_vjp`). Cotangents of all other results are ignored. Without differentiation, the layers
+    run in `run_pipeline`.
+
+    Args:
+        pipeline: The 1F1B pipeline.
+        mesh: Mesh that has the pipeline's axis.
+        in_stage: Returns the `Shard` within a stage.
+        shard: The `Shard` outside of the stages, for `head` if nothing is differentiated.
+        f: As in `Shard.repeat`, like the other arguments.
+        layers: Parameters, stacked on a leading axis.
+        x: Stream that enters the first layer.
+        rows: Inputs of every layer with one entry per row of the batch.
+        head: The loss head.
     """
     leaves, structure = jax.tree.flatten((layers, x, rows, head.parameters, head.rows))
 
@@ -81,11 +93,12 @@ class _StageState(NamedTuple):
     """State of a stage between turns.
 
     Args:
-        waiting: Input of the first layer, by microbatch. On the first stage, an entry is overwritten with its gradient
-            when the microbatch finishes its backward pass.
+        waiting: Stream that enters the first layer, by microbatch. On the first stage, the gradient of an entry
+            replaces it when the microbatch finishes its backward pass.
         received: Stream from the previous stage.
         returned: Gradient from the next stage.
-        inputs: Inputs of layers, by microbatch.
+        inputs: Inputs of this stage's layers, of shape (slot, layer, ...). Microbatch m uses slot
+            m % `stored_microbatches`.
         layers: Gradients of the floating-point leaves of the layers.
         rows: Gradients of the differentiable leaves of `rows` (the per-sequence inputs of every layer, see
             `Shard.repeat`), by microbatch.
@@ -104,7 +117,7 @@ class _StageState(NamedTuple):
 
 
 class _Stage:
-    """One stage, inside `jax.shard_map`.
+    """One stage of a 1F1B pipeline. Its methods run inside `jax.shard_map`.
 
     In turn t, stage s runs microbatch t - s forward and microbatch t - 2 (stages - 1) + s backward. The last stage runs
     a microbatch backward in the turn of its forward pass. The first stages - 1 turns have no backward pass, and the
@@ -119,7 +132,10 @@ class _Stage:
         self._has_gradient = has_gradient
 
     def run(self, layers: Any, x: Any, rows: Any, parameters: Any, head_rows: Any) -> tuple[Any, Any]:
-        """Return the values of `head`, and the gradients of layers, stream, rows and parameters of `head`."""
+        """Run all turns. Returns the results of `head`, and the gradients of `layers`, `x`, `rows` and `parameters`.
+
+        The gradients of each argument are a list with one entry per leaf, or None for a leaf without a gradient.
+        """
         pipeline = self._pipeline
         stages, count, axis = pipeline.stages, pipeline.microbatches, pipeline.axis
         self._shard, self._stage_index = self._in_stage(), jax.lax.axis_index(axis)

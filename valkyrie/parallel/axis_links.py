@@ -43,7 +43,10 @@ class Factor(NamedTuple):
 
     @property
     def links(self) -> float:
-        """One-way links per chip: two in a ring, one in a line, divided by the `stride` factors that share them."""
+        """One-way links per chip: two in a ring and one in a line. 0 if the factor is not on the torus.
+
+        They are divided by `stride`, because that many rings or lines share them.
+        """
         return (2 if self.ring else 1) / self.stride if self.on in TORUS_AXES else 0.0
 
     @property
@@ -121,7 +124,7 @@ class Placement:
     """A placement of the axes of a mesh.
 
     Args:
-        factors: (axis number, size) from the slowest to the fastest varying.
+        factors: (index of a mesh axis, size) of each factor, from the slowest to the fastest varying over the devices.
         axes: Placement of each mesh axis.
     """
 
@@ -129,7 +132,7 @@ class Placement:
     axes: tuple[AxisPlacement, ...]
 
     def entries(self, names: Sequence[str], sizes: Sequence[int]) -> list[str]:
-        """Return the entries of `mesh.placement` for axes of these names and sizes."""
+        """Format the placement as entries of `mesh.placement`, for mesh axes with these names and sizes."""
         return placement_entries(
             [(names[axis], factor) for axis, factor in self.factors], dict(zip(names, sizes, strict=True))
         )
@@ -174,9 +177,10 @@ def close_rings(factors: Sequence[Factor], topology: Topology) -> tuple[Factor, 
 
 @cache
 def undominated_placements(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
-    """Return the placements of mesh axes on one slice, without those that another one equals or beats for every axis.
+    """Return the Pareto-optimal placements of mesh axes on one slice.
 
-    Compares links, links of a single ring, hops, and the number of hosts that an axis spans.
+    Drops every placement for which another one is at least as good for each mesh axis, in `links`, `ring_links`,
+    `hops` and `outer` of `AxisPlacement`. Only the first `MAX_PLACEMENTS` placements are compared.
 
     Args:
         sizes: Sizes of the mesh axes.

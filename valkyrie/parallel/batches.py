@@ -23,7 +23,9 @@ class BatchSizes(NamedTuple):
 def resolve_batches(
     batch: int, microbatches: int, seq: int, shards: int, batch_tokens: int | None, device_batch: int | None
 ) -> BatchSizes:
-    """Return the sequences and the number of microbatches of a batch.
+    """Convert `batch_tokens` to sequences and `device_batch` to a number of microbatches, if they are set.
+
+    If a setting is illegal, the result has the problem and the unconverted number.
 
     Args:
         batch: Sequences of the global batch, unless `batch_tokens` is set.

@@ -24,7 +24,7 @@ class AxisLinks:
         inner_rate: Bytes per second that a device sends over fast links.
         outer: Number of such groups of devices: slices, or hosts.
         outer_rate: Bytes per second that a device sends between groups.
-        hops: Number of links around the axis on the torus.
+        hops: Hops until data from one device has reached all others of the axis on the torus (`AxisPlacement.hops`).
         ring_rate: Rate of a single ring through all inner devices, which one axis of the torus limits.
     """
 
@@ -170,10 +170,10 @@ class Candidates:
         return elements
 
     def state_shard(self, spec: Parameter) -> np.ndarray:
-        """Return the number of elements of a parameter whose optimizer state is on one device.
+        """Return the number of elements of a parameter for which one device stores the optimizer state.
 
-        ZeRO-1 splits it over each free data axis, along the first dimension that the axis divides, as
-        `Layout.optimizer_axes` does.
+        Like `Layout.optimizer_axes`, ZeRO-1 splits the state over each data axis that does not split the parameter,
+        along the first dimension that is divisible by the axis.
         """
         elements = self.shard(spec, "stored")
         if not self.partition.zero1:
@@ -204,7 +204,10 @@ class Candidates:
 
     @property
     def in_flight(self) -> np.ndarray:
-        """`schedule.Pipeline.stored_microbatches` divided by the number of rounds. 1 without a pipeline."""
+        """Number of microbatches for which a stage stores the inputs of all its layers. 1 without a pipeline.
+
+        This is `Pipeline.stored_microbatches` divided by the rounds, because each round runs only a part of the layers.
+        """
         stages, microbatches = self.stages, self.microbatches
         if self.alternates:
             stored = np.minimum(2 * stages - 1, microbatches)

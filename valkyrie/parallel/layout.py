@@ -109,7 +109,7 @@ class Layout:
 
     @property
     def stage_layout(self) -> Layout:
-        """The layout within a stage of the pipeline. A stage has only its layers, but all rows of a microbatch."""
+        """The layout within a pipeline stage, where the pipeline's mesh axis splits neither `layers` nor the batch."""
         batch = tuple(axis for axis in self.activations[BATCH] if axis not in self.parameters[LAYERS])
         parameters, activations = {**self.parameters, LAYERS: ()}, {**self.activations, BATCH: batch}
         return replace(self, parameters=parameters, activations=activations)
@@ -213,13 +213,12 @@ def make_layout(
         mesh: Device mesh.
         partition: Rules that assign logical axes to mesh axes.
         arrays: Arrays of the model.
-        microbatches: Parts of the batch.
+        microbatches: Number of microbatches of a step.
         remat: Activations to save or offload.
         batch: Sequences of the global batch.
         seq: Tokens of a sequence.
         known_axes: Logical axes of all models, for which a partition may have rules.
-        nearest: Function that searches values of a problem's key that remove the problem and cause no other. None:
-            suggest the nearest multiples.
+        nearest: Searches legal values of a problem's config key (`Nearest`). None: suggest the nearest multiples.
         advise: Whether to search for legal values, which takes longer than finding the problems.
     """
     if problems := mesh.problems() + check_range("microbatches", microbatches, least=1):
@@ -276,10 +275,11 @@ def derive_layout(
 
 
 def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
-    """Replicate each axis in `Arrays.sharded_like` over the mesh axes that do not divide its length.
+    """Replicate axes in `Arrays.sharded_like` over mesh axes that do not divide their length, and note it.
 
-    This applies if the partition splits both axes in the same way. For example, key heads are replicated if there are
-    fewer key heads than devices over which the query heads are split.
+    Applies to an axis that has the same rule as its leading axis: drops mesh axes from the end of its rule until the
+    rest divides its length. For example, key heads follow the query heads, and are replicated if there are fewer of
+    them than devices over which the query heads are split.
     """
     notes = []
     for axis, leading in arrays.sharded_like.items():

@@ -65,7 +65,7 @@ class MeshConfig:
 
 
 def resized(mesh: MeshConfig, axis: str, size: int) -> MeshConfig:
-    """Return a mesh with another size of one axis, without a placement."""
+    """Return a copy of a mesh with another size of one axis, and no placement. The name stays the same."""
     if axis == SLICE_AXIS:
         return replace(mesh, slices=size, placement=None)
     position = AXIS_NAMES[-len(mesh.shape) :].index(axis)
@@ -98,9 +98,10 @@ def parse_mesh(name: str) -> MeshConfig:
 
 
 def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshConfig | None:
-    """Return the mesh of `TPU_MESH_CONFIG=4,4,2` and `TPU_AXIS_NAMES=data,model,fsdp`, or None if unset.
+    """Return the mesh of `TPU_MESH_CONFIG=4,4,2`, or None if this variable is unset.
 
-    Raises ValueError if the sizes are not numbers or do not match the names.
+    Fewer than three sizes are padded with 1. The roles in `TPU_AXIS_NAMES=data,model,fsdp` become `names`. Raises
+    ValueError if the sizes are not those of a mesh, or if there are more or fewer names than sizes.
     """
     sizes = environment.get("TPU_MESH_CONFIG")
     if not sizes:
@@ -129,8 +130,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
 
     Without a `placement`, `mesh_utils.create_device_mesh` places the axes on the torus, and
     `create_hybrid_device_mesh` places the slice axis across slices. Both split an axis of the torus if the mesh needs
-    it. Raises ValueError if there are too few devices, or if there is no `placement` and the devices are on several
-    slices, but not on `config.slices`.
+    it. Raises ValueError if there are too few devices, or if they span several slices, but not `config.slices`, and
+    there is no `placement`.
     """
     axes = config.axes
     mesh_devices = list(devices)[: config.size]

@@ -9,7 +9,10 @@ from valkyrie.problems import Problem, ProblemCode
 
 
 def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
-    """Return the problems of a target, or else of placing a mesh on it."""
+    """Return the problems of a target or, if it has none, of a mesh with other numbers of devices or slices.
+
+    A target without a number of devices fits every mesh.
+    """
     problems = target.problems()
     if problems or target.devices is None:
         return problems
@@ -34,7 +37,7 @@ def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
 
 
 def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
-    """Return the message for a mesh whose number of devices is not that of the target. Suggests a matching target."""
+    """Return the message for a mesh and a target with different numbers of devices. Suggests a matching target."""
     chips, per_chip = (target.chips or 0) * target.slices, target.chip.devices if target.chip else 1
     noun = "chips" if target.chip and per_chip == 1 else "devices"
     target_size = f"{chips} chips with {per_chip} JAX devices each" if per_chip > 1 else f"{chips} {noun}"
@@ -57,7 +60,10 @@ def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
 
 
 def _slices_hint(target: TargetConfig, mesh: MeshConfig) -> str:
-    """Suggest a target with the slices of the mesh. Empty if the number of slices already matches."""
+    """Return a sentence that suggests a target with as many slices as the mesh.
+
+    Empty if the mesh has one slice or already has as many as the target, or if there is no slice of that size.
+    """
     slice_size = mesh.size // mesh.slices
     resized = target.resized(slice_size) if target.topology and mesh.slices not in (1, target.slices) else None
     if resized is None:

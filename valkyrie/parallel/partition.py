@@ -35,8 +35,8 @@ class GradientSum(Enum):
     """The collective that sums the gradient of a parameter whose storage is split over data axes.
 
     `all_to_all`: each device receives its part from all others and adds the parts in float32. Parameters that tensor
-    parallelism also splits use `reduce_scatter`. `reduce_scatter`: the collective of the platform. `auto`: `all_to_all`
-    on chips whose compiler overlaps it with products (their options include `xla_tpu_enable_async_all_to_all`),
+    parallelism also splits use `reduce_scatter`. `reduce_scatter`: the compiler's reduce-scatter. `auto`: `all_to_all`
+    on chips with a compiler that overlaps it with matmuls (their options include `xla_tpu_enable_async_all_to_all`),
     `reduce_scatter` on others.
     """
 
@@ -62,10 +62,13 @@ class PartitionConfig:
     without that axis.
 
     Args:
-        default: Mesh axes of logical axes without a rule. Empty: such axes are not split.
+        default: Mesh axes that split logical axes without a rule, except `batch`, `seq` and `layers`. Empty: such axes
+            are not split.
         roles: Names for mesh axes, for use in rules. `TPU_AXIS_NAMES` can assign these names to other axes.
         zero1: Also split optimizer state over the data axes.
-        gradient_sum: Collective that sums split gradients.
+        gradient_sum: Collective that sums the gradients of parameters split over data axes.
+        parameter_memory: Where parameters are stored between steps.
+        optimizer_memory: Where optimizer state is stored between steps.
         schedule: Order of the pipeline along the mesh axis that splits `layers`.
         rounds: Groups of layers per stage under `schedule: circular`.
     """
@@ -184,7 +187,12 @@ def _expand(
 
 
 class RoleKind(Enum):
-    """Kind of parallelism along a mesh axis, or none (`idle`, or `unused` if it has one device)."""
+    """Kind of parallelism along a mesh axis.
+
+    DP: splits the batch. FSDP: the batch and parameters. MP1: heads, MLP, states or vocabulary (tensor parallelism).
+    MP2: only `embed`, the residual stream. SP: the sequence. PP: the layers. `idle`: nothing. `unused`: the mesh axis
+    has size 1.
+    """
 
     DP = "DP"
     FSDP = "FSDP"

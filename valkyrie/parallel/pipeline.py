@@ -31,12 +31,13 @@ InStage = Callable[[], Shard]
 def run_pipeline(
     pipeline: Pipeline, mesh: Any, in_stage: InStage, f: LayerFunction, layers: Any, x: Any, rows: Any
 ) -> Any:
-    """Apply `f` with each of `layers`, as `Shard.repeat` does, in stages along the pipeline's axis.
+    """Apply `f` once per layer, in stages along the pipeline's axis. Returns the stream after the last layer.
 
-    In turn t, stage s computes its layers for microbatch t - s and sends the result to the next stage (`ppermute`).
-    With `rounds` above 1, the last stage sends to the first until a microbatch has passed `rounds` times (circular). An
-    idle stage computes on some microbatch and the result is discarded. JAX reverses the scan over turns for the
-    backward pass, and saves its residuals for all microbatches (GPipe).
+    `f`, `layers`, `x` and `rows` are as in `Shard.repeat`. In turn t, stage s computes its layers for microbatch t - s
+    and sends the result to the next stage (`ppermute`). With `rounds` above 1, the last stage sends to the first until
+    each microbatch has passed all stages `rounds` times (circular schedule). An idle stage computes on an arbitrary
+    microbatch, and the result is discarded. JAX reverses the scan over turns for the backward pass, and saves its
+    residuals for all microbatches (GPipe).
     """
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, layers)
 
@@ -195,7 +196,10 @@ def update_slot(waiting: Any, new: Any, slot: Any, valid: Any) -> Any:
 
 
 def constrain_rows(shard: Shard, x: jax.Array, dimension: int) -> jax.Array:
-    """Shard rows, in this dimension, over the mesh axes of the batch. Call it inside a stage."""
+    """Shard dimension `dimension` of `x` over the mesh axes of the batch. Call it inside a stage.
+
+    The dimensions before it are replicated, and those after it unconstrained.
+    """
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - dimension - 1)
     spec = PartitionSpec(*[None] * dimension, shard.mesh_axes_of(BATCH) or None, *free)
     return jax.lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec))

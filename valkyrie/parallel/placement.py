@@ -33,7 +33,10 @@ SLICE_AXIS = "s"
 
 
 def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: str) -> list[Problem]:
-    """Return a list with the problem of a placement that does not match the axes of a mesh, or an empty list."""
+    """Check that the factors of a placement multiply to the axes of a mesh.
+
+    Returns one problem that lists all mistakes, or an empty list. `mesh` is the mesh's name, for the message.
+    """
     mistakes = []
     factors_by_axis: dict[str, list[int]] = {axis: [] for axis in axes}
     for entry in placement:
@@ -118,8 +121,8 @@ def find_placement(mesh: Any, topology: Topology) -> list[str] | None:
 def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
     """Return all distinct placements of mesh axes on a topology.
 
-    An axis `s` with the number of slices stays between the slices. Raises ValueError if mesh and topology have
-    different numbers of devices.
+    A mesh axis `s` with one position per slice is always placed between the slices. Raises ValueError if mesh and
+    topology have different numbers of devices.
     """
     if math.prod(axes.values()) != topology.devices:
         raise ValueError(

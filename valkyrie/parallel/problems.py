@@ -1,4 +1,4 @@
-"""Problems of layouts, and values of settings that remove them. Imports no JAX.
+"""Finds problems of layouts, and values of settings that remove them. Imports no JAX.
 
 `size_checks` works on one layout, or on all candidates of a search at once.
 """
@@ -24,9 +24,9 @@ Nearest = Callable[[Problem], list[int]]
 
 
 def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:
-    """Return whether a value of the problem's key makes all sizes divisible.
+    """Return whether all sizes that depend on the problem's config key are divisible by `problem.parts`.
 
-    `arrays`: Arrays of the model after the key is set to this value.
+    `value`: New value of the key. `arrays`: Arrays of the model with this value.
     """
     tensors = [*arrays.parameters, *arrays.activations]
     sizes = [n for t in tensors for n, key in zip(t.shape, t.keys, strict=True) if key == problem.key]
@@ -34,12 +34,13 @@ def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:
 
 
 def add_advice(problem: Problem, nearest: Nearest | None, sizes: Callable[[Problem], list[int]]) -> Problem:
-    """Add values that remove a problem.
+    """Return a problem with values of its config key and sizes of its mesh axis that remove it.
 
     Args:
-        problem: Problem of a layout. Problems that do not concern sizes are returned unchanged.
-        nearest: Function that searches values of the problem's key, or None to suggest the nearest multiples.
-        sizes: Function that searches sizes of the problem's mesh axis. Used only if the problem has exactly one.
+        problem: Problem of a layout. Returned unchanged unless it is about divisibility.
+        nearest: Searches values of the problem's key, or None to suggest the nearest multiples.
+        sizes: Searches sizes of the problem's mesh axis. Used only if there is exactly one such axis, and the key is
+            neither the batch nor the sequence length.
     """
     if problem.code not in INDIVISIBLE:
         return problem
@@ -67,7 +68,7 @@ def nearest_legal(value: int, parts: int, legal: Callable[[int], bool], least: i
 
 
 Sizes = Any
-"""An int of one layout, or an array with one entry per layout."""
+"""An int or bool for one layout, or an array with one entry per layout."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class SizeCheck:
 
 
 def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: int) -> Iterator[SizeCheck]:
-    """Yield all problems that layouts may have because of the sizes of their mesh axes."""
+    """Yield a check for each problem that the sizes of mesh axes can cause, with the layouts that have the problem."""
     partition, microbatches, rounds = layouts.partition, layouts.microbatches, layouts.partition.rounds
     batch_axes, seq_axes = layouts.activations[BATCH], layouts.activations[SEQ]
     layer_axes = layouts.parameters.get(LAYERS, ())
@@ -128,7 +129,11 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
 def _split_dimensions(
     layouts: Layout | Candidates, arrays: Arrays
 ) -> dict[tuple[str, int, str | None, tuple[str, ...]], tuple[list[str], list[str]]]:
-    """Group arrays with split dimensions by (logical axis, size, config key, rule). Returns their kinds and names."""
+    """Group the array dimensions that a rule splits by (logical axis, size, config key, rule).
+
+    The value of a group is two lists: `stored` for each parameter and `active` for each activation in the group, and
+    the names of these arrays.
+    """
     dimensions: dict[tuple[str, int, str | None, tuple[str, ...]], tuple[list[str], list[str]]] = {}
     stored = ("stored", arrays.parameters, layouts.parameters)
     for kind, tensors, rules in (stored, ("active", arrays.activations, layouts.activations)):

@@ -43,7 +43,11 @@ class RematConfig:
 
     @property
     def label(self) -> str:
-        """A short stable name: that of the shipped choice with these lists, or the names of the activations."""
+        """A short stable name, such as `full` or `save_down+out_offload_gate`.
+
+        This is the name of the config in `conf/remat` with these lists. If there is none, it lists the activations, or
+        is `custom_` and a hash if the list is too long.
+        """
         shipped = _shipped_lists()
         own_lists = (frozenset(self.save), frozenset(self.offload))
         if shipped.get(self.name, own_lists) == own_lists:
@@ -69,7 +73,7 @@ class RematConfig:
     def problems(self, names: Callable[[], Collection[str]]) -> list[Problem]:
         """Return the problems of the lists. `names` returns the model's activations, and is only called if needed.
 
-        Names in a shipped choice are always legal: they may belong to another model's blocks.
+        Names in `conf/remat` are always legal, because they may belong to another model's blocks.
         """
         shipped_names, problems = _shipped_names(), []
         for key, words in (("save", (ALL, PRODUCTS)), ("offload", ())):
@@ -95,12 +99,12 @@ EVERYTHING = RematConfig("none", [ALL])
 
 @cache
 def shipped_remats() -> tuple[str, ...]:
-    """Return the names of the choices in `conf/remat`."""
+    """Return the names of the configs in `conf/remat`."""
     return tuple(config_names("remat"))
 
 
 def load_remat(name: str) -> RematConfig:
-    """Load a choice of `conf/remat` by name."""
+    """Load a config in `conf/remat` by name."""
     return read_config("remat", name, RematConfig)
 
 

@@ -9,7 +9,10 @@ from valkyrie.parallel.partition import PipelineSchedule
 
 @dataclass(frozen=True)
 class PipelineRecord:
-    """A pipeline and its costs (see `Pipeline`), as run folders store it. `described` is for display only."""
+    """A pipeline and its costs, as stored in run folders. `kept` is `Pipeline.stored_microbatches`.
+
+    `described` is for display only.
+    """
 
     axis: str
     stages: int

@@ -122,7 +122,7 @@ class MeshShard:
         return self.layout.shards(axis)
 
     def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
-        """Apply `f` with each of `layers`, in one scan, or in a pipeline if a mesh axis splits them."""
+        """Apply `f` once per layer, then `head`, in one scan, or in a pipeline if a mesh axis splits the layers."""
         pipeline = self.layout.pipeline
         if pipeline is None:
             return apply_head(head, scan_layers(f, layers, x, rows, self), self)
@@ -151,7 +151,7 @@ class MeshShard:
             f: The function.
             in_axes: Logical axes of each argument, or None for a replicated one.
             out_axes: Logical axes of the result, or a list with those of each result.
-            checked: Whether `jax.shard_map` checks over which mesh axes results vary. None: except on TPUs.
+            checked: `check_vma` of `jax.shard_map`. None: True, except on TPUs.
         """
         activation = self.layout.activation_axes
         in_specs = tuple(PartitionSpec() if axes is None else to_spec(activation(axes)) for axes in in_axes)

@@ -1,4 +1,4 @@
-"""Slices, and meshes of their devices, to compile for or to compute positions. Needs no TPU."""
+"""JAX meshes of the devices of TPU slices, to compile for without a TPU, and the positions of these devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Slice(TargetConfig):
-    """A target whose devices can form JAX meshes to compile for, without a TPU."""
+    """A target that builds JAX meshes of its devices, to compile for without a TPU."""
 
     def __repr__(self) -> str:
         return f"<Slice {self.describe()}>"
