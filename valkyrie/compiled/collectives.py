@@ -98,8 +98,9 @@ class Collective:
         bytes_sent: Bytes that one device sends.
         full_bytes: Bytes of a group's whole array, as in `payload`. For a permute and for collectives between slices,
             the bytes of one device's operand.
-        groups: Positions of the members in the flattened device list of the mesh or of one slice, or None.
-        pairs: (source, target) positions of a permute, or None for other collectives.
+        groups: Indices [groups, members] into the flattened devices of the mesh or of one slice; None for a permute and
+            for collectives between slices.
+        pairs: (source, target) indices [pairs, 2] of a permute, or None for other collectives.
         slices: Number of slices for a collective between slices, else None.
         config: Backend configuration, which may name the compiler's algorithm.
     """
@@ -184,7 +185,7 @@ class Collectives:
 
         Args:
             instruction: The collective.
-            kind: Kind to use instead of that of the opcode, for a fusion that changes it.
+            kind: Kind to use instead of the opcode's, for a fusion that changes it (`fused_kind`).
             within: Surrounding operation. Provides `op_name` and `source` if the instruction has none.
         """
         key = f"{instruction.name}/{kind}"
@@ -304,7 +305,10 @@ def wrapped_collectives(target: str, computation: Computation) -> list[Instructi
 
 
 def fused_kind(fusion: Instruction, inner: Instruction) -> str:
-    """Return the kind of a fused collective. An all-reduce is a reduce-scatter if the fusion returns a part of it."""
+    """Return the kind of a collective `inner` in a fusion.
+
+    An all-reduce is a reduce-scatter if the fusion returns only a part of its result.
+    """
     kind = collective_kind(inner.opcode)
     returned = max((leaf.elements for leaf in fusion.shape.leaves), default=0)
     whole = max((o.shape.elements for o in inner.operands), default=0)
@@ -314,6 +318,7 @@ def fused_kind(fusion: Instruction, inner: Instruction) -> str:
 def traffic(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
     """Sum the collectives of a program on one device, for any backend, most bytes first.
 
+    A loop counts as one iteration if its trip count is unknown, and each branch of a conditional as equally likely.
     Seconds and torus axes are left empty.
 
     Args:

@@ -1,7 +1,8 @@
 """Reads dumped modules, as HLO text or as a proto, and rejects those that cannot be replayed.
 
 XLA writes these files with `--xla_dump_to`: `*.after_optimizations.txt` or, with `--xla_dump_hlo_as_proto`,
-`*.after_optimizations.hlo.pb`, which also has the memory. The text of `compiled.as_text()` works as well.
+`*.after_optimizations.hlo.pb`, which also has the buffer assignment, and thus the memory of the program. The text of
+`compiled.as_text()` works as well.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HOW_TO_DUMP = (
 )
 """How to dump the scheduled module of any JAX program."""
 MAX_BYTES = 2 * 2**30
-"""Bytes of the largest file that is read. A proto has at most 2 GiB, and the text of a large model some hundred MiB."""
+"""Maximum size of a file in bytes. Protos are limited to 2 GiB; the HLO text of a large model has a few hundred MiB."""
 _REPLICAS = re.compile(r"replica_count=(\d+)")
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _ENTRY = re.compile(r"^\s*ENTRY\b", re.MULTILINE)
@@ -35,7 +36,7 @@ _GPU_TARGETS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
 _CMEM = 3
 """ID of the memory space CMEM, which only v4 chips have."""
 _LARGE_PRODUCT_FLOPS = 1e9
-"""FLOPs of the smallest matrix product whose rate is compared with a chip's peak."""
+"""Minimum FLOPs of the matrix products that are compared with a chip's peak."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _read_text(path: Path, text: str) -> tuple[Module, int | None, ProgramMemory
 
 
 def _parser_detail(error: Exception) -> str:
-    """Return the first line of a parser's error that has a detail, as the end of a sentence, or an empty string."""
+    """Return the first informative line of a parser's error as `: line`, or an empty string if there is none."""
     lines = [line.strip() for line in str(error).splitlines()]
     detail = next((line for line in lines if line and not line.endswith(":")), "")
     return f": {detail[:200].rstrip('.')}" if detail else ""

@@ -44,7 +44,7 @@ def _convolution(instruction: Instruction) -> float:
 
 
 def _valid_positions(window: Any, size: int, out: int) -> int:
-    """Count the pairs of an output and a window position that do not fall on padding, in one dimension."""
+    """Count the (output, window position) pairs that read an input element, not padding, along one dimension."""
     taps = np.arange(window.size)
     stride, dilation = max(window.stride, 1), max(window.base_dilation, 1)
     first = taps * max(window.window_dilation, 1) - window.padding_low

@@ -69,7 +69,17 @@ _MODELS_PATH = "valkyrie/models/"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dtype, dimensions and memory space of an array, or a tuple of shapes (`parts`)."""
+    """Dtype, dimensions, layout and memory space of an array, or a tuple of shapes (`parts`).
+
+    Args:
+        dtype: XLA's name of the dtype (`bf16`), `tuple`, or `other`.
+        dims: Sizes of the dimensions.
+        bits: Bits of an element; 0 for tuples and tokens.
+        memory: ID of the memory space (`HBM`, `HOST`).
+        tile: Tile of the layout; its last size applies to the most minor dimension.
+        minor_to_major: Dimensions from the fastest to the slowest varying in memory.
+        parts: Shapes of the elements of a tuple; empty for arrays.
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -169,7 +179,7 @@ class Module:
         partitions: Number of devices that it was compiled for, 1 if unknown.
         scheduled: Whether instructions are in execution order.
         assigned: Number of devices in its device assignment, or None if it has none.
-        replicas: Copies of the program on further devices (`jax.pmap`).
+        replicas: Number of replicas (`jax.pmap`).
     """
 
     name: str

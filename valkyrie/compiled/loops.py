@@ -122,7 +122,7 @@ def _enclosing_loop(parameter: Instruction) -> Instruction | None:
 
 
 def _copied_from(instruction: Instruction) -> Instruction | None:
-    """Return the instruction with the same value one step back, or None if this one computes a new value."""
+    """Return the instruction that this one forwards without a change, or None if it computes a new value."""
     opcode = instruction.opcode
     if opcode in _PASS_THROUGH:
         return instruction.operands[0]

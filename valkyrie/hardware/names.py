@@ -61,7 +61,7 @@ def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), fil
 
 
 def example_slice(chip: ChipConfig) -> TargetConfig:
-    """Return a small slice of a chip: the one named `CHIP-8` if it exists."""
+    """Return a small slice of a chip as an example: `CHIP-8` if it exists, otherwise one of a similar size."""
     shape = (
         chip.slices.default_shape(8 // chip.units_in_name) or chip.slices.nearest(Fraction(8, chip.units_in_name))[-1]
     )

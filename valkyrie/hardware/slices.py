@@ -1,4 +1,4 @@
-"""TPU slices: the shapes that exist for each chip, the default shape of a number of chips, hosts, and rings.
+"""TPU slices: the shapes that exist for each chip, the default shape for a number of chips, hosts, and rings.
 
 Source of the shapes: cloud.google.com/tpu/docs/v4, /v5p and /tpu7x (`4i x 4j x 4k`, and the shapes below a cube), /v5e
 and /v6e (2-D). Source of the default shapes: cloud.google.com/tpu/docs/types-topologies, "the default topology
@@ -74,7 +74,7 @@ class Slices:
         wrap: Rule for shapes and rings.
         largest: Chips of the largest slice, or None if unlimited.
         host_bounds: Chips of a host along each axis; empty if one host has all chips.
-        single_host: Chips that a host may have if it is the only one (v5e: 8, not 4).
+        single_host: Chips of the largest slice on a single host, if it exceeds `host_bounds` (v5e: 8 instead of 4).
         twists: Slices of n x n x 2n and n x 2n x 2n chips also come as twisted tori.
     """
 
@@ -104,7 +104,7 @@ class Slices:
         )
 
     def size_rule(self, chips: int) -> str:
-        """Return the rule on sizes and shapes, as text for a message: the largest size if `chips` exceeds it."""
+        """Return the allowed shapes as text for an error message, or the largest size if `chips` exceeds it."""
         if self.largest is not None and chips > self.largest:
             return f"the largest slice has {self.largest} chips, and this one would have {chips}"
         side = self.wrap.side
@@ -149,16 +149,16 @@ class Slices:
         )
 
     def nearest(self, chips: int | Fraction) -> list[SliceShape]:
-        """Return the next smaller and the next larger slice than this number of chips, if they exist."""
+        """Return the shapes of the largest slice with fewer chips and of the smallest with more, if they exist."""
         largest = self.largest or self.wrap.largest or math.ceil(chips) + math.prod(self.host_bounds)
         below = (self.default_shape(n) for n in range(min(math.ceil(chips) - 1, largest), 0, -1))
         above = (self.default_shape(n) for n in range(math.floor(chips) + 1, largest + 1))
         return [shape for sizes in (below, above) if (shape := next(filter(None, sizes), None))]
 
     def nearest_to(self, shape: SliceShape) -> list[SliceShape]:
-        """Return the slices most similar to a shape: one of the same, of the next smaller and of the next larger size.
+        """Return up to three existing shapes most similar to `shape`, which is itself excluded.
 
-        Sizes without another slice are left out.
+        These have the same number of chips, the next smaller number and the next larger one.
         """
         chips, sides = math.prod(shape), [math.log(side) for side in sorted(shape)]
 

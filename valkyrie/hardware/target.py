@@ -67,7 +67,8 @@ class ChipConfig:
 
     Args:
         peak_tflops: Dense TFLOP/s by dtype.
-        hbm_gib: Memory in GiB, of which the compiler leaves `usable_hbm_gib` to a program.
+        hbm_gib: Memory in GiB.
+        usable_hbm_gib: Part of `hbm_gib` that the compiler leaves to a program.
         hbm_gbs: Memory bandwidth in GB/s.
         clock_ghz: Clock of the matrix units.
         devices: JAX devices in a chip.
@@ -82,13 +83,14 @@ class ChipConfig:
             proportionally more.
         switch_gbs: GB/s one way from a chip to the others of its host through a switch (NVLink).
         max_chips: Chips of the largest slice.
-        units_in_name: Units in a chip that the N of a name like `v4-N` counts (v4: two cores).
+        units_in_name: Units per chip that the N of a name like `v4-N` counts (2 for v4, where N counts cores).
         aliases: Other prefixes of such names (`v5litepod-N`).
         cores: TensorCores of one JAX device, which share the grid of a Pallas kernel.
         host_gbs: One-way GB/s between device and host memory over PCIe. The default is gen 4 x8, used up to v5p
             (scaling book).
         splash_bundles: Costs of the kernels `forward`, `dkv_dq`, `dkv` and `dq`; without any, those of v5p are used.
-        rented_as: Names at clouds: `tpu_vm_type` and `tpu_vm_runtime` (Google's TPU VMs), `gke`, `skypilot`.
+        rented_as: Names of the chip in clouds: `tpu_vm_type` and `tpu_vm_runtime` (Google's TPU VMs), `gke`,
+            `skypilot`.
         usd_per_hour: Price on demand; `spot_usd_per_hour` for interruptible chips. Users set both.
         compiler_name: libtpu's name of the chip, with the `compiler_options` that select it.
         xla_options: Compiler options of a step; null removes an option.
@@ -147,7 +149,7 @@ class ChipConfig:
         return Slices(self.ici_axes, Wrap.parse(self.wrap), self.max_chips, bounds, self.single_host_chips, self.twists)
 
     def problems(self) -> list[Problem]:
-        """Return every contradiction in its figures."""
+        """Return a problem for each setting that is illegal or contradicts another."""
         if invalid := platform_problems("target.chip.platform", self.platform):
             return invalid
         problems = []
@@ -200,7 +202,9 @@ class TargetConfig:
     """The requested hardware. `auto` uses the devices of this machine.
 
     Args:
-        topology: Physical torus (`4x4x2`). It determines `chips`, and `hosts` too if `chips` changes.
+        chips: Chips of one slice, or null if unknown (`auto`).
+        topology: Physical torus (`4x4x2`). If its number of chips differs from `chips`, it overrides `chips` and
+            `hosts`.
         hosts: Hosts of a slice.
         slices: Slices joined by the data-centre network.
     """
@@ -296,7 +300,10 @@ class TargetConfig:
         )
 
     def resized(self, devices: int) -> TargetConfig | None:
-        """Return the default slice of the same chip with this number of devices, or None if there is none."""
+        """Return the default slice of the same chip with this number of devices, or None if there is none.
+
+        For the CPU, returns a target with this number of simulated devices.
+        """
         if self.chip is None:
             return simulated_target(devices) if get_platform(self.platform).runs_on_host else None
         chips, remainder = divmod(devices, self.chip.devices)
@@ -304,7 +311,10 @@ class TargetConfig:
         return None if shape is None else make_slice(self.chip, shape)
 
     def nearest(self, devices: int) -> list[TargetConfig]:
-        """Return the next smaller and the next larger slice of the same chip."""
+        """Return the largest slice of the same chip with fewer devices, and the smallest with more, if they exist.
+
+        Empty if the target has no chip.
+        """
         if self.chip is None:
             return []
         return [
@@ -397,7 +407,7 @@ class Topology:
 
     @property
     def shifts(self) -> tuple[tuple[int, ...], ...]:
-        """Shift along all axes, in chips, for a step past the end of each axis.
+        """For each axis, the shift of all coordinates, in chips, by a step past the end of that axis.
 
         Twisted tori of n x n x 2n and n x 2n x 2n chips: Camara et al., "Twisted torus topologies for enhanced
         interconnection networks" (2010), as in the TPU v4 paper (arXiv 2304.01433, section 2.8).
@@ -408,10 +418,10 @@ class Topology:
         return tuple(long_shift if length == shortest else no_shift for length in self.shape)
 
     def closes(self, axis: int, cover: Mapping[int, tuple[int, int]]) -> bool:
-        """Return whether positions around an axis form a ring together with the positions on the other axes.
+        """Return whether a mesh axis that spans torus axis `axis` closes into a ring there.
 
-        `cover`: (number of positions, stride) by axis. On a twisted torus, a step past the end of an axis changes the
-        positions on the longer axes, so that those must be covered too.
+        `cover`: (number of positions, stride) of the mesh axis by torus axis. On a twisted torus, a step past the end
+        of `axis` also shifts the coordinates on the longer axes, so the mesh axis must cover these too.
         """
         shifts = enumerate(self.shifts[axis])
         return all(

@@ -1,4 +1,4 @@
-"""Cost of a Pallas kernel: its cost estimate if it states one, otherwise from its blocks and shapes."""
+"""Cost of a Pallas kernel: its own cost estimate, a model of splash attention, or its HBM traffic alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ class KernelCost:
 
 
 def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
-    """Return the cost of a `tpu_custom_call`, with a note about assumptions."""
+    """Return the cost of a `tpu_custom_call`, with a note about assumptions.
+
+    Uses the kernel's `cost_estimate` if it has one, else a model of splash attention (`_splash_cost`). For other
+    kernels, only the HBM traffic is known: `flops` is 0.
+    """
     hbm_traffic = hbm_bytes(instruction)
     config = instruction.config.get("custom_call_config", {})
     estimate = config.get("cost_estimate")

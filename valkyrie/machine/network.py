@@ -301,7 +301,10 @@ def _links(axis: str) -> tuple[str, str]:
 
 
 def _at_achieved_rate(kind: str, traffic: LinkTraffic) -> LinkTraffic:
-    """Lengthen the transfers to the rate that links reach in practice. `busy` of the network between slices is kept."""
+    """Divide transfer times by the share of the ICI bandwidth that is reached in practice (`ICI_EFFICIENCY`).
+
+    The latency, and `busy` of the network between slices, do not change.
+    """
     efficiency = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
     busy = {axis: seconds / (1.0 if axis == DCN else efficiency) for axis, seconds in traffic.busy.items()}
     transfer = (traffic.seconds - traffic.latency) / efficiency

@@ -39,7 +39,7 @@ _FREE_TARGETS = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"
 _KERNEL = "tpu_custom_call"
 _UPDATE = "dynamic-update-slice"
 _SCALAR_BYTES = 4096
-"""Smaller operations without an estimate run on the scalar unit and are not counted."""
+"""Operations with a smaller result and no estimate are assumed to run on the scalar unit and to take no time."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class OpCost:
 
 
 class OpCosts:
-    """Costs of the operations of a module on a chip."""
+    """Computes the costs of instructions on a chip. The keys of `notes` are the assumptions made so far."""
 
     def __init__(self, chip: ChipConfig) -> None:
         if chip.clock_ghz is None or chip.hbm_gbs is None:
@@ -77,7 +77,10 @@ class OpCosts:
         return self._cache[instruction]
 
     def background_cost(self, instruction: Instruction) -> tuple[float, str]:
-        """Return the seconds that an asynchronous operation takes alone, and the link that it uses ("" for none)."""
+        """Return the seconds that an asynchronous operation takes alone, and the link that it occupies.
+
+        The link is `HBM`, `to host`, `from host`, or empty for operations other than copies.
+        """
         if instruction.opcode == "copy-start":
             target, source = instruction.shape.leaves[:2]
             if HOST in (target.memory, source.memory):

@@ -68,10 +68,10 @@ class Replay:
     Args:
         step_s: Predicted duration of the step.
         parts: Disjoint parts of the step, which sum to `step_s`.
-        flops: FLOPs of products on the device.
+        flops: FLOPs of matrix products on the device.
         sending_s: Seconds during which any collective was in flight.
-        collectives: All collectives, by bytes sent.
-        costs: All operations, by seconds.
+        collectives: All collectives, most bytes sent first.
+        costs: All operations, longest first.
         spans: The timeline, with the first and the last iteration of each loop.
         notes: Assumptions that were necessary for this module.
         correction: Factor by which the times were multiplied after the replay.
@@ -274,7 +274,11 @@ class _Replayer:
         self._wait(transfer)
 
     def _host_message(self, instruction: Instruction) -> None:
-        """Replay a message to the host. A collective between slices starts with `send` and ends with `recv-done`."""
+        """Replay a send or receive between device and host.
+
+        Collectives between slices run in the host's runtime: `send` starts one, and `recv-done` waits for it. All other
+        messages, such as callbacks, are assumed to take no time.
+        """
         key = instruction.attributes.get("_xla_host_transfer_rendezvous", instruction.name)
         if is_between_slices(instruction):
             self._sends[key] = self._begin_transfer(instruction.name, self._collectives.between_slices(instruction))

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import TimelineSpan
 
 COMPUTE, COPIES = "compute", "copies"
-"""Tracks above and below those of collectives."""
+"""Names of the first and the last track. The tracks of collectives are in between, named by their mesh axes."""
 
 _MICROSECONDS = 1e6
 
 
 class TraceEvent(TypedDict, total=False):
-    """An event of the format. `ts` and `dur` are in microseconds."""
+    """A Chrome trace event. `ts` and `dur` are in microseconds."""
 
     ph: str
     pid: int
@@ -37,17 +37,19 @@ class TraceEvent(TypedDict, total=False):
 
 
 def write_timeline(path: Path, spans: Sequence[TimelineSpan], title: str, elsewhere: str | None = None) -> None:
-    """Write the spans of a replayed step as `timeline.json`.
+    """Write the spans of a replayed step to a JSON file of Chrome trace events.
 
-    `title` names the process in the viewer. `elsewhere` is the setting that selects another path (`disk_errors`).
+    `title` names the process in the viewer. `elsewhere` is the setting that selects another path, for the message of a
+    DiskError.
     """
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(spans, title)}) + "\n"
     write_atomic(path, text, elsewhere)
 
 
 def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[TraceEvent]:
-    """Return trace events, after the events that name the process and the tracks. Times count from the step's start.
+    """Return the Chrome trace events of `spans`, after metadata events that name the process and its tracks.
 
+    Times are relative to the start of the step.
     Events of one track never overlap: if two collectives over the same axes are in flight, the later one goes to
     another track of that name.
     """

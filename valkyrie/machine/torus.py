@@ -22,8 +22,8 @@ class Crossings:
     """Load of the links of one torus axis.
 
     Args:
-        loads: Number of messages that cross each link, [descending and ascending, slice, *coordinates]. A single entry
-            for the cores of a chip.
+        loads: Number of messages that cross each link, of shape (2, slices, *torus): first the descending direction,
+            then the ascending one. For the cores of a chip, a single entry: messages per sender.
         hops: Hops of the longest route.
         share: Messages per sender that use the axis.
     """
@@ -60,7 +60,7 @@ class Dimension:
         axis: Name of the torus axis.
         size: Members along it.
         load: Bytes over its busiest link, per byte that a member sends.
-        hops: Hops of a ring.
+        hops: Hops to the farthest member: half of a ring, or the whole line. 0 for the cores of a chip.
     """
 
     axis: str
@@ -70,7 +70,7 @@ class Dimension:
 
 
 class Torus:
-    """The links between devices at these positions. Groups refer to devices by index."""
+    """The links between devices on a torus. Groups, [groups, members], refer to devices by index in `positions`."""
 
     def __init__(self, topology: Topology, positions: Sequence[Position]) -> None:
         self._shape = topology.shape
@@ -131,14 +131,15 @@ class Torus:
     def crossings(
         self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None = None
     ) -> dict[str, Crossings]:
-        """Return the load of each axis by one message from each source to its target.
+        """Return the load of each torus axis if every source sends one message to its target.
 
         Chips of different slices have separate links.
 
         Args:
             source: Index of the sending device of each message.
             target: Index of the receiving device.
-            sense: Direction (+1 or -1) of each message if its target is halfway round a ring.
+            sense: Direction (+1 or -1) of each message with several shortest routes, such as halfway round a ring. None
+                balances the directions.
         """
         by_axis: dict[str, Crossings] = {}
         senders = max(len(np.unique(source)), 1)
@@ -198,7 +199,7 @@ class Torus:
         return message, routes[message, route], 1.0 / is_shortest.sum(axis=1)[message]
 
     def _join_lines(self, lines: np.ndarray, d: int) -> np.ndarray:
-        """Return rings of two lines each along an axis of a twisted torus: past the end of one, the other begins."""
+        """Join pairs of lines along axis `d` of a twisted torus into rings: past the end of one, the other begins."""
         device = {
             tuple(coords): index for index, coords in zip(lines.ravel(), self._coords[lines.ravel()], strict=True)
         }

@@ -47,12 +47,13 @@ class Platform(ABC):
             programs that are too large.
         peak_has_code: The result of `peak_bytes` includes the program's code.
         has_estimate_errors: Errors of the memory estimate were measured (`valkyrie.train.memory`).
-        replay: Name in `valkyrie.search.compile.replayed.REPLAYS` of the reader of compiled costs, or None.
+        replay: Key in `valkyrie.search.compile.replayed.REPLAYS` of the function that replays its compiled programs, or
+            None.
         attention: Its attention kernel in `valkyrie.ops.attention`, or None.
         scan: Default of `valkyrie.ops.scan.ScanImpl`, or None.
         runs_pallas_tpu: Runs Pallas kernels for TPUs; other platforms interpret them.
         rotates_by_product: A matrix product is the fastest way to swap the halves of a vector.
-        lanes: Length to whose multiples the head dimension of attention is padded in memory and in products.
+        lanes: The head dimension of attention is padded to a multiple of this, in memory and in matrix products.
     """
 
     name: str
@@ -90,7 +91,7 @@ class Platform(ABC):
         return self.runs_on_host
 
     def missing_compiler(self, target: TargetConfig) -> str | None:
-        """Return a message that names what to install to compile for a target, or None if nothing is missing."""
+        """Return a message with how to install the compiler for a target, or None if it is not missing."""
         return None
 
     def compile_environment(self) -> Mapping[str, str]:
@@ -148,7 +149,7 @@ def resting_bytes(sizes: Any) -> int:
 
 @cache
 def platforms() -> tuple[Platform, ...]:
-    """Return every platform, by name."""
+    """Return all platforms, sorted by name."""
     platforms = (import_module(f"{__name__}.{module.name}").PLATFORM for module in iter_modules(__path__))
     return tuple(sorted(platforms, key=lambda platform: platform.name))
 
@@ -163,7 +164,7 @@ def get_platform(name: str) -> Platform:
 
 
 def platform_problems(key: str, name: str) -> list[Problem]:
-    """Return a list with the problem of a config key that names an unknown platform, or an empty list."""
+    """Check that `name`, the value of config key `key`, is a platform. Returns one problem, or an empty list."""
     names = [platform.name for platform in platforms()]
     text = f"{key}={name} is unknown. Known platforms: {', '.join(names)}."
     return [] if name in names else [Problem(ProblemCode.unknown_name, key, name, text)]
