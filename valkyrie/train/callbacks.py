@@ -26,7 +26,7 @@ from valkyrie.train.state import TrainState
 
 
 class DivergedError(RuntimeError):
-    """The loss or a gradient is not finite. The message names the step and the first parameter with such a gradient."""
+    """The loss or the gradient norm is NaN or infinite. The message names the first parameter with such a gradient."""
 
 
 class FolderGoneError(RuntimeError):
@@ -40,12 +40,12 @@ class Progress:
     Args:
         start: Step of the checkpoint that this process continues from, 0 for a new run.
         step: Last step that callbacks have seen. The next one may be running already.
-        state: Newest state. In `on_metrics` it is usually that after the next step.
-        facts: Entries of the summary that are not about steps.
+        state: Newest train state. In `on_metrics` it is usually one step ahead of the metrics.
+        facts: Other entries of the summary, such as `compile_s` and the rates of code evaluations.
         evaluation: Newest value of every evaluation metric.
         evaluated: Step of the last evaluation, or None.
         stopping: Whether the training saves and ends after this step.
-        end: How the training ended, or None while it runs.
+        end: How the training ended (`goodput.FINISHED`, `STOPPED` or `PREEMPTED`), or None while it runs.
     """
 
     program: StepProgram
@@ -68,16 +68,16 @@ class Progress:
         return self.step >= self.program.run.config.steps
 
     def is_multiple_of(self, every: int | None) -> bool:
-        """Return whether the step is a multiple of `every` (None: never)."""
+        """Return whether the step is a multiple of `every`. False if `every` is None."""
         return every is not None and self.step % every == 0
 
     def warn(self, trouble: str | None) -> None:
-        """Print a warning, if there is one."""
+        """Print `trouble` as a warning, unless it is None or empty."""
         if trouble:
             self.screen.say(trouble, style="yellow")
 
     def log(self, record: dict[str, float] | dict[str, str]) -> None:
-        """Log additional values of this step with the tracker."""
+        """Log additional values of this step to `metrics.jsonl` and W&B."""
         self.warn(self.tracker.log(record, self.step))
 
     def summary(self) -> dict[str, Any]:
@@ -95,8 +95,8 @@ class StepMetrics(NamedTuple):
     """Metrics of a finished step.
 
     Args:
-        values: Results of the step, on the host.
-        record: Scalars among them, and the rates.
+        values: Metrics that the step returned, as NumPy arrays by name.
+        record: The scalars in `values`, and the rates from `Meter.rates`.
         logged: Whether this step is logged and printed.
     """
 
@@ -284,7 +284,7 @@ class Sample(Callback):
 
 @dataclass
 class EvaluateCode(Callback):
-    """Tests code that the model writes, every `code_eval_every` steps. Gives up if `stopped` returns true."""
+    """Evaluates the model on coding problems every `code_eval_every` steps, until `stopped` returns true."""
 
     evaluation: CodeEvaluation
     stopped: Callable[[], bool]

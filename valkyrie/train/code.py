@@ -1,4 +1,4 @@
-"""Code evaluation: the model completes functions, and process 0 runs their tests. Results are rates and a table."""
+"""Code evaluation: the model completes functions, and process 0 compiles them and runs their tests."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class CodeEvaluation:
     def __call__(
         self, parameters: Any, step: int, folder: Path, stopped: Callable[[], bool] = lambda: False
     ) -> tuple[dict[str, float], str]:
-        """Return (rates, a line about them) and write `code_eval.json`, with every completion, to the folder.
+        """Evaluate the parameters and write every completion to `code_eval.json` in `folder`.
 
-        The rates are empty on processes that do not judge, if `stopped` returns true, or if the sandbox fails.
+        Returns the metrics (see `judge.summary`) and a one-line description. The metrics are empty on processes other
+        than the first, if `stopped` returns true, or if the sandbox fails.
         """
         if self._device is not None:
             parameters = jax.device_put(parameters, self._device)
@@ -78,7 +79,10 @@ class CodeEvaluation:
         started_at: float,
         stopped: Callable[[], bool],
     ) -> tuple[dict[str, float], str]:
-        """Judge completions whose sampling began at `started_at`. Returns (rates, a line about them)."""
+        """Judge the completions `texts` (None if sampling was stopped) and write the results to `folder`.
+
+        Returns the metrics and a one-line description. `started_at` is the `time.monotonic` at which sampling began.
+        """
         sampled_at, config = time.monotonic(), self.config
         limits = Limits(config.time_s, config.memory_mib, config.sandbox)
         try:
@@ -95,7 +99,7 @@ class CodeEvaluation:
         return rates, f"step {step}: {describe(rates)}{unwritten}"
 
     def _write(self, folder: Path, step: int, rates: dict[str, float], seconds: dict[str, float]) -> str:
-        """Write `code_eval.json`. If that fails, returns the error message in parentheses, else an empty text."""
+        """Write `code_eval.json`. If that fails, returns the error message in parentheses, else an empty string."""
         settings = {key: getattr(self.config, key) for key in ("problems", "samples", "tokens", "temperature", "top_k")}
         values = {"step": step, **settings, **seconds, "rates": rates, "completions": encode(self.results)}
         try:

@@ -36,7 +36,7 @@ class StepExecutable(NamedTuple):
     hbm_gib: float | None
 
     def traffic(self, mesh: AnyMesh, say: Callable[[str], object]) -> Communication | None:
-        """Return the bytes that a device sends in a step. If they cannot be read, print why with `say`; return None."""
+        """Return the bytes that a device sends per step, or None after reporting with `say` why they cannot be read."""
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
             return sum_communication(traffic(parse(serialised_module(self.program)), axes))
@@ -48,7 +48,7 @@ class StepExecutable(NamedTuple):
 def compile_step(program: StepProgram) -> StepExecutable:
     """Compile the step.
 
-    Under `debug=nans`, the result calls the jitted function instead, because JAX can rerun it op by op to find the NaN.
+    Under `debug=nans`, `advance` calls the jitted function instead, which JAX can rerun op by op to find the NaN.
     """
     began = time.perf_counter()
     compiled = program.compile_step()
@@ -63,7 +63,10 @@ def _peak_bytes(compiled: jax.stages.Compiled, backend: str) -> int | None:
 
 
 def _with_nan_checks(step: Any) -> Any:
-    """Wrap a step so that it runs under `jax.debug_nans`. Leaving any such context resets the global setting."""
+    """Wrap a step so that it runs under `jax.debug_nans`.
+
+    The global setting does not suffice, because leaving any `jax.debug_nans` context resets it.
+    """
 
     def advance(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         with jax.debug_nans(True):

@@ -1,4 +1,4 @@
-"""Texts that several commands generate together: their tokens and the model's state, saved in the run folder."""
+"""Generated texts that later commands can extend (`mode.keep`), saved in the run folder with the model's state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Text:
 
     Args:
         ids: Tokens so far, BOS first.
-        prompt: Text that it begins with.
+        prompt: The prompt it began with.
         read: Number of tokens that `state` includes.
         step: Step of the checkpoint that generates it.
         ended: Whether the model has sampled the end of the document.
@@ -39,17 +39,17 @@ class Text:
     state: Any = field(default=None, repr=False)
 
     def bytes(self, tokenizer: Tokenizer) -> bytes:
-        """Return its UTF-8 bytes, which may end within a character."""
+        """Return the text as UTF-8 bytes. The last character may be incomplete."""
         return tokenizer.decode_bytes(self.ids[1:])
 
     def append(self, tokenizer: Tokenizer, prompt: str) -> None:
-        """Append text for the model to read."""
+        """Append the tokens of `prompt`, for the model to read next. A document that had ended continues."""
         new_ids = [int(i) for i in tokenizer.encode_ordinary(prompt)]
         self.ids += new_ids
         self.ended = self.ended and not new_ids
 
     def reread(self, step: int) -> Text:
-        """Return the same text, to be read from the start by the model of another checkpoint."""
+        """Return the text without its state, so that the checkpoint at `step` reads it from the start."""
         return Text(self.ids, self.prompt, step=step, ended=self.ended)
 
     def append_token(self, token: int, tokenizer: Tokenizer) -> bool:
@@ -68,7 +68,10 @@ def begin_text(tokenizer: Tokenizer, prompt: str, step: int = 0) -> Text:
 
 
 def save_text(text: Text, path: Path, *, writes: bool = True) -> None:
-    """Write a text and its state atomically. Every process must call this; only the one with `writes` writes."""
+    """Write a text and its state atomically.
+
+    All processes must call this, because it gathers the state. Only processes with `writes` write the file.
+    """
     from jax.experimental.multihost_utils import process_allgather
 
     metadata = {name: getattr(text, name) for name in _METADATA_FIELDS}
@@ -83,7 +86,7 @@ def save_text(text: Text, path: Path, *, writes: bool = True) -> None:
 
 
 def load_text(path: Path, template: Any) -> Text:
-    """Return a saved text, with its state in the dtypes of `template`, a state of the same model.
+    """Load a text. `template` is a streaming state of the same model, or its shapes and dtypes.
 
     Raises ValueError if the file is damaged or from another model.
     """

@@ -64,12 +64,12 @@ class Devices:
 
 
 def missing_devices(run: Run) -> list[Problem]:
-    """Return the problems of running on this machine: those of the environment or, if it has none, of the devices."""
+    """Return the problems with the environment variables or, if there are none, with the devices of this machine."""
     return environment_problems() or device_problems(run)
 
 
 def environment_problems() -> list[Problem]:
-    """Return the problem of `XLA_FLAGS` or `JAX_DISABLE_JIT`. Imports no JAX."""
+    """Check `XLA_FLAGS` and `JAX_DISABLE_JIT`. Returns at most one problem. Imports no JAX."""
     if message := unknown_flags_message(flags := os.environ.get("XLA_FLAGS", "")):
         return [Problem(ProblemCode.unknown_name, "XLA_FLAGS", flags, message)]
     disable_jit = os.environ.get("JAX_DISABLE_JIT", "")
@@ -83,7 +83,7 @@ def environment_problems() -> list[Problem]:
 
 
 def device_problems(run: Run) -> list[Problem]:
-    """Return the problem of the devices of this machine. Imports no JAX.
+    """Check that this machine has or can simulate the run's devices. Returns at most one problem. Imports no JAX.
 
     Checks `JAX_PLATFORMS`, the number of simulated devices, and whether the machine has accelerators, judging by device
     files.

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 def sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:
-    """Sample a token for each row of logits (batch, vocab).
+    """Sample int32 tokens of shape (...) from logits of shape (..., vocab).
 
-    At temperature 0 it is the most likely token, otherwise one of the `top_k` most likely tokens, or of all if None.
+    Temperature 0 selects the most likely token. Other temperatures sample from the `top_k` most likely tokens, or from
+    all tokens if `top_k` is None.
     """
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -44,11 +45,11 @@ def generate(
     top_k: int | None,
     seed: int,
 ) -> Iterator[str]:
-    """Yield the continuation of `prompt` as it is sampled, for `tokens` tokens or until the end of the document.
+    """Yield the continuation of `prompt` as it is sampled: `tokens` tokens, or fewer if the document ends.
 
-    A string is read after a BOS token. A `Text` is continued from its state and updated with every token. Its tokens
-    equal those of a single call that samples all of them, up to rounding: unbounded attention sums a longer key cache
-    in another order. Bytes of an incomplete character are held back.
+    A string is read after a BOS token. A `Text` is continued from its state, and updated with every token. Sampling a
+    text in several calls gives the same tokens as a single call, up to rounding: unbounded attention sums a longer key
+    cache in another order. Incomplete UTF-8 characters are held back until their last byte.
     """
     text = begin_text(tokenizer, prompt) if isinstance(prompt, str) else prompt
     if tokens == 0 or text.ended:
@@ -97,9 +98,9 @@ _CHUNK = 16
 
 
 class Completer:
-    """Continues many prompts at a time through one streaming state.
+    """Continues many prompts in batches.
 
-    A text depends on its prompt and the prompt's index only, not on the other texts in its batch.
+    A continuation depends on its prompt, the index of the prompt and the seed, but not on other prompts in the batch.
     """
 
     def __init__(
@@ -111,13 +112,16 @@ class Completer:
         top_k: int | None,
         everywhere: Callable[[jax.Array], jax.Array] = lambda tokens: tokens,
     ) -> None:
-        """`everywhere` replicates the tokens, so that each of several processes has them."""
+        """`everywhere` replicates the sampled tokens over the mesh, so that every process can read them."""
         vocab_size, self._tokenizer = tokenizer.vocab_size, tokenizer
 
         def advance(
             parameters: Any, state: Any, token: jax.Array, prompts: jax.Array, keys: jax.Array, first: jax.Array
         ) -> tuple[Any, jax.Array, jax.Array]:
-            """Return (state, last tokens, sampled tokens) after reading `prompts`. -1 reads the last sampled token."""
+            """Run the model for each column of `prompts`, where -1 means the token sampled in the step before.
+
+            Returns (state, tokens of the last step, tokens of all steps).
+            """
 
             def read_token(carry: tuple[Any, jax.Array], column: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
                 (state, token), (prompt_token, position) = carry, column
@@ -157,9 +161,9 @@ class Completer:
             tokens: Maximum number of tokens of a continuation. It is shorter if the document ends.
             batch: Prompts sampled at a time.
             seed: Seed of the samples.
-            ended: Returns whether the text of the prompt at an index needs no more tokens. A batch ends once every
-                text is complete or needs none.
-            stopped: Returns whether to give up.
+            ended: Called with the index of a prompt and its continuation so far. Returns whether to stop there. A
+                batch ends once this is true for every continuation that is not complete.
+            stopped: Returns whether to abandon the sampling.
         """
         ids = [[self._tokenizer.bos_id, *map(int, self._tokenizer.encode_ordinary(prompt))] for prompt in prompts]
         length = -(-(max(map(len, ids), default=0) + tokens - 1) // _CHUNK) * _CHUNK

@@ -1,7 +1,7 @@
 """Memory of a training step on one device, for one layout or for thousands at once. Imports no JAX.
 
-The sizes of parameters, gradients, optimizer state and the average of parameters (EMA) follow from shapes. Those of
-activations are estimates, based on what the model's blocks declare (`SavedActivation`).
+The sizes of parameters, gradients, optimizer state and the average of parameters (EMA) follow from shapes. Sizes of
+activations are estimated from the `SavedActivation`s that the model's blocks declare.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class MemoryErrors:
-    """Smallest, largest and median ratio of actual to estimated bytes.
+    """Ratios of the compiler's to the estimated peak memory: the smallest, the largest and the median.
 
-    `layouts` and `models` are the numbers of those compared. `within_15_percent` is a number of layouts.
+    `layouts` and `models` are the numbers of layouts and models compared. `within_15_percent` is the number of layouts
+    with a ratio between 0.85 and 1.15.
     """
 
     layouts: int
@@ -115,7 +116,7 @@ class MemoryEstimator:
         )
 
     def saved(self, remat: RematConfig) -> dict[ActivationLocation, dict[str, np.ndarray]]:
-        """Return the bytes saved for the backward pass, by location and by activation."""
+        """Return the bytes saved for the backward pass, by location and activation name (`UNNAMED` if it has none)."""
         sizes: dict[ActivationLocation, dict[str, np.ndarray]] = {location: {} for location in ActivationLocation}
         for activation, bytes_ in self.activations:
             by_name, name = sizes[saved_location(activation, remat)], activation.name or UNNAMED
@@ -158,7 +159,7 @@ class MemoryEstimator:
         return parameters, gradients, moments, average
 
     def _activations(self, remat: RematConfig, gradients: np.ndarray) -> np.ndarray:
-        """Return the bytes of activations at the peak of a step: those saved, and `_working_sets`."""
+        """Return the bytes of activations at the peak of a step, from the saved activations and `_working_sets`."""
         saved, unnamed = np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for activation, bytes_ in self.activations:
             if saved_location(activation, remat) is ActivationLocation.device:
@@ -170,7 +171,7 @@ class MemoryEstimator:
 
     @cached_property
     def _working_sets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of two working sets: the logits that exist at a time, and the activations of one group of blocks."""
+        """(loss, group): bytes of the logits in memory at once, and of the activations of one group of blocks."""
         layouts, model, microbatches = self.layouts, self.run.model, self.layouts.microbatches
         loss, group, is_pipelined = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
         for activation in model.working_activations():
@@ -197,7 +198,7 @@ class MemoryEstimator:
 
 
 def layout_arrays(runs: Sequence[Run]) -> Candidates:
-    """Return the layouts of runs with the same partition and mesh axes as arrays, without the links of mesh axes."""
+    """Convert the layouts of runs with the same partition and mesh axis names to arrays. `links` stays empty."""
     config, layouts = runs[0].config, [run.layout for run in runs]
     parameters, activations, _ = resolve_rules(config.partition, config.mesh, runs[0].arrays.axes, known_axes())
     return Candidates(
@@ -241,10 +242,10 @@ def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
 
 
 def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Return the activations that a run recomputes, by name, as (bytes per device to save it, names of its inputs).
+    """Return the activations that a run recomputes, by name, as (bytes per device, names of activations).
 
-    The inputs are activations that are recomputed only to obtain it, and not at all if it is saved. Empty under 1F1B,
-    which always saves layer inputs only.
+    The bytes are the memory needed to save the activation. The named activations are recomputed only to obtain it, so
+    saving it avoids recomputing them too. Empty under 1F1B, which always saves layer inputs only.
     """
     layout, remat = run.layout, run.config.remat
     # 1F1B always saves layer inputs only, whatever remat says.
@@ -264,7 +265,7 @@ def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
 
 
 def legal_remats(run: Run) -> dict[str, RematConfig]:
-    """Return the legal choices of `remat` for a run by label, including its own custom lists."""
+    """Return the remat policies that are legal for a run, by label: the shipped ones and the run's own."""
     remats = {name: load_remat(name) for name in shipped_remats()}
     remats.setdefault(run.config.remat.label, run.config.remat)
     return {name: remat for name, remat in remats.items() if not run.changed(remat=remat).layout_problems()}

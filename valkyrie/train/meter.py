@@ -16,9 +16,9 @@ TimeKind = Literal["setup", "compile", "restore", "save", "evaluation", "other"]
 
 
 class Meter:
-    """Durations of finished steps in seconds: `first`, which includes warm-up, and `steps`, the others.
+    """Measures step times in seconds: `first` is the first step, which includes warm-up, and `steps` are the others.
 
-    `spent` has the seconds since the start by kind: `steps`, `data` (waiting for a batch), and the kinds of `paused`.
+    `spent` is the total seconds by kind: `steps`, `data` (waiting for a batch), and the kinds passed to `paused`.
     """
 
     def __init__(self, tokens: int, chips: float | int, flops: float, peak_flops: float | None) -> None:
@@ -75,7 +75,10 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Time the fetching of the next batch. Only time after the devices have finished the last step is waiting."""
+        """Measure how long the devices wait while the next batch is fetched inside.
+
+        The time before they have finished the last dispatched step does not count.
+        """
         start_time = time.perf_counter()
         yield
         last = self._finish_time
@@ -89,10 +92,10 @@ class Meter:
         self._thread.shutdown(wait=False)
 
     def rates(self, window: int | None = None) -> dict[str, float | None]:
-        """Return the median time of the last `window` steps (None: all), and tokens/s, tokens/s/chip and MFU at it.
+        """Return the median time of the last `window` steps (all if None), and the throughput and MFU for that time.
 
         `data_wait` is the share of these steps' time during which the devices waited for a batch. All values are None
-        until the second step has finished.
+        until the second step has finished. `mfu` is also None if the peak FLOP/s is unknown.
         """
         recent = self.steps[-window:] if window else self.steps
         if not recent:
@@ -109,7 +112,7 @@ class Meter:
         }
 
     def summary(self) -> dict[str, float | None]:
-        """Return the seconds of the first step, median and 90th percentile of the others, and rates at the median."""
+        """Return the time of the first step, the 90th percentile of the other step times, and `rates()`."""
         ordered = sorted(self.steps)
         p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)] if ordered else None
         return {"first_step_s": self.first, "step_p90_s": p90, **self.rates()}

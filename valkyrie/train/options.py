@@ -68,7 +68,10 @@ def add_saving_options(options: Sequence[Option]) -> list[Option]:
 
 
 def settings_to_fit(options: Iterable[Option]) -> list[str]:
-    """Return the overrides without which the program does not fit. Compiling adds them itself; training does not."""
+    """Return the overrides that set the options added to fit the program into memory (`TO_FIT`).
+
+    `mode=compile` adds these options itself. A training run needs the overrides.
+    """
     return [f"{KEY}.{option}" for option in options if option.set_by == TO_FIT]
 
 

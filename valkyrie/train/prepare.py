@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
 
 def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
-    """Return the devices, the data and the tokenizer of a run, and print the first two.
+    """Prepare the tokenizer, the data and the devices of a run, and print the data and the devices.
 
     Raises ValueError if this machine lacks the devices or cannot judge code that the run evaluates, or if the model
     does not match the data or the tokenizer.
@@ -74,7 +74,7 @@ def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
 
 
 def _prepare_data(run: Run, console: Console, team: Team) -> Dataset:
-    """Prepare the data, on process 0 first. The other processes then find it in the cache if they share one with it."""
+    """Prepare the data on process 0 first, so that processes that share its cache find the data there."""
     if not team.is_leader:
         team.wait("data of process 0")
     data = run.config.data.open(run.tokenizer, team, console.print)
@@ -85,7 +85,10 @@ def _prepare_data(run: Run, console: Console, team: Team) -> Dataset:
 
 
 def load_run_tokenizer(run: Run) -> Tokenizer:
-    """Return the tokenizer of a run. Raises ValueError if its data is not text, or if its vocabulary is too large."""
+    """Load the tokenizer of a run.
+
+    Raises ValueError if the task has no text, or if the tokenizer has more ids than the model's vocabulary.
+    """
     from valkyrie.data.tokenizer import load_tokenizer, vocab_size_of
 
     if not run.task.is_text:

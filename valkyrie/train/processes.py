@@ -27,8 +27,8 @@ LOGS = "logs"
 
 
 _FIRST_FAILURE_S = 2.0
-"""Seconds to wait before an error of this process is reported, because another process may have failed first and caused
-it. That process then reports its error, and this one is ended."""
+"""Seconds that a process waits before it reports an error. If another process failed first and caused this error, that
+process reports its own and ends this one."""
 
 
 @contextlib.contextmanager

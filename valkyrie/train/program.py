@@ -219,7 +219,7 @@ class StepProgram:
         return collect_options(self._chip(self.mesh, self.backend), platform.step_options(max(gathered) * itemsize))
 
     def _chip(self, mesh: AnyMesh, backend: str | None) -> ChipConfig | None:
-        """Return the target's chip, or that of the devices; None if it is not of the backend's platform."""
+        """Return the chip of the target or else of the devices, or None if it is not of the backend's platform."""
         chip = self.run.config.target.chip
         if chip is None and isinstance(mesh, jax.sharding.Mesh):
             chip = chip_for_device_kind(mesh.devices.flat[0].device_kind)

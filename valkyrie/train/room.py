@@ -89,7 +89,7 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
 
 
 def _available(devices: Devices) -> int | None:
-    """Return the memory of one device in bytes, or the free memory of the host that simulated devices share."""
+    """Return the bytes of one device's memory, or of the host's free memory if simulated. None if unknown."""
     if devices.simulated:
         return free_memory()
     stats = devices.devices[0].memory_stats() or {}
@@ -113,7 +113,7 @@ def _known_bytes(estimate: ExpectedMemory[int], training: bool) -> int:
 
 
 def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool) -> str:
-    """Suggest a partition or a model whose arrays fit, or other devices if the run is not a training run."""
+    """Suggest a partition or a model that fits. Without `training`, suggest a larger machine or mesh."""
     from valkyrie.train.program import StepProgram
 
     count = devices.sharing_memory
@@ -147,7 +147,7 @@ def _family_sizes(run: Run) -> dict[str, int]:
 
 
 def _suggest_lighter(program: StepProgram, available: int, count: int) -> str:
-    """Suggest changes of remat policy, microbatches or batch, each of which lets the run fit by estimate."""
+    """Suggest changes to remat, microbatches or batch size. Each of them alone makes the estimate fit."""
     run, config = program.run, program.run.config
     larger_counts = [config.microbatches * 2**n for n in range(1, 8)]
     full_remat = load_remat("full")

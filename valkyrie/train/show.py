@@ -69,10 +69,10 @@ def show_run(run: Run, console: Console) -> None:
 
 
 def _axes_without_rule(layout: Layout, parameters: Iterable[Parameter]) -> list[str]:
-    """Return the axes of the matrices that no model-parallel mesh axis splits and no rule of the partition names.
+    """Return the logical axes of matrices that model parallelism does not split because their axes have no rule.
 
-    Rules for `embed` and for layers do not count. A rule that has no effect on this mesh counts, for example that of
-    heads that the mesh axis does not divide.
+    Empty without a mesh axis for model parallelism (MP1). Rules for `embed` and layers are ignored. Axes with a rule
+    that has no effect on this mesh are not returned, such as heads that the mesh axis does not divide.
     """
     mesh_axes = {axis for axis, role in layout.roles.items() if role.kind is RoleKind.MP1}
     matrices = [spec for spec in parameters if spec.group == "matrix"] if mesh_axes else []

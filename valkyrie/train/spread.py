@@ -13,9 +13,10 @@ AxisSplit = tuple[tuple[str, ...], ...]
 
 
 def matrix_stack_sharding(shard: MeshShard) -> StackSharding:
-    """Return the shardings of matrix stacks for a layout.
+    """Return the functions that shard Muon's stacks of matrices (matrices, rows, columns) under a layout.
 
-    `shard_as_stored` follows the parameter. `shard_by_matrix` splits only the stack dimension, over all mesh axes.
+    `shard_as_stored` splits rows and columns like the parameter. `shard_by_matrix` splits only the first dimension,
+    over all mesh axes.
     """
     sizes = shard.layout.mesh.axes
     mesh_axes = tuple(axis for axis in sizes if sizes[axis] > 1)

@@ -78,6 +78,7 @@ def state_shardings(
 
     Parameters and their average follow the partition. Optimizer state with the shape of its parameter is sharded like
     it, and under ZeRO-1 over the data axes too. The carry is sharded like activations. Everything else is replicated.
+    Arrays that the partition keeps in host memory have the memory kind `pinned_host`.
     """
     layout, specs = shard.layout, assembly.specs
     host = {Memory.host: "pinned_host", Memory.device: None}

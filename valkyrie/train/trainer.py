@@ -102,7 +102,7 @@ def fit(
     """Train the run in its folder, from its newest checkpoint if there is one.
 
     Args:
-        run: The run, checked.
+        run: A run without problems (`Run.problems`).
         devices: Devices to train on.
         prepared: Prepared data.
         tokenizer: Tokenizer of the data, or None if the data is not text.
@@ -115,7 +115,7 @@ def fit(
     Raises:
         DivergedError: Loss or gradients are no longer finite.
         FolderGoneError: The run folder was deleted.
-        NotSavedError: The last state could not be saved, or with several processes any durable checkpoint.
+        NotSavedError: The last state could not be saved. With several processes, any failed durable save.
         DiskError: The run folder cannot be written, or the bucket in `checkpoint.folder` cannot be reached.
         ValueError: The checkpoint or the data does not match the run, or this machine lacks memory.
     """
@@ -265,8 +265,8 @@ def _restore_or_init(
 ) -> tuple[int, TrainState]:
     """Restore the newest checkpoint and its data position, or initialise. Returns the finished steps and the state.
 
-    Converted weights have neither optimizer state nor data position, so these start anew. For a continued run, prints
-    from where it continues, the settings that changed, and any jump of the learning rate.
+    Converted weights have neither optimizer state nor data position, so both start from the beginning. For a continued
+    run, prints the step, the settings that changed, and any jump of the learning rate.
     """
     run, changed = program.run, changed_settings(program.run, folder)
     restored = checkpoints.newest(program.abstract_state, changed=changed)
@@ -300,7 +300,7 @@ def _meter(run: Run, devices: Devices) -> Meter:
 
 
 def _tracker(run: Run, devices: Devices, folder: Path, start: int, *, write: bool) -> Tracker:
-    """Return the tracker, with the fields that runs are compared by: request, layout, devices, peak FLOP/s."""
+    """Return the tracker. The config of its W&B run has the layout, devices, peak FLOP/s and all settings."""
     chip = devices.chip
     fields = encode(run.about()) | {
         "stage": "train",

@@ -52,8 +52,8 @@ class Watchdog:
         """Create a watchdog.
 
         Args:
-            limit_s: Seconds after which a step counts as hung. If steps are slow, `HANG_FACTOR` times their usual
-                duration. None disables the watchdog.
+            limit_s: Seconds after which a step counts as hung, or `HANG_FACTOR` times the median step time if that is
+                longer. None disables the watchdog.
             team: Processes of the run.
             log: File to which the stacks are also written, or None.
             first_s: Minimum limit of the first two steps, in seconds.
