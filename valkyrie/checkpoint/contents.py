@@ -37,7 +37,7 @@ class CheckpointInfo:
         mesh: Size of every mesh axis.
         devices_of_process: Device ids of every process, by its index.
         tokenizer: Name and fingerprint of the tokenizer.
-        versions: Versions of the packages that decide a run's numbers.
+        versions: Versions of the packages that affect a run's numerical results.
         converted_from: The Hugging Face folder with the original weights.
         holds: `parameters` if there is no optimizer state.
         process: Index of the process that wrote a fast checkpoint.
@@ -76,16 +76,19 @@ def read_info(path: Any) -> CheckpointInfo:
 
 
 def find_damage(path: Any) -> Problem | None:
-    """Return the problem of the first file of a checkpoint that is missing or fails its checksum, or None.
+    """Return a problem if a file of a checkpoint is missing, unreadable or fails its checksum, else None.
 
-    An interrupted copy may lack the checksums too, so the metadata is checked in addition to them. Checkpoints in
-    buckets are not checked, because buckets verify their objects.
+    Looks for required files too, because an interrupted copy may lack the checksums. Does not check checkpoints in
+    buckets, because buckets verify their objects.
     """
     return None if in_bucket(path) else inspect(path)[1]
 
 
 def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
-    """Return the metadata of a checkpoint, or None if it cannot be read, and its first damage, or None."""
+    """Return (metadata, damage) of a checkpoint.
+
+    The metadata is None if it cannot be read. The damage is the first that is found, or None.
+    """
     info = None
     with suppress(ValueError):
         info = read_info(path)
@@ -94,7 +97,7 @@ def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
 
 
 def newest_undamaged(root: Any, steps: Iterable[int]) -> tuple[int | None, list[str]]:
-    """Return the newest step with an undamaged durable checkpoint, or None, and the damage of each newer one.
+    """Return (step of the newest undamaged durable checkpoint or None, message for each newer, damaged one).
 
     Args:
         root: Folder of the checkpoints.
@@ -145,7 +148,7 @@ def refuse_other_model(path: Any, saved: Mapping[str, tuple[int, ...]], built: M
 
 
 def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[str, tuple[str, str]]) -> None:
-    """Raise ValueError if the names of the saved arrays differ from the run's, for example for another optimizer.
+    """Raise ValueError if the names of the saved arrays differ from the run's, such as after a change of optimizer.
 
     If the saved names cannot be read, this returns silently; restoring then raises the error.
 
@@ -220,9 +223,10 @@ def _saved_arrays(path: Any) -> set[str] | None:
 
 
 def local_shards(tree: Any) -> Mapping[str, list[str]]:
-    """Return the parts of each array on this process's devices, by dotted name: its dtype, then the slices.
+    """Describe the shards of each array on this process's devices, by dotted name.
 
-    For an array of shape [8, 4] a slice may be `0:4,0:4`. The tree has arrays, or shapes with their shardings.
+    A description is the dtype, followed by the slices of each distinct shard, such as `0:4,0:4` of an array of shape
+    [8, 4]. The leaves of `tree` are arrays, or ShapeDtypeStructs with shardings.
     """
     import jax
 

@@ -17,7 +17,7 @@ from valkyrie.paths import unused_path
 from valkyrie.processes.team import Team
 
 _CONTENTS = {METADATA, CHECKSUMS, "state", "data", "about"}
-"""Files and folders of a checkpoint. A damaged one has some of them."""
+"""Files and folders in a checkpoint. A damaged checkpoint still has at least one of them."""
 
 
 class Durable(Tier):
@@ -67,7 +67,7 @@ class Durable(Tier):
         return args.StandardRestore(wanted)
 
     def sound_step(self) -> int:
-        """Return the step of the newest undamaged checkpoint. Raises ValueError with all damages if none is undamaged.
+        """Return the step of the newest undamaged checkpoint. Raises ValueError, listing the damage, if there is none.
 
         Prints a note for each newer, damaged checkpoint and, unless read-only, moves it aside so that its step can be
         saved again.

@@ -26,7 +26,7 @@ _FULL_DISK = "checkpoint.fast.folder=DIR, or turn fast checkpoints off: checkpoi
 class Fast(Tier):
     """The fast checkpoints of one process. Saving does not wait for other processes.
 
-    They can be read only by a run whose processes have the same shards of the same arrays as when they were saved.
+    Only a run with the same shards of the same arrays on each process can restore them.
     """
 
     label = "fast"
@@ -79,7 +79,7 @@ class Fast(Tier):
         return replace(super()._describe(arrays), shards=local_shards(arrays))
 
     def restorable_steps(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
-        """Return the steps that this process can restore as `wanted`, and a reason for each other one.
+        """Return (steps that this process can restore as `wanted`, newest first; a reason for each other step).
 
         Deletes damaged checkpoints.
         """
@@ -124,7 +124,7 @@ def fast_folder(config: FastConfig, run_folder: Path, identity: str) -> Path:
 
 
 def _covers(saved: Mapping[str, list[str]] | None, wanted: Mapping[str, list[str]]) -> bool:
-    """Return whether the save includes every wanted part, with the same dtypes."""
+    """Return whether `saved` includes every shard of `wanted`, with the same dtypes. Both are from `local_shards`."""
     if saved is None or saved.keys() != wanted.keys():
         return False
     return all(saved[name][0] == parts[0] and {*parts} <= {*saved[name]} for name, parts in wanted.items())

@@ -29,11 +29,11 @@ _COMMITTED = "commit_success.txt"
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 """The package that each scheme needs."""
 _MISTAKES = (ValueError, TypeError, AttributeError, NameError, LookupError, AssertionError, ImportError)
-"""Errors of settings and of programs, which say nothing about a bucket."""
+"""Exceptions that indicate a bug or a wrong setting, not an unreachable bucket."""
 
 
 def folder_problems(folder: str | None) -> list[Problem]:
-    """Return the problem of a `checkpoint.folder` that cannot be used here: unknown URL scheme or missing package."""
+    """Return a problem if `checkpoint.folder` has an unknown URL scheme, or if the scheme's package is missing."""
     scheme = None if folder is None else url_scheme(folder)
     if scheme is None:
         return []
@@ -51,9 +51,10 @@ def in_bucket(path: Any) -> bool:
 
 @contextlib.contextmanager
 def bucket_errors(path: Any) -> Iterator[None]:
-    """Convert errors while reaching the checkpoints in `path`, a run's folder in a bucket, to DiskErrors with a remedy.
+    """Raise errors of the storage service as DiskError with advice, if `path` is in a bucket.
 
-    Errors that have other causes, and those of folders on a disk, are not converted.
+    `path` is the folder of a run's checkpoints. Errors for a local folder, and errors that indicate a bug or a wrong
+    setting (`_MISTAKES`), are raised unchanged.
     """
     try:
         yield
@@ -78,7 +79,7 @@ def parse_path(text: str) -> Any:
 
 
 def checkpoint_root(run_folder: Path) -> Any:
-    """Return the path of a run's durable checkpoints, one folder per step.
+    """Return the recorded path of a run's durable checkpoints, which has one folder per step.
 
     Raises ValueError for a bucket that cannot be used here.
     """
@@ -92,7 +93,7 @@ def checkpoint_root(run_folder: Path) -> Any:
 
 
 def configured_root(run_folder: Path, folder: str | None) -> Any:
-    """Return the path of a run's durable checkpoints. `folder`: the setting `checkpoint.folder`."""
+    """Return the path of a run's durable checkpoints for the setting `checkpoint.folder`, or its default if None."""
     return run_folder / FOLDER if folder is None else parse_path(folder) / run_folder.name
 
 
@@ -137,8 +138,8 @@ def saved_steps(run_folder: Path) -> list[int]:
 def folders_in(root: Any) -> list[int]:
     """Return the steps of the checkpoint folders directly in a folder or bucket, oldest first.
 
-    Includes folders on a disk that an interrupted copy left incomplete: a save renames its folder to the step at the
-    end, but a copy does not. In a bucket, these may be saves in progress, so only finished ones are returned.
+    On a disk, includes incomplete folders, for example of an interrupted copy. They are never saves in progress, which
+    get their final name when they finish. In a bucket they could be, so only finished checkpoints are returned.
     """
     if in_bucket(root):
         return steps_in(root)

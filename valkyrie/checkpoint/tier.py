@@ -223,7 +223,7 @@ class Tier(ABC):
 
 @cache
 def _reported_errors() -> list[tuple[str, Exception]]:
-    """Return the list to which errors logged by Orbax's threads are added, as (text, error). Hides them from stderr."""
+    """Collect the errors that Orbax's threads log, as (message, error), and hide them. Always returns the same list."""
     errors: list[tuple[str, Exception]] = []
 
     def collect(record: logging.LogRecord) -> bool:

@@ -88,7 +88,7 @@ class Checkpoints:
         return None if self.fast is None else self.fast.save(step, state, data)
 
     def restore(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored:
-        """Return the newest sound checkpoint, like `newest`. Raises ValueError if there is none."""
+        """Restore the newest undamaged checkpoint like `newest`. Raises ValueError if there is none."""
         restored = self.newest(abstract_state, changed=changed)
         if restored is None:
             raise ValueError(
@@ -97,8 +97,9 @@ class Checkpoints:
         return restored
 
     def newest(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored | None:
-        """Return the newest undamaged checkpoint of any tier that all processes can read, or None if there is none.
+        """Restore the newest undamaged checkpoint of any tier that all processes can read, or return None.
 
+        Unless read-only, moves newer, damaged durable checkpoints aside and deletes fast checkpoints of later steps.
         Raises ValueError if all checkpoints are damaged, or if the newest one does not fit the model, tokenizer or
         optimizer. The message names the settings to change.
 
@@ -141,7 +142,7 @@ class Checkpoints:
         return Restored(step, abstract_state._replace(**arrays), data, source)
 
     def _newest_sound_durable(self, *, needed: bool) -> int | None:
-        """Return the step of the newest undamaged durable checkpoint, which process 0 determines, or None.
+        """Return the step of the newest undamaged durable checkpoint, or None. Process 0 checks the files for all.
 
         If all are damaged, raises ValueError if one is `needed`, else moves them aside and returns None.
         """
@@ -210,8 +211,8 @@ class StoredCheckpoint(NamedTuple):
         step: Number of finished steps.
         size: Bytes on disk.
         saved: Layout and time of the save, as text.
-        damage: First damage, or None.
-        state: Result of the check, as text.
+        damage: The first damage that was found, or None.
+        state: Result of the check, as text for the user.
     """
 
     tier: str

@@ -16,7 +16,7 @@ from valkyrie.trees import get_value, override_text
 
 @dataclass(frozen=True)
 class _Rope:
-    """The types of the keys of `rope_scaling` and `rope_parameters` in a config.json."""
+    """Keys of `rope_scaling` and `rope_parameters` in a config.json, with their types."""
 
     rope_type: str = "default"
     type: str = "default"
@@ -30,7 +30,7 @@ class _Rope:
 
 @dataclass(frozen=True)
 class _KeyTypes:
-    """The types of the optional keys of a config.json. The defaults depend on the architecture."""
+    """Optional keys of a config.json, for checking types. The defaults are unused; they depend on the architecture."""
 
     hidden_act: str | None = None
     activation_function: str | None = None
@@ -73,14 +73,14 @@ class Architecture:
         qk_norm: Whether queries and keys are normalized.
         windows: Whether layers can have a sliding window.
         family: Model family that implements the architecture.
-        sizes: Keys of the sizes, by setting.
+        sizes: Keys of the model's sizes, by model setting.
         activation: Key of the nonlinearity.
-        activations: Nonlinearity of each supported value of that key. If several values mean the same one, exporting
-            writes the first.
-        epsilon: Key of the epsilon of the norms, and its default.
+        activations: Nonlinearity for each supported value of that key. If several values map to the same nonlinearity,
+            exporting writes the first.
+        epsilon: Key and default of the norms' epsilon.
         tied: Default of `tie_word_embeddings`.
         fixed: Keys with a single supported value, which is also their default.
-        default_only: Settings for which only the family's default is supported.
+        default_only: Model settings that must have the default of the family.
     """
 
     name: str
@@ -351,7 +351,7 @@ def _window_entries(architecture: Architecture, model: gpt.Config | gpt2.Config)
 
 
 def _unsupported_settings(model: gpt.Config | gpt2.Config, architecture: Architecture) -> list[str]:
-    """Return the settings of a model that the architecture does not support, as on the command line."""
+    """Return the settings of a model that the architecture does not support, as `KEY=VALUE` for an error message."""
     attention, defaults = model.attention, type(model)()
     refusals = [
         f"model.{key}={override_text(get_value(model, key))}"

@@ -33,7 +33,7 @@ PREFIX_FILE = "prefix"
 _UNEMBEDDING = "lm_head.weight"
 """Tensor of the output matrix. Folders of models with tied embeddings may have it as a copy of the embedding."""
 _MAX_SEQ = 2048
-"""Maximum default of `seq`, in tokens. Many models support longer contexts than fit on a laptop."""
+"""Upper limit of the default `seq`, in tokens. Many models support longer contexts than fit on a laptop."""
 
 
 def from_folder(
@@ -45,9 +45,15 @@ def from_folder(
 ) -> Path:
     """Convert a Hugging Face folder to a run folder, which `valkyrie-train resume=` continues on any mesh.
 
-    `overrides` are settings of the run, as for valkyrie-train. Needs memory for all tensors in the dtype of their
-    files, plus up to a gigabyte for copies. Raises ValueError if the folder cannot be converted, the tokenizer does not
-    match, or the run folder exists.
+    Needs memory for all tensors in the dtype of their files, plus up to a gigabyte for copies. Raises ValueError if the
+    folder cannot be converted, the tokenizer does not match, or the run folder exists.
+
+    Args:
+        folder: The Hugging Face folder.
+        name: Name of the run, or None to use the override of `name`, else the name of `folder`.
+        tokenizer: Name or file of the tokenizer, or None for `tokenizer.json` in `folder`.
+        overrides: Settings of the run, as for valkyrie-train.
+        say: Called with a progress message.
     """
     weights = Weights(folder)
     architecture, settings = find_architecture(weights.config), model_settings(weights.config)
@@ -82,7 +88,7 @@ def from_folder(
 
 
 def _check_tied(weights: Weights, embedding: str) -> None:
-    """Raise ValueError if the folder of a model with tied embeddings has an output matrix of its own."""
+    """Raise ValueError if the folder has an output matrix that differs from the embedding, which is tied to it."""
     import numpy as np
 
     if _UNEMBEDDING in weights.shapes and not np.array_equal(weights.read(_UNEMBEDDING), weights.read(embedding)):

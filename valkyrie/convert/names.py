@@ -139,7 +139,7 @@ class TensorSlice:
 
 
 def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]]:
-    """Return the tensors of each parameter of a model, in the order of the layers. Tensor names begin with `prefix`."""
+    """Return the tensors that store each parameter, in layer order. Names except `lm_head.*` start with `prefix`."""
     by_parameter: dict[str, list[TensorSlice]] = {}
     layers = dict(_layer_numbers(model))
     outside, per_layer = (GPT2_TOP_LEVEL, GPT2_LAYER) if model.family == "gpt2" else (TOP_LEVEL, LAYER)

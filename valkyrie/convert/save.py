@@ -48,7 +48,7 @@ def to_folder(
         trained: the run folder. Its averaged parameters are written if it has them.
         folder: the folder to write.
         step: step of the checkpoint, or None for the newest.
-        dtype: dtype of the weights, or None for that of the folder that the run was converted from, or else float32.
+        dtype: dtype of the weights. None for the original dtype if the run was converted from a folder, else float32.
         file_bytes: approximate maximum bytes of a file.
         say: called with a progress message.
     """
@@ -113,7 +113,7 @@ def _select_layer(array: np.ndarray, piece: TensorSlice) -> np.ndarray:
 
 
 def _tensor_prefix(trained: Path, run: Run) -> str:
-    """Return the tensor name prefix of the folder that a gpt2 run was converted from, or the default prefix."""
+    """Return the prefix of GPT-2's tensor names, as in the original folder if there is one. Empty for other models."""
     prefix = trained / ORIGINALS / PREFIX_FILE
     if run.model.family != "gpt2":
         return ""

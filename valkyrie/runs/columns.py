@@ -1,4 +1,4 @@
-"""Columns of tables, and the formats of their values on terminals, on pages and at W&B."""
+"""Table columns, and how their values are formatted on terminals, in HTML reports and at W&B."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "amount": number_text,
     "loss": "{:.4f}".format,
 }
-"""Formatter of each unit. `sent` is bytes over a link, in powers of ten. On the page, a `layout` opens its details."""
+"""Formatter of each unit. `bytes` is memory in powers of two, `sent` is bytes over a link in powers of ten."""
 WORDS = ("text", "layout")
-"""Units of columns with text. On the HTML page, a value with the unit `layout` opens the details of that layout."""
+"""Units of text columns. In the HTML report, a `layout` opens the details of that layout."""
 TIMED = ("speed", "seconds")
 """Units of time and speed. Such values are marked if the devices are simulated."""
 
@@ -42,13 +42,13 @@ class Column(Generic[R]):
     """A column of a table with rows of type `R`.
 
     Args:
-        name: Key in CSV files and on the page.
+        name: Key in CSV files and in the HTML report.
         label: Heading.
         unit: A key of `FORMATS`.
         value: Returns the value for a row, or None or an empty text if it is unknown.
-        help: Tooltip on the page.
+        help: Tooltip in the HTML report.
         wandb: Key at W&B, or None to use `name`.
-        scale: Factor for values at W&B.
+        scale: Factor that converts a value to the unit used at W&B.
         unknown: Text on a terminal for an unknown value.
         least: Minimum width on a terminal, where longer cells wrap. None if cells must not wrap.
     """
@@ -79,7 +79,7 @@ class Column(Generic[R]):
         return self.unknown if value in (None, "") else FORMATS[self.unit](value)
 
     def scaled(self, row: R) -> Any:
-        """Return the value for a row in the unit used at W&B."""
+        """Return the value for a row in the unit used at W&B, or None if it is unknown."""
         value = self.value(row)
         return value if value is None or self.scale == 1.0 else self.scale * value
 

@@ -205,7 +205,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Record this start as stopped if the code inside raises ValueError or OSError, as for a mistake of the user.
+        """Record this start as stopped if the code inside raises ValueError or OSError, usually a mistake of the user.
 
         The next start then does not count as a restart.
         """

@@ -92,7 +92,8 @@ class Tracker:
     def log(self, record: Mapping[str, object], step: int) -> str | None:
         """Append a record of scalars for a step.
 
-        Returns a line to print when writing starts to fail, and when delayed records have been written. Else None.
+        If the file cannot be written, keeps the record in memory and retries at the next one. Returns a message to
+        print when this starts or ends, else None.
         """
         line = self._write({"step": step, **record})
         if self._wandb is not None:
@@ -127,9 +128,9 @@ class Tracker:
             self._wandb.finish(exit_code=exit_code)
 
     def _write(self, values: Mapping[str, object]) -> str | None:
-        """Append a line, after those that could not be written so far. Returns a line to print, or None.
+        """Append a record, after earlier records that could not be written. Returns a message to print, or None.
 
-        Part of the first of those may already be in the file.
+        `_unwritten` can begin within a record, if a write stopped there.
         """
         if self._file is None:
             return None

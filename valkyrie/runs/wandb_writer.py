@@ -1,4 +1,4 @@
-"""Starts runs at W&B, and defines the keys of their settings and numbers."""
+"""Starts W&B runs, and defines the keys of their config and their summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TRAFFIC = "communication"
 FLUSH_S = 1.0
 """Seconds between W&B's writes to its file. A killed run loses the records of that time, and the last one."""
 OFFLINE_SUFFIX = "-offline"
-"""Suffix of the id of a run that is offline because it failed to start online: W&B reserves the id of that start."""
+"""Appended to the id of a run that falls back to offline mode, because W&B may have reserved the id when it started
+online."""
 TAG_GROUPS = ("mesh", "partition", "model", "target")
 """Config groups whose choices become tags of a run."""
 _GROUPS = ("model", "mesh", "partition", "target", "precision")
@@ -78,7 +79,7 @@ class TrackingConfig:
     init_timeout: int = 10
 
     def problems(self) -> list[Problem]:
-        """Return the problem of the project's name. There is none if W&B is off."""
+        """Return a problem if `project` has a character that W&B rejects. Empty if W&B is off."""
         forbidden = re.search(_FORBIDDEN, self.project)
         if self.wandb is WandbMode.off or forbidden is None:
             return []
@@ -89,7 +90,7 @@ class TrackingConfig:
         return [Problem(ProblemCode.malformed, "tracking.project", self.project, text)]
 
     def environment_problems(self) -> list[Problem]:
-        """Return the problem of `WANDB_MODE`, which has no config key. There is none if W&B is off."""
+        """Return a problem if the environment variable `WANDB_MODE` has an unknown value. Empty if W&B is off."""
         mode = os.environ.get("WANDB_MODE", "")
         if self.wandb is WandbMode.off or mode in ("", *_ENVIRONMENT_MODES):
             return []
@@ -99,8 +100,8 @@ class TrackingConfig:
 class WandbWriter:
     """Starts W&B runs in `folder/wandb`. A run that cannot start online starts offline, as do all later runs.
 
-    If a run cannot start offline either, `mode`, the mode of the next run, becomes `off`. `note` describes the failures
-    of the last start, or is None.
+    `mode` is the mode of the next run. It becomes `off` if a run cannot start offline either. `note` describes the
+    failures of the last start, or is None.
     """
 
     def __init__(self, config: TrackingConfig, folder: Path) -> None:
@@ -183,9 +184,10 @@ def wandb_config(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
 
 
 def wandb_summary(values: Mapping[str, Any]) -> dict[str, object]:
-    """Return the known values of a run's summary by their keys at W&B.
+    """Convert a run's summary to W&B's keys, without unknown values (None).
 
-    Adds the step time in milliseconds, and the bytes sent: `comm_bytes/x,y` by mesh axes, and `comm_bytes/total`.
+    Adds the step time in milliseconds (`step_ms`), and the bytes that a device sends per step: `comm_bytes/x,y` over
+    the mesh axes x and y, and `comm_bytes/total`.
     """
     summary = {key: value for key, value in values.items() if key != TRAFFIC}
     traffic, step_s = values.get(TRAFFIC), values.get("step_s")

@@ -284,7 +284,7 @@ class Sample(Callback):
 
 @dataclass
 class EvaluateCode(Callback):
-    """Evaluates the model on coding problems every `code_eval_every` steps, until `stopped` returns true."""
+    """Evaluates the model on coding problems every `code_eval_every` steps. `stopped` aborts a running evaluation."""
 
     evaluation: CodeEvaluation
     stopped: Callable[[], bool]

@@ -69,10 +69,10 @@ def show_run(run: Run, console: Console) -> None:
 
 
 def _axes_without_rule(layout: Layout, parameters: Iterable[Parameter]) -> list[str]:
-    """Return the logical axes of matrices that model parallelism does not split because their axes have no rule.
+    """Return the logical axes of matrices that model parallelism does not split because none of their axes has a rule.
 
-    Empty without a mesh axis for model parallelism (MP1). Rules for `embed` and layers are ignored. Axes with a rule
-    that has no effect on this mesh are not returned, such as heads that the mesh axis does not divide.
+    Empty without a mesh axis for model parallelism (MP1). Rules for `embed` and layers are ignored. Matrices with any
+    other rule are skipped, even if it has no effect on this mesh, as for heads that the mesh axis does not divide.
     """
     mesh_axes = {axis for axis, role in layout.roles.items() if role.kind is RoleKind.MP1}
     matrices = [spec for spec in parameters if spec.group == "matrix"] if mesh_axes else []

@@ -115,7 +115,7 @@ def fit(
     Raises:
         DivergedError: Loss or gradients are no longer finite.
         FolderGoneError: The run folder was deleted.
-        NotSavedError: The last state could not be saved. With several processes, any failed durable save.
+        NotSavedError: The last state could not be saved. Or, with several processes, a durable save failed.
         DiskError: The run folder cannot be written, or the bucket in `checkpoint.folder` cannot be reached.
         ValueError: The checkpoint or the data does not match the run, or this machine lacks memory.
     """
