@@ -25,7 +25,7 @@ FAMILIES = Families("model.family", "valkyrie.models.families")
 
 @runtime_checkable
 class Model(Protocol):
-    """Interface of the configuration of a model. Only `build` imports JAX."""
+    """Interface of a model config. Only `build` imports JAX."""
 
     family: str
     name: str
@@ -100,7 +100,7 @@ def activation_names(model: Model) -> list[str]:
 
 
 def known_axes() -> dict[str, str]:
-    """Return a description of every logical axis, for all families, including the user's."""
+    """Return the logical axes of all families, including the user's, each with a description."""
     return _axis_descriptions((*FAMILIES.names(), *FAMILIES.user_names()))
 
 

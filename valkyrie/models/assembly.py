@@ -17,16 +17,17 @@ from valkyrie.trees import leaf_names
 class Assembly:
     """Builds parameters and modules of a model config under a precision policy.
 
-    Parameters are nested dicts of arrays. Raises ValueError if the module's parameters differ from the declared ones.
+    Parameters are nested dicts of arrays. The constructor raises ValueError if the parameters of the module differ from
+    those that `Model.parameters` declares.
     """
 
     def __init__(self, model: Model, numerics: Numerics) -> None:
         self._build = lambda key: model.build(numerics=numerics, key=key)
         self._graph, self._state = nnx.split(jax.eval_shape(lambda: self._build(jax.random.key(0))))
         self.abstract_parameters = nnx.to_pure_dict(self._state)
-        """Shapes and dtypes of the parameters."""
+        """The parameters, with a `jax.ShapeDtypeStruct` in place of each array."""
         self.specs = model.parameters()
-        """Declared parameters by dotted name, in the order of the leaves."""
+        """Declared parameters by dotted name, in the order of the leaves of `abstract_parameters`."""
         _check_parameters(model.family, self.specs, self.abstract_parameters, numerics)
 
     def init(self, key: Array) -> Any:

@@ -81,7 +81,7 @@ class Projections(nnx.Module):
 
 
 class AttentionLayer(nnx.Module):
-    """Attention with the window and dilation of one layer. The first tokens may be global."""
+    """An attention layer with its own window and dilation. The first `global_tokens` positions are global."""
 
     projections: type[Projections] = Projections
 
@@ -136,7 +136,10 @@ class AttentionLayer(nnx.Module):
         return self.local.keys_values(x, positions, shard)
 
     def _local_attention(self, segmented: bool, shard: Shard):
-        """Return the function that computes attention for one device's rows, heads and positions."""
+        """Return a function that computes attention for one device's sequences, heads and positions.
+
+        It takes q, k and v, then segment ids if `segmented`, then q, k and v of the global tokens, if there are any.
+        """
         c, sequence_axes, (_, query_only_axes) = self.config, shard.mesh_axes_of("seq"), _key_head_axes(shard)
         group = c.heads // c.kv_heads
 
@@ -218,10 +221,11 @@ def _without_prefix(prefix: str, specs: dict[str, Parameter]) -> dict[str, Param
 
 
 def _row_axes(shard: Shard, batch: int) -> Axis:
-    """Return the logical axes that shard the rows of attention: the batch, and `embed` if its mesh axes are free.
+    """Return the logical axes that shard the batch dimension during attention: `batch`, or `batch` and `embed`.
 
-    If the residual stream is sharded, projections end in a sum over the mesh axes of `embed`. Sharding rows over these
-    axes gives each device a part of the rows. Otherwise all of them would compute the same attention.
+    If the residual stream is sharded, the projections are summed over the mesh axes of `embed`, and all devices along
+    these axes would compute the same attention. Sharding the batch over these axes divides the work among them. This
+    requires that the mesh axes of `embed` shard no heads, and that the batch is divisible.
     """
     free = not set(shard.mesh_axes_of("embed")) & {*shard.mesh_axes_of("heads"), *shard.mesh_axes_of("kv_heads")}
     divisible = free and shard.size("embed") > 1 and batch % (shard.size("batch") * shard.size("embed")) == 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from valkyrie.ops.linear import Numerics
 
 BLOCK_INPUT = "block_input"
-"""Name for `jax.ad_checkpoint.checkpoint_name` of the residual stream at the input of a block.
+"""Checkpoint name (`jax.ad_checkpoint.checkpoint_name`) of the residual stream at the input of a block.
 
 The input of the first block of each rematerialised group is always saved.
 """
@@ -110,10 +110,10 @@ def weight(*dims: str | int, group: str = "matrix", float32: bool = False, outpu
 
 
 def padding(shape: Sequence[int], lanes: int) -> float:
-    """Return padded over actual size of an activation of this shape, (batch, seq, ...), on devices with `lanes`.
+    """Return the ratio of padded to actual size of an activation of shape (batch, seq, ...).
 
-    Pads the last dimension of arrays with several dimensions after `seq`, such as the heads of attention. Compilers
-    give the others a layout without padding.
+    If several dimensions follow `seq`, as in (batch, seq, heads, head_dim), the last one is padded to a multiple of
+    `lanes`. For other activations, compilers choose a layout without padding.
     """
     return -(-shape[-1] // lanes) * lanes / shape[-1] if len(shape) > 3 else 1.0
 
@@ -133,7 +133,7 @@ def saved(
         *dims: Logical axis of each dimension, or its length if it is never sharded.
         count: Number of arrays of this shape.
         name: Their `jax.ad_checkpoint.checkpoint_name` in the module, by which `remat` saves or offloads them. Without
-            a name they are recomputed unless everything is saved.
+            a name, they are saved only if `remat` saves everything, or all products and `product` is set.
         float32: Whether they are float32 instead of the compute dtype.
         product: Whether they are results of a product with a parameter, which `remat=dots` saves.
         result: Whether they are the output of the block, which only later blocks need.
@@ -157,13 +157,13 @@ class Block(ABC):
     Args:
         axes: Logical axes it declares in addition to `embed`, with descriptions.
         activations: Axes of the activations to which its module applies a sharding constraint.
-        sharded_like: Axes that are sharded like another axis, as far as their length is divisible, such as key heads
-            like query heads.
+        sharded_like: Maps an axis to another axis with the same sharding, such as `kv_heads` to `heads`. The axis is
+            replicated over mesh axes that do not divide its length.
         dispatches: Axes of its parameters, such as experts, that are never gathered. Tokens are sent to the shards
             instead.
         norm_group: Optimizer group of the norm before it.
-        shards_rows_over_embed: While it mixes positions, rows are also sharded over the mesh axes that shard the
-            residual stream but none of its `activations`.
+        shards_rows_over_embed: Whether the batch is also sharded over the mesh axes of `embed` while the block mixes
+            positions. Applies to mesh axes that shard none of its `activations`.
         pointwise: Whether it computes each position separately. Pointwise blocks are feed-forwards, others are mixers.
         module_class: Class of its module, as `package.file:Class`. Only `build` imports it, because it needs JAX.
     """
@@ -188,12 +188,12 @@ class Block(ABC):
 
     @property
     def auxiliary(self) -> dict[str, float]:
-        """Weights in the objective of the auxiliary values that its module returns, by name.
+        """Auxiliary losses and metrics that its module returns: the weight in the objective of each, by name.
 
-        If there are any, the module returns `(output, values)`, where `values` has a float32 number per sequence for
-        every name. The numbers are averaged over sequences, weighted by the sums of their token weights. The objective
-        includes the sum over layers, times the weight. The log shows the mean over layers as `KIND/NAME`. Use weight 0
-        to only log a value.
+        If not empty, the module returns `(output, values)`, where `values` maps every name to a float32 array of shape
+        (batch,). Values are averaged over sequences, weighted by the sum of each sequence's token weights. The sum over
+        layers, times the weight, is added to the objective. The mean over layers is logged as `KIND/NAME`. A value with
+        weight 0 is only logged.
         """
         return {}
 
@@ -236,7 +236,7 @@ class Block(ABC):
         }
 
     def scores(self, context: BlockContext, seq: int) -> float:
-        """Return the number of values per token that it computes for pairs of positions, such as attention logits."""
+        """Return the number of scores between positions, such as attention logits, that it computes per token."""
         return 0.0
 
     def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
@@ -266,9 +266,9 @@ class Block(ABC):
         return [tensor(axes, self._sizes(context)) for axes in self.activations]
 
     def axis_problems(self, context: BlockContext, known: Container[str]) -> list[Problem]:
-        """Return a problem for each axis of its parameters or activations without a declaration or a length.
+        """Return a problem for each axis of its parameters and activations that is not in `known` or has no length.
 
-        `known`: the axes that any block of the model declares, and those that all models have.
+        `known` contains the axes that the blocks of the model declare, and those that all models have.
         """
         used = list(self.activations)
         used += [w.dims for w in self.weights(context).values()] + [s.dims for s in self.saves(context)]
@@ -285,7 +285,7 @@ class Block(ABC):
 
 
 def tensor(dims: tuple[str | int, ...], sizes: Mapping[str, Size]) -> Tensor:
-    """Return the tensor with these dimensions. `batch` and `seq` get length 0, because only a run knows theirs."""
+    """Return the tensor with these dimensions. `batch` and `seq` get length 0, because they depend on the run."""
     sizes = {BATCH: Size(0), SEQ: Size(0), **sizes}
     dimensions = [Size(d) if isinstance(d, int) else sizes[d] for d in dims]
     axes = tuple(None if isinstance(d, int) else d for d in dims)

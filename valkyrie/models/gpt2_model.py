@@ -15,7 +15,7 @@ from valkyrie.models.layers import Boundaries, LayerNorm, normal, parameter
 from valkyrie.ops.linear import Numerics
 
 POSITION_DEVIATION = 0.01
-"""Initial standard deviation of the position embeddings: half of that of the token embedding."""
+"""Initial standard deviation of the position embeddings, half that of the token embedding."""
 
 
 class GPT2Block(ResidualBlock):

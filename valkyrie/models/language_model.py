@@ -45,7 +45,8 @@ class Losses(NamedTuple):
         loss_sum: Weighted sum of the token losses alone.
         weight_sum: Sum of the token weights.
         per_token: Unweighted loss of each token, for bits per byte; 0 where the weight is 0.
-        auxiliary: Auxiliary values of the blocks by name, averaged over layers and summed with the token weights.
+        auxiliary: Auxiliary values of the blocks, by name: the mean over layers, summed over sequences, each weighted
+            by the sum of its token weights.
     """
 
     objective_sum: Float[Array, ""]
@@ -61,7 +62,7 @@ class ResidualStream(NamedTuple):
     Args:
         x: The residual stream.
         auxiliary: Sums of auxiliary values over the layers so far.
-        middle: The residual stream after the middle layer, which nanochat needs, else None.
+        middle: The residual stream after the middle layer, for nanochat's backout, or None for other models.
     """
 
     x: Float[Array, "batch seq embed"]
@@ -69,7 +70,7 @@ class ResidualStream(NamedTuple):
     middle: Float[Array, "batch seq embed"] | None = None
 
     def with_output(self, x: Float[Array, "batch seq embed"], values: AuxiliaryValues) -> ResidualStream:
-        """Return the stream after a block with output `x` and these auxiliary values."""
+        """Return a copy with `x` as the residual stream and `values` added to the sums of auxiliary values."""
         sums = {name: self.auxiliary[name] + value for name, value in values.items()}
         return self._replace(x=x, auxiliary=self.auxiliary | sums)
 
@@ -121,7 +122,7 @@ class ResidualBlock(nnx.Module):
         return x, self._check_values(values)
 
     def _take_output(self, result: Any, kind: str, values: AuxiliaryValues) -> Float[Array, "batch seq embed"]:
-        """Return the output in the result of a block's module, and add its auxiliary values to `values`."""
+        """Return the output of a block from its module's result, and add its auxiliary values to `values`."""
         if not isinstance(result, tuple):
             return result
         output, auxiliary = result
@@ -140,7 +141,7 @@ class ResidualBlock(nnx.Module):
         return self.mixer.init_state(batch, max_len)
 
     def step(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch embed"], Any]:
-        """Return the residual stream of the next token and the mixer's new state."""
+        """Return the residual stream after this block at the next position, and the mixer's new state."""
         normed = self.norm(x)
         y, state = self.mixer.step(normed, state)
         if self.has_feed_forward and self.is_parallel:
@@ -263,7 +264,7 @@ class LanguageModel(nnx.Module):
         checkpoint: Checkpoint = lambda block: block,
         key: Array | None = None,
     ) -> Losses:
-        """Run `blocks` and `head_loss` on `x`, the output of `embed`. Includes auxiliary losses."""
+        """Run the blocks and the loss head on `x`, the output of `embed`. The losses include auxiliary losses."""
         graph, head_state, other_state = nnx.split(self, lambda path, _: path[0] in self.head_parameters, ...)
 
         def head_losses(head_state: Any, stream: Any, rows: tuple[Array, Array], shard: Shard) -> tuple[Any, Array]:
@@ -331,11 +332,14 @@ class LanguageModel(nnx.Module):
         ]
 
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Return the logits after the next token of each sequence, and the new state. Start with `init_state`."""
+        """Process one token per sequence; return the logits for the following token, and the new state.
+
+        `init_state` returns the state before the first token.
+        """
         return self._step_embedded(self._scale(self.embedding[...].astype(self.numerics.compute)[tokens]), state)
 
     def _step_embedded(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        """Like `step`, for the scaled embeddings of tokens."""
+        """Like `step`, but takes scaled token embeddings instead of tokens."""
         new_state = []
 
         def body(x: Array, scanned: tuple[BlockGroup, Any]) -> tuple[Array, Any]:
@@ -399,10 +403,12 @@ def _add_auxiliary(
 
 
 def _loss_sharding(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
-    """Return the axes and the number of shards of the loss positions, and the logical axis of the hidden channels.
+    """Return the sharding of the hidden states for the loss.
 
-    If the residual stream is sharded over mesh axes that do not shard the vocabulary, these axes shard positions
-    instead. Each device then computes complete logits, instead of partial float32 logits that are summed over the axes.
+    Returns the logical axes that shard positions, their number of shards, and the logical axis that shards channels. By
+    default, `seq` shards positions and `embed` shards channels. If no mesh axis of `embed` shards the vocabulary, these
+    mesh axes shard positions instead, if their number is divisible. Each device then computes complete logits.
+    Otherwise partial float32 logits would be summed over these mesh axes.
     """
     embed_axes, vocab_axes = shard.mesh_axes_of("embed"), shard.mesh_axes_of("vocab")
     shards = shard.size("seq") * shard.size("embed")

@@ -24,7 +24,7 @@ class Boundaries(NamedTuple):
     Args:
         keep: 0 at the first token of a document, 1 elsewhere. None if rows are not packed, or if states and attention
             cross documents (`document_boundary=cross`).
-        segment_ids: Number of the document of each token, or None like `keep`.
+        segment_ids: Document number of each token, or None if `keep` is None.
         tokens: Token ids, for the value embeddings of nanochat, or None.
     """
 

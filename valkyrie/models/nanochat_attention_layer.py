@@ -14,7 +14,7 @@ from valkyrie.models.nanochat_attention import NanochatAttention, gate_channels
 from valkyrie.ops.linear import Numerics, linear, lookup
 
 GATE_INIT = 0.02
-"""Upper bound of the initial gate weights, which are uniform from 0."""
+"""Initial gate weights are uniform between 0 and this value."""
 
 
 class NanochatProjections(Projections):

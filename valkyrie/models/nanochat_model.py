@@ -20,13 +20,14 @@ from valkyrie.models.stack import Stack
 from valkyrie.ops.linear import Numerics
 
 GATE_INIT = 0.02
-"""Upper bound of the initial weights of the smear gate, which are uniform from 0."""
+"""Initial weights of the smear gate are uniform between 0 and this value."""
 
 
 class NanochatBlock(ResidualBlock):
     """A residual block with parameter-free norms.
 
-    Its input is the residual stream plus the stream before the first layer, each multiplied by a learned scale.
+    With `layer_scales`, its input is the residual stream plus the stream before the first layer, each multiplied by a
+    learned scale.
     """
 
     norm_kind = PlainRMSNorm
@@ -44,7 +45,7 @@ class NanochatBlock(ResidualBlock):
         down[...] = jnp.zeros_like(down[...])
 
     def add_first_stream(self, x: Float[Array, "*rows embed"], first: Float[Array, "*rows embed"]) -> Array:
-        """Return the input of the block. `first` is the residual stream before the first layer."""
+        """Return `x` plus `first`, the residual stream before the first layer, each scaled, or `x` without scales."""
         if not self.has_scales:
             return x
         scales = (scale[...].astype(x.dtype) for scale in (self.residual_scale, self.input_scale))
@@ -53,10 +54,7 @@ class NanochatBlock(ResidualBlock):
     def step_with_first_stream(
         self, x: Float[Array, "batch embed"], state: Any, first: Float[Array, "batch embed"], tokens: Array
     ) -> tuple[Float[Array, "batch embed"], Any]:
-        """Return the residual stream of the next token and the mixer's new state.
-
-        Like `step`, but also takes the stream before the first layer, and the token ids.
-        """
+        """Like `step`, but also takes `first`, the residual stream before the first layer, and the token ids."""
         x = self.add_first_stream(x, first)
         y, state = self.mixer.step(self.norm(x), state, tokens)
         x = x + y

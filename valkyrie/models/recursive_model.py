@@ -137,7 +137,10 @@ class RecursiveModel(nnx.Module):
     def embed(
         self, inputs: Int[Array, "batch cells"], puzzles: Int[Array, " batch"], *, shard: Shard = UNSHARDED
     ) -> Float[Array, "batch seq embed"]:
-        """Return the scaled input of every pass: the embeddings of the puzzle identifier, then of the cells."""
+        """Return the input that is added to z_L in every pass.
+
+        It consists of the embeddings of the puzzle identifier and of the cells, times sqrt(embed).
+        """
         c, axes = self.config, (None, "embed")
         cells = lookup(self.embedding[...], inputs, axes=axes, shard=shard, numerics=self.numerics)
         rows = lookup(self.puzzle_embedding[...], puzzles, axes=axes, shard=shard, numerics=self.numerics)
@@ -165,9 +168,9 @@ class RecursiveModel(nnx.Module):
         shard: Shard = UNSHARDED,
         checkpoint: Checkpoint = lambda block: block,
     ) -> Answers:
-        """Run one supervision step. Only its last cycle has gradients.
+        """Run one supervision step. Only its last cycle is differentiated.
 
-        The returned states have none, so no gradient flows from the next step into this one.
+        The returned states are detached, so that no gradient flows from the next step into this one.
         """
         graph, state = nnx.split(self)
         detached_model = nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, state))

@@ -2,12 +2,13 @@
 
 Symbols follow the paper: H inputs (`embed`), P complex states (`state`), Lambda, B_tilde, C_tilde, D, Delta.
 
-Precision: everything up to the layer's output is float32, as pairs of real arrays. Only the output is cast to the
-compute dtype. The products with B_bar and C have float32 operands and results on every backend. Under a bfloat16 policy
-a TPU's matrix unit computes them in one pass, like all other products: it rounds both operands to bfloat16 and
-accumulates in float32. Discretisation and recurrence do not use the matrix unit and stay float32. Under a float32
-policy all products are float32 (six passes). According to the v4 compiler's estimates, the forward pass of a layer
-(16384 positions, H 1024, P 512) takes 0.8 ms, and would take 1.25 ms with three passes and 1.8 ms with six.
+Precision: the state space is computed in float32, as pairs of real arrays, up to its output 2 Re(C x) + D u. The output
+is cast to the compute dtype, and GELU and the gate are computed in that dtype. On a TPU, the precision of the products
+with B_bar and C depends on the policy. Under a bfloat16 policy, the matrix unit computes them in one pass: it rounds
+both operands to bfloat16 and accumulates in float32. Under a float32 policy, it computes all products in float32, with
+six passes. Discretisation and recurrence do not use the matrix unit and are always float32. According to the compiler's
+estimates for TPU v4, the forward pass of a layer (16384 positions, H 1024, P 512) takes 0.8 ms with one pass. It would
+take 1.25 ms with three passes and 1.8 ms with six.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Activation(Enum):
 
     @property
     def products(self) -> int:
-        """Number of square matrices of the gate."""
+        """Number of (embed, embed) matrices in the activation."""
         return {Activation.gelu: 0, Activation.full_glu: 2}.get(self, 1)
 
 
@@ -121,7 +122,7 @@ class S5(Block):
         return weights | {"D": weight("embed", float32=True)}
 
     def flops(self, context: BlockContext, seq: int) -> float:
-        """Return forward FLOPs per token: products with B and C, 8 per state and scan, and the gate."""
+        """Return forward FLOPs per token: products with B and C, 8 FLOPs per state in each scan, and the gate."""
         directions = 1 + self.bidirectional
         projections = 4 * self.states * context.embed * (1 + directions)
         return float(projections + 8 * self.states * directions + 2 * self.activation.products * context.embed**2)

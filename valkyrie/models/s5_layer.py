@@ -157,10 +157,10 @@ class S5Layer(nnx.Module):
 
 @jax.custom_vjp
 def _sum_gradients_first(u: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-    """Identity. The gradients of all uses of its result are added up before those of other uses of `u`.
+    """Identity that sums the gradients of all uses of its result before adding those of other uses of `u`.
 
-    If `state` is sharded, the gradients of both parts of B u need a sum over devices. When they are added to each other
-    first, the compiler merges the two sums into one.
+    If `state` is sharded, the gradients through the real and imaginary parts of B u must be summed over devices. When
+    these two gradients are added to each other first, the compiler needs only one all-reduce.
     """
     return u
 

@@ -63,10 +63,11 @@ class Stack:
         feed_forward_after: Names of the mixers whose layers have a feed-forward; null: all.
         feed_forward_pattern: Names of the feed-forwards, repeated like `block_pattern`: `feed_forward` (the dense one),
             or fields of the family's config.
-        residual: `parallel` applies mixer and feed-forward to the same norm and sums them (GPT-J, PaLM).
+        residual: `parallel` applies mixer and feed-forward to the same normed input and adds their outputs (GPT-J,
+            PaLM).
         embedding_scale: Factor applied to the embeddings (Gemma: the square root of `embed`).
         logits_soft_cap: Bound c of the logits: c * tanh(logit / c) (Gemma 2: 30); null: no bound.
-        loss_chunk: Positions of each sequence shard for which the loss computes logits at a time.
+        loss_chunk: The loss computes logits for this many positions of each sequence shard at a time.
         z_loss: Weight of the squared log-sum-exp of the logits in the loss.
     """
 

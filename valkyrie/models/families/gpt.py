@@ -1,7 +1,7 @@
 """Dense decoders such as Llama and modern GPTs: RMSNorm, rotary positions, and by default no biases.
 
-Grouped heads, biases of attention, windows, gated or plain feed-forwards, and tied or untied embeddings are settings.
-For LayerNorm, biases of feed-forwards and learned positions, use the family `gpt2`.
+Grouped-query attention, attention biases, windows, gated or plain feed-forwards, and tied embeddings are configurable.
+For LayerNorm, feed-forward biases and learned positions, use the family `gpt2`.
 """
 
 from __future__ import annotations

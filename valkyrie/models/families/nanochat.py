@@ -17,14 +17,15 @@ from valkyrie.models.stack import Stack
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 SMEAR_CHANNELS = 24
-"""Number of channels of an embedding that the smear gate reads."""
+"""Maximum number of channels of each embedding that the smear gate reads."""
 
 
 @dataclass(frozen=True)
 class NanochatLayer(Layer):
     """A layer with parameter-free norms.
 
-    With `scales`, it has a learned scale of the residual stream and one of the stream before the first layer.
+    With `scales`, it has two learned scales: of its input, and of the residual stream before the first layer, which is
+    added to the input.
     """
 
     scales: bool = True
@@ -42,15 +43,16 @@ class Config(Stack):
     """A nanochat model.
 
     Args:
-        depth: The YAML derives width, heads and layers from it. `embed` is 64 times the depth, rounded up to a multiple
-            of 128.
+        depth: Number of layers. `conf/model/nanochat.yaml` derives the other sizes from it: `embed` is 64 times the
+            depth, rounded up to a multiple of 128.
         window_pattern: Windows of the layers, one letter each, repeated. S is the token itself and a quarter of
             `context`, rounded up to a multiple of 128. L and G are all earlier tokens. The last layer always sees all
             earlier tokens. null: use `attention.windows`.
-        layer_scales: Before each layer, scale the residual stream and add the scaled stream before the first layer.
-        smear: Add the gated embedding of the previous token.
-        backout: Initial factor of the stream after the middle layer, which is subtracted from the last stream; null:
-            nothing is subtracted.
+        layer_scales: Replace the input x of each layer by a x + b x0, where x0 is the residual stream before the first
+            layer, and a and b are learned scalars.
+        smear: Add the embedding of the previous token, times a learned gate, to each embedding.
+        backout: Initial value of a learned factor. The residual stream after the middle layer, times this factor, is
+            subtracted from the last residual stream; null: nothing is subtracted.
     """
 
     family: str = "nanochat"
@@ -72,7 +74,7 @@ class Config(Stack):
 
     @property
     def smear_channels(self) -> int:
-        """Number of channels that the smear gate reads."""
+        """Number of channels of each embedding that the smear gate reads: `SMEAR_CHANNELS`, but at most `embed`."""
         return min(SMEAR_CHANNELS, self.embed)
 
     @property

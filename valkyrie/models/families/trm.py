@@ -176,7 +176,7 @@ class Config:
         return self.forward_passes * per_position * self._positions_per_cell(seq) + 2.0 * self.embed * self.vocab_size
 
     def step_flops_per_token(self, seq: int) -> float:
-        """Return FLOPs per cell of a training step: all forward passes, and twice the last cycle for backward."""
+        """Return FLOPs per cell of a training step. The backward pass counts twice the last cycle and the logits."""
         backward = (self.low_cycles + 1) * self._network_flops(seq + self.puzzle_tokens) * self._positions_per_cell(seq)
         return self.flops_per_token(seq) + 2.0 * (backward + 2.0 * self.embed * self.vocab_size)
 
