@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 CONTEXT, STATES = "context", "states"
-"""Checkpoint names: the output and softmax sums of the attention kernel, and the states of a recurrence.
+"""Checkpoint names of the output and softmax sums of attention, and of the states of a recurrence.
 
-The custom derivatives attach these names to their residuals, so that a `jax.checkpoint` policy which saves the names
-saves the residuals, and nothing is computed twice.
+The custom derivatives attach these names to their residuals. A `jax.checkpoint` policy that saves the names thus saves
+the residuals, and the forward pass is not computed again.
 """
 
 

@@ -1,4 +1,4 @@
-"""Products with sharded parameters, and look-ups in them, without saving gathered copies.
+"""Matrix products with sharded parameters, and lookups in sharded tables, that save no gathered copies.
 
 A parameter is cast and gathered right before its use, forward and again backward. Its gradient is summed in the
 reduction dtype and scattered back. Fully sharded parameters thus stay sharded in memory.
@@ -97,8 +97,8 @@ def lookup(
 ) -> Float[Array, "*rows embed"]:
     """Return the rows of a table at `tokens`, in the compute dtype. `axes` are the logical axes of the table.
 
-    The gradient of a row is the sum over all its uses, always in float32. A frequent token has thousands of uses, and a
-    bfloat16 sum of equal terms stops growing after 256 of them.
+    Each device sums the gradient of a row over its uses in float32, for every reduction dtype. A frequent token has
+    thousands of uses, and a bfloat16 sum of equal terms stops growing after 256 of them.
     """
 
     @jax.custom_vjp

@@ -1,7 +1,7 @@
-"""Products with operands scaled to a narrow dtype, int8 or float8, and wide accumulation.
+"""Matrix products with int8 or float8 operands, accumulated in int32 or float32.
 
 Each row or column that a product sums over is scaled by its largest magnitude, at every call. This is AQT's dynamic
-scaling (arXiv 2105.03536), except that AQT rounds gradients stochastically and this rounds to nearest.
+scaling (arXiv 2105.03536), except that AQT rounds gradients stochastically, while this module rounds to nearest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def narrow_einsum(
 def scale_to(
     x: Float[Array, "..."], dtype: str, axes: tuple[int, ...]
 ) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
-    """Return `x` divided by a scale, in a narrow dtype, and the scale, which has length 1 along `axes`.
+    """Quantise `x`. Returns `x` divided by a scale, in `dtype`, and the float32 scale, of length 1 along `axes`.
 
     The scale maps the largest magnitude along `axes` to the largest value of the dtype, and is 1 where `x` is all 0.
     """
@@ -55,7 +55,10 @@ def _summed_axes(letters: str, out: str) -> tuple[int, ...]:
 
 
 def _align_scale(scale: Float[Array, "..."], letters: str, out: str) -> Float[Array, "..."]:
-    """Return a scale with a dimension for every letter of the result, of length 1 for letters its operand lacks."""
+    """Reshape the scale of an operand so that it broadcasts with the result.
+
+    `letters` and `out` are the einsum indices of the operand and the result.
+    """
     shared = [letter for letter in letters if letter in out]
     scale = jax.lax.squeeze(scale, _summed_axes(letters, out))
     scale = scale.transpose([shared.index(letter) for letter in out if letter in shared])

@@ -63,10 +63,11 @@ def resolve_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
 
 
 def supports_vma_check(impl: ScanImpl, backend: str | None = None) -> bool:
-    """Return whether a recurrence works inside a `jax.shard_map` that checks over which mesh axes values vary.
+    """Return whether `impl` works inside `jax.shard_map(..., check_vma=True)`.
 
-    All implementations do except the interpreted kernel. Without the check, JAX sums the gradients of values that are
-    replicated over a mesh axis and divides them again, which sends arrays of shape (batch, seq, state) for nothing.
+    All implementations do except the interpreted kernel. With `check_vma=False`, JAX all-reduces the gradients of
+    values that are replicated over a mesh axis and then divides them, which needlessly sends arrays of shape (batch,
+    seq, state).
     """
     backend = jax.default_backend() if backend is None else backend
     return resolve_impl(impl, backend) is not ScanImpl.kernel or get_platform(backend).runs_pallas_tpu
@@ -202,9 +203,9 @@ _recurrence.defvjp(_forward, _backward)
 def _evaluate(
     plan: _Recurrence, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
 ) -> tuple[States, Carry | None]:
-    """Evaluate the recurrence over the positions on this device.
+    """Compute the recurrence over the positions on this device.
 
-    Returns their states, and the state before the first of them, where None stands for zero.
+    Returns the states, and the state before this device's first position (None: zero).
     """
     form = form_for_backend(plan.impl, plan.backend)
     if not plan.axis_names:

@@ -1,9 +1,9 @@
 """The S5 recurrence on a TPU core: a Pallas kernel that reads each input once and writes each state once.
 
-Time is on sublanes and states are on lanes, the usual layout of (batch, seq, state) arrays. Three doubling steps add to
-every input the intermediate results from 1, 2 and 4 positions back, times that power of Lambda_bar. Position t then
-holds the contribution of its last 8 inputs to the state, and h_t is that plus Lambda_bar**8 h_{t-8}. A tile of 8
-positions thus depends on the previous tile through a single multiplication.
+Time is on sublanes and states are on lanes, the usual layout of (batch, seq, state) arrays. Three doubling steps with
+distances d = 1, 2 and 4 add to each position the intermediate result from d positions back, times Lambda_bar**d.
+Position t then holds the contribution of its last 8 inputs to the state, and h_t is that plus Lambda_bar**8 h_{t-8}. A
+tile of 8 positions thus depends on the previous tile through a single multiplication.
 
 Entries a few positions back are read from VMEM at unaligned addresses, which costs half as much as rotating registers
 on v4. Blocks of a sequence are visited in order (`reverse`: last first) and pass on their last tile; sequences and
@@ -43,7 +43,7 @@ DOUBLINGS = (1, 2, 4)
 """Distance, in positions, that each doubling step looks back."""
 
 STEPS = len(DOUBLINGS) + 1
-"""Multiply-adds per state: the doubling steps, then the previous tile."""
+"""Number of multiply-adds per state: one for each doubling step, and one for the previous tile."""
 
 
 def kernel(
@@ -56,10 +56,11 @@ def kernel(
     *,
     interpret: bool = False,
 ) -> States:
-    """Compute the states by the kernel, on one device. `block` is ignored, because the kernel has fixed block sizes.
+    """Compute all states of the recurrence (`valkyrie.ops.scan`) with the Pallas kernel, on one device.
 
-    Positions are padded to a multiple of 128 at the end of the recurrence, and states to a multiple of 128. `interpret`
-    runs the kernel without a TPU, slowly, for tests.
+    `block` is ignored: the kernel chooses its block sizes from `TIME_BLOCKS` and `STATE_BLOCKS`. Positions are padded
+    to a multiple of 128 at the end of the recurrence, and states to a multiple of 128. `interpret` runs the kernel
+    without a TPU, slowly, for tests.
     """
     del block
     batch, seq, state = bu[0].shape
@@ -201,9 +202,10 @@ def _block_kernel(table: Any, bu_re: Any, bu_im: Any, *refs: Any, has_h0: bool, 
 
 
 def _write_entering_state(stages: Any, carry: Any, entering: list[Any], tile: Any, row: int) -> None:
-    """Write the entering state to the tile before the first block, as if it were the input of its last position.
+    """Write the entering state to the tile before the first block: to `row`, which the recurrence visits last.
 
-    All stages of that tile hold the state itself, because no input came before it.
+    The other rows are zero, and so is `row` if `entering` is empty. All stages get the same tile, because no earlier
+    inputs contribute to it.
     """
     at_row = jax.lax.broadcasted_iota(jnp.int32, carry.shape[1:], 0) == row
     for part in range(2):
@@ -217,16 +219,16 @@ def _write_entering_state(stages: Any, carry: Any, entering: list[Any], tile: An
 
 
 def _broadcast_factor(table: Any, step: int, column: Any) -> Complex:
-    """Return the power of Lambda_bar for step `step` of the scan, for the states in `column`.
+    """Return the power of Lambda_bar that step `step` multiplies by, for the states in `column`.
 
-    It is repeated in every row of a register, as (real, imaginary).
+    The real and the imaginary part are each broadcast to (TILE, LANES).
     """
     re, im = (table[2 * step + part : 2 * step + part + 1, column] for part in (0, 1))
     return jnp.broadcast_to(re, (TILE, LANES)), jnp.broadcast_to(im, (TILE, LANES))
 
 
 def _doubling_step(stage: Any, value: Complex, factor: Complex, base: Any, distance: int, reverse: bool) -> Complex:
-    """Return a tile (`value`) after a doubling step. First stores it in `stage`, which later tiles look back at."""
+    """Apply a doubling step to the tile `value`. Stores `value` in `stage` first, because later tiles read it there."""
     write_row, read_row = (base, base + distance) if reverse else (base + TILE, base + TILE - distance)
     stage[0, pl.ds(write_row, TILE), :], stage[1, pl.ds(write_row, TILE), :] = value
     return add(value, mul(factor, (stage[0, pl.ds(read_row, TILE), :], stage[1, pl.ds(read_row, TILE), :])))

@@ -54,7 +54,7 @@ class BlockHippo:
 
     @property
     def state_size(self) -> int:
-        """Number of states before diagonalisation: twice the number of complex states that are kept."""
+        """Number of real states before diagonalisation: twice `state` with conjugate symmetry, else equal to it."""
         return self.blocks * self.V.shape[0]
 
 
@@ -105,7 +105,10 @@ def init_Lambda(hippo: BlockHippo) -> Eigenvalues:
 
 
 def init_B_tilde(key: Array, hippo: BlockHippo, embed: int) -> Float32[Array, "state embed 2"]:
-    """Return V^-1 B, with real and imaginary parts on the last axis, for a real normal B of variance 1 / state_size."""
+    """Return V^-1 B, with real and imaginary parts on the last axis.
+
+    B is real and sampled from a truncated normal distribution of variance 1 / state_size.
+    """
     B = truncated_normal(key, (hippo.state_size, embed), math.sqrt(1 / hippo.state_size))
     B = B.reshape(hippo.blocks, -1, embed)
     rotated = [_einsum_float32("kn,bnh->bkh", part, B) for part in (np.real(hippo.Vinv), np.imag(hippo.Vinv))]

@@ -108,8 +108,8 @@ def choose_implementation(impl: AttentionImpl, backend: str, seq: int, request: 
     """Resolve `auto` to an implementation. Returns other values of `impl` unchanged.
 
     `auto` is dense for short sequences, the kernel if it supports the request, and otherwise chunked, or dense if one
-    chunk would span the sequence. Raises ValueError with the reason for `kernel` if the backend's kernel does not
-    support the request.
+    chunk would span the sequence. If `impl` is `kernel` and the backend's kernel does not support the request, raises
+    ValueError with the reason.
     """
     problem = _kernel_problem(get_platform(backend), request)
     if impl is AttentionImpl.kernel and problem is not None:

@@ -98,7 +98,11 @@ def _dilated_attention(q: Queries, k: Keys, v: Keys, pattern: Pattern, method: M
 
 
 def pick_chunk(window: int | None, seq: int) -> int:
-    """Return the number of queries per chunk: about the window's length, the fastest size on a CPU."""
+    """Return the number of queries per chunk.
+
+    This is the window, rounded up to a power of two and clipped to `SMALLEST_CHUNK` and `LARGEST_CHUNK`, the fastest
+    size on a CPU. Without a window, it is `LARGEST_CHUNK`. It is at most `seq`.
+    """
     chunk = LARGEST_CHUNK if window is None else 1 << (window - 1).bit_length()
     return min(max(chunk, SMALLEST_CHUNK), LARGEST_CHUNK, max(seq, 1))
 
@@ -108,8 +112,8 @@ def chunked_attention(
 ) -> Queries:
     """Compute attention for chunks of `chunk` queries, one after another, with memory linear in the length.
 
-    Each chunk reads the keys in its windows (dilation 1), or all keys if the window is None or as long as the keys.
-    Windows end at the first and the last key.
+    Each chunk reads only the keys in the windows of its queries. This requires a dilation of 1. It reads all keys if
+    there is no window, or if its windows span the sequence. Windows are cut off at the first and the last key.
     """
     seq, keys = q.shape[1], k.shape[1]
     chunk = min(chunk or pick_chunk(pattern.window, seq), seq)
@@ -149,7 +153,10 @@ class _Window(NamedTuple):
 
 
 def _all_key_blocks(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chunks: int, chunk: int):
-    """Return the query positions of each chunk, for the scan, and a function that builds the `KeyBlock` of all keys."""
+    """Return the query positions of each chunk, and a function that builds a chunk's `KeyBlock` with all keys.
+
+    The scan over chunks passes the positions to the function.
+    """
     keys, values, positions = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(k.shape[1])
 
     def make_key_block(rows: _Chunk, row_positions: Int[Array, " chunk"]) -> KeyBlock:
@@ -163,7 +170,10 @@ def _all_key_blocks(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chu
 
 
 def _window_blocks(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chunks: int, chunk: int):
-    """Return the keys in each chunk's windows, for the scan, and a function that builds a chunk's `KeyBlock`."""
+    """Return the keys in each chunk's windows, and a function that builds a chunk's `KeyBlock` from them.
+
+    The scan over chunks passes the keys to the function.
+    """
     assert pattern.window is not None and pattern.dilation == 1 and isinstance(key_range.before, int)
     left = pattern.window - 1
     width = chunk + left + (0 if pattern.causal else left)
@@ -196,7 +206,10 @@ def _query_chunks(q: Array, key_range: KeyRange, chunk: int) -> _Chunk:
 
 
 def _window_views(x: Array, chunks: int, chunk: int, width: int, front: int) -> Array:
-    """Return the `width` keys of each chunk, (chunks, batch, width, ...), starting `front` keys before the chunk."""
+    """Return the `width` keys from `front` positions before each chunk, as (chunks, batch, width, ...).
+
+    Positions outside the sequence are zero.
+    """
     tiles = -(-width // chunk)
     length = (chunks + tiles - 1) * chunk
     x = x[:, max(-front, 0) :][:, : length - max(front, 0)]

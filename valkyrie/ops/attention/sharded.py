@@ -1,7 +1,7 @@
 """Attention over a sequence sharded over mesh axes. Windows fetch a halo of keys, full attention gathers all keys.
 
-A shard needs the (window - 1) * dilation keys before its first query (and after its last one, if bidirectional). They
-come from as many neighbours as that spans, each by one `ppermute` directly from its owner.
+A shard needs the (window - 1) * dilation keys before its first query (and after its last one, if bidirectional). If
+they span several neighbours, each neighbour sends its keys directly, in one `ppermute`.
 
 Full attention gathers all keys. A kernel that skips blocks hidden by the causal mask would give later shards more work.
 To balance it, queries are exchanged first: of 2 n chunks, shard i of n computes chunks i and 2 n - 1 - i.
@@ -121,7 +121,7 @@ def _half_owners(shards: int) -> list[int]:
 
 
 def _exchange_halves(x: Array, axis_names: tuple[str, ...], shards: int, back: bool = False) -> Array:
-    """Exchange halves of `x` (batch, seq, ...), and return the two that this shard computes. `back` is the inverse."""
+    """Exchange halves of `x` (batch, seq, ...), and return the two that this shard computes. `back` undoes this."""
     parts = []
     for i, part in enumerate(jnp.split(x, 2, axis=1)):
         pairs = [(half // 2, owner) for half, owner in enumerate(_half_owners(shards)) if half % 2 == i]

@@ -4,9 +4,9 @@ Blocks of 512 suit windows of a few hundred keys and short sequences. Without a 
 if a core's scratch memory can hold them (heads of up to 128). The fused backward pass takes 0.7 of the cycles of the
 unfused one, but writes dq once per block of keys. It is used for at most 8 writes.
 
-Splash's LocalMask is inclusive: a causal window of W is (W - 1, 0). Only the device knows the position of its shard of
-queries, so it looks up its block tables among those of all shards. Imported only where it is used, because importing
-Pallas is slow.
+Splash's LocalMask is inclusive: a causal window of W is (W - 1, 0). The position of a shard's queries is known only at
+run time. Block tables are therefore built for all shards, and each device selects its own. Imported only where it is
+used, because importing Pallas is slow.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WIDE_HEAD = 128
 """Largest head_dim whose wide blocks fit into a core's scratch memory."""
 
 DQ_WRITES = 8
-"""Largest number of blocks of keys, and thus of writes of dq, for which the fused backward pass is used."""
+"""Maximum number of key blocks for the fused backward pass, which writes dq once per key block."""
 
 
 def splash_window(
@@ -150,7 +150,10 @@ def _block_tables(
 
 
 def _next_visible(visibility: np.ndarray) -> np.ndarray:
-    """Return, along the last axis, the index of the next nonzero entry at or after each entry, or else of the first."""
+    """Return the index of the first nonzero entry at or after each entry, along the last axis.
+
+    Entries after the last nonzero one get the index of the first nonzero one.
+    """
     count = visibility.shape[-1]
     next_visible = np.zeros(visibility.shape, np.int64)
     upcoming = np.argmax(visibility > 0, axis=-1)
@@ -227,7 +230,10 @@ def _pad_length(x: Array, length: int, fill: int = 0) -> Array:
 
 
 def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> splash.BlockSizes:
-    """Return the block sizes for a shape. Causal attention wastes half of each block on the diagonal."""
+    """Return the block sizes for this number of queries and keys.
+
+    Larger blocks waste more on the diagonal of causal attention, where half of each block is masked.
+    """
 
     def fit_block(size: int, length: int) -> int:
         return size if length % size == 0 else min(BLOCK, length)

@@ -22,7 +22,10 @@ class TrialLauncher(Launcher):
         self.config, self.hydra_context = config, hydra_context
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs and return their results."""
+        """Run a trial for each list of overrides and return the results.
+
+        Raises ValueError if `jobs` is not an integer.
+        """
         from valkyrie.sweep.launcher import launch
 
         if type(self.jobs) is not int:

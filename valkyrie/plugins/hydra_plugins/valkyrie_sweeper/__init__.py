@@ -10,14 +10,14 @@ from omegaconf import DictConfig
 
 
 class GridSweeper(BasicSweeper):
-    """Hydra's basic sweeper, which runs every combination of the lists on the command line.
+    """Hydra's basic sweeper, which runs every combination of the comma-separated values on the command line.
 
-    Hydra composes every job before it launches the first, to find mistakes early. This sweeper leaves that to our
-    launcher, which composes once for many jobs.
+    The basic sweeper composes every job before it launches the first, to find mistakes early. This sweeper leaves that
+    to `TrialLauncher`, which composes once for many jobs.
     """
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Raise the errors of composing the jobs, unless the launcher checks them itself."""
+        """Compose every job and raise its errors. Does nothing for a `TrialLauncher`, which checks jobs itself."""
         from hydra_plugins.valkyrie_launcher import TrialLauncher
 
         if not isinstance(self.launcher, TrialLauncher):
