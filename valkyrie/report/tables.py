@@ -50,7 +50,7 @@ class TextTable:
 
 
 def best_table(rows: Sequence[Row]) -> TextTable:
-    """Return the table of the best layouts, which all have a speed."""
+    """Return the table of the best layouts, given the rows of `best_per_target`."""
     return _table("Best layout for each target", BEST, rows)
 
 

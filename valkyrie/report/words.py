@@ -36,7 +36,7 @@ MAX_WORKLOADS = 3
 EQUAL_RATIO = 1.02
 """Ratio below which two speeds are called equal."""
 MAX_EXPLAINED = 12
-"""Number of predicted layouts, best first, for which the HTML report explains the difference between every two."""
+"""Number of predicted layouts, best first, that the HTML report compares in pairs."""
 
 
 class BigNumber(NamedTuple):

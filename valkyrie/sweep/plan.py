@@ -50,7 +50,7 @@ class SweepContext:
 
 
 def job_environment(hydra: Any) -> dict[str, str]:
-    """Return the environment variables that a job sets, given the `hydra` node of its configuration."""
+    """Return the environment variables of a job (`hydra.job.env_set`), given the `hydra` node of its configuration."""
     return {str(key): str(value) for key, value in hydra.job.env_set.items()}
 
 

@@ -83,8 +83,8 @@ class Row:
     Args:
         trial: The trial.
         source: Folder of the sweep.
-        group: The kind of its speed.
-        work: The workload of its step.
+        group: Stage and target that its speed comes from.
+        work: Workload of its step.
         about: The layout, with question marks if the configuration does not compose.
         layout: Name of the layout, or of the trial if the configuration does not compose.
         step_s: Step time.
@@ -363,6 +363,6 @@ def _reason(trial: Trial) -> str | None:
 
 
 def _is_comparable(pair: RowPair) -> bool:
-    """Return whether both have the same target, or the run used simulated devices or those of this machine."""
+    """Return whether a run has the target of the prediction, or used simulated devices or `target=auto`."""
     is_local = pair.b.about.target == AUTO
     return pair.b.group.simulated or is_local or pair.b.group.target == pair.a.group.target
