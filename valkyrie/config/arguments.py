@@ -30,22 +30,22 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.runs.folder import key_value, key_values, split_flags
 
 _ESCAPED_CHARACTER = r"\\[][(){}:=, \t\\]"
-"""Regex of a character that is special in Hydra's grammar, escaped with a backslash."""
+"""Regex that matches a backslash followed by a character that is special in Hydra's grammar."""
 
 
 def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[str]:
-    """Return the arguments in Hydra's syntax. Raises ValueError for a mesh of one number.
+    """Convert arguments of `valkyrie-train` to Hydra's syntax.
 
-    - Expands the abbreviations (`expand_shorthand`).
-    - `+experiment=` and `+sweep=` become `experiment=` and `sweep=`, because our defaults list already has both groups.
-    - The folder of `--config-path` is relative to the working directory, not to one of our source files.
-    - `prompt=`, the two layouts of `mode=explain` and the paths of `data.paths=` are quoted, so that Hydra reads them
-      exactly as typed: it strips the spaces around unquoted text and rejects most punctuation. `null`, values that are
-      already quoted or escaped for Hydra, and the list of prompts of a sweep remain as they are. `${KEY}` is still
-      interpolated.
-    - `~` in `runs=` and `resume=` is expanded.
+    - Expands abbreviations (`expand_shorthand`).
+    - Removes the `+` of `+experiment=` and `+sweep=`, because our defaults list already has both groups.
+    - Makes the folder of `--config-path` absolute. Hydra would take it relative to a source file.
+    - Quotes `prompt=`, the two layouts of `mode=explain` and the paths of `data.paths=`. Hydra strips the spaces around
+      unquoted text and rejects most punctuation. Leaves `null`, values that are already quoted or escaped for Hydra,
+      and a sweep's list of prompts unchanged. Hydra still interpolates `${KEY}`.
+    - Expands `~` in `runs=` and `resume=`.
 
-    `multirun`: whether the arguments are those of a sweep, where a key may have several values.
+    `multirun` is whether the arguments are for a sweep, where a key may have several values. Raises ValueError for
+    incomplete abbreviations and for a mesh with one axis, such as `mesh=8`.
     """
     hydra_arguments: list[str] = []
     for argument in expand_shorthand(arguments):
@@ -73,10 +73,10 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
 def expand_shorthand(arguments: Sequence[str]) -> list[str]:
     """Expand the abbreviations in arguments. Raises ValueError for incomplete ones.
 
-    - `target.chip=v4 target.chips=512` becomes the slice of that size, in any shape under `mode=search`. The chip is
-      one of the package or has a file in the folder of `--config-dir`.
-    - `target=[v4-64,v5e-64]` compares slices under `mode=search`.
-    - Some keys of a mode work without `mode.` (`ModeConfig.short_keys`), such as `tokens=` under `mode=search`.
+    - `target.chip=v4 target.chips=512` becomes `target=v4-1024` (v4 names count two cores per chip). With
+      `mode=search`, also sets `mode.shapes=true` to search every shape of that size. Unknown chips stay unchanged.
+    - `target=[v4-64,v5e-64]` becomes `target=v4-64 mode.targets=[v4-64,v5e-64]` with `mode=search`.
+    - Keys in the mode's `ModeConfig.short_keys` get the prefix `mode.`, such as `tokens=` with `mode=search`.
     """
     values = key_values(arguments)
     mode = get_mode(values.get("mode"))
@@ -105,10 +105,11 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
-    """Replace two errors of Hydra and OmegaConf inside the block by a ValueError that names the argument or file.
+    """Convert two errors of Hydra and OmegaConf in this context to a ValueError that names the argument or file.
 
-    - AssertionError: the key of a group that is null, such as `target.chip.hbm_gib=9` where the target has no chip.
-    - RecursionError: a config that includes itself.
+    - AssertionError: an argument sets a key of a group that is null, such as `target.chip.hbm_gib=9` for a target
+      without a chip.
+    - RecursionError: a config file includes itself.
     """
     try:
         yield
@@ -132,7 +133,7 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
 def parse_run(arguments: Sequence[str]) -> Run:
     """Compose arguments of `valkyrie-train` into a run. Does not check the run for problems.
 
-    Raises ValueError with the message of the command if the arguments cannot be composed.
+    If the arguments cannot be composed, raises ValueError with the message that `valkyrie-train` would print.
     """
     try:
         return _compose(read_arguments(arguments))
@@ -141,9 +142,9 @@ def parse_run(arguments: Sequence[str]) -> Run:
 
 
 def load_run(folder: Path, overrides: Sequence[str]) -> Run:
-    """Return the run that continues in a run folder, with some keys overridden. Does not check it for problems.
+    """Load the settings of a run folder, with overrides, as a run that resumes there. Does not check it for problems.
 
-    Raises ValueError with the message of the command if the settings or the overrides are invalid.
+    If the settings or overrides are invalid, raises ValueError with the message that `valkyrie-train` would print.
     """
     hydra_arguments = read_arguments(overrides)
     if refused := {"name", "resume"} & {key_value(override)[0] for override in hydra_arguments}:
@@ -187,9 +188,9 @@ def _refuse_deletion_or_sweep(override: Override) -> None:
 
 
 def _quote_paths(value: str, multirun: bool) -> str:
-    """Write paths as a Hydra list, unless they are one already.
+    """Convert comma-separated paths to a Hydra list of quoted strings. Hydra's grammar rejects unquoted `~/a/*.txt`.
 
-    Quotes each path, because Hydra's grammar rejects `~/a/*.txt` and `[~/a/*.txt]`.
+    Returns `value` unchanged if Hydra already parses it as a list, as null or, in a multirun, as several values.
     """
     try:
         override = OverridesParser.create().parse_override(f"data.paths={value}")

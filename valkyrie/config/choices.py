@@ -27,7 +27,7 @@ _user_configs: WeakKeyDictionary[ConfigLoader, dict[str, object]] = WeakKeyDicti
 
 
 class Chips(Mapping[str, ChipConfig]):
-    """Every chip with a file, in the package or in a folder of the user. Files are read on access."""
+    """Maps names to chips: those that ship with Valkyrie, and those in the user's config folders, read on access."""
 
     def __getitem__(self, name: str) -> ChipConfig:
         user_chip = None if name in config_names(CHIP_GROUP) else _read_user_config(f"{CHIP_GROUP}/{name}", ChipConfig)
@@ -41,9 +41,9 @@ class Chips(Mapping[str, ChipConfig]):
 
 
 def get_target(name: str) -> TargetConfig:
-    """Return the target with this name: of a YAML, in the package or in the user's folders, or of a slice (`v4-64`).
+    """Return a target by name: the YAML `target/NAME.yaml`, shipped or the user's, or else a slice such as `v4-64`.
 
-    Raises ValueError for other names.
+    Raises ValueError for any other name.
     """
     if name in config_names("target"):
         return read_config("target", name, TargetConfig)

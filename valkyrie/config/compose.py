@@ -63,11 +63,11 @@ SCHEMA_PATHS: dict[str, type] = {
 AS_SAVED = "as_saved"
 """Choice of every group that selects the settings of the saved run. `--help` does not list it."""
 saved_groups: dict[str, DictConfig] = {}
-"""The settings of each group's `as_saved` choice, with a defaults list."""
+"""The config of the choice `as_saved` by group: a defaults list with the schema, and the saved settings."""
 ENVIRONMENT_MESH = "environment"
 """`mesh=environment` is the mesh that the variables `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
 BY_WIDTH = "by_width"
-"""The default rematerialisation, which depends on the width of the model. `--help` does not list it."""
+"""Default choice of `remat`: `full` or `none`, by the model's width (`default_remat`). `--help` does not list it."""
 SIMULATED_MESH = "2x2x2"
 """The default mesh on a machine without an accelerator: eight simulated CPU devices, two on each axis."""
 
@@ -171,10 +171,10 @@ def register() -> Path:
 
 @contextmanager
 def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[None]:
-    """Let Hydra compose from `folders` and then from the package's groups.
+    """Initialize Hydra in this context, with `folders` before the shipped config groups in its search path.
 
-    `primary`: the folder of the primary config, or None for the package's. Raises ValueError if one of `folders` is not
-    a folder or has a file that would never be read.
+    `primary` is the folder of the primary config, or None for the package's. Raises ValueError if one of `folders` does
+    not exist, or contains a file that a shipped file of the same name would hide (`check_folder`).
     """
     for folder in folders:
         check_folder(folder)
@@ -192,7 +192,7 @@ def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[No
 
 @contextmanager
 def _suspend_hydra() -> Iterator[None]:
-    """Set aside the running Hydra, so that a run can be composed while a multirun composes its jobs."""
+    """Clear Hydra's global state in this context, so that a run can be composed while a multirun composes its jobs."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -202,7 +202,7 @@ def _suspend_hydra() -> Iterator[None]:
 
 
 def _divide(a: float | int, b: float | int) -> float:
-    """Return a / b, or infinity if b is 0 or the result overflows. The check of the divisor's key reports it."""
+    """Return a / b, or infinity if b is 0 or a / b overflows. The range check of the key that sets b reports it."""
     try:
         return float(a) / float(b) if float(b) else math.inf
     except OverflowError:
@@ -215,12 +215,13 @@ def tiny_or(size: str | None, tiny: str, else_: str) -> str:
 
 
 def default_mesh(target: str = AUTO) -> str:
-    """Return the default mesh: the first of these that applies.
+    """Return the name of the default mesh: the first of these that applies.
 
-    - the mesh of the launch environment;
-    - the torus of the target, padded to three axes, or its simulated devices split evenly over three axes;
+    - `environment`, if environment variables describe a mesh;
+    - the torus of the target, padded with ones to three axes, with its last axis times the devices per chip. Simulated
+      CPU devices are split evenly over three axes instead;
     - all accelerators of this machine on the last axis;
-    - 2x2x2 simulated CPU devices.
+    - `2x2x2`, for simulated CPU devices.
     """
     mesh = mesh_from_environment()
     if mesh is not None:
@@ -237,10 +238,10 @@ def default_mesh(target: str = AUTO) -> str:
 
 
 def default_partition(mesh: str | None = None) -> str:
-    """Return the default partition: `data_model_fsdp` if the environment names mesh axes, else `fsdp`.
+    """Return the default partition: `data_model_fsdp` if `TPU_AXIS_NAMES` names the mesh axes, else `fsdp`.
 
     `fsdp` is the fastest of the partitions compared in valkyrie/search/README.md. `mesh` is the chosen mesh, or None.
-    The environment is ignored if another mesh was chosen.
+    Environment variables are ignored if a mesh other than `environment` was chosen.
     """
     if mesh not in (None, ENVIRONMENT_MESH):
         return "fsdp"
@@ -265,7 +266,7 @@ def default_precision(target: str = AUTO) -> str:
 
 
 def vocab_size_for(tokenizer: str | None, default: str) -> int:
-    """Return the vocabulary size of a tokenizer, or of the `default` if it is None; ValueError for an unknown name."""
+    """Return the vocabulary size of `tokenizer`, or of `default` if it is None. Raises ValueError for unknown names."""
     from valkyrie.data.config import VOCAB_SIZES
 
     name = tokenizer or default
@@ -297,7 +298,10 @@ def tiny_model_for(experiment: str | None) -> str:
 
 
 def _choice_in_defaults(group: str, name: str, key: str) -> str:
-    """Return a YAML's choice for `key` in its defaults list, or its first plain entry if `key` is empty; "" if none."""
+    """Return the choice for `key` in the defaults list of `GROUP/NAME.yaml`, or an empty string if there is none.
+
+    If `key` is empty, returns the first entry without a key.
+    """
     path = config_files(group).get(name)
     for entry in [] if path is None else read_defaults(path):
         if isinstance(entry, str) and not key:

@@ -44,12 +44,12 @@ _SCALAR_KEYS = {
     for field in fields(RunConfig)
     if (kind := {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(str(field.type).split()[0]))
 }
-"""Values of the top-level keys that take a number or a boolean. Quoting never fixes them."""
+"""The value that a top-level key takes, for keys with a number or boolean. Messages for them do not suggest quotes."""
 _EXTRAS = {
     "hydra/launcher": {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"},
     "hydra/sweeper": {"optuna": "optuna"},
 }
-"""The extra of this package that a choice needs, by group and choice."""
+"""Extras of `pyproject.toml` that choices need, by group and choice."""
 
 
 def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
@@ -129,13 +129,13 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
 
 
 def _config_path(config: str, folders: Sequence[str]) -> str:
-    """Return the path of the user's file of a config, such as `experiment/mine`, or else its name in the package."""
+    """Return the path of a config such as `experiment/mine` in the user's folders, or else `experiment/mine.yaml`."""
     files = (Path(folder) / f"{config}.yaml" for folder in folders)
     return str(next(filter(isfile, files), f"{config}.yaml"))
 
 
 def _missing_module(group: str, schema: str, folders: Sequence[str]) -> str:
-    """Return the message for a schema `NAME_schema` in a user's YAML without a module `NAME`."""
+    """Return the message for a user's YAML that includes `NAME_schema` when there is no module `NAME`."""
     files = [file for folder in folders for file in sorted((Path(folder) / group).glob("*.yaml"))]
     file = next((file for file in files if schema in read_defaults(file)), None)
     name, folder = schema.removesuffix("_schema"), file.parent.parent if file else Path("FOLDER")

@@ -27,7 +27,7 @@ In the other groups, `name` selects a family or a mode, so several files share o
 
 
 class CheckedFiles(FileConfigSource):
-    """Hydra's source of config files, with checks of each file."""
+    """Hydra's source for config files, which also checks each file that it loads."""
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider=provider, path=path)
@@ -35,7 +35,7 @@ class CheckedFiles(FileConfigSource):
         """Files that a loaded file includes from its own group, and that are not loaded yet."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Load a config. Raises ValueError with the path of the file if it is unreadable, or if its name is wrong.
+        """Load a config. Raises ValueError with the path of a file that is unreadable or fails `check_name`.
 
         Hydra loads a file before those of its defaults list, and each file once per composition.
         """
@@ -73,10 +73,10 @@ def yaml_error_text(path: Path, error: yaml.YAMLError) -> str:
 
 
 def check_name(path: Path, group: str, name: object) -> None:
-    """Raise ValueError if a user's config of `NAMED_GROUPS` has no `name`, or that of a shipped choice.
+    """Raise ValueError if a user's config in `NAMED_GROUPS` has no `name`, or the `name` of a different shipped config.
 
-    Records would not distinguish the two. An identical copy of the shipped file is allowed. A config that others only
-    include in their defaults lists needs no name.
+    Records identify configs by this name. Identical copies of shipped files are allowed. `CheckedFiles` does not check
+    files that only other files of their group include.
     """
     if group not in NAMED_GROUPS or name == path.stem:
         return
@@ -92,7 +92,8 @@ def check_name(path: Path, group: str, name: object) -> None:
 def check_file(path: Path) -> None:
     """Raise ValueError for a file that is not UTF-8, or has aliases that expand to too many values.
 
-    Only a file that may have aliases is parsed, and rejected if it is not YAML. Hydra reports that for other files.
+    Parses the file only if it may have aliases, and then also raises ValueError for invalid YAML. For other files,
+    Hydra reports invalid YAML itself.
     """
     body = path.read_bytes()
     if body.startswith(codecs.BOM_UTF8):
@@ -114,10 +115,10 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(folder: str) -> None:
-    """Raise ValueError if `folder` cannot be the folder of `--config-dir`.
+    """Raise ValueError if `folder` cannot be used with `--config-dir`.
 
-    It must exist, and must not have a file with the name of a shipped one, because Hydra would ignore that file.
-    Identical copies of shipped files are allowed.
+    It must exist. It must not contain a file with the group and name of a shipped file, because Hydra would ignore it,
+    unless it is an identical copy.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"--config-dir {folder} is not a folder.")
@@ -135,9 +136,9 @@ def check_folder(folder: str) -> None:
 
 
 def find_inclusion_cycle(folders: Sequence[str], group: str, name: str) -> str | None:
-    """Return the path of the config in `folders` that includes the choice `name` of a group again, or None.
+    """Return the path of the config file that closes an inclusion cycle through `group/name`, or None if there is none.
 
-    Starts at that choice, and follows the entries of its defaults list that are in the same group.
+    Follows the entries of defaults lists that are in the same group.
     """
     paths = {path.stem: path for folder in folders for path in Path(folder, group).glob("*.yaml")}
     names = [name]

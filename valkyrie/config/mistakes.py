@@ -26,7 +26,7 @@ def version_text() -> str:
 
 
 def bytes_not_utf8(text: str) -> str:
-    """Return the bytes of an argument or a path that are not UTF-8 in hexadecimal, such as `ff fe`; empty if none."""
+    """Return the bytes of an argument or path that are invalid UTF-8, as hexadecimal text such as `ff fe`, or ""."""
     return " ".join(f"{ord(letter) - 0xDC00:02x}" for letter in text if "\udc80" <= letter <= "\udcff")
 
 

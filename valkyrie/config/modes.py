@@ -26,7 +26,7 @@ TUNED, ATTEMPTS = "tuned.yaml", "tune.json"
 EXPLAINED = "explain.json"
 """File in a run folder with the comparison of two layouts."""
 ANSWER = "search.json"
-"""File with the answer of a search, in its folder."""
+"""File in the folder of a search with its result."""
 CALIBRATED = "calibrated_{chip}.yaml"
 """File in a run folder with the constants fitted to a chip."""
 FIGURES, MACHINES = "figures.json", "machines.json"
@@ -98,11 +98,11 @@ class ModeConfig(ABC):
     results: ClassVar[str | None] = None
     """Name of the results file in the run folder, or None if the mode only prints."""
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Files that the mode writes to the run folder in addition to `results`, by the key that requests them."""
+    """Files that the mode writes to the run folder in addition to `results`, by the `mode.KEY` that requests them."""
     short_keys: ClassVar[tuple[str, ...]] = ()
     """The keys that may be written without `mode.` on the command line."""
     reads_run: ClassVar[bool] = False
-    """Whether `name` and `resume` name a trained run."""
+    """Whether the mode reads a trained run, which `name` or `resume` selects."""
     predicts: ClassVar[bool] = False
     """Whether the results depend on the version of the compiler, and are computed again with another version."""
     timed: ClassVar[bool] = False

@@ -65,7 +65,7 @@ _SYNONYMS = {
     "dataset": "data",
     "tokenizer": "data.tokenizer",
 }
-"""Names of keys in other frameworks, and the corresponding key here."""
+"""Valkyrie's keys by their names in other frameworks."""
 LARGEST = 2**31 - 1
 """Largest integer setting. JAX uses 32-bit integers."""
 _INT64_KEYS = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
@@ -151,14 +151,14 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
 
 
 def choose_first(group: str) -> str:
-    """Return the advice for a key of a group of which nothing is chosen. Its first word is in lower case."""
+    """Return advice to choose a config of `group` before setting its keys. It starts in lower case."""
     return f"no {group} is chosen. Choose one first: {group}=NAME. Known: {', '.join(config_names(group))}."
 
 
 def _likely_keys(name: str, parent: Any, prefix: str) -> list[str]:
-    """Return the key that was probably meant, as a list of at most one.
+    """Return the key that the user probably meant, in a list, or an empty list if there is no single candidate.
 
-    It is our key for a name in another framework, or the only key with this name in any group.
+    It is our key for a name in another framework, or the only key of this name in all groups.
     """
     synonym = _SYNONYMS.get(name.lower())
     if synonym is not None and (not prefix or synonym.startswith(f"{prefix}.")):
@@ -209,7 +209,7 @@ def _wrong_value_text(key: str | None, message: str, file: str | None) -> str:
 
 
 def too_large(values: Mapping[str, object]) -> list[Problem]:
-    """Return a problem for each integer that does not fit its type. Other checks must not compute with these."""
+    """Return a problem for each integer that does not fit its type. Other checks must not run if there are any."""
     problems = []
     for key, value in flatten(values).items():
         largest = 2**63 - 1 if key in _INT64_KEYS or key.startswith(_COMPILER_PREFIXES) else LARGEST

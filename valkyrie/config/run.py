@@ -85,14 +85,14 @@ class TrialConfig:
 
 @dataclass
 class RunConfig:
-    """The schema of `conf/train.yaml`.
+    """The schema of `conf/train.yaml`, whose comments describe more keys.
 
     Args:
         task: the task, or None for the task of the model family.
         batch: sequences in the global batch.
         seq: tokens in a sequence.
-        batch_tokens: tokens in the global batch, to set `batch`, or None.
-        device_batch: sequences that a device processes at a time, to set `microbatches`, or None.
+        batch_tokens: tokens in the global batch, from which `batch` is computed, or None.
+        device_batch: sequences per device and microbatch, from which `microbatches` is computed, or None.
         modules: folders with the user's modules (models, data sources, tasks, optimizers, modes). Child processes of
             the run import them too.
         force: continue even if this machine has too little memory or too few cores.
@@ -467,9 +467,9 @@ class Run:
 
 @cache
 def _schema_of(classes: tuple[tuple[str, type], ...]) -> DictConfig:
-    """Return the schema of runs with these config classes by group. `OmegaConf.merge` copies it.
+    """Return the schema of `RunConfig` with these (group, config class) pairs. `OmegaConf.merge` does not modify it.
 
-    Cached, because a page with hundreds of training runs would spend half of its time on building it.
+    Cached, because a report on hundreds of training runs would otherwise spend half its time building schemas.
     """
     schema = OmegaConf.structured(RunConfig)
     for group, config_class in classes:

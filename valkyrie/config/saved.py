@@ -51,7 +51,7 @@ SAVED_RUN = "saved_run"
 
 @dataclass(frozen=True)
 class PrimaryConfig:
-    """A primary config for Hydra: its name, its folder (None for the package's) and the arguments."""
+    """Hydra's primary config: its name, its folder (None for the package's), and the arguments to compose it with."""
 
     name: str
     folder: str | None
@@ -59,11 +59,11 @@ class PrimaryConfig:
 
 
 def find_primary_config(arguments: Sequence[str], *, folder: Path | None = None, read: bool = True) -> PrimaryConfig:
-    """Return the primary config for these arguments. Registers the settings of a file or run folder with Hydra.
+    """Return the primary config for these arguments. Registers saved settings, if any, with Hydra.
 
-    The run folder is `folder`, or else that of a trained run that the arguments name, or none with `read=False`.
-    Raises ValueError if there is no such run, if a file is damaged or incomplete, or if `resume=` and `name=` of a
-    training are different runs.
+    Saved settings come from the file that the arguments name (`composed_file`), or else from `folder`, or else, if
+    `read` is true, from the trained run that the arguments name (`run_to_read`). Raises ValueError if that run does not
+    exist, if a file is damaged or incomplete, or if `resume=` and `name=` name different runs in a mode that trains.
     """
     add_import_path(_modules_in(arguments))
     file = composed_file(arguments)
@@ -85,7 +85,8 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
     """Return the folder of the trained run that provides the initial settings, or None if the arguments name none.
 
     It is the folder of `resume=`. Without it, modes that read a run (`mode=eval`, `mode=generate`, ...) use `name=`, or
-    else the latest run.
+    else the latest run. Raises ValueError if there is no such run, if `resume=` is empty, or, in a mode that does not
+    read a run, if `name=` is another run.
     """
     values = key_values(arguments)
     resume, mode_reads_run = values.get("resume"), reads_run(values.get("mode"))
@@ -154,9 +155,11 @@ def _modules_in(arguments: Sequence[str]) -> list[str]:
 
 
 def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
-    """Return the settings in a file.
+    """Return the settings in a file without a defaults list.
 
-    Those of a `run.yaml` get an unused name, to repeat the run, unless the mode reads the trained run itself.
+    A `run.yaml` is repeated as a new run: missing keys get their defaults, and the name is changed to an unused one
+    unless the arguments set `name`. If the mode reads a trained run and the file's folder has a checkpoint, `resume` is
+    set to that folder instead. Raises ValueError if any other file lacks a key.
     """
     is_record = file.read_bytes().startswith(HEADER.encode())
     values = read_settings(file, whole=is_record)

@@ -12,11 +12,11 @@ from valkyrie.units import printable
 _ALWAYS_READ = NO_RESULT | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
 """Keys that every mode reads, or that decide how others are read."""
 _LONGEST_VALUE = 60
-"""Maximum number of characters of a value in a note. Of a longer one, such as a prompt, only the key is shown."""
+"""Maximum number of characters of a value in a note. If it is longer, such as a prompt, only the key is shown."""
 
 
 def unread_notes(run: Run) -> list[str]:
-    """Return a line for each reason why settings on the command line are not read. The run must be legal.
+    """Return a note for each reason why the run ignores settings on the command line. The run must be legal.
 
     Ignores settings in files, because an experiment has settings for several modes.
     """
