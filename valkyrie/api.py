@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """A compiled or measured layout. `print(result)` prints what the command prints; `record` has its JSON output.
+    """The prediction or measurement of a training step.
 
-    Properties are None if unknown, such as the step time of a layout that does not fit.
+    `print(result)` prints the report of `mode=compile` or `mode=measure`. `record` has the same content as their JSON
+    files. `replay` is the simulated timeline of a predicted step, or None. Properties are None if unknown, such as the
+    step time of a layout that does not fit.
     """
 
     record: Prediction | Measurement
@@ -126,14 +128,14 @@ class Result:
         return Path(path)
 
     def html(self, path: str | Path) -> Path:
-        """Write a standalone HTML page: the report as tables, and a drawing of the step. Returns its path."""
+        """Write a standalone HTML page with the report and a drawing of the step's timeline. Returns its path."""
         from valkyrie.report.program import program_page
 
         spans = self.replay.spans if self.replay else []
         return write_atomic(Path(path), program_page(self.record, self._title, spans), "another path")
 
     def _repr_html_(self) -> str:
-        """The page of `html` in a frame, for notebooks."""
+        """Return the page of `html` in an iframe, for notebooks."""
         from html import escape
 
         from valkyrie.report.program import program_page
@@ -198,9 +200,9 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
 def load(folder: str | Path, *overrides: str) -> Run:
     """Load a run from the `run.yaml` of a run folder, with some keys overridden: `load(folder, "steps=400")`.
 
-    `fit` resumes it from its newest checkpoint. Another choice of a group (`mesh=4x2x1`) is composed with the
-    arguments that the run was trained with, like with `resume=`. Raises ValueError if the file is missing or damaged,
-    and for the same reasons as `compose`.
+    `fit` resumes it from its newest checkpoint. Another choice of a group (`mesh=4x2x1`) replaces that group, and all
+    other settings keep their saved values, as with `resume=`. Raises ValueError if the file is missing or damaged, and
+    for the same reasons as `compose`.
     """
     from valkyrie.config.arguments import load_run
 
@@ -256,16 +258,28 @@ def predict(
     `program` is one of:
 
     - A `Run`. Its step is compiled for its target in a child process, and identical compiles come from the cache. It
-      needs no other arguments. For a CPU target, only memory and communicated bytes are predicted.
-    - A jitted function with the arguments of a call (or `jax.ShapeDtypeStruct`s) and `slice=`, or the result of its
-      `lower` or `compile`. Its shardings use a mesh of `slice.mesh(...)`; pass it as `mesh` if no argument has one.
-      `options` are compiler options. It is compiled in this process.
-    - A file with a dumped compiled module, as for `valkyrie-predict`, with `slice=` and `mesh={"data": 8, "model": 4}`.
-      `places` are the positions of the mesh's devices, as in `record.positions`.
+      takes no other arguments except `quiet`. For a CPU target, only memory and communicated bytes are predicted.
+    - A jitted function with the positional and keyword arguments of a call (or `jax.ShapeDtypeStruct`s), or the result
+      of its `lower` or `compile`. Requires `slice`. Shardings must use a mesh from `slice.mesh(...)`. If no argument
+      has a sharding, pass that mesh as `mesh`. The function is compiled in this process.
+    - The path of a dumped compiled module, as for `valkyrie-predict`. Requires `slice` and the mesh of the module,
+      such as `mesh={"data": 8, "model": 4}`.
 
-    `tokens` and `flops` are those of the model in one step on all devices, for tokens per second and MFU. `name` is the
-    title of the report. Compiling for TPU slices needs libtpu (extra `tpu`) but no TPU. Raises ValueError for illegal
-    arguments or programs.
+    Compiling for TPU slices needs libtpu (extra `tpu`) but no TPU. Raises ValueError for illegal arguments or programs.
+
+    Args:
+        program: The program, as above.
+        arguments: Positional arguments of the function.
+        slice: The slice to predict for.
+        mesh: The mesh of the program, or a dict of its axis names and sizes, in order.
+        places: Positions of the mesh's devices, as in `record.positions`, or None for those of `Slice.mesh`. Only for
+            a dumped module.
+        options: Compiler options. Only for a function.
+        name: Title of the report.
+        tokens: Tokens in one step on all devices, for tokens per second.
+        flops: Model FLOPs in one step on all devices, for MFU.
+        quiet: Whether to print no progress. Only for a `Run`.
+        named: Keyword arguments of the function.
     """
     if isinstance(program, Run):
         _refuse_run_arguments(
@@ -329,9 +343,9 @@ def _refuse_run_arguments(arguments: Sequence[Any], named: Mapping[str, Any], **
 
 
 def measure(run: Run, *, quiet: bool = False) -> Result:
-    """Time the step of a run on the devices of this process; ValueError if they do not match the target.
+    """Time the step of a run on the devices of this process. Raises ValueError if they do not match the target.
 
-    The number of simulated devices is fixed when JAX starts. A mesh with more of them needs a new process.
+    The number of simulated devices is fixed when JAX starts. A mesh with more devices needs a new process.
     """
     _require_run("measure", run)
     from valkyrie.train.devices import prepare_devices

@@ -23,7 +23,7 @@ SHARED_AXES: dict[str, str] = {
 """Logical axes that all models have, with descriptions. Blocks and models declare the others."""
 
 Axis = str | tuple[str, ...] | None
-"""The logical axis or axes that split one dimension, or None."""
+"""The logical axis of one dimension, a tuple if it combines several, or None if the dimension is never sharded."""
 
 Axes = tuple[str | None, ...]
 """One logical axis per array dimension, or None for a dimension that is never sharded."""
@@ -48,11 +48,11 @@ SplitAxes = tuple[Axis, ...]
 
 
 UNATTRIBUTED = "unattributed"
-"""Label for traffic whose device groups match no mesh axes."""
+"""Label for collectives with device groups that match no mesh axes."""
 
 
 def axes_text(mesh_axes: Sequence[str]) -> str:
-    """Format mesh axes as text, such as `x,y`."""
+    """Format mesh axes as text, such as `x,y`, or `UNATTRIBUTED` if there are none."""
     return ",".join(mesh_axes) or UNATTRIBUTED
 
 
@@ -124,10 +124,11 @@ class Arrays:
     Args:
         axes: Every logical axis, with a description.
         parameters: Every distinct parameter tensor, with its names in messages.
-        activations: The same for activations that the model constrains.
-        sharded_like: Axes that are sharded like another axis, as far as their length is divisible.
+        activations: Every distinct activation that the model constrains, with its names in messages.
+        sharded_like: Axes that follow the sharding of another axis, such as `kv_heads` that of `heads`. They are
+            replicated over mesh axes that do not divide their length.
         stacked: Number of layers in each stack of equal layers, first to last.
-        dispatched: Axes (`experts`) where data is sent to the shards of the parameters, which are not gathered.
+        dispatched: Axes, such as `experts`, with parameters that are not gathered. Tokens are sent to their shards.
     """
 
     axes: dict[str, str]
@@ -152,14 +153,11 @@ class Shard(Protocol):
         ...
 
     def gather_for_use(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Gather a parameter over the mesh axes that split data, for a matrix product (`Layout.used_axes`)."""
+        """All-gather a parameter for a matmul, over the mesh axes that also split the data (`Layout.used_axes`)."""
         ...
 
     def gather_table(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Gather an embedding table before its rows are looked up.
-
-        Like `gather_for_use`, but replicates the table within a pipeline stage.
-        """
+        """Gather an embedding table for row lookups: like `gather_for_use`, but replicated within a pipeline stage."""
         ...
 
     def shard_for_storage(self, x: jax.Array, *axes: str | None) -> jax.Array:
@@ -174,10 +172,15 @@ class Shard(Protocol):
         reduction: str,
         whole: bool = False,
     ) -> jax.Array:
-        """Return the gradient of a parameter with these logical axes, summed over devices and sharded for storage.
+        """Return the gradient of a parameter, summed over devices and sharded for storage.
 
-        `f` computes it from operands with leading dimensions batch and seq. Devices exchange partial sums in the dtype
-        `reduction`. `whole` prevents the compiler from instead moving operands to the shards of the gradient.
+        Args:
+            f: computes the gradient from `operands`.
+            operands: arrays with leading dimensions (batch, seq).
+            axes: logical axes of the parameter.
+            reduction: dtype of the partial sums that devices exchange.
+            whole: whether each device computes its partial sum of the whole gradient. Otherwise, the compiler may
+                instead send operands to the shards of the gradient.
         """
         ...
 
@@ -212,8 +215,8 @@ class Shard(Protocol):
             f: the function.
             in_axes: logical axes of each argument, or None if replicated.
             out_axes: logical axes of the result: a tuple for one array, a list of tuples for several.
-            checked: `check_vma` of `jax.shard_map`, or None to check whenever every kernel supports it. Without the
-                check, gradients of replicated arguments are summed over the mesh.
+            checked: `check_vma` of `jax.shard_map`. None enables the check except on TPUs, where Pallas kernels do not
+                support it. Without the check, gradients of replicated arguments are summed over the mesh.
         """
         ...
 
@@ -247,7 +250,7 @@ class Unsharded:
         reduction: str,
         whole: bool = False,
     ) -> jax.Array:
-        """Return the value of `f`."""
+        """Return `f(*operands)`."""
         return f(*operands)
 
     def mesh_axes_of(self, axis: str) -> tuple[str, ...]:

@@ -30,7 +30,10 @@ def digest(value: object) -> str:
 
 
 def write_checksums(folder: Path, without: Container[str] = ()) -> None:
-    """Write the checksums of a folder's files, except `without`, to the folder. OSError if a file cannot be read."""
+    """Write `checksums.json` for all files in a folder and its subfolders, except those in `without`.
+
+    Paths in `without` are relative to the folder. Raises OSError if a file cannot be read.
+    """
     files = [name for name in _files(folder) if name not in without]
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = dict(zip(files, threads.map(lambda name: _checksum(folder / name), files), strict=True))
@@ -54,7 +57,7 @@ def folder_damage(folder: Path) -> Problem | None:
 
 
 def file_damages(folder: Path, expected: Mapping[str, tuple[int, str]], trusted: Container[str] = ()) -> list[Problem]:
-    """Return the problems of files that are missing or were changed. If sizes differ, no content is read.
+    """Return a problem for each file that is missing or has changed. Reads no content if any file has another size.
 
     Args:
         folder: the folder.

@@ -49,7 +49,7 @@ class Families:
         return sorted(module.name for module in iter_modules(import_module(self.package).__path__))
 
     def user_names(self) -> list[str]:
-        """Return the names of the user's families: those with a schema `NAME_schema` in a YAML of the user."""
+        """Return the names of the user's families that a YAML of the user includes as `NAME_schema` in its defaults."""
         return list(_user_families(self, tuple(sys.path)))
 
     def __contains__(self, name: str) -> bool:
@@ -75,7 +75,7 @@ class Families:
         return config
 
     def with_key(self, key: str) -> list[str]:
-        """Return the names of the families, also the user's, that have a key such as `repeats` or `sudoku.side`."""
+        """Return the names of all families, including the user's, with a key such as `repeats` or `sudoku.side`."""
         return [name for name in (*self.names(), *self.user_names()) if has_key(self.config_class(name), key)]
 
     def _import(self, name: str) -> ModuleType:
@@ -100,7 +100,7 @@ class Families:
 
 
 def add_import_path(folders: Iterable[str | Path]) -> None:
-    """Append folders that the user named to `sys.path`, after all others, and pass them on to child processes."""
+    """Append the user's folders of modules to `sys.path`, and to `VALKYRIE_MODULES`, which child processes inherit."""
     for folder in map(str, folders):
         if folder not in sys.path:
             sys.path.append(folder)

@@ -60,7 +60,7 @@ def is_key_of_null(message: str) -> bool:
 
 
 def missing_key(message: str) -> str | None:
-    """Return the key of an interpolation that does not exist, or None."""
+    """Return the nonexistent key that an interpolation refers to, or None for other messages."""
     match = re.match(r"Interpolation key '(.*?)' not found", message)
     return match[1] if match else None
 
@@ -80,7 +80,7 @@ def ambiguous_argument(message: str) -> str | None:
 
 
 def unmergeable_config(message: str) -> str | None:
-    """Return the config, such as `experiment/mine`, whose values Hydra could not merge, or None."""
+    """Return the config, such as `experiment/mine`, that Hydra could not merge, or None."""
     match = re.match(r"In '(.+)': \w+ raised while composing config", message)
     return match[1] if match else None
 
@@ -104,7 +104,7 @@ def swept_hydra_key(message: str) -> str | None:
 
 
 def unexpected_key(message: str) -> str | None:
-    """Return the key that the class of a config's `_target_` does not take, or None."""
+    """Return the full name of a key that the class in `_target_` does not accept as an argument, or None."""
     match = re.search(r"unexpected keyword argument '(\w+)'.*full_key: ([\w.]+)", message, re.DOTALL)
     return f"{match[2]}.{match[1]}" if match else None
 
@@ -154,7 +154,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Bytes that a program needs and the usable bytes, both None if unknown, and its largest allocations."""
+    """Bytes that a program needs and may use on a device, both None if unknown, and its largest allocations."""
 
     needed: int | None
     usable: int | None
@@ -207,7 +207,7 @@ def unreadable_option(message: str) -> tuple[str, str, str] | None:
 
 
 def first_lines(text: str) -> str:
-    """Return the first two lines that are not empty, up to 600 characters."""
+    """Return the first two lines that are not empty, joined by a space and cut to 600 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[:2])[:600]
 

@@ -35,7 +35,7 @@ PART_LABELS = {
     PartKind.collectives: "collectives",
     PartKind.rest: "compute",
 }
-"""Label of each kind, the same on the terminal and on pages. Parts with mesh axes append them."""
+"""Label of each kind, in the terminal and in reports. `describe_part` appends mesh axes."""
 _SHORT_LABELS = PART_LABELS | {PartKind.exposed: "waiting"}
 """Labels for legends and tables with little room."""
 
@@ -64,7 +64,7 @@ def describe_part(kind: PartKind, mesh_axes_text: str, *, short: bool = False) -
 
 
 _RECORD_NAMES = {PartKind.exposed: "waiting for communication", PartKind.collectives: "collectives"}
-"""Names in `explain.json` of parts with mesh axes. Files store them, so they don't follow `PART_LABELS`."""
+"""Names in `explain.json` of kinds with mesh axes. Independent of `PART_LABELS`, so that old files stay readable."""
 
 
 def record_name(kind: PartKind, over: str) -> str:
@@ -91,7 +91,7 @@ def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
 
 
 def upgrade_part(category: str) -> dict[str, str | list[str]]:
-    """Convert the text that names a part of a step in older files to the fields `kind` and `mesh_axes`.
+    """Convert a part of a step from the text of older files (`write_category`) to the fields `kind` and `mesh_axes`.
 
     Raises ValueError for any other text.
     """

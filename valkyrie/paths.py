@@ -125,7 +125,10 @@ def error_reason(error: BaseException) -> str:
 
 
 def cache_problem(folder: Path, elsewhere: str = "VALKYRIE_CACHE=DIR") -> str | None:
-    """Return the reason why a folder cannot be used as a cache, such as too little space, or None if it can."""
+    """Return the reason why a folder cannot be used as a cache, such as too little space, or None if it can.
+
+    Creates the folder if it is missing, and writes a temporary file of `_PROBE_BYTES`.
+    """
     try:
         with disk_errors(folder, elsewhere):
             folder.mkdir(parents=True, exist_ok=True)

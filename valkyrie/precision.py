@@ -44,8 +44,9 @@ class PolicyConfig:
         parameter: dtype of stored parameters.
         compute: dtype of activations and of the operands of matrix products, including parameter gradients, attention
             and logits.
-        products: narrow dtype of the operands when blocks multiply activations with parameters, forward and for the
-            gradients of the activations. Each row and column is rescaled at every product. null for `compute`.
+        products: narrow dtype of the operands of matmuls between activations and parameters of blocks, in the forward
+            pass and for gradients of activations, or null to use `compute`. Each row and column of an operand is scaled
+            dynamically, at every matmul.
         reduction: dtype for summing gradients over devices.
     """
 

@@ -73,7 +73,7 @@ INDIVISIBLE = frozenset(
         ProblemCode.rounds_not_divisible,
     }
 )
-"""Codes of sizes that are not divisible over the mesh. Another mesh or batch solves them."""
+"""Codes for sizes that are not divisible by the number of parts. Another mesh or batch size solves them."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ class Problem:
         parts: The divisor.
         names: Arrays at fault.
         nearest: Legal values of `key` nearest to `value`, or None if they were not searched for.
-        legal_sizes: Sizes of the only mesh axis that solve the problem, or None if they were not searched for.
-        details: Other values for the message of the code, by name.
+        legal_sizes: If one mesh axis is at fault, its sizes that solve the problem, or None if not searched for.
+        details: Other values for the message template of the code, by placeholder.
     """
 
     code: ProblemCode
@@ -253,7 +253,7 @@ def first_line(error: object) -> str:
 
 
 def nearest_divisor(number: int, value: int) -> int:
-    """Return the divisor of a positive number nearest to a value. Considers divisors up to 4096, for any number."""
+    """Return the divisor of `number`, a positive integer, that is nearest to `value`. Tries divisors up to 4096."""
     divisors = [n for n in range(1, min(number, _MAX_DIVISOR) + 1) if number % n == 0]
     return min(divisors, key=lambda n: abs(n - value))
 
@@ -265,7 +265,7 @@ def alternatives(key: str | None, values: Iterable[object]) -> str:
 
 
 _MAX_DIVISOR = 4096
-"""Largest divisor to suggest. It bounds the time to find one for a mistyped number with many digits."""
+"""Largest divisor to suggest. Bounds the search time for a mistyped number with many digits."""
 
 _TEMPLATES = {
     ProblemCode.not_finite: "{self.key}={value}: must be a finite number.",
@@ -396,7 +396,7 @@ _CLAUSES: dict[ProblemCode, dict[str, Callable[[Problem], str]]] = {
     ProblemCode.stage_axis_shared: {"pronoun": lambda p: "them" if len(p.axes) > 1 else "it"},
     ProblemCode.wrong_rounds: {"requirement": _rounds_requirement_clause, "use": _rounds_advice_clause},
 }
-"""Functions that make the placeholders of a template from a problem, by code and placeholder."""
+"""Functions from a problem to the text of a placeholder in its template, by code and placeholder."""
 
 
 def _number_text(value: Any) -> str:

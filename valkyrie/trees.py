@@ -9,7 +9,7 @@ from typing import Any
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts to leaves by dotted name, in the order of the dicts. Empty dicts disappear."""
+    """Flatten nested dicts to a dict of leaves by dotted name, in the same order. Drops empty dicts."""
     leaves = {}
     for key, value in values.items():
         leaves |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

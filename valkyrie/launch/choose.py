@@ -80,7 +80,7 @@ def _target_examples() -> str:
 
 
 def _key_hint(key: str) -> str:
-    """Return where a misplaced key belongs, as the last sentence of an error message."""
+    """Return the last sentence of the error message for an unknown key: the engines that accept it, or other advice."""
     engines = [name for name in ENGINES.names() if key in engine_keys(ENGINES.config_class(name))]
     if not engines:
         return " Put settings of the training after --."

@@ -22,11 +22,10 @@ PORT = 8476
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(ABC):
-    """Base of the `Config` of every engine: a way to start a run, such as on a TPU slice or with Slurm.
+    """Base class of every engine's `Config`. An engine is a way to start a run, such as on a TPU slice or with Slurm.
 
-    The fields of a subclass are the engine's keys on the command line of `valkyrie-launch`.
-
-    A key is a `str`, an `int` (at least 1), a `float` (above 0), a `bool` or a `tuple[str, ...]`, and has a default.
+    The fields of a subclass are the engine's keys on the command line of `valkyrie-launch`. A field must have a default
+    and be a `str`, an `int` (at least 1), a `float` (above 0), a `bool` or a `tuple[str, ...]`.
 
     Args:
         target: name of the engine or of the slice, as in `target=NAME`.
@@ -84,7 +83,7 @@ class EngineConfig(ABC):
         return 0
 
     def log_folder(self, overrides: Sequence[str]) -> Path:
-        """Folder for the output of the supervised processes, except the first, which writes to the terminal."""
+        """Return the folder for the logs of all supervised processes except the first, which writes to the terminal."""
         return Path(key_values(overrides).get("runs", "runs")) / f"{self.name}.launch"
 
 
@@ -202,7 +201,7 @@ def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machi
 
     Args:
         overrides: the arguments of `valkyrie-train`.
-        risk: what happens to checkpoints on such a disk, as the end of "checkpoints ...".
+        risk: the risk for checkpoints on such a disk, which completes the sentence "checkpoints ...".
     """
     values = key_values(overrides)
     runs, folder = values.get("runs", "runs"), values.get("checkpoint.folder", "null")

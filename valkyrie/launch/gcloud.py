@@ -25,6 +25,9 @@ def accelerator_type(target: TargetConfig) -> str:
 
 
 def resource_name(name: str) -> str:
-    """Convert a name for Google Cloud and Kubernetes: up to 40 lowercase letters, digits and dashes, a letter first."""
+    """Convert a name to one that Google Cloud and Kubernetes accept.
+
+    The result has at most 40 lowercase letters, digits and dashes, and starts with a letter.
+    """
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (plain if plain[:1].isalpha() else f"run-{plain}")[:40].rstrip("-")

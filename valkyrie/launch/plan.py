@@ -156,5 +156,5 @@ _ReadableDumper.add_representer(str, _represent_text)
 
 
 def to_yaml(mapping: Mapping[str, object]) -> str:
-    """Return a mapping as YAML. It is ASCII, because PyYAML reads some other characters as line breaks."""
+    """Return a mapping as ASCII YAML, because PyYAML reads some other characters as line breaks."""
     return yaml.dump(dict(mapping), Dumper=_ReadableDumper, sort_keys=False, width=1000)

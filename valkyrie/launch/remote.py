@@ -37,7 +37,7 @@ def check_clone() -> None:
 
 
 def config_folder_notes(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return a warning if the training needs a `--config-dir` that the archive of the clone does not have."""
+    """Return a warning for each `--config-dir` outside the clone, because the hosts get only files of the clone."""
     flags = ("--config-dir", "-cd")
     folders = [folder for flag, sign, folder in (word.partition("=") for word in overrides) if sign and flag in flags]
     folders += [value for word, value in zip(overrides, overrides[1:], strict=False) if word in flags]
@@ -56,19 +56,22 @@ def unpack_command(folder: str, archive: str | None = None) -> str:
 
 
 def install_command(folder: str, extra: str = "") -> str:
-    """Return the shell command that installs uv, then Python and the dependencies of the code."""
+    """Return the shell command that installs uv, then Python and the dependencies of the code in `folder`."""
     sync = shell_text(("python3", "-m", "uv", *sync_arguments(extra, quiet=True)))
     return f"cd {shell_text((folder,))} && python3 -m pip install --quiet --user uv && {sync}"
 
 
 def sync_arguments(extra: str = "", quiet: bool = False) -> tuple[str, ...]:
-    """Return the arguments of `uv` that install the dependencies of the code: of all data sources, and of `extra`."""
+    """Return the arguments of `uv` that install the code's dependencies, with the extra `data` and, if set, `extra`."""
     extras = [word for name in (extra, "data") if name for word in ("--extra", name)]
     return ("sync", *(("--quiet",) if quiet else ()), "--no-dev", *extras)
 
 
 def train_command(folder: str, overrides: Sequence[str], environment: Mapping[str, str], log: str = "") -> str:
-    """Return the shell command that trains. With `log` it needs bash and also appends its output to that file."""
+    """Return the shell command that runs `valkyrie-train` in `folder` with these environment variables.
+
+    With `log`, the command needs bash, and also appends its output to that file.
+    """
     settings = "".join(f"{name}={shell_text((setting,))} " for name, setting in environment.items())
     command = f"cd {shell_text((folder,))} && {settings}{shell_text(('.venv/bin/valkyrie-train', *overrides))}"
     return f"set -o pipefail; {command} 2>&1 | tee -ip -a {shell_text((log,))}" if log else command

@@ -37,7 +37,7 @@ class ProcessSpec:
 
 
 def local_processes(command: Sequence[str], processes: int) -> list[ProcessSpec]:
-    """Return processes on this machine that connect through a free port. A single process needs no connection."""
+    """Return `processes` processes on this machine that connect through a free port, or a single unconnected one."""
     if processes == 1:
         return [ProcessSpec(tuple(command))]
     address = f"127.0.0.1:{free_port()}"

@@ -91,7 +91,7 @@ class ChildProcess:
         return False
 
     def last_lines(self) -> list[str]:
-        """Return the last lines of the process's log, or an empty list if it has no log."""
+        """Return the last lines that the process wrote to its log (at most `LAST_LINES`). Empty without a log."""
         if self.log is None:
             return []
         with contextlib.suppress(OSError), self.log.open("rb") as file:

@@ -20,20 +20,18 @@ _JAX_HEARTBEAT_FACTOR = 10
 
 @dataclass
 class DistributedConfig:
-    """How the processes of a run find each other and how long they wait.
-
-    With `auto`, environment variables name them, or JAX finds them on Cloud TPU, Slurm, MPI and GKE. `off` runs this
-    process alone.
+    """How the processes of a run find each other, and how long they wait.
 
     Args:
-        name: `auto` or `off`.
+        name: `auto` uses the keys below, or else environment variables such as `JAX_PROCESS_COUNT`, or else JAX's
+            detection on Cloud TPU, Slurm, MPI and GKE. `off` runs this process alone.
         coordinator: address of process 0, as `HOST:PORT`.
         processes: number of processes.
         process: index of this process, from 0.
         timeout_s: seconds to wait for all processes at the start.
         heartbeat_s: seconds without a message after which a process counts as lost.
         step_timeout_s: seconds after which a training step counts as hung, or null for no limit. The limit is at least
-            half an hour for the first step, and at least 20 times the median of the earlier steps for the others.
+            half an hour for the first two steps, and at least 20 times the median step time for the others.
     """
 
     name: str = "auto"
@@ -63,10 +61,10 @@ class DistributedConfig:
 def find_process(
     config: DistributedConfig, *, accelerators: int = 0, environment: Mapping[str, str] = os.environ
 ) -> ProcessInfo | None:
-    """Return the coordinator, count and index of this process, or None if it runs alone.
+    """Return the coordinator address, process count and process index of this run, or None for a single process.
 
     Uses the config, or else environment variables. If neither is set, lets JAX detect the processes, but only in a
-    cluster or on a host with `accelerators`. Raises ValueError for incomplete or invalid values.
+    cluster or if `accelerators`, the number on this host, is not 0. Raises ValueError for incomplete or invalid values.
     """
     if config.name == "off":
         return None
@@ -126,7 +124,10 @@ def start_jax(config: DistributedConfig, process_info: ProcessInfo) -> None:
 
 
 def _check_process(process_info: ProcessInfo, source: str) -> ProcessInfo:
-    """Return the argument. Raises ValueError, which starts with `source`, if its address or index is invalid."""
+    """Return `process_info` if its address, count and index are valid. Raises ValueError otherwise.
+
+    `source` is the setting or environment variable that the message blames for a wrong count or index.
+    """
     parse_address(process_info.coordinator)
     if process_info.count < 1 or not 0 <= process_info.index < process_info.count:
         raise ValueError(

@@ -29,7 +29,7 @@ INTERRUPTED = 130
 """Ctrl-C. Shells use this status too."""
 
 EXIT_S = 20.0
-"""Seconds for the exit of a process that failed."""
+"""Seconds that a failed process may take to exit before it is ended."""
 
 _recorders: list[Callable[[int, str], object]] = []
 
@@ -45,7 +45,11 @@ def record_ending(record: Callable[[int, str], object]) -> Iterator[None]:
 
 
 def end_process(status: int, reason: str) -> NoReturn:
-    """Record the reason and end the process with this exit status. May be called from any thread."""
+    """End the process immediately, without cleaning up. May be called from any thread.
+
+    First calls the functions of `record_ending`, unless `status` is 0. The exit status is `status`, except that
+    `DOES_NOT_FIT` becomes `REFUSED`.
+    """
     for record in _recorders if status else ():
         with contextlib.suppress(OSError):
             record(status, reason)
@@ -73,9 +77,9 @@ def limit_exit(status: int, seconds: float = EXIT_S) -> None:
 
 @contextlib.contextmanager
 def limit_failed_exit() -> Iterator[None]:
-    """Limit the time of the exit (`limit_exit`) if the code inside ends with a nonzero status or an exception.
+    """Call `limit_exit` if the code in this context raises SystemExit with a nonzero status, or another exception.
 
-    Only for the entry points of processes: a test that calls a command must not end with it.
+    Use it only in the entry points of processes. It would also end a test that calls a command as a function.
     """
     try:
         yield

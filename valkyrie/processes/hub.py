@@ -13,7 +13,7 @@ from typing import Any, get_args
 from valkyrie.records import decode, encode
 
 _MAX_LINE_BYTES = 64 * 2**20
-"""Maximum bytes of a message. Larger than any configuration, small enough not to fill the memory."""
+"""Maximum size of a message in bytes, well above that of any configuration. Bounds the memory for a bad message."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Refused:
-    """Sent instead of `Started` if the processes cannot start together. Has the reason for the user."""
+    """Sent instead of `Started` if the processes cannot start together. `reason` is the message for the user."""
 
     reason: str
 
@@ -63,7 +63,10 @@ class Goodbye:
 
 @dataclass(frozen=True)
 class Lost:
-    """A process failed or was lost. `line` is the message for the user, `status` its exit status or None if unknown."""
+    """Sent to all processes when one has failed or is lost.
+
+    `line` is the message for the user. `status` is the exit status of the failed process, or None if unknown.
+    """
 
     line: str
     status: int | None
@@ -133,7 +136,7 @@ def free_port() -> int:
 
 
 class Hub:
-    """Accepts the connections of `count` processes until a deadline, then relays their messages.
+    """Accepts the connections of `count` processes until `deadline` (`time.monotonic`), then relays their messages.
 
     In an exchange, it collects one value from each process, then sends all values to every process. A process counts as
     lost if its connection closes without a `Goodbye`, or if it sends nothing for `heartbeat_s` seconds.
@@ -177,7 +180,7 @@ class Hub:
         self._send_all(Lost(f"process {index} (on {self._hosts[index]}) {event}", status))
 
     def close(self) -> None:
-        """Wait until all processes have left or one is lost, at most `heartbeat_s` seconds for each."""
+        """Wait until every process has left or is lost, at most `heartbeat_s` seconds for each."""
         for reader in self._readers:
             reader.join(self._heartbeat_s)
         self._closed = True

@@ -86,9 +86,9 @@ class Interrupt:
         return on_signals(self._stop, signals if self._several else [*signals, signal.SIGTERM])
 
     def should_stop(self, step: int, *, also: bool = False) -> bool:
-        """Return whether to stop after this step, with the same result on all processes. Call it on all, at every step.
+        """Return whether to stop after this step. The result is the same on all processes.
 
-        `also` requests a stop without a signal.
+        All processes must call this at every step. `also` requests a stop without a signal.
         """
         if not self._several:
             return self.requested or also

@@ -148,7 +148,7 @@ def _warn_without_locks(folder: Path) -> None:
 
 
 def _read_holder(file: IO[bytes]) -> LockHolder | None:
-    """Return the process that a lock file names, or None if it is empty or torn."""
+    """Return the process that a lock file names, or None if the file is empty or incomplete."""
     file.seek(0)
     with contextlib.suppress(RecordError):
         return load(LockHolder, file.read(), str(file.name))
@@ -162,7 +162,7 @@ def _write_holder(file: IO[bytes], pid: int) -> None:
 
 
 def _may_run(writer: LockHolder | None) -> bool:
-    """Return whether a writer may still run. A writer on another host cannot be checked, so it may."""
+    """Return whether a writer may still be running: False if None or this process, True if it is on another host."""
     if writer is None or writer.host != socket.gethostname():
         return writer is not None
     if writer.pid == os.getpid():

@@ -39,7 +39,10 @@ COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_COUNT", "JAX
 JAX reads the first one itself.
 """
 HANG_REPORT_S = 1.0
-"""Seconds that process 0 waits after a hang. The others print their stacks meanwhile; JAX ends them when it exits."""
+"""Seconds that process 0 waits before it exits after a hang, so that the other processes can print their stacks.
+
+JAX ends them when process 0 exits.
+"""
 _END = "end"
 """Name of the last exchange. After it, a closed connection is not a failure."""
 
@@ -92,7 +95,7 @@ class Team:
     def broadcast_from_leader(self, name: str, make: Callable[[], T]) -> T:
         """Call `make` on process 0 and return its JSON-serializable result on all processes.
 
-        A ValueError or OSError of `make` is raised on all of them.
+        If `make` raises ValueError or OSError, the other processes raise ValueError with the same message.
         """
         value, error = None, None
         if self.is_leader:
@@ -127,7 +130,7 @@ class ConnectedTeam(Team):
 
     Args:
         process_info: how this process connects.
-        timeout_s: seconds to wait for all processes.
+        timeout_s: seconds to wait until all processes have connected.
         heartbeat_s: seconds without a message after which a process counts as lost.
         on_loss: called in a thread with a message and an exit status if a process is lost. The default ends this
             process, because its main thread may wait forever in a collective.
@@ -260,7 +263,7 @@ def _connect(process_info: ProcessInfo, deadline: float, timeout_s: float) -> Co
 
 
 def _disagreement(what: str, by_process: Sequence[Mapping[str, object]]) -> str:
-    """Return a message with the keys that differ, and the processes with other values than process 0."""
+    """Return a message with the keys that differ, their values, and the processes that differ from process 0."""
     first, lines = by_process[0], []
     for key in sorted(set().union(*by_process)):
         differing = [i for i, values in enumerate(by_process) if values.get(key) != first.get(key)]
