@@ -2,7 +2,7 @@
 
 Step parts are blue, green or grey. Mesh axes are red, orange, yellow or brown. Partitions are violet, pink or olive.
 Wall times reuse the colours of step parts and partitions. `PartKind.rest`, used only for measured steps, reuses that of
-`matmul`. All colours are readable on white and on black.
+`matmul`. The same colours are used on white and on dark backgrounds.
 """
 
 from __future__ import annotations
