@@ -17,7 +17,7 @@ SHIPPED = ("cpp", "python")
 
 @dataclass(frozen=True)
 class CodingProblem:
-    """A problem: the model continues `prompt` until the function it begins ends.
+    """A problem: the model completes the function that begins in `prompt`.
 
     Args:
         language: `cpp` or `python`.

@@ -1,9 +1,9 @@
 """A sandbox for untrusted programs: no network, no files except system libraries, and limits on every resource.
 
-It is built from util-linux tools: new user, mount, process, network, IPC and host-name namespaces; a separate root file
-system made of read-only system folders and a small memory disk, so that home folders and all other files are absent; no
-way to gain privileges; limits on CPU time, memory, processes, files and output. When the time is up, the first process
-of the process namespace is killed, and the kernel kills all others with it.
+It is built from util-linux tools: new user, mount, PID, network, IPC and UTS namespaces; a separate root file system of
+read-only system folders and a small tmpfs, without home folders and other files; no way to gain privileges; limits on
+CPU time, memory, processes, files and output. When the time is up, the first process of the PID namespace is killed,
+and the kernel kills all others with it.
 
 If this process runs as root, programs run under an unused user ID. Otherwise, they run in a user namespace.
 """

@@ -43,7 +43,7 @@ class Isolation:
     Args:
         user: User ID of the programs if this process runs as root, or None to run them in a user namespace.
         nested: Whether to run programs in a user namespace that forbids further ones. Necessary if unprivileged users
-            can create user namespaces, in which they could mount memory disks of any size.
+            can create user namespaces, in which they could mount a tmpfs of any size.
         limits_processes: Whether the kernel counts a sandbox's processes separately, so that their number can be
             limited.
     """

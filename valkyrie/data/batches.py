@@ -64,7 +64,10 @@ class Dataset(Protocol):
         ...
 
     def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
-        """Loader of the split `train` or `validation`. ValueError if the split is smaller than one batch."""
+        """Open the loader of the split `train` or `validation`.
+
+        ValueError if the split does not fit the plan, for example if it has less than one training batch.
+        """
         ...
 
 
@@ -247,8 +250,8 @@ def make_loader(
 ) -> Loader[Any]:
     """Open the loader of a split. See `BatchPlan` for the arguments.
 
-    `places` are the rows of the global batch to load (`BatchPlan.rows`), or None for all rows. ValueError if the split
-    is smaller than one batch, or if a row is outside the batch.
+    `places` are the rows of the global batch to load (`BatchPlan.rows`), or None for all rows. ValueError if a row is
+    outside the batch, or if the split does not fit the plan (see `Dataset.loader`).
     """
     for name, value in (("batch", batch), ("seq", seq)):
         if value < 1:

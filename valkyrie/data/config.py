@@ -86,14 +86,14 @@ class DataConfig(ABC):
         refuse(self.problems())
 
     def with_full_paths(self) -> DataConfig:
-        """This config with absolute paths, which mean the same in every directory."""
+        """Return this config with absolute paths, which are valid in any working directory."""
         keys = {field.name for field in dataclasses.fields(self)}
         values = {key: getattr(self, key) for key in ("paths", "val_paths", "cache_dir") if key in keys}
         full = {key: [*map(full_path, v)] if isinstance(v, list) else full_path(v) for key, v in values.items()}
         return dataclasses.replace(self, **full)
 
     def tokenizer_for(self, default: str) -> str:
-        """Name of the tokenizer to use: that of the data if it sets one, else `default`, the model's."""
+        """Return the tokenizer that the data sets, or `default`, the model's tokenizer, if it sets none."""
         return default
 
     @abstractmethod
@@ -130,7 +130,7 @@ def names_file(tokenizer: str) -> bool:
 
 
 def source_names(kind: str) -> list[str]:
-    """Names of this package's sources of one kind of data."""
+    """Return the names of Valkyrie's own sources with this `DataConfig.kind`."""
     return [name for name in SOURCES.names() if SOURCES.config_class(name).kind == kind]
 
 

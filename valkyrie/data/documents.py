@@ -42,7 +42,7 @@ class TextConfig(DataConfig):
     tokenizer: str | None = None
 
     def with_full_paths(self) -> DataConfig:
-        """This config with absolute paths, including that of a tokenizer file."""
+        """Return this config with absolute paths, including that of a tokenizer file."""
         config = super().with_full_paths()
         if self.tokenizer is None or not names_file(self.tokenizer):
             return config

@@ -46,7 +46,10 @@ class TokenStream:
 
 
 class _WindowSource:
-    """The windows of a stream, for grain. Windows beyond the end are empty and become padding."""
+    """Random-access data source for grain: the windows of a stream, each of seq + 1 tokens.
+
+    A window at the end may be shorter. Windows beyond the end are empty and become padding.
+    """
 
     def __init__(self, stream: TokenStream, seq: int, rows: int) -> None:
         self._stream, self._seq, self._rows = stream, seq, rows
@@ -60,7 +63,7 @@ class _WindowSource:
 
 
 class _TextSampler:
-    """This process's part of every global batch, for grain."""
+    """Random-access data source for grain: this process's rows of each global batch."""
 
     def __init__(self, rows: Any, plan: BatchPlan, bos_id: int) -> None:
         self._rows, self._plan, self._bos_id = rows, plan, bos_id

@@ -6,10 +6,10 @@ documents of its units in order and packs them into rows. When it has no more un
 waiting for other lanes. Each lane fills a separate block of rows of every global batch, so that the batch of a step
 depends only on the data, the seed, `batch`, `seq` and `lanes`.
 
-A process reads the lanes that fill the rows of its devices, and a run continues on any number of processes. With more
-processes than lanes, some processes read the same lane. With few units, some lanes begin their next epoch before
-others. In an epoch every document is read exactly once. Validation is a single lane in the order of the files, which
-every process reads completely.
+A process reads the lanes that fill the rows of its devices, and a run can resume on any number of processes. With more
+processes than lanes, some processes read the same lane. With few units, some lanes begin their next epoch earlier than
+others. Together, the lanes read each document once per epoch. Validation is a single lane in the order of the files,
+and every process reads all of it.
 """
 
 from __future__ import annotations

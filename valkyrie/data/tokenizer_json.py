@@ -40,9 +40,9 @@ _INSTALL = "Install it with `uv sync --extra tokenizers` in the clone, or with `
 
 
 def json_path(name: str) -> Path | None:
-    """Return the file of a tokenizer, given its path, its folder or the name it was trained under, or None.
+    """Find the tokenizer.json of a tokenizer, given its path, its folder or the name it was trained under.
 
-    ValueError for the path of a .json that does not exist.
+    Returns None if there is no such file. ValueError for the path of a .json that does not exist.
     """
     path = Path(name).expanduser()
     if name.endswith(".json"):

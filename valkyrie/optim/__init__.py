@@ -86,8 +86,9 @@ class OptimizerConfig:
     def rules(self, rate: optax.Schedule) -> dict[str, optax.GradientTransformation]:
         """Build the transformations of the groups `matrix` (decayed), `vector` and `ssm` (not decayed).
 
-        `matrix` includes embeddings; `vector` includes all other groups of `valkyrie.axes.PARAMETER_GROUPS`. A family
-        that distinguishes more groups overrides `transformation` instead.
+        `matrix` includes embeddings. `vector` includes all other groups of `valkyrie.axes.PARAMETER_GROUPS` except
+        `puzzle` and `fixed`, for which `partition` adds rules. A family that distinguishes more groups overrides
+        `transformation` instead.
 
         Args:
             rate: Learning rate by step.
@@ -199,7 +200,7 @@ class AdamLike(OptimizerConfig, ABC):
         """Build the transformation from gradients to directions, before weight decay and learning rate."""
 
     def rules(self, rate: optax.Schedule) -> dict[str, optax.GradientTransformation]:
-        """Build the directions, weight decay and learning rate of each group."""
+        """Build the transformation of each group: `directions`, then weight decay, then the learning rate."""
         import optax
 
         def rule(ratio: float, decay: float) -> optax.GradientTransformation:

@@ -111,7 +111,10 @@ class Config(Task):
         return lengths
 
     def evaluate(self, module: Any, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
-        """Return `loss` and `weight` over all targets, and `nats` and `bytes` over targets that are text."""
+        """Return sums: `loss` (nats) and `weight` over all targets, `nats` and `bytes` over targets that are text.
+
+        Special tokens and padding are not text.
+        """
         import jax.numpy as jnp
 
         losses = token_losses(module, batch, shard=shard, checkpoint=lambda block: block, key=None)

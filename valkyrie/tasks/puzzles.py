@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PuzzleLosses(NamedTuple):
-    """Losses and accuracy of each puzzle in a batch.
+    """Losses and accuracy of each puzzle in a batch. All arrays are [rows].
 
     Args:
         answer: mean cross-entropy of labelled cells, in nats.
@@ -46,7 +46,11 @@ class PuzzleLosses(NamedTuple):
 
 
 def puzzle_losses(answers: Any, labels: jax.Array) -> PuzzleLosses:
-    """Return the losses of each puzzle. The target of halting is whether all cells are right."""
+    """Return the losses of each puzzle. The target of halting is whether all labelled cells are right.
+
+    `answers` has `logits` [rows, cells, values] and `halt_logits` [rows]. `labels` are [rows, cells]; cells with a
+    negative label are ignored.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -192,7 +196,10 @@ class Config(Task):
         }
 
     def evaluate(self, module: Any, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
-        """Return sums over the puzzles of a batch after `max_steps` steps each. Ignores puzzles without labels."""
+        """Return sums over the puzzles of a batch after `max_steps` steps each. Ignores puzzles without labels.
+
+        `steps` sums the first step at which the model would halt, or `max_steps` if it would not.
+        """
         import jax
         import jax.numpy as jnp
 

@@ -33,7 +33,7 @@ class Config(TextConfig):
 
     Args:
         paths: files, directories, globs and URLs, as for `source=text`.
-        val_paths: the files for validation, instead of the last one.
+        val_paths: the files for validation. If empty, the last file of `paths`, or the last row group of a single file.
         field: the key with the text in .jsonl, and the feature in .tfrecord and ArrayRecord files.
         column: the column with the text in .parquet.
         chunk: `functions` makes each function or class of C, C++ and Python a document.

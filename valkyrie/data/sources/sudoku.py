@@ -57,7 +57,7 @@ class Config(PuzzleConfig):
         return PuzzleShape(self.sudoku.side**2, self.sudoku.side + 2, 1)
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
-        """Open the puzzles, generating them first if they are not in the cache, which takes minutes for 9x9."""
+        """Open the puzzles, generating them first if they are not in the cache (minutes for 9x9)."""
         from valkyrie.data.sources.puzzles.prepare import prepare_sudoku
 
         return prepare_sudoku(self, say)

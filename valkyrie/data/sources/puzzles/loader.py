@@ -22,7 +22,7 @@ _ENDLESS = 2**31 - 1
 
 
 class _PuzzleSampler:
-    """This process's part of every global batch, for grain."""
+    """Random-access data source for grain: this process's rows of each global batch."""
 
     def __init__(self, data: PreparedPuzzles, name: str, plan: BatchPlan) -> None:
         self._data, self._split, self._places, self._batch = data, data.split(name), plan.rows, plan.batch
