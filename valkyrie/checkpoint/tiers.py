@@ -49,7 +49,7 @@ class Checkpoints:
     """The checkpoints of one run folder: durable ones and, if configured, fast ones.
 
     All processes call the same methods. With `read_only`, only durable checkpoints are opened and nothing is changed.
-    `info` is the run's part of the metadata. Checkpoints with a different `tokenizer` are refused.
+    `info` is the metadata that all checkpoints of the run share. Checkpoints with a different `tokenizer` are refused.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ KINDS = {
 """Labels of the kinds of wall time. `steps` excludes steps that were repeated later and time spent waiting for data."""
 
 FINISHED, STOPPED, PREEMPTED = "finished", "stopped", "preempted"
-"""Recorded ends of a start. If its process is killed, no end is recorded."""
+"""Values of `Start.end`. If the process is killed, no end is recorded."""
 _PLANNED = (FINISHED, STOPPED)
 """Ends that the user planned. The time until the next start does not count, and that start is not a restart."""
 _INTERVAL_SHARE, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.01, 1.0, 60.0
@@ -118,7 +118,7 @@ class Goodput(NamedTuple):
         return "; ".join([f"goodput {share_text(self.share)} of {long_duration(self.wall_s)}", *restarts, *rest])
 
     def rest(self) -> str:
-        """Return the kinds of time other than steps as shares of the wall time, largest first."""
+        """Describe the kinds of time other than steps, with their shares of the wall time, largest first."""
         shares = [(s / self.wall_s, KINDS[kind]) for kind, s in self.seconds.items() if kind != "steps" and s]
         return ", ".join(
             f"{name} {share_text(share)}" for share, name in sorted(shares, reverse=True) if share > _MIN_LISTED_SHARE

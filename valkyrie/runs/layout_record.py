@@ -37,7 +37,7 @@ class LayoutRecord:
         layout: Name of the layout.
         roles: Role of each mesh axis, as text.
         axis_roles: Role of each mesh axis. None in older records.
-        degrees: Number of devices over which each kind of role splits the work.
+        degrees: Product of the sizes of the mesh axes with each kind of role, such as `DP`.
         sharding: Name shared by layouts of a model that shard every array in the same way.
         pipeline: `Pipeline.record()`, or None without a pipeline.
         predicted_by: Digest of the code and compiler of a prediction. None for other stages.

@@ -53,7 +53,7 @@ _ENVIRONMENT_MODES = {
 In `shared`, several processes write to one online run.
 """
 _FORBIDDEN = r"[/\\#?%:]"
-"""Characters that W&B rejects in ids and names of projects."""
+"""Regular expression for a character that W&B rejects in run ids and project names."""
 
 
 @dataclass
@@ -174,8 +174,8 @@ def group_tag(key: str, name: object) -> str:
 def wandb_config(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, object]:
     """Return the config of a W&B run: nested settings, and the fields of `about` (layout, roles, chips, ...).
 
-    Names of groups in `about` (`mesh`: `4x4x2`) become `name` in the group (`mesh.name`), because the settings already
-    use the group's key.
+    `about` has the names of config groups, such as `4x4x2` for `mesh`. They are stored as `mesh.name`, because the key
+    `mesh` holds the settings of the group.
     """
     names = {key: {"name": about[key]} for key in _GROUPS if key in about}
     other_fields = {key: value for key, value in about.items() if key not in _GROUPS and value is not None}

@@ -203,10 +203,11 @@ _THREADS_PER_DEVICE = 4
 
 
 def _configure_simulated_devices(count: int) -> None:
-    """Set the environment so that simulated devices have enough threads and time for their collectives.
+    """Set environment variables that give simulated devices enough threads and time for their collectives.
 
-    XLA starts one thread per device; if all of them wait in a collective, its last participant cannot run. XLA reads
-    `NPROC` before it counts cores. Its default timeout ends the process after 40 s on a busy machine.
+    With XLA's default of one thread per device, all threads can block in a collective before its last participant runs.
+    `NPROC` overrides the number of cores that XLA counts. XLA's default timeout of collectives would end the process
+    after 40 s on a busy machine.
     """
     current_threads = int(os.environ["NPROC"]) if os.environ.get("NPROC", "").isdigit() else os.cpu_count() or 1
     os.environ["NPROC"] = str(max(_THREADS_PER_DEVICE * count, current_threads))

@@ -43,7 +43,7 @@ class Evaluator:
         return self._tokenizer is not None
 
     def sample(self, parameters: Any) -> str:
-        """Return the run's prompt and its continuation by the model."""
+        """Return the run's prompt, followed by the model's continuation."""
         assert self._tokenizer is not None
         prompt = self._program.run.config.prompt
         return prompt + "".join(continuation(self._program, parameters, self._tokenizer, prompt))

@@ -183,7 +183,7 @@ class Completer:
     def _sample_texts(
         self, parameters: Any, ids: Sequence[Sequence[int]], keys: jax.Array, length: int, tokens: int
     ) -> Iterator[list[tuple[str, bool]]]:
-        """Yield the texts so far, each with whether it is complete, after every `_CHUNK` tokens."""
+        """Yield (text so far, whether it is complete) for each prompt, after every `_CHUNK` of `length` steps."""
         prompts = np.full((len(ids), length), -1, np.int32)
         for row, prompt in enumerate(ids):
             prompts[row, : len(prompt)] = prompt
@@ -198,7 +198,7 @@ class Completer:
             ]
 
     def _decode_text(self, sampled: np.ndarray, tokens: int) -> tuple[str, bool]:
-        """Return the text of sampled tokens, and whether it is complete."""
+        """Decode tokens up to the end of the document, at most `tokens`. Returns (text, whether it is complete)."""
         ids, ends = sampled[:tokens], np.flatnonzero(sampled[:tokens] == self._tokenizer.bos_id)
         complete = bool(len(ends)) or len(ids) == tokens
         return self._tokenizer.decode(ids[: ends[0]] if len(ends) else ids), complete

@@ -183,7 +183,7 @@ class MemoryEstimator:
         return loss / layouts.stages * np.where(is_pipelined & (not layouts.alternates), microbatches, 1), group
 
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
-        """Return the bytes of an activation's arrays for one microbatch, divided over the devices of one stage."""
+        """Return the bytes per device of an activation's arrays for one microbatch, as if one stage had all layers."""
         config, layouts, axes = self.run.config, self.layouts, activation.tensor.axes
         assert axes[:2] == (BATCH, SEQ), axes
         positions = config.seq / layouts.parts(layouts.activations[SEQ])

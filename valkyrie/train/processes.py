@@ -72,7 +72,7 @@ def silence_workers(team: Team) -> None:
 
 
 def check_shared(team: Team, folder: Path) -> None:
-    """Check that all processes see the folder that process 0 writes. Raises ValueError with those that do not."""
+    """Check that all processes see the folder that process 0 writes. Raises ValueError if some do not."""
     if team.count == 1:
         return
     probe = folder / f".shared-{socket.gethostname()}-{os.getpid()}"

@@ -87,7 +87,7 @@ class StepProgram:
 
     @cached_property
     def init(self) -> Callable[[Any], TrainState]:
-        """The jitted function from a seed to the state before the first step, sharded."""
+        """The jitted function seed -> state before the first step, with the shardings of `shardings`."""
         return jax.jit(self._init, out_shardings=self.shardings)
 
     def init_with_parameters(self, parameters: Any) -> TrainState:
@@ -112,7 +112,7 @@ class StepProgram:
 
     @cached_property
     def evaluate(self) -> Any:
-        """The jitted evaluation step: parameters, a batch and the task's references -> sums over the batch."""
+        """The jitted function (parameters, batch, references) -> sums over the batch. See `Task.references`."""
 
         def evaluate(parameters: Any, batch: dict[str, jax.Array], references: Any) -> dict[str, jax.Array]:
             with self._precision():
@@ -209,7 +209,7 @@ class StepProgram:
 
     @cached_property
     def options(self) -> list[Option]:
-        """Compiler options with their origins: those of the platform, and of a chip of that platform.
+        """Compiler options of the platform and, if it belongs to the platform, of the chip, with their origins.
 
         They are the same for training and for compiling without devices.
         """
