@@ -103,8 +103,9 @@ class CollectiveTrace:
 
 
 def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple[StepPart, ...]:
-    """Split a measured step into collectives by mesh axes, and the rest. Empty without a trace or collectives.
+    """Split a measured step time into collectives, by mesh axes, and the time outside of them (`PartKind.rest`).
 
+    Returns an empty tuple if `step_s` is unknown, or if there is no trace or no collective in it.
     Tracing slows steps down, so each collective's share of a traced step is applied to `step_s`, the timed step.
     """
     if trace is None or not trace.times or not trace.step_s or step_s is None:

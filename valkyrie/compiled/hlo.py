@@ -47,7 +47,7 @@ _DTYPES = {
     32: ("f4e2m1fn", 4),
     33: ("f8e8m0fnu", 8),
 }
-"""Name and number of bits of XLA's `PrimitiveType` (xla_data.proto), by its number.
+"""Maps the numbers of XLA's `PrimitiveType` (xla_data.proto) to the name and the bits of an element.
 
 Tuples, tokens and opaque values have no bytes.
 """

@@ -178,7 +178,7 @@ def _initial_value(start: Instruction, index: int) -> int | Counter | None:
 
 
 def _step(body: Computation, counter: Counter) -> int | None:
-    """Return the amount by which the body increases its counter per iteration, or None if unknown."""
+    """Return the increment of the counter per iteration, or None if it is not a known constant."""
     if body.root is None or body.root.opcode != "tuple":
         return None
     return _increment(body.root.operands[counter.index], counter, depth=8)

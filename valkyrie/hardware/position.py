@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A device's slice, the coordinates of its chip on the torus (its id if there is no torus), and its core."""
+    """The position of a device: its slice, the coordinates of its chip on the torus, and its core on the chip.
+
+    Without a torus, the only coordinate is the device's id.
+    """
 
     slice: int
     coords: tuple[int, ...]
@@ -15,7 +18,7 @@ class Position:
 
     @staticmethod
     def parse(text: str) -> Position:
-        """Parse `slice:x,y,z:core`, the form of the command line. Raises ValueError with the form for other texts."""
+        """Parse `slice:x,y,z:core`, as on the command line. Raises ValueError with this form for other texts."""
         try:
             slice_, coords, core = text.split(":")
             return Position(int(slice_), tuple(int(c) for c in coords.split(",")), int(core))

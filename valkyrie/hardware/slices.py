@@ -62,7 +62,7 @@ class Wrap:
 _SHAPES_BELOW_CUBE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 """Slices smaller than a 4x4x4 cube, the only cube size in use."""
 _LONGEST_AXIS = 256
-"""Longest axis, in chips: of all sizes up to 96 cubes, AXLearn lists exactly those v5p slices that fit within it."""
+"""Maximum chips along an axis. AXLearn lists exactly the v5p slices of up to 96 cubes that do not exceed it."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Slices:
         return self.twists and n % 4 == 0 and shape in ((n, n, 2 * n), (n, 2 * n, 2 * n))
 
     def _candidate_shapes(self, chips: int) -> list[SliceShape]:
-        """Return the shapes with this number of chips that `wrap` allows, or the most even one without a rule."""
+        """Return the shapes with this number of chips that `wrap` allows: only the most even one for `wrap=none`."""
         if chips < 1 or (self.largest is not None and chips > self.largest):
             return []
         if self.wrap.side is None:

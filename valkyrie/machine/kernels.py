@@ -20,7 +20,14 @@ FALLBACK_CHIP = "v5p"
 
 @dataclass(frozen=True)
 class KernelCost:
-    """FLOPs of a kernel's products, bytes to and from HBM, cycles of one core (None if unknown), and a note."""
+    """Cost of one run of a kernel on a device.
+
+    Args:
+        flops: FLOPs of its matrix products.
+        bytes: Bytes that it reads from and writes to HBM.
+        cycles: Cycles of one core, or None if unknown.
+        note: Assumptions, or empty.
+    """
 
     flops: float
     bytes: float

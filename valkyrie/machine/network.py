@@ -1,8 +1,8 @@
 """Cost of a collective: bytes on each torus axis, and seconds on links and on the network between slices.
 
-An algorithm is a set of messages between chips. Each message is routed dimension by dimension, the shorter way round,
-and the busiest link of an axis determines the time. A ring of N chips sends (N-1)/N of half the array in each of two
-directions; on an axis that does not close, both directions share its links.
+An algorithm is a set of messages between chips. Messages use dimension-order routing, in the shorter direction around
+each ring, and the busiest link of an axis determines the time. A ring of N chips sends (N-1)/N of half the array in
+each of two directions; on an axis that does not close, both directions share its links.
 """
 
 from __future__ import annotations
@@ -169,9 +169,10 @@ class LinkModel:
         return _at_achieved_rate("collective-permute", traffic)
 
     def between_slices(self, kind: str, input_bytes: float, slices: int) -> LinkTraffic:
-        """Return the cost of collectives with one device from each of `slices` slices, for all devices at once.
+        """Return the cost of a collective between slices. Each group has one device of each slice.
 
-        `input_bytes`: Input of each device. The host's runtime sends it over the host's network, through PCIe.
+        All devices of a host send at the same time, through the host's runtime and its network. `input_bytes`: Bytes of
+        the input of each device.
         """
         full = input_bytes * slices if kind == "all-gather" else input_bytes
         sent = payload(kind, full, slices)
@@ -254,7 +255,7 @@ class LinkModel:
     def _ring_phases(self, dims: Sequence[Dimension], full: float, algorithm: _Algorithm | None) -> list[_Phase]:
         """Return the phases of rings along one dimension after another.
 
-        The array is divided into parts, each of which passes the dimensions in a different order.
+        The array is divided into parts that use the dimensions in different orders at the same time.
         """
         orders = _orders(dims, algorithm)
         pieces = [full / len(orders)] * len(orders)

@@ -1,6 +1,7 @@
 """Routes of messages over a torus, and the load of its busiest links.
 
-Each message is routed dimension by dimension, the shorter way round. All groups of a collective send at once.
+Messages use dimension-order routing, in the shorter direction around each ring. All groups of a collective send at the
+same time.
 """
 
 from __future__ import annotations

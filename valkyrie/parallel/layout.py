@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def fused_rules(self) -> tuple[list[str], tuple[object, ...]]:
-        """Mesh axes with more than one device, in the order of the rules, and the result of `fuse_axes` for them."""
+        """Mesh axes of size above 1, in order of first use in the rules, and the result of `fuse_axes` for them."""
         sizes = {axis: size for axis, size in self.mesh.axes.items() if size > 1}
         rules = [
             tuple(axis for axis in kind_rules[logical] if axis in sizes)

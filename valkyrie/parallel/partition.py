@@ -46,10 +46,10 @@ class GradientSum(Enum):
 
 
 PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "circular": "circular"})
-"""Order in which the stages of a pipeline take microbatches.
+"""Order in which the stages of a pipeline run the microbatches.
 
-`gpipe`: all forward passes, then all backward passes (arXiv 1811.06965). `1f1b`: the backward pass of a microbatch
-starts when it has reached the last stage, so that only a few layer inputs are stored (arXiv 1806.03377). `circular`:
+`gpipe`: all forward passes, then all backward passes (arXiv 1811.06965). `1f1b`: a microbatch starts its backward pass
+when it has reached the last stage, so a stage stores only a few layer inputs (arXiv 1806.03377). `circular`:
 like gpipe, but a stage has `rounds` groups of layers, which divides the bubble by `rounds` (arXiv 2104.04473).
 """
 

@@ -78,7 +78,8 @@ class SizeCheck:
     Args:
         problem: The problem, without sizes of mesh axes.
         wrong: Whether each layout has the problem.
-        parts: Number by which the size must be divisible, for each layout.
+        parts: For each layout, the required divisor of the size, or the minimum number of microbatches. 0 for problems
+            without such a number.
     """
 
     problem: Problem
