@@ -188,7 +188,7 @@ class Block(ABC):
 
     @property
     def auxiliary(self) -> dict[str, float]:
-        """Auxiliary losses and metrics that its module returns: the weight in the objective of each, by name.
+        """Auxiliary losses and metrics that its module returns, by name, with their weights in the objective.
 
         If not empty, the module returns `(output, values)`, where `values` maps every name to a float32 array of shape
         (batch,). Values are averaged over sequences, weighted by the sum of each sequence's token weights. The sum over

@@ -45,8 +45,8 @@ class Losses(NamedTuple):
         loss_sum: Weighted sum of the token losses alone.
         weight_sum: Sum of the token weights.
         per_token: Unweighted loss of each token, for bits per byte; 0 where the weight is 0.
-        auxiliary: Auxiliary values of the blocks, by name: the mean over layers, summed over sequences, each weighted
-            by the sum of its token weights.
+        auxiliary: Auxiliary values of the blocks, by name: the mean over layers, then the weighted sum over sequences.
+            The weight of a sequence is the sum of its token weights.
     """
 
     objective_sum: Float[Array, ""]

@@ -45,7 +45,10 @@ class NanochatBlock(ResidualBlock):
         down[...] = jnp.zeros_like(down[...])
 
     def add_first_stream(self, x: Float[Array, "*rows embed"], first: Float[Array, "*rows embed"]) -> Array:
-        """Return `x` plus `first`, the residual stream before the first layer, each scaled, or `x` without scales."""
+        """Return a x + b `first` with the learned scales a and b, or `x` without scales.
+
+        `first` is the residual stream before the first layer.
+        """
         if not self.has_scales:
             return x
         scales = (scale[...].astype(x.dtype) for scale in (self.residual_scale, self.input_scale))

@@ -137,9 +137,9 @@ class RecursiveModel(nnx.Module):
     def embed(
         self, inputs: Int[Array, "batch cells"], puzzles: Int[Array, " batch"], *, shard: Shard = UNSHARDED
     ) -> Float[Array, "batch seq embed"]:
-        """Return the input that is added to z_L in every pass.
+        """Return the embeddings of the puzzle identifier, then of the cells, times sqrt(embed).
 
-        It consists of the embeddings of the puzzle identifier and of the cells, times sqrt(embed).
+        Every update of z_L adds them to its input.
         """
         c, axes = self.config, (None, "embed")
         cells = lookup(self.embedding[...], inputs, axes=axes, shard=shard, numerics=self.numerics)

@@ -140,7 +140,7 @@ def _build_call(shape: jax.ShapeDtypeStruct, has_h0: bool, has_keep: bool, rever
 
 
 def _cost(batch: int, seq: int, state: int, state_blocks: int, has_h0: bool, has_keep: bool) -> pl.CostEstimate:
-    """Return the kernel's cost: 8 FLOPs (10 with resets) per state and step, and every array moved once.
+    """Return the kernel's cost: 8 FLOPs (10 with `keep`) per state and step, and every array moved once.
 
     Arrays without a state axis or a batch axis are read again for each block of states or each sequence.
     """

@@ -59,8 +59,8 @@ def attention(
     """Compute softmax attention within a sliding window, in q's dtype.
 
     Query head h uses key head h // (heads / kv_heads). Logits (scaled by head_dim ** -0.5) and softmax are float32.
-    Matrix products take operands in their given dtypes and accumulate in float32. Raises ValueError for mismatched
-    shapes, and for `impl=kernel` if no kernel supports the request.
+    Matrix products take operands in their given dtypes and accumulate in float32. Raises ValueError if `kv_heads`
+    does not divide `heads`, for a window or dilation below 1, and for `impl=kernel` if no kernel supports the request.
 
     Args:
         q: Queries.

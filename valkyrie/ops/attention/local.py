@@ -100,8 +100,8 @@ def _dilated_attention(q: Queries, k: Keys, v: Keys, pattern: Pattern, method: M
 def pick_chunk(window: int | None, seq: int) -> int:
     """Return the number of queries per chunk.
 
-    This is the window, rounded up to a power of two and clipped to `SMALLEST_CHUNK` and `LARGEST_CHUNK`, the fastest
-    size on a CPU. Without a window, it is `LARGEST_CHUNK`. It is at most `seq`.
+    This is the window, rounded up to a power of two, at least `SMALLEST_CHUNK` and at most `LARGEST_CHUNK` and `seq`.
+    On a CPU, chunks of about the window's length are the fastest. Without a window, chunks are as large as possible.
     """
     chunk = LARGEST_CHUNK if window is None else 1 << (window - 1).bit_length()
     return min(max(chunk, SMALLEST_CHUNK), LARGEST_CHUNK, max(seq, 1))

@@ -30,8 +30,8 @@ class GlobalTokens(NamedTuple):
     """Global positions and their separate projections.
 
     Args:
-        positions: Global positions of each sequence. Ignores entries that are not valid, are outside the sequence, or
-            repeat an earlier entry.
+        positions: Global positions of each sequence. Entries are ignored if they are not valid, are outside the
+            sequence, or repeat an earlier entry.
         valid: Whether each entry is valid.
         q: Global queries of those positions.
         k: Global keys of every position.

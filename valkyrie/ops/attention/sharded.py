@@ -41,11 +41,14 @@ def sharded_attention(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Return this shard's part of `attention` over a sequence sharded evenly over `axis_names`, major axis first.
+    """Return this shard's part of `attention` over an evenly sharded sequence. Call it inside `jax.shard_map`.
 
-    Call it inside `jax.shard_map`. `seq` is the length of a shard. The `k` and `v` of `global_tokens` are this shard's;
-    `positions` (in the whole sequence), `valid` and `q` are the same on every shard. On a TPU it uses splash attention.
-    Other platforms, and dilated attention without a window, use chunks. `interpret` runs the kernel without a TPU.
+    `axis_names` are the mesh axes that shard the sequence, major axis first, and `seq` is the length of a shard. The
+    `k` and `v` of `global_tokens` are those of this shard; `positions` (in the whole sequence), `valid` and `q` are the
+    same on every shard. The other arguments are those of `attention`.
+
+    TPUs use splash attention. Other platforms, and dilated attention without a window, use chunks. `interpret` runs
+    the kernel without a TPU, slowly, for tests.
     """
     pattern = Pattern(window, causal, dilation, soft_cap)
     shards = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
