@@ -1,4 +1,4 @@
-"""`mode=figures`: times matrix products, memory and collectives on the devices of this machine."""
+"""`mode=figures`: times matmuls, memory and collectives on the devices of this machine."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Config(CompilingMode, MeasuringMode):
     Args:
         budget: time for compiles, and the same again for measurements (`10min`, `90s`, `2h`); null for no limit. At
             its end, a running compile is stopped, and no further measurement starts.
-        targets: slices to compare.
+        targets: slices to compare. If empty, searches only the slice of `target`.
         shapes: whether to search every shape of a slice.
         compiles: maximum number of layouts to compile.
         measure: maximum number of layouts to measure, if the devices are available. They are measured without the

@@ -1,4 +1,4 @@
-"""`mode=show`: lists the parameters of a model."""
+"""`mode=show`: lists the parameters of a model with their placement and bytes."""
 
 from __future__ import annotations
 

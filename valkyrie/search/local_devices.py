@@ -36,7 +36,7 @@ def process_count() -> int:
 
 
 def can_measure(request: SearchRequest) -> bool:
-    """Check whether layouts can be measured here: a single target, and its devices are at hand."""
+    """Return whether layouts can be measured: the request has a single target, and its devices are available."""
     return len(request.targets) == 1 and has_devices(request.targets[0])
 
 

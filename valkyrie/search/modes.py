@@ -44,7 +44,7 @@ def compile_mode(run: Run) -> int:
 
 
 def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | None = None) -> int:
-    """Compile the run's step, store its prediction in the run folder, print it, and return the exit status.
+    """Compile the run's step, store its prediction and timeline, print the prediction, and return the exit status.
 
     Raises ValueError if the compiler refuses the run. `watch` is called several times a second while the compiler runs,
     and can stop it by raising an exception.
@@ -114,7 +114,7 @@ def _measure(run: Run, team: Team) -> int:
 
 @contextlib.contextmanager
 def _created_folder(run: Run) -> Iterator[Path]:
-    """Create the run folder before the body of the `with` statement, so that an unwritable path fails before the work.
+    """Create the run folder, then run the body of the `with` statement. An unwritable path thus fails before the work.
 
     If the body raises, removes a new folder that is still empty. Raises DiskError if the folder cannot be created.
     """
@@ -136,7 +136,8 @@ def compile_and_summarise(
     """Compile a run, and return the result, its prediction with hints, and its replay. Shows progress.
 
     The replay is None if the layout was not compiled, or if its compiler writes no schedule, as for CPUs. `watch` is
-    called several times a second while the compiler runs.
+    called several times a second while the compiler runs. Also stores the prediction in the compile cache, from which
+    later compiles derive hints.
     """
     mode = settings_for(CompileMode, run.config.mode)
     if not console.is_terminal:

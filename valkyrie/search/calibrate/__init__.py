@@ -1,1 +1,1 @@
-"""Fits the constants of the estimate and of the replay to the user's own trials."""
+"""Fits the constants of step-time estimates and replays to the user's own trials."""

@@ -1,6 +1,6 @@
 """Fits the factor that scales a chip's replayed step times to measured ones.
 
-Derives its error interval by cross-validation over families of runs.
+The error interval of predictions is derived by cross-validation over families of runs.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _program(run: Run) -> str:
 
 
 def percent_errors(ratios: np.ndarray) -> tuple[float, float]:
-    """Return the median and maximum absolute error of predictions, in percent.
+    """Return the median and maximum of |predicted / actual - 1|, in percent.
 
     `ratios` holds actual time / predicted time.
     """

@@ -135,7 +135,7 @@ def with_settings(run: Run, options: Mapping[str, Any], model: Mapping[str, Enum
 class _Move:
     """Compiler options and model settings to try in addition to the best so far.
 
-    `combines` are the settings that were joined only to find out whether any of them changes the program.
+    `combines` holds the parts of a combination, which is tried only to find out whether any part changes the program.
     """
 
     options: Options
@@ -194,9 +194,9 @@ class _Tuner:
         self._report(self.tuned)
 
     def try_options(self, candidates: Sequence[CompilerOption]) -> None:
-        """Try the candidates and, if any are kept, try them a second time.
+        """Try the candidates that the user has not set and, if any are kept, try them a second time.
 
-        Options that the chip's YAML sets are tried last, because their defaults were chosen with care.
+        Options that the chip's YAML sets are tried last, because these defaults were chosen with care.
         """
         user_options = self.tuned.set_by_user.keys()
         candidates = [candidate for candidate in candidates if user_options.isdisjoint(candidate.names)]
@@ -273,7 +273,8 @@ class _Tuner:
         """Compile the best settings so far with `move` applied, and record the verdict for round `number`.
 
         Adopts the new settings if the step is at least `LEAST_GAIN` shorter or, when the move removes an option, not
-        longer. Combinations are not adopted for a shorter step. Skips settings already tried.
+        longer. Does not adopt a combination for a shorter step, because its parts are tried next. Skips settings that
+        were already tried.
         """
         best, model = self.tuned, self._model | move.model
         options = best.options | move.options
