@@ -166,7 +166,7 @@ def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
 
 
 def store_program(scratch: Path, folder: Path, replace: bool) -> None:
-    """Move a compiled program into the cache, unless it has an intact one. With `replace`, replaces that too.
+    """Move a compiled program into the cache. Without `replace`, keeps an intact copy that is already there.
 
     If two processes store the same program at once, the first one wins.
     """

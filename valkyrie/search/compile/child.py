@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _exit_with_parent(parent: int, folder: Path) -> None:
-    """End this process when its parent has ended, because a killed parent cannot stop the compiler or clean up."""
+    """Remove the folder and end this process when its parent has ended. A killed parent could not do this itself."""
     while os.getppid() == parent:
         time.sleep(1)
     shutil.rmtree(folder, ignore_errors=True)
@@ -134,7 +134,10 @@ def _compile_step(run: Run, devices: list[Any], folder: Path, ignore_cache: bool
 
 
 def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: Path) -> ProgramRecord:
-    """Compile a lowered step into a folder. Raises the compiler's errors, except those for lack of memory."""
+    """Compile a lowered step into a folder.
+
+    If it needs too much memory, the record has a `shortage`. Other errors of the compiler are raised.
+    """
     from valkyrie.search.compile.executable import program_memory
     from valkyrie.train.options import explain_option_errors
     from valkyrie.train.program import serialised_module
@@ -226,7 +229,10 @@ def _explain_scratch_memory(text: str) -> str | None:
 
 
 def _describe_placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """Return a line for each mesh axis with its place on the torus, and a line with the setting that places them."""
+    """Describe the place of each mesh axis on the torus, one per line, and the `mesh.placement` that results in it.
+
+    Empty on platforms without a torus.
+    """
     if not get_platform(run.config.target.platform).has_torus:
         return ()
     from valkyrie.parallel.placement import describe_placement, find_placement, placements

@@ -318,7 +318,14 @@ class LayoutResult:
 
 @dataclass(frozen=True)
 class ForeignProgram:
-    """A program that is not a run's step: its name, its slice, and the names and sizes of its mesh axes."""
+    """A program that is not the step of a run.
+
+    Args:
+        name: Name of the program.
+        target, described: Name and description of the slice that it was compiled for.
+        chip: Name of the chip, or None if unknown.
+        axes: Names and sizes of the mesh axes.
+    """
 
     name: str
     target: str

@@ -76,7 +76,7 @@ class CompiledRun:
 def compile_layout(
     run: Run, limit_s: float | int, use_cache: bool = True, progress: Progress | None = None
 ) -> CompiledRun:
-    """Compile a run's step for its target. Does not raise if the compiler fails.
+    """Compile a run's step for its target. If the compiler fails, the result has the status and reason.
 
     Args:
         run: The run.

@@ -12,7 +12,7 @@ from valkyrie.records import encode
 
 
 def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Upgrade the parsed JSON of a prediction or measurement from version 1. It may have only some of the keys.
+    """Upgrade the parsed JSON of a prediction or measurement, or a subset of its keys, from version 1.
 
     Values of a later version are returned unchanged. Raises KeyError, TypeError, AttributeError or ValueError for
     malformed values.

@@ -24,11 +24,13 @@ class Efficiency:
         scores_passes: Number of times that a forward pass moves attention scores through HBM. 0 if a kernel keeps them
             on the chip.
         launch_s: Fixed cost of an operation, in seconds.
-        hidden_weights, ...: Largest share of each kind of communication that overlaps with compute.
+        hidden_*: Largest share of each kind of communication that overlaps with compute: gathering weights, gathering
+            ZeRO-1 updates, summing gradients, collectives on activations, sends between pipeline stages, and transfers
+            to the host.
         gathers, sums, outside: Share of the link rates that collectives achieve (`CollectiveModel`).
         scatters: Time of a reduce-scatter relative to an all-gather. 2 if the compiler implements it as an all-reduce
             and a slice.
-        start_s, outer_start_s: Latency of starting a collective, and a message between hosts, in seconds.
+        start_s, outer_start_s: Latency of starting a collective, and a message between slices or hosts, in seconds.
         loop_sums: 1 if the compiler sums gradients in every iteration of a pipeline's loop.
         whole_sums: 1 if the compiler sums whole arrays where ZeRO-1 needs only a part.
         whole_batches: Exposed share of the time to gather whole batches. XLA does this for gradients of parameters that

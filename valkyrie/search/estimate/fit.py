@@ -1,8 +1,8 @@
 """Fits the efficiency constants of the estimate to step times that were compiled, measured or published.
 
-Minimises the squared logarithm of estimated over known seconds, within bounds. Layouts of a family have similar errors,
-so a family of n layouts has weight sqrt(n). A weak penalty keeps constants that do not affect these layouts at their
-defaults.
+Minimises a robust (soft L1) loss of the logarithm of estimated over known seconds, within bounds. Layouts of a family
+have similar errors, so a family of n layouts has weight sqrt(n). A weak penalty keeps constants that do not affect
+these layouts at their defaults.
 """
 
 from __future__ import annotations

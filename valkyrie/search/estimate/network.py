@@ -1,9 +1,9 @@
 """Seconds of collectives over mesh axes, for many layouts at once.
 
 In an all-gather or reduce-scatter of B bytes over n devices, each device sends B (n-1)/n bytes; in an all-reduce, twice
-that. Several axes of a torus carry parts at the same time (scaling book, sharding:
-jax-ml.github.io/scaling-book/sharding). Between TPU slices, arrays are exchanged after the devices of each slice have
-reduced them. A ring of GPUs passes through all hosts at the rate of their network cards (NCCL).
+that. Several axes of a torus carry parts of an array at the same time (scaling book, sharding:
+jax-ml.github.io/scaling-book/sharding). Collectives over several TPU slices are hierarchical: between slices, each
+device exchanges only its shard. A ring of GPUs passes through all hosts at the rate of their network cards (NCCL).
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class CollectiveModel:
     def scatter(
         self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, *, one_ring: bool = False
     ) -> np.ndarray:
-        """Return the seconds of a reduce-scatter for each layout. Each device has `full` bytes before it."""
+        """Return the seconds of a reduce-scatter whose input has `full` bytes on each device.
+
+        `one_ring` is as in `gather`.
+        """
         return self.scatters * self._seconds(layouts, axes, full, self.gathers, one_ring)
 
     def sum(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray) -> np.ndarray:
@@ -65,7 +68,7 @@ class CollectiveModel:
         return 2 * self._seconds(layouts, axes, full, self.sums)
 
     def exchange(self, layouts: Candidates, axes: Sequence[str], sent: np.ndarray) -> np.ndarray:
-        """Return the seconds that a device needs to send `sent` bytes to its neighbour along each of the axes."""
+        """Return the seconds to send `sent` bytes per device to its neighbour along each axis, one axis at a time."""
         seconds = np.zeros(len(layouts))
         for axis in axes:
             links, size = layouts.links[axis], layouts.sizes[axis]

@@ -3,9 +3,8 @@
 FLOPs and bytes are those that the blocks declare. The collectives of a matmul follow from the sharding of its operands
 (GSPMD, arXiv 2105.04663). Mesh axes that shard the contracting dimension leave partial sums, which are all-reduced or
 reduce-scattered. Mesh axes that shard the activation but not the parameter require an all-gather. A pipeline of p
-stages is idle for
-(p - 1)/(m + p - 1) of a step of m microbatches, and r interleaved rounds divide the idle time by r (Megatron-LM, arXiv
-2104.04473).
+stages is idle for (p - 1)/(m + p - 1) of a step of m microbatches, and r interleaved rounds divide the idle time by r
+(Megatron-LM, arXiv 2104.04473).
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from valkyrie.search.estimate.network import CollectiveModel
 from valkyrie.search.estimate.work import Mixing, Product, StepWork
 
 BACKWARD = 2.0
-"""FLOPs of a product's backward pass relative to its forward pass: two products of the same size."""
+"""FLOPs of a matmul's backward pass relative to its forward pass: two matmuls of the same size."""
 MIXING_BACKWARD = 2.5
-"""The same ratio for attention: five products backward, two forward (FlashAttention-2, arXiv 2307.08691)."""
+"""The same ratio for attention: five matmuls backward, two forward (FlashAttention-2, arXiv 2307.08691)."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class StepEstimator:
         return product.components * passes * self._matmul_seconds(self.rows, np.asarray(k), np.asarray(n))
 
     def _matmul_seconds(self, rows: np.ndarray, k: np.ndarray, n: np.ndarray) -> np.ndarray:
-        """Return the seconds of a [rows, k] x [k, n] product, bound by the matrix unit (in whole tiles) or by HBM."""
+        """Return the seconds of a [rows, k] x [k, n] matmul, bound by the matrix unit (in whole tiles) or by HBM."""
         e, flops = self.efficiency, 2.0 * rows * k * n
         padded = _tile_utilisation(k, e.tile) * _tile_utilisation(n, e.tile)
         rate = self.peak * e.products * padded * flops / (flops + e.half_rate_flops)

@@ -55,7 +55,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Mixing:
-    """The work of a block other than its products, such as attention scores or a scan.
+    """The work of a block outside its matmuls, such as attention scores or a scan.
 
     Args:
         flops: FLOPs per token of a forward pass.
@@ -119,8 +119,8 @@ class StepWork:
 def step_work(run: Run, *, whole_blocks: bool = False) -> StepWork:
     """Return the work of a step of a run. Raises ValueError for a model that does not declare its layers.
 
-    With `whole_blocks`, recomputation includes the last product of a block, as in PyTorch. XLA skips it, because
-    nothing reads its result.
+    With `whole_blocks`, recomputation includes the last matmul of each group of layers (`Layered.segments`), as in
+    PyTorch. XLA skips it, because nothing in the backward pass reads its result.
     """
     model = run.model
     if not isinstance(model, Layered):
@@ -149,7 +149,10 @@ def step_work(run: Run, *, whole_blocks: bool = False) -> StepWork:
 def _products(
     block: Block, context: BlockContext, count: int, block_key: tuple[object, ...], last: bool
 ) -> list[Product]:
-    """Return the matmuls of a block. Each is matched by size to a saved activation, which gives it its name."""
+    """Return the matmuls of a block. Each is matched by size to a saved activation and takes its name.
+
+    With `last`, the backward pass does not read the result of the block.
+    """
     unmatched = [
         pair for pair in zip(block.saves(context), block.saved_activations(context), strict=True) if pair[0].product
     ]
@@ -174,7 +177,7 @@ def _products(
 
 
 def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_flops: float, lanes: int) -> Mixing:
-    """Return the work of a block outside its matrix products, such as attention scores or a scan.
+    """Return the work of a block outside its matmuls, such as attention scores or a scan.
 
     Args:
         block: The block.

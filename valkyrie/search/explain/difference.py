@@ -55,7 +55,17 @@ class Quantity:
 
 @dataclass(frozen=True)
 class WaitedCollective:
-    """Calls, bytes sent and seconds waited per step for a collective. `over` names the mesh axes and their roles."""
+    """A collective of one layout, with its calls, bytes sent and seconds waited per step.
+
+    Args:
+        kind: Kind of collective.
+        over: Mesh axes with their roles, such as `y (MP2)`.
+        cause: Name of the operation that requires it.
+        source: Source line (`file:line`) of this operation.
+        calls: Calls per step.
+        bytes: Bytes that a device sends.
+        waited_s: Seconds that a device waits.
+    """
 
     kind: str
     over: str
@@ -137,7 +147,7 @@ def compare_layouts(
     Args:
         first: Prediction of a layout.
         second: Prediction of another layout of the same model.
-        requests: The overrides or folders by which the user named them. They distinguish layouts of the same name.
+        requests: The user's overrides or folders for both layouts. They distinguish layouts with the same name.
         labels: Labels of the layouts in sentences, instead of A and B. Without labels, the programs must differ.
     """
     pair = (first, second)
@@ -241,7 +251,7 @@ def _distinct_names(first: Prediction, second: Prediction, requests: tuple[str, 
 def _quantities(
     first: Mapping[str, float | int], second: Mapping[str, float | int], scale: float
 ) -> tuple[Quantity, ...]:
-    """Pair the values of both layouts by name, the largest difference first."""
+    """Pair the values of both layouts by name, the largest difference first. Multiplies `second` by `scale`."""
     pairs = [Quantity(name, float(first.get(name, 0)), scale * second.get(name, 0)) for name in {**first, **second}]
     return tuple(sorted(pairs, key=lambda pair: -abs(pair.excess)))
 

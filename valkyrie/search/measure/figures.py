@@ -39,7 +39,7 @@ REPEATS = 5
 LARGE, SMALL = 512, 64
 """Sizes n of the timed n x n matmuls. The large one gives the peak rate, the small one the rate at small sizes."""
 PROCESS_BYTES, MIN_DEVICE_BYTES = 2**28, 2**24
-"""Bytes of the arrays for timing memory: in all of a process (larger than most caches), and at least per device."""
+"""Bytes of the arrays that time memory: the total of a process (more than most caches), and the least per device."""
 MAX_CALL_S = 0.15
 """Collectives are timed at increasing sizes until a call takes this many seconds.
 
@@ -50,7 +50,7 @@ MAX_COLLECTIVE_BYTES = 2**25
 MAX_CALLS = 2**14
 """Maximum number of repetitions of a function in one call."""
 POSITIONS, WIDTH, HEADS = 256, 32, 4
-"""Sizes of the timed attention."""
+"""Sequence length, head dimension and number of heads of the timed attention."""
 
 
 @dataclass(frozen=True)

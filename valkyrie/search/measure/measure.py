@@ -143,7 +143,7 @@ def _step_times(run: Run, devices: Devices, seconds: list[float], warmup: int) -
 
 
 def _reported_peak(devices: Devices) -> int | None:
-    """Return the largest peak memory reported by a device of this process, in bytes, or None if none reports one."""
+    """Return the largest peak memory reported by a device of this process, in bytes, or None if unknown."""
     stats_by_device = [
         device.memory_stats() for device in devices.devices if device.process_index == jax.process_index()
     ]
