@@ -1,9 +1,9 @@
-"""The Python API: the functions of `valkyrie-train` and `valkyrie-report`, with return values.
+"""The Python API, which offers `valkyrie-train` and `valkyrie-report` as functions with return values.
 
-Every function is available in `valkyrie` (`valkyrie.fit`; `named_slice` is `valkyrie.slice`). The functions do not
-exit, do not install signal handlers, and print nothing with `quiet=True`. Wrong values raise ValueError with the
-message of the command line, and arguments of a wrong type raise TypeError. Only functions that need JAX import it, so
-composing runs and reading trials work without a device.
+Import the functions from `valkyrie`: `valkyrie.fit`, and `valkyrie.slice` for `named_slice`. They do not exit the
+process, do not install signal handlers, and print nothing with `quiet=True`. Wrong values raise ValueError with the
+message that the command would print, and arguments of a wrong type raise TypeError. Only functions that need JAX import
+it, so composing runs and reading trials work without a device.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def named_slice(name: str, *, slices: int = 1) -> Slice:
 
 
 def show(run: Run) -> None:
-    """Print parameters with placements and bytes, the roles of mesh axes, and expected memory. Needs no device."""
+    """Print the sharding and bytes of parameters, the roles of mesh axes, and the expected memory. Needs no device."""
     _require_run("show", run)
     from valkyrie.train.screen import make_console
     from valkyrie.train.show import show_run
@@ -425,7 +425,7 @@ def trials(*paths: str | Path) -> list[Row]:
 
 
 def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
-    """Write the report of sweeps and return its path: `output`, or `report.html` in the first folder."""
+    """Write the HTML report of sweeps to `output`, or to `report.html` in the first folder. Returns its path."""
     from valkyrie.paths import write_atomic
     from valkyrie.report.page import page, page_file
 

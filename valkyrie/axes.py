@@ -70,7 +70,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Tensor:
-    """Description of an array: the logical axis, the length and the config key of each dimension.
+    """Description of an array: per dimension, its logical axis, its length and the config key that sets the length.
 
     The lengths of `batch` and `seq` are 0, because they depend on the run, not on the model.
     """

@@ -13,7 +13,7 @@ from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem, ProblemCode
 
 CHECKSUMS = "checksums.json"
-"""Name of the file with the size in bytes and the SHA-256 of the other files in a folder, by path."""
+"""Name of the file that maps the paths of the other files in a folder to their sizes in bytes and SHA-256."""
 _THREADS = min(8, os.cpu_count() or 1)
 """Number of files to hash in parallel. Hashing and reading release the interpreter lock."""
 

@@ -49,7 +49,7 @@ class Families:
         return sorted(module.name for module in iter_modules(import_module(self.package).__path__))
 
     def user_names(self) -> list[str]:
-        """Return the names of the user's families that a YAML of the user includes as `NAME_schema` in its defaults."""
+        """Return the names of the user's families: those with `NAME_schema` in the defaults list of a user's YAML."""
         return list(_user_families(self, tuple(sys.path)))
 
     def __contains__(self, name: str) -> bool:

@@ -36,7 +36,10 @@ def conf_dir() -> Path:
 
 
 def cache_root() -> Path:
-    """Return the folder of all caches: `VALKYRIE_CACHE`, or else `~/.cache/valkyrie`."""
+    """Return the folder of all caches: `VALKYRIE_CACHE`, or else `~/.cache/valkyrie`.
+
+    Raises ValueError if the path starts with `~` and the user has no home folder.
+    """
     try:
         return Path(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie")).expanduser()
     except RuntimeError:

@@ -21,7 +21,7 @@ from valkyrie.paths import config_names, read_config
 Schema = TypeVar("Schema")
 
 SEARCH_PATH = "valkyrie://groups"
-"""Search path of the schemas, which Hydra searches after all folders."""
+"""Entry of Hydra's search path for `ValkyrieSource`, which has the schemas. Hydra searches it after all folders."""
 
 _user_configs: WeakKeyDictionary[ConfigLoader, dict[str, object]] = WeakKeyDictionary()
 

@@ -44,7 +44,7 @@ _SCALAR_KEYS = {
     for field in fields(RunConfig)
     if (kind := {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(str(field.type).split()[0]))
 }
-"""The value that a top-level key takes, for keys with a number or boolean. Messages for them do not suggest quotes."""
+"""Top-level keys that take a number or boolean, with that type as text. Messages for them do not suggest quotes."""
 _EXTRAS = {
     "hydra/launcher": {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"},
     "hydra/sweeper": {"optuna": "optuna"},

@@ -108,9 +108,9 @@ def _refuse_search_in_sweep(overrides: Sequence[str]) -> None:
 
 
 def _refuse_renamed_groups(argument: str, key: str, value: str) -> None:
-    """Raise ValueError for `model.name=x`, which would rename a group but keep its settings, and for lists and null.
+    """Raise ValueError for a group set to a list or null, and for `model.name=x`.
 
-    Lists and null cannot be the choice of a group.
+    The latter would change the name in records but not the settings.
     """
     group = key.partition(".")[0]
     is_name_key = group in _GROUPS and key == f"{group}.name"

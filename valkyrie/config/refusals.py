@@ -88,7 +88,7 @@ def problem_from_error(error: OmegaConfBaseException, file: str | None = None) -
 
 
 def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Problem | None:
-    """Return the problem of the key with the interpolation (`${...}`) that caused an error, or None if not found.
+    """Return a problem that names the key with the interpolation (`${...}`) that caused `error`, or None if not found.
 
     OmegaConf's error does not name that key.
     """
@@ -119,7 +119,7 @@ def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Pr
 
 
 def unknown_key(full_key: str, parent: Any) -> Problem:
-    """Return the problem of an unknown key. It lists the valid keys and suggests the most similar one."""
+    """Return a problem for an unknown key. Its message lists the valid keys and suggests the most similar one."""
     prefix, _, last = full_key.rpartition(".")
     inside = f"{prefix}." if prefix else ""
     valid_keys = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []

@@ -192,7 +192,7 @@ class Run:
 
     @property
     def step_flops(self) -> float:
-        """FLOPs of the model in one training step."""
+        """Model FLOPs of one training step on the global batch."""
         return self.model.step_flops_per_token(self.config.seq) * self.config.batch * self.config.seq
 
     @property

@@ -109,7 +109,7 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
 
 
 def composed_file(arguments: Sequence[str]) -> Path | None:
-    """Return the primary config file that the arguments name if it has no defaults list, else None.
+    """Return the primary config file that the arguments name, or None if there is none or it has a defaults list.
 
     Raises ValueError for a `run.yaml` with a defaults list: Hydra would obey the `hydra:` section of a file that may
     come from someone else.
@@ -142,7 +142,7 @@ def config_name(arguments: Sequence[str]) -> str:
 
 
 def config_dirs(arguments: Sequence[str]) -> list[str]:
-    """Return a list with the absolute path of the folder of `--config-dir`. Empty without that flag."""
+    """Return the absolute path of the `--config-dir` folder in a list, or an empty list without that flag."""
     folder = _last_flag_value(arguments, CONFIG_DIR)
     return [] if folder is None else [str(Path(folder).resolve())]
 

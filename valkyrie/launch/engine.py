@@ -201,7 +201,7 @@ def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machi
 
     Args:
         overrides: the arguments of `valkyrie-train`.
-        risk: the risk for checkpoints on such a disk, which completes the sentence "checkpoints ...".
+        risk: risk for checkpoints on such a disk, as the text after "checkpoints" in the warning.
     """
     values = key_values(overrides)
     runs, folder = values.get("runs", "runs"), values.get("checkpoint.folder", "null")

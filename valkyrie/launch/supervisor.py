@@ -94,7 +94,7 @@ class Supervisor:
             print_message(f"restarting{f' ({crashes} of {self.restarts})' if crashed else ''}")
 
     def _attempt(self, specs: Sequence[ProcessSpec], starts: int, signals: Sequence[int]) -> int:
-        """Start all processes and return the status of the first one that fails, or 0. Kills all others in the end."""
+        """Start all processes and return the status of the first one that fails, or 0. Leaves no process running."""
         processes: list[ChildProcess] = []
         try:
             for index, spec in enumerate(specs):

@@ -26,7 +26,7 @@ LOST = 69
 PREEMPTED = 75
 """The training has saved its state because its machine is being preempted. Start it again (EX_TEMPFAIL)."""
 INTERRUPTED = 130
-"""Ctrl-C. Shells use this status too."""
+"""The user stopped the process with Ctrl-C. Shells use the same status."""
 
 EXIT_S = 20.0
 """Seconds that a failed process may take to exit before it is ended."""

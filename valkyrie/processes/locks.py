@@ -1,7 +1,7 @@
 """Exclusive file locks for run folders and trials. The kernel releases them when their process ends.
 
-Some network file systems do not support locks. There, a run folder counts as locked while the process that its file
-`.writer` names is running.
+Some network file systems do not support locks. On these, a run folder counts as locked while the process named in its
+file `.writer` is running.
 """
 
 from __future__ import annotations

@@ -152,5 +152,5 @@ def manifest(config: Config, overrides: Sequence[str]) -> str:
 
 
 def _escape_variables(word: str) -> str:
-    """Escape `$(NAME)`, which Kubernetes would expand. It turns `$$` into `$`."""
+    """Double each `$`, because Kubernetes expands `$(NAME)` and turns `$$` into `$`."""
     return word.replace("$", "$$")

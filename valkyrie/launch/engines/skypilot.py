@@ -57,7 +57,7 @@ class Config(RentedConfig):
 
 
 def task(config: Config, overrides: Sequence[str]) -> str:
-    """Return the task as YAML."""
+    """Return the SkyPilot task that installs the code and trains, as YAML."""
     hardware, chip = config.hardware_and_chip
     assert hardware.chips is not None
     platform = get_platform(hardware.platform)

@@ -64,7 +64,7 @@ class Config(SliceConfig):
 
 
 def script(config: Config, overrides: Sequence[str]) -> str:
-    """Return the sbatch script of the run, which Slurm queues again after a preemption or a crash."""
+    """Return the sbatch script, which requeues its job after a preemption or a crash."""
     nodes, gpus, hardware = config.nodes, config.gpus_per_node, config.hardware
     if hardware is not None and hardware.chips is not None:
         nodes, gpus = hardware.hosts, hardware.chips // hardware.hosts

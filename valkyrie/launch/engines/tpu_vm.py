@@ -141,7 +141,7 @@ class Config(RentedConfig):
         )
 
     def train_step(self, overrides: Sequence[str], restarts: int = 0) -> CommandStep:
-        """Return the step that trains on every worker. Its exit status is the first nonzero one of a worker, or 0."""
+        """Return the step that trains on every worker. Its exit status is 0, or the first nonzero one of a worker."""
         environment = {RESTARTS: str(restarts)} if restarts else {}
         return CommandStep("train", (self._ssh_all(remote.train_command(self.folder, overrides, environment, LOG)),))
 
