@@ -59,7 +59,8 @@ class Supervisor:
         is_preempted: returns whether the hosts were preempted, which does not count as a crash.
         grace_s: seconds that the other processes have to stop after a crash.
         notice_s: seconds that the processes have to save after SIGTERM or a preemption.
-        min_uptime_s: a preemption within this many seconds of the start counts as a crash, to avoid endless restarts.
+        min_uptime_s: exit status 75 within this many seconds of the start counts as a crash unless `is_preempted`, to
+            avoid endless restarts.
     """
 
     prepare: Callable[[int], Sequence[ProcessSpec]]

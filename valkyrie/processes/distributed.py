@@ -61,7 +61,7 @@ class DistributedConfig:
 def find_process(
     config: DistributedConfig, *, accelerators: int = 0, environment: Mapping[str, str] = os.environ
 ) -> ProcessInfo | None:
-    """Return the coordinator address, process count and process index of this run, or None for a single process.
+    """Return the coordinator address, process count and index of this process, or None if it runs alone.
 
     Uses the config, or else environment variables. If neither is set, lets JAX detect the processes, but only in a
     cluster or if `accelerators`, the number on this host, is not 0. Raises ValueError for incomplete or invalid values.
