@@ -20,6 +20,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.paths import DiskError
+from valkyrie.problems import ProblemCode
 from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
 from valkyrie.search.answer import describe_work, rank_layout, rank_layouts, show, train_command
@@ -27,7 +28,7 @@ from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedL
 from valkyrie.search.compile.prediction import MemoryReport, read_prediction
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
-from valkyrie.search.folder import save_answer
+from valkyrie.search.folder import request_digest, save_answer
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import FASTEST_FSDP, PAPER_RULE, Rival, format_comparison, rivals_on
 from valkyrie.search.shortlist import Shortlist, describe_chips, mesh_partition, shortlist, without_torus
@@ -115,7 +116,7 @@ def compiled_by(
     every = [*listed.fitting, *listed.doubtful]
     compiler.steps = {tuple(entry.candidate.overrides): entry.step_s for entry in every}
     compiles = CompiledLayouts()
-    compile_best(request, listed, [], folder, most, compiles, lambda entry, so_far: None)
+    compile_best(request, listed, [], folder, most, compiles, lambda entry, so_far: None, lambda *waited: None)
     return compiles
 
 
@@ -199,7 +200,7 @@ def test_baselines_are_compiled_even_if_none_can_be_faster(compiler: ScaledCompi
     listed, every = shortlist(ranked), list(ranked)
     slow = [entry for entry in every if entry.fits and entry.step_s > 3 * every[0].step_s][:2]
     compiler.steps, compiles = {tuple(entry.candidate.overrides): entry.step_s for entry in every}, CompiledLayouts()
-    compile_best(request, listed, slow, tmp_path, 500, compiles, lambda entry, so_far: None)
+    compile_best(request, listed, slow, tmp_path, 500, compiles, lambda entry, so_far: None, lambda *waited: None)
     done = [entry.estimate.candidate.overrides for entry in compiles.done]
     assert done[0] == listed.fitting[0].candidate.overrides and done[1:3] == [
         entry.candidate.overrides for entry in slow
@@ -384,6 +385,27 @@ def test_explicit_settings_are_not_varied() -> None:
     assert {int(entry.group.candidates.microbatches[entry.number]) for entry in layouts} == {2}
 
 
+def test_a_mesh_in_the_command_is_the_only_one() -> None:
+    named, every = make_request("mesh=1x4x2"), make_request()
+    assert request_digest(named) != request_digest(every) and "mesh=1x4x2" not in named.command
+    layouts = list(rank(named.run, named.space()))
+    assert {entry.candidate.mesh for entry in layouts} == {"1x4x2"}
+    step_s = {tuple(entry.candidate.overrides): entry.step_s for entry in rank(every.run, every.space())}
+    known = [entry for entry in layouts if tuple(entry.candidate.overrides) in step_s]
+    assert known and all(entry.step_s == step_s[tuple(entry.candidate.overrides)] for entry in known)
+    rivals = rivals_on(named, rank(named.run, named.space()), named.targets[0])
+    assert [rival.name for rival in rivals] == [FASTEST_FSDP]
+    ((idle, _),) = make_request("mesh=1x4x2", "partition=dp", "partition.activations.batch=[z]").space().refused.items()
+    assert (idle.code, idle.mesh_axes, idle.mesh_sizes) == (ProblemCode.idle_mesh_axis, ("y",), (4,))
+
+
+def test_each_slice_is_compiled_before_any_has_a_second_layout(compiler: ScaledCompiler, tmp_path: Path) -> None:
+    request = make_request("mode.targets=[v5e-8,v5p-16,v6e-8]")
+    compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=500)
+    assert {plan.about.target for plan in compiler.plans[:3]} == {"v5e-8", "v5p-16", "v6e-8"}
+    assert "no other layout" in compiles.why
+
+
 def test_a_partition_setting_applies_to_all_partitions() -> None:
     request = make_request("partition.zero1=true")
     ranking = rank(request.run, request.space())
@@ -425,7 +447,8 @@ def test_devices_without_a_torus_have_one_topology() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("mesh=2x2x2",), "mesh: mode=search tries all meshes"),
+        (("mesh=2x2x1",), "target=v5e-8 (8 v5e chips 2x4, 1 host) has 8 chips, but mesh=2x2x1 needs 4"),
+        (("mesh=2x2x2", "mesh.placement=[x,y,z]"), "mesh.placement: mode=search chooses the placement"),
         (
             ("target.chip.hbm_gib=32", "mode.targets=[v5e-8,v5e-16]"),
             "target.chip.hbm_gib cannot be set for several slices",

@@ -43,8 +43,8 @@ def decode(record_type: type[R], plain: Any, source: str) -> R:
     fields = {field.name: field for field in dataclasses.fields(record_type)}
     version, newest = plain.get("schema", 1), fields["schema"].default if "schema" in fields else None
     if isinstance(version, int) and isinstance(newest, int) and version > newest:
-        reason = f"version {version} was written by a newer Valkyrie; this one reads up to {newest}"
-        raise RecordError(source, "$.schema", reason)
+        reason = f"has format version {version}, but this Valkyrie reads versions up to {newest}. Update Valkyrie"
+        raise RecordError(source, "", reason)
     if UNKNOWN in fields:
         plain = {k: v for k, v in plain.items() if k in fields} | {
             UNKNOWN: {k: v for k, v in plain.items() if k not in fields}

@@ -73,9 +73,15 @@ class Checkpoints:
             self.fast = Fast(path / f"process-{team.index}", config.fast, team.index, info=info)
 
     @property
-    def last_saved(self) -> int | None:
-        """The step of the newest durable checkpoint."""
+    def last_durable_step(self) -> int | None:
+        """The step of the newest durable checkpoint, or None if there is none."""
         return self.durable.last_saved
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the newest checkpoint of either tier, or None if this process has none."""
+        steps = [tier.last_saved for tier in (self.durable, self.fast) if tier is not None]
+        return max((step for step in steps if step is not None), default=None)
 
     def save(
         self, step: int, state: Any, data: Mapping[str, Any], metrics: Mapping[str, float] | None = None
@@ -146,7 +152,7 @@ class Checkpoints:
 
         If all are damaged, raises ValueError if one is `needed`, else moves them aside and returns None.
         """
-        if self._team.broadcast_from_leader("durable checkpoint", lambda: self.last_saved) is None:
+        if self._team.broadcast_from_leader("durable checkpoint", lambda: self.last_durable_step) is None:
             return None
         try:
             step = self._team.broadcast_from_leader("sound checkpoint", self.durable.sound_step)
@@ -160,7 +166,7 @@ class Checkpoints:
             self._team.broadcast_from_leader("damaged ones set aside", self.durable.set_all_aside)
             self.durable.reload(None)
             return None
-        if not self._team.is_leader and not self._read_only and step != self.last_saved:
+        if not self._team.is_leader and not self._read_only and step != self.last_durable_step:
             self.durable.reload(step)
         return step
 

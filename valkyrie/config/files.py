@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from valkyrie.paths import conf_dir, config_names, read_defaults
 from valkyrie.problems import first_line
 
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 """Maximum number of values in a config file after expanding aliases. The shipped files have fewer than 100."""
 NAMED_GROUPS = ("model", "partition", "remat", "precision", "data", "optimizer", "mesh", "target", "target/chip")
 """Config groups whose `name` identifies the choice in records.
@@ -109,9 +109,9 @@ def check_file(path: Path) -> None:
         count = _count_values(yaml.compose(text, yaml.SafeLoader), {})
     except yaml.YAMLError as error:
         raise ValueError(yaml_error_text(path, error)) from None
-    if count > MOST_VALUES:
+    if count > MAX_VALUES:
         size = "infinitely" if math.isinf(count) else f"to {count:,.0f} values"
-        raise ValueError(f"{path}: its aliases (*NAME) expand {size}. At most {MOST_VALUES:,} values are allowed.")
+        raise ValueError(f"{path}: its aliases (*NAME) expand {size}. At most {MAX_VALUES:,} values are allowed.")
 
 
 def check_folder(folder: str) -> None:

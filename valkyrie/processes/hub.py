@@ -124,7 +124,10 @@ def parse_address(text: str) -> tuple[str, int]:
     """Return the host and port of `HOST:PORT`. Raises ValueError for anything else."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"the address of process 0, {text}, is not of the form HOST:PORT, such as 10.0.0.2:8476.")
+        raise ValueError(
+            f"{text} is not an address of process 0. Set distributed.coordinator or JAX_COORDINATOR_ADDRESS to "
+            "HOST:PORT, such as 10.0.0.2:8476."
+        )
     return host.strip("[]"), int(port)
 
 

@@ -48,10 +48,10 @@ _COMPILED_BOTTLENECKS = {
 def rank_layouts(
     request: SearchRequest, shortlisted: Shortlist, compiles: CompiledLayouts, count: int
 ) -> list[RankedLayout]:
-    """Return up to `count` layouts: compiled ones first, then estimated ones, each ordered by `SearchRequest.cost`.
+    """Return up to `count` layouts: compiled ones, then estimated ones, each ordered by `SearchRequest.cost`.
 
-    An estimated layout ranks among the compiled ones only if even the slow end of its interval beats the best compiled
-    one. The best layout on each kind and number of chips is always included, even beyond `count`.
+    An estimated layout precedes the compiled ones only if even the slow end of its interval beats the best of them.
+    The best layout on each kind and number of chips is always included, even beyond `count`.
     """
     chip_kinds = list(dict.fromkeys(map(describe_chips, request.targets)))
     share = max(-(-count // len(chip_kinds)), 2)
@@ -74,16 +74,18 @@ def rank_layouts(
 
 
 def _best_on_chips(
-    request: SearchRequest, chips: str, shortlisted: Shortlist, compiles: CompiledLayouts, count: int
+    request: SearchRequest, chips_text: str, shortlisted: Shortlist, compiles: CompiledLayouts, count: int
 ) -> list[tuple[EstimatedLayout, RankedLayout]]:
     """Return up to `count` layouts on one kind and number of chips: the fastest compiled ones, then estimated ones.
 
     Leaves out estimated layouts that were compiled on another torus and are no faster on this one, by estimate.
     """
-    compiled = [c for c in compiles.done if c.step_s is not None and describe_chips(c.target) == chips]
+    compiled = [c for c in compiles.done if c.step_s is not None and describe_chips(c.target) == chips_text]
     compiled.sort(key=lambda layout: layout.step_s or 0.0)
     compiled_candidates = {layout.estimate.candidate for layout in compiles.done}
-    estimated = [layout for layout in shortlisted.best(chips, 2 * count) if layout.candidate not in compiled_candidates]
+    estimated = [
+        layout for layout in shortlisted.best(chips_text, 2 * count) if layout.candidate not in compiled_candidates
+    ]
     compiled_s = {without_torus(layout.estimate): layout.estimate.step_s for layout in compiled}
     estimated = [layout for layout in estimated if layout.step_s < compiled_s.get(without_torus(layout), math.inf)]
     rows = [(layout.estimate, rank_layout(request, layout.estimate, layout)) for layout in compiled[:count]]

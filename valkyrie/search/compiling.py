@@ -1,4 +1,7 @@
-"""Compile stage of a search: compiles the layouts with the shortest estimates until no other can be faster."""
+"""Compile stage of a search: compiles the layouts with the shortest corrected estimates.
+
+Ends when no other layout is likely to be faster.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +24,14 @@ from valkyrie.search.compile.prediction import read_prediction
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.modes import compile_into_folder
 from valkyrie.search.request import SearchRequest
-from valkyrie.search.shortlist import MeshPartition, Shortlist, chip_name, estimate_errors, mesh_partition
+from valkyrie.search.shortlist import (
+    MeshPartition,
+    Shortlist,
+    chip_name,
+    describe_chips,
+    estimate_errors,
+    mesh_partition,
+)
 from valkyrie.sweep.child import capture_outcome
 from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
 from valkyrie.sweep.results import OUTPUT, Outcome, read_results
@@ -31,7 +42,10 @@ from valkyrie.train.options import settings_to_fit
 DISTINCT_FIRST = 4
 """Number of first compiles that must all differ in mesh or partition."""
 MIN_VARIANT_RATIO = 0.97
-"""Lower bound on the step time of a layout, as a multiple of its estimate scaled by `CompiledLayouts.ratio`."""
+"""Assumed lower bound on the step time of a layout, as a multiple of its estimate scaled by `CompiledLayouts.ratio`.
+
+Layouts with the same mesh and partition have similar errors; the choice of 3% is not fitted.
+"""
 MEMORY_SLACK = 1.1
 """A layout may fit if its need, as corrected by `CompiledLayouts.may_fit`, is at most this multiple of the memory.
 
@@ -87,6 +101,11 @@ class CompiledLayouts:
         matching = [c for c in self.done if mesh_partition(c.estimate) == key and c.step_s is not None]
         return (matching[-1].step_s or 0.0) / matching[-1].estimate.step_s if matching else None
 
+    def on_other_slices(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
+        """Return those of `layouts` that are on slices for which nothing was compiled."""
+        compiled = {describe_chips(layout.target) for layout in self.done}
+        return [layout for layout in layouts if describe_chips(layout.group.target) not in compiled]
+
     def may_fit(self, layout: EstimatedLayout) -> bool:
         """Return whether a layout may fit, judging by compiled layouts on this chip that save the same activations.
 
@@ -113,8 +132,12 @@ def compile_best(
     limit: int,
     compiles: CompiledLayouts,
     on_result: Callable[[CompiledLayout, CompiledLayouts], None],
+    on_wait: Callable[[EstimatedLayout, float, float], None],
 ) -> None:
-    """Compile layouts until no other can be better, the budget is spent, or `limit` are compiled.
+    """Compile layouts until no other is likely to be better, the budget is spent, or `limit` are compiled.
+
+    The next layout is the one with the lowest corrected estimate. Each slice gets one before any gets a second, and the
+    first `DISTINCT_FIRST` differ in mesh or partition.
 
     Does not start a compile that would likely exceed the budget, judging by the longest so far. A compile that is
     running when the budget ends is stopped and not recorded. Ctrl-C raises KeyboardInterrupt, and `compiles` then holds
@@ -123,32 +146,37 @@ def compile_best(
     Args:
         request: The search.
         shortlisted: Layouts that may be the best.
-        rivals: Layouts to compare with, compiled right after the first layout that fits, however slow their estimates.
+        rivals: Layouts to compare with, compiled right after each slice has a layout and one fits, however slow their
+            estimates.
         folder: Folder of the search. Layouts in its records are not compiled again.
         limit: Largest number of compiles.
         compiles: Receives the results.
         on_result: Called after each compile.
+        on_wait: Called several times a second with the layout that is being compiled, the seconds since its start, and
+            the seconds that the longest compile so far took.
     """
     began, longest, waiting = time.monotonic(), 0.0, [*shortlisted.fitting, *shortlisted.doubtful]
     required = list(rivals)
 
-    def watch() -> None:
+    def watch(layout: EstimatedLayout, start: float) -> None:
         if request.budget_s is not None and time.monotonic() - began > request.budget_s:
             raise BudgetOver
+        on_wait(layout, time.monotonic() - start, longest)
 
     while True:
         possible = [layout for layout in waiting if compiles.may_fit(layout)]
-        # Rivals wait until a layout fits: with a short budget, the best matters more than a comparison.
-        is_required = bool(required) and compiles.best(request) is not None
+        all_slices = not compiles.on_other_slices(possible)
+        # Rivals wait until each slice has a layout and one fits: with a short budget, these matter more.
+        is_required = bool(required) and all_slices and compiles.best(request) is not None
         layout = required.pop(0) if is_required else _pick_next(request, possible, compiles)
         lower_bound = min(
             (request.cost(other.group.target, _lower_bound_s(other, compiles)) for other in possible), default=0.0
         )
-        best = compiles.best(request)
+        best = compiles.best(request) if all_slices and not is_required else None
         if layout is None:
             compiles.why = "every layout that may fit was compiled"
-        elif not is_required and best is not None and lower_bound > request.cost(best.target, best.step_s or 0.0):
-            compiles.why = "no other layout can be faster, judging by the errors of estimates"
+        elif best is not None and lower_bound > request.cost(best.target, best.step_s or 0.0):
+            compiles.why = "no other layout is likely to be faster, judging by the errors of estimates"
         elif request.budget_s is not None and time.monotonic() - began + longest > request.budget_s:
             compiles.why = f"another compile would exceed mode.budget={request.mode.budget}"
         elif len(compiles.done) >= limit:
@@ -161,7 +189,7 @@ def compile_best(
         start = time.monotonic()
         plan = plan_compile(request, layout, folder)
         try:
-            trial = compile_trial(plan, watch)
+            trial = compile_trial(plan, partial(watch, layout, start))
         except BudgetOver:
             overrides = " ".join(layout.candidate.overrides)
             compiles.why = f"mode.budget={request.mode.budget} ended during the compile of {overrides}"
@@ -222,14 +250,13 @@ def _pick_next(
 ) -> EstimatedLayout | None:
     """Return the layout with the lowest expected cost, or None if none is left.
 
-    The first `DISTINCT_FIRST` layouts differ in mesh or partition.
+    Slices for which no layout has been compiled come first. The first `DISTINCT_FIRST` layouts differ in mesh or
+    partition.
     """
     compiled = {mesh_partition(layout.estimate) for layout in compiles.done}
-    untried = (
-        [layout for layout in waiting if mesh_partition(layout) not in compiled]
-        if len(compiled) < DISTINCT_FIRST
-        else []
-    )
+    untried = compiles.on_other_slices(waiting)
+    if not untried and len(compiled) < DISTINCT_FIRST:
+        untried = [layout for layout in waiting if mesh_partition(layout) not in compiled]
 
     def expected(layout: EstimatedLayout) -> float:
         return request.cost(layout.group.target, layout.step_s * (compiles.ratio(mesh_partition(layout)) or 1.0))

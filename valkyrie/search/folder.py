@@ -27,7 +27,15 @@ def request_digest(request: SearchRequest) -> str:
     config = request.run.config
     slices = [(target.name, target.slices) for target in request.targets]
     request_fields = [request.command, slices, repr(request.run.model), asdict(config.precision), config.device_batch]
-    request_fields += [config.batch, config.seq, request.microbatches, request.partitions, request.remats, config.remat]
+    request_fields += [
+        config.batch,
+        config.seq,
+        request.microbatches,
+        request.mesh,
+        request.partitions,
+        request.remats,
+        config.remat,
+    ]
     return digest(repr(request_fields))[:8]
 
 

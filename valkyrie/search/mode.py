@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
@@ -128,6 +129,8 @@ def _search(run: Run) -> int:
         train=train_command(request, rows[0], options),
         launch=None if on_this_machine else launch_command(request, rows[0], options),
     )
+    if rows[0].candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
+        console.print("Plain FSDP is the best layout found.", style="bold")
     show(answer, console)
     _print_commands(request, answer, ranked, shortlisted, compiles, measured, console)
     stored = save_answer(folder, answer)
@@ -203,11 +206,18 @@ def _compile(
         estimate = f"estimated {duration(compiled.estimate.step_s)}"
         best_so_far = "" if best is None else f"; best {duration(best.step_s or 0.0)}"
         layout = " ".join(compiled.estimate.candidate.overrides)
-        line = f"[{len(so_far.done)}] {layout}: {result} ({estimate}, {compiled.trial.wall_s:.0f} s){best_so_far}"
-        console.print(line, markup=False, soft_wrap=True)
+        line = f"[{len(so_far.done)}] {layout}: {result} ({estimate}; compiled in {compiled.trial.wall_s:.0f} s)"
+        console.print(line + best_so_far, markup=False, soft_wrap=True)
 
-    with console.status("compiling"):
-        compile_best(request, shortlisted, rivals, folder, limit, compiles, print_result)
+    with console.status("compiling") as status:
+
+        def show_progress(layout: EstimatedLayout, seconds: float, longest: float) -> None:
+            done = f", the longest so far took {duration(longest)}" if longest else ""
+            text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{done}"
+            best = compiles.best(request)
+            status.update(escape(text + ("" if best is None else f"; best {duration(best.step_s or 0.0)}")))
+
+        compile_best(request, shortlisted, rivals, folder, limit, compiles, print_result, show_progress)
     console.print(f"{len(compiles.done)} compiled: {compiles.why}", markup=False, soft_wrap=True)
     if compiles.done:
         return 0 if compiles.best(request) is not None else NOT_COMPILED

@@ -13,6 +13,8 @@ from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig, TargetConfig, make_slice
 from valkyrie.modes.search import Config as SearchMode
+from valkyrie.parallel.mesh import MeshConfig
+from valkyrie.parallel.on_target import target_problems
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
@@ -21,7 +23,7 @@ from valkyrie.runs.folder import key_value, split_flags
 from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts, partition_variants
 from valkyrie.units import parse_seconds
 
-SEARCH_KEYS = ("mode", "target", "partition", "remat", "microbatches", "device_batch", "name")
+SEARCH_KEYS = ("mode", "target", "mesh", "partition", "remat", "microbatches", "device_batch", "name")
 """Keys that training commands in the answer do not repeat: those that a layout sets, and those of the search itself."""
 _PARTITION_KEYS = ("zero1", "gradient_sum", "parameter_memory", "optimizer_memory", "schedule", "rounds")
 """Settings that every partition has. A command that sets one of them does not fix the choice of partition."""
@@ -37,6 +39,7 @@ class SearchRequest:
         partitions: Partitions to try. A setting such as `partition.zero1=true` applies to each of them.
         remats: Remat policies to try in addition to the run's.
         microbatches: The only count to try, or None to try several.
+        mesh: The only mesh to try, or None to try all.
         budget_s: Time limit in seconds for all compiles, and separately for all measurements. None for no limit.
         tokens: Tokens to train on, to compute hours and dollars, or None.
         budget_usd: Dollars to spend, to compute the tokens that they buy, or None.
@@ -47,13 +50,14 @@ class SearchRequest:
     partitions: tuple[PartitionConfig, ...]
     remats: tuple[RematConfig, ...]
     microbatches: int | None
+    mesh: MeshConfig | None
     budget_s: float | None
     tokens: float | None
     budget_usd: float | None
 
     def space(self) -> LayoutSpace:
         """Enumerate all layouts to search."""
-        return enumerate_layouts(self.run, self.targets, self.partitions, self.remats, self.microbatches)
+        return enumerate_layouts(self.run, self.targets, self.partitions, self.remats, self.microbatches, self.mesh)
 
     @property
     def by_price(self) -> bool:
@@ -91,22 +95,27 @@ def parse_request(run: Run) -> SearchRequest:
     """Parse the request of a run with `mode=search`. Raises ValueError for settings that a search cannot use."""
     config, mode = run.config, settings_for(SearchMode, run.config.mode)
     keys = {key_value(o)[0] for o in split_flags(run.arguments)[1]}
-    if wrong := sorted(key for key in keys if key.partition(".")[0] == "mesh"):
+    if wrong := sorted(key for key in keys if key.startswith("mesh.")):
         raise ValueError(
-            f"{wrong[0]}: mode=search tries all meshes. Remove this setting, or predict one layout with mode=compile."
+            f"{wrong[0]}: mode=search chooses the placement of a mesh. Name a mesh by its sizes (mesh=4x2x1), or "
+            "predict one layout with mode=compile."
         )
     # `target.slices` applies to every target; the other settings are those of one slice.
     if mode.targets and (wrong := sorted(k for k in keys - {"target.slices"} if k.startswith("target."))):
         raise ValueError(
             f"{wrong[0]} cannot be set for several slices at once. Search one slice at a time: target=SLICE."
         )
+    targets = tuple(_requested_slices(run, mode))
+    if mesh := config.mesh if "mesh" in keys else None:
+        refuse([problem for target in targets for problem in target_problems(target, mesh)])
     names_remat = any(key.partition(".")[0] == "remat" for key in keys)
     return SearchRequest(
         run=run,
-        targets=tuple(_requested_slices(run, mode)),
+        targets=targets,
         partitions=tuple(_requested_partitions(config.partition, keys)),
         remats=() if names_remat else tuple(read_group("remat", RematConfig)),
         microbatches=config.microbatches if "microbatches" in keys else None,
+        mesh=mesh,
         budget_s=None if mode.budget is None else parse_seconds(mode.budget),
         tokens=mode.tokens,
         budget_usd=mode.budget_usd,

@@ -38,7 +38,7 @@ def rivals_on(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> 
     partitions, ranked_here = {partition.name for partition in request.partitions}, ranked.for_target(target.name)
     rivals = []
     torus = parse_shape(target.topology) or () if get_platform(target.platform).has_torus else ()
-    if "2d_tp" in partitions and len(torus) == 3:
+    if "2d_tp" in partitions and len(torus) == 3 and request.mesh is None:
         rivals.append(
             _fastest(PAPER_RULE, (layout for layout in ranked_here.for_partition("2d_tp") if _matches_torus(layout)))
         )

@@ -22,7 +22,7 @@ MAX_CANDIDATES = 500
 MAX_EXAMINED = 10_000
 """Number of layouts per slice that are examined, fastest estimate first. A slower one is not found, even if it fits."""
 MAX_VARIANTS = 3
-"""Maximum number of layouts in an answer with the same slice, mesh and partition."""
+"""Maximum number of estimated layouts in an answer with the same chips, mesh and partition."""
 EQUALLY_FAST = 1.01
 """A layout counts as equally fast on another torus if its estimate there is at most this multiple."""
 
@@ -38,10 +38,11 @@ class MeshPartition(NamedTuple):
 def mesh_partition(layout: EstimatedLayout) -> MeshPartition:
     """Return the chips, mesh and partition of a layout.
 
-    The compiled or measured step time of a layout corrects the predictions for layouts with the same ones.
+    The compiled step time of a layout corrects the estimates of layouts with the same ones. Its measured step time only
+    changes which layout is measured next.
     """
-    candidate, chips = layout.candidate, describe_chips(layout.group.target)
-    return MeshPartition(chips, candidate.mesh, f"{candidate.partition} {candidate.schedule.value}")
+    candidate, chips_text = layout.candidate, describe_chips(layout.group.target)
+    return MeshPartition(chips_text, candidate.mesh, f"{candidate.partition} {candidate.schedule.value}")
 
 
 def describe_chips(target: TargetConfig) -> str:
@@ -62,6 +63,8 @@ def without_torus(layout: EstimatedLayout) -> Candidate:
 @dataclass(frozen=True)
 class EstimateErrors:
     """Quantiles of compiled over estimated values of our own compiled TPU layouts (experiments/search/table.py).
+
+    Estimates for GPUs and CPUs use the same quantiles, for want of compiled layouts.
 
     Args:
         low: 5% quantile for step times.
@@ -106,14 +109,15 @@ class Shortlist:
         """Return a copy with only the layouts that meet a condition, and the same `smallest`."""
         return replace(self, fitting=[*filter(condition, self.fitting)], doubtful=[*filter(condition, self.doubtful)])
 
-    def best(self, chips: str, count: int) -> list[EstimatedLayout]:
-        """Return the fastest fitting layouts on `chips`, at most `MAX_VARIANTS` with the same mesh and partition.
+    def best(self, chips_text: str, count: int) -> list[EstimatedLayout]:
+        """Return the fastest fitting layouts, at most `MAX_VARIANTS` with the same mesh and partition.
 
-        A layout is listed only on the torus where it is fastest.
+        `chips_text` has the slices and chips, as formatted by `describe_chips` (`1 x 64 v4`). A layout is listed
+        only on the torus where it is fastest.
         """
         variant_counts: dict[MeshPartition, int] = {}
         best: dict[Candidate, EstimatedLayout] = {}
-        for layout in (e for e in self.fitting if describe_chips(e.group.target) == chips):
+        for layout in (e for e in self.fitting if describe_chips(e.group.target) == chips_text):
             key = mesh_partition(layout)
             if without_torus(layout) in best:
                 continue

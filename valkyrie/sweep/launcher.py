@@ -47,7 +47,7 @@ def run_trial(config: DictConfig) -> float:
     sweep = replace(SweepContext.from_hydra(hydra), environment=job_environment(hydra))
     overrides = [str(override) for override in hydra.overrides.task]
     try:
-        run = _trained_run(overrides, sweep) or Run.from_config(config)
+        run = _compose_from_trained_run(overrides, sweep) or Run.from_config(config)
     except ValueError as error:
         plan = plan_refused(error, str(config.mode.name), sweep, overrides)
     else:
@@ -146,7 +146,7 @@ def _plan_job(composer: Composer, overrides: Sequence[str], number: int, run: Ru
         config.hydra.job.id = config.hydra.job.num = number
     sweep = replace(SweepContext.from_hydra(config.hydra), environment=job_environment(config.hydra))
     try:
-        run = run or _trained_run(overrides, sweep) or composer.run(overrides)
+        run = run or _compose_from_trained_run(overrides, sweep) or composer.run(overrides)
     except ValueError as error:
         mode = key_values(overrides).get("mode")
         mode = mode if mode is not None and get_mode(mode) else str(config.mode.name)
@@ -154,7 +154,7 @@ def _plan_job(composer: Composer, overrides: Sequence[str], number: int, run: Ru
     return plan_run(run, sweep, overrides)
 
 
-def _trained_run(overrides: Sequence[str], sweep: SweepContext) -> Run | None:
+def _compose_from_trained_run(overrides: Sequence[str], sweep: SweepContext) -> Run | None:
     """Return the run of a job that reads a trained run (`mode=eval resume=RUN`), or None for other jobs."""
     values_by_key = key_values(overrides)
     if not reads_run(values_by_key.get("mode")) or not {"resume", "name"} & values_by_key.keys():

@@ -2,13 +2,15 @@
 
 `prepare.prepare_run` returns the devices, the data and the tokenizer. `trainer.fit` builds the rest and trains:
 
-1. `program.StepProgram`: the sharded model and optimizer on the mesh; `room.check_room`: whether they fit.
+1. `program.StepProgram`: the jitted functions (`init`, `step`, `evaluate`) with their shapes and shardings; no arrays.
+   `room.check_room` refuses a run whose parameters, optimizer state and gradients do not fit.
 2. `checkpoint.Checkpoints` and `_restore_or_init`: the newest checkpoint that can be read, or new parameters.
 3. `compiled.compile_step`: the executable of the step.
 4. `_train_steps`: the loop. It dispatches a step and then reads the metrics of the one before, so that devices do
    not wait for Python except at evaluations, saves and samples. Callbacks (`callbacks.py`) check, profile, evaluate,
    save, sample and log.
 
-Around the loop, `watchdog` ends a run that hangs, `processes.interrupt` stops it on a signal, and `runs.goodput`
-records where the time goes.
+Around the loop, `watchdog` ends a run in which a step hangs (not a compile, evaluation, save or sample),
+`valkyrie.processes.interrupt` stops the run after a step on a signal, and `valkyrie.runs.goodput` records where the
+time goes.
 """

@@ -142,7 +142,7 @@ class RefuseDivergence(Callback):
             if nonfinite.size
             else "All gradients are finite"
         )
-        saved = self.checkpoints.last_saved
+        saved = self.checkpoints.last_step
         last_good = "none" if saved is None else f"step {saved}"
         raise DivergedError(
             f"step {metrics.step}: loss={float(values['loss'])}, gradient norm={float(values['grad_norm'])}. "
@@ -238,7 +238,7 @@ class Save(Callback):
         with progress.meter.paused("save"):
             progress.warn(self.checkpoints.wait())
             # Retry a failed save: the disk may have room by now.
-            if self.checkpoints.last_saved != progress.step:
+            if self.checkpoints.last_durable_step != progress.step:
                 failed = self.checkpoints.save(progress.step, progress.state, self.loader.state())
                 if failed := failed or self.checkpoints.wait():
                     self.unsaved = f"{failed} {self._how_to_continue(progress.tracker.folder)}"
@@ -257,7 +257,7 @@ class Save(Callback):
         if fast_tier is not None and fast_tier.last_saved is not None:
             step, path = fast_tier.last_saved, fast_tier.path
             return f"The fast checkpoint at step {step} is in {path}. Fix the cause, then resume: {resume}"
-        if self.checkpoints.last_saved is None:
+        if self.checkpoints.last_durable_step is None:
             return (
                 "Nothing was saved, so this run cannot be resumed. Start again after fixing the cause, or with "
                 "checkpoints elsewhere: runs=DIR or checkpoint.folder=DIR."

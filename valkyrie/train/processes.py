@@ -26,7 +26,7 @@ LOGS = "logs"
 """Subfolder of a run folder for the output of all processes except the first."""
 
 
-_FIRST_FAILURE_S = 2.0
+_ERROR_REPORT_DELAY_S = 2.0
 """Seconds that a process waits before it reports an error. If another process failed first and caused this error, that
 process reports its own and ends this one."""
 
@@ -107,7 +107,7 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
         if status == 1:  # possibly a save that failed because another process died
-            time.sleep(_FIRST_FAILURE_S)
+            time.sleep(_ERROR_REPORT_DELAY_S)
         _end_all(team, status, f"it ended with status {status}")
     except (ValueError, OSError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -118,7 +118,7 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
 
         _end_all(team, DOES_NOT_FIT if isinstance(error, DoesNotFit) else REFUSED, str(explain(error, [])))
     except BaseException as error:
-        time.sleep(_FIRST_FAILURE_S)
+        time.sleep(_ERROR_REPORT_DELAY_S)
         traceback.print_exc()
         _end_all(team, 1, f"{type(error).__name__}: {first_line(error)[:300]}")
 

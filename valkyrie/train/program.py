@@ -106,6 +106,7 @@ class StepProgram:
             with self._precision():
                 return train_step(self, state, batch)
 
+        # JAX itself ignores `donate_argnums` under `jax_debug_nans`, so that it can repeat the step.
         return jax.jit(
             step, donate_argnums=0, out_shardings=(self.shardings, None), compiler_options=self.compiler_options
         )

@@ -1,4 +1,8 @@
-"""Refuses runs that do not fit into device memory, before any array exists, and suggests runs that fit."""
+"""Compares a run with device memory before any array exists.
+
+Refuses runs whose parameters, optimizer state and gradients do not fit, warns if the activations may not fit, and
+suggests runs that fit.
+"""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def fit(
         checkpoints = stack.enter_context(_open_run_folder(program, folder, team))
         meter = stack.enter_context(contextlib.closing(_meter(run, devices)))
         ledger = Ledger(folder, began, meter.spent, write=team.is_leader)
-        with meter.paused("setup" if checkpoints.last_saved is None else "restore"), ledger.refusals():
+        with meter.paused("setup" if checkpoints.last_step is None else "restore"), ledger.refusals():
             start, state = _restore_or_init(program, checkpoints, loader, folder, console)
         ledger.prepared(start)  # records the restored step before the compile, which may crash
         # A run that has no step to do keeps its record, so that the next one does not report `steps` as changed.
@@ -164,14 +164,15 @@ def fit(
         stack.callback(lambda: ledger.write(progress.step, progress.end))
         ledger.prepared(start)  # counts what came after the compile as setup
         _train_steps(progress, step, loader, callbacks, interrupt, watchdog)
-        progress.end = FINISHED if not progress.stopping else PREEMPTED if interrupt.preempted else STOPPED
+        stopped = progress.stopping and not progress.finished  # a signal during the last step stops nothing
+        progress.end = FINISHED if not stopped else PREEMPTED if interrupt.preempted else STOPPED
         tracker.summary(summary := progress.summary())
         progress.warn(tracker.lost)
         if save.unsaved:
             raise NotSavedError(save.unsaved)
         if progress.finished:
             checkpoints.mark_complete()
-    return FitResult(program, folder, progress.state, summary, progress.stopping, interrupt.preempted)
+    return FitResult(program, folder, progress.state, summary, stopped, interrupt.preempted)
 
 
 @contextlib.contextmanager

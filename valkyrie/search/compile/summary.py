@@ -144,10 +144,10 @@ def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
     another activation that is needed only to recompute it.
     """
     saved, remat = saved_bytes(run), run.config.remat
-    paths = [(set(cost.op_name.split("/")), cost.seconds) for cost in costs if _RECOMPUTED in cost.op_name]
+    recomputed_costs = [(set(cost.op_name.split("/")), cost.seconds) for cost in costs if _RECOMPUTED in cost.op_name]
     recomputed = [
         Recomputed(
-            name, size, sum((seconds for path, seconds in paths if not path.isdisjoint((name, *helper_names))), 0.0)
+            name, size, sum((s for scopes, s in recomputed_costs if not scopes.isdisjoint((name, *helper_names))), 0.0)
         )
         for name, (size, helper_names) in recomputed_activations(run).items()
     ]

@@ -140,6 +140,7 @@ def enumerate_layouts(
     partitions: Sequence[PartitionConfig],
     remats: Sequence[RematConfig],
     microbatches: int | None = None,
+    mesh: MeshConfig | None = None,
 ) -> LayoutSpace:
     """Return every legal layout of a run's model.
 
@@ -151,6 +152,8 @@ def enumerate_layouts(
         partitions: Partitions to try, each with its schedule.
         remats: Remat policies to try in addition to the run's.
         microbatches: The only count to try, or None to try several. If the run has a `device_batch`, that decides.
+        mesh: The only mesh to try, with as many devices and slices as each target, or None to try all. Its placement
+            varies.
     """
     if microbatches is not None and run.config.batch % microbatches:
         raise ProblemError([_indivisible_problem(run.config.batch, microbatches, targets)])
@@ -160,7 +163,7 @@ def enumerate_layouts(
     for target, partition in itertools.product(targets, partitions):
         problems_by_policy = [(remat, _mesh_independent_problems(run, target, partition, remat)) for remat in policies]
         if legal_policies := [remat for remat, problems in problems_by_policy if not problems]:
-            spaces.append(_partition_space(run, target, partition, legal_policies, microbatches))
+            spaces.append(_partition_space(run, target, partition, legal_policies, microbatches, mesh))
         else:
             partition_problems.append([problem for _, problems in problems_by_policy for problem in problems])
             spaces.append(LayoutSpace([], Counter(partition_problems[-1][:1]), 0))
@@ -234,21 +237,28 @@ class _Row:
 
 
 def _partition_space(
-    run: Run, target: TargetConfig, partition: PartitionConfig, remats: Sequence[RematConfig], microbatches: int | None
+    run: Run,
+    target: TargetConfig,
+    partition: PartitionConfig,
+    remats: Sequence[RematConfig],
+    microbatches: int | None,
+    mesh: MeshConfig | None,
 ) -> LayoutSpace:
     """Enumerate the layouts of one partition on one target."""
     slices, batch, device_batch = target.slices, run.config.batch, run.config.device_batch
-    mesh = parse_mesh(f"{slices}s2x2x2x2" if slices > 1 else "2x2x2x2")
-    parameters, activations, _ = resolve_rules(partition, mesh, run.arrays.axes, known_axes())
+    largest = parse_mesh(f"{slices}s2x2x2x2" if slices > 1 else "2x2x2x2")
+    parameters, activations, _ = resolve_rules(partition, largest, run.arrays.axes, known_axes())
     batch_axes, layer_axes = activations[BATCH], parameters.get(LAYERS, ())
-    classes = _axis_classes(mesh, parameters, activations)
-    assert target.devices is not None
-    meshes, all_divisions = [], 0
-    for products in divisions(target.devices // slices, len(classes)):
-        all_divisions += math.prod(len(list(divisions(n, len(c)))) for n, c in zip(products, classes, strict=True))
-        sizes = {c[0]: n for c, n in zip(classes, products, strict=True)}
-        meshes.append({axis: slices if axis == SLICE_AXIS else sizes.get(axis, 1) for axis in mesh.axes})
-    duplicates = all_divisions - len(meshes)
+    classes = _axis_classes(largest, parameters, activations)
+    refused, duplicates = Counter[Problem](), 0
+    if mesh is None:
+        meshes, duplicates = _distinct_meshes(target, largest, classes)
+    elif idle := [axis for axis in mesh.axes if mesh.axes[axis] > 1 and axis not in {SLICE_AXIS}.union(*classes)]:
+        sizes = tuple(mesh.axes[axis] for axis in idle)
+        problem = Problem(ProblemCode.idle_mesh_axis, partition=partition.name, mesh_axes=tuple(idle), mesh_sizes=sizes)
+        return LayoutSpace([], Counter({problem: len(remats)}), 0)
+    else:
+        meshes = [{axis: mesh.axes.get(axis, 1) for axis in largest.axes}]
     # Without a pipeline, every schedule equals gpipe. ZeRO-1 changes nothing if parameters are split over all data
     # axes.
     if partition.schedule is not PipelineSchedule.gpipe:
@@ -256,7 +266,6 @@ def _partition_space(
     if partition.zero1:
         free = [a for a in batch_axes if not any(a in axes for axes in parameters.values())]
         meshes = [m for m in meshes if any(m[axis] > 1 for axis in free)]
-    refused = Counter[Problem]()
     if device_batch is not None:
         divisible = [
             m for m in meshes if batch % (device_batch * math.prod(m[axis] for axis in {*batch_axes, *layer_axes})) == 0
@@ -288,6 +297,23 @@ def _partition_space(
         [LayoutGroup(target, candidates.take(legal), remats, len(classes), meshes_of_legal)] if meshes_of_legal else []
     )
     return LayoutSpace(groups, refused, duplicates)
+
+
+def _distinct_meshes(
+    target: TargetConfig, largest: MeshConfig, classes: Sequence[Sequence[str]]
+) -> tuple[list[dict[str, int]], int]:
+    """Return the sizes of every mesh on a target that shards differently, and the number of those left out.
+
+    The sizes are those of the axes of `largest`. `classes` are its axes that a partition uses, grouped by the rules
+    that they appear in; all devices of a class are on its first axis.
+    """
+    assert target.devices is not None
+    meshes, all_divisions = [], 0
+    for products in divisions(target.devices // target.slices, len(classes)):
+        all_divisions += math.prod(len(list(divisions(n, len(c)))) for n, c in zip(products, classes, strict=True))
+        sizes = {c[0]: n for c, n in zip(classes, products, strict=True)}
+        meshes.append({axis: target.slices if axis == SLICE_AXIS else sizes.get(axis, 1) for axis in largest.axes})
+    return meshes, all_divisions - len(meshes)
 
 
 def _stack_candidates(

@@ -349,8 +349,8 @@ def _explain_products(fast: _Side, slow: _Side) -> list[str]:
     if abs(_share_of_difference(fast, slow, *_PRODUCTS)) >= _MIN_SHARE:
         times = [f"{duration(side.seconds(*_PRODUCTS))} under {side.label}" for side in pair]
         rates = [percent(side.step.product_rate) for side in pair if side.step.product_rate]
-        rate_text = f", at {rates[0]} and {rates[1]} of peak" if len(rates) == 2 else ""
-        lines.append(f"Products and kernels take {times[0]} and {times[1]}{rate_text}.")
+        rate_text = f", at {rates[0]} and {rates[1]} of peak FLOP/s" if len(rates) == 2 else ""
+        lines.append(f"Matrix products and kernels take {times[0]} and {times[1]}{rate_text}.")
     steps = [side.step for side in pair]
     flops = [s.executed_flops / s.model_flops for s in steps if s.executed_flops is not None and s.model_flops]
     if len(flops) == 2 and abs(flops[1] / flops[0] - 1) >= _MORE_FLOPS:

@@ -22,7 +22,7 @@ from valkyrie.search.tune.tune import tune
 from valkyrie.search.tune.tuned import Attempt, Tuned, TuneRecord, Verdict, assignments
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
-from valkyrie.units import duration, parse_seconds
+from valkyrie.units import count_text, duration, parse_seconds
 
 _COLUMNS: tuple[Column[Attempt], ...] = (
     Column("step_s", "step", "seconds", lambda a: a.step_s, least=10),
@@ -94,7 +94,7 @@ class _Screen:
         for line in attempt_lines(attempt):
             self._print(line, "green" if attempt.verdict is Verdict.kept else None)
         gained = f" ({-100 * tuned.gain:+.1f}%)" if tuned.options else ""
-        self._best = f"best {duration(tuned.step_s)}{gained} after {len(tuned.attempts)} · "
+        self._best = f"best {duration(tuned.step_s)}{gained} after {count_text(len(tuned.attempts), 'attempt')} · "
 
     def progress(self, line: str) -> None:
         self._status.update(self._best + line)
