@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 
 from helpers import compose_run, config_names
+from valkyrie.models import is_dense_transformer
 from valkyrie.parts import PartKind, StepPart
-from valkyrie.search.compile.correction import PublishedRun, published, published_correction, published_interval
+from valkyrie.search.compile.correction import (
+    PublishedRun,
+    published,
+    published_correction,
+    published_interval,
+    step_interval,
+)
 from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, PredictedStep, Prediction
 
 TABLE = Path(__file__).parents[1] / "experiments" / "published" / "rows.csv"
@@ -194,6 +201,19 @@ def test_error_intervals_are_cross_validated_over_families():
     elsewhere = published_interval(SLOW, "v6e", 1.0)
     assert elsewhere is not None and (elsewhere.rows, elsewhere.chip) == (4, None), "v6e's have no other recipe"
     assert published_interval(SLOW[1:], "v4", 1.0) is None
+    new_chip = published_interval(SLOW, "v5e", 1.0)
+    assert new_chip is not None and new_chip.is_new and new_chip.chip is None
+    assert new_chip.high == pytest.approx(1.2) and new_chip.low == pytest.approx(1 / 1.2), "either direction"
+
+
+def test_only_dense_transformers_have_the_error_interval_of_published_runs():
+    chip = compose_run("target=v4-8", "mesh=4x1x1").config.target.chip
+    assert chip is not None
+    assert step_interval(1.0, chip, dense_transformer=True) is not None
+    assert step_interval(1.0, chip, dense_transformer=False) is None
+    models = {name: compose_run(f"model={name}").model for name in config_names("model") if name.endswith("_tiny")}
+    dense = {name for name, model in models.items() if is_dense_transformer(model)}
+    assert dense == {"gpt_tiny", "gpt2_tiny", "nanochat_tiny", "longformer_tiny"}
 
 
 def test_shipped_error_intervals_equal_those_of_the_script(predict: ModuleType):

@@ -52,7 +52,7 @@ def test_numpy_scalars_become_numbers():
         ({"parts": [{"colour": "blue", "axes": []}]}, "$.parts[0].colour"),
         ({"parts": [{"colour": "red", "axes": [], "seconds": "1"}]}, "$.parts[0].seconds"),
         ({"parts": 3}, "$.parts"),
-        ({"parts": [], "schema": 3}, "$.schema"),
+        ({"parts": [], "schema": 3}, ""),
         ({}, ""),
         ([], ""),
     ],

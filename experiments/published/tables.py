@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from guesses import Row, constant_mfu, pairs, roofline
 
-from valkyrie.search.compile.correction import PublishedRun, held_out_ratio, published_correction, published_interval
+from valkyrie.search.compile.correction import PublishedRun, published_correction, published_interval
 
 Result = dict[str, Any]
 KINDS = ("predicted", "replayed", "mfu", "roofline")
@@ -90,17 +91,18 @@ def shipped_errors(results: Iterable[Result], rows: dict[str, Row]) -> list[Publ
 
 
 def coverage(published: Sequence[PublishedRun]) -> str:
-    """Return a sentence with the number of measured steps within the report's interval.
+    """Return a sentence with the number of measured steps within the report's interval, by chip.
 
-    The interval of a row is computed without its family.
+    Prediction and interval of a row are computed without its family.
     """
-    inside, total = 0, 0
+    inside: dict[str, list[bool]] = defaultdict(list)
     for row in published:
         others = [other for other in published if other.family != row.family]
-        found, ratio = published_interval(others, row.chip, 1.0), held_out_ratio(published, row)
-        if found is not None and ratio is not None:
-            total, inside = total + 1, inside + (found.low <= ratio <= found.high)
-    return f"Measured within the interval earned on the other families: {inside} of {total}."
+        ratio = row.ratio / published_correction(others, row.chip, row.slices).factor
+        if (interval := published_interval(others, row.chip, 1.0)) is not None:
+            inside[row.chip].append(interval.low <= ratio <= interval.high)
+    counts = ", ".join(f"{chip} {sum(within)} of {len(within)}" for chip, within in sorted(inside.items()))
+    return f"Measured within the interval computed without the runs of its recipe: {counts}."
 
 
 def order(results: Iterable[Result], rows: Iterable[Row]) -> str:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from valkyrie.axes import Arrays, Parameter
 from valkyrie.extensions import Families
+from valkyrie.models.attention import Attention
 from valkyrie.models.block import SavedActivation
+from valkyrie.models.feed_forward import FeedForward
 from valkyrie.problems import Problem
 
 if TYPE_CHECKING:
@@ -91,6 +93,15 @@ class Layered(Model, Protocol):
     def segments(self) -> list[tuple[list[Layer], int]]:
         """Return groups of layers, first to last, each with its number of repetitions."""
         ...
+
+
+def is_dense_transformer(model: Model) -> bool:
+    """Return whether all layers of a model consist of attention and dense feed-forwards."""
+    return isinstance(model, Layered) and all(
+        isinstance(layer.mixer, Attention) and isinstance(layer.feed_forward, FeedForward | None)
+        for layers, _ in model.segments()
+        for layer in layers
+    )
 
 
 def activation_names(model: Model) -> list[str]:

@@ -22,7 +22,7 @@ from valkyrie.search.compile.prediction import StepInterval
 
 FILE = Path(__file__).with_name("published.json")
 MIN_RUNS = 4
-"""Minimum number of runs for an interval. If a chip has fewer published runs, those on all chips are used."""
+"""Minimum number of errors for an interval."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +106,32 @@ def median_by_family(ratios: Sequence[tuple[str, float]]) -> float | None:
 
 
 def published_interval(rows: Sequence[PublishedRun], chip: str, step_s: float) -> StepInterval | None:
-    """Return the range of a predicted step of `step_s` seconds, from the cross-validated errors of published runs.
+    """Return the range of a predicted step of `step_s` seconds of a dense transformer, from errors of published runs.
 
-    Uses the runs on the chip or, if these are fewer than `MIN_RUNS`, the runs on all chips. Returns None if these are
-    also too few.
+    - If the chip has runs of several recipes, the cross-validated errors of these.
+    - If it has runs of one recipe, or fewer than `MIN_RUNS`, the cross-validated errors on all chips.
+    - If it has none, the prediction has no factor for the chip. The range is then the largest error of uncorrected
+      predictions on the other chips, in both directions.
+
+    Returns None if there are fewer than `MIN_RUNS` such errors.
     """
-    ratios = {row: ratio for row in rows if (ratio := held_out_ratio(rows, row)) is not None}
-    on_chip = {row: ratio for row, ratio in ratios.items() if row.chip == chip}
-    ratios_used = on_chip if len(on_chip) >= MIN_RUNS else ratios
+    if is_new := not any(row.chip == chip for row in rows):
+        loss = _slice_loss(rows)
+        ratios_used = {row: row.ratio / _loss_factor(loss, row.slices) for row in rows}
+    else:
+        ratios = {row: ratio for row in rows if (ratio := held_out_ratio(rows, row)) is not None}
+        on_chip = {row: ratio for row, ratio in ratios.items() if row.chip == chip}
+        ratios_used = on_chip if len(on_chip) >= MIN_RUNS else ratios
     if len(ratios_used) < MIN_RUNS:
         return None
-    versions, models = sorted({row.libtpu for row in ratios_used}), len({row.model for row in ratios_used})
-    interval_chip = chip if ratios_used is on_chip else None
     low, high = min(ratios_used.values()), max(ratios_used.values())
+    if is_new:
+        low, high = min(low, 1 / high), max(high, 1 / low)
+    chips, models = {row.chip for row in ratios_used}, len({row.model for row in ratios_used})
+    versions = tuple(sorted({row.libtpu for row in ratios_used}))
+    interval_chip = chip if chips == {chip} else None
     return StepInterval(
-        step_s * low, step_s * high, low, high, len(ratios_used), models, interval_chip, tuple(versions)
+        step_s * low, step_s * high, low, high, len(ratios_used), models, interval_chip, versions, is_new=is_new
     )
 
 
@@ -145,14 +156,15 @@ def as_json(rows: Sequence[PublishedRun]) -> str:
     return json.dumps({"about": comment, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
 
 
-def step_interval(step_s: float, chip: ChipConfig) -> StepInterval | None:
-    """Return the range of a predicted step of `step_s` seconds, or None if there are too few runs.
+def step_interval(step_s: float, chip: ChipConfig, *, dense_transformer: bool) -> StepInterval | None:
+    """Return the range of a predicted step of `step_s` seconds, or None if there are no comparable runs.
 
-    Uses the errors of the user's own runs if `mode=calibrate` has set a factor, otherwise those of published runs.
+    Uses the errors of the user's own runs if `mode=calibrate` has set a factor, otherwise those of published runs. All
+    of these are of dense transformers, and they are used for no other program.
     """
     user_runs = chip.replay
     if user_runs.factor is None:
-        return published_interval(published(), chip.name, step_s)
+        return published_interval(published(), chip.name, step_s) if dense_transformer else None
     if user_runs.low is None or user_runs.high is None:
         return None
     low_s, high_s = step_s * user_runs.low, step_s * user_runs.high

@@ -136,6 +136,7 @@ class StepInterval:
         chip: Chip of the runs, or None for runs on several chips.
         libtpu: Versions of libtpu that compiled them.
         yours: Whether they are the user's own runs instead of published ones.
+        is_new: Whether there is no published run on the chip of the prediction.
     """
 
     low_s: float
@@ -147,6 +148,7 @@ class StepInterval:
     chip: str | None = None
     libtpu: tuple[str, ...] = ()
     yours: bool = False
+    is_new: bool = False
 
 
 @dataclass(frozen=True)

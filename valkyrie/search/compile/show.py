@@ -180,9 +180,13 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
 def describe_range(interval: StepInterval | None) -> str:
     """Describe the range of a predicted step, and the measured runs behind it."""
     if interval is None:
-        return "unknown, because there are no comparable measured runs"
+        return (
+            "unknown: there are no published runs of such a program. mode=calibrate derives a range from your own runs"
+        )
     runs = f"{interval.rows} published runs of {interval.models} model{'s' * (interval.models > 1)} "
     runs += f"on {interval.chip}" if interval.chip else "on all chips (this one has too few)"
+    if interval.is_new:
+        runs = f"no run on this chip is published, and {runs.removesuffix(' (this one has too few)')}"
     if interval.yours:
         runs = f"your {interval.rows} measured steps on {interval.chip}"
     errors = f"{100 * (interval.low - 1):+.0f}% to {100 * (interval.high - 1):+.0f}%"

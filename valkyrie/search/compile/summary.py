@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from valkyrie.compiled.communication import sum_communication
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import usable_hbm
+from valkyrie.models import is_dense_transformer
 from valkyrie.models.stack import Stack
 from valkyrie.parts import PartKind, seconds_in
 from valkyrie.runs.folder import versions
@@ -197,7 +198,15 @@ def predicted_step(run: Run, replay: Replay) -> PredictedStep:
     config, chip = run.config, run.config.target.chip
     assert chip is not None
     tokens = config.batch * config.seq
-    return program_step(chip, config.mesh.size, replay, tokens, run.step_flops, config.precision.compute.value)
+    return program_step(
+        chip,
+        config.mesh.size,
+        replay,
+        tokens,
+        run.step_flops,
+        config.precision.compute.value,
+        dense_transformer=is_dense_transformer(run.model),
+    )
 
 
 def program_step(
@@ -207,10 +216,13 @@ def program_step(
     tokens: float | int | None = None,
     model_flops: float | int | None = None,
     compute: str = "bfloat16",
+    *,
+    dense_transformer: bool = False,
 ) -> PredictedStep:
     """Return the predicted time of a step of any program.
 
-    `tokens` and `model_flops` are for one step on all devices. Without them, rates that need them are None.
+    `tokens` and `model_flops` are for one step on all devices. Without them, rates that need them are None. Only the
+    step of a dense transformer has an interval, unless `mode=calibrate` has set that of the chip.
     """
     chips = devices / chip.devices
     per_second = tokens / replay.step_s if tokens else None
@@ -229,6 +241,6 @@ def program_step(
         hardware_utilisation=replay.flops * chip.devices / (replay.step_s * peak * 1e12) if peak else None,
         product_rate=replay.flops * chip.devices / (products * peak * 1e12) if products and peak else None,
         replayed_s=replay.step_s / replay.correction,
-        interval=step_interval(replay.step_s, chip),
+        interval=step_interval(replay.step_s, chip, dense_transformer=dense_transformer),
         tokens_per_dollar={k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd and per_second},
     )
