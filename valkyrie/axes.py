@@ -33,9 +33,13 @@ LayerFunction = Callable[[Any, Any, Any, "Shard"], Any]
 
 
 class LossHead(NamedTuple):
-    """The loss head, applied to the last residual stream: `f(parameters, stream, rows, shard)` -> (sums, row values).
+    """The loss head, applied to the last residual stream.
 
-    The first leaf of `sums` is the objective. `rows` is a tree of arrays with a leading batch dimension.
+    Args:
+        f: Takes (parameters, stream, rows, shard), and returns (sums, row values): a tree of sums over the batch, with
+            the objective as its first leaf, and a tree of arrays with a leading batch dimension.
+        parameters: Tree of the parameters that `f` uses.
+        rows: Tree of arrays with a leading batch dimension, such as targets.
     """
 
     f: Callable[[Any, Any, Any, Shard], tuple[Any, Any]]
@@ -57,7 +61,7 @@ def axes_text(mesh_axes: Sequence[str]) -> str:
 
 
 def parse_axes(text: str) -> tuple[str, ...]:
-    """Parse the text of `axes_text`. Earlier versions wrote `?` for `UNATTRIBUTED`."""
+    """Parse the text of `axes_text`. Accepts `?`, which earlier versions wrote for `UNATTRIBUTED`."""
     return () if text in ("", "?", UNATTRIBUTED) else tuple(text.split(","))
 
 
@@ -72,7 +76,7 @@ class Size(NamedTuple):
 class Tensor:
     """Description of an array: per dimension, its logical axis, its length and the config key that sets the length.
 
-    The lengths of `batch` and `seq` are 0, because they depend on the run, not on the model.
+    The length of `batch` is 0, and so is that of `seq` unless the model fixes it, because they depend on the run.
     """
 
     axes: Axes
@@ -109,7 +113,7 @@ class Parameter(Tensor):
         group: the optimizer's parameter group, one of `PARAMETER_GROUPS`.
         float32: whether it stays float32 under every precision policy.
         output_first: for a matrix, whether the first dimension (after `layers`) is the output and the others together
-            are the input. If false, the first is the input.
+            are the input. If false, the first is the input and the others are the output.
     """
 
     group: str = "matrix"
@@ -127,8 +131,9 @@ class Arrays:
         activations: Every distinct activation that the model constrains, with its names in messages.
         sharded_like: Axes that follow the sharding of another axis, such as `kv_heads` that of `heads`. They are
             replicated over mesh axes that do not divide their length.
-        stacked: Number of layers in each stack of equal layers, first to last.
-        dispatched: Axes, such as `experts`, with parameters that are not gathered. Tokens are sent to their shards.
+        stacked: Lengths of the `layers` axis: the repetitions of each scanned group of layers, first to last.
+        dispatched: Axes, such as `experts`, with parameters that are never gathered. Tokens are sent to their shards
+            instead.
     """
 
     axes: dict[str, str]
@@ -193,7 +198,7 @@ class Shard(Protocol):
         ...
 
     def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
-        """Apply `f` to the stream `x` once per layer, then `head`, if any.
+        """Apply `f` to the stream `x` once per layer, then `head`. Returns the last stream if `head` is None.
 
         `layers` is stacked on a leading axis. `x`, `rows` and the stream are trees of arrays with a leading batch
         dimension. If the partition shards `layers`, the devices along that mesh axis are pipeline stages. Only the

@@ -1,4 +1,7 @@
-"""The attention block: rotary, windowed (Longformer, arXiv 2004.05150) or full, with optional global tokens."""
+"""The attention block: windowed or full attention with rotary positions and optional global tokens.
+
+Windows and global tokens follow Longformer (arXiv 2004.05150).
+"""
 
 from __future__ import annotations
 
@@ -163,7 +166,7 @@ class Attention(Block):
         ]
 
     def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        """Return keys and values, with the number of positions that the window reaches beyond a shard (None: all)."""
+        """Return the keys and the values, each with the number of positions read beyond a shard (None: all)."""
         window = self.window(context)
         positions = None if window is None else (window - 1) * self.dilation(context)
         return [
@@ -173,7 +176,7 @@ class Attention(Block):
         ]
 
     def _mean_keys(self, context: BlockContext, seq: int) -> float:
-        """Return the mean number of keys that a query sees.
+        """Return the mean number of keys that a query sees, including global tokens.
 
         Key n of a window is n dilations before the query, if that position exists. A causal window W of dilation d over
         `seq` positions thus has W - d W(W-1)/(2 seq) keys on average.

@@ -81,7 +81,7 @@ class Projections(nnx.Module):
 
 
 class AttentionLayer(nnx.Module):
-    """An attention layer with its own window and dilation. The first `global_tokens` positions are global."""
+    """The attention layer. Its window and dilation depend on its number among the attention layers of the stack."""
 
     projections: type[Projections] = Projections
 

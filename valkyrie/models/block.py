@@ -73,7 +73,7 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """Activations that a backward pass may read: `count` arrays of the same shape, live at the same time.
+    """Activations that a backward pass may read: `count` arrays of the same shape, in memory at the same time.
 
     Args:
         tensor: Shape and logical axes of one array.
@@ -84,7 +84,8 @@ class SavedActivation:
         name: Name by which `remat` saves or offloads them, or None.
         product: Whether they are results of a matrix product.
         never_recomputed: Whether they are saved under every remat policy.
-        needed_for: Name of an activation if they are needed only to recompute it, else None.
+        needed_for: If the backward pass needs them only to recompute another activation, the name of that activation.
+            Otherwise None.
     """
 
     tensor: Tensor
@@ -137,7 +138,8 @@ def saved(
         float32: Whether they are float32 instead of the compute dtype.
         product: Whether they are results of a product with a parameter, which `remat=dots` saves.
         result: Whether they are the output of the block, which only later blocks need.
-        needed_for: Name of an activation if they are needed only to recompute it, else None.
+        needed_for: If the backward pass needs them only to recompute another activation, the name of that activation.
+            Otherwise None.
     """
     return Saved((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for)
 
@@ -240,13 +242,17 @@ class Block(ABC):
         return 0.0
 
     def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        """Return the activations that it reads from other sequence shards, with the number of positions (None: all)."""
+        """Return the activations that it reads from neighbouring sequence shards, with the number of positions.
+
+        A number of None means all positions of all shards.
+        """
         return []
 
     def saved_activations(self, context: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
         """Return the activations that its backward pass needs.
 
-        `needed_for` is the name of an activation if the block's output is needed only to recompute it, else None.
+        If the block's output is needed only to recompute another activation, `needed_for` is the name of that
+        activation.
         """
         sizes = self._sizes(context)
         return [

@@ -26,7 +26,7 @@ _NONLINEARITIES = {
 
 
 class FeedForwardLayer(nnx.Module):
-    """A gated or plain feed-forward. The initial deviation of `down` is divided by sqrt(2 * layers), as in GPT-2."""
+    """A gated or plain feed-forward. The initial weights of `down` are divided by sqrt(2 * layers), as in GPT-2."""
 
     def __init__(self, block: FeedForward, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
         keys, specs = jax.random.split(key, 3), block.parameters(context)

@@ -44,9 +44,9 @@ class GPT2Model(LanguageModel):
         key: Array | None = None,
         head: LossHead | None = None,
     ) -> Any:
-        """Return the residual stream after the last block, or the result of `head`.
+        """Add position embeddings, then run the blocks as in `LanguageModel.blocks`.
 
-        Adds position embeddings before the first block. Positions count from the start of each document.
+        Positions count from the start of each document.
         """
         axes = (None, "embed")
         table = shard.gather_for_use(shard.shard_for_storage(self.positions[...], *axes).astype(jnp.float32), *axes)

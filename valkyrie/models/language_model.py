@@ -45,8 +45,8 @@ class Losses(NamedTuple):
         loss_sum: Weighted sum of the token losses alone.
         weight_sum: Sum of the token weights.
         per_token: Unweighted loss of each token, for bits per byte; 0 where the weight is 0.
-        auxiliary: Auxiliary values of the blocks, by name: the mean over layers, then the weighted sum over sequences.
-            The weight of a sequence is the sum of its token weights.
+        auxiliary: Auxiliary values of the blocks by name, averaged over layers and summed over sequences. Each sequence
+            is weighted by the sum of its token weights.
     """
 
     objective_sum: Float[Array, ""]
@@ -232,7 +232,10 @@ class LanguageModel(nnx.Module):
         key: Array | None = None,
         head: LossHead | None = None,
     ) -> Any:
-        """Return the residual stream after the last block, or the result of `head` if given. `key` enables dropout."""
+        """Run the blocks. Returns the result of `head`, or `head_input` of the last stream if `head` is None.
+
+        `key` enables dropout.
+        """
 
         def run(stream: Any, layer: tuple[BlockGroup, Array | None], boundaries: Boundaries, shard: Shard) -> Any:
             def blocks(stream: Any, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Any:
@@ -403,12 +406,15 @@ def _add_auxiliary(
 
 
 def _loss_sharding(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
-    """Return the sharding of the hidden states for the loss.
+    """Choose how the loss shards the hidden states.
 
-    Returns the logical axes that shard positions, their number of shards, and the logical axis that shards channels. By
-    default, `seq` shards positions and `embed` shards channels. If no mesh axis of `embed` shards the vocabulary, these
-    mesh axes shard positions instead, if their number is divisible. Each device then computes complete logits.
-    Otherwise partial float32 logits would be summed over these mesh axes.
+    By default, `seq` shards positions and `embed` shards channels. The mesh axes of `embed` shard positions instead if
+    they do not shard the vocabulary and the shards divide `seq`. Each device then computes complete logits, which
+    avoids a sum of partial float32 logits over these mesh axes.
+
+    Returns:
+        The logical axes that shard positions, the number of shards of the positions, and the logical axis that shards
+        channels (None: channels are not sharded).
     """
     embed_axes, vocab_axes = shard.mesh_axes_of("embed"), shard.mesh_axes_of("vocab")
     shards = shard.size("seq") * shard.size("embed")

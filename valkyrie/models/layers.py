@@ -57,9 +57,9 @@ class BlockModule(FeedForwardModule, Protocol):
         ...
 
     def step(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch embed"], Any]:
-        """Return the output for `x`, the input at the next position, and the new state.
+        """Process one position. Returns the output for input `x`, and the new state.
 
-        The outputs equal those of `__call__` for the whole sequence.
+        Processing a sequence position by position gives the same outputs as `__call__` on the whole sequence.
         """
         ...
 
@@ -82,7 +82,7 @@ def project(
 ) -> Float[Array, "..."]:
     """Return the einsum of an activation and a parameter, in the compute dtype (`valkyrie.ops.linear.linear`).
 
-    `name` is the name of the result for `remat` and in reports.
+    `remat` and reports refer to the result by `name`, if given.
     """
     axes = weights.get_metadata()["logical_axes"]
     if name is None:

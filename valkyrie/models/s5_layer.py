@@ -24,7 +24,7 @@ _C_AXES: Axes = ("embed", "state")
 
 
 class S5Layer(nnx.Module):
-    """y_t = 2 Re(C x_t) + D u_t with x_t = Lambda_bar x_{t-1} + B_bar u_t, then a gated activation.
+    """The S5 layer: y_t = 2 Re(C x_t) + D u_t with x_t = Lambda_bar x_{t-1} + B_bar u_t, followed by the activation.
 
     Without conjugate symmetry there is no factor 2. A bidirectional layer scans in both directions, with a C for each.
     """

@@ -55,7 +55,7 @@ def sequential(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, r
 
 
 def associative(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, reverse: bool, block: int) -> States:
-    """Compute the states by `jax.lax.associative_scan`, with log2(seq) passes over all positions. Slow to compile."""
+    """Compute the states with `jax.lax.associative_scan`, in log2(seq) passes over all positions. Slow to compile."""
     del block
     seq = bu[0].shape[1]
     if h0 is not None:
@@ -75,8 +75,9 @@ def associative(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, 
 def blocked(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, reverse: bool, block: int) -> States:
     """Compute the states in blocks of `block` positions.
 
-    Scans all blocks in parallel from a zero state, then scans over blocks for the state that enters each, and adds its
-    contribution. The length is padded to a multiple of `block` at the end of the recurrence.
+    All blocks are scanned in parallel, each from a zero state. A scan over the blocks then computes the state that
+    enters each block, and its contribution is added. The sequence is padded to a multiple of `block` after the position
+    that the recurrence visits last.
     """
     seq = bu[0].shape[1]
     block = min(block, seq)
@@ -116,7 +117,7 @@ def kernel(
     *,
     interpret: bool = False,
 ) -> States:
-    """Compute the states by the Pallas TPU kernel (scan_pallas.py). `interpret` runs it on any backend, slowly."""
+    """Compute the states with the Pallas TPU kernel (scan_pallas.py). `interpret` runs it on any backend, slowly."""
     from valkyrie.ops import scan_pallas
 
     return scan_pallas.kernel(lam_bar, bu, h0, keep, reverse, block, interpret=interpret)
@@ -148,7 +149,7 @@ def _swap_axes(a: Complex) -> Complex:
 
 
 def _split_blocks(x: Array, block: int, reverse: bool) -> Array:
-    """Reshape (batch, seq, ...) to (batch, block, number of blocks, ...), padded at the end of the recurrence."""
+    """Reshape (batch, seq, ...) to (batch, block, number of blocks, ...), padded after the last visited position."""
     batch, seq, *rest = x.shape
     padding = -seq % block
     if padding:

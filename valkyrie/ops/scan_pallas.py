@@ -59,7 +59,7 @@ def kernel(
     """Compute all states of the recurrence (`valkyrie.ops.scan`) with the Pallas kernel, on one device.
 
     `block` is ignored: the kernel chooses its block sizes from `TIME_BLOCKS` and `STATE_BLOCKS`. Positions are padded
-    to a multiple of 128 at the end of the recurrence, and states to a multiple of 128. `interpret` runs the kernel
+    to a multiple of 128 after the last visited one, and states to a multiple of 128. `interpret` runs the kernel
     without a TPU, slowly, for tests.
     """
     del block
@@ -94,7 +94,10 @@ def _pad_parts(a: Complex, *widths: tuple[int, int]) -> Complex:
 
 
 def _keep_products(keep: Float32[Array, "batch seq"], reverse: bool) -> Float32[Array, "batch step seq"]:
-    """Return, for each position, the products of `keep` over the last 1, 2, 4 and 8 visited positions, including it."""
+    """Return, for each position, the products of `keep` over the last 1, 2, 4 and 8 visited positions.
+
+    The position itself counts as the last visited one.
+    """
     seq, products = keep.shape[1], [keep]
     for distance in DOUBLINGS:
         shift = min(distance, seq)

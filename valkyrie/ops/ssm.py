@@ -26,7 +26,7 @@ _SERIES_RADIUS = 0.25
 """Below this |Lambda Delta|, the zero-order hold is computed as a series of `_SERIES_TERMS` terms."""
 
 _SERIES_TERMS = 9
-"""Number of terms of that series. The first omitted term is below float32 rounding."""
+"""Number of terms of the zero-order hold's series. The first omitted term is below float32 rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,11 +116,12 @@ def init_B_tilde(key: Array, hippo: BlockHippo, embed: int) -> Float32[Array, "s
 
 
 def init_C_tilde(key: Array, hippo: BlockHippo, embed: int, method: CInit) -> Float32[Array, "embed state 2"]:
-    """Return C V, with real and imaginary parts on the last axis. A bidirectional layer has one per direction.
+    """Return C V, with real and imaginary parts on the last axis.
 
-    `trunc_standard_normal`: the parts of C have variance 1 / state_size (despite the name: it is LeCun normal by rows).
-    `lecun_normal`: variance 1 / (state_size * embed), the fan-in that lindermanlab/S5 uses.
-    `complex_normal`: C V itself is sampled, with parts of variance 1/2.
+    The methods sample real and imaginary parts with these variances:
+        `trunc_standard_normal`: 1 / state_size for C. Despite its name, this is LeCun normal by rows.
+        `lecun_normal`: 1 / (state_size * embed) for C, with the fan-in that lindermanlab/S5 uses.
+        `complex_normal`: 1/2 for C V, which is sampled directly.
     """
     if method is CInit.complex_normal:
         return jax.random.normal(key, (embed, hippo.state, 2), jnp.float32) * math.sqrt(0.5)

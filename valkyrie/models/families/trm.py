@@ -36,7 +36,7 @@ class Config:
     """A recursive model for puzzles of `context` cells.
 
     A supervision step runs `high_cycles` cycles. Each cycle has `low_cycles` updates of z_L and one of z_H. Only the
-    last cycle has a gradient.
+    last cycle is differentiated.
 
     Args:
         vocab_size: Number of values of a cell, including 0 (padding).
@@ -147,7 +147,11 @@ class Config:
         return dict(sorted(parameters.items(), key=lambda item: item[0].split(".")))
 
     def arrays(self) -> Arrays:
-        """Return the arrays that a layout shards. Rows of tables and positions in `length_*` are never sharded."""
+        """Return the arrays that a layout shards.
+
+        Table rows are never sharded, and neither is the position dimension of the `length_*` parameters, which are the
+        MLP over the length.
+        """
         parameters: dict[Tensor, list[str]] = {}
         for name, parameter in self.parameters().items():
             short_name = name.replace("layer_0.", "layer.", 1)
@@ -176,7 +180,10 @@ class Config:
         return self.forward_passes * per_position * self._positions_per_cell(seq) + 2.0 * self.embed * self.vocab_size
 
     def step_flops_per_token(self, seq: int) -> float:
-        """Return FLOPs per cell of a training step. The backward pass counts twice the last cycle and the logits."""
+        """Return FLOPs per cell of a training step, forward and backward.
+
+        The backward pass covers only the last cycle and the logits, and costs twice their forward FLOPs.
+        """
         backward = (self.low_cycles + 1) * self._network_flops(seq + self.puzzle_tokens) * self._positions_per_cell(seq)
         return self.flops_per_token(seq) + 2.0 * (backward + 2.0 * self.embed * self.vocab_size)
 

@@ -1,6 +1,6 @@
 """Adds global tokens to windowed attention: every query sees them, and they see all keys.
 
-In a matrix of logits they are columns that every row sees, and rows that see every column.
+In the matrix of logits, a global token is a column that every row sees, and a row that sees every column.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 64, 512
 
 
 class Method(NamedTuple):
-    """How to compute local attention.
+    """Implementation of local attention.
 
     Args:
         kernel: Name of the kernel (`Platform.attention`), or None for chunks of queries.

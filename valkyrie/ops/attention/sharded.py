@@ -124,7 +124,10 @@ def _half_owners(shards: int) -> list[int]:
 
 
 def _exchange_halves(x: Array, axis_names: tuple[str, ...], shards: int, back: bool = False) -> Array:
-    """Exchange halves of `x` (batch, seq, ...), and return the two that this shard computes. `back` undoes this."""
+    """Exchange halves of `x` (batch, seq, ...) between shards. Returns the two halves that this shard computes.
+
+    `back` returns every half to the shard it came from.
+    """
     parts = []
     for i, part in enumerate(jnp.split(x, 2, axis=1)):
         pairs = [(half // 2, owner) for half, owner in enumerate(_half_owners(shards)) if half % 2 == i]
@@ -143,7 +146,7 @@ def _gather_keys(k: Keys, v: Keys, key_range: KeyRange, axis_names: tuple[str, .
 def _extend_keys(
     k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, axis_names: tuple[str, ...], shards: int
 ) -> tuple[Array, Array, KeyRange]:
-    """Return this shard's keys and values, those of neighbours within the window, and their `KeyRange`."""
+    """Extend this shard's keys and values by those of neighbours within the window. Also returns their `KeyRange`."""
     batch, seq = k.shape[:2]
     before = min(pattern.reach(), (shards - 1) * seq)
     after = 0 if pattern.causal else before

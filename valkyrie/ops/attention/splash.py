@@ -51,7 +51,9 @@ DQ_WRITES = 8
 def splash_window(
     q: Queries, k: Keys, v: Keys, *, pattern: Pattern, key_range: KeyRange, interpret: bool = False
 ) -> Queries:
-    """Compute attention (dilation 1) with splash attention. `key_range.columns` are merged by their log-sum-exp.
+    """Compute attention on one device with splash attention. The dilation must be 1.
+
+    Attention to `key_range.columns` is computed separately and merged by log-sum-exp.
 
     `interpret` runs the kernel without a TPU, slowly, for tests.
     """
@@ -208,7 +210,7 @@ def _run_kernel(
 def _segment_ids(
     key_range: KeyRange, causal: bool, batch: int, seq: int, keys: int, rows_padded: int, keys_padded: int
 ) -> splash.SegmentIds | None:
-    """Return segment ids that also hide padding and invalid keys, or None if the causal mask hides these."""
+    """Return segment ids that also hide padding and invalid keys, or None if the causal mask suffices."""
     row_segments, key_segments, valid = key_range.query_segments, key_range.key_segments, key_range.key_valid
     if row_segments is None or key_segments is None:
         if causal and valid is None:
