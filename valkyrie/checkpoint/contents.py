@@ -85,10 +85,7 @@ def find_damage(path: Any) -> Problem | None:
 
 
 def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
-    """Return (metadata, damage) of a checkpoint.
-
-    The metadata is None if it cannot be read. The damage is the first that is found, or None.
-    """
+    """Return the metadata of a checkpoint, or None if it cannot be read, and the first damage found, or None."""
     info = None
     with suppress(ValueError):
         info = read_info(path)
@@ -97,7 +94,7 @@ def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
 
 
 def newest_undamaged(root: Any, steps: Iterable[int]) -> tuple[int | None, list[str]]:
-    """Return (step of the newest undamaged durable checkpoint or None, message for each newer, damaged one).
+    """Return the step of the newest undamaged durable checkpoint, or None, and the damage of newer ones.
 
     Args:
         root: Folder of the checkpoints.
@@ -184,7 +181,7 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
 
 
 def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, wanted: Mapping[str, str] | None) -> None:
-    """Raise ValueError if a checkpoint was saved with a tokenizer other than `wanted`. None is compatible with all."""
+    """Raise ValueError if a checkpoint was saved with another tokenizer than `wanted`, unless one is None (unknown)."""
     if wanted is None or saved is None or saved["fingerprint"] == wanted["fingerprint"]:
         return
     if saved["name"] == wanted["name"]:

@@ -79,9 +79,9 @@ class Fast(Tier):
         return replace(super()._describe(arrays), shards=local_shards(arrays))
 
     def restorable_steps(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
-        """Return (steps that this process can restore as `wanted`, newest first; a reason for each other step).
+        """Return the steps that this process can restore as `wanted`, newest first, and why it cannot restore others.
 
-        Deletes damaged checkpoints.
+        The second list has one reason for each step that cannot be restored. Deletes damaged checkpoints.
         """
         steps, refused, shards = [], [], local_shards(wanted)
         for step in sorted(self._manager.all_steps(), reverse=True):

@@ -70,7 +70,7 @@ def bucket_errors(path: Any) -> Iterator[None]:
 
 
 def parse_path(text: str) -> Any:
-    """Return a `pathlib` path on a disk or, for a URL, an `etils.epath` path in a bucket."""
+    """Convert a URL to an `etils.epath` path in a bucket, and any other text to an absolute `pathlib` path."""
     if url_scheme(text) is None:
         return Path(text).expanduser().absolute()
     from etils import epath
@@ -79,9 +79,9 @@ def parse_path(text: str) -> Any:
 
 
 def checkpoint_root(run_folder: Path) -> Any:
-    """Return the recorded path of a run's durable checkpoints, which has one folder per step.
+    """Return the folder or bucket path of a run's durable checkpoints, as recorded in its run folder.
 
-    Raises ValueError for a bucket that cannot be used here.
+    Raises ValueError if the recorded URL has an unknown scheme, or if the scheme's package is missing.
     """
     pointer = run_folder / POINTER
     if not pointer.is_file():
@@ -93,7 +93,7 @@ def checkpoint_root(run_folder: Path) -> Any:
 
 
 def configured_root(run_folder: Path, folder: str | None) -> Any:
-    """Return the path of a run's durable checkpoints for the setting `checkpoint.folder`, or its default if None."""
+    """Return the path of a run's durable checkpoints if `checkpoint.folder` is `folder`: in the run folder if None."""
     return run_folder / FOLDER if folder is None else parse_path(folder) / run_folder.name
 
 

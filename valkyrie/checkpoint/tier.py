@@ -74,7 +74,7 @@ class Tier(ABC):
         """Return the Orbax arguments that read arrays with the shapes and shardings of `wanted`."""
 
     def _describe(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
-        """Return the metadata of a checkpoint that is saved now."""
+        """Return the metadata for a checkpoint of these arrays, with the current time."""
         return replace(
             self._info, saved=time.strftime("%Y-%m-%d %H:%M:%S %z"), parameters=parameter_shapes(arrays["parameters"])
         )
@@ -223,7 +223,10 @@ class Tier(ABC):
 
 @cache
 def _reported_errors() -> list[tuple[str, Exception]]:
-    """Collect the errors that Orbax's threads log, as (message, error), and hide them. Always returns the same list."""
+    """Return the list of errors that Orbax's threads have logged, as (message, error).
+
+    The first call installs a log filter that adds them to this list and hides their messages.
+    """
     errors: list[tuple[str, Exception]] = []
 
     def collect(record: logging.LogRecord) -> bool:

@@ -36,7 +36,7 @@ class Restored(NamedTuple):
         step: Number of finished steps.
         state: The train state. Only the parameters are set if the checkpoint was written by `valkyrie-convert`.
         data: Position in the data.
-        source: Text that names the checkpoint and why it was used.
+        source: Text that names the checkpoint and says why it was used.
     """
 
     step: int
@@ -94,7 +94,7 @@ class Checkpoints:
         return None if self.fast is None else self.fast.save(step, state, data)
 
     def restore(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored:
-        """Restore the newest undamaged checkpoint like `newest`. Raises ValueError if there is none."""
+        """Restore a checkpoint like `newest`, but raise ValueError instead of returning None."""
         restored = self.newest(abstract_state, changed=changed)
         if restored is None:
             raise ValueError(
@@ -103,7 +103,7 @@ class Checkpoints:
         return restored
 
     def newest(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored | None:
-        """Restore the newest undamaged checkpoint of any tier that all processes can read, or return None.
+        """Restore the newest undamaged checkpoint of any tier that all processes can read. None if there is none.
 
         Unless read-only, moves newer, damaged durable checkpoints aside and deletes fast checkpoints of later steps.
         Raises ValueError if all checkpoints are damaged, or if the newest one does not fit the model, tokenizer or
@@ -133,7 +133,10 @@ class Checkpoints:
     def _read_durable(
         self, step: int, abstract_state: Any, changed: Mapping[str, tuple[str, str]], reason: str
     ) -> Restored:
-        """Read a durable checkpoint. Raises ValueError if it is of another model, tokenizer or optimizer."""
+        """Read a durable checkpoint. Raises ValueError if it was saved with another model, tokenizer or optimizer.
+
+        `reason` is appended to `Restored.source`.
+        """
         wanted, path = state_arrays(abstract_state), self.durable.folder_of(step)
         info = read_info(path)
         refuse_other_model(path, info.parameters, parameter_shapes(wanted["parameters"]))

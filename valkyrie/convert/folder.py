@@ -34,7 +34,7 @@ DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F1
 
 
 class Weights:
-    """The tensors of a folder. Shapes and dtypes are read from the file headers; `read` reads a tensor.
+    """The tensors of a Hugging Face folder. Opening it reads their shapes and dtypes; `read` reads a tensor.
 
     The constructor raises ValueError if the folder does not exist, or if a file is missing or damaged.
     """
@@ -141,7 +141,10 @@ def _read_json(path: Path, folder: Path) -> Mapping[str, Any]:
 
 
 def copy_other_files(source: Path, to: Path, elsewhere: str | None = None) -> list[str]:
-    """Copy those of `COPIED_FILES` that exist from one folder to another, and return their names."""
+    """Copy those of `COPIED_FILES` that exist from one folder to another, and return their names.
+
+    Raises DiskError if the disk refuses them. `elsewhere` is the remedy that its message suggests.
+    """
     names = [name for name in COPIED_FILES if (source / name).is_file()]
     with disk_errors(to, elsewhere):
         for name in names:

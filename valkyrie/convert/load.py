@@ -88,7 +88,7 @@ def from_folder(
 
 
 def _check_tied(weights: Weights, embedding: str) -> None:
-    """Raise ValueError if the folder has an output matrix that differs from the embedding, which is tied to it."""
+    """Raise ValueError if the folder has an output matrix that differs from the embedding, although they are tied."""
     import numpy as np
 
     if _UNEMBEDDING in weights.shapes and not np.array_equal(weights.read(_UNEMBEDDING), weights.read(embedding)):

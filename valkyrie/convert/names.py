@@ -139,7 +139,10 @@ class TensorSlice:
 
 
 def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]]:
-    """Return the tensors that store each parameter, in layer order. Names except `lm_head.*` start with `prefix`."""
+    """Return the tensors that store each parameter, in layer order, by the parameter's name.
+
+    `prefix` is prepended to all tensor names except those that start with `lm_head.`.
+    """
     by_parameter: dict[str, list[TensorSlice]] = {}
     layers = dict(_layer_numbers(model))
     outside, per_layer = (GPT2_TOP_LEVEL, GPT2_LAYER) if model.family == "gpt2" else (TOP_LEVEL, LAYER)

@@ -91,7 +91,10 @@ def _empty_on_failure(folder: Path) -> Iterator[None]:
 
 
 class _ParameterReader:
-    """Reads parameters of a checkpoint. Caches those of the last tensor: their other layers are usually needed next."""
+    """Reads tensors from the parameters of a checkpoint.
+
+    Caches the parameters of the last tensor, because the next tensor is usually another layer of them.
+    """
 
     def __init__(self, path: Any, field: str) -> None:
         self._path, self._field = path, field

@@ -124,7 +124,7 @@ def claim_run_folder(run: Run, folder: Path) -> Path:
     """Create the folder of a run, as returned by `run_folder`, and return it.
 
     `run_folder` returns the same new folder for two runs that start in the same second. The second one to claim it gets
-    FOLDER-2. Folders selected by `name` or `resume` may exist. Raises DiskError if it cannot be created.
+    FOLDER-2. Folders selected by `name` or `resume` may exist. Raises DiskError if the folder cannot be created.
     """
     is_new = run.config.name is None and run.config.resume is None
     with disk_errors(folder):

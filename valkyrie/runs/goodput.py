@@ -205,9 +205,9 @@ class Ledger:
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Record this start as stopped if the code inside raises ValueError or OSError, usually a mistake of the user.
+        """Record this start as stopped if the code in this context raises ValueError or OSError.
 
-        The next start then does not count as a restart.
+        These are usually mistakes of the user. The next start then does not count as a restart.
         """
         try:
             yield
@@ -226,7 +226,7 @@ class Ledger:
 
         Args:
             step: The last step done, or None to use the step recorded last.
-            end: How this launch of the run ended, such as `finished`, or None if it is still running.
+            end: How this start ended (`FINISHED`, `STOPPED` or `PREEMPTED`), or None if it is still running.
         """
         self._step = self._step if step is None else step
         now = self._point()

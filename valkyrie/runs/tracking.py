@@ -14,7 +14,7 @@ from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, wandb_summar
 
 
 def profile_window(window: str) -> tuple[int, int]:
-    """Parse the first and the last step of `profile=100-105`. Raises ProblemError if the form is wrong."""
+    """Parse a range of steps such as `100-105` to its first and last step. Raises ProblemError if it is malformed."""
     first, dash, last = window.partition("-")
     if not (dash and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
         text = f"profile={window}: must be the first and the last step to trace, such as profile=100-105."

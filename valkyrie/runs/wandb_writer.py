@@ -17,7 +17,7 @@ from valkyrie.problems import Problem, ProblemCode
 TRAFFIC = "communication"
 """Key in a training run's summary for the bytes that a device sends."""
 FLUSH_S = 1.0
-"""Seconds between W&B's writes to its file. A killed run loses the records of that time, and the last one."""
+"""Seconds between W&B's writes to its file. A killed run loses the records since the last write, and the newest one."""
 OFFLINE_SUFFIX = "-offline"
 """Appended to the id of a run that falls back to offline mode, because W&B may have reserved the id when it started
 online."""

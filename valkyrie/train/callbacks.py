@@ -113,10 +113,13 @@ class Callback:
         """Called before a step is dispatched."""
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
-        """Called with the metrics of every step, usually while the next one runs."""
+        """Called with the metrics of every step, usually while the next step runs."""
 
     def is_due(self, progress: Progress) -> bool:
-        """Return whether to call `on_step` after this step. The devices wait during that call, so it should be rare."""
+        """Return whether to call `on_step` after this step.
+
+        The devices wait during `on_step`, so this should rarely return true.
+        """
         return False
 
     def on_step(self, progress: Progress) -> None:
@@ -201,8 +204,8 @@ class Evaluate(Callback):
 class Save(Callback):
     """Saves checkpoints.
 
-    With one process, a save that fails is reported, and the next one tries again. With several processes, it raises
-    NotSavedError and ends the run. Raises FolderGoneError when the run folder was deleted.
+    With one process, a failed save is reported and training continues. With several processes, a failed save raises
+    NotSavedError, which ends the run. Raises FolderGoneError when the run folder was deleted.
     """
 
     checkpoints: Checkpoints
@@ -284,7 +287,10 @@ class Sample(Callback):
 
 @dataclass
 class EvaluateCode(Callback):
-    """Evaluates the model on coding problems every `code_eval_every` steps. `stopped` aborts a running evaluation."""
+    """Evaluates the model on coding problems every `code_eval_every` steps.
+
+    `stopped` is called during an evaluation, which is abandoned once it returns true.
+    """
 
     evaluation: CodeEvaluation
     stopped: Callable[[], bool]

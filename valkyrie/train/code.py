@@ -48,8 +48,8 @@ class CodeEvaluation:
     ) -> tuple[dict[str, float], str]:
         """Evaluate the parameters and write every completion to `code_eval.json` in `folder`.
 
-        Returns the metrics (see `judge.summary`) and a one-line description. The metrics are empty on processes other
-        than the first, if `stopped` returns true, or if the sandbox fails.
+        Returns the metrics (see `judge.summary`) and a one-line description. The metrics are empty if `stopped` returns
+        true or the sandbox fails, and always on processes other than the first.
         """
         if self._device is not None:
             parameters = jax.device_put(parameters, self._device)
@@ -110,7 +110,7 @@ class CodeEvaluation:
 
 
 def describe(rates: dict[str, float]) -> str:
-    """Format the rates: `cpp: 12.0% of completions compile, 0.0% pass their tests, pass@1 0.0%`."""
+    """Format the rates, such as `cpp: 12.0% of completions compile, 0.0% pass their tests, pass@1 0.0%`."""
     parts = []
     for language in [key.removesuffix("_compile_rate") for key in rates if key.endswith("_compile_rate")]:
         pass_rates = [f"pass@{k} {100 * rates[f'{language}_pass@{k}']:.1f}%" for k in _sample_counts(rates, language)]

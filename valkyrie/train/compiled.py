@@ -36,7 +36,10 @@ class StepExecutable(NamedTuple):
     hbm_gib: float | None
 
     def traffic(self, mesh: AnyMesh, say: Callable[[str], object]) -> Communication | None:
-        """Return the bytes that a device sends per step, or None after reporting with `say` why they cannot be read."""
+        """Return the bytes that a device sends per step.
+
+        If they cannot be read from the compiled program, reports the reason with `say` and returns None.
+        """
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
             return sum_communication(traffic(parse(serialised_module(self.program)), axes))

@@ -122,5 +122,5 @@ def pad_state(state: Any, template: Any) -> Any:
 
 
 def _builtin_dtype(array: np.ndarray) -> np.ndarray:
-    """Return an array in a built-in NumPy dtype: bfloat16 as integers with the same bits."""
+    """View an array of an extension dtype, such as bfloat16, as unsigned integers, which `np.savez` can store."""
     return array if array.dtype.isbuiltin else array.view(f"u{array.dtype.itemsize}")

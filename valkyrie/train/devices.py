@@ -46,7 +46,7 @@ class Devices:
 
     @property
     def sharing_memory(self) -> int:
-        """Number of devices that share one memory: simulated devices share that of the host."""
+        """Number of devices that share a memory: all if they are simulated in the host's memory, else 1."""
         return len(self.devices) if self.simulated else 1
 
     @property
@@ -64,7 +64,7 @@ class Devices:
 
 
 def missing_devices(run: Run) -> list[Problem]:
-    """Return the problems with the environment variables or, if there are none, with the devices of this machine."""
+    """Return problems with the environment variables or, only if there are none, with the machine's devices."""
     return environment_problems() or device_problems(run)
 
 

@@ -28,7 +28,7 @@ def simulation_refusal(mesh: str, devices: int) -> str | None:
 
 @cache
 def unknown_flags_message(flags: str) -> str | None:
-    """Return an error message if `flags`, the value of `XLA_FLAGS`, has unknown names, else None.
+    """Return an error message if `flags`, the value of `XLA_FLAGS`, has a flag that XLA does not know, else None.
 
     XLA itself would abort the process. Searches XLA's binary, which takes 10 ms for an existing name.
     """

@@ -93,11 +93,11 @@ class MemoryErrors:
 
 
 class MemoryEstimator:
-    """Memory of a step under each layout. Parts that do not depend on remat are computed once for all policies.
+    """Estimates the memory of a step under several layouts. Parts that do not depend on remat are computed only once.
 
     Args:
         run: Model, batch, precision and optimizer.
-        layouts: The layouts. Every returned array has one entry per layout, in bytes.
+        layouts: The layouts. Every returned array has one entry per layout, in bytes per device.
     """
 
     def __init__(self, run: Run, layouts: Candidates) -> None:
@@ -198,7 +198,7 @@ class MemoryEstimator:
 
 
 def layout_arrays(runs: Sequence[Run]) -> Candidates:
-    """Convert the layouts of runs with the same partition and mesh axis names to arrays. `links` stays empty."""
+    """Convert the layouts of runs with the same partition and mesh axis names to arrays. Leaves `links` empty."""
     config, layouts = runs[0].config, [run.layout for run in runs]
     parameters, activations, _ = resolve_rules(config.partition, config.mesh, runs[0].arrays.axes, known_axes())
     return Candidates(
@@ -242,10 +242,11 @@ def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
 
 
 def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Return the activations that a run recomputes, by name, as (bytes per device, names of activations).
+    """Return two values for each named activation that a run recomputes: the cost of saving it, and its prerequisites.
 
-    The bytes are the memory needed to save the activation. The named activations are recomputed only to obtain it, so
-    saving it avoids recomputing them too. Empty under 1F1B, which always saves layer inputs only.
+    The cost is the memory to save the activation, in bytes per device. The prerequisites are the names of activations
+    that are recomputed only to obtain it, so saving it avoids recomputing them too. Empty under 1F1B, which always
+    saves layer inputs only.
     """
     layout, remat = run.layout, run.config.remat
     # 1F1B always saves layer inputs only, whatever remat says.
@@ -272,7 +273,11 @@ def legal_remats(run: Run) -> dict[str, RematConfig]:
 
 
 def saved_location(activation: SavedActivation, remat: RematConfig) -> ActivationLocation:
-    """Return where an activation is saved: nowhere if it is only needed to recompute a saved one."""
+    """Return where an activation is saved under a remat policy.
+
+    An activation that is needed only to recompute a saved one is not saved. One with `never_recomputed` is saved in
+    device memory if the policy does not save it.
+    """
     location = remat.location(activation.name, product=activation.product)
     if location is ActivationLocation.nowhere and activation.never_recomputed:
         return ActivationLocation.device

@@ -55,7 +55,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self, kind: TimeKind = "other") -> Iterator[None]:
-        """Count the time inside as this kind instead of as part of a step."""
+        """Count the time spent in this context as `kind`, not as part of a step."""
         start_time = time.perf_counter()
         try:
             yield
@@ -75,9 +75,9 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Measure how long the devices wait while the next batch is fetched inside.
+        """Measure how long the devices wait for the batch that is fetched in this context.
 
-        The time before they have finished the last dispatched step does not count.
+        Time during which they are still running the last dispatched step does not count.
         """
         start_time = time.perf_counter()
         yield
@@ -92,7 +92,7 @@ class Meter:
         self._thread.shutdown(wait=False)
 
     def rates(self, window: int | None = None) -> dict[str, float | None]:
-        """Return the median time of the last `window` steps (all if None), and the throughput and MFU for that time.
+        """Return the median time of the last `window` steps (all if None), and throughput and MFU at that step time.
 
         `data_wait` is the share of these steps' time during which the devices waited for a batch. All values are None
         until the second step has finished. `mfu` is also None if the peak FLOP/s is unknown.

@@ -149,7 +149,7 @@ def code_eval(run: Run) -> int:
 
 
 def list_checkpoints(run: Run) -> int:
-    """Print the checkpoints of a trained run and the fast ones on this host. Return 1 if one is damaged, else 0."""
+    """Print a trained run's durable checkpoints, and its fast ones on this host. Return 1 if one is damaged, else 0."""
     folder, console = trained_folder(run), make_console()
     checkpoints = stored_checkpoints(folder, run.config.checkpoint)
     for c in checkpoints:
@@ -177,9 +177,10 @@ def _to_stderr(line: str) -> None:
 def _continue_saved_text(
     program: StepProgram, step: int, parameters: Any, tokenizer: Tokenizer, path: Path, team: Team
 ) -> None:
-    """Print the text saved as `mode.keep` (or the prompt) and its continuation, and save both with the model's state.
+    """Continue the text that is saved as `mode.keep`, or start it with the prompt.
 
-    A single process also saves them after Ctrl-C.
+    Prints the text with its continuation, and saves it with the model's state. A single process also saves it after
+    Ctrl-C.
     """
     import jax
 

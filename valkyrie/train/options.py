@@ -40,7 +40,7 @@ class Option:
 
 
 def collect_options(chip: ChipConfig | None, computed: dict[str, str]) -> list[Option]:
-    """Return all options, including removed defaults.
+    """Return the compiler options with their origins, including removed defaults of the chip.
 
     Args:
         chip: The chip, or None. An option with the value of the chip's shipped YAML counts as its default. Defaults

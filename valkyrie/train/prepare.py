@@ -51,7 +51,7 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
 
 
 def refuse_other_data(run: Run) -> None:
-    """Raise ValueError if the run's data has the wrong kind for its task (text, puzzles) or does not suit its model."""
+    """Raise ValueError if the data is not of the kind that the task needs, or does not suit the model."""
     task, data = run.task, run.config.data
     if task.data_kind != data.kind:
         choices = ", ".join(f"data={name}" for name in source_names(task.data_kind)) or "a source of that kind"

@@ -27,7 +27,7 @@ _KINDS = (_XPLANE, ".trace.json.gz")
 
 @contextlib.contextmanager
 def tracing(folder: Path) -> Iterator[list[Path]]:
-    """Trace the code inside. Yields a list that afterwards contains the new `*.xplane.pb` files in the folder.
+    """Trace the code in this context. Yields a list, to which the new `*.xplane.pb` files are added at the end.
 
     Raises RuntimeError if a trace is already running, OSError if the folder cannot be written.
     """

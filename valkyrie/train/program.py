@@ -150,7 +150,8 @@ class StepProgram:
     def loader(self, prepared: Dataset, split: str) -> Loader[Any]:
         """Return a loader of this process's rows of each batch.
 
-        `train` repeats without end, in an order set by `Run.order_seed`. `validation` is read once, in file order.
+        The split `train` repeats without end, in an order set by `Run.order_seed`. `validation` is read once, in file
+        order.
         """
         from valkyrie.data.batches import make_loader
 
@@ -199,7 +200,7 @@ class StepProgram:
 
     @property
     def carry(self) -> dict[str, Array]:
-        """Arrays that the task carries from step to step."""
+        """Shapes, dtypes and axes of the arrays that the task passes from step to step."""
         config = self.run.config
         return self.task.carry(self.run.model, config.precision.compute.value, config.batch, config.seq)
 
@@ -210,7 +211,7 @@ class StepProgram:
 
     @cached_property
     def options(self) -> list[Option]:
-        """Compiler options of the platform and, if it belongs to the platform, of the chip, with their origins.
+        """Compiler options with their origins: those of the platform, and those of the chip if it is of that platform.
 
         They are the same for training and for compiling without devices.
         """
@@ -220,7 +221,10 @@ class StepProgram:
         return collect_options(self._chip(self.mesh, self.backend), platform.step_options(max(gathered) * itemsize))
 
     def _chip(self, mesh: AnyMesh, backend: str | None) -> ChipConfig | None:
-        """Return the chip of the target or else of the devices, or None if it is not of the backend's platform."""
+        """Return the target's chip, or that of the devices if the target has none.
+
+        None if the chip is unknown or not of the backend's platform.
+        """
         chip = self.run.config.target.chip
         if chip is None and isinstance(mesh, jax.sharding.Mesh):
             chip = chip_for_device_kind(mesh.devices.flat[0].device_kind)

@@ -15,7 +15,10 @@ Policy = Callable[..., Any]
 
 
 def make_block_checkpoint(remat: RematConfig, backend: str) -> Checkpoint:
-    """Return a wrapper for groups of blocks that saves and offloads the activations named by `remat`."""
+    """Return a function that wraps a group of blocks in `jax.checkpoint` with the policy of `remat`.
+
+    If the policy saves everything, the function returns the group unchanged.
+    """
     if remat.keeps_everything:
         return lambda block: block
     policy = _policy(remat, backend)

@@ -37,11 +37,12 @@ class DoesNotFit(ValueError):
 def check_room(
     program: StepProgram, devices: Devices, *, training: bool = True, say: Callable[[str], Any] | None = None
 ) -> None:
-    """Raise an error if a run's arrays exceed the memory of its devices; warn through `say` if it may not fit.
+    """Raise an error if a run's arrays exceed the memory of its devices. Otherwise, warn if a training may not fit.
 
     The error counts only arrays whose sizes follow from shapes: parameters, optimizer state, the average of parameters,
     and gradients when `training`. It is a plain ValueError for simulated devices, which share the host's memory, and
-    DoesNotFit for others. There is no error with `force=true` or if the memory size is unknown.
+    DoesNotFit for others. There is no error with `force=true` or if the memory size is unknown. The warning counts
+    activations too. It is passed to `say`, and omitted if that is None.
     """
     run = program.run
     available = _available(devices)

@@ -72,7 +72,7 @@ class FitResult:
         state: The last state.
         summary: The run's summary, as in `metrics.jsonl`.
         interrupted: Whether the training was stopped before its last step.
-        preempted: Whether it was stopped because its machine is being taken away.
+        preempted: Whether the training was stopped by a preemption of its machine.
     """
 
     program: StepProgram

@@ -164,8 +164,8 @@ class Watchdog:
 def make_watchdog(run: Run, team: Team, folder: Path, signals: bool) -> Watchdog:
     """Return the watchdog of a training run.
 
-    It watches nothing without `signals`, so that it never ends a notebook's kernel, nor under `debug=nans`, which
-    reruns a step op by op.
+    It is disabled without `signals`, so that it never ends a notebook's kernel. It is also disabled under `debug=nans`,
+    which reruns a step op by op.
     """
     watches = signals and run.config.debug is not Debug.nans
     limit_s = run.config.distributed.step_timeout_s if watches else None
