@@ -278,7 +278,7 @@ def predict(
         name: Title of the report.
         tokens: Tokens in one step on all devices, for tokens per second.
         flops: Model FLOPs in one step on all devices, for MFU.
-        quiet: Whether to print no progress. Only for a `Run`.
+        quiet: Whether to hide the progress. Only for a `Run`.
         named: Keyword arguments of the function.
     """
     if isinstance(program, Run):

@@ -23,7 +23,7 @@ def package_problems(key: str, path: str, scheme: str, package: str) -> list[Pro
 
 
 def bucket_problems(key: str, path: str) -> list[Problem]:
-    """Return a problem if a path is in a bucket but must be on disk."""
+    """Return a problem if the path of `key`, a setting that takes only paths on disk, is in a bucket."""
     scheme = url_scheme(path)
     if scheme is None:
         return []

@@ -57,11 +57,11 @@ def folder_damage(folder: Path) -> Problem | None:
 
 
 def file_damages(folder: Path, expected: Mapping[str, tuple[int, str]], trusted: Container[str] = ()) -> list[Problem]:
-    """Return a problem for each file that is missing or has changed. Reads no content if any file has another size.
+    """Return a problem for each file that is missing or has changed. Reads their contents only if all sizes match.
 
     Args:
-        folder: the folder.
-        expected: size in bytes and SHA-256 of each file, by path in the folder.
+        folder: the folder that contains the files.
+        expected: size in bytes and SHA-256 of each file, by path relative to the folder.
         trusted: files to compare by size only.
     """
     sizes = {name: _size_damage(folder / name, name, size) for name, (size, _) in expected.items()}

@@ -1,7 +1,8 @@
-"""Families of models, data sources, tasks, optimizers and modes: modules of this package or of the user, by name.
+"""Finds families by name. A family is a Python module that defines a model, data source, task, optimizer or mode.
 
-A command names the user's folders with `--config-dir` or `modules=`. A run folder records those of its run.
-Code from a recorded folder is imported only if an earlier command on this machine named the same folder.
+Launch engines are found in the same way. A module ships with Valkyrie or is in a folder of the user. Users pass their
+module folders with `--config-dir` or `modules=`, and the run folder records them. Code from a recorded folder is
+imported only if a command on this machine has named that folder.
 """
 
 from __future__ import annotations

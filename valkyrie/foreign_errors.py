@@ -154,7 +154,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Bytes that a program needs and may use on a device, both None if unknown, and its largest allocations."""
+    """Memory of a program that does not fit on a device.
+
+    Args:
+        needed: bytes that the program needs on a device, or None if unknown.
+        usable: bytes that it may use, or None if unknown.
+        largest: its largest allocations.
+    """
 
     needed: int | None
     usable: int | None

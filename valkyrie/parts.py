@@ -1,4 +1,4 @@
-"""The parts of a step's time. Imports neither JAX nor NumPy, because reports read them."""
+"""The parts of a step's time. Imports neither JAX nor NumPy, because reports use this module."""
 
 from __future__ import annotations
 

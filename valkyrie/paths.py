@@ -193,7 +193,7 @@ def config_files(group: str) -> dict[str, Path]:
 
 
 def read_defaults(path: Path) -> list[Any]:
-    """Return the defaults list of a YAML: names, and one-key mappings of groups.
+    """Return the defaults list of a YAML. Its entries are names and mappings of one group to a name.
 
     Returns an empty list for a file that cannot be read, because callers also read files that no command chooses.
     Hydra reports the fault of a chosen file.
@@ -209,7 +209,7 @@ def read_defaults(path: Path) -> list[Any]:
 
 
 def read_config(group: str, name: str, schema: type[Schema]) -> Schema:
-    """Return a config of a group as its dataclass, ignoring its defaults list."""
+    """Read `GROUP/NAME.yaml`, shipped or else the user's, as the dataclass `schema`. Ignores its defaults list."""
     from omegaconf import OmegaConf
 
     path = conf_dir() / group / f"{name}.yaml"

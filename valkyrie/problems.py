@@ -78,7 +78,10 @@ INDIVISIBLE = frozenset(
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed numbers: at least `least` or above `above`, and at most `most` or below `below`. Always finite."""
+    """A range of finite numbers. `least` and `most` belong to the range, `above` and `below` do not.
+
+    A bound of None does not limit the range.
+    """
 
     least: Number | None = None
     above: Number | None = None

@@ -34,7 +34,7 @@ def decimal_bytes_text(size: int | float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds, or milliseconds below one second."""
+    """Format a time in seconds, or in milliseconds if it is below one second."""
     if seconds >= 1:
         return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds:.3f} s"
     return f"{1e3 * seconds:.1f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.3g} ms"

@@ -41,7 +41,7 @@ class Chips(Mapping[str, ChipConfig]):
 
 
 def get_target(name: str) -> TargetConfig:
-    """Return a target by name: the YAML `target/NAME.yaml`, shipped or the user's, or else a slice such as `v4-64`.
+    """Return a target by name: `target/NAME.yaml` of the package or of the user, or else a slice such as `v4-64`.
 
     Raises ValueError for any other name.
     """

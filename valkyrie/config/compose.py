@@ -63,7 +63,7 @@ SCHEMA_PATHS: dict[str, type] = {
 AS_SAVED = "as_saved"
 """Choice of every group that selects the settings of the saved run. `--help` does not list it."""
 saved_groups: dict[str, DictConfig] = {}
-"""The config of the choice `as_saved` by group: a defaults list with the schema, and the saved settings."""
+"""Config of the choice `as_saved` of each group: a defaults list with the schema, and the saved settings."""
 ENVIRONMENT_MESH = "environment"
 """`mesh=environment` is the mesh that the variables `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
 BY_WIDTH = "by_width"
@@ -218,8 +218,8 @@ def default_mesh(target: str = AUTO) -> str:
     """Return the name of the default mesh: the first of these that applies.
 
     - `environment`, if environment variables describe a mesh;
-    - the torus of the target, padded with ones to three axes, with its last axis times the devices per chip. Simulated
-      CPU devices are split evenly over three axes instead;
+    - the topology of the target (or its number of chips), padded on the left with ones to three axes. The last axis is
+      multiplied by the devices per chip. Simulated CPU devices are split evenly over three axes instead;
     - all accelerators of this machine on the last axis;
     - `2x2x2`, for simulated CPU devices.
     """

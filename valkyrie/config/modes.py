@@ -206,7 +206,8 @@ def has_results(name: str) -> bool:
 def settings_for(schema: type[Schema], mode: ModeConfig) -> Schema:
     """Convert the settings of a mode to another mode: copies shared keys and uses the defaults of the others.
 
-    For example, a search compiles and measures, and `valkyrie.predict` compiles a run of any mode.
+    For example, a search derives settings for its compiles and measurements, and `valkyrie.predict` compiles a run of
+    any mode.
     """
     if isinstance(mode, schema):
         return mode
@@ -223,9 +224,9 @@ def check_time(key: str, value: str | None) -> list[Problem]:
 
 
 def without_foreign_keys(mode: Mapping[Any, object]) -> dict[str, object]:
-    """Drop the keys of other modes from the `mode` of an old `run.yaml`, from when all modes shared one config.
+    """Drop the keys of other modes from the `mode` of a `run.yaml` written when all modes shared one config.
 
-    Keeps keys with a value other than the default, which are rejected later.
+    Keeps keys that do not have their default value. These are rejected later.
     """
     config = get_mode(str(mode.get("name")))
     valid_keys = set() if config is None else {field.name for field in fields(config)}

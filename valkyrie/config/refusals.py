@@ -209,7 +209,7 @@ def _wrong_value_text(key: str | None, message: str, file: str | None) -> str:
 
 
 def too_large(values: Mapping[str, object]) -> list[Problem]:
-    """Return a problem for each integer that does not fit its type. Other checks must not run if there are any."""
+    """Return a problem for each integer that is too large for its type. If there are any, other checks must not run."""
     problems = []
     for key, value in flatten(values).items():
         largest = 2**63 - 1 if key in _INT64_KEYS or key.startswith(_COMPILER_PREFIXES) else LARGEST

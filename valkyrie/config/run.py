@@ -223,7 +223,7 @@ class Run:
         )
 
     def about(self) -> LayoutRecord:
-        """Return the record of the requested settings and the layout; ValueError if the layout is illegal."""
+        """Return the record of the requested settings and the layout. Raises ValueError if the layout is illegal."""
         layout = self.layout
         return replace(
             self.request_record(),
@@ -366,7 +366,8 @@ class Run:
     def record(self) -> dict[str, Any]:
         """Return every setting as plain values, for `run.yaml`.
 
-        Paths of inputs are absolute. The coordinator and the process numbers are None, because they differ per start.
+        Paths of inputs are absolute. The coordinator, process count and process index are None, because they may change
+        from one start to the next.
         """
         without_identity = replace(self.config.distributed, coordinator=None, processes=None, process=None)
         config = replace(

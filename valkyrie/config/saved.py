@@ -1,7 +1,7 @@
 """Loads saved settings from a run folder or from a file given by `--config-path`. Imports no JAX.
 
-Hydra composes them again and takes each group from the file unless the command line chooses another, so that every
-argument that works for a new run also works for a saved one.
+Hydra composes the saved settings again. Each group comes from the file unless the command line chooses another config
+of that group. Therefore every argument that works for a new run also works for a saved one.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def mode_reads(mode: ModeConfig, key: str) -> bool:
 
 
 def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
-    """Yield keys that have no effect with the other settings of the run, and the reason.
+    """Yield keys that have no effect because of other settings of the run, and the reason.
 
     Omits keys that a training run saves for later modes, such as `prompt` with `sample_tokens=0`.
     """

@@ -1,4 +1,4 @@
-"""Dockerfile for Kubernetes: the code of a clone and its dependencies, without data and runs."""
+"""Dockerfile for Kubernetes. Its image contains the code of a clone and its dependencies, but no data and no runs."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ CMD ["valkyrie-train", "--help"]
 
 
 def dockerfile(extra: str = "tpu") -> str:
-    """Return the Dockerfile. `extra`: `tpu`, `cuda`, or empty for CPUs."""
+    """Return the Dockerfile. `extra` is the extra of `pyproject.toml` to install: `tpu`, `cuda`, or empty for CPUs."""
     return DOCKERFILE.format(sync=shell_text(sync_arguments(extra)))

@@ -17,7 +17,7 @@ from valkyrie.runs.folder import key_values
 from valkyrie.units import count_text
 
 PORT = 8476
-"""Port of JAX's coordinator on a host that runs one training run: the port that JAX uses on Cloud TPU."""
+"""Default port of JAX's coordinator, which JAX also uses on Cloud TPU. Two training runs on a host need two ports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,10 @@ def is_single_training(overrides: Sequence[str]) -> bool:
 
 
 def add_name(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool]:
-    """Add `name=` to a training run without a name, so that a restart resumes it. Also returns whether it was added."""
+    """Add `name=` to a single training run, so that a restart resumes it, unless `name=` or `resume=` is set.
+
+    Also returns whether it was added.
+    """
     if not is_single_training(overrides) or key_values(overrides).keys() & {"name", "resume"}:
         return tuple(overrides), False
     return (*overrides, f"name={name}"), True

@@ -26,7 +26,7 @@ class CommandStep:
     """A step that runs a command, or several joined by pipes.
 
     Args:
-        description: description of the step.
+        description: short text about the step, which is printed before it.
         commands: the commands. Each reads the output of the previous one.
         until: if not empty, the printed script repeats the step until it prints this word.
         in_background: whether the next steps start without waiting for this one.

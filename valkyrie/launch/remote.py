@@ -13,7 +13,7 @@ from valkyrie.launch.supervisor import print_message
 from valkyrie.runs.folder import key_value
 
 ARCHIVE = ("git", "archive", "--format=tar.gz")
-"""Packs the tracked files of the last commit. Runs, data and secrets are not tracked."""
+"""Command that packs the tracked files of a commit. Runs, data and secrets are not tracked."""
 
 _TRAINING_PROCESS = r"^[^ ]*python[0-9.]* [^ ]*/valkyrie-train "
 _SIGNAL_TIMEOUT_S = 120.0

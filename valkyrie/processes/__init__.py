@@ -1,1 +1,1 @@
-"""Processes of a run: starting child processes, connecting to each other, locking files, and ending."""
+"""Child processes, connections between the processes of a run, file locks, signals and exit statuses."""

@@ -26,7 +26,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class ChildProcess:
-    """A child process in a new session, so that Ctrl-C in a terminal reaches only this process.
+    """A child process in a new session, so that Ctrl-C in the terminal does not reach it.
 
     Args:
         command: The program and its arguments.

@@ -1,7 +1,7 @@
-"""Exit statuses of `valkyrie-train`, and the function that ends a process immediately.
+"""Exit statuses of `valkyrie-train`, and functions that end a process without Python's normal exit.
 
-Python's normal exit may wait for other processes. `record_ending` registers a function that records the reason, for
-example in the record of a trial.
+Python's normal exit may wait for other processes or for threads. `record_ending` registers a function that
+`end_process` calls with the reason, for example to write it to the record of a trial.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DONE = 0
 REFUSED = 2
 """The user's configuration or arguments are wrong. All processes of the run exit with this status."""
 DOES_NOT_FIT = 3
-"""The run does not fit into device memory. Passed only to recorders; the process exits with `REFUSED`."""
+"""The run does not fit into device memory. Only the functions of `record_ending` get it: the process exits with 2."""
 LOST = 69
 """A process hangs, or another process failed. Start all of them again."""
 PREEMPTED = 75
@@ -29,7 +29,7 @@ INTERRUPTED = 130
 """The user stopped the process with Ctrl-C. Shells use the same status."""
 
 EXIT_S = 20.0
-"""Seconds that a failed process may take to exit before it is ended."""
+"""Seconds that a failed process may take for Python's normal exit. Then `limit_exit` ends it."""
 
 _recorders: list[Callable[[int, str], object]] = []
 

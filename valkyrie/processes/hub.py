@@ -171,11 +171,11 @@ class Hub:
         threading.Thread(target=self._accept_all, name="team-hub", daemon=True).start()
 
     def fail(self, index: int, reason: str, status: int | None = None) -> None:
-        """Report to all that a process ended with an error. Only the first report is sent (see `_report`)."""
+        """Tell all processes that process `index` ended with an error. Does nothing after an earlier failure."""
         self._report(index, f"ended: {reason}", status)
 
     def _report(self, index: int, event: str, status: int | None = None) -> None:
-        """Send `Lost` to all. Only the first failure is sent, because later ones are its consequences."""
+        """Send `Lost` to all processes. Only the first failure is sent, because later ones are its consequences."""
         with self._lock:
             if self._closed:
                 return

@@ -127,7 +127,7 @@ def _is_free(file: IO[bytes]) -> bool:
 
 
 def _end_orphan(file: IO[bytes]) -> bool:
-    """Kill the process that a dead sweep left on this host. Returns whether this process now holds its lock."""
+    """Kill the process that a dead sweep left running on this host. Returns whether this process now locks `file`."""
     holder = _read_holder(file)
     if holder is None or holder.host != socket.gethostname():
         return _is_free(file)

@@ -85,7 +85,7 @@ class Team:
         return self.index == 0
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
-        """Send a JSON-serializable value under a name. Returns the values of all processes, in their order."""
+        """Send a JSON-serializable value and return what each process sent under this name, in process order."""
         return [value]
 
     def wait(self, name: str) -> None:
@@ -169,7 +169,7 @@ class ConnectedTeam(Team):
             threading.Thread(target=work, args=(heartbeat_s,), name=f"team-{work.__name__}", daemon=True).start()
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
-        """Send a JSON-serializable value under a name. Returns the values of all processes, in their order."""
+        """Send a JSON-serializable value and return what each process sent under this name, in process order."""
         self._connection.send(Value(name, value))
         with self._changed:
             self._changed.wait_for(lambda: name in self._answers)  # without a timeout: `_listen` detects a loss

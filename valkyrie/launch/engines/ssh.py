@@ -61,7 +61,7 @@ class Config(EngineConfig):
         return Plan(notes, (*self.copy_steps(), *self.train_steps(overrides)))
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Train on all hosts, watched and restarted by this machine."""
+        """Train on all hosts, and restart the training from this machine."""
         remote.check_clone()
         return self.supervisor(overrides).run()
 

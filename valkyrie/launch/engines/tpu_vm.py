@@ -85,7 +85,7 @@ class Config(RentedConfig):
         )
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Train on the slices, watched and restarted by this machine. Does not delete the slices afterwards."""
+        """Train on the slices, and restart the training from this machine. Does not delete the slices afterwards."""
         remote.check_clone()
         try:
             return self.supervisor(overrides).run()
