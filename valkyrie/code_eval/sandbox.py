@@ -59,7 +59,7 @@ class SandboxStepResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it exited with status 0, within its limits."""
+        """Whether the command exited with status 0, within its limits."""
         return self.status == 0 and self.limit is None
 
 
@@ -143,7 +143,7 @@ def visible_folders() -> tuple[str, ...]:
 
 @cache
 def sandbox_python() -> tuple[str, str] | None:
-    """Return (installation folder of this Python, path of its interpreter in the sandbox).
+    """Return the installation folder of this Python and the path of its interpreter in the sandbox.
 
     A Python under /usr keeps its path; any other is mounted at /python. Returns None if the folder has no interpreter,
     or contains the home folder, which must stay hidden.

@@ -89,7 +89,7 @@ class DataPosition(ABC):
 
     @abstractmethod
     def to_step(self, batch: int) -> int:
-        """The step that begins at this position.
+        """Return the step that begins at this position.
 
         ValueError if no step begins here, because the position was saved with another batch size.
         """

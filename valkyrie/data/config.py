@@ -103,7 +103,7 @@ class DataConfig(ABC):
         Args:
             tokenizer: name of the tokenizer; sources without text ignore it.
             team: the processes of the run. Process 0 calls this first.
-            say: called with a message before a slow operation, or None.
+            say: called with messages for the user, such as before a slow operation; or None.
         """
 
     @abstractmethod

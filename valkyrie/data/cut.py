@@ -1,7 +1,7 @@
 """Splits documents into training and validation, and cuts long ones into pieces that can be tokenised separately.
 
-A document's split is determined by the hash of its text. The same text is in the same split on every machine, under any
-name, so no copy of a training document is used for validation. A source that is a single text or code file is cut into
+A document's split is determined by the hash of its text. The same text is in the same split on every machine and in
+every file, so no copy of a training document is used for validation. A source that is a single text or code file is cut into
 two parts instead: its end is for validation.
 """
 

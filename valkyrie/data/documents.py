@@ -56,7 +56,8 @@ class TextConfig(DataConfig):
 class DocumentConfig(TextConfig):
     """Base of sources with documents that are tokenised once, into shards in a cache.
 
-    A source defines `list_files` and `read_documents`, and also `cache_identity` if only some of its settings matter.
+    A source defines `list_files` and `read_documents`. It overrides `cache_identity` if some of its settings do not affect
+    the documents.
 
     Args:
         validation_fraction: expected share of the documents held out for evaluation.
@@ -79,7 +80,7 @@ class DocumentConfig(TextConfig):
         """Read the non-empty documents, always in the same order for the same files."""
 
     def identified_documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
-        """Yield the documents of `read_documents`. An error while reading gets a note with the document's number."""
+        """Yield the documents of `read_documents`. Adds the number of the document to errors raised while reading it."""
         number = 1
         try:
             for document in self.read_documents(listing):
@@ -109,7 +110,7 @@ class DocumentConfig(TextConfig):
         return None
 
     def is_single_text(self, listing: Listing) -> bool:
-        """Whether the source is a single document, which is then cut into a training and a validation part."""
+        """Whether the source is a single text, whose end becomes the validation split."""
         return False
 
     def problems(self) -> list[Problem]:

@@ -95,7 +95,7 @@ class PreparedText(Manifest):
     def streams(self) -> dict[str, TokenStream]:
         """The tokens of both splits, opened together.
 
-        They stay open, so that a run can continue if the data cache is cleaned meanwhile.
+        They stay open, so that a run can continue after the data cache is deleted.
         """
         from valkyrie.data.loader import TokenStream
 

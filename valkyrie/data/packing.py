@@ -1,6 +1,6 @@
 """Packs documents into rows of seq + 1 tokens: windows of one stream, or best-fit rows that begin with a document.
 
-Both can be resumed from their position after any row.
+Both kinds of packing can resume after any row.
 """
 
 from __future__ import annotations

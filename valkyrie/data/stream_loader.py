@@ -38,8 +38,8 @@ class StreamPosition(RowPosition):
 class StreamLoader(Loader[StreamPosition]):
     """Loads this process's rows of the global batches of a stream.
 
-    Training lanes are read by `data.workers` processes, or by a thread of this process if it is 0. The validation lane
-    is always read by a thread. Workers start with the first batch.
+    Training lanes are read by `data.workers` processes, or by a thread of this process if `data.workers` is 0. The
+    validation lane is always read by a thread. Workers start with the first batch.
     """
 
     def __init__(self, data: StreamedText, split: str, plan: BatchPlan) -> None:

@@ -44,7 +44,7 @@ class ByteTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class _TokenizerFile:
-    """A .tiktoken file with the name of its pattern, or a tokenizer.json (`pattern` None)."""
+    """The file of a tokenizer. `pattern` is the name of a .tiktoken file's pattern, or None for a tokenizer.json."""
 
     path: Path
     pattern: str | None
@@ -60,8 +60,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     """Load a tokenizer: `bytes`, `gpt2`, a tiktoken encoding by name, or a file.
 
     Files are `FILE.tiktoken[:PATTERN]` and `tokenizer.json`, given by path, by folder or by the name of a trained
-    tokenizer. `bytes`, `gpt2` and files need no network. tiktoken downloads other encodings once. ValueError, with the
-    remedy, if that fails or if the name or file does not exist.
+    tokenizer. `bytes`, `gpt2` and files need no network; tiktoken downloads other encodings once. Raises ValueError,
+    with a remedy, if the download fails, or if the name or file does not exist.
     """
     file = _find_file(name)
     if file is not None:
@@ -77,7 +77,9 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def vocab_size_of(name: str) -> int:
-    """Number of ids of a tokenizer. Loads only .tiktoken files, tokenizer.json and less common encodings."""
+    """Return the vocabulary size of a tokenizer.
+
+    Loads the tokenizer only if it is a .tiktoken file or an encoding that is not in `VOCAB_SIZES`."""
     if name in VOCAB_SIZES:
         return VOCAB_SIZES[name]
     file = _find_file(name)

@@ -126,7 +126,7 @@ class _TokenizerJson:
 
 
 def json_vocab_size(path: Path) -> int:
-    """Return the number of ids of a file."""
+    """Return the vocabulary size of a `tokenizer.json`: its highest token id plus one."""
     return _read(path).vocab_size
 
 

@@ -150,7 +150,7 @@ class OptimizerConfig:
     def update_bytes(self, parameter: Parameter) -> float:
         """HBM traffic of an update, in bytes per element of a parameter.
 
-        Reads the gradient, and reads and writes the parameter and the state.
+        An update reads the gradient, and reads and writes the parameter and the state.
         """
         return 12.0 + 2 * self.state_bytes(parameter)
 

@@ -207,5 +207,5 @@ def _leaf_update(direction: Array, value: Array, rate: Any, decay: Any) -> Array
 
 
 def _split_points(counts: list[int]) -> list[int]:
-    """Return the split points between parts of these lengths."""
+    """Return the indices at which `jnp.split` separates parts of these lengths."""
     return [sum(counts[: i + 1]) for i in range(len(counts) - 1)]

@@ -84,5 +84,7 @@ class Config(TextConfig):
         return open_stream(self, tokenizer, team)
 
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
-        """Check that the files exist. Processes compare their names and sizes when a run starts."""
+        """Check that the files can be opened and that neither split is empty. Raises ValueError if not.
+
+        Names and sizes of the files are compared across processes later, when the run starts."""
         return DataCheck(self.open(tokenizer).describe())

@@ -20,7 +20,7 @@ class SudokuConfig(SampleConfig):
 
     Args:
         side: cells of a row, 4 or 9.
-        clues: minimum number of given cells, or 0 for as few as keep the solution unique.
+        clues: minimum number of given cells. 0 removes digits for as long as the solution stays unique.
     """
 
     train: int = 1000

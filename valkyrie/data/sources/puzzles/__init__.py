@@ -32,12 +32,13 @@ class PuzzleShape(NamedTuple):
 
 @dataclass
 class SampleConfig:
-    """Which puzzles to use, and how many.
+    """Settings that select puzzles by number and difficulty.
 
     Args:
         train: number of puzzles for training.
         validation: number of puzzles for evaluation.
-        guesses: minimum difficulty: guesses needed by a solver, or the rating in a CSV. 0 takes all.
+        guesses: minimum difficulty, which is the number of guesses that a solver needs, or the rating in a CSV. 0 selects
+            all puzzles.
         seed: seed of the sample.
     """
 

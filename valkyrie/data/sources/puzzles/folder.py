@@ -105,7 +105,7 @@ class PreparedPuzzles:
 
 
 def open_puzzles(path: Path, name: str, side: int | None = None) -> PreparedPuzzles:
-    """Open the puzzles in a folder. ValueError, with the file, if one is missing or inconsistent."""
+    """Open the puzzles in a folder. Raises ValueError, which names the file, if a file is missing or inconsistent."""
     splits = {split: _open_split(path / folder) for split, folder in FOLDERS.items()}
     train, validation = splits["train"], splits["validation"]
     for key, attribute in (("seq_len", "cells"), ("vocab_size", "vocab_size")):

@@ -100,7 +100,7 @@ def _full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
 
 
 def _fill_forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fill in forced digits until there are none left. Returns the masks, and whether each has no contradiction."""
+    """Fill in forced digits until there are none left. Returns the masks, and False for each grid with a contradiction."""
     masks, alive, working = masks.copy(), np.ones(len(masks), bool), np.arange(len(masks))
     while len(working):
         before = masks[working]
@@ -112,7 +112,9 @@ def _fill_forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fill_forced_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Exclude the digits already set in a unit, then set digits with one possible cell. Returns like `_fill_forced`."""
+    """Exclude the digits that are already set in a unit, then set the digits that have one possible cell in a unit.
+
+    Returns the same values as `_fill_forced`."""
     single = _is_single(masks)
     certain = np.where(single, masks, 0)
     sound, excluded, full = np.ones(len(masks), bool), np.zeros_like(masks), (1 << side) - 1
@@ -168,7 +170,9 @@ def _broadcast_to_cells(values: np.ndarray, unit: _Unit, side: int) -> np.ndarra
 
 
 def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a copy of each grid for each possible digit of its branching cell, and the grid's index for each copy."""
+    """Return one copy of each grid per possible digit of its branching cell, with the cell set to that digit.
+
+    Also returns the index of the original grid of each copy."""
     if not len(masks):
         return masks, np.zeros(0, np.int64)
     cells, rows = _branching_cells(masks), np.arange(len(masks))
