@@ -66,7 +66,7 @@ class Dataset(Protocol):
     def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
         """Open the loader of the split `train` or `validation`.
 
-        ValueError if the split does not fit the plan, for example if it has less than one training batch.
+        Raises ValueError if the split does not fit the plan, for example if it has less than one training batch.
         """
         ...
 
@@ -91,7 +91,7 @@ class DataPosition(ABC):
     def to_step(self, batch: int) -> int:
         """Return the step that begins at this position.
 
-        ValueError if no step begins here, because the position was saved with another batch size.
+        Raises ValueError if no step begins here, because the position was saved with another batch size.
         """
 
     @abstractmethod
@@ -150,7 +150,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
         return position
 
     def state(self) -> Mapping[str, object]:
-        """The position of the next batch, as JSON values for a checkpoint. All processes call this."""
+        """Return the position of the next batch, as JSON values for a checkpoint. Call it on all processes."""
         return encode(self.position())
 
     @abstractmethod
@@ -164,7 +164,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
     def restore(self, saved: Mapping[str, object]) -> None:
         """Continue from a saved position. The number of processes may differ.
 
-        ValueError if the data, or anything else that determines the row order, differs.
+        Raises ValueError if the data, or anything else that determines the row order, differs.
         """
         if saved.get("version") != self.start.newest:
             raise ValueError(
@@ -250,8 +250,8 @@ def make_loader(
 ) -> Loader[Any]:
     """Open the loader of a split. See `BatchPlan` for the arguments.
 
-    `places` are the rows of the global batch to load (`BatchPlan.rows`), or None for all rows. ValueError if a row is
-    outside the batch, or if the split does not fit the plan (see `Dataset.loader`).
+    `places` are the rows of the global batch to load (`BatchPlan.rows`), or None for all rows. Raises ValueError if a
+    row is outside the batch, or if the split does not fit the plan (see `Dataset.loader`).
     """
     for name, value in (("batch", batch), ("seq", seq)):
         if value < 1:

@@ -24,8 +24,8 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], None], *, else
 
     Several processes may call this at once: one writes while the others wait. If the file system has no locks, each of
     them writes, and the first to finish is kept. A process that is killed never leaves an incomplete folder with this
-    name. DiskError if the cache cannot be written; its message suggests `elsewhere`, by default the setting that moves
-    the cache.
+    name. Raises DiskError if the cache cannot be written; its message suggests `elsewhere`, by default the setting that
+    moves the cache.
     """
     final = cache / name
     if final.is_dir():

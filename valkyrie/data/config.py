@@ -77,7 +77,7 @@ class DataConfig(ABC):
     shuffle_seed: int | None = None
 
     def problems(self) -> list[Problem]:
-        """Problems of the settings, found without reading the data."""
+        """Return the problems of the settings, found without reading the data."""
         seeds = {"least": 0, "most": MAX_SEED}
         return check_range("data.shuffle_seed", self.shuffle_seed, **seeds, otherwise="null for the seed of the run")
 
@@ -98,7 +98,7 @@ class DataConfig(ABC):
 
     @abstractmethod
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Dataset:
-        """Open the data, preparing it first if necessary. ValueError for mistakes in settings or files.
+        """Open the data, preparing it first if necessary. Raises ValueError for mistakes in settings or files.
 
         Args:
             tokenizer: name of the tokenizer; sources without text ignore it.
@@ -111,7 +111,7 @@ class DataConfig(ABC):
         """Check that the data exists and is enough for a run. ValueError or OSError if not."""
 
     def note(self, data: Dataset) -> str | None:
-        """A remark about the opened data for the user, or None."""
+        """Return a remark about the opened data for the user, or None."""
         return None
 
 
@@ -120,12 +120,12 @@ SOURCES = Families("data.source", "valkyrie.data.sources", DataConfig)
 
 
 def full_path(path: str) -> str:
-    """Absolute path of a file, with `~` expanded. An empty path or a URL is returned unchanged."""
+    """Return the absolute path of a file, with `~` expanded. Returns an empty path or a URL unchanged."""
     return path if not path or url_scheme(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def names_file(tokenizer: str) -> bool:
-    """Whether the name of a tokenizer is a path."""
+    """Return whether the name of a tokenizer is a path."""
     return tokenizer.endswith((".tiktoken", ".json")) or "/" in tokenizer
 
 

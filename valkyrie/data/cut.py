@@ -1,8 +1,8 @@
 """Splits documents into training and validation, and cuts long ones into pieces that can be tokenised separately.
 
 A document's split is determined by the hash of its text. The same text is in the same split on every machine and in
-every file, so no copy of a training document is used for validation. A source that is a single text or code file is cut into
-two parts instead: its end is for validation.
+every file, so no copy of a training document is used for validation. A source that is a single text or code file is cut
+into two parts instead: its end is for validation.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Census:
 def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
     """Return the hash threshold (see `cut`), adjusted if needed so that both splits have a document.
 
-    A single text, which is cut into two parts, needs no adjustment. ValueError if a source has no documents, or if any
-    other source has fewer than two different documents.
+    A single text, which is cut into two parts, needs no adjustment. Raises ValueError if a source has no documents, or
+    if any other source has fewer than two different documents.
     """
     name = f"data={config.name}"
     if census.documents == 0:

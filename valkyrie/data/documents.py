@@ -56,8 +56,8 @@ class TextConfig(DataConfig):
 class DocumentConfig(TextConfig):
     """Base of sources with documents that are tokenised once, into shards in a cache.
 
-    A source defines `list_files` and `read_documents`. It overrides `cache_identity` if some of its settings do not affect
-    the documents.
+    A source defines `list_files` and `read_documents`. It overrides `cache_identity` if some of its settings do not
+    affect the documents.
 
     Args:
         validation_fraction: expected share of the documents held out for evaluation.
@@ -73,14 +73,14 @@ class DocumentConfig(TextConfig):
 
     @abstractmethod
     def list_files(self) -> Listing:
-        """The files of the source, sorted, without reading them. ValueError if there are no files."""
+        """Return the files of the source, sorted, without reading them. Raises ValueError if there are no files."""
 
     @abstractmethod
     def read_documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
         """Read the non-empty documents, always in the same order for the same files."""
 
     def identified_documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
-        """Yield the documents of `read_documents`. Adds the number of the document to errors raised while reading it."""
+        """Yield the documents of `read_documents`. Errors while reading get a note with the document's number."""
         number = 1
         try:
             for document in self.read_documents(listing):
@@ -91,17 +91,20 @@ class DocumentConfig(TextConfig):
             raise
 
     def cache_identity(self) -> dict[str, object]:
-        """The settings that determine the documents, as JSON values. If they change, the text is tokenised again."""
+        """Return the settings that determine the documents, as JSON values.
+
+        The text is tokenised again if they change.
+        """
         common = {field.name for field in dataclasses.fields(DocumentConfig)}
         settings = dataclasses.asdict(self.with_full_paths())
         return {"settings": {key: value for key, value in settings.items() if key not in common}}
 
     def about(self) -> dict[str, object]:
-        """Information about the source for the manifest of the shards, as JSON values."""
+        """Return a description of the source for the manifest of the shards, as JSON values."""
         return {}
 
     def prepared_folder(self) -> Path | None:
-        """The folder named in the settings, if it already holds shards, else None."""
+        """Return the folder named in the settings if it already holds shards, else None."""
         return None
 
     @property
@@ -110,7 +113,7 @@ class DocumentConfig(TextConfig):
         return None
 
     def is_single_text(self, listing: Listing) -> bool:
-        """Whether the source is a single text, whose end becomes the validation split."""
+        """Return whether the source is a single text, whose end becomes the validation split."""
         return False
 
     def problems(self) -> list[Problem]:

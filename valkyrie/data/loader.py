@@ -94,7 +94,10 @@ class PreparedLoader(IndexedLoader[RowPosition]):
 
 
 def open_split(prepared: PreparedText, split: str) -> TokenStream:
-    """Tokens of the split `train` or `validation`. ValueError for other splits or fewer than two tokens."""
+    """Open the tokens of the split `train` or `validation`.
+
+    Raises ValueError for other splits or fewer than two tokens.
+    """
     prepared.split(split)  # refuses other names
     stream = prepared.streams[split]
     if len(stream) < 2:
@@ -104,7 +107,7 @@ def open_split(prepared: PreparedText, split: str) -> TokenStream:
 
 
 def check_enough(prepared: PreparedText, split: str, batch: int, seq: int) -> int:
-    """Return the number of rows of `seq` tokens in a split. ValueError if there are fewer than `batch`."""
+    """Return the number of rows of `seq` tokens in a split. Raises ValueError if there are fewer than `batch`."""
     tokens = prepared.split(split).tokens
     has = f"data={prepared.name} has {count_text(tokens, 'token')} in its {split} split"
     targets = tokens - 1

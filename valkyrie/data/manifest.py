@@ -179,7 +179,7 @@ def open_prepared(path: Path | str) -> PreparedText:
 
 
 def verify(path: Path | str) -> PreparedText:
-    """Open the dataset in a directory after checking all sizes and checksums. CorruptShardsError if one differs.
+    """Open the dataset in a directory after checking all sizes and checksums. Raises CorruptShardsError if one differs.
 
     In that case, `verified.json` is deleted, so that `open_prepared` does not trust the shards.
     """
@@ -194,7 +194,7 @@ def verify(path: Path | str) -> PreparedText:
 
 
 def read_manifest(path: Path) -> PreparedText:
-    """Read `manifest.json`. ValueError if it is missing, damaged or of another version."""
+    """Read `manifest.json`. Raises ValueError if it is missing, damaged or of another version."""
     file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"{path} has no {MANIFEST}: it is not a dataset written by valkyrie-data prepare.")

@@ -33,7 +33,7 @@ class StreamRows:
     def row(self) -> np.ndarray:
         """Return the next row of seq + 1 tokens, which begins with the last token of the previous row.
 
-        The last row may be shorter, and rows after it are empty.
+        The last row may be shorter. Rows after it are empty.
         """
         while self._tokens <= self._seq and (document := next(self._documents, None)) is not None:
             self._parts.append(document)

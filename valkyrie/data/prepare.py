@@ -39,8 +39,8 @@ def prepare(
 
     The cache key is a hash of the files, the tokenizer and the settings. Several processes may call this at once: one
     prepares, and the others wait or produce the same result. A process that is killed never leaves an incomplete
-    dataset in the cache. ValueError for mistakes in the settings or the files. DiskError if the cache cannot be
-    written; its message suggests `elsewhere` (see `cached_folder`).
+    dataset in the cache. Raises ValueError for mistakes in the settings or the files. Raises DiskError if the cache
+    cannot be written; its message suggests `elsewhere` (see `cached_folder`).
     """
     if (ready := _open_named_folder(config, tokenizer)) is not None:
         return ready

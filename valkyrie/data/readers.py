@@ -134,8 +134,8 @@ def _decode(raw: bytes, name: str) -> Document:
 def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator[Document]:
     """Yield the documents of a file, or of one row group of a .parquet file. Some may be empty.
 
-    With `chunk=functions`, the documents are its functions and classes. ValueError, naming the file and the line or
-    record, if the file is damaged or a record has no text field.
+    With `chunk=functions`, the documents are its functions and classes. Raises ValueError, naming the file and the line
+    or record, if the file is damaged or a record has no text field.
     """
     documents = READERS[file.suffix](file, options, group)
     language = (
@@ -159,7 +159,7 @@ def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator
 def row_groups(file: File, options: ReadOptions) -> int:
     """Return the number of row groups of a .parquet file, from its footer.
 
-    ValueError if the file is cut short or lacks the text column.
+    Raises ValueError if the file is cut short or lacks the text column.
     """
     with _parquet(file, options) as table:
         return table.num_row_groups
@@ -235,7 +235,10 @@ def _read_parquet(file: File, options: ReadOptions, group: int | None) -> Iterat
 
 @contextmanager
 def _parquet(file: File, options: ReadOptions) -> Iterator[Any]:
-    """Open a .parquet file as a `pyarrow.parquet.ParquetFile`. ValueError if it is damaged or has no text column."""
+    """Open a .parquet file as a `pyarrow.parquet.ParquetFile`.
+
+    Raises ValueError if it is damaged or has no text column.
+    """
     try:
         import pyarrow as arrow
         from pyarrow import parquet

@@ -13,7 +13,7 @@ _RECORDS_PER_READ = 256
 
 
 def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
-    """Yield the records of a .tfrecord file. ValueError if it ends early or a checksum differs."""
+    """Yield the records of a .tfrecord file. Raises ValueError if it ends early or a checksum differs."""
     try:
         import google_crc32c
     except ImportError:
@@ -39,7 +39,7 @@ def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
 
 
 def array_records(path: str, name: str) -> Iterator[bytes]:
-    """Yield the records of an ArrayRecord file. ValueError if it cannot be read."""
+    """Yield the records of an ArrayRecord file. Raises ValueError if it cannot be read."""
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError:
@@ -100,7 +100,10 @@ def _features(raw: bytes) -> dict[str, bytes | None] | None:
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, content) of the length-delimited fields of a protobuf message. ValueError if it is not one."""
+    """Yield (number, content) of the length-delimited fields of a protobuf message.
+
+    Raises ValueError if it is not one.
+    """
     position = 0
     while position < len(raw):
         tag, position = _varint(raw, position)

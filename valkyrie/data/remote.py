@@ -103,7 +103,8 @@ def reader_suffix(name: str) -> str:
 def list_remote(pattern: str) -> list[RemoteFile]:
     """Return the files of a URL, a folder URL or a glob of URLs, except hidden ones.
 
-    Returns no files if a glob matches none. Raises ValueError if a file or folder does not exist, or if a request fails.
+    Returns no files if a glob matches none. Raises ValueError if a file or folder does not exist, or if a request
+    fails.
     """
     with _explain_errors(pattern):
         from fsspec.core import url_to_fs

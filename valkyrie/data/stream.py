@@ -97,7 +97,7 @@ class StreamedText:
         """Return the number of lanes of a training batch.
 
         By default, the largest divisor of `batch` that is at most `MAX_LANES` and the number of training units. Raises
-        ValueError if `data.lanes` does not divide `batch` or exceeds the number of training units.
+        Raises ValueError if `data.lanes` does not divide `batch` or exceeds the number of training units.
         """
         lanes = self.config.lanes
         most = min(lanes or MAX_LANES, len(self.train), batch)
@@ -138,7 +138,7 @@ def _describe_units(units: Sequence[Unit]) -> str:
 def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedText:
     """Open the dataset of a config with `source=parquet_stream`, reading the footers of its .parquet files.
 
-    ValueError if a file is cut short or lacks the text column, or if a split would be empty.
+    Raises ValueError if a file is cut short or lacks the text column, or if a split would be empty.
     """
     config.raise_problems()
     files = list_paths(config.paths, config.read_options).files
@@ -211,7 +211,7 @@ class Lane:
     threads: int = 1
 
     def documents(self, start: DocumentPosition) -> Iterator[Tokens]:
-        """Yield the documents of the lane, starting at a position. ValueError if an epoch has no text."""
+        """Yield the documents of the lane, starting at a position. Raises ValueError if an epoch has no text."""
         return self._tokens(self._texts(start))
 
     def fetch(self, positions: Sequence[DocumentPosition]) -> list[Tokens]:

@@ -120,7 +120,10 @@ class StreamLoader(Loader[StreamPosition]):
         return self._step
 
     def position(self) -> StreamPosition:
-        """The position of the next batch in every lane. All processes must call this: each knows only its own lanes."""
+        """Return the position of the next batch in every lane.
+
+        All processes must call this, because each process knows only its own lanes.
+        """
         mine = {str(lane): encode(position) for lane, position in zip(self._my_lanes, self._positions, strict=True)}
         places: dict[str, LanePosition | None] = {}
         for theirs in self._data.team.exchange("positions of the lanes", mine):

@@ -79,7 +79,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 def vocab_size_of(name: str) -> int:
     """Return the vocabulary size of a tokenizer.
 
-    Loads the tokenizer only if it is a .tiktoken file or an encoding that is not in `VOCAB_SIZES`."""
+    Loads the tokenizer only if it is a .tiktoken file or an encoding that is not in `VOCAB_SIZES`.
+    """
     if name in VOCAB_SIZES:
         return VOCAB_SIZES[name]
     file = _find_file(name)
@@ -87,7 +88,7 @@ def vocab_size_of(name: str) -> int:
 
 
 def fingerprint_of(name: str) -> str:
-    """Fingerprint of a tokenizer: a hash of its file, or of its name if tiktoken defines its content."""
+    """Return the fingerprint of a tokenizer: a hash of its file, or of its name if tiktoken defines its content."""
     file = _find_file(name)
     identity = file.identity if file else f"gpt2 {_GPT2_SHA256}" if name == "gpt2" else name
     return digest(f"tokenizer {identity}")[:16]
@@ -104,12 +105,15 @@ def refuse_tokenizer_name(name: str) -> None:
 
 
 def identity_of(name: str) -> dict[str, str]:
-    """Name and fingerprint of a tokenizer, as stored in checkpoints."""
+    """Return the name and fingerprint of a tokenizer, as stored in checkpoints."""
     return {"name": name, "fingerprint": name if name == NO_TOKENIZER else fingerprint_of(name)}
 
 
 def _find_file(name: str) -> _TokenizerFile | None:
-    """File of a tokenizer, or None for `bytes` and tiktoken encodings. ValueError if there is no such tokenizer."""
+    """Return the file of a tokenizer, or None for `bytes` and tiktoken encodings.
+
+    Raises ValueError if there is no such tokenizer.
+    """
     if name in VOCAB_SIZES:
         return None
     if name.endswith(".tiktoken") or ".tiktoken:" in name:

@@ -42,7 +42,7 @@ _INSTALL = "Install it with `uv sync --extra tokenizers` in the clone, or with `
 def json_path(name: str) -> Path | None:
     """Find the tokenizer.json of a tokenizer, given its path, its folder or the name it was trained under.
 
-    Returns None if there is no such file. ValueError for the path of a .json that does not exist.
+    Returns None if there is no such file. Raises ValueError for the path of a .json that does not exist.
     """
     path = Path(name).expanduser()
     if name.endswith(".json"):
@@ -131,7 +131,10 @@ def json_vocab_size(path: Path) -> int:
 
 
 def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
-    """Load the tokenizer in a file. ValueError if it is damaged, has no BOS, or the package tokenizers is missing."""
+    """Load the tokenizer in a file.
+
+    Raises ValueError if it is damaged, has no BOS, or the package tokenizers is missing.
+    """
     content = _read(path)
     added = {token.content: token.id for token in content.added_tokens}
     bos_id = next((added[bos] for bos in _BOS_TOKENS if bos in added), None)
@@ -202,7 +205,7 @@ def training_texts(config: CorpusConfig, counted: TextCounts) -> Iterator[str]:
 def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str, path: Path) -> int:
     """Train a byte-level BPE with at most `vocab` ids, write it to `path`, and return its number of ids.
 
-    The last id is BOS. There are fewer ids than `vocab` if the texts have too few different pairs. ValueError if
+    The last id is BOS. There are fewer ids than `vocab` if the texts have too few different pairs. Raises ValueError if
     `vocab` is below 257 or `pattern` is not in `PATTERNS`.
     """
     if vocab < 257:
@@ -280,7 +283,7 @@ def _as_tiktoken(name: str, content: _TokenizerJson, added: Mapping[str, int]) -
 
 
 def _keeps_text(encoding: tiktoken.Encoding) -> bool:
-    """Whether decoding an encoded text restores it, tested with characters of all Unicode categories.
+    """Return whether decoding an encoded text restores it, tested with characters of all Unicode categories.
 
     tiktoken drops characters that its pattern does not match, while Hugging Face encodes them separately.
     """
@@ -310,7 +313,10 @@ def _split_pattern(content: _TokenizerJson) -> str | None:
 
 
 def _bytes_by_id(name: str, content: _TokenizerJson, encoder: Any) -> list[bytes]:
-    """Return the bytes of every id. Special ids and gaps have none. ValueError for a tokenizer that drops spaces."""
+    """Return the bytes of every id. Special ids and gaps have none.
+
+    Raises ValueError for a tokenizer that drops spaces.
+    """
     kinds = {step.type for step in content.decoder.steps} if content.decoder else set()
     if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
         raise ValueError(

@@ -53,9 +53,9 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_ordinary(self, text: str) -> np.ndarray:
-        """Ids of a text as unsigned integers, without BOS. Names of special tokens are encoded as ordinary text.
+        """Return the ids of a text as unsigned integers, without BOS.
 
-        Lone surrogates are encoded as `?`.
+        Encodes names of special tokens as ordinary text, and lone surrogates as `?`.
         """
 
     @abstractmethod
@@ -102,7 +102,7 @@ def _token_bytes(encoding: tiktoken.Encoding) -> Int32[np.ndarray, " vocab"]:
 
 
 def checked_ids(ids: Ids, tokenizer: Tokenizer) -> np.ndarray:
-    """Return ids as an array. ValueError if the tokenizer does not have one of them."""
+    """Return ids as an array. Raises ValueError if the tokenizer does not have one of them."""
     array = np.asarray(ids, dtype=np.int64).reshape(-1)
     if array.size and not (array.min() >= 0 and array.max() < tokenizer.vocab_size):
         wrong = array[(array < 0) | (array >= tokenizer.vocab_size)][0]

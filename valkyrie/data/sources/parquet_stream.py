@@ -86,5 +86,6 @@ class Config(TextConfig):
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
         """Check that the files can be opened and that neither split is empty. Raises ValueError if not.
 
-        Names and sizes of the files are compared across processes later, when the run starts."""
+        Names and sizes of the files are compared across processes later, when the run starts.
+        """
         return DataCheck(self.open(tokenizer).describe())

@@ -83,11 +83,11 @@ class Config(DocumentConfig):
         return ReadOptions().cache_identity | {"synthetic": settings}
 
     def about(self) -> dict[str, object]:
-        """The settings, and the lowest loss a model can reach."""
+        """Return the settings, and the lowest loss that a model can reach."""
         keys = ("documents", "mean_length", "states", "generator_seed")
         return {**{key: getattr(self, key) for key in keys}, "entropy_nats_per_token": entropy()}
 
 
 def entropy() -> float:
-    """Entropy of a step of the chain, in nats: the lowest loss per token inside a document."""
+    """Return the entropy of a step of the chain, in nats: the lowest loss per token inside a document."""
     return -math.fsum(weight * math.log(weight) for weight in SUCCESSOR_WEIGHTS)

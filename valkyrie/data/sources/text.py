@@ -42,7 +42,10 @@ class Config(CorpusConfig):
         return [*super().problems(), *path_problems(self.paths)]
 
     def list_files(self) -> Listing:
-        """The files matched by `paths`. ValueError if a path matches none, or if a file's language is unknown."""
+        """Return the files matched by `paths`.
+
+        Raises ValueError if a path matches none, or if a file's language is unknown.
+        """
         return list_paths(self.paths, self.read_options)
 
     def cache_identity(self) -> dict[str, object]:

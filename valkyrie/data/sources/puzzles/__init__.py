@@ -37,8 +37,8 @@ class SampleConfig:
     Args:
         train: number of puzzles for training.
         validation: number of puzzles for evaluation.
-        guesses: minimum difficulty, which is the number of guesses that a solver needs, or the rating in a CSV. 0 selects
-            all puzzles.
+        guesses: minimum difficulty: the number of guesses that a solver needs, or the rating in a CSV. 0 selects all
+            puzzles.
         seed: seed of the sample.
     """
 
@@ -69,7 +69,10 @@ class PuzzleConfig(DataConfig):
 
     @abstractmethod
     def shape(self) -> PuzzleShape:
-        """The shape of the puzzles, from the settings or the beginning of the files. ValueError if they are invalid."""
+        """Return the shape of the puzzles, from the settings or the beginning of the files.
+
+        Raises ValueError if they are invalid.
+        """
 
     def problems(self) -> list[Problem]:
         return [*super().problems(), *bucket_problems("data.cache_dir", self.cache_dir)]
@@ -102,7 +105,7 @@ class Config(PuzzleConfig):
         return problems
 
     def shape(self) -> PuzzleShape:
-        """The sizes of the puzzles, read from the first lines of the data files."""
+        """Return the sizes of the puzzles, read from the first lines of the data files."""
         from valkyrie.data.sources.puzzles.folder import open_puzzles
         from valkyrie.data.sources.puzzles.tables import find_tables
 
@@ -120,7 +123,7 @@ class Config(PuzzleConfig):
 
     @property
     def folder(self) -> Path:
-        """The folder in `paths`. ValueError if it is not an existing folder."""
+        """The folder in `paths`. Raises ValueError if it is not an existing folder."""
         path = Path(self.paths[0]).expanduser()
         if not path.is_dir():
             raise ValueError(

@@ -150,7 +150,7 @@ def _load(file: Path) -> np.ndarray:
 
 
 def _check_cells(array: np.ndarray, file: Path, metadata: _Metadata) -> np.ndarray:
-    """Return the array of a file. ValueError if its cells or values do not match the metadata."""
+    """Return the array of a file. Raises ValueError if its cells or values do not match the metadata."""
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{file} is {array.dtype}{list(array.shape)}, but must be integers of [examples, cells].")
     if array.shape[1] != metadata.seq_len:

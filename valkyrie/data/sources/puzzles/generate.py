@@ -45,7 +45,7 @@ def count_guesses(givens: np.ndarray, side: int) -> np.ndarray:
 
 
 def count_solutions(givens: np.ndarray, side: int, at_most: int = 2) -> np.ndarray:
-    """Number of solutions of each puzzle, counted up to `at_most`."""
+    """Count the solutions of each puzzle, up to `at_most`."""
     return _search(_masks(givens, side), side, at_most)[0]
 
 
@@ -100,7 +100,7 @@ def _full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
 
 
 def _fill_forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fill in forced digits until there are none left. Returns the masks, and False for each grid with a contradiction."""
+    """Fill in forced digits until none are left. Returns the masks, and False for each grid with a contradiction."""
     masks, alive, working = masks.copy(), np.ones(len(masks), bool), np.arange(len(masks))
     while len(working):
         before = masks[working]
@@ -114,7 +114,8 @@ def _fill_forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
 def _fill_forced_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Exclude the digits that are already set in a unit, then set the digits that have one possible cell in a unit.
 
-    Returns the same values as `_fill_forced`."""
+    Returns the same values as `_fill_forced`.
+    """
     single = _is_single(masks)
     certain = np.where(single, masks, 0)
     sound, excluded, full = np.ones(len(masks), bool), np.zeros_like(masks), (1 << side) - 1
@@ -172,7 +173,8 @@ def _broadcast_to_cells(values: np.ndarray, unit: _Unit, side: int) -> np.ndarra
 def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return one copy of each grid per possible digit of its branching cell, with the cell set to that digit.
 
-    Also returns the index of the original grid of each copy."""
+    Also returns the index of the original grid of each copy.
+    """
     if not len(masks):
         return masks, np.zeros(0, np.int64)
     cells, rows = _branching_cells(masks), np.arange(len(masks))

@@ -26,8 +26,8 @@ _AT_ONCE = 1000
 def prepare_sudoku(config: sudoku.Config, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
     """Open generated puzzles, generating them if they are not in the cache.
 
-    Before generating 9x9 puzzles, which takes minutes, calls `say` with a message. ValueError for mistakes in the
-    settings, DiskError if the cache cannot be written.
+    Before generating 9x9 puzzles, which takes minutes, calls `say` with a message. Raises ValueError for mistakes in
+    the settings, and DiskError if the cache cannot be written.
     """
     options = config.sudoku
     settings = [options.side, options.train, options.validation, options.guesses, options.clues, options.seed]

@@ -54,7 +54,7 @@ class PuzzleTable:
 
     @cached_property
     def alphabet(self) -> Alphabet:
-        """Alphabet of the first puzzle. ValueError if it is neither a Sudoku nor a maze."""
+        """Alphabet of the first puzzle. Raises ValueError if it is neither a Sudoku nor a maze."""
         sudoku = {16: Alphabet.sudoku_4x4, 81: Alphabet.sudoku_9x9}
         number, question, _, _ = next(islice(self._rows(), 1), (0, "", "", "0"))
         kind = sudoku.get(len(question), Alphabet.maze)
@@ -70,7 +70,7 @@ class PuzzleTable:
     def read(self, rating: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the questions and answers with at least this rating, each [puzzles, cells].
 
-        ValueError, with the line, for invalid rows.
+        Raises ValueError, with the line, for invalid rows.
         """
         values = np.zeros(256, np.uint8)
         values[list(self.alphabet.value.encode())] = np.arange(len(self.alphabet.value)) + 1
@@ -119,7 +119,7 @@ class PuzzleTable:
 def find_tables(folder: Path) -> dict[str, PuzzleTable] | None:
     """Return the tables `train.csv` and `test.csv` of a folder, or None if both are missing.
 
-    ValueError if only one is missing, or if their puzzles have different sizes.
+    Raises ValueError if only one is missing, or if their puzzles have different sizes.
     """
     tables = {split: PuzzleTable(folder / f"{name}.csv") for split, name in FOLDERS.items()}
     exists = {split: table.path.is_file() for split, table in tables.items()}
