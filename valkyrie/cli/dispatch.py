@@ -1,4 +1,4 @@
-"""The body of `valkyrie-train`: composes and checks the run without JAX, then executes its mode."""
+"""Implements `valkyrie-train`: composes and checks the run without JAX, then executes its mode."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SWEEP_FAILED = 1
 
 
 def dispatch() -> None:
-    """Entry point of `valkyrie-train`.
+    """Run `valkyrie-train` with the arguments in `sys.argv`.
 
     User errors print a message without a traceback and exit with status 2; set HYDRA_FULL_ERROR=1 to see the traceback.
     """

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: their `main`, one-line error messages, and silent exits when a pipe closes."""
+"""Shared by all commands: running `main`, one-line error messages, and a silent exit when a pipe closes."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:
-    """Run a command and exit with the status that `body` returns, if any.
+    """Run a command, and exit the process if `body` returns a status or fails.
 
     For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2. If `argv` is
     None and the command fails, also forces the process to exit if the interpreter's exit hangs (`limit_failed_exit`).
 
     Args:
-        command: the name of the command, for messages.
-        body: called with the arguments.
-        argv: the arguments, or None for those of the process.
+        command: Name of the command, for messages.
+        body: Called with the arguments. Returns the exit status, or None for 0.
+        argv: The arguments, or None for those of the process.
     """
     with limit_failed_exit() if argv is None else contextlib.nullcontext():
         _run_command(command, body, argv)

@@ -1,4 +1,4 @@
-"""`valkyrie-train`. Installs the Ctrl-C handler before heavy imports, so that Ctrl-C never shows a traceback."""
+"""Starts `valkyrie-train`. Installs the Ctrl-C handler before heavy imports, so that Ctrl-C never shows a traceback."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _run_steps(
 def _steps_finding(
     program: StepProgram, metrics: list[dict[str, np.ndarray]], seconds: list[float], devices: Devices
 ) -> Finding:
-    """Return a failure for the first step with a loss or gradient that is not finite, or the losses and step time."""
+    """Return a failure if a step has a loss or gradient that is not finite, else the losses and step time."""
     for step, values in enumerate(metrics, 1):
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             bad = np.flatnonzero(~np.isfinite(values["leaf_norms"]))

@@ -85,7 +85,7 @@ TEAM_CHECKS = (
     Check("same data", disks.check_same_data),
     Check("shared folder", disks.check_shared_folder),
 )
-"""Checks that all connected processes run together, in this order."""
+"""Checks that compare the connected processes. Every process runs them in this order."""
 
 
 def examine(run: Run, console: Console, steps: int | None) -> int:

@@ -50,12 +50,12 @@ def pareto_ids(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -
 
 
 def peak_memory(row: Row) -> int | None:
-    """Peak memory per device, in bytes."""
+    """Return the peak memory per device, in bytes, or None if unknown."""
     return row.peak
 
 
 def chip_price(row: Row) -> float | None:
-    """Price of a chip, in dollars per hour."""
+    """Return the on-demand price of a chip, in dollars per hour, or None if unknown."""
     return row.price
 
 
@@ -179,10 +179,10 @@ def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
 
 
 def agreement(pairs: Sequence[RowPair]) -> float | None:
-    """Return how often predictions rank two layouts of one workload in the measured order, from 0 to 1.
+    """Return the share of pairs of layouts that predictions rank in the measured order (concordance).
 
-    This is Kendall's concordance. Ignores equal predictions, and measurements that differ only by noise. Returns None
-    if no two layouts remain.
+    Compares only layouts of one workload with the same kinds of speed. Ignores equal predictions, and measurements that
+    differ only by noise. Returns None if no two layouts remain.
     """
     agree = total = 0
     for i, pair in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""Reads the sweeps and training runs below a path, from `trials.jsonl` and run folders, and converts them to rows."""
+"""Reads the trials of sweeps and training runs at or below a path, and converts them to rows."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _quantitative(field: str, **options: Any) -> Spec:
 
 
 def _tooltip(*fields: tuple[str, str] | tuple[str, str, str]) -> list[Spec]:
-    """Return a tooltip. Each field is a name, a title, and for numbers a format."""
+    """Return the encoding of a tooltip. Each field is (name, title), or (name, title, format) for a number."""
     return [
         _quantitative(name, title=title, format=format_spec[0]) if format_spec else _nominal(name, title=title)
         for name, title, *format_spec in fields
@@ -132,7 +132,7 @@ def bars(data: Values) -> Spec:
 
 
 def heat(data: Values) -> Spec:
-    """Return a heat map of the best tokens/s/chip over MP1 x MP2 (model-parallel sizes) per data-parallel size.
+    """Return one heat map for each degree of DP. Its cells show the best tokens/s/chip by the degrees of MP1 and MP2.
 
     Cells without a speed are empty, with the reason as tooltip.
     """
@@ -173,10 +173,10 @@ def heat(data: Values) -> Spec:
 
 
 def memory(data: Values) -> Spec:
-    """Return a scatter plot of memory and speed, with Pareto fronts and the region that does not fit.
+    """Return a scatter plot of memory and speed, with Pareto fronts. If there are no speeds, a bar chart of memory.
 
-    The region takes at most a quarter of the memory axis. Points beyond the end of the axis are drawn at its end. If
-    there are no speeds, returns a bar chart of memory.
+    The region beyond the usable memory is shaded and takes at most a quarter of the memory axis. Points beyond the end
+    of the axis are drawn at its end.
     """
     unit, usable, chart_title = data[0]["unit"], data[0]["usable"], data[0]["far"]
     x = _quantitative("peak", title=f"peak memory per device, {unit}", axis={"tickCount": 8})

@@ -23,7 +23,7 @@ Facts = dict[str, str | Sequence[str]]
 _DIGITS = 6
 """Significant digits of numbers in the data of the HTML report."""
 _MIN_LISTED_SHARE = 0.001
-"""Smallest share of a step for which details list a part."""
+"""Parts that take less than this share of the step time are omitted from a layout's details."""
 
 
 class ColumnHead(NamedTuple):
@@ -72,7 +72,7 @@ def _cell(column: Column[Row], row: Row) -> str:
 
 
 def training_table(rows: Sequence[Row]) -> TextTable:
-    """Return a table of how training runs spent their wall time, longest first."""
+    """Return a table of the wall time, goodput and overheads of training runs, longest run first."""
     heads = [
         ColumnHead("training"),
         *(ColumnHead(label, "number") for label in ("steps", "wall time", "goodput", "restarts")),
@@ -147,7 +147,7 @@ def answer_table(answer: SearchAnswer) -> TextTable:
 
 
 def details(row: Row) -> Facts:
-    """Return the facts in the details of a layout on the HTML page, by name. Omits unknown ones."""
+    """Return the facts that the HTML report shows as the details of a layout, by name. Omits unknown ones."""
     about, results = row.about, row.trial.results
     compile_s, reported_peak = results.compile.compile_s, results.memory.reported_peak
     unfinished = "" if results.finished else ", not finished"

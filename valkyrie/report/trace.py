@@ -113,7 +113,10 @@ def make_timeline(events: Sequence[Mapping[str, Any]], limit: int = MAX_SPANS) -
 
 
 def read_torus(row: Row) -> TorusDrawing | None:
-    """Read the positions of a row's mesh on the target's torus. Returns None if unknown, or if there are too many."""
+    """Read the positions of a row's mesh on the target's torus.
+
+    Returns None if they are unknown or a slice has more than `MAX_CHIPS` chips.
+    """
     about, topology = row.about, target_torus(row.about)
     if topology is None:
         return None

@@ -119,8 +119,8 @@ def memory(rows: Sequence[Row]) -> Values:
 
     If no row has a speed, `rate` is None and the `BARS` rows with the least memory are returned, sorted by memory.
 
-    `usable`, the usable memory per device, is the same in all records. It is None if unknown. It is also None if it is
-    more than `FAR_FACTOR` times the largest peak, and `far` is then a sentence that says so.
+    All records have the same `usable`: the smallest usable memory per device, or None if unknown. If it is more than
+    `FAR_FACTOR` times the largest peak, `usable` is None too, and `far` is a sentence that explains why.
     """
     row_labels, pareto_front = labels(rows), pareto_ids(rows, peak_memory)
     has_speeds = any(row.ranked and row.peak for row in rows)
@@ -210,7 +210,7 @@ def sent(rows: Sequence[Row]) -> Values:
 
 
 def wall_times(rows: Sequence[Row]) -> Values:
-    """Return the wall time of training runs by kind (steps, compile, saving, ...), longest training first.
+    """Return the wall time of the `BARS` longest training runs by kind (steps, compile, saving, ...), longest first.
 
     Labels are run names if these are unique, else layouts.
     """

@@ -154,7 +154,7 @@ def _layout_text(row: Row, several_workloads: bool) -> str:
 
 
 def _explain_workload(rows: Sequence[Row]) -> list[str]:
-    """Explain why the first row is faster than the best row of each other partition, and why others have no speed.
+    """Explain why the first row is faster than the best row of each other partition, or why a partition has no speed.
 
     If a row's partition is equivalent to a simpler one on its mesh, the row is treated as having the simpler one.
     """
@@ -183,7 +183,7 @@ def _describe_equal(partition: str, rows: Sequence[Row], simplest: dict[str, str
 
 
 def explain_ratio(fast: Row, slow: Row) -> str:
-    """Compare two speeds in a sentence, followed by the parts of the steps that explain the difference."""
+    """Return a sentence with the ratio of two speeds, followed by sentences that explain the difference."""
     assert fast.rate_per_chip and slow.rate_per_chip
     ratio, (a, b) = fast.rate_per_chip / slow.rate_per_chip, distinguishing_names(fast, slow)
     if within_noise(fast.trial, slow.trial) and (noise := _describe_noise(fast, slow)):

@@ -127,8 +127,9 @@ def _distinct_meshes(
 ) -> Iterator[tuple[str, MeshConfig]]:
     """Yield the meshes to try with a partition, as (name, mesh with its placement). Omits duplicates (see `Same`).
 
-    Appends a problem to `skipped` for each duplicate mesh and each mesh that the partition cannot use. If the partition
-    can use none of them, yields the first one, so that its refusal is recorded.
+    `meshes` has (mesh, whether a pattern enumerated it) by name. Enumerated meshes that the partition cannot use are
+    omitted too. Appends a problem to `skipped` for each omitted mesh. If no mesh remains, yields the first one, so that
+    its refusal is recorded.
     """
     platform = get_platform(run.config.target.platform)
     has_torus = platform.has_torus or (has_accelerators and platform.jax_name is None)
@@ -172,7 +173,7 @@ def _mesh_problem(layout: Layout, problems: Sequence[Problem]) -> Problem | None
 
 
 def _role_degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
-    """Return the number of devices over which each role splits the work. Counts the axis between slices separately."""
+    """Return ((is between slices, role), devices) for each role, where `devices` is the product of its axis sizes."""
     sizes: dict[tuple[bool, Role], int] = {}
     for axis, role in layout.roles.items():
         if layout.mesh.axes[axis] > 1:
@@ -270,7 +271,7 @@ def _with_placements(space: SpaceConfig, run: Run, mesh: MeshConfig) -> Iterator
 
 
 def _range_problem(space: SpaceConfig, run: Run) -> Problem | None:
-    """Return a problem if the model's parameters or FLOPs are outside the range of the space, else None."""
+    """Return a problem if the model's parameters or FLOPs per token are outside the range of the space, else None."""
     values = {
         "parameters": run.model.parameter_count,
         "flops_per_token": lambda: run.model.flops_per_token(run.config.seq),

@@ -26,7 +26,7 @@ from valkyrie.runs.folder import key_value
 from valkyrie.trees import get_value, with_value
 
 _REFERENCE = r"\$\{{[^}}]*\b(?:{key}\b|(?:{nodes})\b(?!\.))"
-"""Pattern of a `${...}` reference to a config key or a node that contains it. A template with `key` and `nodes`."""
+"""Regular expression that matches a `${...}` reference to `key` or to one of `nodes`, the nodes that contain it."""
 _LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
 
 

@@ -32,7 +32,7 @@ STOPPED = "sweep interrupted: finished trials are recorded. Run the same command
 _FAILED = "sweep failed: finished trials are recorded. Run the same command again to do the remaining ones."
 
 _started_sweeps: ContextVar[list[SweepEnd]] = ContextVar("_started_sweeps")
-"""`SweepEnd` callbacks of the multirun inside `print_results_at_end`. Hydra drops its references when interrupted."""
+"""`SweepEnd` callbacks of the multirun inside `print_results_at_end`. If interrupted, Hydra drops its own list."""
 
 
 def find_sweep_end(context: HydraContext) -> SweepEnd | None:

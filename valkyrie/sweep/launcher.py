@@ -33,7 +33,7 @@ SIDE_BY_SIDE = (
     "CONCURRENT MEASUREMENTS: hydra.launcher.jobs={jobs} runs {jobs} trials at a time on this machine, so they slow "
     "each other down. For comparable times, omit hydra.launcher.jobs."
 )
-"""Warning if several trials that measure time run at once."""
+"""Warning printed before a sweep that runs several timed trials at once."""
 _REPORT_EVERY_S = 10.0
 """Seconds between progress lines while a long sweep is planned and the output is not a terminal."""
 

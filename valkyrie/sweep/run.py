@@ -1,4 +1,4 @@
-"""Carries out trials: skips recorded ones, refuses illegal ones, runs the others and records their results."""
+"""Runs the trials of a sweep and records their results. Skips trials that are already recorded or illegal."""
 
 from __future__ import annotations
 
@@ -150,7 +150,10 @@ def _start_next(
     trials: dict[str, Trial],
     watcher: Watcher | None,
 ) -> bool:
-    """Start the first waiting trial that no other sweep is running, or use its record. Returns whether it did."""
+    """Start the first waiting trial that no other sweep is running, or use its record if it has been run since.
+
+    Returns False if all waiting trials are locked.
+    """
     for plan in waiting:
         if plan.key in trials:  # another job has the same key
             waiting.remove(plan)

@@ -30,7 +30,7 @@ LAYOUT_KEYS = {
     "remat": "remat",
     "mesh.placement": "placements",
 }
-"""Keys of a run, with the key of the space that each one replaces when given on the command line."""
+"""Keys of a run that set its layout. On the command line, each replaces the key of the space that it maps to."""
 
 
 class Same(Enum):
@@ -51,16 +51,18 @@ class SpaceConfig:
     """The space of `hydra/sweeper=layouts`. `conf/hydra/sweeper/layouts.yaml` has an example of each key.
 
     Args:
-        meshes: Sizes joined by x. With letters, every factorisation of the devices (`AxBxC`, `2sAxBxC`).
-        devices: Number of devices to factorise. None uses the target's, or those of the mesh with `target=auto`.
+        meshes: Meshes such as `4x4x2`, or patterns: `AxBxC` is every factorisation of the devices into three axes,
+            `2sAxBxC` the same within each of two slices.
+        devices: Number of devices to factorise, or None for the target's. With `target=auto`, None means the number of
+            devices in the mesh of the run.
         partitions: Names, or `all`.
         microbatches: Numbers of microbatches, or None to use the run's.
         remat: Names of remat policies, or None to use the run's.
         placements: `default`, `all`, or lists of mesh axes such as `z,x,y`.
         vary: Values of other keys or groups: a list, or a text in command-line syntax (`512,1024`). Keys joined by
             commas vary together.
-        parameters: Smallest and largest parameter count of a model. None within the list means no bound.
-        flops_per_token: Smallest and largest forward FLOPs per token.
+        parameters: Smallest and largest parameter count of a model, in a list. A bound of None means no limit.
+        flops_per_token: Smallest and largest forward FLOPs per token, in a list. A bound of None means no limit.
         same: Which meshes count as duplicates.
     """
 

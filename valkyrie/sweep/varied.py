@@ -12,10 +12,11 @@ from valkyrie.runs.folder import key_values
 from valkyrie.sweep.trial import Trial
 
 _TRIAL_GROUPS = {"name", "runs", "resume", "trial", "tracking", "hydra"}
+"""Config groups that only name, locate, limit or track trials."""
 _GROUPS_WITHOUT_EFFECT = {"mesh", "partition", "microbatches", "remat", "placement", "mode", "target"} | _TRIAL_GROUPS
-"""Config groups that do not affect the computation of a step. The group of a key is the part before its first dot."""
+"""Config groups that do not change the workload: those that choose the layout, mode or target, and `_TRIAL_GROUPS`."""
 _DESCRIBED_FIELDS = ("model", "batch", "seq")
-"""Fields of `Trial.about` that tables show anyway. A setting that follows from them is not listed as varied."""
+"""Fields of `Trial.about` that tables show anyway. A setting that they determine is not listed as varied."""
 _MODEL_GROUPS = {"model"}
 """Config groups in which settings are compared across all sweeps, stages and targets."""
 _STEP_GROUPS = _MODEL_GROUPS | {"precision", "optimizer"}
@@ -28,8 +29,8 @@ def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, 
     A key is varied if its value differs between trials of one sweep, stage and target. Keys of the precision or
     optimizer are compared across sweeps too, and keys of the model also across stages and targets.
 
-    Omits keys whose value follows from the model, batch and sequence length, or from another varied key. Shortens keys
-    to the part after their last dot if that is unique.
+    Omits keys whose value is determined by the model, batch and sequence length, or by another varied key. Shortens
+    keys to the part after their last dot if that is unique.
 
     Records contain all settings of the model, precision and optimizer. Settings of other groups, and of older records,
     are known only if the command line set them.
@@ -102,9 +103,9 @@ def _differing_keys(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
 
 
 def _distinguishing_keys(trials: Sequence[tuple[Trial, dict[str, str]]], keys: Sequence[str]) -> list[str]:
-    """Return the keys whose values do not follow from the fields in `_DESCRIBED_FIELDS` and from earlier keys.
+    """Return the keys whose values are not determined by the fields in `_DESCRIBED_FIELDS` and the keys before them.
 
-    Keys of the group `precision` must not follow from the field `precision` either.
+    For keys of the group `precision`, the field `precision` is one of these fields too.
     """
     described: list[tuple[str, ...]] = [
         tuple(str(getattr(trial.about, key, None)) for key in _DESCRIBED_FIELDS) for trial, _ in trials
