@@ -123,7 +123,7 @@ def _list_rows(rows: Sequence[Row]) -> str:
 
 
 def _saved_run(row: Row) -> Run | None:
-    """Return the run of a trial from its `run.yaml`, or None if it has none.
+    """Return the run of a trial from its `run.yaml`, or None if there is no such file.
 
     Composing the trial's overrides again would not be enough: other settings would take today's defaults.
     """
@@ -133,7 +133,7 @@ def _saved_run(row: Row) -> Run | None:
 
 
 def _check_path(path: Path) -> None:
-    """Raise ValueError if a path has no trials."""
+    """Raise ValueError if a path does not exist or has no trials."""
     if not path.exists():
         raise ValueError(f"paths: {path} does not exist. {_PATHS_HINT}")
     try:

@@ -44,8 +44,9 @@ class ReplayFit:
     Args:
         steps: Steps that were both measured and replayed.
         before: Measured over predicted seconds of each step, with the factor before the fit.
-        left_out: The same with a factor fitted to the other families, or None if there is only one family.
-        fitted: The factor and its interval.
+        left_out: Measured over predicted seconds of each step, with a factor fitted to the other families. None if
+            there is only one family.
+        fitted: The factor and its error interval.
     """
 
     steps: list[ReplayedStep]
@@ -102,8 +103,8 @@ def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int
 def _fit_steps(steps: list[ReplayedStep], before: list[float]) -> ReplayFit | None:
     """Fit one replay factor to all steps (`median_by_family` of their ratios). Returns None if there are no steps.
 
-    Also computes the error of each step with a factor fitted to the other families only. `before` has the ratio of
-    measured to predicted seconds of each step before the fit.
+    Each step is also predicted with a factor fitted to the other families only, which gives the errors. `before` has
+    the ratio of measured to predicted seconds of each step before the fit.
     """
     families = {step.family for step in steps}
     factor = median_by_family([(step.family, step.ratio) for step in steps])

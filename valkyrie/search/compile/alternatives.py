@@ -18,13 +18,16 @@ from valkyrie.train.program import StepProgram
 
 
 def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...]:
-    """Return up to `count` legal changes that need less memory, the largest saving first.
+    """Suggest up to `count` legal changes that save memory, sorted by largest saving.
 
-    Each changes microbatches, partition or remat. A change is sufficient if it saves at least `missing` bytes. If any
-    is, the list contains the sufficient change with the smallest saving. If none is, the list starts with full remat
-    and the smallest sufficient number of microbatches, if there is one. Remat policies with offload contribute only the
-    largest saving and the smallest sufficient one, and so do those without. Savings are the estimates of `mode=show`,
-    which can be off by a factor of two for activations.
+    Each change sets microbatches, partition or remat. A change is sufficient if it saves at least `missing` bytes.
+
+    - If one is sufficient, the list includes the sufficient change with the smallest saving.
+    - Otherwise, the list starts with full remat and the smallest sufficient number of microbatches, if there is one.
+    - Two changes at most set a remat policy with offload: the one with the largest saving, and the smallest sufficient
+      one. The same holds for policies without offload.
+
+    Savings are the estimates of `mode=show`. Those of activations can be off by a factor of two.
     """
     current_bytes = _estimated_bytes(run)
 
@@ -74,7 +77,7 @@ def other_partitions(run: Run) -> tuple[OtherPartition, ...]:
 
 
 def _bytes_sent_for_data(run: Run) -> int | None:
-    """Return the bytes that one device sends per step if all mesh axes split only data, otherwise None.
+    """Return the bytes that one device sends per step, or None if a mesh axis splits weights, sequence or layers.
 
     On n devices, a ring sends (n-1)/n of an array in an all-gather, and twice that in an all-reduce. In each
     microbatch, parameters are gathered for the forward and for the backward pass, and gradients are all-reduced. The

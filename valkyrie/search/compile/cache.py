@@ -1,9 +1,9 @@
 """The compile cache: results by request, and programs by the compiler's input.
 
-`compile/requests/KEY` holds the outcome of a run. Its key covers the run's settings and all source code: it is computed
-without JAX, but changes with every edit. `compile/programs/KEY` holds a compiled program. Its key covers the lowered
-StableHLO, the devices, and the compiler's options, flags and version. After an edit that does not change the program,
-the run is lowered again but not compiled again. Does not import JAX.
+`compile/requests/KEY` holds the outcome of a run. Its key covers the run's settings and all source code, so every edit
+of the code changes it. Computing it does not need JAX. `compile/programs/KEY` holds a compiled program. Its key covers
+the lowered StableHLO, the devices, and the compiler's options, flags and version. After an edit that does not change
+the program, the run is lowered again but not compiled again. This module does not import JAX.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class ProgramRecord:
 
 
 def requests_folder() -> Path:
-    """Return the folder of outcomes, with one folder per request."""
+    """Return the folder that has one folder per request, with its outcome."""
     return cache_root() / "compile" / "requests"
 
 
 def programs_folder() -> Path:
-    """Return the folder of compiled programs, with one folder per program."""
+    """Return the folder that has one folder per compiled program."""
     return cache_root() / "compile" / "programs"
 
 
@@ -135,7 +135,7 @@ def compiler_flags() -> list[str]:
 def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:
     """Return the outcome of a request, or None if it is missing or damaged.
 
-    Also None if the layout fits but its program is not in the cache or, with `hlo`, is not stored as text.
+    Also returns None if the layout fits, but its program is not in the cache or, with `hlo`, is not stored as text.
     """
     try:
         outcome = read_record(CompileOutcome, folder / OUTCOME)
@@ -151,7 +151,7 @@ def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:
 def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
     """Return the record of a compiled program, or None if it or the module is missing or damaged.
 
-    With `hlo`, also None if the program fits but is not stored as text.
+    With `hlo`, also returns None if the program fits but is not stored as text.
     """
     try:
         program = read_record(ProgramRecord, folder / PROGRAM)

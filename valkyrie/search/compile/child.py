@@ -1,9 +1,9 @@
 """Child process that compiles the step of a run for its target and writes the outcome.
 
 `python -m valkyrie.search.compile.child FOLDER PARENT [--ignore-cache]` reads FOLDER/run.yaml and writes
-FOLDER/outcome.json. It compiles the program into FOLDER/KEY, unless it is in the cache. `--ignore-cache` ignores the
-cache. This is a separate process, because compilers may abort or never return. It exits and removes its folder when the
-process PARENT has ended.
+FOLDER/outcome.json. It compiles the program into FOLDER/KEY, unless the cache has the program. `--ignore-cache`
+compiles it in any case. This is a separate process, because compilers may abort or never return. It removes its folder
+and exits when the process PARENT has ended.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def compile_within_memory(
     """Return the result of `compile` and the options used.
 
     If the TPU compiler refuses a program that needs at most `MAX_EXCESS` times the available memory, compiles it again
-    with options that save memory. If that does not help either, raises the first error.
+    with options that save memory. If the program still does not fit, raises the first error. Other errors are raised.
     """
     from valkyrie.train.options import add_saving_options
 
@@ -198,11 +198,12 @@ def compile_within_memory(
 def peak_without_host(
     compiled: Any, compile: Callable[..., Any], options: list[Option], platform: Platform
 ) -> int | None:
-    """Return the peak device memory of a TPU program with arrays in host memory, in bytes, or None for other programs.
+    """Return the peak device memory, in bytes, of a TPU program that keeps temporaries in host memory.
 
-    XLA reports only the sum of both memories. With a limit of 1 MiB of device memory, `compile(compiler_options=...)`
-    fails within seconds and reports the device memory that it needs, within 2% of a complete compile
-    (experiments/LOG.md).
+    XLA's own peak of such a program is the sum of device and host memory. This function compiles it again with a limit
+    of 1 MiB of device memory. That fails within seconds, and the error reports the device memory that the program
+    needs, within 2% of a complete compile (experiments/LOG.md). Returns None for other programs, for which XLA's peak
+    is right, and if the error has no such number.
     """
     sizes, limit = compiled.memory_analysis(), platform.memory_limit_option
     if limit is None or sizes is None or not sizes.host_temp_size_in_bytes:
@@ -229,9 +230,9 @@ def _explain_scratch_memory(text: str) -> str | None:
 
 
 def _describe_placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """Describe the place of each mesh axis on the torus, one per line, and the `mesh.placement` that results in it.
+    """Return lines that describe where each mesh axis is on the torus, and the `mesh.placement` that puts it there.
 
-    Empty on platforms without a torus.
+    Returns no lines on platforms without a torus.
     """
     if not get_platform(run.config.target.platform).has_torus:
         return ()
@@ -246,7 +247,7 @@ def _describe_placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 
 
 def parse_shortage(text: str) -> MemoryReport:
-    """Parse the compiler's error for a program that needs too much memory."""
+    """Parse the compiler's out-of-memory error: bytes needed, bytes usable, and the largest allocations."""
     report = parse_out_of_memory(text)
     return MemoryReport(needed=report.needed, usable=report.usable, largest=report.largest)
 

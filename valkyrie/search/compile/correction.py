@@ -1,9 +1,10 @@
 """Corrects replayed step times by published runs, and derives the interval of a prediction.
 
 `published.json` has the ratio of measured to replayed seconds of every published run. It is written by
-experiments/published/predict.py. Replays are multiplied by the median ratio on their chip (the median over families),
-and by a factor for every doubling of slices. Errors are cross-validated: the prediction of a published run excludes the
-runs of its family. If `mode=calibrate` has set `target.chip.replay`, the factor of the chip and the errors come from
+experiments/published/predict.py. A family is a group of published runs with the same recipe on the same chip. Replayed
+times are multiplied by two factors. One is the median ratio of the chip (the median over families). The other is a
+slowdown for every doubling of slices. Errors are cross-validated: each published run is predicted with factors fitted
+without its family. If `mode=calibrate` has set `target.chip.replay`, the factor of the chip and the errors come from
 the user's own runs instead.
 """
 
@@ -27,7 +28,10 @@ MIN_RUNS = 4
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run. `ratio` is measured over replayed seconds per step. Runs of a `family` share recipe and chip."""
+    """A published run, with its id `row`. `ratio` is measured over replayed seconds per step.
+
+    Runs of the same `family` have the same recipe and chip.
+    """
 
     row: str
     model: str
@@ -46,7 +50,7 @@ class Correction:
         chip_factor: Median ratio of measured to replayed time on this chip.
         slices_factor: Slowdown from waiting for other slices; 1 for one slice.
         rows: Number of runs that `chip_factor` is fitted to.
-        families: Number of recipes (after `mode=calibrate`, of models and batches) among these runs.
+        families: Number of families among these runs. After `mode=calibrate`, a family is a model, batch and length.
     """
 
     chip_factor: float
@@ -106,12 +110,14 @@ def median_by_family(ratios: Sequence[tuple[str, float]]) -> float | None:
 
 
 def published_interval(rows: Sequence[PublishedRun], chip: str, step_s: float) -> StepInterval | None:
-    """Return the range of a predicted step of `step_s` seconds of a dense transformer, from errors of published runs.
+    """Return the range of a predicted step of a dense transformer, from the prediction errors of published runs.
 
-    - If the chip has runs of several recipes, the cross-validated errors of these.
-    - If it has runs of one recipe, or fewer than `MIN_RUNS`, the cross-validated errors on all chips.
-    - If it has none, the prediction has no factor for the chip. The range is then the largest error of uncorrected
-      predictions on the other chips, in both directions.
+    `step_s` is the predicted time in seconds. Which errors are used depends on the runs on the chip:
+
+    - Several recipes and at least `MIN_RUNS` runs: the range covers the cross-validated errors of these runs.
+    - One recipe, or fewer runs: the range covers the cross-validated errors of the runs on all chips.
+    - No runs: the prediction has no factor for the chip. The range extends in both directions by the largest error of
+      predictions without such a factor on the other chips.
 
     Returns None if there are fewer than `MIN_RUNS` such errors.
     """
@@ -136,9 +142,9 @@ def published_interval(rows: Sequence[PublishedRun], chip: str, step_s: float) -
 
 
 def held_out_ratio(rows: Sequence[PublishedRun], row: PublishedRun) -> float | None:
-    """Return measured over predicted seconds of a published run, corrected by the runs of the other families.
+    """Return measured over predicted seconds of a published run. The prediction is fitted to the other families.
 
-    None if no other family has runs on its chip.
+    Returns None if no other family has runs on the same chip.
     """
     other_families = published_correction(rows, row.chip, row.slices, without=row.family)
     return row.ratio / other_families.factor if other_families.families else None
@@ -160,7 +166,7 @@ def step_interval(step_s: float, chip: ChipConfig, *, dense_transformer: bool) -
     """Return the range of a predicted step of `step_s` seconds, or None if there are no comparable runs.
 
     Uses the errors of the user's own runs if `mode=calibrate` has set a factor, otherwise those of published runs. All
-    of these are of dense transformers, and they are used for no other program.
+    published runs train dense transformers, so they give no range for other programs.
     """
     user_runs = chip.replay
     if user_runs.factor is None:
@@ -174,9 +180,10 @@ def step_interval(step_s: float, chip: ChipConfig, *, dense_transformer: bool) -
 
 
 def _slice_loss(rows: Sequence[PublishedRun]) -> float:
-    """Return how much the logarithm of measured over replayed time increases per doubling of slices.
+    """Return how much log(measured / replayed time) increases per doubling of the number of slices.
 
-    The slope of a linear regression within families, or 0 if no family has runs on different numbers of slices.
+    This is the slope of a linear regression with one intercept per family. It is 0 if no family has runs on different
+    numbers of slices.
     """
     products = squares = 0.0
     for family in {row.family for row in rows}:

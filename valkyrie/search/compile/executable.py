@@ -70,7 +70,10 @@ def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | Non
 
 
 def step_memory(program: StepProgram, memory: ProgramMemory) -> MemoryReport:
-    """Return the memory report of a compiled training step. Splits the peak by parameters, optimizer and gradients."""
+    """Return the memory report of a compiled training step.
+
+    The peak is split into parameters, optimizer state, gradients, activations with temporaries, and batch with results.
+    """
     run = program.run
     return memory_report(run.config.target.chip, memory, expected_memory(run, program.abstract_state))
 
@@ -81,7 +84,7 @@ def device_positions(mesh: jax.sharding.Mesh) -> tuple[Position, ...]:
 
 
 def device_position(device: Any) -> Position:
-    """Return the position of a JAX device. Without a torus, its id is used as the coordinate."""
+    """Return the position of a JAX device. Without coordinates on a torus, its id is the only coordinate."""
     coords = getattr(device, "coords", None)
     return Position(
         getattr(device, "slice_index", 0) or 0,

@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 MIN_HINT_SHARE = 0.15
 """Smallest share of a step that gets a hint."""
 LOW_PRODUCT_RATE = 0.6
-"""Matrix products below this share of peak get a hint. Large products reach 0.85 by the compiler's estimate."""
+"""Matrix products below this share of peak get a hint. The compiler estimates 0.85 for large products."""
 MIN_RECOMPUTATION_SHARE = 0.01
 """An activation is worth saving if its recomputation takes at least this share of a step."""
 MARGIN = 1.2
-"""A change is suggested only if this multiple of the bytes that it needs is free."""
+"""A partition is suggested only if this multiple of its estimated memory is usable.
+
+An activation is suggested for saving only if this multiple of its bytes is free.
+"""
 MAX_SENT_RATIO = 0.75
 """Another partition is suggested only if it sends at most this share of the current bytes."""
 _PRODUCTS = (PartKind.matmul, PartKind.kernel)
@@ -138,7 +141,7 @@ def _collect_hints(
 
 
 def _largest_part_hint(facts: _Facts) -> Hint:
-    """Return the hint for a step without any other: the share of matmuls and kernels, and the largest other part."""
+    """Return the hint for a step that gets no other: the share of matmuls and kernels, and the largest other part."""
     rate = f" at {percent(facts.step.product_rate)} of peak" if facts.step.product_rate else ""
     share = facts.share(*_PRODUCTS)
     text = f"Matrix products and kernels are {percent(share)} of the step{rate}"
@@ -176,7 +179,7 @@ def _exposed_hints(facts: _Facts) -> Iterator[Hint]:
 
 
 def _describe_wait(facts: _Facts, part: StepPart) -> str:
-    """Describe the share of the step spent waiting for communication over these mesh axes, and its main cause."""
+    """Describe the share of the step that waits for communication over the mesh axes of `part`, and its main cause."""
     step_s = facts.step.step_s
     text = f"{percent(part.seconds / step_s)} of the step waits for communication over {axes_text(part.mesh_axes)}"
     uses = [use for use in facts.collectives if use.mesh_axes == part.mesh_axes and use.exposed_s]
@@ -189,11 +192,11 @@ def _describe_wait(facts: _Facts, part: StepPart) -> str:
 
 
 def _suggest_partitions(facts: _Facts, axes: Sequence[str], excluded: Collection[str]) -> dict[str, str]:
-    """Return up to two partitions that split only data over these axes, fit, and send fewer bytes.
+    """Return up to two partitions that split only data over the mesh axes `axes`, fit, and send fewer bytes.
 
-    Maps names to descriptions. The partition that sends the least comes first. Skips those in `excluded`. If no
-    partition is known to send fewer bytes and the layout splits weights or the sequence, suggests one that sends an
-    unknown number.
+    The result maps names to descriptions. The partition that sends the fewest bytes comes first. Partitions in
+    `excluded` are left out. If no partition is known to send fewer bytes, and the layout splits weights or the
+    sequence, the result is a partition with an unknown number of bytes.
     """
     prediction = facts.prediction
     usable, traffic = prediction.memory and prediction.memory.usable, prediction.communication

@@ -54,7 +54,7 @@ class ProgramWork:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Prediction of a program, and its replay, or None if the program did not fit."""
+    """Prediction of a program. `replay` is None if the compiler found that the program does not fit."""
 
     prediction: Prediction
     replay: Replay | None
@@ -72,8 +72,9 @@ def predict_function(
 ) -> Predicted:
     """Predict the step time and memory of a jitted, lowered or compiled function on a slice.
 
-    Raises ValueError if `function` is none of these, if the mesh has devices that are not in the slice, if the program
-    has no mesh, or if the compiler refuses an option. Other errors of tracing and compiling are not caught.
+    If the program does not fit, the status of the prediction is `does_not_fit`. Raises ValueError if `function` is none
+    of these, if the mesh has devices that are not in the slice, if the program has no mesh, or if the compiler refuses
+    an option. Other errors of tracing and compiling are not caught.
 
     Args:
         function: The function, which does one step.
@@ -201,7 +202,7 @@ def _predict_module(
     work: ProgramWork,
     options: Sequence[Option] = (),
 ) -> Predicted:
-    """Replay and summarise a module. `memory` is the bytes of its arguments if nothing else is known."""
+    """Replay and summarise a module. `memory` is an int, the bytes of its arguments, if nothing else is known."""
     assert target.chip is not None
     replay = correct_replay(replay_on(target, module, dict(axes), positions), target)
     report = _memory_report(target, memory)
@@ -240,7 +241,7 @@ def merge_layers(uses: Sequence[U]) -> list[U]:
 
 
 def _sum_uses(uses: Sequence[U], name: str) -> U:
-    """Merge operations into one called `name`, which has the sums of their numbers."""
+    """Return one operation called `name`, with the sums of the calls, seconds and bytes of `uses`."""
     first = replace(uses[0], op_name=name)
     for field in fields(first):
         values = [getattr(use, field.name) for use in uses]

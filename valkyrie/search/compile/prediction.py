@@ -69,9 +69,9 @@ class OtherPartition:
     Args:
         partition: Name of the partition.
         axis_roles: Role of each mesh axis.
-        needs: Estimated memory that it needs.
-        sends: Estimated bytes sent, or None if a mesh axis splits anything but data. The collectives on activations
-            that this requires are not estimated.
+        needs: Estimated memory of one device in bytes.
+        sends: Estimated bytes that a device sends per step. None if a mesh axis splits weights, sequence or layers,
+            because collectives on activations are not estimated.
     """
 
     partition: str
@@ -297,7 +297,7 @@ class LayoutResult:
         memory: Memory of one device.
         communication: Collectives and bytes sent.
         schema: Version of the file format.
-        unknown: Keys of a file that a newer version wrote.
+        unknown: Entries of the file with keys that this version does not know.
     """
 
     about: LayoutRecord | None
@@ -342,9 +342,9 @@ class Prediction(LayoutResult):
 
     Args:
         program: The program, or None for the step of a run.
-        model: Settings that determine the function that the model computes.
+        model: Settings that determine the function that the model computes, by key.
         module_sha256: Digest of the optimised module.
-        placement: Description of each mesh axis's place on the torus, one per line.
+        placement: Lines that describe where each mesh axis is on the torus.
         positions: Positions of the mesh's devices, flattened.
         parameters: Number of parameters of the model.
         alternatives: Other layouts or settings to try, with their estimated effect.

@@ -25,8 +25,8 @@ from valkyrie.search.compile.runner import CompiledRun
 def replay_program(run: Run, compiled: CompiledRun) -> tuple[Replay | None, list[CollectiveUse]]:
     """Return the corrected replay of a compiled run and the collectives of its program.
 
-    The replay is None if the compiler does not write a schedule with cycle estimates; only the TPU compiler does.
-    Collectives then have bytes but no times.
+    The replay is None if the compiler does not write a schedule with cycle estimates. Collectives then have bytes but
+    no times. Only the TPU compiler writes such a schedule.
     """
     target, step = run.config.target, compiled.outcome.step
     assert step is not None, "only a layout that fits is replayed"
@@ -90,7 +90,7 @@ REPLAYS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequen
 
 
 def _digest(target: TargetConfig) -> str:
-    """Return a digest of the inputs of a replay other than the module: the source code and the target's figures."""
+    """Return a digest of what a replay depends on besides the module: the source code and the target's settings."""
     figures = json.dumps(target_settings(target), sort_keys=True, default=str)
     source = source_digest("compiled", "machine", "hardware")
     return digest(figures + source)[:16]

@@ -1,4 +1,4 @@
-"""Compiles a layout in a child process with a time limit and a cache. A crash does not end the caller.
+"""Compiles a layout in a child process with a time limit and a cache. A crash of the compiler ends only the child.
 
 Does not import JAX, so that cached results are available at once.
 """
@@ -41,11 +41,11 @@ class CompiledRun:
 
     Args:
         outcome: Result of the child process.
-        folder: Folder of the request in the cache.
+        folder: Folder of the request in the cache, or a temporary folder if the cache cannot be written.
         programs: Folder that contains the folder of the compiled program.
         cached: Whether the program came from the cache.
         seconds: Duration of the compile or of reading the cache, in seconds.
-        note: Why the cache cannot be written, or None if it can be. If it cannot, the program is deleted when this
+        note: Why the cache cannot be written, or None if it can. Without the cache, the program is deleted when this
             process ends.
     """
 

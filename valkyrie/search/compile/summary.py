@@ -141,8 +141,8 @@ def implementation_settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
 def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
     """Return the activations that a run saves for its backward pass, and those that it recomputes.
 
-    The seconds of an activation are those of the recomputed operations in `costs` that are named after it, or after
-    another activation that is needed only to recompute it.
+    The seconds of a recomputed activation are the total of the recomputed operations in `costs` with its name in their
+    scope. Operations with the name of an activation that is recomputed only to obtain it are counted too.
     """
     saved, remat = saved_bytes(run), run.config.remat
     recomputed_costs = [(set(cost.op_name.split("/")), cost.seconds) for cost in costs if _RECOMPUTED in cost.op_name]
@@ -159,8 +159,9 @@ def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
 def memory_report(chip: ChipConfig | None, memory: ProgramMemory, state: ExpectedMemory | None = None) -> MemoryReport:
     """Return the memory of one device at the peak of a step, as counted by XLA.
 
-    `state` has the sizes of a training step's parameters, optimizer state and gradients, which split its arguments and
-    temporaries. The other temporaries are activations and working space.
+    With `state`, the expected sizes of a training step's state, the peak is split into parameters, optimizer state,
+    gradients, activations with temporaries, and batch with results. Without it, the peak is split into arguments,
+    outputs, temporaries and program.
     """
     usable, peak = usable_hbm(chip), memory.peak
     if state is None:
@@ -221,8 +222,8 @@ def program_step(
 ) -> PredictedStep:
     """Return the predicted time of a step of any program.
 
-    `tokens` and `model_flops` are for one step on all devices. Without them, rates that need them are None. Only the
-    step of a dense transformer has an interval, unless `mode=calibrate` has set that of the chip.
+    `tokens` and `model_flops` are for one step on all devices. If one is missing, the rates that need it are None. Only
+    the step of a dense transformer has an interval, unless `mode=calibrate` has fitted the chip to the user's own runs.
     """
     chips = devices / chip.devices
     per_second = tokens / replay.step_s if tokens else None

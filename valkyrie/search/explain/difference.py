@@ -20,7 +20,7 @@ LETTERS = ("A", "B")
 _MIN_SHARE = 0.1
 """The explanation mentions parts of a step that make up at least this share of the difference in step time."""
 _MAIN_SHARE = 0.5
-"""A kind of memory is named if it makes up at least this share of the difference between two peaks."""
+"""The explanation names the memory content that differs most if it is at least this share of the peaks' difference."""
 _MORE_FLOPS = 0.03
 """Smallest relative difference in executed FLOPs that the explanation mentions."""
 _LISTED = 5
@@ -269,7 +269,10 @@ def _format_axes(mesh_axes: tuple[str, ...], layout: LayoutRecord) -> str:
 
 
 def _longest_waits(side: _Side) -> tuple[WaitedCollective, ...]:
-    """Return the collectives with the longest waits, summed over the forward and backward pass of an operation."""
+    """Return the collectives with the longest waits, the longest first.
+
+    Collectives of the same operation in the forward and the backward pass are merged.
+    """
     merged: dict[tuple[str, str, str, str], tuple[float, float, float]] = {}
     traffic = side.prediction.communication
     for use in () if traffic is None else traffic.collectives:
@@ -311,7 +314,7 @@ def _sentences(a: _Side, b: _Side) -> list[str]:
 
 
 def _share_of_difference(fast: _Side, slow: _Side, *kinds: PartKind) -> float:
-    """Return the share of the step difference due to these parts. Negative if they favour the slow layout."""
+    """Return the share of the difference in step time due to these parts. Negative if the slow layout's are shorter."""
     return (slow.seconds(*kinds) - fast.seconds(*kinds)) / (slow.step_s - fast.step_s)
 
 

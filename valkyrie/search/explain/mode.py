@@ -135,7 +135,7 @@ def _parse_layout(run: Run, request: str) -> Run | Prediction:
 
 
 def _as_prediction(layout: Run | Prediction) -> Prediction:
-    """Return a prediction as it is, or a placeholder with the model and layout of a run that is not compiled yet."""
+    """Return `layout` if it is a prediction, otherwise a placeholder with only the run's model and layout."""
     if isinstance(layout, Prediction):
         return layout
     return Prediction(about=layout.about(), status=CompileStatus.ok, model=model_settings(layout))

@@ -1,8 +1,8 @@
-"""`mode=figures`: measures the speed of the local devices, as a `ChipConfig` that the step-time estimate can use.
+"""`mode=figures`: measures the speed of the local devices and writes it as a `ChipConfig` for step-time estimates.
 
 Times matmuls, memory and attention on all devices at once, because CPU devices share cores. Times collectives among
-the devices of a process and among all devices. Each figure comes from the fastest of a few calls, and does not depend
-on a layout or model.
+the devices of a process and among all devices. Each result is from the fastest of a few calls. None depends on a layout
+or model.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ REPEATS = 5
 LARGE, SMALL = 512, 64
 """Sizes n of the timed n x n matmuls. The large one gives the peak rate, the small one the rate at small sizes."""
 PROCESS_BYTES, MIN_DEVICE_BYTES = 2**28, 2**24
-"""Bytes of the arrays that time memory: the total of a process (more than most caches), and the least per device."""
+"""Bytes of the arrays that time memory: the total of a process (more than most caches), and the minimum per device."""
 MAX_CALL_S = 0.15
 """Collectives are timed at increasing sizes until a call takes this many seconds.
 
-Other functions are repeated within a call until it takes half of this.
+Other functions are repeated within a call until the call takes half as long.
 """
 MAX_COLLECTIVE_BYTES = 2**25
 """Maximum bytes per device of the result of a timed collective."""
@@ -178,7 +178,7 @@ def _memory_bandwidth(timer: _Timer, devices: int) -> float:
 def _repeated_seconds(
     timer: _Timer, function: Callable[[jax.Array, jax.Array], jax.Array], shape: Sequence[int], dtype: Any
 ) -> float:
-    """Return the seconds of one step of `y = function(x, y)`, averaged over many steps in one call."""
+    """Return the seconds of one iteration of `y = function(x, y)`, averaged over many iterations in one call."""
 
     def repeated(calls: int) -> Callable[[jax.Array], jax.Array]:
         return lambda x: jax.lax.fori_loop(0, calls, lambda i, y: function(x, y), x)
@@ -207,7 +207,7 @@ def _attend(x: jax.Array) -> jax.Array:
 
 
 def _launch_seconds(timer: _Timer, dtype: Any) -> float:
-    """Return the fixed cost of an operation in seconds: the time of a tiny matmul and the operations around it."""
+    """Return the fixed cost of an operation in seconds: the time of a tiny matmul with the loop and ops around it."""
     return _repeated_seconds(timer, lambda x, y: jnp.tanh(y @ x) + 1, (8, 8), dtype)
 
 
@@ -217,7 +217,10 @@ def _measure_collectives(timer: _Timer, dtype: Any, members: int) -> Link:
     start = timer(lambda x: jax.lax.psum(x, "group"), (8,), dtype, mesh)
 
     def rate(function: Callable[[jax.Array], jax.Array], sent: float, growth: int = 1) -> float:
-        """Return the GB/s that a device sends. Per byte of input, it sends `sent` bytes and returns `growth` bytes."""
+        """Return the GB/s that a device sends in `function`, without the latency.
+
+        For each byte of input, a device sends `sent` bytes and `function` returns `growth` bytes.
+        """
         bytes_ = 2**16
         while True:
             seconds = timer(function, (bytes_ // jnp.dtype(dtype).itemsize,), dtype, mesh)

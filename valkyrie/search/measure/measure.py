@@ -40,8 +40,8 @@ def measure(
     """Measure a layout: step times, rates, memory, and communication.
 
     Each step starts after the results of the step before are ready, so that steps are timed separately. Batches are
-    random tokens that are already on the devices, or come from the run's loader. Loading them is then part of the step
-    time. A few more steps are traced to measure the time in collectives.
+    random tokens that are already on the devices. With `mode.data=real`, they come from the run's loader, and loading
+    is part of the step time. A few more steps are traced to measure the time in collectives.
 
     If the layout does not fit, the status of the result is `does_not_fit`. Raises ValueError if the arrays of simulated
     devices exceed this machine's memory. Times on simulated devices are not those of real devices.

@@ -116,10 +116,10 @@ def collectives_by_operation(module: Module, mesh_axes: dict[str, int]) -> dict[
 
 
 def seconds_by_axes(events: list[Event], collectives: dict[str, Collective]) -> list[CollectiveTime]:
-    """Return the seconds of a step in collectives, by mesh axes and kind. Median over runs, mean over devices.
+    """Return the seconds per step in collectives, by mesh axes and kind: the median run, averaged over devices.
 
-    Ordered by the total time of the mesh axes, then by time. The times add up to the time during which any collective
-    is running. Events that do not name their run are divided evenly among the traced steps.
+    The longest times come first, sorted by the total of their mesh axes, then by kind. The times add up to the time
+    during which any collective is running. Events that do not name their run are divided evenly among the traced steps.
     """
     runs: dict[str, dict[int | None, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
@@ -164,7 +164,7 @@ def _device_seconds(events: list[Event], collectives: dict[str, Collective]) -> 
 
 
 def _trace_steps(step: Callable[[], object], folder: Path) -> tuple[list[Path], float]:
-    """Run and trace the steps. Return the files that the profiler wrote, and the median step in seconds."""
+    """Run and trace `STEPS` steps. Return the files that the profiler wrote, and the median step time in seconds."""
     seconds = []
     with tracing(folder) as files:
         for _ in range(STEPS):

@@ -69,7 +69,7 @@ def tune_mode(run: Run) -> int:
 
 
 def _describe_baseline(run: Run) -> str:
-    """Describe the first compile, and the limit that applies to it."""
+    """Return the line to print before the baseline compile, with its time limit if there is a budget."""
     budget = settings_for(TuneMode, run.config.mode).budget
     text = f"compiling the baseline for {run.config.target.describe()}"
     if budget is None:

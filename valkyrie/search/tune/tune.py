@@ -41,7 +41,10 @@ class _BudgetSpent(Exception):
 
 @dataclass(frozen=True)
 class _Program:
-    """A compiled program, its step time in seconds (None if it has none), and its compile time in seconds."""
+    """A compiled program, its step time, and the duration of its compile and replay.
+
+    Both are in seconds. The step time is None if the program does not compile or fit.
+    """
 
     compiled: CompiledRun
     step_s: float | None
@@ -67,8 +70,8 @@ def tune(
 ) -> Tuned:
     """Find the compiler options and implementations with the shortest step.
 
-    Tries each value of each option on top of the best so far. If any was kept, a second round also tries to remove kept
-    options. Equal programs are compiled only once, also across calls (`mode.cache`).
+    Tries each value of each option in addition to the best options so far. If any was kept, a second round also tries
+    to remove kept options. Programs that are in the compile cache are not compiled again, unless `mode.cache=false`.
 
     Raises ValueError if the target has no options to tune, or the baseline does not compile or does not fit.
 
@@ -135,7 +138,8 @@ def with_settings(run: Run, options: Mapping[str, Any], model: Mapping[str, Enum
 class _Move:
     """Compiler options and model settings to try in addition to the best so far.
 
-    `combines` holds the parts of a combination, which is tried only to find out whether any part changes the program.
+    `combines` has the options of each candidate if the move combines several. Such a move is never kept. It is tried
+    only to find out whether any of the candidates changes the program.
     """
 
     options: Options
@@ -216,9 +220,9 @@ class _Tuner:
     def _first_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
         """Yield moves that try the values of each candidate.
 
-        If the first value of a switch changes the program, the second is the compiler's default and is skipped. It is
-        also skipped if the first fails. If the first changes nothing, it may be the default itself: the second is then
-        tried at the end, combined with others. `idle` candidates are only tried in combinations.
+        The second value of a switch is skipped if the first value fails or changes the program: then the second is the
+        compiler's default. If the first value changes nothing, it may be the default itself. The second value is then
+        tried at the end, combined with others. Candidates that are `idle` are only tried in combinations.
         """
         idle = [candidate.settings() for candidate in candidates if candidate.idle]
         untried = [options for settings in idle for options in settings[1:]]
@@ -256,7 +260,7 @@ class _Tuner:
             yield from map(_Move, settings)
 
     def _combinations(self, settings: Sequence[Options]) -> Iterator[_Move]:
-        """Yield all settings combined and, if that changes the program, bisect them to find those with an effect."""
+        """Yield all settings combined. If the program changes, bisect the settings to find those with an effect."""
         if len(settings) < 2:
             yield from map(_Move, settings)
             return

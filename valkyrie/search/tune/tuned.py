@@ -32,12 +32,12 @@ class Attempt:
     """One change that was tried by compiling it.
 
     Args:
-        options: Options and model settings that it changes, several if they are tried together.
+        options: Compiler options and model settings that were changed together, by name.
         verdict: Result of the attempt.
         round: Round of the search, from 1.
         step_s: Predicted seconds per step.
         peak: Peak bytes per device.
-        change: Relative difference to the best step so far. Negative if it is shorter.
+        change: Relative change of the step time from the best before the attempt. Negative if the step is shorter.
         reason: Why there is no step time.
         seconds: Duration of the attempt in seconds.
         cached: Whether the program came from the compile cache.
@@ -63,7 +63,7 @@ class TuneResult:
         step_s: Seconds per step with the best settings.
         options: Compiler options to set in addition to the run's.
         attempts: All attempts, in order.
-        to_fit: Options without which the program does not fit. `mode=compile` adds them itself, training does not.
+        to_fit: Options that the program needs to fit. `mode=compile` adds them itself, training does not.
         set_by_user: Options that the user has set, which are not varied.
         model: Implementations of the model's blocks to set, such as `model.s5.scan`: `blocked`.
         finished: Whether everything was tried.
