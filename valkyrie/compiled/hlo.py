@@ -158,9 +158,14 @@ class Instruction:
 
 @dataclass(slots=True, eq=False)
 class Computation:
-    """Instructions, in execution order if the module is scheduled, and the root, which is one of them.
+    """A computation of a module, such as the body of a loop or of a fusion.
 
-    `collectives` caches the collectives inside it (`valkyrie.compiled.collectives`).
+    Args:
+        instructions: All instructions, in execution order if the module is scheduled.
+        parameters: The instructions that are parameters, by number.
+        root: The instruction that computes the result.
+        callers: Instructions that call this computation.
+        collectives: Cache of `valkyrie.compiled.collectives.inner_collectives`.
     """
 
     name: str

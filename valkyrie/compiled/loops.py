@@ -96,6 +96,7 @@ def _literal(instruction: Instruction) -> int | None:
 
 
 def _resolve(instruction: Instruction) -> int | Counter | None:
+    """Return the constant or the element of a loop's carry that an instruction forwards, or None if it is neither."""
     end = origin(instruction)
     if end.opcode == "constant":
         return _literal(end)

@@ -156,9 +156,9 @@ class Slices:
         return [shape for sizes in (below, above) if (shape := next(filter(None, sizes), None))]
 
     def nearest_to(self, shape: SliceShape) -> list[SliceShape]:
-        """Return up to three existing shapes most similar to `shape`, which is itself excluded.
+        """Return up to three existing shapes that are similar to `shape`, not counting `shape` in any order.
 
-        These have the same number of chips, the next smaller number and the next larger one.
+        These are the most similar shapes with the same number of chips, with the next smaller and the next larger one.
         """
         chips, sides = math.prod(shape), [math.log(side) for side in sorted(shape)]
 
@@ -203,7 +203,7 @@ class Slices:
         return _cube_shapes(chips, self.wrap.side) if self.wrap.cubes else _square_shapes(chips, self.wrap.side)
 
     def _host_shapes(self, chips: int) -> list[SliceShape]:
-        """Return the most even shape made of whole hosts, or of a part of one host."""
+        """Return the most even shape made of whole hosts, or of a part of one host. Empty if there is no such shape."""
         axes, bounds = self.axes or 1, self.host_bounds or (1,) * (self.axes or 1)
         count, remainder = divmod(chips, math.prod(bounds))
         if remainder:

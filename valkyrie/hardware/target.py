@@ -327,7 +327,7 @@ class TargetConfig:
         return size if self.chip is not None and prefix == self.chip.name else ""
 
     def _chips_in_name(self) -> int | None:
-        """Return the number of chips in its name: 32 for `v4-64` and `v4-2x4x4`, 8 for `cpu8`, None for other names."""
+        """Return the number of chips in the name: 32 for `v4-64` and `v4-2x4x4`, 8 for `cpu8`, None for other names."""
         if self.chip is None:
             size = self.name.removeprefix("cpu")
             return int(size) if get_platform(self.platform).runs_on_host and size.isdecimal() else None
@@ -407,7 +407,7 @@ class Topology:
 
     @property
     def shifts(self) -> tuple[tuple[int, ...], ...]:
-        """For each axis, the shift of all coordinates, in chips, by a step past the end of that axis.
+        """For each axis, the shift of all coordinates, in chips, that a step past the end of that axis causes.
 
         Twisted tori of n x n x 2n and n x 2n x 2n chips: Camara et al., "Twisted torus topologies for enhanced
         interconnection networks" (2010), as in the TPU v4 paper (arXiv 2304.01433, section 2.8).

@@ -29,11 +29,12 @@ HBM_EFFICIENCY = 0.8
 945 of 1200 GB/s."""
 
 ELEMENTWISE_FLOOR = 0.25
-"""Minimum time of elementwise operations and sums, as a share of the compiler's estimate. They take the time to move
-their bytes at the rate above, if that lies between this minimum and the estimate. The estimate is too long: it counts
-every element as 4 bytes, and adds the time to compute to the time to move. For x*2+1 on 2.1 GB of bfloat16, it has the
-cycles of 4.3 GB (0.40 of the HBM bandwidth on v4, v5e, v5p and v6e; for float32 0.79, 0.81, 0.72 and 0.81). For a sum
-of float32, it implies 0.32 to 0.17 of the bandwidth."""
+"""Minimum time of elementwise operations and sums, as a share of the compiler's estimate.
+
+The time is that of moving their bytes at `HBM_EFFICIENCY`, but at least this minimum and at most the estimate. The
+estimate is too long: it counts every element as 4 bytes, and adds the time to compute to the time to move. For x*2+1 on
+2.1 GB of bfloat16, it has the cycles of 4.3 GB (0.40 of the HBM bandwidth on v4, v5e, v5p and v6e; for float32 0.79,
+0.81, 0.72 and 0.81). For a sum of float32, it implies 0.32 to 0.17 of the bandwidth."""
 
 DMA_START_S = 1e-6
 """Start of an asynchronous copy between memories. Assumed: HBM latency (a few hundred nanoseconds) and a descriptor."""

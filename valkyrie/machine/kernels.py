@@ -125,7 +125,7 @@ def _cycles(kernel: str, block_q: int, block_kv: int, head_dim: int, chip: ChipC
 
 
 def _interpolate(bundles: Sequence[int], size: float, large_size: int, lanes: int) -> float:
-    """Extend three bundle counts to another block and head size. Lanes are head size / 128, rounded up.
+    """Estimate the bundles for another block and head size from three counts.
 
     The model is a constant, plus a term proportional to `size`, plus a term proportional to `size * (lanes - 1)`.
 
@@ -133,7 +133,7 @@ def _interpolate(bundles: Sequence[int], size: float, large_size: int, lanes: in
         bundles: Counts for (size, lanes) = (1, 1), (large_size, 1) and (1, 2).
         size: Size relative to a block of 512: of one side, or of the whole block.
         large_size: Size of the second count.
-        lanes: Lanes of the head.
+        lanes: Head size / 128, rounded up.
     """
     small, large, wide = bundles
     per_size = (large - small) / (large_size - 1)

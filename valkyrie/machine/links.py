@@ -1,7 +1,7 @@
 """Fluid model of links: transfers in flight share them fairly, and no link is idle while a transfer could use it.
 
-A transfer without others uses each of its links for a known share of its time. Transfers that together exceed the
-capacity of a link slow down by the same factor until they fit.
+While it is the only one in flight, a transfer uses each of its links for a known share of the time. Transfers that
+together exceed the capacity of a link slow down by the same factor until they fit.
 """
 
 from __future__ import annotations

@@ -49,9 +49,8 @@ def write_timeline(path: Path, spans: Sequence[TimelineSpan], title: str, elsewh
 def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[TraceEvent]:
     """Return the Chrome trace events of `spans`, after metadata events that name the process and its tracks.
 
-    Times are relative to the start of the step.
-    Events of one track never overlap: if two collectives over the same axes are in flight, the later one goes to
-    another track of that name.
+    Times are relative to the start of the step. Events of one track never overlap: if two collectives over the same
+    axes are in flight, the later one goes to another track of that name.
     """
     names: dict[str, str] = {}
     events: list[TraceEvent] = []

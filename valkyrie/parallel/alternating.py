@@ -50,8 +50,8 @@ def run_1f1b(
         pipeline: The 1F1B pipeline.
         mesh: Mesh that has the pipeline's axis.
         in_stage: Returns the `Shard` within a stage.
-        shard: The `Shard` outside of the stages, for `head` if nothing is differentiated.
-        f: As in `Shard.repeat`, like the other arguments.
+        shard: The `Shard` outside of the stages. Used by `head` if nothing is differentiated.
+        f: Applies one layer, as in `Shard.repeat`.
         layers: Parameters, stacked on a leading axis.
         x: Stream that enters the first layer.
         rows: Inputs of every layer with one entry per row of the batch.
@@ -96,14 +96,14 @@ class _StageState(NamedTuple):
         waiting: Stream that enters the first layer, by microbatch. On the first stage, the gradient of an entry
             replaces it when the microbatch finishes its backward pass.
         received: Stream from the previous stage.
-        returned: Gradient from the next stage.
+        returned: Gradient of the stream, from the next stage.
         inputs: Inputs of this stage's layers, of shape (slot, layer, ...). Microbatch m uses slot
             m % `stored_microbatches`.
-        layers: Gradients of the floating-point leaves of the layers.
+        layers: Gradients of the floating-point leaves of the layers, summed over the microbatches so far.
         rows: Gradients of the differentiable leaves of `rows` (the per-sequence inputs of every layer, see
             `Shard.repeat`), by microbatch.
-        head: Gradients of the parameters of the head.
-        sums: Sums that the head returns, such as the loss.
+        head: Gradients of the parameters of the head, summed over the microbatches so far.
+        sums: Sums that the head returns, such as the loss, over the microbatches so far.
     """
 
     waiting: Any

@@ -43,9 +43,9 @@ class Factor(NamedTuple):
 
     @property
     def links(self) -> float:
-        """One-way links per chip: two in a ring and one in a line. 0 if the factor is not on the torus.
+        """One-way links per chip, or 0 if the factor is not on the torus.
 
-        They are divided by `stride`, because that many rings or lines share them.
+        A ring uses two links and a line one. `stride` rings or lines share them.
         """
         return (2 if self.ring else 1) / self.stride if self.on in TORUS_AXES else 0.0
 

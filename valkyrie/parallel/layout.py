@@ -163,7 +163,7 @@ class Layout:
     def split(self, logical: str, kind: str, length: int) -> int:
         """Return the number of parts of a logical axis of parameters (`kind` `stored`) or activations (`active`).
 
-        `length` is not used. It is an argument of `Candidates.split`, which takes the place of this method in searches.
+        `length` is ignored: this method has the arguments of `Candidates.split`, so that `size_checks` can call either.
         """
         return self.parts((self.activations if kind == "active" else self.parameters)[logical])
 
@@ -207,7 +207,7 @@ def make_layout(
     nearest: Nearest | None = None,
     advise: bool = True,
 ) -> tuple[Layout | None, list[Problem]]:
-    """Return the layout of a model's arrays, or None if the mesh is invalid, and all problems.
+    """Return the layout of a model's arrays, or None if the mesh or `microbatches` is invalid, and all problems.
 
     Args:
         mesh: Device mesh.
@@ -275,11 +275,11 @@ def derive_layout(
 
 
 def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
-    """Replicate axes in `Arrays.sharded_like` over mesh axes that do not divide their length, and note it.
+    """Replicate axes in `Arrays.sharded_like` over mesh axes that do not divide their length, and add a note.
 
-    Applies to an axis that has the same rule as its leading axis: drops mesh axes from the end of its rule until the
-    rest divides its length. For example, key heads follow the query heads, and are replicated if there are fewer of
-    them than devices over which the query heads are split.
+    `sharded_like` maps an axis to the axis that it follows, such as key heads to query heads. If both have the same
+    rule, mesh axes are dropped from the end of the follower's rule until the others divide its length. If there are
+    fewer key heads than shards of the query heads, for example, the key heads are replicated.
     """
     notes = []
     for axis, leading in arrays.sharded_like.items():

@@ -1,4 +1,4 @@
-"""Device meshes: names, axes, sizes, and the placement of devices. Imports JAX only to build one."""
+"""Device meshes: names, axes, sizes, and the placement of devices. Only functions that build a mesh import JAX."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
 
     Without a `placement`, `mesh_utils.create_device_mesh` places the axes on the torus, and
     `create_hybrid_device_mesh` places the slice axis across slices. Both split an axis of the torus if the mesh needs
-    it. Raises ValueError if there are too few devices, or if they span several slices, but not `config.slices`, and
-    there is no `placement`.
+    it. Raises ValueError if there are too few devices or, without a `placement`, if the devices are in several slices
+    and the number of these slices is not `config.slices`.
     """
     axes = config.axes
     mesh_devices = list(devices)[: config.size]

@@ -9,9 +9,9 @@ from valkyrie.problems import Problem, ProblemCode
 
 
 def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
-    """Return the problems of a target or, if it has none, of a mesh with other numbers of devices or slices.
+    """Return the problems of a target or, if it has none, of a mesh whose devices or slices do not match the target.
 
-    A target without a number of devices fits every mesh.
+    A target without a number of devices fits every mesh. Slices are not compared if `mesh.placement` is set.
     """
     problems = target.problems()
     if problems or target.devices is None:
@@ -72,7 +72,7 @@ def _slices_hint(target: TargetConfig, mesh: MeshConfig) -> str:
 
 
 def _torus_mesh(target: TargetConfig) -> str:
-    """Return the name of a mesh with the shape of the target's torus, and the devices of a chip last."""
+    """Return the name of a mesh with the axes of the target's torus, then the devices of a chip if it has several."""
     shape = list(parse_shape(target.topology) or (target.chips or 1,))
     if target.chip and target.chip.devices > 1:
         shape.append(target.chip.devices)

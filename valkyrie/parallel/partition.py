@@ -34,10 +34,13 @@ class Memory(Enum):
 class GradientSum(Enum):
     """The collective that sums the gradient of a parameter whose storage is split over data axes.
 
-    `all_to_all`: each device receives its part from all others and adds the parts in float32. Parameters that tensor
-    parallelism also splits use `reduce_scatter`. `reduce_scatter`: the compiler's reduce-scatter. `auto`: `all_to_all`
-    on chips with a compiler that overlaps it with matmuls (their options include `xla_tpu_enable_async_all_to_all`),
-    `reduce_scatter` on others.
+    `all_to_all`: Each device receives its part from all others and adds the parts in float32. Parameters that tensor
+    parallelism also splits use `reduce_scatter` instead.
+
+    `reduce_scatter`: The compiler's reduce-scatter.
+
+    `auto`: `all_to_all` on chips whose compiler overlaps it with matmuls (their options include
+    `xla_tpu_enable_async_all_to_all`), `reduce_scatter` on others.
     """
 
     auto = "auto"
@@ -48,9 +51,13 @@ class GradientSum(Enum):
 PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "circular": "circular"})
 """Order in which the stages of a pipeline run the microbatches.
 
-`gpipe`: all forward passes, then all backward passes (arXiv 1811.06965). `1f1b`: a microbatch starts its backward pass
-when it has reached the last stage, so a stage stores only a few layer inputs (arXiv 1806.03377). `circular`:
-like gpipe, but a stage has `rounds` groups of layers, which divides the bubble by `rounds` (arXiv 2104.04473).
+`gpipe`: All forward passes, then all backward passes (arXiv 1811.06965).
+
+`1f1b`: A microbatch starts its backward pass when it has reached the last stage, so a stage stores the layer inputs of
+only a few microbatches (arXiv 1806.03377).
+
+`circular`: Like gpipe, but a stage has `rounds` groups of layers, which divides the bubble by `rounds`
+(arXiv 2104.04473).
 """
 
 
@@ -189,9 +196,14 @@ def _expand(
 class RoleKind(Enum):
     """Kind of parallelism along a mesh axis.
 
-    DP: splits the batch. FSDP: the batch and parameters. MP1: heads, MLP, states or vocabulary (tensor parallelism).
-    MP2: only `embed`, the residual stream. SP: the sequence. PP: the layers. `idle`: nothing. `unused`: the mesh axis
-    has size 1.
+    DP: Splits the batch.
+    FSDP: Splits the batch and parameters.
+    MP1: Splits heads, MLP, states or vocabulary (tensor parallelism).
+    MP2: Splits only `embed`, the residual stream.
+    SP: Splits the sequence.
+    PP: Splits the layers.
+    idle: Splits nothing.
+    unused: Has size 1.
     """
 
     DP = "DP"

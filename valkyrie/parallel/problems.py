@@ -73,7 +73,7 @@ Sizes = Any
 
 @dataclass(frozen=True)
 class SizeCheck:
-    """A possible problem of layouts because of the sizes of mesh axes.
+    """A check of layouts for one problem that the sizes of mesh axes can cause.
 
     Args:
         problem: The problem, without sizes of mesh axes.

@@ -45,8 +45,9 @@ class RematConfig:
     def label(self) -> str:
         """A short stable name, such as `full` or `save_down+out_offload_gate`.
 
-        This is the name of the config in `conf/remat` with these lists. If there is none, it lists the activations, or
-        is `custom_` and a hash if the list is too long.
+        This is `name`, unless `conf/remat` has a config of this name with other lists. In that case, it is the name of
+        the config in `conf/remat` with these lists. If there is none, it lists the activations, or is `custom_` and a
+        hash if that text is longer than 40 characters.
         """
         shipped = _shipped_lists()
         own_lists = (frozenset(self.save), frozenset(self.offload))
@@ -71,9 +72,10 @@ class RematConfig:
         return ActivationLocation.device if on_device else ActivationLocation.nowhere
 
     def problems(self, names: Callable[[], Collection[str]]) -> list[Problem]:
-        """Return the problems of the lists. `names` returns the model's activations, and is only called if needed.
+        """Return problems for unknown activations, and for activations in both lists.
 
-        Names in `conf/remat` are always legal, because they may belong to another model's blocks.
+        Names in `conf/remat` are always legal, because they may belong to another model's blocks. `names` returns the
+        model's activations, and is called only if a list has other names.
         """
         shipped_names, problems = _shipped_names(), []
         for key, words in (("save", (ALL, PRODUCTS)), ("offload", ())):

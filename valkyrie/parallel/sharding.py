@@ -31,7 +31,7 @@ class MeshShard:
     def __init__(
         self, layout: Layout, mesh: AnyMesh, backend: str | None = None, gradient_sum: GradientSum = GradientSum.auto
     ) -> None:
-        """`gradient_sum` applies if the partition's is `auto`."""
+        """`gradient_sum` is used if the partition has `gradient_sum: auto`."""
         self.layout = layout
         self.mesh = mesh
         self.backend = backend

@@ -1,4 +1,4 @@
-"""JAX meshes of the devices of TPU slices, to compile for without a TPU, and the positions of these devices."""
+"""Builds JAX meshes of TPU slices for compiling without a TPU, and computes the positions of their devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Slice(TargetConfig):
-    """A target that builds JAX meshes of its devices, to compile for without a TPU."""
+    """A TPU slice that builds JAX meshes of its devices. Programs can be compiled for them without a TPU."""
 
     def __repr__(self) -> str:
         return f"<Slice {self.describe()}>"

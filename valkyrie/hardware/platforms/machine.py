@@ -6,7 +6,10 @@ from valkyrie.hardware.platforms.cpu import Cpu
 
 
 class AnyPlatform(Cpu):
-    """The devices of this machine. Programs are compiled for it as for a CPU."""
+    """The accelerators of this machine, or simulated CPU devices if it has none.
+
+    Ahead-of-time compiles (`compile_devices`) always target simulated CPU devices.
+    """
 
     name = "any"
     jax_name = None

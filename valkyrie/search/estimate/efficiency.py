@@ -18,8 +18,8 @@ class Efficiency:
         tile: Side of the matrix unit. The feature dimensions of a matmul are rounded up to multiples of it.
         float32_passes: Number of bfloat16 matmuls that one float32 matmul takes.
         hbm: Share of HBM bandwidth that a step achieves.
-        passes: Number of times that a step moves each activation through HBM, in any case.
-        passes_again, passes_kept: Additional times if the activation is recomputed, and if it is saved.
+        passes: Number of times that a step moves each activation through HBM, whether it is saved or recomputed.
+        passes_again, passes_kept: Additional times if the activation is recomputed, and if it is saved or offloaded.
         logits_passes: Number of times that a step moves the logits through HBM.
         scores_passes: Number of times that a forward pass moves attention scores through HBM. 0 if a kernel keeps them
             on the chip.
@@ -33,8 +33,8 @@ class Efficiency:
         start_s, outer_start_s: Latency of starting a collective, and a message between slices or hosts, in seconds.
         loop_sums: 1 if the compiler sums gradients in every iteration of a pipeline's loop.
         whole_sums: 1 if the compiler sums whole arrays where ZeRO-1 needs only a part.
-        whole_batches: Exposed share of the time to gather whole batches. XLA does this for gradients of parameters that
-            are split over both data axes and other mesh axes.
+        whole_batches: Exposed share of the time to gather whole batches. XLA gathers them to compute gradients of
+            parameters with an axis that is split over both data axes and other mesh axes.
         windowed: 1 if each matmul gathers its own operand (windowed einsums), 0 if matmuls share gathered operands.
         apart: 1 if an array that several matmuls read has its gradient reduced separately for each of them, 0 if once.
     """

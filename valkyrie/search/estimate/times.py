@@ -35,12 +35,21 @@ MIXING_BACKWARD = 2.5
 class EstimatedTimes:
     """Estimated seconds per step by part, as arrays over layouts. The parts add up to the step.
 
-    Compute: `products` with parameters, `mixing` (attention scores and scans), `moving` activations through HBM, the
-    loss `head`, the `optimizer`, `launching` operations (time by which starting them exceeds running them), and the
-    `bubble` of a pipeline.
+    The keys of `parts` for compute:
+        products: Matmuls with parameters.
+        mixing: Attention scores and scans.
+        moving: Moving activations through HBM.
+        head: The logits and the loss.
+        optimizer: The optimizer's step.
+        launching: Time by which starting operations exceeds running them.
+        bubble: Idle time of a pipeline.
 
-    Exposed communication: gathering `weights`, summing `gradients`, sending `activations` (tensor and sequence
-    parallelism), offloading to the `host`, and sending between the `stages` of a pipeline.
+    The keys for exposed communication:
+        weights: Gathering weights.
+        gradients: Summing gradients, and gathering ZeRO-1 updates.
+        activations: Tensor and sequence parallelism.
+        host: Offloading to host memory.
+        stages: Sending between pipeline stages, and to and from the pipeline.
     """
 
     parts: dict[str, np.ndarray]
@@ -67,7 +76,7 @@ class StepEstimator:
         self.rows = self.rows / layouts.microbatches
         """Tokens per device and microbatch."""
         self.share = work.passes / layouts.stages
-        """Share of the model's layers on a device, times the number of passes through them."""
+        """Share of the model's layers that a device runs, times the passes through the stack of layers per step."""
 
     def estimate(self, remat: RematConfig) -> EstimatedTimes:
         """Return the estimated times of all layouts with a remat policy."""
@@ -195,7 +204,7 @@ class StepEstimator:
         return bytes_by_activation
 
     def _activation_collectives(self, remat: RematConfig, is_recomputed: Sequence[bool]) -> np.ndarray:
-        """Return the seconds of collectives on activations in a microbatch, before any overlap with compute."""
+        """Return the seconds of collectives on activations in a microbatch, including those hidden by compute."""
         seconds = _sum_arrays(
             (1 + again) * forward + backward + (0 if again else regather)
             for again, (forward, backward, regather) in zip(is_recomputed, self._product_collectives, strict=True)
@@ -264,10 +273,14 @@ class StepEstimator:
     def _batch_gathers(self, logical: str, other: np.ndarray) -> np.ndarray:
         """Return the seconds of gathering whole batches to compute a parameter's gradient.
 
-        The gradient is the matmul of the operand and the gradient of the result. `logical` is an axis of the parameter
-        and of one of these factors. If it is sharded over both data axes and other mesh axes, XLA gathers the batch of
-        the other factor over the data axes, because it cannot reduce-scatter within a shard. `other` is the size of
-        that factor, in bytes per device.
+        The gradient is the matmul of two factors: the operand and the gradient of the result. If an axis of the
+        parameter is sharded over both data axes and other mesh axes, XLA cannot reduce-scatter the gradient within a
+        shard. Instead, it gathers the batch of the factor without this axis over the data axes. The result is the time
+        of that gather times `Efficiency.whole_batches`, or 0 where the axis is not sharded in this way.
+
+        Args:
+            logical: A logical axis of the parameter.
+            other: Bytes per device of the factor that does not have this axis.
         """
         layouts, stored = self.layouts, self.layouts.stored_axes(logical)
         data = tuple(axis for axis in stored if axis in layouts.data_axes)
@@ -370,7 +383,10 @@ class StepEstimator:
 
     @cached_property
     def _stage_sends(self) -> np.ndarray:
-        """Seconds of sending a microbatch from one stage to the next, forward and backward."""
+        """Seconds to send a microbatch from one stage to the next, forward and backward.
+
+        Summed over the rounds of a circular schedule.
+        """
         layouts = self.layouts
         width = self.work.embed / layouts.split("embed", "active", self.work.embed)
         bytes_, axes = self.rows * width * self.work.itemsize, layouts.parameters.get(LAYERS, ())
