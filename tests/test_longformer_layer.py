@@ -159,7 +159,7 @@ def test_queries_use_their_key_heads_however_both_are_sharded(case, impl):
     context = BlockContext(EMBED, layers=1)
     arrays = Arrays(
         axes=dict.fromkeys(["batch", "seq", "layers", "embed", *block.axes], ""),
-        parameters={Tensor(p.axes, p.shape, p.keys): [name] for name, p in block.parameters(context).items()},
+        parameters={Tensor(p.axes, p.shape, p.config_keys): [name] for name, p in block.parameters(context).items()},
         activations={},
         sharded_like=dict(block.sharded_like),
     )

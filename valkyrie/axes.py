@@ -81,7 +81,7 @@ class Tensor:
 
     axes: Axes
     shape: tuple[int, ...]
-    keys: tuple[str | None, ...]
+    config_keys: tuple[str | None, ...]
 
     @property
     def size(self) -> int:
@@ -131,7 +131,7 @@ class Arrays:
         activations: Every distinct activation that the model constrains, with its names in messages.
         sharded_like: Axes that follow the sharding of another axis, such as `kv_heads` that of `heads`. They are
             replicated over mesh axes that do not divide their length.
-        stacked: Lengths of the `layers` axis: the repetitions of each scanned group of layers, first to last.
+        stack_lengths: Lengths of the `layers` axis: the repetitions of each scanned group of layers, first to last.
         dispatched: Axes, such as `experts`, with parameters that are never gathered. Tokens are sent to their shards
             instead.
     """
@@ -140,7 +140,7 @@ class Arrays:
     parameters: dict[Tensor, list[str]]
     activations: dict[Tensor, list[str]]
     sharded_like: dict[str, str] = field(default_factory=dict)
-    stacked: tuple[int, ...] = ()
+    stack_lengths: tuple[int, ...] = ()
     dispatched: frozenset[str] = frozenset()
 
 
@@ -174,7 +174,7 @@ class Shard(Protocol):
         f: Callable[..., jax.Array],
         operands: Sequence[jax.Array],
         *axes: str | None,
-        reduction: str,
+        reduction_dtype: str,
         whole: bool = False,
     ) -> jax.Array:
         """Return the gradient of a parameter, summed over devices and sharded for storage.
@@ -183,7 +183,7 @@ class Shard(Protocol):
             f: computes the gradient from `operands`.
             operands: arrays with leading dimensions (batch, seq).
             axes: logical axes of the parameter.
-            reduction: dtype of the partial sums that devices exchange.
+            reduction_dtype: dtype of the partial sums that devices exchange.
             whole: whether each device computes its partial sum of the whole gradient. Otherwise, the compiler may
                 instead send operands to the shards of the gradient.
         """
@@ -252,7 +252,7 @@ class Unsharded:
         f: Callable[..., jax.Array],
         operands: Sequence[jax.Array],
         *axes: str | None,
-        reduction: str,
+        reduction_dtype: str,
         whole: bool = False,
     ) -> jax.Array:
         """Return `f(*operands)`."""

@@ -362,8 +362,8 @@ class LanguageModel(nnx.Module):
         """Return the function that sums the unembedding's gradient over the shards of the batch and the sequence."""
 
         def sum_shards(parts: Array) -> Array:
-            axes, reduction = ("vocab", "embed"), self.numerics.reduction
-            return shard.gradient(lambda parts: parts.sum((0, 1)), (parts,), *axes, reduction=reduction)
+            axes, dtype = ("vocab", "embed"), self.numerics.reduction
+            return shard.gradient(lambda parts: parts.sum((0, 1)), (parts,), *axes, reduction_dtype=dtype)
 
         return sum_shards
 

@@ -249,9 +249,9 @@ class Stack:
                 for activation in layer.activations():
                     activations.setdefault(activation, [f"activation ({', '.join(map(str, activation.axes))})"])
         sharded_like = {a: b for block in blocks for a, b in block.sharded_like.items()}
-        stack_sizes = tuple(repeats for _, repeats in self.segments())
+        stack_lengths = tuple(repeats for _, repeats in self.segments())
         dispatched = frozenset(axis for block in blocks for axis in block.dispatches)
-        return Arrays(self._axes(), parameters, activations, sharded_like, stack_sizes, dispatched)
+        return Arrays(self._axes(), parameters, activations, sharded_like, stack_lengths, dispatched)
 
     def parameter_count(self) -> int:
         """Return the number of learned parameters."""
@@ -320,7 +320,7 @@ class Stack:
 
 
 def _as_tensor(parameter: Parameter) -> Tensor:
-    return Tensor(parameter.axes, parameter.shape, parameter.keys)
+    return Tensor(parameter.axes, parameter.shape, parameter.config_keys)
 
 
 def _stack_parameter(parameter: Parameter, repeats: int) -> Parameter:
@@ -328,5 +328,5 @@ def _stack_parameter(parameter: Parameter, repeats: int) -> Parameter:
         parameter,
         axes=(LAYERS, *parameter.axes),
         shape=(repeats, *parameter.shape),
-        keys=("model.layers", *parameter.keys),
+        config_keys=("model.layers", *parameter.config_keys),
     )

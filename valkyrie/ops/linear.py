@@ -84,7 +84,7 @@ def linear(
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
         x, w = saved
         dx = multiply(f"{out},{w_indices}->{x_indices}", g, w)
-        dw = shard.gradient(weight_gradient, (x, g), *axes, reduction=numerics.reduction)
+        dw = shard.gradient(weight_gradient, (x, g), *axes, reduction_dtype=numerics.reduction)
         return dx.astype(x.dtype), dw.astype(w.dtype)
 
     product.defvjp(forward, backward)
@@ -113,7 +113,7 @@ def lookup(
 
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None]:
         table, tokens = saved
-        total = shard.gradient(table_gradient, (tokens, g), *axes, reduction=numerics.reduction, whole=True)
+        total = shard.gradient(table_gradient, (tokens, g), *axes, reduction_dtype=numerics.reduction, whole=True)
         return total.astype(table.dtype), None
 
     rows.defvjp(forward, backward)

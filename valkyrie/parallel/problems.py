@@ -29,7 +29,7 @@ def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:
     `value`: New value of the key. `arrays`: Arrays of the model with this value.
     """
     tensors = [*arrays.parameters, *arrays.activations]
-    sizes = [n for t in tensors for n, key in zip(t.shape, t.keys, strict=True) if key == problem.key]
+    sizes = [n for t in tensors for n, key in zip(t.shape, t.config_keys, strict=True) if key == problem.key]
     return not any(n % problem.parts for n in sizes or [value])
 
 
@@ -112,10 +112,10 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
     if circular:
         code, key = ProblemCode.too_few_microbatches, "microbatches"
         yield check(code, key, layer_axes, microbatches < stages, stages, value=microbatches)
-    if not arrays.stacked:
+    if not arrays.stack_lengths:
         yield check(ProblemCode.no_stack, None, layer_axes, stages > 1)
     yield check(ProblemCode.seq_not_divisible, SEQ, seq_axes, seq % in_sequence != 0, in_sequence, size=seq)
-    for repeats in dict.fromkeys(arrays.stacked) if circular else ():
+    for repeats in dict.fromkeys(arrays.stack_lengths) if circular else ():
         group_count = stages * rounds
         wrong = (repeats % stages == 0) & (repeats % group_count != 0) & (stages > 1)
         fields = {"axes": (LAYERS,), "size": repeats, "details": {"rounds": rounds}}
@@ -139,7 +139,7 @@ def _split_dimensions(
     stored = ("stored", arrays.parameters, layouts.parameters)
     for kind, tensors, rules in (stored, ("active", arrays.activations, layouts.activations)):
         for tensor, names in tensors.items():
-            for logical, size, key in zip(tensor.axes, tensor.shape, tensor.keys, strict=True):
+            for logical, size, key in zip(tensor.axes, tensor.shape, tensor.config_keys, strict=True):
                 if logical is not None and rules[logical]:
                     kinds, array_names = dimensions.setdefault((logical, size, key, rules[logical]), ([], []))
                     kinds.append(kind)
@@ -207,8 +207,8 @@ def _pipeline_problems(
     if rounds < 1 or (rounds == 1) == (schedule == "circular"):
         problems.append(Problem(code.wrong_rounds, "partition.rounds", rounds, details={"schedule": schedule}))
     problems += size_problems[code.too_few_microbatches]
-    if pipeline.alternates and len(arrays.stacked) > 1:
-        problems.append(on_stages(code.several_stacks, "partition.schedule", size=len(arrays.stacked)))
+    if pipeline.alternates and len(arrays.stack_lengths) > 1:
+        problems.append(on_stages(code.several_stacks, "partition.schedule", size=len(arrays.stack_lengths)))
     if pipeline.alternates and (layout.remat.save or layout.remat.offload):
         problems.append(Problem(code.remat_with_1f1b, "remat", layout.remat.label))
     return problems + size_problems[code.rounds_not_divisible]

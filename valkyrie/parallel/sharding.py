@@ -69,7 +69,7 @@ class MeshShard:
         f: Callable[..., jax.Array],
         operands: Sequence[jax.Array],
         *axes: str | None,
-        reduction: str,
+        reduction_dtype: str,
         whole: bool = False,
     ) -> jax.Array:
         """Compute the gradient of a parameter, sum it over devices, and return it sharded like the stored parameter.
@@ -83,7 +83,7 @@ class MeshShard:
             f: Computes the gradient from a device's part of the operands.
             operands: Arrays of shape (batch, seq, ...).
             axes: Logical axes of the parameter.
-            reduction: Dtype in which parts of the gradient are sent.
+            reduction_dtype: Dtype in which parts of the gradient are sent.
             whole: Whether each device sums the whole gradient and then takes its part, if no all-to-all is used.
         """
         data = {*self.mesh_axes_of(BATCH), *self.mesh_axes_of(SEQ)}
@@ -100,8 +100,8 @@ class MeshShard:
             total = f(*local)
             for dim, entry in enumerate(split):
                 if entry:
-                    total = _scatter(total.astype(reduction), entry, dim)
-            return jax.lax.psum(total.astype(reduction), other_data_axes) if other_data_axes else total
+                    total = _scatter(total.astype(reduction_dtype), entry, dim)
+            return jax.lax.psum(total.astype(reduction_dtype), other_data_axes) if other_data_axes else total
 
         parts = jax.shard_map(
             sum_own_part,

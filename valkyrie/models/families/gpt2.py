@@ -55,7 +55,7 @@ class Config(Stack):
 
     def arrays(self) -> Arrays:
         arrays, p = super().arrays(), self._positions()
-        arrays.parameters.setdefault(Tensor(p.axes, p.shape, p.keys), []).append("positions")
+        arrays.parameters.setdefault(Tensor(p.axes, p.shape, p.config_keys), []).append("positions")
         return arrays
 
     def _positions(self) -> Parameter:

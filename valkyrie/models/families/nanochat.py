@@ -135,7 +135,7 @@ class Config(Stack):
     def arrays(self) -> Arrays:
         arrays = super().arrays()
         for name, p in self._extra_parameters().items():
-            arrays.parameters.setdefault(Tensor(p.axes, p.shape, p.keys), []).append(name)
+            arrays.parameters.setdefault(Tensor(p.axes, p.shape, p.config_keys), []).append(name)
         return arrays
 
     def _extra_parameters(self) -> dict[str, Parameter]:

@@ -156,7 +156,9 @@ class Config:
         for name, parameter in self.parameters().items():
             short_name = name.replace("layer_0.", "layer.", 1)
             if not name.startswith("layer_") or short_name != name:
-                parameters.setdefault(Tensor(parameter.axes, parameter.shape, parameter.keys), []).append(short_name)
+                parameters.setdefault(Tensor(parameter.axes, parameter.shape, parameter.config_keys), []).append(
+                    short_name
+                )
         axes = {**SHARED_AXES, "embed": "channels of a position", "mlp": "hidden channels of a feed-forward or gate"}
         constrained: list[tuple[str, ...]] = [("embed",), ("mlp",)]
         if self.has_attention:
@@ -166,7 +168,7 @@ class Config:
         for dims in constrained:
             activation = tensor(("batch", "seq", *dims), self._sizes)
             full_length = replace(activation, shape=(0, self.positions, *activation.shape[2:]))
-            keyed_tensor = replace(full_length, keys=(None, "model.puzzle_tokens", *activation.keys[2:]))
+            keyed_tensor = replace(full_length, config_keys=(None, "model.puzzle_tokens", *activation.config_keys[2:]))
             activations[keyed_tensor] = [f"activation (batch, seq, {', '.join(dims)})"]
         return Arrays(axes, parameters, activations)
 
