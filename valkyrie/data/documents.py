@@ -146,10 +146,12 @@ class DocumentConfig(TextConfig):
 
         data = find_prepared(self, tokenizer)
         if data is None:
-            later = "process 0 prepares it when the run starts"
+            next_step = "process 0 prepares it when the run starts"
             if self.source in SOURCES.names():  # `valkyrie-data` knows no sources of the user
-                later += ". To prepare it now: valkyrie-data prepare"
-            return DataCheck(f"data={self.name} is not prepared yet: {later}")
+                next_step += (
+                    f". To prepare it now, use `valkyrie-data prepare {self.source}` with this run's paths and options"
+                )
+            return DataCheck(f"data={self.name} is not prepared yet: {next_step}")
         epochs = steps * batch / check_enough(data, "train", batch, seq)
         shards, content = len(data.train.shards), data.content[:12]
         text = f"{data.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} ({content})"

@@ -26,7 +26,7 @@ from valkyrie.data.writer import ShardWriter, encode_all
 Progress = Callable[[int, int | None], None]
 """Called with the bytes of text processed so far and the total to process (None for a source without files)."""
 
-_ALGORITHM = 2
+_ALGORITHM_VERSION = 2
 """Part of the cache key. Increase it whenever the same text would give different shards."""
 _MAX_LISTED = 10
 """Maximum number of documents with undecodable characters that the manifest lists."""
@@ -85,7 +85,7 @@ def _open_named_folder(config: DocumentConfig, tokenizer: str) -> PreparedText |
 
 def _cache_key(config: DocumentConfig, listing: Listing, tokenizer: str) -> str:
     inputs = {
-        "algorithm": [_ALGORITHM, manifest.VERSION],
+        "algorithm": [_ALGORITHM_VERSION, manifest.VERSION],
         "source": config.source,
         "files": listing.signature,
         "tokenizer": fingerprint_of(tokenizer),

@@ -161,7 +161,10 @@ class _HuggingFaceTokenizer(Tokenizer):
         try:
             self._encoder = package.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no narrower class
-            raise ValueError(f"tokenizer={path} is not a tokenizer.json of Hugging Face ({error}).") from None
+            raise ValueError(
+                f"tokenizer={name}: the package tokenizers cannot load {path} ({error}). Upgrade the package, or "
+                "download the file again."
+            ) from None
         self._encoder.encode_special_tokens = True  # the spelling of special tokens is ordinary text
         self.name, self.bos_id, self.fingerprint = name, bos_id, fingerprint
         self.vocab_size = content.vocab_size

@@ -18,7 +18,7 @@ from valkyrie.data.sources.puzzles.generate import canonical_forms, generate
 from valkyrie.data.sources.puzzles.tables import PuzzleTable, find_tables
 from valkyrie.paths import write_atomic
 
-_ALGORITHM = 1
+_ALGORITHM_VERSION = 1
 """Part of the cache key. Increase it whenever the same settings would give different puzzles."""
 _AT_ONCE = 1000
 
@@ -48,7 +48,7 @@ def prepare_published(config: Config) -> PreparedPuzzles:
 def _open_cached(
     config: PuzzleConfig, settings: Sequence[object], write: Callable[[Path], None], side: int | None
 ) -> PreparedPuzzles:
-    values = [_ALGORITHM, config.source, config.shape(), settings]
+    values = [_ALGORITHM_VERSION, config.source, config.shape(), settings]
     key = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
     folder = cached_folder(Path(config.cache_dir).expanduser(), f"{config.name}-{key}", write)
     return open_puzzles(folder, config.name, side if config.augment else None)
