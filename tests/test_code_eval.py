@@ -17,7 +17,7 @@ import pytest
 from runs import SINGLE, command, copy_run, needs_sandbox, tiny_arguments, trained_run, training_records
 from valkyrie.code_eval import config as of_config
 from valkyrie.code_eval import languages
-from valkyrie.code_eval.config import CodeEvalConfig, judge_problems
+from valkyrie.code_eval.config import CodeEvalConfig, evaluation_problems
 from valkyrie.code_eval.judge import (
     CompletionResult,
     Limits,
@@ -206,7 +206,7 @@ def test_an_invalid_problem_is_refused_with_its_line(tmp_path: Path, change: dic
     values = {key: value for key, value in (ADD | change).items() if value is not ...}
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps(values) + "\n\n")
-    (problem,) = judge_problems(CodeEvalConfig(problems=str(path)))
+    (problem,) = evaluation_problems(CodeEvalConfig(problems=str(path)))
     assert str(problem).startswith(f"code_eval.problems={path}: line 1: ") and message in str(problem)
 
 
@@ -266,8 +266,8 @@ def test_a_missing_sandbox_is_refused_before_jax_loads_unless_it_is_disabled(
     message = refused(tmp_path, "code_eval_every=5", "code_eval.problems=python", PATH=str(tmp_path))
     assert "unshare, setpriv," in message and message.endswith(" code_eval.sandbox=false.\n")
     monkeypatch.setattr("valkyrie.code_eval.sandbox.sandbox_problem", lambda: "no namespaces")
-    assert judge_problems(CodeEvalConfig(problems="python", sandbox=False)) == []
-    assert [p.key for p in judge_problems(CodeEvalConfig(problems="python"))] == ["code_eval.sandbox"]
+    assert evaluation_problems(CodeEvalConfig(problems="python", sandbox=False)) == []
+    assert [p.key for p in evaluation_problems(CodeEvalConfig(problems="python"))] == ["code_eval.sandbox"]
 
 
 def test_a_compiler_outside_the_sandbox_counts_as_missing() -> None:
@@ -324,7 +324,7 @@ def test_a_sandbox_failure_does_not_end_a_training(
         raise SandboxError("the sandbox could not be created: no namespaces left")
 
     monkeypatch.setattr("valkyrie.train.code.judge_all", fail)
-    monkeypatch.setattr(of_config, "judge_problems", lambda config: [])
+    monkeypatch.setattr(of_config, "evaluation_problems", lambda config: [])
     assert command(*tiny_arguments(tmp_path, "steps=2", "code_eval_every=1", *CODE)) == 0
     assert "all is used" in capfd.readouterr().out
 

@@ -22,7 +22,7 @@ from pyarrow import parquet
 from valkyrie.data import cut as cutting
 from valkyrie.data import readers
 from valkyrie.data.config import SOURCES
-from valkyrie.data.cut import HASH_RANGE, Census, TokenDocument, adjusted_threshold, cut, pieces
+from valkyrie.data.cut import HASH_RANGE, Census, TokenDocument, adjusted_threshold, cut, split_into_pieces
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.readers import Document
 from valkyrie.data.sources import stdlib, synthetic
@@ -329,7 +329,7 @@ def test_max_bytes_never_cuts_a_character(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=300)
 def test_tokenising_pieces_gives_the_tokens_of_the_whole_text(parts: list[str]) -> None:
     text = "".join(parts)
-    found = list(pieces(text, "train", 2))
+    found = list(split_into_pieces(text, "train", 2))
     contents = [piece.content for piece in found]
     assert "".join(map(str, contents)) == text
     assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
@@ -338,4 +338,4 @@ def test_tokenising_pieces_gives_the_tokens_of_the_whole_text(parts: list[str]) 
 
 
 def test_long_texts_are_split() -> None:
-    assert len(list(pieces("one line\n" * (cutting.PIECE_CHARS // 3), "train"))) == 3
+    assert len(list(split_into_pieces("one line\n" * (cutting.PIECE_CHARS // 3), "train"))) == 3

@@ -19,7 +19,7 @@ from valkyrie.checkpoint.contents import refuse_other_tokenizer
 from valkyrie.cli.data import main
 from valkyrie.data.prepare import prepare
 from valkyrie.data.sources import text as text_source
-from valkyrie.data.tokenizer import fingerprint_of, identity_of, load_tokenizer, vocab_size_of
+from valkyrie.data.tokenizer import fingerprint_of, load_tokenizer, tokenizer_identity, vocab_size_of
 from valkyrie.data.tokenizer_json import train_tokenizer
 from valkyrie.data.vocabulary import PATTERNS, TiktokenTokenizer
 
@@ -155,7 +155,8 @@ def test_a_bad_file_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_checkpoint_with_another_tokenizer_is_refused(trained: Path, tmp_path: Path) -> None:
-    step, now, bytes_ = tmp_path / "run" / "checkpoints" / "5", identity_of(str(trained)), identity_of("bytes")
+    step = tmp_path / "run" / "checkpoints" / "5"
+    now, bytes_ = tokenizer_identity(str(trained)), tokenizer_identity("bytes")
     refuse_other_tokenizer(step, bytes_, bytes_)
     refuse_other_tokenizer(step, None, now)
     with pytest.raises(ValueError, match=r"\b5\b.* tokenizer=bytes\b.* tokenizer=/.*json"):

@@ -116,12 +116,12 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 
 def _train_tokenizer(arguments: argparse.Namespace) -> None:
-    from valkyrie.data.tokenizer import fingerprint_of, refuse_tokenizer_name
+    from valkyrie.data.tokenizer import check_tokenizer_name, fingerprint_of
     from valkyrie.data.tokenizer_json import TextCounts, train_tokenizer, trained_path, training_texts
 
     is_path = arguments.save.endswith(".json")
     if not is_path:
-        refuse_tokenizer_name(arguments.save)
+        check_tokenizer_name(arguments.save)
     path = Path(arguments.save).expanduser() if is_path else trained_path(arguments.save)
     if path.exists():
         raise ValueError(f"{path} already exists, and runs may depend on it. Use another --save NAME, or delete it.")

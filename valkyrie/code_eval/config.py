@@ -61,7 +61,7 @@ class CodeEvalConfig:
         return replace(self, problems=path) if is_file else self
 
 
-def judge_problems(config: CodeEvalConfig) -> list[Problem]:
+def evaluation_problems(config: CodeEvalConfig) -> list[Problem]:
     """Return the problems that prevent an evaluation on this machine: invalid problem file, no compiler, no sandbox.
 
     Unless `config.sandbox` is false, starts a sandbox to test that it works.

@@ -19,7 +19,7 @@ from valkyrie.config.run import Run
 from valkyrie.convert.architectures import Setting, find_architecture, model_settings
 from valkyrie.convert.folder import CONFIG, Weights, copy_other_files, describe_tensors
 from valkyrie.convert.names import DERIVED, GPT2_PREFIX, TensorSlice, tensor_slices
-from valkyrie.data.tokenizer import identity_of, load_tokenizer, vocab_size_of
+from valkyrie.data.tokenizer import load_tokenizer, tokenizer_identity, vocab_size_of
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors, write_atomic
 from valkyrie.problems import refuse
@@ -174,7 +174,7 @@ def _save_checkpoint(
         parameters={},  # the save fills these in
         model=run.model.name,
         layout="converted",
-        tokenizer=identity_of(run.tokenizer),
+        tokenizer=tokenizer_identity(run.tokenizer),
         versions=versions(),
         converted_from=str(folder.resolve()),
         holds=PARAMETERS_ONLY,

@@ -75,11 +75,12 @@ class Dataset(Protocol):
 class DataPosition(ABC):
     """A position in the batches of a split, stored in checkpoints as JSON. Equal on all processes of a run.
 
-    Fields named in `progress` advance during the run. The others decide the order of the rows and must not change.
+    The fields named in `progress_fields` advance during the run. The others decide the order of the rows and must not
+    change.
     """
 
-    progress: ClassVar[tuple[str, ...]] = ()
-    newest: ClassVar[int] = 1
+    progress_fields: ClassVar[tuple[str, ...]] = ()
+    current_version: ClassVar[int] = 1
     """Current format version of positions. Positions of another version are refused."""
 
     version: int
@@ -103,7 +104,7 @@ class DataPosition(ABC):
 class RowPosition(DataPosition):
     """A position in rows of tokens: all processes together have yielded `row` rows of `seq` tokens."""
 
-    progress: ClassVar[tuple[str, ...]] = ("row",)
+    progress_fields: ClassVar[tuple[str, ...]] = ("row",)
 
     seq: int
     row: int
@@ -166,23 +167,23 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
 
         Raises ValueError if the data, or anything else that determines the row order, differs.
         """
-        if saved.get("version") != self.start.newest:
+        if saved.get("version") != self.start.current_version:
             raise ValueError(
                 f"the data position has version {saved.get('version')}, but this program reads only version "
-                f"{self.start.newest}."
+                f"{self.start.current_version}."
             )
         position = decode(type(self.start), dict(saved), "the data position in the checkpoint")
         for field in dataclasses.fields(self.start):
-            was, now = getattr(position, field.name), getattr(self.start, field.name)
-            if was != now and field.name not in self.start.progress:
-                raise ValueError(_position_refusal(field.name, was, now))
+            saved_value, current_value = getattr(position, field.name), getattr(self.start, field.name)
+            if saved_value != current_value and field.name not in self.start.progress_fields:
+                raise ValueError(_position_refusal(field.name, saved_value, current_value))
         self.go_to(position)
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def _position_refusal(field: str, saved: object, now: object) -> str:
+def _position_refusal(field: str, saved: object, current: object) -> str:
     if field == "content":
         return (
             "the data differs from the data that the run was trained on: its files, text, tokenizer or split have "
@@ -190,7 +191,7 @@ def _position_refusal(field: str, saved: object, now: object) -> str:
         )
     key = field if field in ("seq", "split", "batch") else f"data.{'shuffle_seed' if field == 'seed' else field}"
     return (
-        f"the data position was saved with {key}={saved}, but this run has {key}={now}, which gives other rows. "
+        f"the data position was saved with {key}={saved}, but this run has {key}={current}, which gives other rows. "
         f"Use {key}={saved}, or start a new run with another name=."
     )
 
@@ -201,15 +202,15 @@ class IndexedLoader(Loader[Position]):
     Args:
         plan: the batches.
         start: the position before the first batch.
-        steps: a sequence of batches; `steps[number]` has this process's rows of step `number`.
+        batches: a sequence of batches; `batches[number]` has this process's rows of step `number`.
     """
 
-    def __init__(self, plan: BatchPlan, start: Position, steps: Any) -> None:
+    def __init__(self, plan: BatchPlan, start: Position, batches: Any) -> None:
         import grain
 
         super().__init__(plan.batch, start)
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_BATCHES_AHEAD)
-        self._iterator = iter(grain.MapDataset.source(steps).to_iter_dataset(options))
+        self._iterator = iter(grain.MapDataset.source(batches).to_iter_dataset(options))
         self._closed = False
 
     def __next__(self) -> Batch:
@@ -274,12 +275,12 @@ def make_batch(windows: Sequence[np.ndarray], seq: int, bos_id: int) -> Batch:
     for row, window in zip(filled, windows, strict=True):
         row[: len(window)] = window
     tokens, targets = filled[:, :-1], filled[:, 1:]
-    real = (np.arange(seq) < (lengths - 1)[:, None]).astype(np.float32)
-    begins = tokens == bos_id
-    segments = np.cumsum(begins, axis=1, dtype=np.int32) + ~begins[:, :1]
+    weights = (np.arange(seq) < (lengths - 1)[:, None]).astype(np.float32)
+    is_bos = tokens == bos_id
+    segments = np.cumsum(is_bos, axis=1, dtype=np.int32) + ~is_bos[:, :1]
     return {
         "tokens": np.ascontiguousarray(tokens),
         "targets": np.ascontiguousarray(targets),
-        "segment_ids": segments * real.astype(np.int32),
-        "weights": real,
+        "segment_ids": segments * weights.astype(np.int32),
+        "weights": weights,
     }

@@ -60,7 +60,7 @@ def chunks(text: str, language: Language) -> Iterator[str]:
     from tree_sitter import Parser
 
     raw = text.encode("utf-8", errors="replace")
-    ends = [_line_end(raw, end) for end in _definition_ends(Parser(_grammar(language)).parse(raw).root_node)]
+    ends = [_chunk_end(raw, end) for end in _definition_ends(Parser(_grammar(language)).parse(raw).root_node)]
     start = 0
     for end in [*ends[:-1], len(raw)]:
         if chunk := raw[start:end].decode("utf-8", errors="replace").lstrip("\r\n"):
@@ -85,7 +85,7 @@ def _is_definition(node: Any) -> bool:
     )
 
 
-def _line_end(raw: bytes, position: int) -> int:
+def _chunk_end(raw: bytes, position: int) -> int:
     """Return the byte offset at which to cut after a definition that ends at `position`.
 
     This is the start of the next line if only `;`, spaces or a comment remain on the line. Otherwise, it is the next

@@ -124,7 +124,7 @@ def full_path(path: str) -> str:
     return path if not path or url_scheme(path) else os.path.abspath(os.path.expanduser(path))
 
 
-def names_file(tokenizer: str) -> bool:
+def is_tokenizer_file(tokenizer: str) -> bool:
     """Return whether the name of a tokenizer is a path."""
     return tokenizer.endswith((".tiktoken", ".json")) or "/" in tokenizer
 
@@ -143,8 +143,8 @@ def without_foreign_keys(data: Mapping[Any, Any]) -> Mapping[str, object]:
         return data
     config = SOURCES.config_class(str(data["source"]))
 
-    def owned(values: Mapping[Any, Any], prefix: str = "") -> Mapping[str, object]:
+    def keep_valid(values: Mapping[Any, Any], prefix: str = "") -> Mapping[str, object]:
         valid = {key: value for key, value in values.items() if has_key(config, f"{prefix}{key}")}
-        return {k: owned(v, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in valid.items()}
+        return {k: keep_valid(v, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in valid.items()}
 
-    return owned(data)
+    return keep_valid(data)

@@ -50,15 +50,15 @@ class Census:
         documents: Number of documents.
         bytes: Bytes of UTF-8 text, or number of tokens if the source provides tokens.
         undecodable: Maps the ID of each document that is not valid UTF-8 to (undecodable characters, all characters).
-        lowest: Lowest hash of a document.
-        highest: Highest hash of a document.
+        lowest_hash: Lowest hash of a document.
+        highest_hash: Highest hash of a document.
     """
 
     documents: int = 0
     bytes: int = 0
     undecodable: dict[str, tuple[int, int]] = field(default_factory=dict)
-    lowest: int = HASH_RANGE
-    highest: int = 0
+    lowest_hash: int = HASH_RANGE
+    highest_hash: int = 0
 
     def add(self, document: Document | TokenDocument, size: int, digest: int) -> None:
         """Add a document with its size, counted like `bytes`, and its hash."""
@@ -66,8 +66,8 @@ class Census:
         self.bytes += size
         if isinstance(document, Document) and document.replaced:
             self.undecodable[document.id] = (document.replaced, len(document.text))
-        self.lowest = min(self.lowest, digest)
-        self.highest = max(self.highest, digest)
+        self.lowest_hash = min(self.lowest_hash, digest)
+        self.highest_hash = max(self.highest_hash, digest)
 
 
 def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
@@ -87,12 +87,12 @@ def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census,
             f"{name} has 1 document with {census.bytes:,} bytes, but needs 2: one for training and one for validation. "
             f"Add another, raise data.max_bytes, or use a single .txt file, whose end becomes the validation text."
         )
-    if census.lowest == census.highest:
+    if census.lowest_hash == census.highest_hash:
         raise ValueError(
             f"{name} has {census.documents:,} documents that all have the same text. Add a document with another text "
             "for validation."
         )
-    return max(census.lowest + 1, min(threshold, census.highest))
+    return max(census.lowest_hash + 1, min(threshold, census.highest_hash))
 
 
 def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census) -> Iterator[DocumentPiece]:
@@ -101,7 +101,7 @@ def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census
     Documents with a hash below `threshold` are for validation. A single text is cut into two parts instead.
     """
     limit, single = config.byte_limit, config.is_single_text(listing)
-    for document in config.identified_documents(listing):
+    for document in config.read_annotating_errors(listing):
         if isinstance(document, TokenDocument):
             digest = _digest(document.tokens.astype("<i8").tobytes())
             census.add(document, document.tokens.size, digest)
@@ -117,9 +117,9 @@ def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census
             digest = _digest(raw)
             census.add(document, len(raw), digest)
             if single:
-                yield from _split_inside(document.id, text, config)
+                yield from _split_single_text(document.id, text, config)
             else:
-                yield from pieces(text, _split(digest, threshold))
+                yield from split_into_pieces(text, _split(digest, threshold))
         if last:
             return
 
@@ -132,7 +132,7 @@ def _split(digest: int, threshold: int) -> str:
     return "validation" if digest < threshold else "train"
 
 
-def _split_inside(name: str, text: str, config: DocumentConfig) -> Iterator[DocumentPiece]:
+def _split_single_text(name: str, text: str, config: DocumentConfig) -> Iterator[DocumentPiece]:
     target = int(len(text) * (1 - config.validation_fraction))
     line = _LINE_END.search(text, target)
     boundary = line.end() if line is not None and line.end() < len(text) else target
@@ -141,11 +141,11 @@ def _split_inside(name: str, text: str, config: DocumentConfig) -> Iterator[Docu
             f"{name} has {len(text)} characters, too few for data.validation_fraction={config.validation_fraction}: "
             f"a split would have no text. Use more text."
         )
-    yield from pieces(text[:boundary], "train")
-    yield from pieces(text[boundary:], "validation")
+    yield from split_into_pieces(text[:boundary], "train")
+    yield from split_into_pieces(text[boundary:], "validation")
 
 
-def pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[DocumentPiece]:
+def split_into_pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[DocumentPiece]:
     """Split a text into pieces of slightly more than `size` characters that have the same tokens as the whole text.
 
     A piece ends only after a newline that follows a visible character and precedes an ASCII letter or digit. No token

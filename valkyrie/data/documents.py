@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from valkyrie.buckets import bucket_problems
 from valkyrie.data.chunks import Chunk, chunk_problems
-from valkyrie.data.config import SOURCES, DataCheck, DataConfig, full_path, names_file
+from valkyrie.data.config import SOURCES, DataCheck, DataConfig, full_path, is_tokenizer_file
 from valkyrie.data.files import Listing, read_files
 from valkyrie.data.readers import Document, ReadOptions
 from valkyrie.paths import DiskError
@@ -44,7 +44,7 @@ class TextConfig(DataConfig):
     def with_full_paths(self) -> DataConfig:
         """Return this config with absolute paths, including that of a tokenizer file."""
         config = super().with_full_paths()
-        if self.tokenizer is None or not names_file(self.tokenizer):
+        if self.tokenizer is None or not is_tokenizer_file(self.tokenizer):
             return config
         return dataclasses.replace(config, tokenizer=full_path(self.tokenizer))
 
@@ -79,7 +79,7 @@ class DocumentConfig(TextConfig):
     def read_documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
         """Read the non-empty documents, always in the same order for the same files."""
 
-    def identified_documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
+    def read_annotating_errors(self, listing: Listing) -> Iterator[Document | TokenDocument]:
         """Yield the documents of `read_documents`. Errors while reading get a note with the document's number."""
         number = 1
         try:
@@ -99,7 +99,7 @@ class DocumentConfig(TextConfig):
         settings = dataclasses.asdict(self.with_full_paths())
         return {"settings": {key: value for key, value in settings.items() if key not in common}}
 
-    def about(self) -> dict[str, object]:
+    def source_details(self) -> dict[str, object]:
         """Return a description of the source for the manifest of the shards, as JSON values."""
         return {}
 
@@ -141,7 +141,7 @@ class DocumentConfig(TextConfig):
 
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
         """Check that the training split has at least one batch. Checks nothing if the shards are not in the cache."""
-        from valkyrie.data.loader import check_enough
+        from valkyrie.data.loader import count_rows
         from valkyrie.data.prepare import find_prepared
 
         data = find_prepared(self, tokenizer)
@@ -152,7 +152,7 @@ class DocumentConfig(TextConfig):
                     f". To prepare it now, use `valkyrie-data prepare {self.source}` with this run's paths and options"
                 )
             return DataCheck(f"data={self.name} is not prepared yet: {next_step}")
-        epochs = steps * batch / check_enough(data, "train", batch, seq)
+        epochs = steps * batch / count_rows(data, "train", batch, seq)
         shards, content = len(data.train.shards), data.content[:12]
         text = f"{data.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} ({content})"
         repeats = "Use more text or fewer steps: the data repeats more than four times."

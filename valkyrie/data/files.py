@@ -62,9 +62,9 @@ def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.path
         matched = list_remote(pattern) if is_remote else _match(pattern, key)
         readable = [path for path in matched if path.suffix.lower() in SUFFIXES]
         if not readable:
-            looked = "" if is_remote else f" (looked from {Path.cwd()})"
+            searched_from = "" if is_remote else f" (looked from {Path.cwd()})"
             raise ValueError(
-                f"{key}: {pattern} matches {count_text(len(matched), 'file')}{looked}, none with a supported "
+                f"{key}: {pattern} matches {count_text(len(matched), 'file')}{searched_from}, none with a supported "
                 f"suffix: {', '.join(SUFFIXES)}."
             )
         skipped += len(matched) - len(readable)
@@ -89,8 +89,8 @@ def _match(pattern: str, key: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        inside = walk(path, lambda directory: directory.startswith("."))
-        return [child for child in inside if child.is_file() and not child.name.startswith(".")]
+        children = walk(path, lambda directory: directory.startswith("."))
+        return [child for child in children if child.is_file() and not child.name.startswith(".")]
     if glob.has_magic(pattern):
         return [child for child in map(Path, dict.fromkeys(_glob(path))) if child.is_file()]
     if path.exists():

@@ -84,12 +84,12 @@ class PreparedLoader(IndexedLoader[RowPosition]):
 
         stream = open_split(prepared, split)
         if plan.repeat:
-            count = check_enough(prepared, split, plan.batch, plan.seq)
+            count = count_rows(prepared, split, plan.batch, plan.seq)
         else:
             count = -(-(len(stream) - 1) // (plan.seq * plan.batch)) * plan.batch
         rows = grain.MapDataset.source(_WindowSource(stream, plan.seq, count))
         ordered = rows.shuffle(seed=hash_seed("row order", plan.seed)).repeat() if plan.repeat else rows
-        start = RowPosition(RowPosition.newest, split, plan.seed, prepared.content, plan.seq, 0)
+        start = RowPosition(RowPosition.current_version, split, plan.seed, prepared.content, plan.seq, 0)
         super().__init__(plan, start, _TextSampler(ordered, plan, prepared.bos_id))
 
 
@@ -106,7 +106,7 @@ def open_split(prepared: PreparedText, split: str) -> TokenStream:
     return stream
 
 
-def check_enough(prepared: PreparedText, split: str, batch: int, seq: int) -> int:
+def count_rows(prepared: PreparedText, split: str, batch: int, seq: int) -> int:
     """Return the number of rows of `seq` tokens in a split. Raises ValueError if there are fewer than `batch`."""
     tokens = prepared.split(split).tokens
     has = f"data={prepared.name} has {count_text(tokens, 'token')} in its {split} split"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from valkyrie.data.sources.parquet_stream import Packing
-from valkyrie.data.stream import Lane, LanePosition, Tokens
+from valkyrie.data.stream import Lane, LaneDocument, LanePosition
 
 _EMPTY = np.zeros(0, np.int32)
 
@@ -27,26 +27,26 @@ class StreamRows:
         self._seq = seq
         self._next, self._offset = start.next, start.offset
         self._documents = lane.documents(self._next)
-        self._parts: deque[Tokens] = deque()
-        self._tokens = -self._offset
+        self._parts: deque[LaneDocument] = deque()
+        self._buffered_tokens = -self._offset
 
-    def row(self) -> np.ndarray:
+    def next_row(self) -> np.ndarray:
         """Return the next row of seq + 1 tokens, which begins with the last token of the previous row.
 
         The last row may be shorter. Rows after it are empty.
         """
-        while self._tokens <= self._seq and (document := next(self._documents, None)) is not None:
+        while self._buffered_tokens <= self._seq and (document := next(self._documents, None)) is not None:
             self._parts.append(document)
-            self._tokens += document[1].size
+            self._buffered_tokens += document[1].size
         starts = [self._offset, *[0] * (len(self._parts) - 1)]
         pieces = [ids[at : at + self._seq + 1] for at, (_, ids) in zip(starts, self._parts, strict=False)]
         row = np.concatenate([_EMPTY, *pieces])[: self._seq + 1]
         if row.size <= self._seq:
             self._parts.clear()
-            self._tokens = self._offset = 0
+            self._buffered_tokens = self._offset = 0
             return row if row.size > 1 else _EMPTY
         self._offset += self._seq
-        self._tokens -= self._seq
+        self._buffered_tokens -= self._seq
         while self._offset >= self._parts[0][1].size:
             self._offset -= self._parts.popleft()[1].size
         self._next = self._parts[0][0]
@@ -65,14 +65,14 @@ class BestFitRows:
     """
 
     def __init__(self, lane: Lane, seq: int, pool: int, start: LanePosition) -> None:
-        self._capacity, self._size, self._number = seq + 1, pool, 0
+        self._capacity, self._pool_size, self._number = seq + 1, pool, 0
         self._next = start.next
         self._documents = lane.documents(self._next)
-        self._pool: list[tuple[int, int, Tokens]] = []
+        self._pool: list[tuple[int, int, LaneDocument]] = []
         for document in lane.fetch(start.pool):
             self._add(document)
 
-    def row(self) -> np.ndarray:
+    def next_row(self) -> np.ndarray:
         """Return the next row of seq + 1 tokens. The last row may be shorter, and rows after it are empty."""
         parts, space = [_EMPTY], self._capacity
         while space and self._fill():
@@ -92,20 +92,20 @@ class BestFitRows:
         return LanePosition(self._next, pool=tuple(document[0] for _, _, document in waiting))
 
     def _fill(self) -> bool:
-        while len(self._pool) < self._size and (document := next(self._documents, None)) is not None:
+        while len(self._pool) < self._pool_size and (document := next(self._documents, None)) is not None:
             position = document[0]
             self._next = position._replace(document=position.document + 1)
             self._add(document)
         return bool(self._pool)
 
-    def _add(self, document: Tokens) -> None:
+    def _add(self, document: LaneDocument) -> None:
         position, ids = document
         ids = ids[: self._capacity]
         insort(self._pool, (ids.size, self._number, (position, ids)), key=lambda entry: entry[:2])
         self._number += 1
 
 
-def _length(entry: tuple[int, int, Tokens]) -> int:
+def _length(entry: tuple[int, int, LaneDocument]) -> int:
     return entry[0]
 
 
@@ -120,7 +120,7 @@ def pack(lane: Lane, seq: int, start: LanePosition) -> StreamRows | BestFitRows:
 def row_batches(lanes: list[StreamRows | BestFitRows], rows_per_lane: int) -> Iterator[list[np.ndarray]]:
     """Yield batches with `rows_per_lane` rows of each lane, lane by lane, until all lanes are exhausted."""
     while True:
-        batch = [lane.row() for lane in lanes for _ in range(rows_per_lane)]
+        batch = [lane.next_row() for lane in lanes for _ in range(rows_per_lane)]
         if not any(row.size for row in batch):
             return
         yield batch

@@ -42,8 +42,8 @@ def prepare(
     dataset in the cache. Raises ValueError for mistakes in the settings or the files. Raises DiskError if the cache
     cannot be written; its message suggests `elsewhere` (see `cached_folder`).
     """
-    if (ready := _open_named_folder(config, tokenizer)) is not None:
-        return ready
+    if (prepared := _open_named_folder(config, tokenizer)) is not None:
+        return prepared
     config.raise_problems()
     listing = config.list_files()
     key = _cache_key(config, listing, tokenizer)
@@ -57,8 +57,8 @@ def prepare(
 
 def find_prepared(config: DocumentConfig, tokenizer: str) -> PreparedText | None:
     """Open the shards of a source if they are in the cache, else None. Raises ValueError like `prepare`."""
-    if (ready := _open_named_folder(config, tokenizer)) is not None:
-        return ready
+    if (prepared := _open_named_folder(config, tokenizer)) is not None:
+        return prepared
     config.raise_problems()
     key = _cache_key(config, config.list_files(), tokenizer)
     folder = Path(config.cache_dir).expanduser() / _folder_name(config, tokenizer, key)
@@ -163,4 +163,4 @@ def _describe(config: DocumentConfig, listing: Listing, census: Census) -> dict[
         "max_bytes": config.byte_limit,
         "validation_fraction": config.validation_fraction,
     }
-    return {"kind": config.source, **config.about(), **(files if listing.files else {})}
+    return {"kind": config.source, **config.source_details(), **(files if listing.files else {})}

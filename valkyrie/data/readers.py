@@ -156,7 +156,7 @@ def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator
             )
 
 
-def row_groups(file: File, options: ReadOptions) -> int:
+def count_row_groups(file: File, options: ReadOptions) -> int:
     """Return the number of row groups of a .parquet file, from its footer.
 
     Raises ValueError if the file is cut short or lacks the text column.
@@ -178,7 +178,7 @@ def _read_whole(file: File, options: ReadOptions, group: int | None) -> Iterator
 
 def _read_jsonl(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
     with file.open() as lines:
-        yield from _documents_of_lines(lines, file, options)
+        yield from _parse_jsonl_lines(lines, file, options)
 
 
 def _read_jsonl_zst(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
@@ -189,12 +189,12 @@ def _read_jsonl_zst(file: File, options: ReadOptions, group: int | None) -> Iter
     with file.open() as opened:
         try:
             with arrow.input_stream(opened, compression="zstd") as stream:
-                yield from _documents_of_lines(io.BufferedReader(stream, 1 << 20), file, options)
+                yield from _parse_jsonl_lines(io.BufferedReader(stream, 1 << 20), file, options)
         except OSError as error:  # Arrow's error for a stream that is damaged or cut short
             raise ValueError(f"{file.id} is not a readable .zst file, or is cut short: {error}") from None
 
 
-def _documents_of_lines(lines: Any, file: File, options: ReadOptions) -> Iterator[Document]:
+def _parse_jsonl_lines(lines: Any, file: File, options: ReadOptions) -> Iterator[Document]:
     for number, line in enumerate(lines, 1):
         name = f"{file.id}:{number}"
         if not line.strip():
@@ -267,16 +267,16 @@ def _is_text(types: Any, kind: Any) -> bool:
 
 def _read_tfrecord(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
     with file.open() as opened:
-        yield from _documents_of_records(tfrecords(opened, file.id), file, options)
+        yield from _parse_records(tfrecords(opened, file.id), file, options)
 
 
 def _read_array_record(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
     if not isinstance(file, SourceFile):
         raise ValueError(f"{file.id}: ArrayRecord files must be on a disk. Copy them there, or mount the bucket.")
-    yield from _documents_of_records(array_records(str(file.path), file.id), file, options)
+    yield from _parse_records(array_records(str(file.path), file.id), file, options)
 
 
-def _documents_of_records(records: Iterator[bytes], file: File, options: ReadOptions) -> Iterator[Document]:
+def _parse_records(records: Iterator[bytes], file: File, options: ReadOptions) -> Iterator[Document]:
     for number, raw in enumerate(records, 1):
         name = f"{file.id}:{number}"
         yield Document(name, record_text(raw, name, options.field))

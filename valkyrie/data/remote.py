@@ -33,7 +33,7 @@ _VERSION_KEYS = (
     "created",
 )
 """Metadata keys of several services whose value changes with the content of a file, the most reliable first."""
-_LOGINS = {"gs": "gcloud auth application-default login", "s3": "aws configure"}
+_LOGIN_COMMANDS = {"gs": "gcloud auth application-default login", "s3": "aws configure"}
 _FILES_AHEAD = 16
 """Number of files fetched ahead, and in parallel."""
 _MAX_FETCHED_BYTES = 4 * 2**20
@@ -184,7 +184,7 @@ def _explain_errors(url: str) -> Iterator[None]:
     except ImportError as error:
         raise ValueError(f"data.paths={url}: {scheme}:// cannot be read: {error}.") from None
     except Exception as error:  # each service's package raises its own errors
-        login = f" ({_LOGINS[scheme]})" if scheme in _LOGINS else ""
+        login = f" ({_LOGIN_COMMANDS[scheme]})" if scheme in _LOGIN_COMMANDS else ""
         raise ValueError(
             f"data.paths={url} cannot be read: {error_reason(error)}. Check the name, the network, and this host's "
             f"credentials{login}."

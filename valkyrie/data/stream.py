@@ -25,9 +25,9 @@ import numpy as np
 
 from valkyrie.checksums import digest
 from valkyrie.data.batches import BatchPlan, Loader
-from valkyrie.data.cut import pieces
+from valkyrie.data.cut import split_into_pieces
 from valkyrie.data.files import list_paths
-from valkyrie.data.readers import File, read, row_groups
+from valkyrie.data.readers import File, count_row_groups, read
 from valkyrie.data.sources.parquet_stream import Config
 from valkyrie.data.tokenizer import fingerprint_of, load_tokenizer, vocab_size_of
 from valkyrie.processes.team import ALONE, Team
@@ -67,7 +67,7 @@ class LanePosition:
     pool: tuple[DocumentPosition, ...] = ()
 
 
-Tokens = tuple[DocumentPosition, np.ndarray]
+LaneDocument = tuple[DocumentPosition, np.ndarray]
 """A document's position and its int32 ids, BOS first."""
 
 
@@ -180,7 +180,7 @@ def _units(files: Sequence[File], config: Config) -> tuple[Unit, ...]:
     def groups(file: File) -> list[Unit]:
         if file.suffix != ".parquet":
             return [Unit(file, None)]
-        return [Unit(file, group) for group in range(row_groups(file, config.read_options))]
+        return [Unit(file, group) for group in range(count_row_groups(file, config.read_options))]
 
     with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
         return tuple(unit for units in pool.map(groups, files) for unit in units)
@@ -210,11 +210,11 @@ class Lane:
     seed: int | None
     threads: int = 1
 
-    def documents(self, start: DocumentPosition) -> Iterator[Tokens]:
+    def documents(self, start: DocumentPosition) -> Iterator[LaneDocument]:
         """Yield the documents of the lane, starting at a position. Raises ValueError if an epoch has no text."""
-        return self._tokens(self._texts(start))
+        return self._encode(self._read_texts(start))
 
-    def fetch(self, positions: Sequence[DocumentPosition]) -> list[Tokens]:
+    def fetch(self, positions: Sequence[DocumentPosition]) -> list[LaneDocument]:
         """Return the tokens of the documents at the given positions, in that order. Reads each unit once."""
         texts: dict[DocumentPosition, str] = {}
         requested = set(positions)
@@ -223,9 +223,9 @@ class Lane:
             for number, text in enumerate(islice(self._unit(epoch, unit), last + 1)):
                 if (position := DocumentPosition(epoch, unit, number)) in requested:
                     texts[position] = text
-        return [*self._tokens(iter([(position, texts[position]) for position in positions]))]
+        return [*self._encode(iter([(position, texts[position]) for position in positions]))]
 
-    def _texts(self, start: DocumentPosition) -> Iterator[tuple[DocumentPosition, str]]:
+    def _read_texts(self, start: DocumentPosition) -> Iterator[tuple[DocumentPosition, str]]:
         epoch, first, document = start
         while True:
             has_text = first > 0 or document > 0
@@ -244,7 +244,7 @@ class Lane:
                 )
             epoch, first = epoch + 1, 0
 
-    def _tokens(self, texts: Iterator[tuple[DocumentPosition, str]]) -> Iterator[Tokens]:
+    def _encode(self, texts: Iterator[tuple[DocumentPosition, str]]) -> Iterator[LaneDocument]:
         """Encode texts. One thread reads ahead and `threads` threads encode."""
         encode = _encoder(self.tokenizer)
         with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(self.threads) as encoders:
@@ -252,9 +252,9 @@ class Lane:
             def read_texts() -> list[tuple[DocumentPosition, str]]:
                 return [*islice(texts, _TEXTS_AHEAD)]
 
-            ahead = reader.submit(read_texts)
-            while texts_read := ahead.result():
-                ahead = reader.submit(read_texts)
+            next_texts = reader.submit(read_texts)
+            while texts_read := next_texts.result():
+                next_texts = reader.submit(read_texts)
                 positions, contents = zip(*texts_read, strict=True)
                 map_in_order = map if self.threads == 1 else encoders.map
                 yield from zip(positions, map_in_order(encode, contents), strict=True)
@@ -283,7 +283,7 @@ def _encoder(name: str) -> Any:
     bos = np.array([tokenizer.bos_id], np.int32)
 
     def encode(text: str) -> np.ndarray:
-        parts = [tokenizer.encode_ordinary(str(piece.content)) for piece in pieces(text, "")]
+        parts = [tokenizer.encode_ordinary(str(piece.content)) for piece in split_into_pieces(text, "")]
         return np.concatenate([bos, *parts], dtype=np.int32, casting="unsafe")  # ids are below 2**31
 
     return encode

@@ -26,8 +26,8 @@ _POSITIONS = "positions"
 class StreamPosition(RowPosition):
     """Position in a stream. `places` maps the number of each lane to its position, or to None before its first row."""
 
-    progress: ClassVar[tuple[str, ...]] = ("row", "places")
-    newest: ClassVar[int] = 2
+    progress_fields: ClassVar[tuple[str, ...]] = ("row", "places")
+    current_version: ClassVar[int] = 2
 
     lanes: int
     packing: str
@@ -46,7 +46,7 @@ class StreamLoader(Loader[StreamPosition]):
         config, batch = data.config, plan.batch
         lanes = data.lanes(batch) if plan.repeat else 1
         start = StreamPosition(
-            StreamPosition.newest,
+            StreamPosition.current_version,
             split,
             plan.seed,
             data.content,
@@ -104,8 +104,8 @@ class StreamLoader(Loader[StreamPosition]):
             lanes, positions = self._lanes[worker::count], self._positions[worker::count]
             rows = _LaneRows(lanes, _Positions(tuple(positions)), self._seq, self._rows_per_lane, self._data.bos_id)
             options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=_BATCHES_AHEAD)
-            ahead = rows.mp_prefetch(options, worker_init_fn=_ignore_interrupts) if self._workers else None
-            datasets.append(ahead or grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=2))
+            prefetched = rows.mp_prefetch(options, worker_init_fn=_ignore_interrupts) if self._workers else None
+            datasets.append(prefetched or grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=2))
         return datasets
 
     def _join(self, parts: list[np.ndarray]) -> np.ndarray:

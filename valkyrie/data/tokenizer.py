@@ -94,7 +94,7 @@ def fingerprint_of(name: str) -> str:
     return digest(f"tokenizer {identity}")[:16]
 
 
-def refuse_tokenizer_name(name: str) -> None:
+def check_tokenizer_name(name: str) -> None:
     """Raise ValueError for names that cannot be given to a trained tokenizer, such as `gpt2` or `none`."""
     if name in ("", ".", "..", NO_TOKENIZER) or "/" in name or ".tiktoken" in name:
         raise ValueError(
@@ -104,7 +104,7 @@ def refuse_tokenizer_name(name: str) -> None:
         raise ValueError(f"--save {name}: tokenizer={name} is a built-in tokenizer. Use another name.")
 
 
-def identity_of(name: str) -> dict[str, str]:
+def tokenizer_identity(name: str) -> dict[str, str]:
     """Return the name and fingerprint of a tokenizer, as stored in checkpoints."""
     return {"name": name, "fingerprint": name if name == NO_TOKENIZER else fingerprint_of(name)}
 

@@ -157,7 +157,7 @@ class _HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(self, name: str, path: Path, content: _TokenizerJson, bos_id: int, fingerprint: str) -> None:
-        package = _package(f"tokenizer={name} is not a byte-level BPE: reading it")
+        package = _import_tokenizers(f"tokenizer={name} is not a byte-level BPE: reading it")
         try:
             self._encoder = package.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no narrower class
@@ -187,21 +187,21 @@ class TextCounts:
     bytes: int = 0
 
 
-def training_texts(config: CorpusConfig, counted: TextCounts) -> Iterator[str]:
-    """Yield the texts of a source, up to `config.max_bytes` bytes of UTF-8. Adds their number and bytes to `counted`.
+def training_texts(config: CorpusConfig, counts: TextCounts) -> Iterator[str]:
+    """Yield the texts of a source, up to `config.max_bytes` bytes of UTF-8. Adds their number and bytes to `counts`.
 
     Raises ValueError if there are no texts.
     """
     for document in config.read_documents(config.list_files()):
         raw = document.text.encode("utf-8", errors="replace")
         if config.max_bytes is not None:
-            raw = raw[: config.max_bytes - counted.bytes]
-        counted.documents += 1
-        counted.bytes += len(raw)
+            raw = raw[: config.max_bytes - counts.bytes]
+        counts.documents += 1
+        counts.bytes += len(raw)
         yield raw.decode("utf-8", errors="ignore")
-        if counted.bytes == config.max_bytes:
+        if counts.bytes == config.max_bytes:
             return
-    if not counted.documents:
+    if not counts.documents:
         raise ValueError("these files have no text to train a tokenizer on.")
 
 
@@ -215,7 +215,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str, path: Path) 
         raise ValueError(f"--vocab {vocab} is too small. Use 257 or more: 256 bytes and one token for BOS.")
     if pattern not in PATTERNS:
         raise ValueError(f"--pattern {pattern} is unknown. Use one of {', '.join(PATTERNS)}.")
-    package = _package("training a tokenizer")
+    package = _import_tokenizers("training a tokenizer")
     tokenizer = package.Tokenizer(package.models.BPE())
     split = package.pre_tokenizers.Split(package.Regex(_without_possessives(PATTERNS[pattern])), "isolated")
     byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -232,7 +232,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str, path: Path) 
     return tokenizer.get_vocab_size(with_added_tokens=True)
 
 
-def _package(what: str) -> Any:
+def _import_tokenizers(what: str) -> Any:
     try:
         import tokenizers
     except ImportError:

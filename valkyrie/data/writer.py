@@ -88,8 +88,8 @@ class ShardWriter:
         self._shard_tokens = shard_tokens
         self._shards: list[TokenShard] = []
         self._file: BufferedWriter | None = None
-        self._sum = hashlib.sha256()
-        self._in_shard = 0
+        self._hash = hashlib.sha256()
+        self._tokens_in_shard = 0
         self.documents = 0
         self.tokens = 0
         self.bytes = 0
@@ -103,12 +103,12 @@ class ShardWriter:
         while rest.size:
             if self._file is None:
                 self._file = (self._path / self._name()).open("wb")
-            now, rest = np.split(rest, [self._shard_tokens - self._in_shard])
-            data = now.astype(self._dtype).tobytes()
+            part, rest = np.split(rest, [self._shard_tokens - self._tokens_in_shard])
+            data = part.astype(self._dtype).tobytes()
             self._file.write(data)
-            self._sum.update(data)
-            self._in_shard += now.size
-            if self._in_shard == self._shard_tokens:
+            self._hash.update(data)
+            self._tokens_in_shard += part.size
+            if self._tokens_in_shard == self._shard_tokens:
                 self._close_shard()
 
     def finish(self) -> Split:
@@ -132,6 +132,6 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
-        self._shards.append(TokenShard(self._name(), self._in_shard, self._sum.hexdigest()))
-        self._sum = hashlib.sha256()
-        self._in_shard = 0
+        self._shards.append(TokenShard(self._name(), self._tokens_in_shard, self._hash.hexdigest()))
+        self._hash = hashlib.sha256()
+        self._tokens_in_shard = 0

@@ -63,11 +63,11 @@ def refuse_other_data(run: Run) -> None:
 
 def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
     """Raise ValueError if process 0, which judges code, lacks the coding problems, a compiler or a sandbox."""
-    from valkyrie.code_eval.config import judge_problems
+    from valkyrie.code_eval.config import evaluation_problems
 
     # Messages of problems, since only JSON values travel between processes.
     messages = team.broadcast_from_leader(
-        "evaluation by code", lambda: [str(p) for p in judge_problems(run.config.code_eval)]
+        "evaluation by code", lambda: [str(p) for p in evaluation_problems(run.config.code_eval)]
     )
     if messages:
         raise ValueError("\n".join(messages))
@@ -126,14 +126,14 @@ def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tup
     from contextlib import closing
 
     from valkyrie.checkpoint import CheckpointInfo, Checkpoints
-    from valkyrie.data.tokenizer import identity_of
+    from valkyrie.data.tokenizer import tokenizer_identity
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.train.program import StepProgram
     from valkyrie.train.room import check_room, explain_oom
 
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     check_room(program, devices, training=False)
-    config, info = run.config.checkpoint, CheckpointInfo({}, tokenizer=identity_of(run.tokenizer))
+    config, info = run.config.checkpoint, CheckpointInfo({}, tokenizer=tokenizer_identity(run.tokenizer))
     with (
         explain_oom(run, devices),
         closing(Checkpoints(folder, config, read_only=True, team=team, info=info)) as checkpoints,

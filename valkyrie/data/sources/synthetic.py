@@ -82,7 +82,7 @@ class Config(DocumentConfig):
         settings = [self.documents, self.mean_length, self.states, self.generator_seed]
         return ReadOptions().cache_identity | {"synthetic": settings}
 
-    def about(self) -> dict[str, object]:
+    def source_details(self) -> dict[str, object]:
         """Return the settings, and the lowest loss that a model can reach."""
         keys = ("documents", "mean_length", "states", "generator_seed")
         return {**{key: getattr(self, key) for key in keys}, "entropy_nats_per_token": entropy()}

@@ -51,7 +51,7 @@ class Config(CorpusConfig):
     def cache_identity(self) -> dict[str, object]:
         return self.read_options.cache_identity
 
-    def about(self) -> dict[str, object]:
+    def source_details(self) -> dict[str, object]:
         return {"paths": self.paths}
 
     def is_single_text(self, listing: Listing) -> bool:

@@ -80,7 +80,7 @@ class PuzzlePosition(DataPosition):
     The batch size `batch` must not change when a run resumes, because partly solved puzzles are in the train state.
     """
 
-    progress: ClassVar[tuple[str, ...]] = ("step",)
+    progress_fields: ClassVar[tuple[str, ...]] = ("step",)
 
     batch: int
     step: int
@@ -99,7 +99,7 @@ class PuzzleLoader(IndexedLoader[PuzzlePosition]):
         cells = data.split(split).cells
         if cells != plan.seq:
             raise ValueError(f"seq={plan.seq} does not match the puzzles of data={data.name}. Use seq={cells}.")
-        start = PuzzlePosition(PuzzlePosition.newest, split, plan.seed, data.content, plan.batch, 0)
+        start = PuzzlePosition(PuzzlePosition.current_version, split, plan.seed, data.content, plan.batch, 0)
         super().__init__(plan, start, _PuzzleSampler(data, split, plan))
 
 
