@@ -101,7 +101,7 @@ def _read_configs_once() -> None:
     """
     from hydra._internal.sources_registry import SourcesRegistry
 
-    from valkyrie.config.compose import FAMILIES, SCHEMA_PATHS, ValkyrieSource, register
+    from valkyrie.config.compose import FAMILIES, SCHEMAS_BY_PATH, ValkyrieSource, register
 
     register()
 
@@ -112,8 +112,8 @@ def _read_configs_once() -> None:
     def schema(folder: str, path: str) -> object:
         path = path.removesuffix(".yaml")
         group, _, name = path.partition("/")
-        if path in SCHEMA_PATHS or group not in FAMILIES or not name.endswith("_schema"):
-            return SCHEMA_PATHS.get(path)
+        if path in SCHEMAS_BY_PATH or group not in FAMILIES or not name.endswith("_schema"):
+            return SCHEMAS_BY_PATH.get(path)
         family = FAMILIES[group].config_class(name.removesuffix("_schema"))
         return family if family.__module__.startswith("valkyrie.") else None  # a user's may change
 

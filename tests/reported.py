@@ -11,7 +11,7 @@ from typing import Any
 
 from valkyrie.axes import parse_axes
 from valkyrie.compiled.communication import AxesBytes, CollectiveTime, CollectiveTrace, Communication
-from valkyrie.parts import StepPart, read_category
+from valkyrie.parts import StepPart, parse_category
 from valkyrie.records import decode
 from valkyrie.runs.folder import key_values
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
@@ -116,7 +116,7 @@ def trial(
         speed = replace(speed, tokens_per_dollar={"on_demand": rate * 3600 / (8 * price)})
     results, traffic = replace(results, step=speed), results.communication or Communication()
     if seconds is not None:
-        named = ((read_category(name), share) for name, share in seconds.items())
+        named = ((parse_category(name), share) for name, share in seconds.items())
         results = replace(results, parts=tuple(StepPart(*part, share * step_s) for part, share in named if part))
     if sent is not None:
         traffic = replace(traffic, bytes_by_mesh_axes=tuple(AxesBytes(parse_axes(axes), n) for axes, n in sent.items()))

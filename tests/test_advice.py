@@ -19,7 +19,7 @@ PARTITIONS = {partition.name: partition for partition in read_group("partition",
 
 def problems_of(run: Run) -> set[Identity]:
     """Return the identities of the run's problems, in its model and its layout."""
-    return {problem.identity for problem in run.model.problems()} | run.layout_problems()
+    return {problem.identity for problem in run.model.problems()} | run.layout_problem_identities()
 
 
 def applied(run: Run, key: str, value: int) -> Run:

@@ -25,7 +25,7 @@ from valkyrie.search.compile.correction import MIN_RUNS, step_interval, target_c
 from valkyrie.search.compile.show import describe_range
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.runs import estimate_runs
-from valkyrie.search.folder import ANSWER
+from valkyrie.search.folder import ANSWER_FILE
 from valkyrie.search.request import parse_request
 from valkyrie.sweep.rows import Row
 from valkyrie.sweep.trial import TRIALS, Trial
@@ -244,7 +244,7 @@ def test_unsuitable_trials_are_refused(
     monkeypatch.chdir(tmp_path)
     if "paths=runs/estimates" in arguments:
         (tmp_path / "runs" / "estimates").mkdir(parents=True)
-        (tmp_path / "runs" / "estimates" / ANSWER).write_text("{}")
+        (tmp_path / "runs" / "estimates" / ANSWER_FILE).write_text("{}")
     assert command("mode=calibrate", *arguments) == 2
     error = capfd.readouterr().err
     assert all(value in error for value in values)

@@ -22,7 +22,7 @@ from helpers import compose_run
 from machines import needs_libtpu, tpu_mesh
 from outcomes import fitting_outcome
 from valkyrie.compiled.memory import ProgramMemory
-from valkyrie.config.modes import MODULE, TEXT
+from valkyrie.config.modes import HLO_TEXT_FILE, MODULE_FILE
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import Allocation, is_out_of_memory
 from valkyrie.hardware.platforms import get_platform
@@ -257,7 +257,7 @@ MEMORY = ProgramMemory(1, 1, 0, 1, 1, 3)
 def entry(folder: Path, compile_s: float = 1.0) -> Path:
     """Write a cached program as a compile would, with a module of three bytes."""
     folder.mkdir(parents=True)
-    (folder / MODULE).write_bytes(b"hlo")
+    (folder / MODULE_FILE).write_bytes(b"hlo")
     record = ProgramRecord(compile_s, (), MEMORY, hashlib.sha256(b"hlo").hexdigest())
     write_record(folder / PROGRAM, record)
     return folder
@@ -270,8 +270,8 @@ def entry(folder: Path, compile_s: float = 1.0) -> Path:
         (PROGRAM, b'{"compile_s": ["ok"]}'),
         (PROGRAM, b"[]"),
         (PROGRAM, b"\xff\xfe"),
-        (MODULE, b"hl"),
-        (MODULE, None),
+        (MODULE_FILE, b"hl"),
+        (MODULE_FILE, None),
     ],
 )
 def test_a_damaged_cached_program_is_ignored(tmp_path: Path, file: str, damage: bytes | None):
@@ -296,7 +296,7 @@ def test_the_first_of_two_simultaneous_compiles_is_cached_unless_a_new_one_was_r
     cached = read_program(folder)
     assert cached is not None and cached.compile_s == (2.0 if anew else 1.0)
     with_text = entry(tmp_path / "other")
-    (with_text / TEXT).touch()
+    (with_text / HLO_TEXT_FILE).touch()
     store_program(with_text, folder, replace=False)
     assert read_program(folder, hlo=True) is not None, "the first had no text"
 

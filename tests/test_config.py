@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from helpers import assert_golden_message, compose_config, compose_run, config_names, mark_slow_except
 from sweeps import multirun_plans
 from valkyrie.config.arguments import parse_run
-from valkyrie.config.compose import GROUPS, accelerators, default_mesh, default_partition
+from valkyrie.config.compose import GROUPS, count_accelerators, default_mesh, default_partition
 from valkyrie.config.refusals import unknown_key
 from valkyrie.config.run import FAMILIES, Run
 from valkyrie.parallel.mesh import abstract_mesh
@@ -365,12 +365,12 @@ def test_an_impossible_launch_environment_is_refused(command: Any, monkeypatch: 
 
 def test_a_machine_without_accelerators_gets_eight_simulated_devices(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert accelerators() == 0
+    assert count_accelerators() == 0
     assert (default_mesh(), default_partition()) == ("2x2x2", "fsdp")
 
 
 def test_accelerators_are_on_the_last_mesh_axis_by_default(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("valkyrie.config.compose.accelerators", lambda: 4)
+    monkeypatch.setattr("valkyrie.config.compose.count_accelerators", lambda: 4)
     assert default_mesh() == "1x1x4"
 
 

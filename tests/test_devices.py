@@ -123,7 +123,7 @@ def test_libtpu_is_not_loaded_without_a_tpu(
     monkeypatch: pytest.MonkeyPatch, plugins: list[str], chips: int, platforms: str, asked: bool
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    monkeypatch.setattr(devices, "accelerators", lambda: chips)
+    monkeypatch.setattr(devices, "count_accelerators", lambda: chips)
     monkeypatch.setattr(devices, "entry_points", lambda group: [])
     monkeypatch.setattr(devices, "find_spec", lambda name: name if name in plugins else None)
     assert devices.only_libtpu_without_a_tpu() is asked
@@ -157,7 +157,7 @@ def test_the_error_for_a_missing_platform_in_the_environment_names_it(
 
 def test_a_tpu_requested_by_the_environment_is_looked_for_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    monkeypatch.setattr(devices, "accelerators", lambda: 0)
+    monkeypatch.setattr(devices, "count_accelerators", lambda: 0)
     (problem,) = missing_devices(some_run("mesh=1x1x1"))
     assert (problem.code, problem.key, problem.value) == (ProblemCode.missing, "JAX_PLATFORMS", "tpu")
 

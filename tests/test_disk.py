@@ -88,7 +88,7 @@ def test_a_result_is_printed_although_the_disk_is_full(
     memory = MemoryReport(needed=3 * 2**30, usable=2**30)
 
     def result(kind: type, run: Run) -> Any:
-        return kind(run.about(), CompileStatus.does_not_fit, "too big", memory=memory)
+        return kind(run.layout_record(), CompileStatus.does_not_fit, "too big", memory=memory)
 
     monkeypatch.setattr(measure, "measure", lambda run, *_: result(Measurement, run))
     monkeypatch.setattr(modes, "compile_and_summarise", lambda run, *_: (None, result(Prediction, run), None))

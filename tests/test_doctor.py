@@ -51,7 +51,7 @@ SMALL = (*TINY, "mesh=2x1x1", "partition=dp")
 def on_tpu(monkeypatch: pytest.MonkeyPatch, chips: int = 4) -> None:
     """Make this host appear to have `chips` TPU chips, by faking its device files."""
     for module in (host, devices):
-        monkeypatch.setattr(module, "accelerators", lambda: chips)
+        monkeypatch.setattr(module, "count_accelerators", lambda: chips)
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

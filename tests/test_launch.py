@@ -26,7 +26,7 @@ from valkyrie.launch.dockerfile import dockerfile
 from valkyrie.launch.engine import add_name
 from valkyrie.launch.engines import gke, skypilot, slurm, ssh, tpu_vm
 from valkyrie.launch.engines.local import PROCESSES_PER_CORE
-from valkyrie.launch.gcloud import accelerator, resource_name
+from valkyrie.launch.gcloud import accelerator_type, resource_name
 from valkyrie.launch.plan import CommandStep, FileStep, Plan, command_text
 
 GOLDENS = Path(__file__).parent / "goldens" / "launch"
@@ -313,8 +313,12 @@ def test_a_run_name_is_added_if_a_restart_would_start_over(capsys: pytest.Captur
 
 
 def test_names_and_types_equal_those_of_the_cloud():
-    assert accelerator(parse_target("v5e-8")) == "v5litepod-8"
-    assert [accelerator(parse_target(name)) for name in ("v4-64", "v5p-128", "v6e-4")] == ["v4-64", "v5p-128", "v6e-4"]
+    assert accelerator_type(parse_target("v5e-8")) == "v5litepod-8"
+    assert [accelerator_type(parse_target(name)) for name in ("v4-64", "v5p-128", "v6e-4")] == [
+        "v4-64",
+        "v5p-128",
+        "v6e-4",
+    ]
     assert resource_name("Mine_1.b") == "mine-1-b" and resource_name("1b") == "run-1b"
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", resource_name("x" * 39 + "_" + "y" * 40))
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from valkyrie.launch.supervisor import RESTARTS, Supervisor, local_processes
-from valkyrie.processes.team import INDEX
+from valkyrie.launch.supervisor import RESTARTS_VARIABLE, Supervisor, local_processes
+from valkyrie.processes.team import INDEX_VARIABLE
 
 HEAD = f"""
 import os, pathlib, signal, sys, time
-index, starts = int(os.environ.get("{INDEX}", 0)), int(os.environ["{RESTARTS}"])
+index, starts = int(os.environ.get("{INDEX_VARIABLE}", 0)), int(os.environ["{RESTARTS_VARIABLE}"])
 def alive(pid=os.getpid()):
     pathlib.Path(f"new-{{starts}}-{{index}}").write_text(str(pid))
     os.rename(f"new-{{starts}}-{{index}}", f"pid-{{starts}}-{{index}}")
@@ -89,7 +89,7 @@ sys.exit(0 if starts else 1)
 
 
 def test_one_process_gets_no_cluster_settings():
-    assert run(f'sys.exit(3 if "{INDEX}" in os.environ else 0)', processes=1) == 0
+    assert run(f'sys.exit(3 if "{INDEX_VARIABLE}" in os.environ else 0)', processes=1) == 0
 
 
 def test_a_killed_worker_ends_the_others_and_all_restart(capfd: Any):

@@ -95,7 +95,7 @@ def test_axes_of_size_one_are_unused(name: str):
 
 
 def test_roles_are_read_back_from_a_record():
-    record = compose_run("model=gpt_tiny", "mesh=2x2x2", "partition=2d_tp_fsdp").about()
+    record = compose_run("model=gpt_tiny", "mesh=2x2x2", "partition=2d_tp_fsdp").layout_record()
     assert record.axis_roles and load(LayoutRecord, dump(record), "a record") == record
 
 

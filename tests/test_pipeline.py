@@ -138,7 +138,7 @@ def test_the_bubble_is_the_idle_fraction_of_a_stage(pipeline: Pipeline, bubble: 
 
 def test_the_description_of_a_pipeline():
     run = small_run("gpt_tiny", "mesh=2x2x2", "partition=pp", "microbatches=2", *CIRCULAR)
-    description = run.about().pipeline
+    description = run.layout_record().pipeline
     assert run.layout.name == "2x2x2-pp-circular2-mb2"
     assert description is not None
     assert (description.axis, description.stages, description.schedule, description.rounds) == (
@@ -151,7 +151,7 @@ def test_the_description_of_a_pipeline():
     assert all(words in description.described for words in ("2 rounds", "25.0%", "10 times", "5 microbatches"))
     assert run.layout.degrees == {"DP": 4, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, "PP": 2}
     assert run.layout.accumulation_steps == 1
-    assert small_run("gpt_tiny", "mesh=2x2x1", "partition=dp").about().pipeline is None
+    assert small_run("gpt_tiny", "mesh=2x2x1", "partition=dp").layout_record().pipeline is None
     unused = small_run("gpt_tiny", "mesh=2x2x1", "partition=pp", "microbatches=2").layout
     assert (unused.pipeline, unused.accumulation_steps, unused.roles["z"].kind) == (None, 2, RoleKind.unused)
 

@@ -20,7 +20,7 @@ from helpers import compose_run
 from processes import free_address, run_teams, start_processes, wait_for_processes
 from runs import TINY, needs_sandbox, spawn, start_training
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.processes.child import python_module
+from valkyrie.processes.child import module_command
 from valkyrie.processes.distributed import DistributedConfig, find_process
 from valkyrie.processes.ending import LOST, PREEMPTED
 from valkyrie.processes.locks import write_lock
@@ -37,7 +37,7 @@ def test_a_run_of_one_process_agrees_with_itself():
 
 def test_a_child_imports_nothing_from_the_current_folder(tmp_path: Path):
     (tmp_path / "this.py").write_text("raise SystemExit('this folder')")
-    ran = subprocess.run(python_module("this"), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(module_command("this"), cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0 and "Zen" in ran.stdout
 
 

@@ -189,7 +189,7 @@ KEYS = {setting.split("=")[0] for setting in SETTINGS} - {"quiet"}
 @pytest.mark.parametrize("key", sorted(key for key in KEYS if not key.startswith("hydra")))
 def test_every_documented_setting_exists(key: str):
     examples = [setting for setting in SETTINGS if setting.split("=")[0] == key and "mine" not in setting]
-    mode = [f"mode={name}" for name in MODES.with_key(key.removeprefix("mode."))[:1] if key.startswith("mode.")]
+    mode = [f"mode={name}" for name in MODES.names_with_key(key.removeprefix("mode."))[:1] if key.startswith("mode.")]
     for setting in dict.fromkeys(examples):
         Run.from_config(compose_config("target=v4-64", "mesh=2x2x2", *mode, *shlex.split(setting)))
         assert not re.search(r"[\[*?]", re.sub(r"'.*?'", "", setting)), "zsh looks for files of such a name"

@@ -15,7 +15,7 @@ from valkyrie.compiled.hlo import Module, parse
 from valkyrie.machine import assumptions
 from valkyrie.machine.links import Links, Transfer
 from valkyrie.machine.replay import Replay, replay
-from valkyrie.parts import PartKind, seconds_in
+from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.train.program import serialised_module
 
 CLOCK = CHIPS["v4"].clock_ghz * 1e9
@@ -81,9 +81,9 @@ def test_overlapping_work_hides_a_collective():
     cycles = int(gather_seconds() * CLOCK * 0.6)
     done = played(start_and_done(work("hidden", "a", cycles)))
     assert done.step_s == pytest.approx(gather_seconds(), rel=1e-3)
-    assert seconds_in(done.parts, PartKind.exposed) == pytest.approx(0.4 * gather_seconds(), rel=1e-2)
+    assert sum_seconds(done.parts, PartKind.exposed) == pytest.approx(0.4 * gather_seconds(), rel=1e-2)
     done = played(start_and_done(work("longer", "a", 3 * cycles)))
-    assert not seconds_in(done.parts, PartKind.exposed) and done.sending_s == pytest.approx(gather_seconds())
+    assert not sum_seconds(done.parts, PartKind.exposed) and done.sending_s == pytest.approx(gather_seconds())
     assert done.step_s == pytest.approx(3 * cycles / CLOCK)
     assert done.collectives[0].busy_s == pytest.approx(gather_seconds())
 

@@ -12,7 +12,7 @@ import pytest
 
 from reported import sweep_folder, trial
 from test_report import FSDP, LARGE, RAN, WRONG, data_of, rows_of
-from valkyrie.config.modes import ANSWER
+from valkyrie.config.modes import ANSWER_FILE
 from valkyrie.parallel.partition import PipelineSchedule
 from valkyrie.records import write_record
 from valkyrie.report import figures, specs, tables
@@ -187,7 +187,7 @@ def test_the_page_of_a_search_shows_its_answer(tmp_path: Path):
     description = {"title": "m, batch 16", "targets": ["v5e-8", "v6e-8"], "budget_usd": 500.0, **commands}
     answer = SearchAnswer(["mode=search"], "abc", 99, {}, 0, 1, "done", MeasureReport(), [layout], [], **description)
     folder = sweep_folder(tmp_path, [FSDP])
-    write_record(folder / ANSWER, answer)
+    write_record(folder / ANSWER_FILE, answer)
     text = write_report(folder).read_text()
     shown = text.partition("<main>")[2].partition("</main>")[0]
     (heading,) = re.findall(r"<h1>(.*?)</h1>", text)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from reported import GOLDENS
 from valkyrie.config.arguments import expand_shorthand, parse_run
-from valkyrie.config.modes import ANSWER, SUMMARY
+from valkyrie.config.modes import ANSWER_FILE, COMPILE_FILE
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.hardware.target import usable_hbm
@@ -67,7 +67,7 @@ def search(
         run = parse_run([*TINY, "name=found", *arguments])
         assert run.problems() == []
         capsys.readouterr()
-        status, file = run.config.mode.run(run), tmp_path / "runs" / "found" / ANSWER
+        status, file = run.config.mode.run(run), tmp_path / "runs" / "found" / ANSWER_FILE
         answer = json.loads(file.read_text()) if file.exists() else {}
         return Finished(status, answer, run, capsys.readouterr().out)
 
@@ -183,7 +183,7 @@ def test_options_to_fit_are_read_from_the_record_of_a_compile(tmp_path: Path) ->
     assert compiling._settings_to_fit(tmp_path) == ()
     prediction = read_prediction(GOLDENS / "compile.json")
     options = (Option("xla_saves", "true", TO_FIT), Option("xla_other", "1", USER))
-    write_record(tmp_path / SUMMARY, replace(prediction, options=options))
+    write_record(tmp_path / COMPILE_FILE, replace(prediction, options=options))
     assert compiling._settings_to_fit(tmp_path) == ("target.chip.xla_options.xla_saves=true",)
 
 
@@ -511,7 +511,7 @@ def test_a_search_can_use_only_estimates(search: Callable[..., Finished]) -> Non
     best = answer["best"][0]
     assert best["low_s"] < best["step_s"] == min(steps) < best["high_s"]
     assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
-    train = train_command(parse_request(run), decode(RankedLayout, best, ANSWER))
+    train = train_command(parse_request(run), decode(RankedLayout, best, ANSWER_FILE))
     assert f"train it: {train}" in printed
     assert f" steps={math.ceil(1e9 / (run.config.batch * run.config.seq))} " in train
     assert "fastest fsdp layout: " in printed and "v4 paper's rule" not in printed, "v5e has a torus of two axes"
@@ -562,10 +562,10 @@ def test_an_answer_does_not_replace_an_earlier_one_with_more_results(tmp_path: P
     compiled = SearchAnswer(["mode=search"], "abc", 9, {}, 0, 2, "", MeasureReport(), [], [])
     runs = [MeasuredLayout(["mesh=8x1x1"], 1.0, step_s, "ok") for step_s in (1.0, None)]
     measured = replace(compiled, measured=MeasureReport(runs))
-    assert save_answer(tmp_path, compiled) == f"answer: {tmp_path / ANSWER}"
-    assert save_answer(tmp_path, measured) == f"answer: {tmp_path / ANSWER}"
+    assert save_answer(tmp_path, compiled) == f"answer: {tmp_path / ANSWER_FILE}"
+    assert save_answer(tmp_path, measured) == f"answer: {tmp_path / ANSWER_FILE}"
     assert "1 measured" in save_answer(tmp_path, compiled)
-    assert read_record(SearchAnswer, tmp_path / ANSWER) == measured
+    assert read_record(SearchAnswer, tmp_path / ANSWER_FILE) == measured
     assert save_answer(tmp_path, replace(measured, compiled=0)).startswith("answer: not saved")
 
 

@@ -16,7 +16,7 @@ from helpers import shared_run
 from processes import start_processes, wait_for_processes
 from runs import TINY
 from valkyrie.config.arguments import parse_run
-from valkyrie.config.modes import FIGURES, MACHINES
+from valkyrie.config.modes import FIGURES_FILE, MACHINES_FILE
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.precision import DType
@@ -196,13 +196,13 @@ def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pyte
     ("here", "wanted", "at_hand_"), [(0, "h100-8", False), (8, "h100-8", True), (4, "h100-8", False)]
 )
 def test_accelerators_are_counted_without_jax(here: int, wanted: str, at_hand_: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local_devices, "accelerators", lambda: here)
+    monkeypatch.setattr(local_devices, "count_accelerators", lambda: here)
     request = parse_request(parse_run(["mode=search", f"target={wanted}", "model=gpt_tiny", "batch=16"]))
     assert can_measure(request) is at_hand_
 
 
 def test_measured_figures_are_read_as_a_chip(tmp_path: Path) -> None:
-    file = tmp_path / FIGURES
+    file = tmp_path / FIGURES_FILE
     values = {"name": "cpu", "platform": "cpu", "peak_tflops": {"float32": 0.05}, "hbm_gbs": 8.0, "host_bounds": [2]}
     values |= {"switch_gbs": 0.5, "dcn_gbs_per_host": 0.025, "estimate": {"start_s": 1e-4, "outer_start_s": 2e-3}}
     file.write_text(json.dumps(values))
@@ -232,8 +232,8 @@ def test_figures_are_only_used_for_this_machine_and_precision(
         values = {"name": "cpu", "platform": "cpu", "peak_tflops": {plan.run.config.precision.compute.value: 0.05}}
         values |= {"host_bounds": [plan.run.config.target.chips]}
         plan.trial_folder.mkdir(parents=True, exist_ok=True)
-        (plan.trial_folder / FIGURES).write_text(json.dumps(values))
-        (plan.trial_folder / MACHINES).write_text(json.dumps([machine]))
+        (plan.trial_folder / FIGURES_FILE).write_text(json.dumps(values))
+        (plan.trial_folder / MACHINES_FILE).write_text(json.dumps([machine]))
         return plan.ended(Status.ok, None, "", 1.0)
 
     def with_them(*arguments: str) -> SearchRequest:
@@ -253,9 +253,11 @@ def test_figures_are_only_used_for_this_machine_and_precision(
 
 def test_damaged_machines_are_named_with_a_remedy(tmp_path: Path) -> None:
     values = {"name": "cpu", "platform": "cpu", "peak_tflops": {"float32": 0.05}, "host_bounds": [1]}
-    (tmp_path / FIGURES).write_text(json.dumps(values))
-    (tmp_path / MACHINES).write_text('["here"')
-    with pytest.raises(ValueError, match=rf"^{tmp_path / MACHINES} is damaged \(is not JSON .*\)\. Delete its folder"):
+    (tmp_path / FIGURES_FILE).write_text(json.dumps(values))
+    (tmp_path / MACHINES_FILE).write_text('["here"')
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path / MACHINES_FILE} is damaged \(is not JSON .*\)\. Delete its folder"
+    ):
         has_figures(tmp_path, "here", DType.float32, 1)
 
 
@@ -289,7 +291,7 @@ def test_a_search_over_several_processes(tmp_path: Path) -> None:
     arguments = [*TINY, "mode=search", "target=cpu2", "batch=12", "mode.measure=2", "mode.repeats=2", "name=found"]
     first, second = wait_for_processes(start_processes(2, *arguments, cwd=tmp_path))
     assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
-    chip = read_figures(tmp_path / "runs/found/figures-cpu2" / FIGURES)
+    chip = read_figures(tmp_path / "runs/found/figures-cpu2" / FIGURES_FILE)
     assert chip.host_bounds == [1] and (chip.dcn_gbs_per_host or 0) > 0 and chip.switch_gbs is None
     assert len(json.loads((tmp_path / "runs/found/search.json").read_text())["measured"]["layouts"]) == 2
 

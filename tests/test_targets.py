@@ -170,7 +170,7 @@ def test_hydra_composes_the_target_that_the_name_parses_to(name: str):
 def test_default_mesh_and_precision_depend_on_the_target(
     monkeypatch: pytest.MonkeyPatch, name: str, mesh: str, precision: str
 ):
-    monkeypatch.setattr("valkyrie.config.compose.accelerators", lambda: 4)
+    monkeypatch.setattr("valkyrie.config.compose.count_accelerators", lambda: 4)
     assert (default_mesh(name), default_precision(name)) == (mesh, precision)
 
 

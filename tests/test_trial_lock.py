@@ -31,7 +31,7 @@ def test_the_process_id_of_an_earlier_attempt_is_deleted(tmp_path: Path):
     try:
         earlier = TrialLock.acquire(tmp_path)
         assert earlier is not None
-        earlier.started(stranger.pid)
+        earlier.hand_over(stranger.pid)
         earlier.release()
         died = TrialLock.acquire(tmp_path)
         assert died is not None

@@ -29,18 +29,18 @@ def digest(value: object) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-def write_checksums(folder: Path, without: Container[str] = ()) -> None:
-    """Write `checksums.json` for all files in a folder and its subfolders, except those in `without`.
+def write_checksums(folder: Path, excluded: Container[str] = ()) -> None:
+    """Write `checksums.json` for all files in a folder and its subfolders, except those in `excluded`.
 
-    Paths in `without` are relative to the folder. Raises OSError if a file cannot be read.
+    Paths in `excluded` are relative to the folder. Raises OSError if a file cannot be read.
     """
-    files = [name for name in _files(folder) if name not in without]
+    files = [name for name in _files(folder) if name not in excluded]
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = dict(zip(files, threads.map(lambda name: _checksum(folder / name), files), strict=True))
     write_atomic(folder / CHECKSUMS, json.dumps(sums, indent=1) + "\n")
 
 
-def folder_damage(folder: Path) -> Problem | None:
+def folder_problem(folder: Path) -> Problem | None:
     """Return the problem of the first file that differs from `checksums.json`, or None.
 
     A folder without `checksums.json` counts as undamaged.
@@ -53,10 +53,10 @@ def folder_damage(folder: Path) -> Problem | None:
         expected = {str(name): (int(size), str(digest)) for name, (size, digest) in sums.items()}
     except (ValueError, TypeError, AttributeError):
         return _damage(CHECKSUMS, f"{CHECKSUMS} cannot be read")
-    return next(iter(file_damages(folder, expected)), None)
+    return next(iter(file_problems(folder, expected)), None)
 
 
-def file_damages(folder: Path, expected: Mapping[str, tuple[int, str]], trusted: Container[str] = ()) -> list[Problem]:
+def file_problems(folder: Path, expected: Mapping[str, tuple[int, str]], trusted: Container[str] = ()) -> list[Problem]:
     """Return a problem for each file that is missing or has changed. Reads their contents only if all sizes match.
 
     Args:
@@ -65,12 +65,12 @@ def file_damages(folder: Path, expected: Mapping[str, tuple[int, str]], trusted:
         trusted: files to compare by size only.
     """
     sizes = {name: _size_damage(folder / name, name, size) for name, (size, _) in expected.items()}
-    if damages := [damage for damage in sizes.values() if damage is not None]:
-        return damages
-    unread = {name: digest for name, (_, digest) in expected.items() if name not in trusted}
+    if problems := [damage for damage in sizes.values() if damage is not None]:
+        return problems
+    unverified = {name: digest for name, (_, digest) in expected.items() if name not in trusted}
     with ThreadPoolExecutor(_THREADS) as threads:
-        sums = threads.map(lambda name: _checksum(folder / name)[1], unread)
-        changed = [name for name, actual in zip(unread, sums, strict=True) if actual != unread[name]]
+        sums = threads.map(lambda name: _checksum(folder / name)[1], unverified)
+        changed = [name for name, actual in zip(unverified, sums, strict=True) if actual != unverified[name]]
     return [_damage(name, f"{name} has changed since it was saved") for name in changed]
 
 

@@ -75,7 +75,7 @@ class Families:
             raise ValueError(f"{self.key}={name}: the class Config of the module {name} must derive from {base}.")
         return config
 
-    def with_key(self, key: str) -> list[str]:
+    def names_with_key(self, key: str) -> list[str]:
         """Return the names of all families, including the user's, with a key such as `repeats` or `sudoku.side`."""
         return [name for name in (*self.names(), *self.user_names()) if has_key(self.config_class(name), key)]
 

@@ -65,7 +65,7 @@ def missing_key(message: str) -> str | None:
     return match[1] if match else None
 
 
-def is_recursive(message: str) -> bool:
+def is_recursive_interpolation(message: str) -> bool:
     """Return whether OmegaConf 2.3 found interpolations that refer to each other."""
     return message.startswith("Recursive interpolation detected")
 
@@ -91,7 +91,7 @@ def missing_group(message: str) -> tuple[str, str] | None:
     return (match[1], match[2].rpartition("@")[2]) if match else None
 
 
-def chosen_twice(message: str) -> str | None:
+def group_chosen_twice(message: str) -> str | None:
     """Return the group for which a defaults list makes a second choice without `override`, or None."""
     match = re.match(r"Multiple values for ([\w/]+)\. To override", message)
     return match[1] if match else None

@@ -40,9 +40,9 @@ def _free_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
         if controllers and "memory" not in controllers.split(","):
             continue
         root = cgroups / "memory" if controllers else cgroups
-        limit_file, used_file, cached = _CGROUP_FILES[1 if controllers else 2]
-        inside = root / path.strip("/")
-        for folder in (inside, *inside.parents):
+        limit_file, used_file, cached_key = _CGROUP_FILES[1 if controllers else 2]
+        innermost = root / path.strip("/")
+        for folder in (innermost, *innermost.parents):
             if not folder.is_relative_to(root):
                 break
             try:
@@ -50,4 +50,4 @@ def _free_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
                 stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):  # no limit ("max"), or invisible inside a container
                 continue
-            yield limit - used + int(stat.get(cached, 0))
+            yield limit - used + int(stat.get(cached_key, 0))

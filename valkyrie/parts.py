@@ -20,7 +20,7 @@ class PartKind(Enum):
     rest = "rest"  # outside collectives; measured steps only
 
     @property
-    def by_axes(self) -> bool:
+    def has_mesh_axes(self) -> bool:
         """Whether parts of this kind have mesh axes."""
         return self in (PartKind.exposed, PartKind.collectives)
 
@@ -49,7 +49,7 @@ class StepPart:
     seconds: float
 
 
-def seconds_in(parts: Iterable[StepPart], *kinds: PartKind) -> float:
+def sum_seconds(parts: Iterable[StepPart], *kinds: PartKind) -> float:
     """Sum the seconds of all parts of these kinds."""
     return sum((part.seconds for part in parts if part.kind in kinds), 0.0)
 
@@ -60,16 +60,16 @@ def describe_part(kind: PartKind, mesh_axes_text: str, *, short: bool = False) -
     With `short`, the latter is `waiting over x,y`.
     """
     label = (_SHORT_LABELS if short else PART_LABELS)[kind]
-    return f"{label} over {mesh_axes_text}" if kind.by_axes else label
+    return f"{label} over {mesh_axes_text}" if kind.has_mesh_axes else label
 
 
 _RECORD_NAMES = {PartKind.exposed: "waiting for communication", PartKind.collectives: "collectives"}
 """Names in `explain.json` of kinds with mesh axes. Independent of `PART_LABELS`, so that old files stay readable."""
 
 
-def record_name(kind: PartKind, over: str) -> str:
+def record_name(kind: PartKind, mesh_axes_text: str) -> str:
     """Return the name of a part in `explain.json`: `matmul`, or `waiting for communication over x,y`."""
-    return f"{_RECORD_NAMES[kind]} over {over}" if kind.by_axes else kind.value
+    return f"{_RECORD_NAMES[kind]} over {mesh_axes_text}" if kind.has_mesh_axes else kind.value
 
 
 def label_record_name(name: str) -> str:
@@ -77,12 +77,12 @@ def label_record_name(name: str) -> str:
     return next((PART_LABELS[kind] for kind in PartKind if kind.value == name), name)
 
 
-def write_category(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
+def format_category(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
     """Format a part as a category of a timeline file: `matmul`, `exposed x,y`."""
-    return f"{kind.value} {','.join(mesh_axes)}" if kind.by_axes else kind.value
+    return f"{kind.value} {','.join(mesh_axes)}" if kind.has_mesh_axes else kind.value
 
 
-def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
+def parse_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
     """Parse a category of a timeline file into kind and mesh axes, or None if it is not a part of a step."""
     kind, _, axes = text.partition(" ")
     if kind not in {member.value for member in PartKind}:
@@ -91,11 +91,11 @@ def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
 
 
 def upgrade_part(category: str) -> dict[str, str | list[str]]:
-    """Convert a part of a step from the text of older files (`write_category`) to the fields `kind` and `mesh_axes`.
+    """Convert a part of a step from the text of older files (`format_category`) to the fields `kind` and `mesh_axes`.
 
     Raises ValueError for any other text.
     """
-    part = read_category(category)
+    part = parse_category(category)
     if part is None:
         raise ValueError(f"{category} is not a part of a step")
     return {"kind": part[0].value, "mesh_axes": list(part[1])}

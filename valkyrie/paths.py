@@ -60,7 +60,7 @@ def open_to_append(path: Path) -> IO[bytes]:
         raise
 
 
-def write_atomic(path: Path, content: str | bytes, elsewhere: str | None = None) -> Path:
+def write_atomic(path: Path, content: str | bytes, alternative: str | None = None) -> Path:
     """Write a file atomically, text as UTF-8, and return its path.
 
     Readers see either the old file or the complete new one, even after a kill, a full disk or a crash of the machine.
@@ -68,16 +68,16 @@ def write_atomic(path: Path, content: str | bytes, elsewhere: str | None = None)
     """
     body = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
-        with disk_errors(path, elsewhere):
+        with disk_errors(path, alternative):
             path.write_bytes(body)
         return path
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
-        with disk_errors(path, elsewhere), partial.open("wb") as file:
+        with disk_errors(path, alternative), partial.open("wb") as file:
             file.write(body)
             file.flush()
             os.fsync(file.fileno())
-        with disk_errors(path, elsewhere):
+        with disk_errors(path, alternative):
             partial.replace(path)
     finally:
         with contextlib.suppress(OSError):
@@ -86,19 +86,21 @@ def write_atomic(path: Path, content: str | bytes, elsewhere: str | None = None)
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path, elsewhere: str | None = None) -> Iterator[None]:
+def disk_errors(path: Path, alternative: str | None = None) -> Iterator[None]:
     """Convert OSErrors while writing a file or folder to DiskErrors with the path and a remedy.
 
-    `elsewhere` is the setting that selects another location, for the remedy. The default is `VALKYRIE_CACHE` for a path
-    inside the caches, else `runs`.
+    `alternative` is the setting that selects another location, for the remedy. The default is `VALKYRIE_CACHE` for a
+    path inside the caches, else `runs`.
     """
     try:
         yield
     except DiskError:
         raise
     except OSError as error:
-        elsewhere = elsewhere or ("VALKYRIE_CACHE=DIR" if path.is_relative_to(cache_root()) else "runs=DIR")
-        remedy = f"{'Free some space there, or write' if is_disk_full(error) else 'Write'} elsewhere with {elsewhere}."
+        alternative = alternative or ("VALKYRIE_CACHE=DIR" if path.is_relative_to(cache_root()) else "runs=DIR")
+        remedy = (
+            f"{'Free some space there, or write' if is_disk_full(error) else 'Write'} elsewhere with {alternative}."
+        )
         raise DiskError(f"{path} cannot be written ({error_reason(error)}). {remedy}") from error
 
 
@@ -127,13 +129,13 @@ def error_reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def cache_problem(folder: Path, elsewhere: str = "VALKYRIE_CACHE=DIR") -> str | None:
+def cache_problem(folder: Path, alternative: str = "VALKYRIE_CACHE=DIR") -> str | None:
     """Return the reason why a folder cannot be used as a cache, such as too little space, or None if it can.
 
     Creates the folder if it is missing, and writes a temporary file of `_PROBE_BYTES`.
     """
     try:
-        with disk_errors(folder, elsewhere):
+        with disk_errors(folder, alternative):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(bytes(_PROBE_BYTES))

@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Any
 
 Number = int | float
-_SHOWN_VALUE = 40
+_MAX_VALUE_LENGTH = 40
 """Maximum number of characters of a value in the message for a wrong type."""
 
 
@@ -187,7 +187,7 @@ class Problem:
         words = {
             "axes": ", ".join(self.axes),
             "axis": next(iter(self.mesh_axes), ""),
-            "over": self.over,
+            "over": self.mesh_axes_text,
             "names": _first_names(self.names),
             "value": _number_text(self.value),
             **{name: make(self) for name, make in _CLAUSES.get(self.code, {}).items()},
@@ -195,7 +195,7 @@ class Problem:
         return _TEMPLATES[self.code].format(self=self, **words, **self.details) + _advice(self)
 
     @property
-    def over(self) -> str:
+    def mesh_axes_text(self) -> str:
         """Mesh axes with their sizes: `x=4·y=2`."""
         return "·".join(f"{axis}={n}" for axis, n in zip(self.mesh_axes, self.mesh_sizes, strict=True))
 
@@ -221,7 +221,7 @@ def require_type(value: object, expected: type | UnionType, usage: str) -> None:
     """
     if not isinstance(value, expected):
         shown = repr(value)
-        text = shown if len(shown) <= _SHOWN_VALUE else f"a value of type {type(value).__name__}"
+        text = shown if len(shown) <= _MAX_VALUE_LENGTH else f"a value of type {type(value).__name__}"
         raise TypeError(f"{usage}, not {text}.")
 
 
@@ -394,7 +394,10 @@ def _rounds_advice_clause(problem: Problem) -> str:
 _CLAUSES: dict[ProblemCode, dict[str, Callable[[Problem], str]]] = {
     ProblemCode.unknown_logical_axis: {"hint": _suggestion_clause},
     ProblemCode.missing_mesh_axis: {"such_as": _mesh_example_clause},
-    ProblemCode.batch_not_divisible: {"shards": lambda p: p.over or "one shard", "microbatches": _microbatches_clause},
+    ProblemCode.batch_not_divisible: {
+        "shards": lambda p: p.mesh_axes_text or "one shard",
+        "microbatches": _microbatches_clause,
+    },
     ProblemCode.device_batch_not_divisible: {"batch": _batch_clause, "at_a_time": _device_count_clause},
     ProblemCode.stage_axis_shared: {"pronoun": lambda p: "them" if len(p.axes) > 1 else "it"},
     ProblemCode.wrong_rounds: {"requirement": _rounds_requirement_clause, "use": _rounds_advice_clause},

@@ -22,7 +22,7 @@ import yaml
 
 import valkyrie
 from valkyrie.hardware.position import Position
-from valkyrie.parts import write_category
+from valkyrie.parts import format_category
 
 HERE = Path(__file__).resolve().parent
 
@@ -86,7 +86,7 @@ def numbers(result: Any) -> dict[str, Any]:
     sent = record.communication
     hidden = max(0.0, 1 - sent.exposed_s / sent.sending_s) if sent.sending_s else None
     parts = {"status": "ok", "step_s": result.step_s, "peak_gib": result.peak_gib, "hidden": hidden}
-    seconds = {write_category(part.kind, part.mesh_axes): part.seconds for part in record.parts}
+    seconds = {format_category(part.kind, part.mesh_axes): part.seconds for part in record.parts}
     return parts | {"sent_gb": sent.bytes / 1e9, "seconds": seconds, "notes": record.notes}
 
 

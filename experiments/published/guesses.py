@@ -57,7 +57,7 @@ def row_of(line: dict[str, str], run: Run) -> Row:
         layout=run.layout.name,
         slices=config.target.slices,
         ideal_s=run.step_flops / (chips * chip.peak_tflops["bfloat16"] * 1e12),
-        repeated=1.0 if run.about().remat in PRODUCTS_ONCE else 4 / 3,
+        repeated=1.0 if run.layout_record().remat in PRODUCTS_ONCE else 4 / 3,
         tokens_per_chip=config.batch * config.seq / chips,
         measured_s=measured,
     )

@@ -38,7 +38,7 @@ from rich.console import Console
 
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
-from valkyrie.parts import write_category
+from valkyrie.parts import format_category
 from valkyrie.paths import write_atomic
 from valkyrie.problems import refuse
 from valkyrie.search.compile.cache import request_key
@@ -177,7 +177,7 @@ def kept_or_predicted(
     if found.step is not None and found.step.replayed_s is not None:
         result["replayed_s"] = found.step.replayed_s
         by = found.step.replayed_s / found.step.step_s
-        result["seconds"] = {write_category(p.kind, p.mesh_axes): round(by * p.seconds, 4) for p in found.parts}
+        result["seconds"] = {format_category(p.kind, p.mesh_axes): round(by * p.seconds, 4) for p in found.parts}
     if found.memory is not None and found.memory.peak is not None:
         result["peak_gib"] = found.memory.peak / 2**30
     return result

@@ -31,7 +31,7 @@ from rich.table import Table
 from scipy.stats import spearmanr
 
 from valkyrie.config.arguments import parse_run
-from valkyrie.config.modes import FIGURES, MEASURED
+from valkyrie.config.modes import FIGURES_FILE, MEASURE_FILE
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_group
@@ -157,7 +157,7 @@ def timed(networks: Sequence[Network], file: Path) -> ChipConfig:
     """Measure the figures of the devices with `mode=figures`. Stores its file as `file`."""
     with tempfile.TemporaryDirectory() as folder:
         _together(networks, ["mode=figures", f"target=cpu{HOSTS}", f"mesh={HOSTS}x1x1", *WORK, f"runs={folder}"])
-        shutil.copyfile(Path(folder) / "timed" / FIGURES, file)
+        shutil.copyfile(Path(folder) / "timed" / FIGURES_FILE, file)
     return read_figures(file)
 
 
@@ -200,7 +200,7 @@ def step_s(networks: Sequence[Network], layout: EstimatedLayout, batch: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["mode=measure", "mode.repeats=5", *WORK, f"batch={batch}", *name(layout).split(), f"runs={folder}"]
         _together(networks, arguments)
-        return json.loads((Path(folder) / "timed" / MEASURED).read_text())["step"]["step_s"]
+        return json.loads((Path(folder) / "timed" / MEASURE_FILE).read_text())["step"]["step_s"]
 
 
 def _together(networks: Sequence[Network], arguments: Sequence[str]) -> None:

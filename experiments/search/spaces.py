@@ -26,7 +26,7 @@ from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import load_remat
-from valkyrie.parts import write_category
+from valkyrie.parts import format_category
 from valkyrie.paths import read_group, write_atomic
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.modes import compile_and_summarise
@@ -121,7 +121,7 @@ def compile_row(space: str, run: Run, overrides: Sequence[str]) -> dict[str, Any
         "status": found.status.value,
         "reason": found.reason,
         "step_s": None if replay is None else round(replay.step_s / replay.correction, 6),
-        "parts_s": {write_category(part.kind, part.mesh_axes): round(part.seconds, 6) for part in parts},
+        "parts_s": {format_category(part.kind, part.mesh_axes): round(part.seconds, 6) for part in parts},
         "executed_flops": None if replay is None else replay.flops,
         "sent": None if sent is None else {axes_text(axes): size for axes, size in sent.by_mesh_axes.items()},
         "peak": memory.needed if memory.peak is None else memory.peak,

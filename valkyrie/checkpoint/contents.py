@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from valkyrie.checkpoint.location import FOLDER, METADATA, in_bucket
-from valkyrie.checksums import folder_damage
+from valkyrie.checksums import folder_problem
 from valkyrie.problems import Problem, ProblemCode, first_line
 from valkyrie.records import encode, load
 from valkyrie.trees import flatten, leaf_names
@@ -89,7 +89,7 @@ def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
     info = None
     with suppress(ValueError):
         info = read_info(path)
-    damage = None if in_bucket(path) else folder_damage(path) or _missing_file(path)
+    damage = None if in_bucket(path) else folder_problem(path) or _missing_file(path)
     return info, damage or (_UNREADABLE_INFO if info is None else None)
 
 

@@ -34,7 +34,7 @@ class Fast(Tier):
     def __init__(self, path: Path, config: FastConfig, index: int, *, info: CheckpointInfo) -> None:
         """Open `path`, which only this process uses. `index` is the index of the process."""
         self._keep, self._index = config.keep, index
-        with disk_errors(path, elsewhere=_FULL_DISK):
+        with disk_errors(path, alternative=_FULL_DISK):
             path.mkdir(parents=True, exist_ok=True)
         super().__init__(path.resolve(), cleans=True, info=replace(info, tier="fast", process=index))
 

@@ -188,7 +188,7 @@ class Tier(ABC):
         Orbax calls this in its own thread.
         """
         for unfinished in self._unfinished():
-            write_checksums(unfinished, without=(METADATA,))
+            write_checksums(unfinished, excluded=(METADATA,))
 
     def _recover(self, error: Exception) -> str:
         """Remove the remains of a failed save, reopen Orbax for the next save, and return the error message.

@@ -105,7 +105,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         def show(done: int, total: int | None) -> None:
             bar.update(task, completed=done, total=total)
 
-        prepared = prepare(config, arguments.tokenizer, show, elsewhere="--cache-dir DIR")
+        prepared = prepare(config, arguments.tokenizer, show, alternative="--cache-dir DIR")
     print(
         f"{prepared.train.tokens:,} training and {prepared.validation.tokens:,} validation tokens "
         f"in {time.perf_counter() - start:.1f} s"

@@ -67,7 +67,7 @@ def dispatch() -> None:
         for folder in config_dirs(arguments):
             check_folder(folder)
         hydra_arguments = read_arguments(multirun or arguments, multirun=multirun is not None)
-        primary = find_primary_config(hydra_arguments, read=multirun is None or reads_one_run(hydra_arguments))
+        primary = find_primary_config(hydra_arguments, read_run=multirun is None or reads_one_run(hydra_arguments))
         sys.argv[1:] = primary.arguments
         if multirun is not None:
             with join_multirun(hydra_arguments) as is_leader, signals_as_exceptions():

@@ -17,12 +17,12 @@ from valkyrie.launch.engine import EngineConfig, SliceConfig, add_name, is_singl
 from valkyrie.launch.plan import CommandStep
 from valkyrie.launch.supervisor import print_message
 from valkyrie.problems import refuse
-from valkyrie.processes.child import python_module
+from valkyrie.processes.child import module_command
 from valkyrie.runs.folder import key_values, split_flags
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
 """First arguments that request something other than starting a training run."""
-TRAIN = python_module("valkyrie.cli.train")
+TRAIN = module_command("valkyrie.cli.train")
 """Command that runs `valkyrie-train` on this machine."""
 
 

@@ -81,23 +81,23 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
     values = key_values(arguments)
     mode = get_mode(values.get("mode"))
     short_keys = () if mode is None else mode.short_keys
-    searching = values.get("mode") == "search"
-    chip = _chip(values["target.chip"], config_dirs(arguments)) if "target.chip" in values else None
+    is_search = values.get("mode") == "search"
+    chip = _find_chip(values["target.chip"], config_dirs(arguments)) if "target.chip" in values else None
     expanded: list[str] = []
     for argument in arguments:
         key, value = key_value(argument) if "=" in argument else (argument, "")
         if key == "target.chip" and chip is not None:
-            expanded += _slice_arguments(value, chip.units_in_name, values.get("target.chips"), searching)
+            expanded += _slice_arguments(value, chip.units_in_name, values.get("target.chips"), is_search)
         elif key == "target.chips" and chip is not None:
             continue
-        elif searching and key == "target" and value.startswith("[") and value.endswith("]"):
+        elif is_search and key == "target" and value.startswith("[") and value.endswith("]"):
             names = [name.strip() for name in value[1:-1].split(",") if name.strip()]
             if not names:
                 raise ValueError(f"{argument} names no slice. Write target=[v4-64,v5e-64].")
             expanded += [f"target={names[0]}", f"mode.targets=[{','.join(names)}]"]
         elif key in short_keys:
-            paths = key == "paths" and not value.startswith("[")
-            expanded.append(f"mode.{key}={f'[{value}]' if paths else value}")
+            needs_brackets = key == "paths" and not value.startswith("[")
+            expanded.append(f"mode.{key}={f'[{value}]' if needs_brackets else value}")
         else:
             expanded.append(argument)
     return expanded
@@ -126,8 +126,8 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
             raise
         argument = next(a for a in arguments if "target.chip." in a or key_value(a)[0].count(".") > 1)
         parent = key_value(argument)[0].rpartition(".")[0]
-        chip = " Name a target with a chip, such as target=v5e-8." if parent.startswith("target.chip") else ""
-        raise ValueError(f"{argument}: {parent} is null, so it has no keys.{chip}") from error
+        hint = " Name a target with a chip, such as target=v5e-8." if parent.startswith("target.chip") else ""
+        raise ValueError(f"{argument}: {parent} is null, so it has no keys.{hint}") from error
 
 
 def parse_run(arguments: Sequence[str]) -> Run:
@@ -217,7 +217,7 @@ def _is_hydra_syntax(value: str, multirun: bool) -> bool:
     return value.startswith(("'", '"')) or value.lower() == "null" or re.search(_ESCAPED_CHARACTER, value) is not None
 
 
-def _chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
+def _find_chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
     """Return a chip of the package or of the user by name, or None if unknown."""
     if name in known_chips() or not folders:
         return known_chips().get(name)
@@ -225,9 +225,9 @@ def _chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
         return Chips().get(name)
 
 
-def _slice_arguments(chip: str, units: int, chips: str | None, searching: bool) -> list[str]:
-    if chips is None:
+def _slice_arguments(chip: str, units: int, chip_count: str | None, is_search: bool) -> list[str]:
+    if chip_count is None:
         raise ValueError(f"target.chip={chip} needs a number of chips. Add target.chips=N, or write target={chip}-N.")
-    if not chips.isdecimal() or int(chips) < 1:
-        raise ValueError(f"target.chips={chips}: must be a whole number, at least 1.")
-    return [f"target={chip}-{int(chips) * units}", *(["mode.shapes=true"] if searching else [])]
+    if not chip_count.isdecimal() or int(chip_count) < 1:
+        raise ValueError(f"target.chips={chip_count}: must be a whole number, at least 1.")
+    return [f"target={chip}-{int(chip_count) * units}", *(["mode.shapes=true"] if is_search else [])]

@@ -52,8 +52,8 @@ def get_target(name: str) -> TargetConfig:
 
 def choice_names(group: str) -> list[str]:
     """Return the names of a group's YAML files, in the package and in the folders that Hydra searches."""
-    folders = [source for source in _sources() if source.is_group(group)]
-    return sorted({*config_names(group), *(n for source in folders for n in source.list(group, ObjectType.CONFIG))})
+    sources = [source for source in _sources() if source.is_group(group)]
+    return sorted({*config_names(group), *(n for source in sources for n in source.list(group, ObjectType.CONFIG))})
 
 
 def _read_user_config(path: str, schema: type[Schema]) -> Schema | None:

@@ -50,7 +50,7 @@ SCHEMAS: dict[str, type] = {
 """The dataclass of each config group. The YAMLs of a group begin with `defaults: [GROUP_schema, _self_]`."""
 GROUPS = (*FAMILIES, *SCHEMAS)
 """Every config group with a schema. The YAMLs of `FAMILIES` begin with `defaults: [FAMILY_schema, _self_]`."""
-SCHEMA_PATHS: dict[str, type] = {
+SCHEMAS_BY_PATH: dict[str, type] = {
     "run_schema": RunConfig,
     "target/chip/chip_schema": ChipConfig,
     **{f"{group}/{group}_schema": schema for group, schema in SCHEMAS.items()},
@@ -101,7 +101,7 @@ class ValkyrieSource(ConfigSource):
         is_family = group in FAMILIES and name.endswith("_schema") and name.removesuffix("_schema") in FAMILIES[group]
         is_saved = name == AS_SAVED and group in saved_groups
         is_default = path == f"remat/{BY_WIDTH}"
-        return is_mesh or is_target or path in SCHEMA_PATHS or is_family or is_saved or is_default
+        return is_mesh or is_target or path in SCHEMAS_BY_PATH or is_family or is_saved or is_default
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the config at a path.
@@ -111,8 +111,8 @@ class ValkyrieSource(ConfigSource):
         path = config_path.removesuffix(".yaml")
         group, _, name = path.partition("/")
         try:
-            if path in SCHEMA_PATHS:
-                config = OmegaConf.structured(SCHEMA_PATHS[path])
+            if path in SCHEMAS_BY_PATH:
+                config = OmegaConf.structured(SCHEMAS_BY_PATH[path])
             elif name == AS_SAVED:
                 config = saved_groups[group].copy()
             elif group == "target":
@@ -233,7 +233,7 @@ def default_mesh(target: str = AUTO) -> str:
             sizes = even_shape(target_config.chips, 3)
         last = sizes[-1] * (target_config.chip.devices if target_config.chip else 1)
         return format_shape((*[1] * (3 - len(sizes)), *sizes[:-1], last))
-    count = 0 if get_platform(target_config.platform).runs_on_host else accelerators()
+    count = 0 if get_platform(target_config.platform).runs_on_host else count_accelerators()
     return f"1x1x{count}" if count else SIMULATED_MESH
 
 
@@ -261,7 +261,7 @@ def default_save(embed: int) -> list[str]:
 
 def default_precision(target: str = AUTO) -> str:
     """Return the default precision policy: `bf16_mixed` on accelerators, `float32` on simulated devices."""
-    simulated = get_platform(get_target(target).platform).is_simulated(accelerators())
+    simulated = get_platform(get_target(target).platform).is_simulated(count_accelerators())
     return "float32" if simulated else "bf16_mixed"
 
 
@@ -317,7 +317,7 @@ def mode_help() -> str:
     return "\n".join(f"  mode={name:12} {MODES.config_class(name).description}" for name in names)
 
 
-def accelerators() -> int:
+def count_accelerators() -> int:
     """Count the accelerators of this host that JAX could use, from device files and without importing JAX."""
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return 0

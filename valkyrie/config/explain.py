@@ -25,7 +25,7 @@ from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.foreign_errors import (
     abstract_class,
     ambiguous_argument,
-    chosen_twice,
+    group_chosen_twice,
     missing_group,
     needs_quotes,
     scalar_for_group,
@@ -83,8 +83,8 @@ def _rewrite(error: Exception, folders: Sequence[str]) -> Problem | str:
         return problem_from_error(cause, None if config is None else _config_path(config, folders))
     if isinstance(error, HydraException) and (message := _wrong_user_file(str(error))):
         return message
-    if members := _missing_members(error):
-        return members
+    if message := _missing_members(error):
+        return message
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
     return "; ".join(lines) or type(error).__name__
 
@@ -124,8 +124,8 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
     completion = next((option for option in options if name and option.startswith(name)), None)
     suggestion = suggest(name, options) or completion
     hint = f" Did you mean {group}={suggestion}?" if suggestion else ""
-    form = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
-    return f"{group}={name} is not a choice.{hint}{form} Choices: {', '.join(options) or 'none'}."
+    mesh_hint = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
+    return f"{group}={name} is not a choice.{hint}{mesh_hint} Choices: {', '.join(options) or 'none'}."
 
 
 def _config_path(config: str, folders: Sequence[str]) -> str:
@@ -169,7 +169,7 @@ def _wrong_user_file(message: str) -> str | None:
             return f"{file}.yaml: write 'override /{group}: NAME' in its defaults list, with the slash."
         groups = ", ".join(_GROUPS)
         return f"{file}.yaml: its defaults list overrides {group}, which is not a group.{hint} Groups: {groups}."
-    if group := chosen_twice(message):
+    if group := group_chosen_twice(message):
         return (
             f"{group} is chosen twice. In the defaults list of an experiment or sweep, write 'override /{group}: NAME' "
             f"instead of '/{group}: NAME'."
@@ -191,9 +191,9 @@ def _missing_members(error: BaseException) -> str | None:
     """Return the message for a class in a user's module that lacks abstract methods of its base class, or None."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
-    if not (found := abstract_class(str(error))):
+    if not (parsed := abstract_class(str(error))):
         return None
-    name, members = found
+    name, members = parsed
     classes = [getattr(module, "__dict__", {}).get(name) for module in [*sys.modules.values()]]  # no lazy imports
     file = next((getsourcefile(c) for c in classes if isinstance(c, type) and isabstract(c)), None)
     return f"{file or 'a module'}: {name} has no {', '.join(f'`{member}`' for member in members)}."

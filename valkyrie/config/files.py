@@ -128,10 +128,10 @@ def check_folder(folder: str) -> None:
         user_file = Path(folder) / path
         if user_file.is_file() and user_file.read_bytes() != shipped.read_bytes():
             group, name = path.parent.as_posix(), f"my_{path.stem}"
-            named = f", set name: {name} in it" if group in NAMED_GROUPS else ""
+            name_hint = f", set name: {name} in it" if group in NAMED_GROUPS else ""
             raise ValueError(
                 f"{user_file} would be ignored, because {group}={path.stem} ships with Valkyrie. Rename your file to "
-                f"{name}.yaml{named} and write {group}={name}."
+                f"{name}.yaml{name_hint} and write {group}={name}."
             )
 
 

@@ -41,42 +41,44 @@ def refuse_typos(arguments: Sequence[str], multirun: bool) -> None:
                 f"{key.encode(errors='replace').decode()}{sign} has bytes that are not UTF-8 ({bad_bytes}). Type the "
                 "argument in a UTF-8 terminal, or remove these bytes."
             )
-    for here, following in zip_longest(arguments, arguments[1:], fillvalue=""):
-        if _FLAG.match(here):
-            _refuse_dashes(here, following)
+    for argument, next_argument in zip_longest(arguments, arguments[1:], fillvalue=""):
+        if _FLAG.match(argument):
+            _refuse_dashes(argument, next_argument)
     overrides = split_flags(arguments)[1]
     if multirun:
         _refuse_search_in_sweep(overrides)
-    for here, following in zip_longest(overrides, overrides[1:], fillvalue=""):
-        _refuse_missing_value(here, following)
+    for argument, next_argument in zip_longest(overrides, overrides[1:], fillvalue=""):
+        _refuse_missing_value(argument, next_argument)
     for argument in overrides:
         key, _, value = argument.partition("=")
-        _refuse_renamed_groups(argument, key.lstrip("+"), value)
+        _refuse_wrong_choice(argument, key.lstrip("+"), value)
         _refuse_hydra_syntax(argument, key, value)
         if not multirun:
             _refuse_several_values(argument, key.lstrip("+"), value)
 
 
-def _refuse_dashes(flag: str, following: str) -> None:
+def _refuse_dashes(flag: str, next_argument: str) -> None:
     key, sign, value = flag.lstrip("-").partition("=")
     if key.partition(".")[0].partition("/")[0] in _KEYS:
         if not sign:
-            value = "VALUE" if "=" in following or following.startswith("-") or not following else following
+            value = (
+                "VALUE" if "=" in next_argument or next_argument.startswith("-") or not next_argument else next_argument
+            )
         raise ValueError(f"{flag}: write settings without dashes: {key}={value}.")
 
 
-def _refuse_missing_value(here: str, following: str) -> None:
-    match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", here)  # a prompt may begin with spaces
+def _refuse_missing_value(argument: str, next_argument: str) -> None:
+    match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", argument)  # a prompt may begin with spaces
     if match and match[2] != "=" and match[1].partition(".")[0] in _KEYS:
-        raise ValueError(f"{here}: write settings as KEY=VALUE, without spaces: {match[1]}={match[3]}.")
-    empty = re.fullmatch(r"[\w.]+=", here) is not None and here.rstrip("=").partition(".")[0] in _KEYS
-    if empty and re.match(r"[\w.]", following) and "=" not in following:
-        raise ValueError(f"{here} {following}: write {here}{following}, without a space after =.")
-    if here in MODES.names():
-        raise ValueError(f"{here}: write mode={here}.")
-    if here.partition(".")[0] in _KEYS and "=" not in here:
-        value = "VALUE" if "=" in following or not following else following
-        raise ValueError(f"{here} has no value. Write {here}={value}, with no spaces around =.")
+        raise ValueError(f"{argument}: write settings as KEY=VALUE, without spaces: {match[1]}={match[3]}.")
+    empty = re.fullmatch(r"[\w.]+=", argument) is not None and argument.rstrip("=").partition(".")[0] in _KEYS
+    if empty and re.match(r"[\w.]", next_argument) and "=" not in next_argument:
+        raise ValueError(f"{argument} {next_argument}: write {argument}{next_argument}, without a space after =.")
+    if argument in MODES.names():
+        raise ValueError(f"{argument}: write mode={argument}.")
+    if argument.partition(".")[0] in _KEYS and "=" not in argument:
+        value = "VALUE" if "=" in next_argument or not next_argument else next_argument
+        raise ValueError(f"{argument} has no value. Write {argument}={value}, with no spaces around =.")
 
 
 def _refuse_hydra_syntax(argument: str, key: str, value: str) -> None:
@@ -107,7 +109,7 @@ def _refuse_search_in_sweep(overrides: Sequence[str]) -> None:
         )
 
 
-def _refuse_renamed_groups(argument: str, key: str, value: str) -> None:
+def _refuse_wrong_choice(argument: str, key: str, value: str) -> None:
     """Raise ValueError for a group set to a list or null, and for `model.name=x`.
 
     The latter would change the name in records but not the settings.

@@ -19,23 +19,23 @@ from valkyrie.units import parse_seconds
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
 
-SUMMARY, MEASURED, METRICS = "compile.json", "measure.json", "metrics.jsonl"
+COMPILE_FILE, MEASURE_FILE, METRICS_FILE = "compile.json", "measure.json", "metrics.jsonl"
 """Files in a run folder with the results of a compile, of a measurement and of a training run."""
-TUNED, ATTEMPTS = "tuned.yaml", "tune.json"
+TUNED_FILE, ATTEMPTS_FILE = "tuned.yaml", "tune.json"
 """Files in a run folder with the best compiler options, and with all that were tried."""
-EXPLAINED = "explain.json"
+EXPLAIN_FILE = "explain.json"
 """File in a run folder with the comparison of two layouts."""
-ANSWER = "search.json"
+ANSWER_FILE = "search.json"
 """File in the folder of a search with its result."""
-CALIBRATED = "calibrated_{chip}.yaml"
+CALIBRATED_FILE = "calibrated_{chip}.yaml"
 """File in a run folder with the constants fitted to a chip."""
-FIGURES, MACHINES = "figures.json", "machines.json"
+FIGURES_FILE, MACHINES_FILE = "figures.json", "machines.json"
 """Files in a run folder with the measured rates of the local devices, and the machines that have such devices."""
-TIMELINE = "timeline.json"
+TIMELINE_FILE = "timeline.json"
 """File in a run folder with the timeline of a predicted step."""
-CODE_EVAL = "code_eval.json"
+CODE_EVAL_FILE = "code_eval.json"
 """File in a run folder with the last completion of each code problem and its result."""
-MODULE, TEXT, TRACE = "module.hlo.pb", "module.hlo.txt", "trace"
+MODULE_FILE, HLO_TEXT_FILE, TRACE_FOLDER = "module.hlo.pb", "module.hlo.txt", "trace"
 """In a run folder: the optimised module of a compile, serialised and as text, and the folder of a profiler trace."""
 
 HOUR_S = 3600.0
@@ -49,10 +49,10 @@ LOOP_KEYS = frozenset({"log_every", "eval_every", "eval_batches", "sample_every"
 """Keys of a run that only training reads."""
 TRAINING_KEYS = LOOP_KEYS | SAMPLE_KEYS | {"code_eval", "checkpoint", "seed"}
 """Keys of a run that only modes with initialised or trained weights read."""
-NO_RESULT = frozenset({"name", "runs", "resume", "force", "trial", "tracking", "distributed"})
+NEUTRAL_KEYS = frozenset({"name", "runs", "resume", "force", "trial", "tracking", "distributed"})
 """Keys of a run that never change a result."""
 
-_FLAT_KEYS: Mapping[str, object] = {
+_OLD_DEFAULTS: Mapping[str, object] = {
     "time_limit_s": 1800.0,
     "cache": True,
     "hlo": False,
@@ -113,7 +113,7 @@ class ModeConfig(ABC):
     """Whether the mode also accepts models that no task can train."""
     any_layout: ClassVar[bool] = False
     """Whether the mode searches for a legal layout itself."""
-    not_decided_by: ClassVar[frozenset[str]] = NO_RESULT
+    not_decided_by: ClassVar[frozenset[str]] = NEUTRAL_KEYS
     """Keys of the run that do not change a trial's result. Used only if `decided_by` returns None."""
     unread: ClassVar[frozenset[str]] = frozenset()
     """Keys and groups of the run that the mode does not read. Used only if `decided_by` returns None."""
@@ -230,4 +230,4 @@ def without_foreign_keys(mode: Mapping[Any, object]) -> dict[str, object]:
     """
     config = get_mode(str(mode.get("name")))
     valid_keys = set() if config is None else {field.name for field in fields(config)}
-    return {key: value for key, value in mode.items() if key in valid_keys or _FLAT_KEYS.get(key, mode) != value}
+    return {key: value for key, value in mode.items() if key in valid_keys or _OLD_DEFAULTS.get(key, mode) != value}

@@ -17,7 +17,7 @@ from omegaconf.errors import (
 from valkyrie import optim
 from valkyrie.config.modes import MODES
 from valkyrie.data.config import SOURCES
-from valkyrie.foreign_errors import WrongValue, is_recursive, missing_key, wrong_value
+from valkyrie.foreign_errors import WrongValue, is_recursive_interpolation, missing_key, wrong_value
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shortened
 from valkyrie.paths import config_names
@@ -66,7 +66,7 @@ _SYNONYMS = {
     "tokenizer": "data.tokenizer",
 }
 """Valkyrie's keys by their names in other frameworks."""
-LARGEST = 2**31 - 1
+LARGEST_INT = 2**31 - 1
 """Largest integer setting. JAX uses 32-bit integers."""
 _INT64_KEYS = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
 """64-bit settings, which are not passed to JAX."""
@@ -103,7 +103,7 @@ def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Pr
                     ProblemCode.malformed, key, text, f"{key}={text} refers to {missing}, which does not exist."
                 )
     references = {key: re.findall(r"\$\{(\w[\w.]*)\}", text) for key, text in texts.items()}
-    for key in references if is_recursive(str(error)) else ():
+    for key in references if is_recursive_interpolation(str(error)) else ():
         chain = [key]
         while following := next(
             (reference for reference in references.get(chain[-1], ()) if reference in references), None
@@ -121,28 +121,28 @@ def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Pr
 def unknown_key(full_key: str, parent: Any) -> Problem:
     """Return a problem for an unknown key. Its message lists the valid keys and suggests the most similar one."""
     prefix, _, last = full_key.rpartition(".")
-    inside = f"{prefix}." if prefix else ""
+    dotted_prefix = f"{prefix}." if prefix else ""
     valid_keys = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []
     candidates = [key for key in valid_keys if sorted(key) == sorted(last)]
     candidates = candidates or [key for key in valid_keys if key.lower() == last.lower()]
-    candidates = [f"{inside}{key}" for key in candidates] or _likely_keys(last, parent, prefix)
+    candidates = [f"{dotted_prefix}{key}" for key in candidates] or _likely_keys(last, parent, prefix)
     nearest = suggest(last, valid_keys)
-    candidates = candidates or ([f"{inside}{nearest}"] if nearest else [])
+    candidates = candidates or ([f"{dotted_prefix}{nearest}"] if nearest else [])
     hint = f" Did you mean {candidates[0]}?" if candidates else ""
     group, description = prefix.partition(".")[0], "a key"
     families = {families.key.partition(".")[0]: families for families in (MODES, SOURCES, optim.FAMILIES)}.get(group)
     if families is not None:
-        if names := families.with_key(full_key.removeprefix(f"{group}.")):
+        if names := families.names_with_key(full_key.removeprefix(f"{group}.")):
             hint = f" It is a key of {', '.join(f'{group}={name}' for name in names)}."
         if prefix == group:
             family = parent.get(families.key.removeprefix(f"{group}."))
             description = f"a key of {group if group == 'mode' else families.key}={family}"
-    where = f" in {prefix}" if prefix else ""
-    listed = f"Known{where}: {', '.join(valid_keys)}."
+    in_prefix = f" in {prefix}" if prefix else ""
+    listed = f"Known{in_prefix}: {', '.join(valid_keys)}."
     if not valid_keys:
         listed = f"{prefix} has no keys."
         if config_names(prefix):
-            sentence = choose_first(prefix)
+            sentence = advise_choice(prefix)
             listed = f"{sentence[0].upper()}{sentence[1:]}"
         elif OmegaConf.is_dict(parent):  # a free mapping, such as those of Hydra's plugins
             listed += f" To add one: +{full_key}=VALUE."
@@ -150,7 +150,7 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
     return Problem(ProblemCode.unknown_name, full_key, text=text)
 
 
-def choose_first(group: str) -> str:
+def advise_choice(group: str) -> str:
     """Return advice to choose a config of `group` before setting its keys. It starts in lower case."""
     return f"no {group} is chosen. Choose one first: {group}=NAME. Known: {', '.join(config_names(group))}."
 
@@ -208,11 +208,11 @@ def _wrong_value_text(key: str | None, message: str, file: str | None) -> str:
     return f"{key}: {message}." if key else f"{message}."
 
 
-def too_large(values: Mapping[str, object]) -> list[Problem]:
+def integer_size_problems(values: Mapping[str, object]) -> list[Problem]:
     """Return a problem for each integer that is too large for its type. If there are any, other checks must not run."""
     problems = []
     for key, value in flatten(values).items():
-        largest = 2**63 - 1 if key in _INT64_KEYS or key.startswith(_COMPILER_PREFIXES) else LARGEST
+        largest = 2**63 - 1 if key in _INT64_KEYS or key.startswith(_COMPILER_PREFIXES) else LARGEST_INT
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > largest:
                 details = {"bound": f"most {largest}" if number > 0 else f"least {-largest}"}

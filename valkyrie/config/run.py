@@ -22,7 +22,7 @@ from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
 from valkyrie.config import modes
 from valkyrie.config.modes import MODES, ModeConfig, Needs
-from valkyrie.config.refusals import choose_first, problem_from_error, too_large, wrong_interpolation
+from valkyrie.config.refusals import advise_choice, integer_size_problems, problem_from_error, wrong_interpolation
 from valkyrie.data import config as data
 from valkyrie.data.config import MAX_SEED, SOURCES, DataConfig, full_path
 from valkyrie.extensions import Families, add_import_path, remember_modules
@@ -222,7 +222,7 @@ class Run:
             hardware=c.target.record(),
         )
 
-    def about(self) -> LayoutRecord:
+    def layout_record(self) -> LayoutRecord:
         """Return the record of the requested settings and the layout. Raises ValueError if the layout is illegal."""
         layout = self.layout
         return replace(
@@ -256,7 +256,7 @@ class Run:
             family = OmegaConf.select(composed, families.key)
             if family is None and group in OPTIONAL_GROUPS:
                 if settings:  # keys such as +task.foo=1, without a choice of the group
-                    raise ValueError(f"{group}.{next(iter(settings))} is set, but {choose_first(group)}")
+                    raise ValueError(f"{group}.{next(iter(settings))} is set, but {advise_choice(group)}")
                 continue
             if family is None:
                 raise ValueError(f"{families.key} is missing. Known: {', '.join(families.names())}.")
@@ -308,7 +308,7 @@ class Run:
         With `advise`, messages suggest legal values. Searching for them takes longer than finding the problems.
         """
         c = self.config
-        if huge := too_large(asdict(c)):
+        if huge := integer_size_problems(asdict(c)):
             return huge
         problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
         problems += [*c.distributed.problems(), *self._batches().problems, *c.code_eval.refusals(c.code_eval_every)]
@@ -361,7 +361,7 @@ class Run:
         """Return the names of the partitions in `conf/partition` that are legal for this mesh, model and batch."""
         partitions = read_group("partition", PartitionConfig)
         runs = [self.changed(partition=partition) for partition in partitions]
-        return [run.config.partition.name for run in runs if not run.layout_problems()]
+        return [run.config.partition.name for run in runs if not run.layout_problem_identities()]
 
     def record(self) -> dict[str, Any]:
         """Return every setting as plain values, for `run.yaml`.
@@ -407,20 +407,20 @@ class Run:
             batch=c.batch,
             seq=c.seq,
             known_axes=known_axes(),
-            nearest=self._nearest,
+            nearest=self._nearest_legal_values,
             advise=advise,
         )
 
-    def layout_problems(self) -> set[Identity]:
+    def layout_problem_identities(self) -> set[Identity]:
         """Return the identities (`Problem.identity`) of the problems of the mesh, or else of the layout."""
         c = self.config
         sizes = (c.microbatches, c.remat, c.batch, c.seq)
         problems = c.mesh.problems() or layout_with_problems(c.mesh, c.partition, self.arrays, *sizes, known_axes())[1]
         return {problem.identity for problem in problems}
 
-    def _nearest(self, problem: Problem) -> list[int]:
+    def _nearest_legal_values(self, problem: Problem) -> list[int]:
         """Return the nearest values of the problem's key that solve the problem without causing another."""
-        key, existing = problem.key, self.layout_problems() - {problem.identity}
+        key, other_problems = problem.key, self.layout_problem_identities() - {problem.identity}
         assert key is not None
 
         def legal(value: int) -> bool:
@@ -428,7 +428,7 @@ class Run:
             return (
                 not config.model.problems()
                 and is_removed_by(problem, value, changed.arrays)
-                and (changed.layout_problems() <= existing)
+                and (changed.layout_problem_identities() <= other_problems)
             )
 
         value = get_value(self.config, key)

@@ -40,10 +40,10 @@ CONFIG_PATH = ("--config-path", "-cp")
 """Flags for the folder of the primary config."""
 CONFIG_DIR = ("--config-dir", "-cd")
 """Flags for the folder of the user's configs and modules."""
-_NAME = ("--config-name", "-cn")
-CONFIG_FLAGS = (*CONFIG_PATH, *_NAME, *CONFIG_DIR)
+_CONFIG_NAME = ("--config-name", "-cn")
+CONFIG_FLAGS = (*CONFIG_PATH, *_CONFIG_NAME, *CONFIG_DIR)
 """Flags that select config files and folders."""
-SETTINGS = "VALKYRIE_SETTINGS"
+SETTINGS_VARIABLE = "VALKYRIE_SETTINGS"
 """Environment variable that passes the settings file to the jobs of a multirun."""
 SAVED_RUN = "saved_run"
 """Name of the primary config with saved settings in Hydra's config store."""
@@ -58,20 +58,23 @@ class PrimaryConfig:
     arguments: list[str]
 
 
-def find_primary_config(arguments: Sequence[str], *, folder: Path | None = None, read: bool = True) -> PrimaryConfig:
+def find_primary_config(
+    arguments: Sequence[str], *, folder: Path | None = None, read_run: bool = True
+) -> PrimaryConfig:
     """Return the primary config for these arguments. Registers saved settings, if any, with Hydra.
 
-    Saved settings come from the file that the arguments name (`composed_file`), or else from `folder`, or else, if
-    `read` is true, from the trained run that the arguments name (`run_to_read`). Raises ValueError if that run does not
-    exist, if a file is damaged or incomplete, or if `resume=` and `name=` name different runs in a mode that trains.
+    Saved settings come from the file that the arguments name (`complete_config_file`), or else from `folder`, or else,
+    if `read_run` is true, from the trained run that the arguments name (`run_to_read`). Raises ValueError if that run
+    does not exist, if a file is damaged or incomplete, or if `resume=` and `name=` name different runs in a mode that
+    trains.
     """
-    add_import_path(_modules_in(arguments))
-    file = composed_file(arguments)
+    add_import_path(_module_folders(arguments))
+    file = complete_config_file(arguments)
     if file is not None:
-        values = _settings_in(file, arguments)
+        values = _read_settings_file(file, arguments)
         _register_settings(values, file)
-        return PrimaryConfig(SAVED_RUN, None, _remove_flags(arguments, (*CONFIG_PATH, *_NAME)))
-    folder = folder or (run_to_read(arguments) if read else None)
+        return PrimaryConfig(SAVED_RUN, None, _remove_flags(arguments, (*CONFIG_PATH, *_CONFIG_NAME)))
+    folder = folder or (run_to_read(arguments) if read_run else None)
     if folder is None:
         return PrimaryConfig(config_name(arguments), config_path(arguments), list(arguments))
     values = OmegaConf.create(saved_run(folder).record())
@@ -108,7 +111,7 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
     return folder
 
 
-def composed_file(arguments: Sequence[str]) -> Path | None:
+def complete_config_file(arguments: Sequence[str]) -> Path | None:
     """Return the primary config file that the arguments name, or None if there is none or it has a defaults list.
 
     Raises ValueError for a `run.yaml` with a defaults list: Hydra would obey the `hydra:` section of a file that may
@@ -138,7 +141,7 @@ def config_path(arguments: Sequence[str]) -> str | None:
 
 def config_name(arguments: Sequence[str]) -> str:
     """Return the name of the primary config, by default `train`."""
-    return (_last_flag_value(arguments, _NAME) or "train").removesuffix(".yaml")
+    return (_last_flag_value(arguments, _CONFIG_NAME) or "train").removesuffix(".yaml")
 
 
 def config_dirs(arguments: Sequence[str]) -> list[str]:
@@ -147,14 +150,14 @@ def config_dirs(arguments: Sequence[str]) -> list[str]:
     return [] if folder is None else [str(Path(folder).resolve())]
 
 
-def _modules_in(arguments: Sequence[str]) -> list[str]:
+def _module_folders(arguments: Sequence[str]) -> list[str]:
     """Return the folders that `modules=` names."""
     overrides = [o for o in split_flags(arguments)[1] if key_value(o)[0] == "modules"]
     values = [override.value() for override in OverridesParser.create().parse_overrides(overrides)]
     return [str(folder) for value in values if isinstance(value, list) for folder in value]
 
 
-def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
+def _read_settings_file(file: Path, arguments: Sequence[str]) -> DictConfig:
     """Return the settings in a file without a defaults list.
 
     A `run.yaml` is repeated as a new run: missing keys get their defaults, and the name is changed to an unused one
@@ -190,7 +193,7 @@ def _register_settings(values: DictConfig, file: Path | None) -> None:
     """Register these settings with Hydra. If `file` is given, the jobs of a multirun read the settings from it."""
     add_import_path(values.modules)
     shipped: Any = OmegaConf.load(conf_dir() / "train.yaml")
-    after = shipped.defaults[list(shipped.defaults).index("_self_") :]
+    defaults_after_self = shipped.defaults[list(shipped.defaults).index("_self_") :]
     for group in ("mode", "data"):
         drop_foreign_keys(values, group)
     saved = [group for group in GROUPS if group not in OPTIONAL_GROUPS or values.get(group) is not None]
@@ -201,8 +204,12 @@ def _register_settings(values: DictConfig, file: Path | None) -> None:
     top_level = {str(key): value for key, value in _plain_dict(values).items() if key not in (*GROUPS, "hydra")}
     hydra = shipped.hydra
     if file is not None:
-        hydra.job.env_set = {SETTINGS: str(file)}
-    defaults = ["run_schema", *({group: AS_SAVED if group in saved else None} for group in GROUPS), *after]
+        hydra.job.env_set = {SETTINGS_VARIABLE: str(file)}
+    defaults = [
+        "run_schema",
+        *({group: AS_SAVED if group in saved else None} for group in GROUPS),
+        *defaults_after_self,
+    ]
     ConfigStore.instance().store(
         name=SAVED_RUN, node={"defaults": defaults, **top_level, "hydra": hydra}, provider="valkyrie"
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from valkyrie.config.modes import NO_RESULT, ModeConfig
+from valkyrie.config.modes import NEUTRAL_KEYS, ModeConfig
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.runs.folder import key_value, split_flags
 from valkyrie.units import printable
 
-_ALWAYS_READ = NO_RESULT | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
+_ALWAYS_READ = NEUTRAL_KEYS | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
 """Keys that every mode reads, or that decide how others are read."""
 _LONGEST_VALUE = 60
 """Maximum number of characters of a value in a note. If it is longer, such as a prompt, only the key is shown."""
@@ -25,22 +25,22 @@ def unread_notes(run: Run) -> list[str]:
         key = key_value(argument)[0]
         if key.partition(".")[0] in RunConfig.__dataclass_fields__:
             command_line[key] = _setting_text(argument)
-    by_mode = [text for key, text in command_line.items() if not mode_reads(run.config.mode, key)]
-    notes = [f"mode={run.config.mode.name} does not read {_join_settings(by_mode)}"] if by_mode else []
+    unread_by_mode = [text for key, text in command_line.items() if not mode_reads(run.config.mode, key)]
+    notes = [f"mode={run.config.mode.name} does not read {_join_settings(unread_by_mode)}"] if unread_by_mode else []
     for keys, reason in _keys_without_effect(run):
         unread = [text for key, text in command_line.items() if key in keys or key.partition(".")[0] in keys]
-        if unread and not set(unread) & set(by_mode):
+        if unread and not set(unread) & set(unread_by_mode):
             notes.append(f"{_join_settings(unread)} {'has' if len(unread) == 1 else 'have'} no effect: {reason}")
     return notes
 
 
 def mode_reads(mode: ModeConfig, key: str) -> bool:
     """Return whether a mode reads a key of a run, such as `optimizer.learning_rate`."""
-    group, deciding = key.partition(".")[0], mode.decided_by()
+    group, deciding_keys = key.partition(".")[0], mode.decided_by()
     if group in _ALWAYS_READ:
         return True
-    if deciding is not None:
-        return group in deciding
+    if deciding_keys is not None:
+        return group in deciding_keys
     return group not in mode.unread
 
 

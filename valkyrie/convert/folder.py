@@ -140,13 +140,13 @@ def _read_json(path: Path, folder: Path) -> Mapping[str, Any]:
     return values
 
 
-def copy_other_files(source: Path, to: Path, elsewhere: str | None = None) -> list[str]:
+def copy_other_files(source: Path, to: Path, alternative: str | None = None) -> list[str]:
     """Copy those of `COPIED_FILES` that exist from one folder to another, and return their names.
 
-    Raises DiskError if the disk refuses them. `elsewhere` is the remedy that its message suggests.
+    Raises DiskError if the disk refuses them. `alternative` is the remedy that its message suggests.
     """
     names = [name for name in COPIED_FILES if (source / name).is_file()]
-    with disk_errors(to, elsewhere):
+    with disk_errors(to, alternative):
         for name in names:
             shutil.copyfile(source / name, to / name)
     return names

@@ -19,20 +19,20 @@ from valkyrie.paths import (
 from valkyrie.processes.locks import LockState, lock
 
 
-def cached_folder(cache: Path, name: str, write: Callable[[Path], None], *, elsewhere: str | None = None) -> Path:
+def cached_folder(cache: Path, name: str, write: Callable[[Path], None], *, alternative: str | None = None) -> Path:
     """Return the path of a cache folder. `write` fills it if it is missing.
 
     Several processes may call this at once: one writes while the others wait. If the file system has no locks, each of
     them writes, and the first to finish is kept. A process that is killed never leaves an incomplete folder with this
-    name. Raises DiskError if the cache cannot be written; its message suggests `elsewhere`, by default the setting that
-    moves the cache.
+    name. Raises DiskError if the cache cannot be written. Its message suggests `alternative`, by default the setting
+    that moves the cache.
     """
     final = cache / name
     if final.is_dir():
         return final
-    if elsewhere is None:
-        elsewhere = "VALKYRIE_CACHE=DIR" if cache.is_relative_to(cache_root()) else "data.cache_dir=DIR"
-    if trouble := cache_problem(cache, elsewhere):
+    if alternative is None:
+        alternative = "VALKYRIE_CACHE=DIR" if cache.is_relative_to(cache_root()) else "data.cache_dir=DIR"
+    if trouble := cache_problem(cache, alternative):
         raise DiskError(trouble)
     with open_to_append(cache / f".{name}.lock") as file:
         locked = lock(file) is LockState.ours  # False if the file system has no locks
@@ -49,7 +49,7 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], None], *, else
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            with disk_errors(cache, elsewhere):
+            with disk_errors(cache, alternative):
                 raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.checksums import digest, file_damages
+from valkyrie.checksums import digest, file_problems
 from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
@@ -219,7 +219,7 @@ def read_manifest(path: Path) -> PreparedText:
 
 def _check_shards(prepared: PreparedText, trusted: Sequence[str] = ()) -> None:
     expected = {shard.file: (shard.tokens * prepared.token_size, shard.sha256) for shard in prepared.shards}
-    if damages := file_damages(prepared.path, expected, trusted):
+    if damages := file_problems(prepared.path, expected, trusted):
         raise CorruptShardsError(prepared, damages)
 
 

@@ -33,14 +33,14 @@ _MAX_LISTED = 10
 
 
 def prepare(
-    config: DocumentConfig, tokenizer: str, progress: Progress | None = None, *, elsewhere: str | None = None
+    config: DocumentConfig, tokenizer: str, progress: Progress | None = None, *, alternative: str | None = None
 ) -> PreparedText:
     """Open the shards of a source, tokenising it first if they are not in the cache.
 
     The cache key is a hash of the files, the tokenizer and the settings. Several processes may call this at once: one
     prepares, and the others wait or produce the same result. A process that is killed never leaves an incomplete
     dataset in the cache. Raises ValueError for mistakes in the settings or the files. Raises DiskError if the cache
-    cannot be written; its message suggests `elsewhere` (see `cached_folder`).
+    cannot be written; its message suggests `alternative` (see `cached_folder`).
     """
     if (prepared := _open_named_folder(config, tokenizer)) is not None:
         return prepared
@@ -52,7 +52,7 @@ def prepare(
         _write(config, listing, load_tokenizer(tokenizer), key, path, progress)
 
     cache = Path(config.cache_dir).expanduser()
-    return open_prepared(cached_folder(cache, _folder_name(config, tokenizer, key), write, elsewhere=elsewhere))
+    return open_prepared(cached_folder(cache, _folder_name(config, tokenizer, key), write, alternative=alternative))
 
 
 def find_prepared(config: DocumentConfig, tokenizer: str) -> PreparedText | None:

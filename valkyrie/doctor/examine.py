@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from valkyrie.config.compose import accelerators
+from valkyrie.config.compose import count_accelerators
 from valkyrie.config.run import Run
 from valkyrie.doctor import disks, host
 from valkyrie.doctor.findings import (
@@ -22,7 +22,7 @@ from valkyrie.doctor.findings import (
     FindingsTable,
     run_checks,
 )
-from valkyrie.processes.distributed import find_process, join, start_jax
+from valkyrie.processes.distributed import find_process, join_team, start_jax
 from valkyrie.processes.team import ALONE, ConnectedTeam, Team
 from valkyrie.train.devices import acquire_devices, configure_jax
 from valkyrie.train.processes import abort_all_on_error, agree_on_configuration, agree_on_versions, silence_workers
@@ -97,9 +97,9 @@ def examine(run: Run, console: Console, steps: int | None) -> int:
     console.print(title, style="bold", markup=False)
     findings: list[Finding] = []
     try:
-        process_info = find_process(run.config.distributed, accelerators=accelerators())
+        process_info = find_process(run.config.distributed, accelerators=count_accelerators())
         findings = run_checks(HOST_CHECKS, CheckContext(run, 1 if process_info is None else process_info.count))
-        team = join(run.config.distributed, accelerators=accelerators()) or ALONE
+        team = join_team(run.config.distributed, accelerators=count_accelerators()) or ALONE
     except ValueError as error:
         table = FindingsTable(console)
         findings = findings or run_checks(HOST_CHECKS, CheckContext(run))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from valkyrie.config.compose import accelerators
+from valkyrie.config.compose import count_accelerators
 from valkyrie.doctor.disks import state_bytes
 from valkyrie.doctor.findings import FAILS, OK, WARNING, CheckContext, CheckResults
 from valkyrie.hardware.platforms import get_platform
@@ -40,7 +40,7 @@ def check_chips(context: CheckContext) -> CheckResults:
     if problems := device_problems(context.run):
         yield from ((FAILS, str(problem)) for problem in problems)
         return
-    target, mesh, count = context.run.config.target, context.run.config.mesh, accelerators()
+    target, mesh, count = context.run.config.target, context.run.config.mesh, count_accelerators()
     platform = get_platform(target.platform)
     if not count:
         share = f" ({mesh.size // context.processes} per process)" if context.processes > 1 else ""
@@ -59,7 +59,7 @@ def check_chips(context: CheckContext) -> CheckResults:
 def check_processes(context: CheckContext) -> CheckResults:
     """Compare the number of processes with the hosts of the target."""
     target = context.run.config.target
-    if not accelerators() or target.chip is None or not get_platform(target.platform).uses_every_device:
+    if not count_accelerators() or target.chip is None or not get_platform(target.platform).uses_every_device:
         return
     hosts = target.hosts * target.slices
     if target.chips is not None and context.processes != hosts and not device_problems(context.run):
@@ -70,7 +70,7 @@ def check_processes(context: CheckContext) -> CheckResults:
 
 def check_chips_free(_: CheckContext) -> CheckResults:
     """Check that no other process uses the chips. Skipped on hosts without chips."""
-    if not accelerators():
+    if not count_accelerators():
         return
     in_use = [(pid, file) for pid, file in _list_open_chips() if pid != os.getpid()]
     tpu_pids = sorted({pid for pid, file in in_use if "nvidia" not in file})
@@ -164,7 +164,7 @@ def check_host_memory(context: CheckContext) -> CheckResults:
     if free is None:
         yield WARNING, "this system does not report its free memory"
         return
-    simulated = not accelerators() and get_platform(context.run.config.target.platform).is_simulated(0)
+    simulated = not count_accelerators() and get_platform(context.run.config.target.platform).is_simulated(0)
     needed = (3 if simulated else 1) * state_bytes(context.run) // context.processes
     if simulated:
         text = f"{memory_text(free)} free; the state, gradients and a copy to save need {memory_text(needed)}"

@@ -87,20 +87,20 @@ def _key_hint(key: str) -> str:
     return f" It is a key of {', '.join(f'target={name}' for name in engines)}."
 
 
-def _parse_value(key: str, text: str, kind: Any) -> object:
-    """Parse the value of a key. `kind` is the type of its field."""
-    if kind is str:
+def _parse_value(key: str, text: str, field_type: Any) -> object:
+    """Parse the value of a key. `field_type` is the type of its field."""
+    if field_type is str:
         return text
-    if kind == tuple[str, ...]:
+    if field_type == tuple[str, ...]:
         return tuple(filter(None, map(str.strip, text.strip("[]").split(","))))
     expected = {int: "a whole number of at least 1", float: "a number above 0", bool: "true or false"}
-    if kind not in expected:
+    if field_type not in expected:
         raise ValueError(
-            f"{key}= has type {kind}, but the keys of an engine must be str, int, float, bool or tuple[str, ...]."
+            f"{key}= has type {field_type}, but the keys of an engine must be str, int, float, bool or tuple[str, ...]."
         )
-    if kind is bool and text in ("true", "false"):
+    if field_type is bool and text in ("true", "false"):
         return text == "true"
     with contextlib.suppress(ValueError):
-        if kind is not bool and 0 < (number := kind(text)) < float("inf"):
+        if field_type is not bool and 0 < (number := field_type(text)) < float("inf"):
             return number
-    raise ValueError(f"{key}={text} is not valid. Use {expected[kind]}.")
+    raise ValueError(f"{key}={text} is not valid. Use {expected[field_type]}.")

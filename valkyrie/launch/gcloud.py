@@ -12,13 +12,13 @@ def has_usual_shape(target: TargetConfig) -> bool:
     return target.name.rpartition("-")[2].isdecimal()
 
 
-def accelerator(target: TargetConfig) -> str:
+def accelerator_type(target: TargetConfig) -> str:
     """Return gcloud's accelerator type of a slice with the default topology, such as `v4-64` or `v5litepod-8`."""
     assert target.chip is not None
-    return accelerator_type(target) + target.name.removeprefix(target.chip.name)
+    return tpu_generation(target) + target.name.removeprefix(target.chip.name)
 
 
-def accelerator_type(target: TargetConfig) -> str:
+def tpu_generation(target: TargetConfig) -> str:
     """Return gcloud's name of the TPU generation, such as `v4` or `v5litepod`."""
     assert target.chip is not None
     return target.chip.rented_as.get("tpu_vm_type", target.chip.name)

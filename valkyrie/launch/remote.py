@@ -12,7 +12,7 @@ from valkyrie.launch.plan import CommandStep, shell_text, step_error
 from valkyrie.launch.supervisor import print_message
 from valkyrie.runs.folder import key_value
 
-ARCHIVE = ("git", "archive", "--format=tar.gz")
+ARCHIVE_COMMAND = ("git", "archive", "--format=tar.gz")
 """Command that packs the tracked files of a commit. Runs, data and secrets are not tracked."""
 
 _TRAINING_PROCESS = r"^[^ ]*python[0-9.]* [^ ]*/valkyrie-train "
@@ -72,27 +72,27 @@ def train_command(folder: str, overrides: Sequence[str], environment: Mapping[st
 
     With `log`, the command needs bash, and also appends its output to that file.
     """
-    settings = "".join(f"{name}={shell_text((setting,))} " for name, setting in environment.items())
-    command = f"cd {shell_text((folder,))} && {settings}{shell_text(('.venv/bin/valkyrie-train', *overrides))}"
+    assignments = "".join(f"{name}={shell_text((value,))} " for name, value in environment.items())
+    command = f"cd {shell_text((folder,))} && {assignments}{shell_text(('.venv/bin/valkyrie-train', *overrides))}"
     return f"set -o pipefail; {command} 2>&1 | tee -ip -a {shell_text((log,))}" if log else command
 
 
-def signal_command(overrides: Sequence[str], number: int, alone: bool = False) -> str | None:
+def signal_command(overrides: Sequence[str], signum: int, is_only_run: bool = False) -> str | None:
     """Return the shell command that sends a signal to a training run, or None if its process cannot be identified.
 
     Args:
         overrides: the arguments of the training. `name=` or `resume=` identifies its process.
-        number: the signal.
-        alone: whether no other training runs on the host, so that no name is needed.
+        signum: the signal.
+        is_only_run: whether no other training runs on the host, so that no name is needed.
     """
     names = [(key, value) for key, value in map(key_value, overrides) if key in ("name", "resume")]
-    if not names and not alone:
+    if not names and not is_only_run:
         return None
     pattern = _TRAINING_PROCESS
-    if not alone:
+    if not is_only_run:
         key, value = names[-1]
         pattern += f"(.* )?{key}=['\"]?{re.escape(value)}['\"]?( |$)"
-    return shell_text(("pkill", f"-{signal.Signals(number).name.removeprefix('SIG')}", "-f", pattern))
+    return shell_text(("pkill", f"-{signal.Signals(signum).name.removeprefix('SIG')}", "-f", pattern))
 
 
 def run_verbose(step: CommandStep) -> int:

@@ -21,7 +21,7 @@ from valkyrie.processes.hub import free_port
 from valkyrie.processes.interrupt import on_signals
 from valkyrie.processes.team import ProcessInfo
 
-RESTARTS = "VALKYRIE_LAUNCH_RESTARTS"
+RESTARTS_VARIABLE = "VALKYRIE_LAUNCH_RESTARTS"
 """Environment variable with the number of restarts so far, set for the processes of a training run."""
 
 _FINAL_STATUSES = (DONE, REFUSED, INTERRUPTED)
@@ -80,7 +80,7 @@ class Supervisor:
             specs, start_time = self.prepare(starts), time.monotonic()
             signals: list[int] = []
             with on_signals(signals.append, _SIGNALS):
-                status = self._attempt(specs, starts, signals)
+                status = self._run_once(specs, starts, signals)
             if status != DONE:
                 self.clean_up()
             if signals or status in _FINAL_STATUSES:
@@ -94,13 +94,13 @@ class Supervisor:
             starts += 1
             print_message(f"restarting{f' ({crashes} of {self.restarts})' if crashed else ''}")
 
-    def _attempt(self, specs: Sequence[ProcessSpec], starts: int, signals: Sequence[int]) -> int:
+    def _run_once(self, specs: Sequence[ProcessSpec], starts: int, signals: Sequence[int]) -> int:
         """Start all processes and return the status of the first one that fails, or 0. Leaves no process running."""
         processes: list[ChildProcess] = []
         try:
             for index, spec in enumerate(specs):
                 log = None if index == 0 else self.logs / f"process-{index}.log"
-                environment = {**spec.environment, RESTARTS: str(starts)}
+                environment = {**spec.environment, RESTARTS_VARIABLE: str(starts)}
                 processes.append(ChildProcess(spec.command, environment, log, index=index, dies_with_parent=True))
             return self._watch(processes, signals)
         finally:
@@ -123,8 +123,8 @@ class Supervisor:
 
     def _report_failure(self, first: ChildProcess, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
         """Wait for the other processes after one has failed, report the failure, and return the exit status."""
-        saves = first.status in (PREEMPTED, INTERRUPTED)
-        wait_for(processes, self.notice_s if saves else self.grace_s)
+        is_saving = first.status in (PREEMPTED, INTERRUPTED)
+        wait_for(processes, self.notice_s if is_saving else self.grace_s)
         if signals:
             return self._stop(processes, signals)
         if first.status == LOST:  # another process failed first, or a step hung
@@ -136,10 +136,10 @@ class Supervisor:
         running = _describe_running(peers)
         if len(processes) > 1 or status not in _FINAL_STATUSES:
             print_message(f"process {first.index} {outcome}{position}{f'; killing {running}' if running else ''}")
-        if not saves and processes[0].status != status and (lines := first.last_lines()):
+        if not is_saving and processes[0].status != status and (lines := first.last_lines()):
             print_message(f"the last lines of {first.log}:", *(f"  {line}" for line in lines))
-        failures = [process.status for process in peers if process.status not in (None, DONE, PREEMPTED)]
-        return failures[0] or status if status == PREEMPTED and failures else status
+        failed_statuses = [process.status for process in peers if process.status not in (None, DONE, PREEMPTED)]
+        return failed_statuses[0] or status if status == PREEMPTED and failed_statuses else status
 
     def _stop(self, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
         """Forward the launcher's signal to all processes, wait until they have saved, and return the exit status."""

@@ -30,7 +30,7 @@ from valkyrie.machine.links import Links, Transfer
 from valkyrie.machine.network import LinkModel, Machine
 from valkyrie.machine.operations import OpCosts
 from valkyrie.machine.timeline import COPIES
-from valkyrie.parts import PartKind, StepPart, write_category
+from valkyrie.parts import PartKind, StepPart, format_category
 
 _EXPLICIT_ITERATIONS = 4
 """Maximum number of a loop's iterations replayed one by one while transfers from before the loop are in flight."""
@@ -319,7 +319,7 @@ class _Replayer:
                 TimelineSpan(collective.label, name, collective.kind, *origin, transfer.started, duration)
             )
         if waited > 0:
-            category = write_category(PartKind.exposed, collective.mesh_axes)
+            category = format_category(PartKind.exposed, collective.mesh_axes)
             totals.spans.append(TimelineSpan("compute", f"wait for {name}", category, *origin, begin, waited))
             totals.spend(PartKind.exposed, waited, *origin, mesh_axes=collective.mesh_axes)
 

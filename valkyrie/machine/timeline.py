@@ -36,14 +36,14 @@ class TraceEvent(TypedDict, total=False):
     args: Mapping[str, str | int]
 
 
-def write_timeline(path: Path, spans: Sequence[TimelineSpan], title: str, elsewhere: str | None = None) -> None:
+def write_timeline(path: Path, spans: Sequence[TimelineSpan], title: str, alternative: str | None = None) -> None:
     """Write the spans of a replayed step to a JSON file of Chrome trace events.
 
-    `title` names the process in the viewer. `elsewhere` is the setting that selects another path, for the message of a
-    DiskError.
+    `title` names the process in the viewer. `alternative` is the setting that selects another path, for the message of
+    a DiskError.
     """
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(spans, title)}) + "\n"
-    write_atomic(path, text, elsewhere)
+    write_atomic(path, text, alternative)
 
 
 def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[TraceEvent]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import HOUR_S, MODULE, SHAPING_KEYS, SUMMARY, TEXT, CompilingMode, Needs
+from valkyrie.config.modes import COMPILE_FILE, HLO_TEXT_FILE, HOUR_S, MODULE_FILE, SHAPING_KEYS, CompilingMode, Needs
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -27,8 +27,8 @@ class Config(CompilingMode):
         "compile the step for its target, without that hardware: does it fit, and how long is a step"
     )
     needs: ClassVar[Needs] = Needs.compiler
-    results: ClassVar[str | None] = SUMMARY
-    files: ClassVar[Mapping[str, tuple[str, ...]]] = {"hlo": (MODULE, TEXT)}
+    results: ClassVar[str | None] = COMPILE_FILE
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {"hlo": (MODULE_FILE, HLO_TEXT_FILE)}
     predicts: ClassVar[bool] = True
 
     name: str = "compile"

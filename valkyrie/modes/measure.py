@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import MEASURED, SHAPING_KEYS, TRACE, MeasuringMode
+from valkyrie.config.modes import MEASURE_FILE, SHAPING_KEYS, TRACE_FOLDER, MeasuringMode
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -30,8 +30,8 @@ class Config(MeasuringMode):
     """
 
     description: ClassVar[str] = "time the step on the devices of this machine"
-    results: ClassVar[str | None] = MEASURED
-    files: ClassVar[Mapping[str, tuple[str, ...]]] = {"trace": (TRACE,)}
+    results: ClassVar[str | None] = MEASURE_FILE
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {"trace": (TRACE_FOLDER,)}
     timed: ClassVar[bool] = True
 
     name: str = "measure"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from valkyrie.config.modes import METRICS, NO_RESULT, ModeConfig
+from valkyrie.config.modes import METRICS_FILE, NEUTRAL_KEYS, ModeConfig
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -19,9 +19,9 @@ class Config(ModeConfig):
     """Settings of `mode=train`."""
 
     description: ClassVar[str] = "train, evaluate and print a sample"
-    results: ClassVar[str | None] = METRICS
+    results: ClassVar[str | None] = METRICS_FILE
     tracked: ClassVar[bool] = True
-    not_decided_by: ClassVar[frozenset[str]] = NO_RESULT | _NOT_FOR_METRICS
+    not_decided_by: ClassVar[frozenset[str]] = NEUTRAL_KEYS | _NOT_FOR_METRICS
     grace_s: ClassVar[float] = 60.0  # a training run saves its state before it stops
     trial_limit_s: ClassVar[float | None] = None
 

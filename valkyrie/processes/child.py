@@ -14,9 +14,9 @@ from pathlib import Path
 
 from valkyrie.paths import open_to_append
 
-LAST_LINES = 20
+MAX_LOG_LINES = 20
 """Number of log lines shown for the process that failed first."""
-_MAX_LAST_BYTES = 64 * 2**10
+_MAX_LOG_BYTES = 64 * 2**10
 _EXEC_SCRIPT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: survives exec
@@ -74,9 +74,9 @@ class ChildProcess:
         """Exit status, the negative signal number if a signal ended the process, or None while it runs."""
         return self._process.poll()
 
-    def send(self, number: int) -> None:
+    def send(self, signum: int) -> None:
         """Send a signal to the process and its children."""
-        signal_group(self.pid, number)
+        signal_group(self.pid, signum)
 
     def kill(self) -> None:
         """Kill the process and its children. Children are killed even if the process itself has ended."""
@@ -91,16 +91,16 @@ class ChildProcess:
         return False
 
     def last_lines(self) -> list[str]:
-        """Return the last lines that the process wrote to its log (at most `LAST_LINES`). Empty without a log."""
+        """Return the last lines that the process wrote to its log (at most `MAX_LOG_LINES`). Empty without a log."""
         if self.log is None:
             return []
         with contextlib.suppress(OSError), self.log.open("rb") as file:
-            file.seek(max(self._log_starts_at, self.log.stat().st_size - _MAX_LAST_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+            file.seek(max(self._log_starts_at, self.log.stat().st_size - _MAX_LOG_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-MAX_LOG_LINES:]
         return []
 
 
-def python_module(name: str, *arguments: str) -> tuple[str, ...]:
+def module_command(name: str, *arguments: str) -> tuple[str, ...]:
     """Return the command that runs a module with this Python.
 
     `-P` keeps the current folder out of `sys.path`, where a user's `random.py` would replace Python's.
@@ -108,10 +108,10 @@ def python_module(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", name, *arguments)
 
 
-def signal_group(pid: int, number: int) -> None:
+def signal_group(pid: int, signum: int) -> None:
     """Send a signal to a child and its descendants. Does nothing if all of them have ended."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)
+        os.killpg(pid, signum)
 
 
 def wait_for(processes: Sequence[ChildProcess], seconds: float, poll_s: float = 0.02) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from valkyrie.problems import Problem, ProblemCode, check_range
 from valkyrie.processes.hub import parse_address
-from valkyrie.processes.team import COORDINATOR, COUNT, INDEX, ConnectedTeam, ProcessInfo
+from valkyrie.processes.team import COORDINATOR_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE, ConnectedTeam, ProcessInfo
 
-_COUNT_VARIABLES = (COUNT, "JAX_NUM_PROCESSES")
-_INDEX_VARIABLES = (INDEX, "JAX_PROCESS_ID")
+_COUNT_VARIABLES = (COUNT_VARIABLE, "JAX_NUM_PROCESSES")
+_INDEX_VARIABLES = (INDEX_VARIABLE, "JAX_PROCESS_ID")
 _CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES")
 """Variables set by Slurm's srun, Open MPI, Kubernetes and Cloud TPU, where JAX can find the other processes."""
 _JAX_HEARTBEAT_FACTOR = 10
@@ -80,12 +80,12 @@ def find_process(
         return _detect_process(config) if in_cluster else None
     if count is not None and environment[count] == "1":
         return None
-    address = environment.get(COORDINATOR)
+    address = environment.get(COORDINATOR_VARIABLE)
     if not address or count is None or index is None:
-        variables = ((COORDINATOR, address), (_COUNT_VARIABLES[0], count), (_INDEX_VARIABLES[0], index))
+        variables = ((COORDINATOR_VARIABLE, address), (_COUNT_VARIABLES[0], count), (_INDEX_VARIABLES[0], index))
         missing = [name for name, value in variables if not value]
         raise ValueError(
-            f"the environment has {count or index} but not {' and '.join(missing)}. Set all of {COORDINATOR}, "
+            f"the environment has {count or index} but not {' and '.join(missing)}. Set all of {COORDINATOR_VARIABLE}, "
             f"{_COUNT_VARIABLES[0]} and {_INDEX_VARIABLES[0]}, or unset all of them to run a single process."
         )
     try:
@@ -97,7 +97,7 @@ def find_process(
     return _check_process(process_info, count)
 
 
-def join(config: DistributedConfig, *, accelerators: int = 0) -> ConnectedTeam | None:
+def join_team(config: DistributedConfig, *, accelerators: int = 0) -> ConnectedTeam | None:
     """Connect to the other processes and return their team, or None if there is only one process.
 
     Raises ValueError on every connected process if some are late or disagree on the number of processes.

@@ -28,7 +28,7 @@ PREEMPTED = 75
 INTERRUPTED = 130
 """The user stopped the process with Ctrl-C. Shells use the same status."""
 
-EXIT_S = 20.0
+EXIT_LIMIT_S = 20.0
 """Seconds that a failed process may take for Python's normal exit. Then `limit_exit` ends it."""
 
 _recorders: list[Callable[[int, str], object]] = []
@@ -56,7 +56,7 @@ def end_process(status: int, reason: str) -> NoReturn:
     os._exit(REFUSED if status == DOES_NOT_FIT else status)
 
 
-def limit_exit(status: int, seconds: float = EXIT_S) -> None:
+def limit_exit(status: int, seconds: float = EXIT_LIMIT_S) -> None:
     """End the process with this status if its exit takes longer than `seconds`.
 
     Python waits for threads and thread pools at exit, and those of storage libraries retry for minutes on a bucket that

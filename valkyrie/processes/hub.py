@@ -190,9 +190,9 @@ class Hub:
 
     def _accept_all(self) -> None:
         """Accept all processes, then start relaying. After a problem, refuse every process, including later ones."""
-        waiting: list[Connection] = []
-        problem, arrived = None, 0
-        while arrived < self._count and len(self._connections) < self._count:
+        connections: list[Connection] = []
+        problem, hello_count = None, 0
+        while hello_count < self._count and len(self._connections) < self._count:
             self._listener.settimeout(max(self._deadline - time.monotonic(), 0.001))
             try:
                 sock, _ = self._listener.accept()
@@ -201,21 +201,21 @@ class Hub:
                 break
             connection = Connection(sock)
             connection.set_timeout(5.0)
-            waiting.append(connection)
+            connections.append(connection)
             with contextlib.suppress(OSError, ValueError):  # from a port scanner, or a process that was killed
                 if isinstance(hello := connection.read(), Hello):
-                    problem, arrived = problem or self._admit(connection, hello), arrived + 1
+                    problem, hello_count = problem or self._admit(connection, hello), hello_count + 1
             if problem:
-                self._refuse(waiting, problem)
+                self._refuse(connections, problem)
         self._listener.close()
         if problem:
-            self._refuse(waiting, problem)
+            self._refuse(connections, problem)
         else:
             self._start_relays()
 
-    def _refuse(self, waiting: list[Connection], problem: str) -> None:
-        while waiting:
-            connection = waiting.pop()
+    def _refuse(self, connections: list[Connection], problem: str) -> None:
+        while connections:
+            connection = connections.pop()
             with contextlib.suppress(OSError):
                 connection.send(Refused(problem))
             connection.close()

@@ -39,16 +39,16 @@ def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SI
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     handlers = {
-        number: signal.signal(number, _handled_in_thread)
-        for number in signals
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # nohup ignores SIGHUP
+        signum: signal.signal(signum, _no_op_handler)
+        for signum in signals
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN  # nohup ignores SIGHUP
     }
 
     def listen() -> None:
         while numbers := receiver.recv(64):
-            for number in numbers:
-                if number in handlers:
-                    react(number)
+            for signum in numbers:
+                if signum in handlers:
+                    react(signum)
 
     wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=listen, name="interrupt", daemon=True)
@@ -57,8 +57,8 @@ def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SI
         yield
     finally:
         signal.set_wakeup_fd(wakeup)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
         sender.close()
         thread.join()
         receiver.close()
@@ -70,31 +70,31 @@ class Interrupt:
     Until `worth_saving` is set, the first signal also ends the process immediately. Otherwise, it would not be possible
     to stop a first step that never finishes because devices wait for each other.
 
-    With `several` processes, the first signal is passed as SIGTERM to JAX's preemption service.
+    With `multiprocess`, the first signal is passed as SIGTERM to JAX's preemption service.
     """
 
-    def __init__(self, *, several: bool = False) -> None:
+    def __init__(self, *, multiprocess: bool = False) -> None:
         self.requested = False
         self.worth_saving = False
         self.preempted = False
         """Whether the stop is due to a preemption of the machine, not requested by the user."""
-        self._several = several
+        self._multiprocess = multiprocess
 
     def handle_signals(self) -> contextlib.AbstractContextManager[None]:
         """Handle the signals inside this context."""
         signals = [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
-        return on_signals(self._stop, signals if self._several else [*signals, signal.SIGTERM])
+        return on_signals(self._stop, signals if self._multiprocess else [*signals, signal.SIGTERM])
 
-    def should_stop(self, step: int, *, also: bool = False) -> bool:
+    def should_stop(self, step: int, *, force: bool = False) -> bool:
         """Return whether to stop after this step. The result is the same on all processes.
 
-        All processes must call this at every step. `also` requests a stop without a signal.
+        All processes must call this at every step. `force` requests a stop without a signal.
         """
-        if not self._several:
-            return self.requested or also
+        if not self._multiprocess:
+            return self.requested or force
         from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-        if also and not self.requested:
+        if force and not self.requested:
             self.requested = True
             os.kill(os.getpid(), signal.SIGTERM)
         if not reached_preemption_sync_point(step):
@@ -102,8 +102,8 @@ class Interrupt:
         self.preempted = self.preempted or not self.requested
         return True
 
-    def _stop(self, number: int) -> None:
-        preempted = number in (signal.SIGTERM, signal.SIGUSR1)
+    def _stop(self, signum: int) -> None:
+        preempted = signum in (signal.SIGTERM, signal.SIGUSR1)
         if self.requested or not self.worth_saving:
             if not self.requested:
                 with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ class Interrupt:
             show_cursor()
             end_process(PREEMPTED if preempted else INTERRUPTED, "stopped by a signal")
         self.requested, self.preempted = True, preempted
-        if self._several:
+        if self._multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
         with contextlib.suppress(OSError):  # the terminal may be gone
             sys.stderr.write(
@@ -132,13 +132,13 @@ def repair_std_streams() -> None:
     Redirects a closed stream to /dev/null. Otherwise the next file to be opened would get its descriptor, and libraries
     would print into that file. Characters that the terminal cannot encode are printed as `?`.
     """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.dup(number), mode))
+            setattr(sys, name, os.fdopen(os.dup(descriptor), mode))
     for stream in (sys.stdout, sys.stderr):
         # `surrogateescape` is set by LC_ALL=C.
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
@@ -148,7 +148,7 @@ def repair_std_streams() -> None:
 def exit_on_ctrl_c(command: str) -> contextlib.AbstractContextManager[None]:
     """Return a context where Ctrl-C prints a message and ends the process immediately."""
 
-    def end(number: int) -> None:
+    def end(signum: int) -> None:
         os.write(2, f"{command}: stopped\n".encode())
         end_process(INTERRUPTED, "stopped by a signal")
 
@@ -165,22 +165,22 @@ def signals_as_exceptions() -> Iterator[None]:
         yield
         return
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    replaced = {n: handler for n, handler in handlers.items() if handler in (signal.SIG_DFL, _handled_in_thread)}
-    for number in replaced:
-        signal.signal(number, _raise_keyboard_interrupt)
+    replaced = {n: handler for n, handler in handlers.items() if handler in (signal.SIG_DFL, _no_op_handler)}
+    for signum in replaced:
+        signal.signal(signum, _raise_keyboard_interrupt)
     wakeup = signal.set_wakeup_fd(-1) if signal.SIGINT in replaced else None
     try:
         yield
     finally:
-        for number, handler in replaced.items():
-            signal.signal(number, handler)
+        for signum, handler in replaced.items():
+            signal.signal(signum, handler)
         if wakeup is not None:
             signal.set_wakeup_fd(wakeup)
 
 
-def _raise_keyboard_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
+def _raise_keyboard_interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(signum).name)
 
 
-def _handled_in_thread(number: int, frame: FrameType | None) -> None:
+def _no_op_handler(signum: int, frame: FrameType | None) -> None:
     """Do nothing. Python writes a signal to the wakeup socket only if the signal has a Python handler."""

@@ -104,14 +104,14 @@ class TrialLock:
         if state is LockState.unsupported:
             _warn_without_locks(folder.parent)
         process_file = open_to_append(folder / ".process")
-        if not _is_free(process_file) and not _end_orphan(process_file):
+        if not _try_lock(process_file) and not _end_orphan(process_file):
             process_file.close()
             sweep_file.close()
             return None
         process_file.truncate(0)  # it names a process that has ended and whose id may be in use again
         return TrialLock(sweep_file, process_file)
 
-    def started(self, pid: int) -> None:
+    def hand_over(self, pid: int) -> None:
         """Record the trial's process and hand the process lock over to it. Raises OSError if the disk is full."""
         _write_holder(self.process_file, pid)
         self.process_file.close()
@@ -122,7 +122,8 @@ class TrialLock:
         self._sweep_file.close()
 
 
-def _is_free(file: IO[bytes]) -> bool:
+def _try_lock(file: IO[bytes]) -> bool:
+    """Lock a file without waiting. Returns False only if another process holds the lock."""
     return lock(file, wait=False) is not LockState.another
 
 
@@ -130,12 +131,12 @@ def _end_orphan(file: IO[bytes]) -> bool:
     """Kill the process that a dead sweep left running on this host. Returns whether this process now locks `file`."""
     holder = _read_holder(file)
     if holder is None or holder.host != socket.gethostname():
-        return _is_free(file)
+        return _try_lock(file)
     signal_group(holder.pid, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_TIMEOUT_S
-    while not (free := _is_free(file)) and time.monotonic() < deadline:
+    while not (locked := _try_lock(file)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return free
+    return locked
 
 
 @cache

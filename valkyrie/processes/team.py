@@ -33,7 +33,11 @@ from valkyrie.processes.hub import (
 
 T = TypeVar("T")
 
-COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_COUNT", "JAX_PROCESS_INDEX"
+COORDINATOR_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE = (
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_PROCESS_COUNT",
+    "JAX_PROCESS_INDEX",
+)
 """Environment variables with the address of process 0, the number of processes and the index of this process.
 
 JAX reads the first one itself.
@@ -65,7 +69,11 @@ class ProcessInfo(NamedTuple):
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables that pass these values to a child process."""
-        return {COORDINATOR: self.coordinator, COUNT: str(self.count), INDEX: str(self.index)}
+        return {
+            COORDINATOR_VARIABLE: self.coordinator,
+            COUNT_VARIABLE: str(self.count),
+            INDEX_VARIABLE: str(self.index),
+        }
 
 
 class Team:
@@ -109,11 +117,11 @@ class Team:
             raise ValueError(error)
         return value
 
-    def agree(self, what: str, values: Mapping[str, object]) -> None:
-        """Raise ValueError if `values` differ between processes. `what` names the values in the error message."""
-        digests = self.exchange(f"agree on {what}", digest(values))
+    def agree(self, label: str, values: Mapping[str, object]) -> None:
+        """Raise ValueError if `values` differ between processes. `label` names the values in the error message."""
+        digests = self.exchange(f"agree on {label}", digest(values))
         if len(set(digests)) > 1:
-            raise ValueError(_disagreement(what, self.exchange(f"compare {what}", values)))
+            raise ValueError(_disagreement(label, self.exchange(f"compare {label}", values)))
 
     def finish(self) -> None:
         """Wait until all processes are done, then leave."""
@@ -262,13 +270,15 @@ def _connect(process_info: ProcessInfo, deadline: float, timeout_s: float) -> Co
             time.sleep(0.05)
 
 
-def _disagreement(what: str, by_process: Sequence[Mapping[str, object]]) -> str:
+def _disagreement(label: str, values_by_process: Sequence[Mapping[str, object]]) -> str:
     """Return a message with the keys that differ, their values, and the processes that differ from process 0."""
-    first, lines = by_process[0], []
-    for key in sorted(set().union(*by_process)):
-        differing = [i for i, values in enumerate(by_process) if values.get(key) != first.get(key)]
-        if differing:
-            names = f"process{'es' * (len(differing) > 1)} {', '.join(map(str, differing[:8]))}"
-            lines.append(f"{key}={by_process[differing[0]].get(key)} on {names}, {first.get(key)} on process 0")
+    first, lines = values_by_process[0], []
+    for key in sorted(set().union(*values_by_process)):
+        differing_processes = [i for i, values in enumerate(values_by_process) if values.get(key) != first.get(key)]
+        if differing_processes:
+            names = f"process{'es' * (len(differing_processes) > 1)} {', '.join(map(str, differing_processes[:8]))}"
+            lines.append(
+                f"{key}={values_by_process[differing_processes[0]].get(key)} on {names}, {first.get(key)} on process 0"
+            )
     shown = "; ".join(lines[:5]) + (f" (and {len(lines) - 5} more)" if len(lines) > 5 else "")
-    return f"the processes differ in their {what}: {shown}. Start all processes with the same {what}."
+    return f"the processes differ in their {label}: {shown}. Start all processes with the same {label}."

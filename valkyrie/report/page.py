@@ -213,7 +213,7 @@ def _page_data(rows: Sequence[Row]) -> PageData:
 
 def _colours(timelines: Iterable[Timeline], toruses: Iterable[TorusDrawing]) -> dict[str, str]:
     """Return the colours of step parts and mesh axes, by the labels that timelines and drawings of the torus use."""
-    labels_without_axes = [label for kind, label in PART_LABELS.items() if not kind.by_axes]
+    labels_without_axes = [label for kind, label in PART_LABELS.items() if not kind.has_mesh_axes]
     colours = {name: part_colour(name, None) for name in [*labels_without_axes, "copies", "loop"]}
     colours |= {axis: axes_colour(axis) for drawing in toruses for axis, _ in drawing.axes}
     return colours | {name: axes_colour(axes) for drawing in timelines for name, axes in drawing.axes.items()}

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from valkyrie.machine.timeline import COMPUTE, trace_events
-from valkyrie.parts import PartKind, seconds_in
+from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.report.colours import axes_colour, part_colour
 from valkyrie.report.page import read_asset, templates
 from valkyrie.report.tables import ColumnHead, TextTable
@@ -105,7 +105,7 @@ def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
             utilisation = "" if step.mfu is None else f"MFU {percent(step.mfu)}"
             numbers.append(BigNumber("tokens/s", f"{step.tokens_per_second:,.0f}", utilisation))
         if isinstance(record, Prediction) and record.parts:
-            share = seconds_in(record.parts, PartKind.exposed) / step.step_s
+            share = sum_seconds(record.parts, PartKind.exposed) / step.step_s
             numbers.append(BigNumber("waiting for communication", percent(share), "of the step"))
     if memory_report is not None and memory_report.required is not None:
         verdict = "does not fit" if record.status is CompileStatus.does_not_fit else "fits"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from valkyrie.config.modes import ANSWER, METRICS
+from valkyrie.config.modes import ANSWER_FILE, METRICS_FILE
 from valkyrie.records import RecordError, read_record
 from valkyrie.runs.folder import RUN
 from valkyrie.runs.layout_record import LayoutRecord
@@ -84,13 +84,13 @@ def read_json(row: Row, name: str) -> Mapping[str, Any] | None:
 
 def read_answer(folder: Path) -> SearchAnswer | None:
     """Read the answer of a search from its folder. Returns None if it is missing or this version cannot read it."""
-    if not (folder / ANSWER).is_file():
+    if not (folder / ANSWER_FILE).is_file():
         return None
     # Imported here, because it needs NumPy, which other reports do not.
     from valkyrie.search.answer_record import SearchAnswer
 
     try:
-        return read_record(SearchAnswer, folder / ANSWER)
+        return read_record(SearchAnswer, folder / ANSWER_FILE)
     except (OSError, RecordError):
         return None
 
@@ -115,7 +115,7 @@ def read_command(folder: Path) -> str | None:
 def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]:
     """Find the run folders of training runs at a path or up to `depth` levels below it. Omits those inside `sweeps`."""
     sweep_folders = {folder.resolve() for folder in sweeps}
-    patterns = ("/".join(["*"] * below + [METRICS]) for below in range(depth + 1))
+    patterns = ("/".join(["*"] * below + [METRICS_FILE]) for below in range(depth + 1))
     folders = (file.parent for pattern in patterns for file in sorted(path.glob(pattern)))
     return [
         f
@@ -134,8 +134,8 @@ def read_training(folder: Path) -> Trial:
     about, values = None, {}
     try:
         run = saved_run(folder)
-        about, values = run.about(), run.values()
-        results = training_results(folder / METRICS)
+        about, values = run.layout_record(), run.values()
+        results = training_results(folder / METRICS_FILE)
     except ValueError as error:
         return _trial(folder, Status.failed, str(error), about, values, TrialResult())
     reason = "no step has finished yet" if results.step == StepResult() else None

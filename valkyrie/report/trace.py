@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from valkyrie.axes import axes_text
-from valkyrie.config.modes import SUMMARY, TIMELINE
+from valkyrie.config.modes import COMPILE_FILE, TIMELINE_FILE
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, build_topology
-from valkyrie.parts import read_category
+from valkyrie.parts import parse_category
 from valkyrie.records import RecordError
 from valkyrie.report.records import read_json
 from valkyrie.report.values import part_name
@@ -74,7 +74,7 @@ class TorusDrawing:
 
 def read_timeline(row: Row, limit: int = MAX_SPANS) -> Timeline | None:
     """Read the timeline in a row's run folder. Returns None if there is none or the file is damaged."""
-    trace = read_json(row, TIMELINE)
+    trace = read_json(row, TIMELINE_FILE)
     try:
         return make_timeline(
             [event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)], limit
@@ -107,7 +107,7 @@ def make_timeline(events: Sequence[Mapping[str, Any]], limit: int = MAX_SPANS) -
     indexed_spans = [
         (t, round(s, 2), round(d, 2), index[_category_name(c)], index[n], k) for t, s, d, c, n, k in merged
     ]
-    parts = [part for span in merged if (part := read_category(span[3])) is not None and part[0].by_axes]
+    parts = [part for span in merged if (part := parse_category(span[3])) is not None and part[0].has_mesh_axes]
     axes = {part_name(*part): axes_text(part[1]) for part in parts}
     return Timeline(tracks, names, round(step_us, 2), indexed_spans, axes | _axes_of_tracks(events))
 
@@ -148,7 +148,7 @@ def _positions(row: Row) -> tuple[Position, ...]:
     if row.folder is None:
         return ()
     try:
-        return read_prediction(row.folder / SUMMARY).positions
+        return read_prediction(row.folder / COMPILE_FILE).positions
     except (OSError, RecordError):
         return ()
 
@@ -197,7 +197,7 @@ def _merge_spans(
 
 
 def _category_name(category: str) -> str:
-    part = read_category(category)
+    part = parse_category(category)
     return category if part is None else part_name(*part)
 
 

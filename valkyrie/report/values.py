@@ -181,9 +181,11 @@ def parts(rows: Sequence[Row]) -> Values:
     Parts are ordered as in `PART_LABELS`, followed by communication, which also has its mesh `axes`.
     """
     shown_rows = [row for row in rows if row.ranked and row.parts][:BARS]
-    by_axes = {(p.kind.value, axes_text(p.mesh_axes)): p for row in shown_rows for p in row.parts if p.kind.by_axes}
+    by_axes = {
+        (p.kind.value, axes_text(p.mesh_axes)): p for row in shown_rows for p in row.parts if p.kind.has_mesh_axes
+    }
     order = [
-        *(label for kind, label in PART_LABELS.items() if not kind.by_axes),
+        *(label for kind, label in PART_LABELS.items() if not kind.has_mesh_axes),
         *(part_name(p.kind, p.mesh_axes) for _, p in sorted(by_axes.items())),
     ]
     unit, scale = _time_unit([row.step_s or 0.0 for row in shown_rows])

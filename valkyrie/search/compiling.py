@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from valkyrie.config.modes import SUMMARY, settings_for
+from valkyrie.config.modes import COMPILE_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
@@ -241,7 +241,7 @@ def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: Estimate
 def _settings_to_fit(trial_folder: Path) -> tuple[str, ...]:
     """Return the overrides without which a compiled layout does not fit. Empty if it was not compiled or needs none."""
     with contextlib.suppress(RecordError, OSError):
-        return tuple(settings_to_fit(read_prediction(trial_folder / SUMMARY).options))
+        return tuple(settings_to_fit(read_prediction(trial_folder / COMPILE_FILE).options))
     return ()
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from valkyrie.checksums import digest
-from valkyrie.config.modes import ANSWER
+from valkyrie.config.modes import ANSWER_FILE
 from valkyrie.paths import disk_errors
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN
@@ -52,10 +52,12 @@ def create_folder(folder: Path, request: SearchRequest) -> None:
         raise ValueError(f"name={name}: {folder} is the run folder of another command ({RUN}). Use another name=.")
     earlier = _read_earlier(folder)
     if earlier is not None and earlier.question is None:
-        raise ValueError(f"{folder / ANSWER} is not an answer of mode=search. Delete it, or use another name=.")
+        raise ValueError(f"{folder / ANSWER_FILE} is not an answer of mode=search. Delete it, or use another name=.")
     if name is not None and earlier is not None and earlier.question != request_digest(request):
         command = " ".join(earlier.command)
-        raise ValueError(f"name={name}: {folder / ANSWER} belongs to another search: {command}. Use another name=.")
+        raise ValueError(
+            f"name={name}: {folder / ANSWER_FILE} belongs to another search: {command}. Use another name=."
+        )
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -71,7 +73,7 @@ def save_answer(folder: Path, answer: SearchAnswer) -> str:
 
     Keeps an earlier answer that has measured (or compiled) layouts if the new one has none. The line then says so.
     """
-    file, earlier = folder / ANSWER, _read_earlier(folder)
+    file, earlier = folder / ANSWER_FILE, _read_earlier(folder)
     if earlier is not None:
         for stage, before, now in (
             ("measured", _measured_count(earlier), _measured_count(answer)),
@@ -102,7 +104,7 @@ def _measured_count(answer: SearchAnswer | _EarlierAnswer) -> int:
 
 
 def _read_earlier(folder: Path) -> _EarlierAnswer | None:
-    file = folder / ANSWER
+    file = folder / ANSWER_FILE
     try:
         return read_record(_EarlierAnswer, file)
     except (FileNotFoundError, NotADirectoryError):  # `create_folder` reports a file in place of a folder

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from valkyrie.config.compose import accelerators
-from valkyrie.config.modes import FIGURES
+from valkyrie.config.compose import count_accelerators
+from valkyrie.config.modes import FIGURES_FILE
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.modes.figures import Config as FiguresMode
@@ -42,7 +42,7 @@ def can_measure(request: SearchRequest) -> bool:
 
 def has_devices(target: TargetConfig) -> bool:
     """Check whether the machines that run this command have the devices of a target, judging by device files."""
-    local_devices = accelerators() * process_count()
+    local_devices = count_accelerators() * process_count()
     return get_platform(target.platform).runs_on_host or (target.slices == 1 and local_devices >= (target.chips or 1))
 
 
@@ -86,7 +86,7 @@ def _timed_chip(request: SearchRequest, target: TargetConfig, folder: Path, cons
         trial = _run_trial(plan)
         if trial.status is not Status.ok:
             raise ValueError(f"target={target.name}: the devices could not be timed: {trial.reason}")
-    chip = read_figures(file := folder / name / FIGURES)
+    chip = read_figures(file := folder / name / FIGURES_FILE)
     console.print(
         f"{target.name}: {describe_figures(chip)} (timed on {machine}: {file})", highlight=False, soft_wrap=True
     )

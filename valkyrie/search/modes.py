@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valkyrie.checksums import digest
-from valkyrie.config.modes import MEASURED, MODULE, SUMMARY, TEXT, TIMELINE, TRACE, settings_for
+from valkyrie.config.modes import (
+    COMPILE_FILE,
+    HLO_TEXT_FILE,
+    MEASURE_FILE,
+    MODULE_FILE,
+    TIMELINE_FILE,
+    TRACE_FOLDER,
+    settings_for,
+)
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.machine.timeline import write_timeline
@@ -59,18 +67,20 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
             raise ValueError(prediction.reason)
         try:
             write_run_files(run, folder)
-            write_record(folder / SUMMARY, prediction)
+            write_record(folder / COMPILE_FILE, prediction)
         finally:  # print the result even if the disk is full
             show(prediction, console)
     if replay is not None:
-        write_timeline(folder / TIMELINE, replay.spans, f"{run.model.name} {run.layout.name}, one step of one chip")
-        console.print(f"timeline: {folder / TIMELINE} (open it at https://ui.perfetto.dev)")
+        write_timeline(
+            folder / TIMELINE_FILE, replay.spans, f"{run.model.name} {run.layout.name}, one step of one chip"
+        )
+        console.print(f"timeline: {folder / TIMELINE_FILE} (open it at https://ui.perfetto.dev)")
     fits = prediction.status is CompileStatus.ok
     if settings_for(CompileMode, run.config.mode).hlo and fits:
-        shutil.copy(compiled.module, folder / MODULE)
-        shutil.copy(compiled.program / TEXT, folder / TEXT)
-        console.print(f"optimised HLO: {folder / TEXT}")
-    console.print(f"report: {folder / SUMMARY}")
+        shutil.copy(compiled.module, folder / MODULE_FILE)
+        shutil.copy(compiled.program / HLO_TEXT_FILE, folder / HLO_TEXT_FILE)
+        console.print(f"optimised HLO: {folder / HLO_TEXT_FILE}")
+    console.print(f"report: {folder / COMPILE_FILE}")
     return 0 if fits else NOT_COMPILED
 
 
@@ -93,7 +103,7 @@ def _measure(run: Run, team: Team) -> int:
             return str(stack.enter_context(_created_folder(run)))
 
         folder = Path(team.broadcast_from_leader("run folder", create_folder))
-        trace = folder / TRACE if settings_for(MeasureMode, run.config.mode).trace else None
+        trace = folder / TRACE_FOLDER if settings_for(MeasureMode, run.config.mode).trace else None
         if not console.is_terminal:
             console.print("compiling and timing the step")
         with console.status("compiling and timing the step"):
@@ -103,12 +113,12 @@ def _measure(run: Run, team: Team) -> int:
         return status
     try:
         write_run_files(run, folder)
-        write_record(folder / MEASURED, measurement)
+        write_record(folder / MEASURE_FILE, measurement)
     finally:  # print the result even if the disk is full
         show(measurement, console)
     if trace is not None:
         console.print(f"trace: {trace}")
-    console.print(f"report: {folder / MEASURED}")
+    console.print(f"report: {folder / MEASURE_FILE}")
     return status
 
 

@@ -16,7 +16,7 @@ from hydra.types import HydraContext
 from hydra_plugins.valkyrie_launcher import TrialLauncher
 from omegaconf import DictConfig, OmegaConf
 
-from valkyrie.config.compose import accelerators
+from valkyrie.config.compose import count_accelerators
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Identity, Problem
 from valkyrie.runs.folder import key_value
@@ -107,7 +107,7 @@ def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
             {name: composer.choice("partition", name, fixed) for name in partitions},
             {name: composer.choice("remat", name, fixed) for name in space.config.remat or []},
             resolve_mesh=partial(composer.choice, "mesh", fixed=fixed),
-            has_accelerators=accelerators() > 0,
+            has_accelerators=count_accelerators() > 0,
         )
         cells += enumerated.cells
         skipped += enumerated.skipped

@@ -17,12 +17,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from valkyrie.config.compose import accelerators
+from valkyrie.config.compose import count_accelerators
 from valkyrie.config.modes import Needs
 from valkyrie.paths import write_atomic
 from valkyrie.problems import refuse
-from valkyrie.processes.child import ChildProcess, python_module
-from valkyrie.processes.distributed import DistributedConfig, join
+from valkyrie.processes.child import ChildProcess, module_command
+from valkyrie.processes.distributed import DistributedConfig, join_team
 from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.hub import free_port, parse_address
 from valkyrie.processes.team import ConnectedTeam, ProcessInfo
@@ -151,7 +151,7 @@ def _join_team(arguments: Sequence[str]) -> ConnectedTeam | None:
         OmegaConf.merge(OmegaConf.structured(DistributedConfig), OmegaConf.from_dotlist([*name, *settings]))
     )
     refuse(config.problems())
-    return join(config, accelerators=accelerators())
+    return join_team(config, accelerators=count_accelerators())
 
 
 def _run_requested_trials(team: ConnectedTeam) -> None:
@@ -181,7 +181,7 @@ def _run_requested_trials(team: ConnectedTeam) -> None:
         with tempfile.TemporaryDirectory(prefix="valkyrie-trial-") as folder:
             write_atomic(Path(folder) / RUN, task["run"])
             process_info = ProcessInfo(task["address"], team.count, team.index)
-            command = python_module("valkyrie.sweep.child", folder, BESIDE)
+            command = module_command("valkyrie.sweep.child", folder, BESIDE)
             # If this process is killed, the trial must not keep using the devices. Process 0 of a trial does the same.
             environment = task["environment"] | process_info.environment
             process = ChildProcess(command, environment, dies_with_parent=True)

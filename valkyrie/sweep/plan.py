@@ -10,11 +10,11 @@ from typing import Any
 from valkyrie.checksums import digest
 from valkyrie.config.modes import MODES, ModeConfig, Needs
 from valkyrie.config.run import Run
-from valkyrie.config.saved import SAVED_RUN, SETTINGS
+from valkyrie.config.saved import SAVED_RUN, SETTINGS_VARIABLE
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.paths import conf_dir
 from valkyrie.problems import Problem
-from valkyrie.processes.child import python_module
+from valkyrie.processes.child import module_command
 from valkyrie.runs.folder import RUN, find_run, versions
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.cache import package_digest
@@ -105,7 +105,7 @@ class TrialPlan:
     @property
     def command(self) -> tuple[str, ...]:
         """The command that starts the trial's process, which reads `run.yaml` in the trial's folder."""
-        return python_module("valkyrie.sweep.child", str(self.trial_folder))
+        return module_command("valkyrie.sweep.child", str(self.trial_folder))
 
     def write(self) -> None:
         """Write `run.yaml` into the trial's folder, and remove `outcome.json` and JSON results of earlier attempts."""
@@ -189,7 +189,7 @@ def plan_run(
     mode, key = config.mode, trial_key(run)
     if config.resume is not None and not mode.reads_run:
         raise ValueError(_resume_refusal(config.resume, mode.name))
-    about = run.request_record() if problems else run.about()
+    about = run.request_record() if problems else run.layout_record()
     plan = TrialPlan(
         key=key,
         name=trial_name(run, key, about.layout),
@@ -240,8 +240,8 @@ def _config_flags(hydra: Any) -> tuple[str, ...]:
         elif source.provider == "main" and Path(source.path) != conf_dir():
             flags += ["--config-path", source.path]
     name = hydra.job.config_name
-    if SETTINGS in hydra.job.env_set:
-        file = Path(hydra.job.env_set[SETTINGS])
+    if SETTINGS_VARIABLE in hydra.job.env_set:
+        file = Path(hydra.job.env_set[SETTINGS_VARIABLE])
         flags += ["--config-path", str(file.parent), "--config-name", file.stem]
     elif name not in (None, "train", SAVED_RUN):
         flags += ["--config-name", name]

@@ -41,7 +41,7 @@ class TrialProcess:
         if self._members:
             self._members.set_kill(self.kill)
         try:
-            lock.started(self._process.pid)
+            lock.hand_over(self._process.pid)
         except BaseException:
             self.kill()  # it would run unsupervised, and a later sweep could not find its owner
             raise

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.compiled.communication import Communication, upgrade_communication
-from valkyrie.config.modes import MEASURED, ModeConfig
+from valkyrie.config.modes import MEASURE_FILE, ModeConfig
 from valkyrie.paths import write_atomic
 from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, PREEMPTED, REFUSED, describe_status
 from valkyrie.records import RecordError, decode, load, read_record
@@ -81,7 +81,7 @@ def read_results(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:
         return Outcome(Status.ok, None, training_results(file))
     if not file.is_file():
         return failed_outcome(f"the process wrote no {file.name}")
-    result = read_record(Measurement if file.name == MEASURED else Prediction, file)
+    result = read_record(Measurement if file.name == MEASURE_FILE else Prediction, file)
     return Outcome(Status(result.status.value), result.reason, trial_result(result))
 
 

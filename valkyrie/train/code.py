@@ -16,7 +16,7 @@ from rich.table import Table
 from valkyrie.code_eval.judge import CompletionResult, Limits, is_complete, judge_all, summary
 from valkyrie.code_eval.problems import DIFFICULTIES, CodingProblem, languages_of, read_problems
 from valkyrie.code_eval.sandbox import SandboxError
-from valkyrie.config.modes import CODE_EVAL
+from valkyrie.config.modes import CODE_EVAL_FILE
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.paths import DiskError, write_atomic
 from valkyrie.records import encode
@@ -103,7 +103,7 @@ class CodeEvaluation:
         settings = {key: getattr(self.config, key) for key in ("problems", "samples", "tokens", "temperature", "top_k")}
         values = {"step": step, **settings, **seconds, "rates": rates, "completions": encode(self.results)}
         try:
-            write_atomic(folder / CODE_EVAL, json.dumps(values, indent=1) + "\n")
+            write_atomic(folder / CODE_EVAL_FILE, json.dumps(values, indent=1) + "\n")
         except DiskError as error:
             return f" ({error})"
         return ""

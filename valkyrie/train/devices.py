@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
-from valkyrie.config.compose import accelerators
+from valkyrie.config.compose import count_accelerators
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import no_device_reason
 from valkyrie.hardware.chips import chip_for_device_kind
@@ -91,13 +91,13 @@ def device_problems(run: Run) -> list[Problem]:
     target, mesh = run.config.target, run.config.mesh
     forced_platform, platform = os.environ.get("JAX_PLATFORMS"), get_platform(target.platform)
     slice_platforms = [platform.name for platform in platforms() if platform.uses_every_device]
-    if forced_platform in slice_platforms and not accelerators():
+    if forced_platform in slice_platforms and not count_accelerators():
         text = _platforms_message(f"this machine has no {forced_platform.upper()} that JAX can use")
         return [Problem(ProblemCode.missing, "JAX_PLATFORMS", forced_platform, text)]
-    if platform.is_simulated(accelerators()):
+    if platform.is_simulated(count_accelerators()):
         text = None if run.config.force else simulation_refusal(mesh.name, mesh.size)
         return [Problem(ProblemCode.device_count, "mesh", mesh.name, text, size=mesh.size)] if text else []
-    if platform.jax_name is None or accelerators():
+    if platform.jax_name is None or count_accelerators():
         return []
     text = (
         f"target={target.describe()} needs accelerators, but JAX finds none on this machine, only {os.cpu_count()} CPU "
@@ -192,7 +192,7 @@ def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
 
 def only_libtpu_without_a_tpu() -> bool:
     """Return whether libtpu is the only JAX plugin, on a machine without a TPU. False if `JAX_PLATFORMS` is set."""
-    if os.environ.get("JAX_PLATFORMS") or accelerators():
+    if os.environ.get("JAX_PLATFORMS") or count_accelerators():
         return False
     has_other_plugins = find_spec("jax_plugins") is not None or bool(entry_points(group="jax_plugins"))
     return find_spec("libtpu") is not None and not has_other_plugins

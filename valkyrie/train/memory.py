@@ -269,7 +269,7 @@ def legal_remats(run: Run) -> dict[str, RematConfig]:
     """Return the remat policies that are legal for a run, by label: the shipped ones and the run's own."""
     remats = {name: load_remat(name) for name in shipped_remats()}
     remats.setdefault(run.config.remat.label, run.config.remat)
-    return {name: remat for name, remat in remats.items() if not run.changed(remat=remat).layout_problems()}
+    return {name: remat for name, remat in remats.items() if not run.changed(remat=remat).layout_problem_identities()}
 
 
 def saved_location(activation: SavedActivation, remat: RematConfig) -> ActivationLocation:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.checkpoint import NotSavedError, stored_checkpoints
-from valkyrie.config.modes import CODE_EVAL, settings_for
+from valkyrie.config.modes import CODE_EVAL_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.optim import rate_rises_if_extended
@@ -144,7 +144,7 @@ def code_eval(run: Run) -> int:
                 console.print(table(evaluation.results, evaluation))
             console.print(f"{folder.name} at {line}", highlight=False, markup=False)
         if rates:
-            console.print(f"every completion: {folder / CODE_EVAL}", markup=False)
+            console.print(f"every completion: {folder / CODE_EVAL_FILE}", markup=False)
         return int(team.is_leader and not rates)
 
 

@@ -11,12 +11,12 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from valkyrie.config.compose import accelerators
+from valkyrie.config.compose import count_accelerators
 from valkyrie.config.explain import explain
 from valkyrie.config.run import Run
 from valkyrie.paths import source_digest
 from valkyrie.problems import first_line
-from valkyrie.processes.distributed import join, start_jax
+from valkyrie.processes.distributed import join_team, start_jax
 from valkyrie.processes.ending import DOES_NOT_FIT, REFUSED, end_process
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import versions
@@ -39,7 +39,7 @@ def join_processes(run: Run) -> Iterator[Team]:
     since those in a collective would wait forever.
     """
     config = run.config.distributed
-    team = join(config, accelerators=accelerators())
+    team = join_team(config, accelerators=count_accelerators())
     if team is None:
         yield ALONE
         return

@@ -145,7 +145,7 @@ def fit(
         tracker = _tracker(run, devices, folder, start, write=team.is_leader)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
-        interrupt = Interrupt(several=team.count > 1)
+        interrupt = Interrupt(multiprocess=team.count > 1)
         if signals:
             stack.enter_context(interrupt.handle_signals())
         watchdog = stack.enter_context(make_watchdog(run, team, folder, signals))
@@ -226,7 +226,7 @@ def _train_steps(
             _record_program(progress, compiled)
         report_metrics(pending_metrics)
         progress.step, pending_metrics = step, metrics
-        progress.stopping = interrupt.should_stop(step, also=progress.screen.is_closed)
+        progress.stopping = interrupt.should_stop(step, force=progress.screen.is_closed)
         if due := [callback for callback in callbacks if callback.is_due(progress)]:
             report_metrics(pending_metrics)
             pending_metrics = None
@@ -303,7 +303,7 @@ def _meter(run: Run, devices: Devices) -> Meter:
 def _tracker(run: Run, devices: Devices, folder: Path, start: int, *, write: bool) -> Tracker:
     """Return the tracker. The config of its W&B run has the layout, devices, peak FLOP/s and all settings."""
     chip = devices.chip
-    fields = encode(run.about()) | {
+    fields = encode(run.layout_record()) | {
         "stage": "train",
         "chip": devices.devices[0].device_kind if chip is None else chip.name,
         "chips": devices.chips,

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from valkyrie.hardware.chips import chips_rented_as
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.launch.engine import RentedConfig, disk_notes
-from valkyrie.launch.gcloud import accelerator, resource_name
+from valkyrie.launch.gcloud import accelerator_type, resource_name
 from valkyrie.launch.plan import Command, CommandStep, FileStep, Plan, flags, shell_text, to_yaml
-from valkyrie.launch.supervisor import RESTARTS
+from valkyrie.launch.supervisor import RESTARTS_VARIABLE
 from valkyrie.processes.ending import INTERRUPTED, REFUSED
 
-_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
+_RESTARTS_ANNOTATION = "jobset.sigs.k8s.io/restart-attempt"
 """Pod annotation that holds the number of restarts of the job."""
 _PORTS = (8471, 8080, 8431)
 """Ports of libtpu (between hosts), of the coordinator on the first slice (between slices), and of the metrics."""
@@ -94,7 +94,9 @@ def xpk_command(config: Config, overrides: Sequence[str]) -> Command:
         *("xpk", "workload", "create", f"--workload={resource_name(config.name)}", f"--cluster={config.cluster}"),
         *flags(zone=config.zone, project=config.project),
         *flags(
-            tpu_type=accelerator(config.hardware_and_chip[0]), num_slices=str(config.slices), docker_image=config.image
+            tpu_type=accelerator_type(config.hardware_and_chip[0]),
+            num_slices=str(config.slices),
+            docker_image=config.image,
         ),
         f"--max-restarts={config.restarts}",
         f"--command={shell_text(('valkyrie-train', *overrides))}",
@@ -115,7 +117,12 @@ def manifest(config: Config, overrides: Sequence[str]) -> str:
         "name": "train",
         "image": config.image,
         "ports": [{"containerPort": port} for port in _PORTS],
-        "env": [{"name": RESTARTS, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_ATTEMPT}']"}}}],
+        "env": [
+            {
+                "name": RESTARTS_VARIABLE,
+                "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_RESTARTS_ANNOTATION}']"}},
+            }
+        ],
         "command": [_escape_variables(word) for word in ("valkyrie-train", *overrides)],
         "resources": {"limits": {"google.com/tpu": hardware.chips // hardware.hosts}},
     }

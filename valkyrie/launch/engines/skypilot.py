@@ -14,10 +14,10 @@ from valkyrie.hardware.chips import chips_rented_as
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.launch import remote
 from valkyrie.launch.engine import PORT, RentedConfig, disk_notes
-from valkyrie.launch.gcloud import accelerator, has_usual_shape, resource_name
+from valkyrie.launch.gcloud import accelerator_type, has_usual_shape, resource_name
 from valkyrie.launch.plan import CommandStep, FileStep, Plan, shell_text, to_yaml
 from valkyrie.processes.ending import PREEMPTED
-from valkyrie.processes.team import COORDINATOR, COUNT, INDEX
+from valkyrie.processes.team import COORDINATOR_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def task(config: Config, overrides: Sequence[str]) -> str:
     if config.zone:
         resources["infra"] = f"gcp/{config.zone.rpartition('-')[0]}/{config.zone}"
     if platform.rented_as_slices:
-        resources["accelerators"] = f"tpu-{accelerator(hardware)}"
+        resources["accelerators"] = f"tpu-{accelerator_type(hardware)}"
         resources["accelerator_args"] = {"runtime_version": chip.rented_as["tpu_vm_runtime"]}
     else:
         resources["accelerators"] = f"{chip.rented_as['skypilot']}:{hardware.chips // hardware.hosts}"
@@ -88,6 +88,6 @@ def task(config: Config, overrides: Sequence[str]) -> str:
 def _export_cluster() -> str:
     """Return shell code that sets the coordinator address, process count and process index on each node."""
     return (
-        f'export {COORDINATOR}="$(echo "$SKYPILOT_NODE_IPS" | head -n1):{PORT}"\n'
-        f'export {COUNT}="$SKYPILOT_NUM_NODES" {INDEX}="$SKYPILOT_NODE_RANK"\n'
+        f'export {COORDINATOR_VARIABLE}="$(echo "$SKYPILOT_NODE_IPS" | head -n1):{PORT}"\n'
+        f'export {COUNT_VARIABLE}="$SKYPILOT_NUM_NODES" {INDEX_VARIABLE}="$SKYPILOT_NODE_RANK"\n'
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from valkyrie.launch.engine import SliceConfig
 from valkyrie.launch.plan import CommandStep, FileStep, Plan, shell_text
-from valkyrie.launch.supervisor import RESTARTS
+from valkyrie.launch.supervisor import RESTARTS_VARIABLE
 from valkyrie.processes.ending import DONE, INTERRUPTED, PREEMPTED, REFUSED
 
 NOTICE_S = 120
@@ -87,13 +87,13 @@ def script(config: Config, overrides: Sequence[str]) -> str:
             "#!/bin/bash",
             *lines,
             "#SBATCH --requeue",
-            f"export {RESTARTS}=${{SLURM_RESTART_COUNT:-0}}",
+            f"export {RESTARTS_VARIABLE}=${{SLURM_RESTART_COUNT:-0}}",
             f"srun --kill-on-bad-exit=0 --wait={WAIT_S} {shell_text(('valkyrie-train', *overrides))}",
             "status=$?",
             "case $status in",
             f"  {final_statuses}) ;;",
             f'  {PREEMPTED}) scontrol requeue "$SLURM_JOB_ID" ;;',
-            f'  *) [ "${RESTARTS}" -ge {config.restarts} ] || scontrol requeue "$SLURM_JOB_ID" ;;',
+            f'  *) [ "${RESTARTS_VARIABLE}" -ge {config.restarts} ] || scontrol requeue "$SLURM_JOB_ID" ;;',
             "esac",
             "exit $status",
             "",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from valkyrie.launch import remote
 from valkyrie.launch.engine import PORT, EngineConfig, disk_notes
 from valkyrie.launch.plan import Command, CommandStep, Plan
-from valkyrie.launch.supervisor import RESTARTS, ProcessSpec, Supervisor
+from valkyrie.launch.supervisor import RESTARTS_VARIABLE, ProcessSpec, Supervisor
 from valkyrie.processes.team import ProcessInfo
 
 
@@ -73,8 +73,8 @@ class Config(EngineConfig):
                 remote.run_checked(step)
             return [ProcessSpec(step.commands[0]) for step in self.train_steps(overrides, starts)]
 
-        def send_signal(number: int) -> None:
-            for step in self.signal_steps(overrides, number):
+        def send_signal(signum: int) -> None:
+            for step in self.signal_steps(overrides, signum):
                 remote.try_run(step)
 
         can_signal = bool(self.signal_steps(overrides, signal.SIGKILL))
@@ -89,7 +89,7 @@ class Config(EngineConfig):
     def copy_steps(self) -> list[CommandStep]:
         """Return the steps that copy the last commit to every host and install it there."""
         unpack = f"{remote.unpack_command(self.folder)} && {remote.install_command(self.folder, self.extra)}"
-        pack = (*remote.ARCHIVE, "HEAD")
+        pack = (*remote.ARCHIVE_COMMAND, "HEAD")
         return [
             CommandStep(f"copy the last commit to {host} and install it", (pack, _ssh(host, unpack)))
             for host in self.hosts
@@ -98,7 +98,7 @@ class Config(EngineConfig):
     def train_steps(self, overrides: Sequence[str], restarts: int = 0) -> list[CommandStep]:
         """Return the steps that train in one process on each host."""
         address = f"{self.hosts[0].rpartition('@')[2]}:{self.port}"
-        restart_count = {RESTARTS: str(restarts)} if restarts else {}
+        restart_count = {RESTARTS_VARIABLE: str(restarts)} if restarts else {}
         steps = []
         for index, host in enumerate(self.hosts):
             environment = ProcessInfo(address, len(self.hosts), index).environment if len(self.hosts) > 1 else {}
@@ -106,9 +106,9 @@ class Config(EngineConfig):
             steps.append(CommandStep(f"train on {host}", (_ssh(host, text),), in_background=True))
         return steps
 
-    def signal_steps(self, overrides: Sequence[str], number: int) -> list[CommandStep]:
+    def signal_steps(self, overrides: Sequence[str], signum: int) -> list[CommandStep]:
         """Return the steps that send a signal to this training run on each host, or an empty list if it has no name."""
-        text = remote.signal_command(overrides, number)
+        text = remote.signal_command(overrides, signum)
         return [CommandStep(f"stop the training on {host}", (_ssh(host, text),)) for host in self.hosts if text]
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from valkyrie.launch import remote
 from valkyrie.launch.engine import RentedConfig, disk_notes
-from valkyrie.launch.gcloud import accelerator, accelerator_type, has_usual_shape, resource_name
+from valkyrie.launch.gcloud import accelerator_type, has_usual_shape, resource_name, tpu_generation
 from valkyrie.launch.plan import Command, CommandStep, Plan, flags, shell_text, step_error
-from valkyrie.launch.supervisor import RESTARTS, ProcessSpec, Supervisor, print_message
+from valkyrie.launch.supervisor import RESTARTS_VARIABLE, ProcessSpec, Supervisor, print_message
 
 LOG = "launch.log"
 """Log file of a worker, in the folder of the code."""
@@ -109,9 +109,9 @@ class Config(RentedConfig):
         hardware, chip = self.hardware_and_chip
         runtime = self.runtime or chip.rented_as["tpu_vm_runtime"]
         if has_usual_shape(hardware):
-            shape = flags(accelerator_type=accelerator(hardware))
+            shape = flags(accelerator_type=accelerator_type(hardware))
         else:
-            shape = flags(type=accelerator_type(hardware), topology=str(hardware.topology))
+            shape = flags(type=tpu_generation(hardware), topology=str(hardware.topology))
         if not self.queued:
             request = (*shape, *flags(version=runtime))
         elif self.slices > 1:
@@ -131,7 +131,7 @@ class Config(RentedConfig):
     def copy_steps(self) -> tuple[CommandStep, CommandStep, CommandStep]:
         """Return the steps that copy the code to every worker and install it there."""
         archive = f"{self.resource}.tar.gz"
-        pack = (*remote.ARCHIVE, f"--output=/tmp/{archive}", "HEAD")
+        pack = (*remote.ARCHIVE_COMMAND, f"--output=/tmp/{archive}", "HEAD")
         setup = f"{remote.unpack_command(self.folder, archive)} && {remote.install_command(self.folder, 'tpu')}"
         copy = self._gcloud("scp", f"/tmp/{archive}", f"{self.resource}:", *self._worker_flags())
         return (
@@ -142,12 +142,12 @@ class Config(RentedConfig):
 
     def train_step(self, overrides: Sequence[str], restarts: int = 0) -> CommandStep:
         """Return the step that trains on every worker. Its exit status is 0, or the first nonzero one of a worker."""
-        environment = {RESTARTS: str(restarts)} if restarts else {}
+        environment = {RESTARTS_VARIABLE: str(restarts)} if restarts else {}
         return CommandStep("train", (self._ssh_all(remote.train_command(self.folder, overrides, environment, LOG)),))
 
-    def signal_step(self, number: int) -> CommandStep:
+    def signal_step(self, signum: int) -> CommandStep:
         """Return the step that sends a signal to the training on every worker."""
-        text = remote.signal_command((), number, alone=True)
+        text = remote.signal_command((), signum, is_only_run=True)
         assert text is not None
         return CommandStep("stop the training", (self._ssh_all(text),))
 
@@ -176,8 +176,8 @@ class Config(RentedConfig):
             self._ensure_installed(has_code=starts > 0)
             return [ProcessSpec(self.train_step(overrides, starts).commands[0])]
 
-        def send_signal(number: int) -> None:
-            remote.try_run(self.signal_step(number))
+        def send_signal(signum: int) -> None:
+            remote.try_run(self.signal_step(signum))
 
         logs = self.log_folder(overrides)
         return Supervisor(
@@ -242,6 +242,6 @@ class Config(RentedConfig):
     def _gcloud(self, verb: str, *arguments: str) -> Command:
         group = "queued-resources" if self.queued else "tpu-vm"
         location = flags(zone=self.zone, project=self.project)
-        last = [word for word in arguments if word.startswith("--command=")]  # long, so it is printed last
-        others = [word for word in arguments if word not in last]
-        return ("gcloud", "compute", "tpus", group, verb, *others, *location, *last)
+        command_flag = [word for word in arguments if word.startswith("--command=")]  # long, so it is printed last
+        other_arguments = [word for word in arguments if word not in command_flag]
+        return ("gcloud", "compute", "tpus", group, verb, *other_arguments, *location, *command_flag)

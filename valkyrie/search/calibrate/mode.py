@@ -19,7 +19,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from valkyrie.config.modes import CALIBRATED, settings_for
+from valkyrie.config.modes import CALIBRATED_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.modes.calibrate import Config as CalibrateMode
@@ -29,7 +29,7 @@ from valkyrie.runs.folder import RUN, run_folder, saved_run, write_run_files
 from valkyrie.search.calibrate.replay_fit import ReplayFit, fit_replays, percent_errors, round_digits
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import FITTED, cross_validate, fit_constants, timed_layouts
-from valkyrie.search.folder import ANSWER
+from valkyrie.search.folder import ANSWER_FILE
 from valkyrie.sweep.rows import Row
 from valkyrie.train.screen import make_console
 
@@ -109,7 +109,7 @@ def calibrate_mode(run: Run) -> int:
     folder = run_folder(run)
     write_run_files(run, folder)
     for result in calibrations:
-        file = folder / CALIBRATED.format(chip=result.chip.name)
+        file = folder / CALIBRATED_FILE.format(chip=result.chip.name)
         write_atomic(file, experiment_yaml(result))
         show(result, file, console)
     write_atomic(folder / "calibrate.json", json.dumps([as_json(result) for result in calibrations], indent=1) + "\n")
@@ -139,7 +139,7 @@ def _check_path(path: Path) -> None:
     try:
         find_sweeps([path])
     except ValueError:
-        if not [*path.glob(ANSWER), *path.glob(f"*/{ANSWER}")]:
+        if not [*path.glob(ANSWER_FILE), *path.glob(f"*/{ANSWER_FILE}")]:
             raise ValueError(f"paths: {path} has no trials. {_PATHS_HINT}") from None
         raise ValueError(
             f"paths: {path} is a search with only estimates: nothing was compiled or measured. Search again "
@@ -190,7 +190,7 @@ def experiment_yaml(result: Calibration) -> str:
     """Return an experiment config that sets the fitted constants. Comments describe the trials and the errors."""
     comments = [f"# {line}" for line in describe(result)]
     constants = [f"      {name}: {round_digits(getattr(result.after, name)):g}" for name in FITTED]
-    name = CALIBRATED.format(chip=result.chip.name)
+    name = CALIBRATED_FILE.format(chip=result.chip.name)
     use = f"# Copy this file to FOLDER/experiment/{name} and write --config-dir FOLDER +experiment={Path(name).stem}."
     lines = ["# @package _global_", use, *comments, "target:", "  chip:", f"    calibrated: {result.chip.name}"]
     lines += ["    estimate:", *constants]

@@ -57,7 +57,7 @@ def fuller_layouts(run: Run) -> tuple[FullerRemat, ...]:
     changes = []
     for remat in read_group("remat", RematConfig):
         other = run.changed(remat=remat)
-        if remat.offload or other.layout_problems():
+        if remat.offload or other.layout_problem_identities():
             continue
         if (needs := _estimated_bytes(other) - current_bytes) > 0:
             changes.append(FullerRemat(f"remat={remat.name}", needs))

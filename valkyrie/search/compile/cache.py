@@ -20,7 +20,7 @@ from pathlib import Path
 
 from valkyrie.checksums import digest
 from valkyrie.compiled.memory import ProgramMemory
-from valkyrie.config.modes import MODULE, SHAPING_KEYS, TEXT
+from valkyrie.config.modes import HLO_TEXT_FILE, MODULE_FILE, SHAPING_KEYS
 from valkyrie.config.run import Run
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
@@ -156,9 +156,9 @@ def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
     try:
         program = read_record(ProgramRecord, folder / PROGRAM)
         if program.module_sha256 is not None:
-            with (folder / MODULE).open("rb") as module:
+            with (folder / MODULE_FILE).open("rb") as module:
                 is_intact = hashlib.file_digest(module, "sha256").hexdigest() == program.module_sha256
-            if not is_intact or (hlo and not (folder / TEXT).is_file()):
+            if not is_intact or (hlo and not (folder / HLO_TEXT_FILE).is_file()):
                 return None
     except (OSError, RecordError):
         return None
@@ -170,7 +170,7 @@ def store_program(scratch: Path, folder: Path, replace: bool) -> None:
 
     If two processes store the same program at once, the first one wins.
     """
-    if not replace and read_program(folder, hlo=(scratch / TEXT).is_file()) is not None:
+    if not replace and read_program(folder, hlo=(scratch / HLO_TEXT_FILE).is_file()) is not None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     trash = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.checksums import digest
-from valkyrie.config.modes import MODULE, TEXT, settings_for
+from valkyrie.config.modes import HLO_TEXT_FILE, MODULE_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import (
     Allocation,
@@ -155,9 +155,9 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
     seconds = time.perf_counter() - began
     peak = peak_without_host(compiled, lowered.compile, options, platform)
     module = serialised_module(compiled)
-    write_atomic(folder / MODULE, module)
+    write_atomic(folder / MODULE_FILE, module)
     if settings_for(CompileMode, run.config.mode).hlo:
-        write_atomic(folder / TEXT, compiled.as_text() or "")
+        write_atomic(folder / HLO_TEXT_FILE, compiled.as_text() or "")
     memory = program_memory(compiled, program.backend, peak)
     return ProgramRecord(seconds, tuple(options), memory, digest(module))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import CollectiveRecord
 from valkyrie.parallel.partition import Role, RoleKind
-from valkyrie.parts import PartKind, StepPart, describe_part, seconds_in
+from valkyrie.parts import PartKind, StepPart, describe_part, sum_seconds
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     FullerRemat,
@@ -55,7 +55,7 @@ class _Facts:
     wider_heads: WiderHeads | None = None
 
     def share(self, *kinds: PartKind) -> float:
-        return seconds_in(self.prediction.parts, *kinds) / self.step.step_s
+        return sum_seconds(self.prediction.parts, *kinds) / self.step.step_s
 
     def degree(self, kind: str) -> int:
         return (self.prediction.layout.degrees or {}).get(kind, 1)

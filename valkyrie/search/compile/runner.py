@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from valkyrie.config.modes import MODULE, settings_for
+from valkyrie.config.modes import MODULE_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.paths import cache_problem
-from valkyrie.processes.child import ChildProcess, python_module
+from valkyrie.processes.child import ChildProcess, module_command
 from valkyrie.processes.ending import describe_status
 from valkyrie.records import read_record, write_record
 from valkyrie.search.compile.cache import (
@@ -70,7 +70,7 @@ class CompiledRun:
     @property
     def module(self) -> Path:
         """File of the optimised module, serialised."""
-        return self.program / MODULE
+        return self.program / MODULE_FILE
 
 
 def compile_layout(
@@ -119,7 +119,7 @@ def _compile_in_child(
     run: Run, folder: Path, limit_s: float | int, use_cache: bool, progress: Progress
 ) -> CompileOutcome:
     run.save(folder / "run.yaml")
-    command = [*python_module("valkyrie.search.compile.child", str(folder), str(os.getpid()))]
+    command = [*module_command("valkyrie.search.compile.child", str(folder), str(os.getpid()))]
     command += ["--ignore-cache"] * (not use_cache)
     environment = get_platform(run.config.target.platform).compile_environment()
     began = time.perf_counter()

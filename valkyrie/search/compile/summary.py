@@ -14,7 +14,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.models import is_dense_transformer
 from valkyrie.models.stack import Stack
-from valkyrie.parts import PartKind, seconds_in
+from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.correction import step_interval
 from valkyrie.search.compile.prediction import (
@@ -60,7 +60,7 @@ def summarise(run: Run, compiled: CompiledRun, replay: Replay | None, uses: Iter
     """
     outcome, step = compiled.outcome, compiled.outcome.step
     prediction = Prediction(
-        about=run.about(),
+        about=run.layout_record(),
         status=outcome.status,
         reason=outcome.reason,
         model=model_settings(run),
@@ -229,7 +229,7 @@ def program_step(
     per_second = tokens / replay.step_s if tokens else None
     # Use the bfloat16 peak for every precision: on a TPU, a float32 product consists of several bfloat16 products.
     peak = max(chip.peak_tflops.get(dtype, 0.0) for dtype in ("bfloat16", compute))
-    products = seconds_in(replay.parts, PartKind.matmul, PartKind.kernel)
+    products = sum_seconds(replay.parts, PartKind.matmul, PartKind.kernel)
     hourly = {"on_demand": chip.usd_per_hour, "spot": chip.spot_usd_per_hour}
     return PredictedStep(
         step_s=replay.step_s,

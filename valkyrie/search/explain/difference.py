@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from valkyrie.axes import UNATTRIBUTED
-from valkyrie.parts import PartKind, record_name, seconds_in
+from valkyrie.parts import PartKind, record_name, sum_seconds
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.prediction import CompileStatus, PredictedStep, Prediction, short_cause, short_source
 from valkyrie.units import decimal_bytes_text, duration, memory_text, percent
@@ -131,7 +131,7 @@ class _Side:
         return self.scale * self.step.step_s
 
     def seconds(self, *kinds: PartKind) -> float:
-        return self.scale * seconds_in(self.prediction.parts, *kinds)
+        return self.scale * sum_seconds(self.prediction.parts, *kinds)
 
 
 def compare_layouts(

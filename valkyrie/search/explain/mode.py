@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from valkyrie.config.arguments import parse_run
-from valkyrie.config.modes import EXPLAINED, SUMMARY, settings_for
+from valkyrie.config.modes import COMPILE_FILE, EXPLAIN_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.modes.explain import Config as ExplainMode
@@ -56,9 +56,9 @@ def explain_mode(run: Run) -> int:
     comparison = compare_layouts(*predictions, requests=(first, second))
     folder = _explain_folder(run, predictions)
     write_run_files(run, folder)
-    write_record(folder / EXPLAINED, comparison)
+    write_record(folder / EXPLAIN_FILE, comparison)
     show(comparison, console)
-    console.print(f"answer: {folder / EXPLAINED}", soft_wrap=True)
+    console.print(f"answer: {folder / EXPLAIN_FILE}", soft_wrap=True)
     return 0
 
 
@@ -138,16 +138,16 @@ def _as_prediction(layout: Run | Prediction) -> Prediction:
     """Return `layout` if it is a prediction, otherwise a placeholder with only the run's model and layout."""
     if isinstance(layout, Prediction):
         return layout
-    return Prediction(about=layout.about(), status=CompileStatus.ok, model=model_settings(layout))
+    return Prediction(about=layout.layout_record(), status=CompileStatus.ok, model=model_settings(layout))
 
 
 def _read_folder(folder: Path) -> Prediction:
-    file = folder / SUMMARY
+    file = folder / COMPILE_FILE
     try:
         return read_prediction(file)
     except FileNotFoundError:
         raise ValueError(
-            f"{folder} has no {SUMMARY}. Use the run folder of a layout that mode=compile has compiled."
+            f"{folder} has no {COMPILE_FILE}. Use the run folder of a layout that mode=compile has compiled."
         ) from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}.") from error

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from valkyrie.config.modes import FIGURES, MACHINES
+from valkyrie.config.modes import FIGURES_FILE, MACHINES_FILE
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import write_atomic
@@ -72,10 +72,10 @@ def figures_mode(run: Run) -> int:
         machines = sorted(set(team.exchange("machine", socket.gethostname())))
         if team.is_leader:
             write_run_files(run, folder)
-            write_record(folder / FIGURES, chip)
-            write_atomic(folder / MACHINES, json.dumps(machines) + "\n")
+            write_record(folder / FIGURES_FILE, chip)
+            write_atomic(folder / MACHINES_FILE, json.dumps(machines) + "\n")
             console.print(describe_figures(chip), highlight=False, soft_wrap=True)
-            console.print(f"figures: {folder / FIGURES}", soft_wrap=True)
+            console.print(f"figures: {folder / FIGURES_FILE}", soft_wrap=True)
     return 0
 
 

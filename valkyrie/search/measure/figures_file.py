@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.config.modes import FIGURES, MACHINES
+from valkyrie.config.modes import FIGURES_FILE, MACHINES_FILE
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.precision import DType
 from valkyrie.problems import first_line
@@ -34,13 +34,13 @@ def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> boo
 
     Raises ValueError if the file is damaged.
     """
-    if not ((folder / FIGURES).is_file() and (folder / MACHINES).is_file()):
+    if not ((folder / FIGURES_FILE).is_file() and (folder / MACHINES_FILE).is_file()):
         return False
-    chip = read_figures(folder / FIGURES)
+    chip = read_figures(folder / FIGURES_FILE)
     try:
-        machines = read_record(list[str], folder / MACHINES)
+        machines = read_record(list[str], folder / MACHINES_FILE)
     except RecordError as error:
-        raise _damaged(folder / MACHINES, error.reason) from error
+        raise _damaged(folder / MACHINES_FILE, error.reason) from error
     return machine in machines and (list(chip.peak_tflops), chip.host_bounds) == ([compute.value], [devices])
 
 

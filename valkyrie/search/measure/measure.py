@@ -53,7 +53,7 @@ def measure(
         warn: Called with a warning if the memory may be too small.
     """
     result = Measurement(
-        about=run.about(),
+        about=run.layout_record(),
         status=CompileStatus.does_not_fit,
         versions=versions(),
         simulated=devices.simulated,

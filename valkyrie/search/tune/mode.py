@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
-from valkyrie.config.modes import ATTEMPTS, TUNED, settings_for
+from valkyrie.config.modes import ATTEMPTS_FILE, TUNED_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.modes.tune import Config as TuneMode
 from valkyrie.paths import write_atomic
@@ -62,8 +62,8 @@ def tune_mode(run: Run) -> int:
             interrupted = True
     tuned = results[-1]
     write_run_files(run, folder)
-    write_record(folder / ATTEMPTS, TuneRecord.from_results(tuned, versions()))
-    write_atomic(folder / TUNED, experiment_yaml(tuned))
+    write_record(folder / ATTEMPTS_FILE, TuneRecord.from_results(tuned, versions()))
+    write_atomic(folder / TUNED_FILE, experiment_yaml(tuned))
     _print_results(tuned, folder, interrupted, console)
     return INTERRUPTED if interrupted else 0
 
@@ -86,7 +86,7 @@ class _Screen:
     def show(self, tuned: Tuned) -> None:
         attempt = tuned.attempts[-1]
         if attempt.verdict is Verdict.start:
-            record = tuned.run.about()
+            record = tuned.run.layout_record()
             self._print(f"{record.model} under {record.layout} on {record.described}", "bold")
             if tuned.set_by_user:
                 self._print(f"not varied, because you set them: {', '.join(assignments(tuned.set_by_user))}")
@@ -139,9 +139,9 @@ def _print_results(tuned: Tuned, folder: Path, interrupted: bool, console: Conso
         for line in option_gains(tuned):
             print_line(f"  {line}")
         print_line(experiment_yaml(tuned).rstrip())
-        print_line(f"options: {folder / TUNED}")
+        print_line(f"options: {folder / TUNED_FILE}")
         print_line(f"to train with them: {training_command(tuned)}")
-    print_line(f"all attempts: {folder / ATTEMPTS}")
+    print_line(f"all attempts: {folder / ATTEMPTS_FILE}")
 
 
 def option_gains(tuned: Tuned) -> list[str]:
@@ -165,7 +165,7 @@ def option_gains(tuned: Tuned) -> list[str]:
 
 def experiment_yaml(tuned: Tuned) -> str:
     """Return an experiment config that sets the best options. Comments describe its use and the gain of each option."""
-    record, steps = tuned.run.about(), [duration(seconds) for seconds in (tuned.start_s, tuned.step_s)]
+    record, steps = tuned.run.layout_record(), [duration(seconds) for seconds in (tuned.start_s, tuned.step_s)]
     lines = [
         "# @package _global_",
         f"# {training_command(tuned)}",

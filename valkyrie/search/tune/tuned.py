@@ -114,7 +114,7 @@ class TuneRecord(TuneResult):
     def from_results(tuned: Tuned, versions: dict[str, str]) -> TuneRecord:
         """Build the record of `tuned`, with the versions of installed packages."""
         results = {field.name: getattr(tuned, field.name) for field in fields(TuneResult)}
-        return TuneRecord(about=tuned.run.about(), versions=versions, **results)
+        return TuneRecord(about=tuned.run.layout_record(), versions=versions, **results)
 
 
 def assignments(options: Mapping[str, object]) -> list[str]:
