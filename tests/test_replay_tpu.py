@@ -254,7 +254,7 @@ def expected_flops(run: Any, devices: int) -> float:
     tokens = run.config.batch * seq / devices
     logits = 2.0 * model.embed * model.vocab_rows
     total = run.step_flops / devices + logits * tokens
-    a, layers = model.attention, model.kinds.count("attention")
+    a, layers = model.attention, model.mixer_kinds.count("attention")
     if layers:
         width = a.heads * a.head_dim
         window = a.windows[0]

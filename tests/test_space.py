@@ -291,7 +291,10 @@ def test_parameter_counts_equal_those_of_the_built_model(model: str):
         c = run.model
         c = replace(c, tie_embeddings=False, s5=replace(c.s5, activation=Activation.full_glu, bidirectional=True))
         c = replace(
-            c, layers=5, attention=replace(c.attention, global_tokens=2, kv_heads=2), feed_forward_after=c.kinds[:1]
+            c,
+            layers=5,
+            attention=replace(c.attention, global_tokens=2, kv_heads=2),
+            feed_forward_after=c.mixer_kinds[:1],
         )
         run = Run(run.config, c)
     assert run.model.parameter_count() == count_learned(assembly_of(run))

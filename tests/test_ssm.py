@@ -71,7 +71,7 @@ def test_hippo_eigenvalues_are_conjugate_pairs_of_the_expected_size(n: int, larg
 def test_blocks_are_diagonalised_before_half_of_the_states_is_dropped() -> None:
     hippo = block_hippo(24, 3, conjugate_symmetric=True)
     Lambda, V = hippo_n(8)
-    assert (hippo.state, hippo.state_size, hippo.blocks) == (12, 24, 3)
+    assert (hippo.state_count, hippo.state_size, hippo.blocks) == (12, 24, 3)
     np.testing.assert_array_equal(hippo.Lambda, np.concatenate([Lambda[:4]] * 3))
     np.testing.assert_array_equal(hippo.V, V[:, :4])
     np.testing.assert_array_equal(hippo.Vinv, V[:, :4].conj().T)
@@ -298,7 +298,9 @@ def test_half_of_the_states_reproduce_the_real_system(method: Discretization) ->
     hippo = block_hippo(state_size, blocks)
     V = _dense_V(state_size, blocks)
     B_tilde, C_tilde = V.conj().T @ B, C @ V
-    lam_bar, scale = discretized(*init_Lambda(hippo), jnp.full(hippo.state, np.log(step), jnp.float32), method=method)
+    lam_bar, scale = discretized(
+        *init_Lambda(hippo), jnp.full(hippo.state_count, np.log(step), jnp.float32), method=method
+    )
     bu = _complex(scale) * (u @ B_tilde.T)
     h = linear_recurrence(
         lam_bar, (jnp.float32(np.real(bu)[None]), jnp.float32(np.imag(bu)[None])), impl=ScanImpl.sequential

@@ -138,7 +138,7 @@ def test_fsdp_gathers_every_parameter_forward_and_backward():
     assert set(shapes_by_kind) <= {"all-gather", "all-reduce", "reduce-scatter"}
     assert not any(is_activation(shape, 1) for shapes in shapes_by_kind.values() for shape in shapes)
     times = Counter(tuple(sorted(n for n in shape if n > 1)) for shape in shapes_by_kind["all-gather"])
-    embed, mlp, states, heads = run.model.embed, run.model.mlp, run.model.s5.states, run.model.attention.heads
+    embed, mlp, states, heads = run.model.embed, run.model.mlp, run.model.s5.state_count, run.model.attention.heads
     of_embedding = times[embed, mlp] - 2 * 6  # beside three matrices of two feed-forwards, twice, of the same size
     assert 1 <= of_embedding <= 3, "for the lookup, the loss, and the loss backward; a compiler may join them"
     assert times[states, embed] == 2 * 4

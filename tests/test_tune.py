@@ -59,7 +59,7 @@ class OptionCompiler:
     def compile_layout(self, run: Run, limit_s: float, use_cache: bool, progress: Callable[[str], None]) -> CompiledRun:
         options = collect_options(run.config.target.chip, {})
         values = {option.name: option.value for option in options}
-        block = run.model.blocks["s5"] if isinstance(run.model, Stack) else None
+        block = run.model.used_mixers["s5"] if isinstance(run.model, Stack) else None
         if isinstance(block, S5) and block.scan is not ScanImpl.auto:
             values["scan"] = block.scan.value
         cached, outcome = use_cache and str(values) in self.cache, self.steps(values)

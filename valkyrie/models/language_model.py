@@ -249,7 +249,7 @@ class LanguageModel(nnx.Module):
         stream: Any = ResidualStream(x, self.zero_values(x, shard))
         for i, group in enumerate(self.segments):
             segment_head = head if i == self.segment_count - 1 else None
-            stream = shard.repeat(run, (group, repeat_keys(key, i, group)), stream, boundaries, segment_head)
+            stream = shard.repeat(run, (group, split_key_over_repeats(key, i, group)), stream, boundaries, segment_head)
         return stream if head is not None else self.head_input(stream)
 
     def zero_values(self, x: Float[Array, "batch seq embed"], shard: Shard) -> AuxiliaryValues:
@@ -303,9 +303,9 @@ class LanguageModel(nnx.Module):
         Logits are computed for `loss_chunk` positions at a time.
         """
         hidden = self.norm(x)
-        positions, shards, width = _loss_sharding(shard, hidden.shape[1])
+        position_axes, shards, channel_axis = _loss_sharding(shard, hidden.shape[1])
         sums = cross_entropy(
-            shard(hidden, "batch", positions, width),
+            shard(hidden, "batch", position_axes, channel_axis),
             shard.shard_for_storage(self._unembedding_table, "vocab", "embed"),
             targets,
             weights,
@@ -315,8 +315,8 @@ class LanguageModel(nnx.Module):
             soft_cap=self.config.logits_soft_cap,
             shards=shards,
             batch_shards=shard.size("batch"),
-            constrain=lambda logits: shard(logits, "batch", positions, "vocab"),
-            gather=lambda table: shard.gather_for_use(table, "vocab", width),
+            constrain=lambda logits: shard(logits, "batch", position_axes, "vocab"),
+            gather=lambda table: shard.gather_for_use(table, "vocab", channel_axis),
             sum_gradient=self._gradient_sum(shard),
         )
         return Losses(sums.loss_sum + sums.z_sum, sums.loss_sum, sums.weight_sum, sums.per_token)
@@ -423,7 +423,7 @@ def _loss_sharding(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
     return "seq", shard.size("seq"), "embed"
 
 
-def repeat_keys(key: Array | None, segment: int, group: BlockGroup) -> Array | None:
+def split_key_over_repeats(key: Array | None, segment: int, group: BlockGroup) -> Array | None:
     """Return a random key for each repetition of a segment, or None without a key."""
     if key is None:
         return None

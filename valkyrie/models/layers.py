@@ -97,8 +97,8 @@ def add_bias(x: Float[Array, "..."], bias: nnx.Param, shard: Shard) -> Float[Arr
     The addition is done in float32, and so is the gradient of the bias, a sum over all positions.
     """
     axes = bias.get_metadata()["logical_axes"]
-    wide_bias = shard.gather_for_use(shard.shard_for_storage(bias[...], *axes).astype(jnp.float32), *axes)
-    return (x.astype(jnp.float32) + wide_bias).astype(x.dtype)
+    bias_f32 = shard.gather_for_use(shard.shard_for_storage(bias[...], *axes).astype(jnp.float32), *axes)
+    return (x.astype(jnp.float32) + bias_f32).astype(x.dtype)
 
 
 def normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
@@ -148,16 +148,16 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """Return `x` normalised over its last axis, scaled and shifted, in x's dtype."""
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        x_f32 = x.astype(jnp.float32)
+        centred = x_f32 - jnp.mean(x_f32, axis=-1, keepdims=True)
         scale, bias = (parameter[...].astype(jnp.float32) for parameter in (self.scale, self.bias))
         return (unit_mean_square(centred, self.epsilon) * scale + bias).astype(x.dtype)
 
 
 def unit_mean_square(x: Float[Array, "*rows width"], epsilon: float) -> Float[Array, "*rows width"]:
     """Return `x` with unit mean square over its last axis, in float32."""
-    wide = x.astype(jnp.float32)
-    return wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    x_f32 = x.astype(jnp.float32)
+    return x_f32 * jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + epsilon)
 
 
 def dropout(x: Float[Array, "batch seq embed"], rate: float, key: Array | None) -> Float[Array, "batch seq embed"]:

@@ -13,7 +13,7 @@ from valkyrie.models.layers import parameter, uniform, unit_mean_square
 from valkyrie.models.nanochat_attention import NanochatAttention, gate_channels
 from valkyrie.ops.linear import Numerics, linear, lookup
 
-GATE_INIT = 0.02
+GATE_INIT_MAX = 0.02
 """Initial gate weights are uniform between 0 and this value."""
 
 
@@ -57,7 +57,7 @@ class NanochatAttentionLayer(AttentionLayer):
         self.has_value_embedding, self.gate_channel_count = block.has_value_embedding(context), gate_channels(context)
         if self.has_value_embedding:
             specs, keys = block.parameters(context), jax.random.split(jax.random.fold_in(key, 1))
-            gate = jax.random.uniform(keys[0], specs["value_gate"].shape, maxval=GATE_INIT)
+            gate = jax.random.uniform(keys[0], specs["value_gate"].shape, maxval=GATE_INIT_MAX)
             table = uniform(keys[1], specs["value_embedding"].shape, context.embed**-0.5)
             self.value_gate = parameter(specs["value_gate"], gate, numerics)
             self.value_embedding = parameter(specs["value_embedding"], table, numerics)

@@ -14,12 +14,18 @@ from jaxtyping import Array, Float, Int
 from valkyrie.axes import UNSHARDED, LossHead, Shard
 from valkyrie.models.block import BLOCK_INPUT, Layer
 from valkyrie.models.families.nanochat import Config
-from valkyrie.models.language_model import BlockGroup, LanguageModel, ResidualBlock, ResidualStream, repeat_keys
+from valkyrie.models.language_model import (
+    BlockGroup,
+    LanguageModel,
+    ResidualBlock,
+    ResidualStream,
+    split_key_over_repeats,
+)
 from valkyrie.models.layers import Boundaries, Checkpoint, PlainRMSNorm, parameter, uniform
 from valkyrie.models.stack import Stack
 from valkyrie.ops.linear import Numerics
 
-GATE_INIT = 0.02
+GATE_INIT_MAX = 0.02
 """Initial weights of the smear gate are uniform between 0 and this value."""
 
 
@@ -44,21 +50,21 @@ class NanochatBlock(ResidualBlock):
         up[...] = uniform(jax.random.fold_in(key, 1), up.shape, 0.4 * config.embed**-0.5).astype(up.dtype)
         down[...] = jnp.zeros_like(down[...])
 
-    def add_first_stream(self, x: Float[Array, "*rows embed"], first: Float[Array, "*rows embed"]) -> Array:
-        """Return a x + b `first` with the learned scales a and b, or `x` without scales.
+    def add_first_stream(self, x: Float[Array, "*rows embed"], first_stream: Float[Array, "*rows embed"]) -> Array:
+        """Return a x + b `first_stream` with the learned scales a and b, or `x` without scales.
 
-        `first` is the residual stream before the first layer.
+        `first_stream` is the residual stream before the first layer.
         """
         if not self.has_scales:
             return x
         scales = (scale[...].astype(x.dtype) for scale in (self.residual_scale, self.input_scale))
-        return next(scales) * x + next(scales) * first
+        return next(scales) * x + next(scales) * first_stream
 
     def step_with_first_stream(
-        self, x: Float[Array, "batch embed"], state: Any, first: Float[Array, "batch embed"], tokens: Array
+        self, x: Float[Array, "batch embed"], state: Any, first_stream: Float[Array, "batch embed"], tokens: Array
     ) -> tuple[Float[Array, "batch embed"], Any]:
-        """Like `step`, but also takes `first`, the residual stream before the first layer, and the token ids."""
-        x = self.add_first_stream(x, first)
+        """Like `step`, but also takes `first_stream`, the residual stream before the first layer, and the token ids."""
+        x = self.add_first_stream(x, first_stream)
         y, state = self.mixer.step(self.norm(x), state, tokens)
         x = x + y
         return x + self.feed_forward_step(self.feed_forward_norm(x)), state
@@ -93,7 +99,7 @@ class NanochatModel(LanguageModel):
         if config.layer_scales:
             _set_scales(self.segments, config)
         if config.smear:
-            gate = jax.random.uniform(jax.random.fold_in(key, 1), specs["smear_gate"].shape, maxval=GATE_INIT)
+            gate = jax.random.uniform(jax.random.fold_in(key, 1), specs["smear_gate"].shape, maxval=GATE_INIT_MAX)
             self.smear_gate = parameter(specs["smear_gate"], gate, numerics)
             self.smear_scale = parameter(specs["smear_scale"], jnp.zeros(()), numerics)
         if config.backout is not None:
@@ -121,28 +127,28 @@ class NanochatModel(LanguageModel):
         key: Array | None = None,
         head: LossHead | None = None,
     ) -> Any:
-        first = shard(self._smear(x, _previous_positions(x, boundaries), shard), "batch", "seq", "embed")
+        first_stream = shard(self._smear(x, _previous_positions(x, boundaries), shard), "batch", "seq", "embed")
 
         def run(
             shard: Shard,
             middle_block: int | None,
             stream: Any,
-            first: Array,
+            first_stream: Array,
             group: Any,
             boundaries: Boundaries,
             key: Any,
         ) -> tuple[Any, Array | None]:
             middle = None
             for i, block in enumerate(group.blocks):
-                x = block.add_first_stream(checkpoint_name(stream.x, BLOCK_INPUT), first)
+                x = block.add_first_stream(checkpoint_name(stream.x, BLOCK_INPUT), first_stream)
                 block_key = None if key is None else jax.random.fold_in(key, i)
                 stream = stream.with_output(*block.apply(x, boundaries, shard, block_key))
                 middle = stream.x if i == middle_block else middle
             return stream, middle
 
-        stream: Any = ResidualStream(first, self.zero_values(first, shard), jnp.zeros_like(first))
+        stream: Any = ResidualStream(first_stream, self.zero_values(first_stream, shard), jnp.zeros_like(first_stream))
         for i, group in enumerate(self.segments):
-            middle, keys = self._middle(i), repeat_keys(key, i, group)
+            middle, keys = self._middle(i), split_key_over_repeats(key, i, group)
 
             def body(
                 stream: Any,
@@ -151,10 +157,10 @@ class NanochatModel(LanguageModel):
                 shard: Shard,
                 middle: _MiddleLayer = middle,
             ) -> Any:
-                old_middle, (group, key, repeat), (boundaries, first) = stream.middle, layer, rows
+                old_middle, (group, key, repeat), (boundaries, first_stream) = stream.middle, layer, rows
                 without_middle = stream._replace(middle=None)
                 stream, new_middle = checkpoint(partial(run, shard, middle.block))(
-                    without_middle, first, group, boundaries, key
+                    without_middle, first_stream, group, boundaries, key
                 )
                 return stream._replace(
                     middle=old_middle
@@ -164,7 +170,7 @@ class NanochatModel(LanguageModel):
 
             layers = (group, keys, jnp.arange(middle.repeats))
             segment_head = head if i == self.segment_count - 1 else None
-            stream = shard.repeat(body, layers, stream, (boundaries, first), segment_head)
+            stream = shard.repeat(body, layers, stream, (boundaries, first_stream), segment_head)
         return stream if head is not None else self.head_input(stream)
 
     def head_input(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:
@@ -182,8 +188,8 @@ class NanochatModel(LanguageModel):
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
         block_states, previous = state
         embedded = self.norm(self._scale(self.embedding[...].astype(self.numerics.compute)[tokens]))
-        first = self._smear(embedded, previous, UNSHARDED)
-        x, middle_stream, new_states = first, jnp.zeros_like(first), []
+        first_stream = self._smear(embedded, previous, UNSHARDED)
+        x, middle_stream, new_states = first_stream, jnp.zeros_like(first_stream), []
         for i, (group, group_state) in enumerate(zip(self.segments, block_states, strict=True)):
             middle = self._middle(i)
 
@@ -192,7 +198,7 @@ class NanochatModel(LanguageModel):
             ) -> tuple[tuple[Array, Array], Any]:
                 (x, middle_x), (group, old_states, repeat), states = carry, scanned, []
                 for j, (block, block_state) in enumerate(zip(group.blocks, old_states, strict=True)):
-                    x, block_state = block.step_with_first_stream(x, block_state, first, tokens)
+                    x, block_state = block.step_with_first_stream(x, block_state, first_stream, tokens)
                     states.append(block_state)
                     middle_x = jnp.where(repeat == middle.repeat, x, middle_x) if j == middle.block else middle_x
                 return (x, middle_x), states
@@ -235,10 +241,10 @@ def _previous_positions(x: Float[Array, "batch seq embed"], boundaries: Boundari
 
 def _set_scales(segments: list[BlockGroup], config: Config) -> None:
     """Set the residual scales to fall from 1.15 to 1.05 over the layers, and the input scales from 0.2 to 0.05."""
-    first_layer, last = 0, max(config.layers - 1, 1)
+    first_layer, last_layer = 0, max(config.layers - 1, 1)
     for group, (layers, repeats) in zip(segments, config.segments(), strict=True):
         for i, block in enumerate(group.blocks):
-            depth = (first_layer + i + len(layers) * jnp.arange(repeats)) / last
+            depth = (first_layer + i + len(layers) * jnp.arange(repeats)) / last_layer
             for name, first_value, decrease in (("residual_scale", 1.15, 0.10), ("input_scale", 0.20, 0.15)):
                 scale = getattr(block, name)
                 scale[...] = (first_value - decrease * depth).astype(scale.dtype)

@@ -57,9 +57,9 @@ class RecursiveLayer(nnx.Module):
         return shard(self._normalise(x + mixed, -1), "batch", "seq", "embed")
 
     def _normalise(self, x: Array, axis: int) -> Array:
-        wide = x.astype(jnp.float32)
-        square = jnp.mean(jnp.square(wide), axis=axis, keepdims=True)
-        return (wide * jax.lax.rsqrt(square + self.config.norm_epsilon)).astype(x.dtype)
+        x_f32 = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(x_f32), axis=axis, keepdims=True)
+        return (x_f32 * jax.lax.rsqrt(mean_square + self.config.norm_epsilon)).astype(x.dtype)
 
     def _gated_mlp(self, x: Array, prefix: str, up_equation: str, down_equation: str, shard: Shard) -> Array:
         def multiply(name: str, equation: str, y: Array) -> Array:
@@ -98,13 +98,13 @@ class HaltHead(nnx.Module):
         self.bias = parameter(bias, jnp.full(bias.shape, -5.0), numerics)
         self.numerics = numerics
 
-    def __call__(self, first: Float[Array, "batch embed"]) -> Float[Array, " batch"]:
+    def __call__(self, first_state: Float[Array, "batch embed"]) -> Float[Array, " batch"]:
         """Return the float32 logit of halting, given the answer state at the first position.
 
         The second row of the weight is not used.
         """
         weight = self.weight[0].astype(self.numerics.compute)
-        logit = jnp.einsum("be,e->b", first, weight, preferred_element_type=jnp.float32)
+        logit = jnp.einsum("be,e->b", first_state, weight, preferred_element_type=jnp.float32)
         return logit + self.bias[0].astype(jnp.float32)
 
 
@@ -144,9 +144,10 @@ class RecursiveModel(nnx.Module):
         c, axes = self.config, (None, "embed")
         cells = lookup(self.embedding[...], inputs, axes=axes, shard=shard, numerics=self.numerics)
         rows = lookup(self.puzzle_embedding[...], puzzles, axes=axes, shard=shard, numerics=self.numerics)
-        filled = -(-c.puzzle_embed // c.embed)  # positions filled by the embedding of an identifier
-        rows = jnp.pad(rows, ((0, 0), (0, filled * c.embed - c.puzzle_embed))).reshape(-1, filled, c.embed)
-        rows = jnp.pad(rows, ((0, 0), (0, c.puzzle_tokens - filled), (0, 0)))
+        filled_positions = -(-c.puzzle_embed // c.embed)  # positions filled by the embedding of an identifier
+        rows = jnp.pad(rows, ((0, 0), (0, filled_positions * c.embed - c.puzzle_embed)))
+        rows = rows.reshape(-1, filled_positions, c.embed)
+        rows = jnp.pad(rows, ((0, 0), (0, c.puzzle_tokens - filled_positions), (0, 0)))
         scaled = jnp.asarray(c.embed**0.5, cells.dtype) * jnp.concatenate([rows, cells], axis=1)
         return shard(scaled, "batch", "seq", "embed")
 

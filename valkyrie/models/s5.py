@@ -31,7 +31,7 @@ class Activation(Enum):
     full_glu = "full_glu"
 
     @property
-    def products(self) -> int:
+    def matrix_count(self) -> int:
         """Number of (embed, embed) matrices in the activation."""
         return {Activation.gelu: 0, Activation.full_glu: 2}.get(self, 1)
 
@@ -80,7 +80,7 @@ class S5(Block):
     module_class = "valkyrie.models.s5_layer:S5Layer"
 
     @property
-    def states(self) -> int:
+    def state_count(self) -> int:
         """P, the number of complex states stored: half of `state_size` under conjugate symmetry."""
         return self.state_size // 2 if self.conjugate_symmetric else self.state_size
 
@@ -108,14 +108,14 @@ class S5(Block):
         return problems + check_range(f"{key}.scan_block", self.scan_block, least=1)
 
     def sizes(self, context: BlockContext) -> dict[str, Size]:
-        return {"state": Size(self.states, f"{context.key}.state_size"), "mlp": Size(context.embed, "model.embed")}
+        return {"state": Size(self.state_count, f"{context.key}.state_size"), "mlp": Size(context.embed, "model.embed")}
 
     def weights(self, context: BlockContext) -> dict[str, Weight]:
         """Return the parameters of the state space, all in float32, and the matrices of the gate."""
         weights = {"B": weight("state", "embed", 2, group="ssm", float32=True, output_first=True)}
         for name in ("C", "C_reverse")[: 1 + self.bidirectional]:
             weights[name] = weight("embed", "state", 2, float32=True, output_first=True)
-        for name in ("gate", "out")[: self.activation.products]:
+        for name in ("gate", "out")[: self.activation.matrix_count]:
             weights[name] = weight("embed", "mlp")
         for name in ("Lambda_re", "Lambda_im", "log_step"):
             weights[name] = weight("state", group="ssm", float32=True)
@@ -124,18 +124,20 @@ class S5(Block):
     def flops(self, context: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token: products with B and C, 8 FLOPs per state in each scan, and the gate."""
         directions = 1 + self.bidirectional
-        projections = 4 * self.states * context.embed * (1 + directions)
-        return float(projections + 8 * self.states * directions + 2 * self.activation.products * context.embed**2)
+        projections = 4 * self.state_count * context.embed * (1 + directions)
+        return float(
+            projections + 8 * self.state_count * directions + 2 * self.activation.matrix_count * context.embed**2
+        )
 
     def saves(self, context: BlockContext) -> list[Saved]:
         """Return the inputs and states of the scan, the products with C, and the factors of the gate."""
-        directions, products = 1 + self.bidirectional, self.activation.products
+        directions, matrices = 1 + self.bidirectional, self.activation.matrix_count
         return [
             saved("state", name="driven", count=2, float32=True, product=True, needed_for=STATES),
             saved("state", name=STATES, count=2 * directions, float32=True),
             saved("embed", count=2 * directions, float32=True, product=True),
             saved("embed", name="read"),
-            *(saved("embed", name=name, product=True) for name in ("s5_gate", "s5_out")[:products]),
+            *(saved("embed", name=name, product=True) for name in ("s5_gate", "s5_out")[:matrices]),
             saved("embed", count=2, float32=True),
             saved("embed", count=2),
         ]

@@ -36,7 +36,7 @@ class S5Layer(nnx.Module):
         self.config, self.numerics = block, numerics
         self.Lambda_re = parameter(specs["Lambda_re"], re, numerics)
         self.Lambda_im = parameter(specs["Lambda_im"], im, numerics)
-        log_step = init_log_step(keys[0], hippo.state, block.dt_min, block.dt_max)
+        log_step = init_log_step(keys[0], hippo.state_count, block.dt_min, block.dt_max)
         self.log_step = parameter(specs["log_step"], log_step, numerics)
         self.B = parameter(specs["B"], init_B_tilde(keys[1], hippo, embed), numerics)
         self.C = parameter(specs["C"], init_C_tilde(keys[2], hippo, embed, block.c_init), numerics)
@@ -56,28 +56,28 @@ class S5Layer(nnx.Module):
 
         The state is reset where `boundaries.keep` is 0.
         """
-        wide, keep = x.astype(jnp.float32), boundaries.keep
-        lam_bar, bu = self._drive_states(wide, shard)
+        u, keep = x.astype(jnp.float32), boundaries.keep
+        lam_bar, bu = self._drive_states(u, shard)
         y = self._read_output(self.C[...], self._scan(lam_bar, bu, keep, shard, reverse=False), shard)
         if self.config.bidirectional:
             keep_next = None if keep is None else jnp.concatenate([keep[:, 1:], jnp.ones_like(keep[:, :1])], axis=1)
             y = y + self._read_output(
                 self.C_reverse[...], self._scan(lam_bar, bu, keep_next, shard, reverse=True), shard
             )
-        y = shard(y + self.D[...] * wide, "batch", "seq", "embed")
+        y = shard(y + self.D[...] * u, "batch", "seq", "embed")
         return self._gate(checkpoint_name(y.astype(self.numerics.compute), "read"), shard)
 
     def init_state(self, batch: int, max_len: int) -> Carry:
         """Return the state before the first position, which is zero. `max_len` is not used."""
-        zeros = jnp.zeros((batch, self.config.states), jnp.float32)
+        zeros = jnp.zeros((batch, self.config.state_count), jnp.float32)
         return zeros, zeros
 
     def step(self, x: Float[Array, "batch embed"], state: Carry) -> tuple[Float[Array, "batch embed"], Carry]:
         """Return the output of the next position and the new state (streaming form)."""
-        wide, shard = x.astype(jnp.float32)[:, None], UNSHARDED
-        lam_bar, bu = self._drive_states(wide, shard)
+        u, shard = x.astype(jnp.float32)[:, None], UNSHARDED
+        lam_bar, bu = self._drive_states(u, shard)
         state = recurrence_step(lam_bar, state, (bu[0][:, 0], bu[1][:, 0]))
-        y = self._read_output(self.C[...], (state[0][:, None], state[1][:, None]), shard) + self.D[...] * wide
+        y = self._read_output(self.C[...], (state[0][:, None], state[1][:, None]), shard) + self.D[...] * u
         return self._gate(y.astype(self.numerics.compute), shard)[:, 0], state
 
     def _drive_states(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:

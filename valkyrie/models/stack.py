@@ -118,18 +118,18 @@ class Stack:
         return {DENSE: self._dense_feed_forward} | pointwise
 
     @property
-    def kinds(self) -> list[str]:
+    def mixer_kinds(self) -> list[str]:
         """Name of the mixer in every layer, first to last."""
         return [self.block_pattern[i % len(self.block_pattern)] for i in range(self.layers) if self.block_pattern]
 
     @property
-    def blocks(self) -> dict[str, Block]:
+    def used_mixers(self) -> dict[str, Block]:
         """The mixers that the layers use, by name."""
         mixers = self.mixer_blocks
         return {kind: mixers[kind] for kind in self.block_pattern[: max(self.layers, 0)] if kind in mixers}
 
     @property
-    def feed_forwards(self) -> dict[str, Block]:
+    def used_feed_forwards(self) -> dict[str, Block]:
         """The feed-forwards in `feed_forward_pattern`, by name."""
         feed_forwards = self.feed_forward_blocks
         pattern = self.feed_forward_pattern[: max(self.layers, 0)]
@@ -147,7 +147,7 @@ class Stack:
     @property
     def causal(self) -> bool:
         """Whether no position depends on later ones, as a next-token loss needs."""
-        return all(block.is_causal for block in self.blocks.values())
+        return all(block.is_causal for block in self.used_mixers.values())
 
     def problems(self) -> list[Problem]:
         """Return every reason why this model cannot be built."""
@@ -177,10 +177,10 @@ class Stack:
         problems += [*check("dropout", least=0, below=1), *check("norm_epsilon", least=0), *check("z_loss", least=0)]
         problems += [*check("embedding_scale", above=0), *check("logits_soft_cap", "null for no cap", above=0)]
         if not problems:
-            for kind, block in self.blocks.items():
+            for kind, block in self.used_mixers.items():
                 problems += block.problems(f"model.{kind}")
             stack = self.make_layers()
-            for kind, block in self.feed_forwards.items():
+            for kind, block in self.used_feed_forwards.items():
                 if any(kind in layer.blocks for layer in stack):
                     problems += block.problems("model" if kind == DENSE else f"model.{kind}")
         if not problems:
@@ -195,7 +195,7 @@ class Stack:
         """
         mixers, feed_forwards, numbers = self.mixer_blocks, self.feed_forward_blocks, Counter[str]()
         pattern, layers = self.feed_forward_pattern, []
-        for i, kind in enumerate(self.kinds):
+        for i, kind in enumerate(self.mixer_kinds):
             context = BlockContext(self.embed, self.layers, numbers[kind], f"model.{kind}", self.vocab_rows)
             feed_forward_kind = pattern[i % len(pattern)]
             has_feed_forward = self.feed_forward_after is None or kind in self.feed_forward_after
@@ -235,7 +235,7 @@ class Stack:
 
     def arrays(self) -> Arrays:
         """Return the arrays that a layout shards. Parameters are named after their block, such as `attention.out`."""
-        blocks: list[Block] = [*self.blocks.values(), *self.feed_forwards.values()]
+        blocks: list[Block] = [*self.used_mixers.values(), *self.used_feed_forwards.values()]
         sizes = {"embed": Size(self.embed, "model.embed"), "vocab": Size(self.vocab_rows, "model.vocab_multiple")}
         parameters: dict[Tensor, list[str]] = {_as_tensor(self._embedding_table()): ["embedding"]}
         activations = {tensor(("batch", "seq", axis), sizes): [f"activation (batch, seq, {axis})"] for axis in sizes}
@@ -306,7 +306,7 @@ class Stack:
     def _axes(self) -> dict[str, str]:
         """Return the logical axes of the model with their descriptions."""
         axes = {**SHARED_AXES, "embed": "the residual stream", "vocab": "rows of the token embedding"}
-        for block in (*self.blocks.values(), *self.feed_forwards.values()):
+        for block in (*self.used_mixers.values(), *self.used_feed_forwards.values()):
             axes |= block.axes
         return axes
 

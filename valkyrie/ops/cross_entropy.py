@@ -137,7 +137,7 @@ def _gather_unembed(
     return unembed if settings.gather is None else settings.gather(unembed)
 
 
-def _logits(
+def _compute_logits(
     settings: _Settings, hidden: Float[Array, "batch part embed"], unembed: Float[Array, "vocab embed"]
 ) -> tuple[Float[Array, "batch part vocab"], Float[Array, "batch part vocab"] | None]:
     """Return the logits of a chunk (-inf in the padding), and the derivative of the soft cap, or None without one."""
@@ -169,7 +169,7 @@ def _token_losses(
     unembed = _gather_unembed(settings, hidden, unembed)
 
     def chunk_step(carry: None, x: tuple[Array, Array]):
-        logits, _ = _logits(settings, x[0], unembed)
+        logits, _ = _compute_logits(settings, x[0], unembed)
         largest = logits.max(-1, keepdims=True)
         log_sum = jnp.log(jnp.exp(logits - largest).sum(-1)) + largest[..., 0]
         target_logit = jnp.where(_is_target(x[1], logits.shape[-1]), logits, 0.0).sum(-1)
@@ -190,7 +190,7 @@ def _token_losses_backward(settings, saved, cotangents):
 
     def chunk_step(d_unembed: Array, x: tuple[Array, ...]):
         hidden_chunk, target_chunk, log_sum_chunk, d_nll_chunk, d_log_sum_chunk = x
-        logits, slope = _logits(settings, hidden_chunk, unembed)
+        logits, slope = _compute_logits(settings, hidden_chunk, unembed)
         probability = jnp.exp(logits - log_sum_chunk[..., None])
         d_logits = probability * (d_nll_chunk + d_log_sum_chunk)[..., None]
         d_logits = d_logits - jnp.where(_is_target(target_chunk, logits.shape[-1]), d_nll_chunk[..., None], 0.0)

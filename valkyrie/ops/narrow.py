@@ -41,13 +41,13 @@ def scale_to(
 
     The scale maps the largest magnitude along `axes` to the largest value of the dtype, and is 1 where `x` is all 0.
     """
-    integer = jnp.issubdtype(dtype, jnp.integer)
-    largest_value = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
-    wide = x.astype(jnp.float32)
-    magnitude = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    largest_value = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+    x_f32 = x.astype(jnp.float32)
+    magnitude = jnp.max(jnp.abs(x_f32), axis=axes, keepdims=True)
     scale = jnp.where(magnitude == 0, 1.0, magnitude / largest_value)
-    scaled = jnp.clip(wide / scale, -largest_value, largest_value)
-    return (jnp.round(scaled) if integer else scaled).astype(dtype), scale
+    scaled = jnp.clip(x_f32 / scale, -largest_value, largest_value)
+    return (jnp.round(scaled) if is_integer else scaled).astype(dtype), scale
 
 
 def _summed_axes(letters: str, out: str) -> tuple[int, ...]:

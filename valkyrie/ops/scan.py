@@ -37,7 +37,7 @@ DEFAULT_BLOCK = 128
 """Block length of the blocked form. With 4096 positions it takes 128 + 32 sequential steps."""
 
 
-class _Recurrence(NamedTuple):
+class _Settings(NamedTuple):
     """Settings of a recurrence that are known at compile time."""
 
     impl: ScanImpl
@@ -94,8 +94,8 @@ def linear_recurrence(
     needs only the states. All implementations agree to float32 rounding. Raises ValueError for a block below 1.
     """
     backend = jax.default_backend() if backend is None else backend
-    plan = _Recurrence(resolve_impl(impl, backend), backend, block, reverse, ())
-    return _run_checked(plan, lam_bar, bu, h0, keep)
+    settings = _Settings(resolve_impl(impl, backend), backend, block, reverse, ())
+    return _run_checked(settings, lam_bar, bu, h0, keep)
 
 
 def sharded_linear_recurrence(
@@ -123,8 +123,8 @@ def sharded_linear_recurrence(
     if not axis_names:
         raise ValueError("axis_names is empty. List the mesh axes that shard the sequence.")
     backend = jax.default_backend() if backend is None else backend
-    plan = _Recurrence(resolve_impl(impl, backend), backend, block, reverse, tuple(axis_names))
-    return _run_checked(plan, lam_bar, bu, h0, keep)
+    settings = _Settings(resolve_impl(impl, backend), backend, block, reverse, tuple(axis_names))
+    return _run_checked(settings, lam_bar, bu, h0, keep)
 
 
 def recurrence_step(lam_bar: Eigenvalues, h: Carry, bu_t: Carry) -> Carry:
@@ -133,15 +133,15 @@ def recurrence_step(lam_bar: Eigenvalues, h: Carry, bu_t: Carry) -> Carry:
 
 
 def _run_checked(
-    plan: _Recurrence,
+    settings: _Settings,
     lam_bar: Eigenvalues,
     bu: States,
     h0: Carry | None,
     keep: Float[Array, "batch seq"] | Bool[Array, "batch seq"] | None,
 ) -> States:
     """Check the arguments, cast inputs to float32, make them vary over the same mesh axes, and compute the states."""
-    if plan.block < 1:
-        raise ValueError(f"block={plan.block}: a block has at least 1 position. Use block=1 or more.")
+    if settings.block < 1:
+        raise ValueError(f"block={settings.block}: a block has at least 1 position. Use block=1 or more.")
     bu = as_float32(bu)
     assert bu[0].shape[1] > 0, "the sequence is empty"
     # Inside shard_map, the inputs of a custom derivative must vary over the same axes. Adding a zero that varies like
@@ -151,12 +151,12 @@ def _run_checked(
     lam_bar = add(as_float32(lam_bar), (varying_zero, varying_zero))
     h0 = None if h0 is None else add(as_float32(h0), (varying_zeros, varying_zeros))
     keep_f32 = None if keep is None else keep.astype(jnp.float32) + jnp.zeros_like(bu[0].sum(2))
-    return _recurrence(plan, lam_bar, bu, h0, keep_f32)
+    return _recurrence(settings, lam_bar, bu, h0, keep_f32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(plan: _Recurrence, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> States:
-    return _evaluate(plan, lam_bar, bu, h0, keep)[0]
+def _recurrence(settings: _Settings, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> States:
+    return _evaluate(settings, lam_bar, bu, h0, keep)[0]
 
 
 _Residuals = tuple[Eigenvalues, States, Carry | None, Carry | None, Keep]
@@ -164,9 +164,9 @@ _Residuals = tuple[Eigenvalues, States, Carry | None, Carry | None, Keep]
 
 
 def _forward(
-    plan: _Recurrence, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
+    settings: _Settings, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
 ) -> tuple[States, _Residuals]:
-    h, entering = _evaluate(plan, lam_bar, bu, h0, keep)
+    h, entering = _evaluate(settings, lam_bar, bu, h0, keep)
     h = checkpoint_name(h[0], STATES), checkpoint_name(h[1], STATES)
     # The returned states must differ from the saved ones by an operation, here a no-op. Otherwise a policy that saves
     # the states saves them twice inside `jax.shard_map`: as a residual and as a result.
@@ -175,14 +175,16 @@ def _forward(
 
 
 def _backward(
-    plan: _Recurrence, residuals: _Residuals, g: States
+    settings: _Settings, residuals: _Residuals, g: States
 ) -> tuple[Eigenvalues, States, Carry | None, Float32[Array, "batch seq"] | None]:
     """Return the gradients. The gradient of bu is a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}."""
     lam_bar, h, h0, entering, keep = residuals
-    a, _ = _evaluate(plan._replace(reverse=not plan.reverse), conj(lam_bar), g, None, _next_visited_keep(plan, keep))
-    first, before, after = _visit_slices(plan.reverse)
-    products = mul(conj(index_parts(h, before)), index_parts(a, after))
-    keep_weights = None if keep is None else keep[after][:, :, None]
+    a, _ = _evaluate(
+        settings._replace(reverse=not settings.reverse), conj(lam_bar), g, None, _next_visited_keep(settings, keep)
+    )
+    first, all_but_last, all_but_first = _visit_slices(settings.reverse)
+    products = mul(conj(index_parts(h, all_but_last)), index_parts(a, all_but_first))
+    keep_weights = None if keep is None else keep[all_but_first][:, :, None]
     products = scale_by(keep_weights, products)
     d_lam = products[0].sum((0, 1)), products[1].sum((0, 1))
     a_first = scale_by(None if keep is None else keep[first][:, None], index_parts(a, first))
@@ -192,8 +194,8 @@ def _backward(
     d_h0 = None
     if h0 is not None:
         d_h0 = mul(conj(lam_bar), a_first)
-        if plan.axis_names:
-            d_h0 = scale_by((_visit_rank(plan) == 0).astype(jnp.float32), d_h0)
+        if settings.axis_names:
+            d_h0 = scale_by((_visit_rank(settings) == 0).astype(jnp.float32), d_h0)
     return d_lam, a, d_h0, None if keep is None else jnp.zeros_like(keep)
 
 
@@ -201,63 +203,67 @@ _recurrence.defvjp(_forward, _backward)
 
 
 def _evaluate(
-    plan: _Recurrence, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
+    settings: _Settings, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
 ) -> tuple[States, Carry | None]:
     """Compute the recurrence over the positions on this device.
 
     Returns the states, and the state before this device's first position (None: zero).
     """
-    form = form_for_backend(plan.impl, plan.backend)
-    if not plan.axis_names:
-        return form(lam_bar, bu, h0, keep, plan.reverse, plan.block), h0
-    local_states = form(lam_bar, bu, None, keep, plan.reverse, plan.block)
-    entering = _entering_state(plan, lam_bar, local_states, h0, keep)
-    decay = index_parts(powers(lam_bar, bu[0].shape[1]), slice(None, None, -1 if plan.reverse else 1))
+    form = form_for_backend(settings.impl, settings.backend)
+    if not settings.axis_names:
+        return form(lam_bar, bu, h0, keep, settings.reverse, settings.block), h0
+    local_states = form(lam_bar, bu, None, keep, settings.reverse, settings.block)
+    entering = _entering_state(settings, lam_bar, local_states, h0, keep)
+    decay = index_parts(powers(lam_bar, bu[0].shape[1]), slice(None, None, -1 if settings.reverse else 1))
     carried_in = mul(decay, (entering[0][:, None], entering[1][:, None]))
     if keep is not None:
-        carried_in = scale_by(jax.lax.cumprod(keep, axis=1, reverse=plan.reverse)[:, :, None], carried_in)
+        carried_in = scale_by(jax.lax.cumprod(keep, axis=1, reverse=settings.reverse)[:, :, None], carried_in)
     return add(local_states, carried_in), entering
 
 
-def _entering_state(plan: _Recurrence, lam_bar: Eigenvalues, local: States, h0: Carry | None, keep: Keep) -> Carry:
+def _entering_state(settings: _Settings, lam_bar: Eigenvalues, local: States, h0: Carry | None, keep: Keep) -> Carry:
     """Return the state before this device's positions, from the last states of the shards before it."""
-    last_states = index_parts(local, (slice(None), 0 if plan.reverse else -1))
-    block_decay = power(lam_bar, local[0].shape[1])
-    gather = partial(jax.lax.all_gather, axis_name=plan.axis_names)
+    last_states = index_parts(local, (slice(None), 0 if settings.reverse else -1))
+    shard_decay = power(lam_bar, local[0].shape[1])
+    gather = partial(jax.lax.all_gather, axis_name=settings.axis_names)
     shards_last = gather(last_states[0]), gather(last_states[1])
     shards_keep = None if keep is None else gather(keep.prod(axis=1))
-    rank = _visit_rank(plan)
+    rank = _visit_rank(settings)
 
     def advance(h: Carry, shard: tuple[Array, Array | None, Carry]) -> tuple[Carry, None]:
         position, shard_keep, last_states = shard
-        advanced = add(scale_by(None if shard_keep is None else shard_keep[:, None], mul(block_decay, h)), last_states)
+        advanced = add(scale_by(None if shard_keep is None else shard_keep[:, None], mul(shard_decay, h)), last_states)
         is_before = position < rank
         return (jnp.where(is_before, advanced[0], h[0]), jnp.where(is_before, advanced[1], h[1])), None
 
-    positions = jnp.arange(_shard_count(plan))
-    if plan.reverse:
+    positions = jnp.arange(_shard_count(settings))
+    if settings.reverse:
         positions = positions[::-1]
     start = zeros_like(last_states) if h0 is None else h0
-    entering, _ = jax.lax.scan(advance, start, (positions, shards_keep, shards_last), reverse=plan.reverse)
+    entering, _ = jax.lax.scan(advance, start, (positions, shards_keep, shards_last), reverse=settings.reverse)
     return entering
 
 
-def _next_visited_keep(plan: _Recurrence, keep: Keep) -> Keep:
+def _next_visited_keep(settings: _Settings, keep: Keep) -> Keep:
     """Shift `keep` by one position against the scan, across shards: position t gets keep_{t+1} (`reverse`: keep_{t-1}).
 
     The value past the end is arbitrary, because it only multiplies a zero state.
     """
     if keep is None:
         return None
-    first, _, after = _visit_slices(plan.reverse)
-    if plan.axis_names:
-        neighbour = -1 if plan.reverse else 1
-        last = _shard_count(plan) - 1
+    first, _, all_but_first = _visit_slices(settings.reverse)
+    if settings.axis_names:
+        neighbour = -1 if settings.reverse else 1
+        last = _shard_count(settings) - 1
         pairs = [(shard, shard - neighbour) for shard in range(last + 1) if 0 <= shard - neighbour <= last]
-        neighbour_keep = jax.lax.ppermute(keep[first], plan.axis_names, pairs)
+        neighbour_keep = jax.lax.ppermute(keep[first], settings.axis_names, pairs)
     else:
         neighbour_keep = jnp.ones_like(keep[first])
-    parts = [neighbour_keep[:, None], keep[after]] if plan.reverse else [keep[after], neighbour_keep[:, None]]
+    parts = (
+        [neighbour_keep[:, None], keep[all_but_first]]
+        if settings.reverse
+        else [keep[all_but_first], neighbour_keep[:, None]]
+    )
     return jnp.concatenate(parts, axis=1)
 
 
@@ -269,11 +275,11 @@ def _visit_slices(reverse: bool) -> tuple[tuple[slice, int], tuple[slice, slice]
     return (whole_batch, 0), (whole_batch, all_but_last), (whole_batch, all_but_first)
 
 
-def _shard_count(plan: _Recurrence) -> int:
-    return jax.lax.axis_size(plan.axis_names)
+def _shard_count(settings: _Settings) -> int:
+    return jax.lax.axis_size(settings.axis_names)
 
 
-def _visit_rank(plan: _Recurrence) -> Array:
+def _visit_rank(settings: _Settings) -> Array:
     """Return the number of shards that the recurrence visits before this device's shard."""
-    index = jax.lax.axis_index(plan.axis_names)
-    return _shard_count(plan) - 1 - index if plan.reverse else index
+    index = jax.lax.axis_index(settings.axis_names)
+    return _shard_count(settings) - 1 - index if settings.reverse else index

@@ -136,13 +136,15 @@ def _build_call(shape: jax.ShapeDtypeStruct, has_h0: bool, has_keep: bool, rever
         out_shape=[shape, shape],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=_cost(batch, seq, state, state // state_block, has_h0, has_keep),
+        cost_estimate=_estimate_cost(batch, seq, state, state // state_block, has_h0, has_keep),
         interpret=interpret,
         name="s5_scan",
     )
 
 
-def _cost(batch: int, seq: int, state: int, state_blocks: int, has_h0: bool, has_keep: bool) -> pl.CostEstimate:
+def _estimate_cost(
+    batch: int, seq: int, state: int, state_blocks: int, has_h0: bool, has_keep: bool
+) -> pl.CostEstimate:
     """Return the kernel's cost: 8 FLOPs (10 with `keep`) per state and step, and every array moved once.
 
     Arrays without a state axis or a batch axis are read again for each block of states or each sequence.

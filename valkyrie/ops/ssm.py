@@ -48,13 +48,13 @@ class BlockHippo:
     blocks: int
 
     @property
-    def state(self) -> int:
+    def state_count(self) -> int:
         """Number of complex states that the layer stores (the paper's P)."""
         return len(self.Lambda)
 
     @property
     def state_size(self) -> int:
-        """Number of real states before diagonalisation: twice `state` with conjugate symmetry, else equal to it."""
+        """Number of real states before diagonalisation: `state_count`, or twice that with conjugate symmetry."""
         return self.blocks * self.V.shape[0]
 
 
@@ -112,7 +112,7 @@ def init_B_tilde(key: Array, hippo: BlockHippo, embed: int) -> Float32[Array, "s
     B = truncated_normal(key, (hippo.state_size, embed), math.sqrt(1 / hippo.state_size))
     B = B.reshape(hippo.blocks, -1, embed)
     rotated = [_einsum_float32("kn,bnh->bkh", part, B) for part in (np.real(hippo.Vinv), np.imag(hippo.Vinv))]
-    return jnp.stack(rotated, axis=-1).reshape(hippo.state, embed, 2)
+    return jnp.stack(rotated, axis=-1).reshape(hippo.state_count, embed, 2)
 
 
 def init_C_tilde(key: Array, hippo: BlockHippo, embed: int, method: CInit) -> Float32[Array, "embed state 2"]:
@@ -124,7 +124,7 @@ def init_C_tilde(key: Array, hippo: BlockHippo, embed: int, method: CInit) -> Fl
         `complex_normal`: 1/2 for C V, which is sampled directly.
     """
     if method is CInit.complex_normal:
-        return jax.random.normal(key, (embed, hippo.state, 2), jnp.float32) * math.sqrt(0.5)
+        return jax.random.normal(key, (embed, hippo.state_count, 2), jnp.float32) * math.sqrt(0.5)
     fan_in = hippo.state_size * (embed if method is CInit.lecun_normal else 1)
     C = truncated_normal(key, (embed, hippo.state_size, 2), math.sqrt(1 / fan_in)).reshape(embed, hippo.blocks, -1, 2)
     re, im = C[..., 0], C[..., 1]
@@ -134,7 +134,7 @@ def init_C_tilde(key: Array, hippo: BlockHippo, embed: int, method: CInit) -> Fl
 
     V_re, V_im = np.real(hippo.V), np.imag(hippo.V)
     parts = rotate(V_re, re) - rotate(V_im, im), rotate(V_im, re) + rotate(V_re, im)
-    return jnp.stack(parts, axis=-1).reshape(embed, hippo.state, 2)
+    return jnp.stack(parts, axis=-1).reshape(embed, hippo.state_count, 2)
 
 
 def init_D(key: Array, embed: int) -> Float32[Array, " embed"]:
@@ -196,10 +196,13 @@ def _zero_order_hold(Lambda: Eigenvalues, Delta: Float32[Array, " state"]) -> tu
     series = jnp.full_like(small_z[0], 1 / math.factorial(_SERIES_TERMS)), jnp.zeros_like(small_z[1])
     for term in range(_SERIES_TERMS - 1, 0, -1):
         series = add(mul(series, small_z), (jnp.float32(1 / math.factorial(term)), jnp.float32(0)))
-    by_series = scale_by(Delta, series)
+    series_scale = scale_by(Delta, series)
     safe_lambda = jnp.where(is_small, 1, Lambda[0]), jnp.where(is_small, 0, Lambda[1])
-    by_quotient = div((lam_bar[0] - 1, lam_bar[1]), safe_lambda)
-    scale = jnp.where(is_small, by_series[0], by_quotient[0]), jnp.where(is_small, by_series[1], by_quotient[1])
+    quotient_scale = div((lam_bar[0] - 1, lam_bar[1]), safe_lambda)
+    scale = (
+        jnp.where(is_small, series_scale[0], quotient_scale[0]),
+        jnp.where(is_small, series_scale[1], quotient_scale[1]),
+    )
     return lam_bar, scale
 
 

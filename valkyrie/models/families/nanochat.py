@@ -24,17 +24,17 @@ SMEAR_CHANNELS = 24
 class NanochatLayer(Layer):
     """A layer with parameter-free norms.
 
-    With `scales`, it has two learned scales: of its input, and of the residual stream before the first layer, which is
-    added to the input.
+    With `has_scales`, it has two learned scales: of its input, and of the residual stream before the first layer, which
+    is added to the input.
     """
 
-    scales: bool = True
+    has_scales: bool = True
 
     def parameters(self) -> dict[str, Parameter]:
         parameters = {
             n: p for n, p in super().parameters().items() if n not in ("norm.scale", "feed_forward_norm.scale")
         }
-        scales = {"residual_scale": "residual_scale", "input_scale": "input_scale"} if self.scales else {}
+        scales = {"residual_scale": "residual_scale", "input_scale": "input_scale"} if self.has_scales else {}
         return parameters | {name: _scalar(group) for name, group in scales.items()}
 
 
@@ -125,7 +125,7 @@ class Config(Stack):
         return problems or super().problems()
 
     def make_layers(self) -> list[Layer]:
-        return [NanochatLayer(**vars(layer), scales=self.layer_scales) for layer in super().make_layers()]
+        return [NanochatLayer(**vars(layer), has_scales=self.layer_scales) for layer in super().make_layers()]
 
     def parameters(self) -> dict[str, Parameter]:
         parameters = {name: p for name, p in super().parameters().items() if name != "norm.scale"}

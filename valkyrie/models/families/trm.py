@@ -131,15 +131,15 @@ class Config:
 
     def parameters(self) -> dict[str, Parameter]:
         sizes = self._sizes
-        matrices: dict[str, tuple[str | int, ...]] = {
+        dimensions: dict[str, tuple[str | int, ...]] = {
             "embedding": (self.vocab_size, "embed"),
             "head": (self.vocab_size, "embed"),
             "halt.weight": (2, "embed"),
             "halt.bias": (2,),
         }
         for i in range(self.layers):
-            matrices |= {f"layer_{i}.{name}": dims for name, dims in self._layer_dimensions().items()}
-        parameters = {name: _parameter(dims, sizes) for name, dims in matrices.items()}
+            dimensions |= {f"layer_{i}.{name}": dims for name, dims in self._layer_dimensions().items()}
+        parameters = {name: _parameter(dims, sizes) for name, dims in dimensions.items()}
         for name in ("initial_high", "initial_low"):
             parameters[name] = _parameter(("embed",), sizes, group="fixed")
         table = Tensor((None, "embed"), (self.puzzles, self.puzzle_embed), ("model.puzzles", "model.puzzle_embed"))
@@ -247,8 +247,9 @@ class Config:
             activations += [saved("heads", "head_dim", name=name) for name in ("query", "key", "value")]
             activations += [saved("heads", "head_dim", count=3), saved("heads", self.positions, count=2, float32=True)]
             return [*activations, saved("embed", name="out")]
-        rows = self.length_mlp / self.positions  # `length_mlp` hidden values per channel, instead of one per position
-        return [*activations, replace(saved("embed", count=4), count=4 * rows)]
+        # The MLP over the length has `length_mlp` hidden values per channel, instead of one per position.
+        hidden_per_position = self.length_mlp / self.positions
+        return [*activations, replace(saved("embed", count=4), count=4 * hidden_per_position)]
 
 
 def _parameter(dims: tuple[str | int, ...], sizes: Mapping[str, Size], group: str = "matrix") -> Parameter:

@@ -37,7 +37,7 @@ __all__ = [
     "sharded_attention",
 ]
 
-ALWAYS_DENSE = 128
+ALWAYS_DENSE_LENGTH = 128
 """Sequence length up to which dense attention is always the fastest."""
 
 
@@ -100,8 +100,8 @@ class AttentionRequest(NamedTuple):
     pattern: Pattern
     dtype: Any
     head_dim: int
-    segments: bool
-    global_tokens: bool
+    has_segments: bool
+    has_global_tokens: bool
 
 
 def choose_implementation(impl: AttentionImpl, backend: str, seq: int, request: AttentionRequest) -> AttentionImpl:
@@ -119,7 +119,7 @@ def choose_implementation(impl: AttentionImpl, backend: str, seq: int, request: 
         )
     if impl is not AttentionImpl.auto:
         return impl
-    if seq <= ALWAYS_DENSE:
+    if seq <= ALWAYS_DENSE_LENGTH:
         return AttentionImpl.dense
     if problem is None:
         return AttentionImpl.kernel
@@ -145,9 +145,9 @@ def _cudnn_problem(request: AttentionRequest) -> str | None:
         return f"cuDNN supports bfloat16 and float16, not {jnp.dtype(request.dtype).name} (set by `precision`)"
     if not request.pattern.causal and (request.pattern.window is not None or request.pattern.dilation > 1):
         return "cuDNN supports windows only for causal attention"
-    if request.segments:
+    if request.has_segments:
         return "cuDNN does not support segment ids (packed documents)"
-    if request.global_tokens:
+    if request.has_global_tokens:
         return "cuDNN does not support global tokens"
     if request.pattern.soft_cap is not None:
         return "cuDNN does not support a soft cap of the logits"

@@ -60,24 +60,24 @@ def attend_with_global_tokens(
     """
     segments, seq = key_range.query_segments, k.shape[1]
     rows, local_positions = start + jnp.arange(seq), tokens.positions - start
-    valid = _distinct_tokens(tokens, seq * shards)
+    valid = _mark_distinct_tokens(tokens, seq * shards)
     global_segments = None if segments is None else take(segments, local_positions)
-    visible = _column_visibility(pattern, rows, segments, tokens.positions, valid, global_segments)
+    visible = _mark_visible_columns(pattern, rows, segments, tokens.positions, valid, global_segments)
     out = attend(key_range._replace(columns=Columns(take(k, local_positions), take(v, local_positions), visible)))
-    global_rows = _global_rows(tokens, pattern, rows, segments, global_segments, axis_names)
+    global_rows = _attend_from_global_tokens(tokens, pattern, rows, segments, global_segments, axis_names)
     return _overwrite_rows(out, global_rows, local_positions, valid)
 
 
-def _distinct_tokens(tokens: GlobalTokens, seq: int) -> Bool[Array, "batch globals"]:
+def _mark_distinct_tokens(tokens: GlobalTokens, seq: int) -> Bool[Array, "batch globals"]:
     """Mark the entries of `tokens` that are valid, inside a sequence of length `seq`, and repeat no earlier entry."""
     positions = tokens.positions
     valid = tokens.valid & (positions >= 0) & (positions < seq)
-    same = (positions[:, :, None] == positions[:, None, :]) & valid[:, None, :]
-    earlier = jnp.tril(jnp.ones((positions.shape[1],) * 2, bool), -1)
-    return valid & ~(same & earlier).any(-1)
+    is_same = (positions[:, :, None] == positions[:, None, :]) & valid[:, None, :]
+    is_earlier = jnp.tril(jnp.ones((positions.shape[1],) * 2, bool), -1)
+    return valid & ~(is_same & is_earlier).any(-1)
 
 
-def _column_visibility(
+def _mark_visible_columns(
     pattern: Pattern,
     rows: Int[Array, " rows"],
     row_segments: Int[Array, "batch rows"] | None,
@@ -91,7 +91,7 @@ def _column_visibility(
     return visible & (column <= row) if pattern.causal else visible
 
 
-def _global_rows(
+def _attend_from_global_tokens(
     tokens: GlobalTokens,
     pattern: Pattern,
     key_positions: Int[Array, " seq"],

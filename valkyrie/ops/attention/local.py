@@ -53,7 +53,10 @@ class Method(NamedTuple):
 
 
 def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: Method, key_range: KeyRange) -> Queries:
-    """Return attention of queries to the keys around them. `key_range.before` must be a multiple of the dilation."""
+    """Return attention of queries to the keys around them.
+
+    `key_range.keys_before` must be a multiple of the dilation.
+    """
     if pattern.dilation > 1:
         return _dilated_attention(q, k, v, pattern, method, key_range)
     if method.kernel == "splash":
@@ -61,7 +64,7 @@ def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: M
 
         return splash_window(q, k, v, pattern=pattern, key_range=key_range, interpret=method.interpret)
     if method.kernel == "cudnn":
-        assert key_range.before == 0 and key_range.columns is None
+        assert key_range.keys_before == 0 and key_range.columns is None
         window = None if pattern.window is None else (pattern.window - 1, 0)  # cuDNN's window does not count the token
         out = jax.nn.dot_product_attention(
             q, k, v, is_causal=pattern.causal, local_window_size=window, implementation="cudnn"
@@ -73,7 +76,7 @@ def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: M
 def _dilated_attention(q: Queries, k: Keys, v: Keys, pattern: Pattern, method: Method, key_range: KeyRange) -> Queries:
     """Compute dilated attention as windowed attention among the positions that are equal modulo the dilation."""
     dilation, columns = pattern.dilation, key_range.columns
-    assert isinstance(key_range.before, int) and key_range.before % dilation == 0
+    assert isinstance(key_range.keys_before, int) and key_range.keys_before % dilation == 0
     by_residue = functools.partial(_regroup, dilation=dilation)
     if columns is not None:
         k_columns, v_columns = (jnp.repeat(x, dilation, axis=0) for x in (columns.k, columns.v))
@@ -87,7 +90,7 @@ def _dilated_attention(q: Queries, k: Keys, v: Keys, pattern: Pattern, method: M
         pattern=replace(pattern, dilation=1),
         method=method,
         key_range=KeyRange(
-            before=key_range.before // dilation,
+            keys_before=key_range.keys_before // dilation,
             key_valid=by_residue(valid),
             query_segments=None if query_segments is None else by_residue(query_segments),
             key_segments=None if key_segments is None else by_residue(key_segments),
@@ -166,7 +169,7 @@ def _all_key_blocks(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chu
             mask = mask & key_range.key_valid[:, None, :]
         return KeyBlock(keys, values, mask)
 
-    return key_range.before + jnp.arange(chunks * chunk).reshape(chunks, chunk), make_key_block
+    return key_range.keys_before + jnp.arange(chunks * chunk).reshape(chunks, chunk), make_key_block
 
 
 def _window_blocks(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chunks: int, chunk: int):
@@ -174,14 +177,14 @@ def _window_blocks(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chun
 
     The scan over chunks passes the keys to the function.
     """
-    assert pattern.window is not None and pattern.dilation == 1 and isinstance(key_range.before, int)
-    left = pattern.window - 1
-    width = chunk + left + (0 if pattern.causal else left)
+    assert pattern.window is not None and pattern.dilation == 1 and isinstance(key_range.keys_before, int)
+    reach = pattern.window - 1
+    width = chunk + reach + (0 if pattern.causal else reach)
     valid = jnp.ones(k.shape[:2], bool) if key_range.key_valid is None else key_range.key_valid
     segments = key_range.key_segments
-    front = left - key_range.before
-    views = functools.partial(_window_views, chunks=chunks, chunk=chunk, width=width, front=front)
-    in_window = pattern.sees(left + jnp.arange(chunk)[:, None], jnp.arange(width)[None, :])
+    lookback = reach - key_range.keys_before
+    views = functools.partial(_window_views, chunks=chunks, chunk=chunk, width=width, lookback=lookback)
+    in_window = pattern.sees(reach + jnp.arange(chunk)[:, None], jnp.arange(width)[None, :])
 
     def make_key_block(rows: _Chunk, keys: _Window) -> KeyBlock:
         mask = in_window & keys.exists[:, None, :] & same_segment(rows.query_segments, keys.segments)
@@ -205,16 +208,16 @@ def _query_chunks(q: Array, key_range: KeyRange, chunk: int) -> _Chunk:
     )
 
 
-def _window_views(x: Array, chunks: int, chunk: int, width: int, front: int) -> Array:
-    """Return the `width` keys from `front` positions before each chunk, as (chunks, batch, width, ...).
+def _window_views(x: Array, chunks: int, chunk: int, width: int, lookback: int) -> Array:
+    """Return the `width` keys from `lookback` positions before each chunk, as (chunks, batch, width, ...).
 
     Positions outside the sequence are zero.
     """
     tiles = -(-width // chunk)
     length = (chunks + tiles - 1) * chunk
-    x = x[:, max(-front, 0) :][:, : length - max(front, 0)]
-    back = length - max(front, 0) - x.shape[1]
-    x = _split_chunks(jnp.pad(x, ((0, 0), (max(front, 0), back)) + ((0, 0),) * (x.ndim - 2)), chunk)
+    x = x[:, max(-lookback, 0) :][:, : length - max(lookback, 0)]
+    end_padding = length - max(lookback, 0) - x.shape[1]
+    x = _split_chunks(jnp.pad(x, ((0, 0), (max(lookback, 0), end_padding)) + ((0, 0),) * (x.ndim - 2)), chunk)
     return jnp.concatenate([x[i : i + chunks, :, : width - i * chunk] for i in range(tiles)], axis=2)
 
 

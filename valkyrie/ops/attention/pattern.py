@@ -93,14 +93,14 @@ class KeyRange(NamedTuple):
     """A range of keys and its position relative to the queries.
 
     Args:
-        before: Number of keys before the first query: query i has the position of key `before + i`.
+        keys_before: Number of keys before the first query: query i has the position of key `keys_before + i`.
         key_valid: Whether each key may be seen, or None if all may.
         query_segments: Segment of each query, or None. Only keys of the same segment are seen.
         key_segments: Segment of each key, or None.
         columns: Keys that are seen in addition to the range, or None.
     """
 
-    before: int | Int[Array, ""] = 0
+    keys_before: int | Int[Array, ""] = 0
     key_valid: Bool[Array, "batch keys"] | None = None
     query_segments: Int[Array, "batch seq"] | None = None
     key_segments: Int[Array, "batch keys"] | None = None

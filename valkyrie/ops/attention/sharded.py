@@ -101,7 +101,7 @@ def _full_splash_attention(
     )  # Pallas is slow to import
 
     if not pattern.causal:
-        return local_attention(q, k, v, pattern=pattern, method=method, key_range=key_range._replace(before=0))
+        return local_attention(q, k, v, pattern=pattern, method=method, key_range=key_range._replace(keys_before=0))
     shard, seq = jax.lax.axis_index(axis_names), q.shape[1]
     attend = functools.partial(splash_causal_shard, soft_cap=pattern.soft_cap, interpret=method.interpret)
     if seq % 2 or not needs_no_padding(seq // 2):
@@ -115,7 +115,7 @@ def _full_splash_attention(
     )
     halves = [{owner: half for half, owner in enumerate(_half_owners(shards)) if half % 2 == i} for i in range(2)]
     starts = tuple((halves[0][i] * (seq // 2), halves[1][i] * (seq // 2)) for i in range(shards))
-    return swap(attend(swap(q), k, v, chunks=QueryChunks(starts, shard), key_range=swapped), back=True)
+    return swap(attend(swap(q), k, v, chunks=QueryChunks(starts, shard), key_range=swapped), inverse=True)
 
 
 def _half_owners(shards: int) -> list[int]:
@@ -123,15 +123,15 @@ def _half_owners(shards: int) -> list[int]:
     return [min(half, 2 * shards - 1 - half) for half in range(2 * shards)]
 
 
-def _exchange_halves(x: Array, axis_names: tuple[str, ...], shards: int, back: bool = False) -> Array:
+def _exchange_halves(x: Array, axis_names: tuple[str, ...], shards: int, inverse: bool = False) -> Array:
     """Exchange halves of `x` (batch, seq, ...) between shards. Returns the two halves that this shard computes.
 
-    `back` returns every half to the shard it came from.
+    `inverse` returns every half to the shard it came from.
     """
     parts = []
     for i, part in enumerate(jnp.split(x, 2, axis=1)):
         pairs = [(half // 2, owner) for half, owner in enumerate(_half_owners(shards)) if half % 2 == i]
-        parts.append(jax.lax.ppermute(part, axis_names, [(b, a) for a, b in pairs] if back else pairs))
+        parts.append(jax.lax.ppermute(part, axis_names, [(b, a) for a, b in pairs] if inverse else pairs))
     return jnp.concatenate(parts, axis=1)
 
 
@@ -154,20 +154,20 @@ def _extend_keys(
     padding = -before % pattern.dilation
 
     def extend(x: Array) -> Array:
-        x = _halo(x, before, after, axis_names, shards)
+        x = _add_halo(x, before, after, axis_names, shards)
         return jnp.pad(x, ((0, 0), (padding, 0)) + ((0, 0),) * (x.ndim - 2))
 
     keys_values = extend(jnp.stack([k, v], axis=2))
     segments = key_range.query_segments
     key_range = key_range._replace(
-        before=padding + before,
+        keys_before=padding + before,
         key_valid=extend(jnp.ones((batch, seq), bool)),
         key_segments=None if segments is None else extend(segments),
     )
     return keys_values[:, :, 0], keys_values[:, :, 1], key_range
 
 
-def _halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards: int) -> Array:
+def _add_halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards: int) -> Array:
     """Return `x` (batch, seq, ...) with adjacent positions from the neighbours, or zeros outside of the sequence."""
     seq = x.shape[1]
     parts = [x]

@@ -35,16 +35,16 @@ BLOCK = 512
 WIDE_BLOCK = 1024
 """Block length without a window, if the limits below allow it."""
 
-WIDE_FROM = 4096
+MIN_WIDE_LENGTH = 4096
 """Sequence length from which wide blocks are faster."""
 
-LONG_FROM = 16384
+MIN_LONG_LENGTH = 16384
 """Minimum sequence length at which the blocks of keys in the backward pass are twice as wide."""
 
-WIDE_HEAD = 128
+MAX_WIDE_HEAD_DIM = 128
 """Largest head_dim whose wide blocks fit into a core's scratch memory."""
 
-DQ_WRITES = 8
+MAX_DQ_WRITES = 8
 """Maximum number of key blocks for the fused backward pass, which writes dq once per key block."""
 
 
@@ -57,7 +57,7 @@ def splash_window(
 
     `interpret` runs the kernel without a TPU, slowly, for tests.
     """
-    before, columns = key_range.before, key_range.columns
+    before, columns = key_range.keys_before, key_range.columns
     assert pattern.dilation == 1 and isinstance(before, int)
     batch, seq, heads, head_dim = q.shape
     rows_padded = _padded_length(seq)
@@ -240,11 +240,11 @@ def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> spl
     def fit_block(size: int, length: int) -> int:
         return size if length % size == 0 else min(BLOCK, length)
 
-    wide_block = WIDE_BLOCK if window is None and head_dim <= WIDE_HEAD else BLOCK
-    forward = wide_block if min(rows, keys) >= WIDE_FROM else BLOCK
+    wide_block = WIDE_BLOCK if window is None and head_dim <= MAX_WIDE_HEAD_DIM else BLOCK
+    forward = wide_block if min(rows, keys) >= MIN_WIDE_LENGTH else BLOCK
     row_block, key_block = fit_block(forward, rows), fit_block(forward, keys)
-    backward = fit_block(2 * wide_block if wide_block > BLOCK and keys >= LONG_FROM else wide_block, keys)
-    fused = keys // backward <= DQ_WRITES
+    backward = fit_block(2 * wide_block if wide_block > BLOCK and keys >= MIN_LONG_LENGTH else wide_block, keys)
+    fused = keys // backward <= MAX_DQ_WRITES
     compute = BLOCK // 2 if fused and backward > wide_block else wide_block  # smaller, to fit into v4's VMEM
     return splash.BlockSizes(
         block_q=row_block,

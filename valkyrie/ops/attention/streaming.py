@@ -28,13 +28,14 @@ class GlobalCache(NamedTuple):
 class KVCache(NamedTuple):
     """The cache of causal attention after `position` tokens.
 
-    The token at position p is stored at [p % dilation, p // dilation % slots]. `first` stores global tokens, if any.
+    The token at position p is stored at [p % dilation, p // dilation % slots] of `k` and `v`. `global_cache` stores the
+    global tokens, or is None without any.
     """
 
     k: Float[Array, "batch dilation slots kv_heads head_dim"]
     v: Float[Array, "batch dilation slots kv_heads head_dim"]
     position: Int[Array, ""]
-    first: GlobalCache | None
+    global_cache: GlobalCache | None
 
 
 class GlobalStep(NamedTuple):
@@ -90,7 +91,7 @@ def attention_step(
     slot_age = (step - jnp.arange(slots)) % slots
     ring = KeyBlock(_select_slots(keys, residue), _select_slots(values, residue), (slot_age <= step)[None, None, :])
     grouped_query = heads_first(q[:, None], k.shape[1])
-    global_cache = cache.first
+    global_cache = cache.global_cache
     if global_cache is None:
         out = heads_last(joint_softmax(grouped_query, [ring], (), soft_cap))[:, 0]
         return out, KVCache(keys, values, position + 1, None)

@@ -131,7 +131,7 @@ def model_settings(run: Run) -> dict[str, str]:
 def implementation_settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
     """Yield block, name and value of the settings that choose an implementation: the enums with a value `auto`."""
     model = run.model
-    for block_name, block in (model.blocks | model.feed_forwards).items() if isinstance(model, Stack) else ():
+    for block_name, block in (model.used_mixers | model.used_feed_forwards).items() if isinstance(model, Stack) else ():
         for name in (field.name for field in fields(block)):
             value = getattr(block, name)
             if isinstance(value, Enum) and "auto" in [choice.value for choice in type(value)]:
