@@ -76,7 +76,7 @@ def test_blocks_are_diagonalised_before_half_of_the_states_is_dropped() -> None:
     np.testing.assert_array_equal(hippo.V, V[:, :4])
     np.testing.assert_array_equal(hippo.Vinv, V[:, :4].conj().T)
     full = block_hippo(24, 3, conjugate_symmetric=False)
-    assert (full.state, full.state_size, full.V.shape) == (24, 24, (8, 8))
+    assert (full.state_count, full.state_size, full.V.shape) == (24, 24, (8, 8))
     re, im = init_Lambda(hippo)
     assert re.dtype == im.dtype == jnp.float32
     assert (re == -0.5).all()
