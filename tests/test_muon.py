@@ -30,7 +30,7 @@ from helpers import (
 )
 from valkyrie.axes import Parameter
 from valkyrie.config.run import Run
-from valkyrie.optim import Schedule, Training, convert_old_settings, learning_rate, make_optimizer
+from valkyrie.optim import Schedule, Training, convert_old_settings, learning_rate_schedule, make_optimizer
 from valkyrie.optim.families.muon import AdamGroup, Config, momentum_schedule
 from valkyrie.optim.muon import Recipe, muon, orthogonalize
 from valkyrie.parallel.mesh import abstract_mesh
@@ -95,7 +95,7 @@ def test_weights_are_decayed_only_if_the_step_shrinks_them():
 
 def test_the_schedule_is_constant_and_then_falls_linearly():
     config = Config(learning_rate=0.02, warmup_steps=4, final_ratio=0.05, schedule=Schedule.trapezoid, warmdown=0.5)
-    rates = [float(learning_rate(config, 20)(step)) for step in range(21)]
+    rates = [float(learning_rate_schedule(config, 20)(step)) for step in range(21)]
     np.testing.assert_allclose(rates[:4], 0.02 * np.array([0.25, 0.5, 0.75, 1]), rtol=1e-6)
     np.testing.assert_allclose(rates[4:11], 0.02, rtol=1e-6)
     np.testing.assert_allclose(rates[20], 0.001, rtol=1e-5)

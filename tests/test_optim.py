@@ -11,7 +11,14 @@ import optax
 import pytest
 
 from helpers import vector_specs
-from valkyrie.optim import OptimizerConfig, Schedule, Training, learning_rate, make_optimizer, rate_rises_if_extended
+from valkyrie.optim import (
+    OptimizerConfig,
+    Schedule,
+    Training,
+    learning_rate_schedule,
+    make_optimizer,
+    rate_rises_if_extended,
+)
 from valkyrie.optim.families.adamw import Config
 from valkyrie.problems import ProblemCode
 
@@ -32,7 +39,7 @@ def one_update(config: OptimizerConfig, gradient: float = 0.5, steps: int = 10) 
 
 def test_schedule_warms_up_to_the_peak_and_ends_at_its_ratio() -> None:
     config = Config(learning_rate=1e-2, warmup_steps=4, final_ratio=0.1)
-    schedule = learning_rate(config, 20)
+    schedule = learning_rate_schedule(config, 20)
     rates = [float(schedule(step)) for step in range(21)]
     np.testing.assert_allclose(rates[:5], 1e-2 * np.array([0.2, 0.4, 0.6, 0.8, 1.0]), rtol=1e-6)
     progress = np.arange(17) / 16
@@ -41,15 +48,17 @@ def test_schedule_warms_up_to_the_peak_and_ends_at_its_ratio() -> None:
 
 def test_a_schedule_shorter_than_the_run_stays_at_its_last_rate() -> None:
     config = Config(learning_rate=1e-2, warmup_steps=4, final_ratio=0.1, decay_steps=20)
-    rates = [[float(learning_rate(config, steps)(step)) for step in range(40)] for steps in (20, 40)]
+    rates = [[float(learning_rate_schedule(config, steps)(step)) for step in range(40)] for steps in (20, 40)]
     assert rates[0] == rates[1]
-    assert rates[0][:20] == [float(learning_rate(replace(config, decay_steps=None), 20)(step)) for step in range(20)]
+    assert rates[0][:20] == [
+        float(learning_rate_schedule(replace(config, decay_steps=None), 20)(step)) for step in range(20)
+    ]
     np.testing.assert_allclose(rates[1][20:], 1e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_schedule_of_a_run_shorter_than_its_warmup_stays_within_the_peak(steps: int) -> None:
-    schedule = learning_rate(Config(learning_rate=1e-2, warmup_steps=20), steps)
+    schedule = learning_rate_schedule(Config(learning_rate=1e-2, warmup_steps=20), steps)
     rates = [float(schedule(step)) for step in range(steps)]
     assert all(0 < rate <= 1.001e-2 for rate in rates)
     assert rates == sorted(rates)

@@ -72,30 +72,36 @@ def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> Co
     identity = (problem.name, problem.language, problem.difficulty, completion)
     if not completion.strip():
         return CompletionResult(*identity, compiled=False, passed=False, reason="the completion is empty", seconds=0.0)
-    passed, ended = _run(problem, completion, limits)
-    reason = "passed" if passed else _failure_reason(ended, limits)
-    if passed and _run(problem, completion, limits, fails=True)[0]:
+    passed, step_results = _run(problem, completion, limits)
+    reason = "passed" if passed else _failure_reason(step_results, limits)
+    if passed and _run(problem, completion, limits, add_failing_test=True)[0]:
         passed, reason = False, "passes tests that always fail"
-    return CompletionResult(*identity, ended[0].ok, passed, reason, round(ended[-1].seconds, 4))
+    return CompletionResult(*identity, step_results[0].ok, passed, reason, round(step_results[-1].seconds, 4))
 
 
 def _run(
-    problem: CodingProblem, completion: str, limits: Limits, *, fails: bool = False
+    problem: CodingProblem, completion: str, limits: Limits, *, add_failing_test: bool = False
 ) -> tuple[bool, list[SandboxStepResult]]:
-    """Compile and run a completion with its tests, which always fail if `fails`.
+    """Compile and run a completion with its tests, which always fail if `add_failing_test`.
 
     Returns whether the tests pass, and the results of the steps: compiling and, if it compiles, running.
     """
     secret = secrets.randbits(128)
     program = LANGUAGES[problem.language].build(
-        problem.prompt, completion, problem.tests, secret=secret, isolated=limits.isolated, fails=fails
+        problem.prompt,
+        completion,
+        problem.tests,
+        secret=secret,
+        isolated=limits.isolated,
+        add_failing_test=add_failing_test,
     )
     steps = [
         SandboxStep(program.compile, COMPILE_S, COMPILE_MIB, processes=32),
         SandboxStep(program.run, limits.time_s, limits.memory_mib),
     ]
-    ended = run_steps(program.files, steps, isolated=limits.isolated)
-    return all(step.ok for step in ended) and ended[-1].output.rstrip("\n").endswith(secret_line(secret)), ended
+    step_results = run_steps(program.files, steps, isolated=limits.isolated)
+    prints_secret = step_results[-1].output.rstrip("\n").endswith(secret_line(secret))
+    return all(step.ok for step in step_results) and prints_secret, step_results
 
 
 def judge_all(
@@ -158,15 +164,15 @@ def _share(values: Sequence[float | bool]) -> float:
     return sum(values) / len(values)
 
 
-def _failure_reason(ended: Sequence[SandboxStepResult], limits: Limits) -> str:
+def _failure_reason(step_results: Sequence[SandboxStepResult], limits: Limits) -> str:
     """Return a short reason why a completion did not pass."""
-    last = ended[-1]
-    program = "the compiler" if len(ended) == 1 else "the program"
+    last = step_results[-1]
+    program = "the compiler" if len(step_results) == 1 else "the program"
     if last.limit == "time":
-        return f"{program} took longer than {COMPILE_S if len(ended) == 1 else limits.time_s:g} s"
+        return f"{program} took longer than {COMPILE_S if len(step_results) == 1 else limits.time_s:g} s"
     if last.limit == "output":
         return f"{program} printed too much"
-    if len(ended) == 1:
+    if len(step_results) == 1:
         lines = [line for line in last.output.splitlines() if "error" in line.lower()] or last.output.splitlines()
         return f"does not compile: {lines[0].strip()[:200] if lines else f'status {last.status}'}"
     if last.status == 0:

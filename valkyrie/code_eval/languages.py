@@ -46,7 +46,7 @@ class JudgeLanguage(ABC):
 
     @abstractmethod
     def build(
-        self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, fails: bool = False
+        self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, add_failing_test: bool = False
     ) -> Program:
         """Return the files of a program, and the commands that compile and run it.
 
@@ -60,7 +60,7 @@ class JudgeLanguage(ABC):
             tests: Tests of the problem.
             secret: Random 128-bit number.
             isolated: Whether the program runs in a sandbox.
-            fails: Whether to add a test that always fails, after all others.
+            add_failing_test: Whether to add a test that always fails, after all others.
         """
 
 
@@ -87,15 +87,15 @@ class Cpp(JudgeLanguage):
         return f"none of the C++ compilers {names} was found{where}. Install one, for example with `apt install g++`"
 
     def build(
-        self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, fails: bool = False
+        self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, add_failing_test: bool = False
     ) -> Program:
         """Return a program that calls the `main` of the tests, and prints the secret if that returned 0."""
-        begins = next(_MAIN.finditer(tests)).end()
-        ends = begins + (closing_brace(tests[begins:]) or 0) - 1
-        renamed = f"#define main valkyrie_tests\n{tests[:ends]}\nreturn 0; {tests[ends:]}\n#undef main\n"
+        body_start = next(_MAIN.finditer(tests)).end()
+        body_end = body_start + (closing_brace(tests[body_start:]) or 0) - 1
+        renamed = f"#define main valkyrie_tests\n{tests[:body_end]}\nreturn 0; {tests[body_end:]}\n#undef main\n"
         halves = ", ".join(f"0x{number:016x}u" for half in _xor_halves(secret) for number in divmod(half, 2**64))
         wrapper = (
-            f"#include <cstdio>\nint main() {{\n  int status = valkyrie_tests(){' || true' * fails};\n"
+            f"#include <cstdio>\nint main() {{\n  int status = valkyrie_tests(){' || true' * add_failing_test};\n"
             f"  volatile unsigned long long a[] = {{{halves}}};\n"
             '  if (!status) std::printf("%016llx%016llx\\n", a[0] ^ a[2], a[1] ^ a[3]);\n  return status;\n}\n'
         )
@@ -110,8 +110,8 @@ class Python(JudgeLanguage):
 
     def function_end(self, completion: str) -> int | None:
         """Return the start of the first line that is not indented."""
-        outside = re.search(r"^\S", completion, re.MULTILINE)
-        return None if outside is None else outside.start()
+        unindented = re.search(r"^\S", completion, re.MULTILINE)
+        return None if unindented is None else unindented.start()
 
     def find_error(self, prompt: str, tests: str) -> str | None:
         """Return an error message if the prompt does not end with a line break."""
@@ -126,15 +126,15 @@ class Python(JudgeLanguage):
         )
 
     def build(
-        self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, fails: bool = False
+        self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, add_failing_test: bool = False
     ) -> Program:
         """Return a program with the files `function.py` and `program.py`. The compile step only parses the function."""
-        inside = sandbox_python()
-        executable = sys.executable if not isolated or inside is None else inside[1]
+        sandbox_paths = sandbox_python()
+        executable = sys.executable if not isolated or sandbox_paths is None else sandbox_paths[1]
         python = (executable, "-I", "-S", "-B", "-W", "ignore", "-c")
         function = f"{prompt}{completion}\n"
         left, right = _xor_halves(secret)
-        end = f'assert {"" if fails else "not "}list()\nprint(f\'{{int("{left}") ^ int("{right}"):032x}}\')'
+        end = f'assert {"" if add_failing_test else "not "}list()\nprint(f\'{{int("{left}") ^ int("{right}"):032x}}\')'
         files = {"function.py": function, "program.py": f"{function}\n{tests}\n{end}\n"}
         parse = "compile(open('function.py', encoding='utf-8').read(), 'function.py', 'exec')"
         return Program(files, (*python, parse), (*python, _RUN))

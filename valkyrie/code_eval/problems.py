@@ -47,7 +47,7 @@ def read_problems(name: str) -> tuple[CodingProblem, ...]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"code_eval.problems={name} cannot be read as UTF-8 text ({error}).") from error
-    parsed = [(number, _problem(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    parsed = [(number, _parse_problem(line)) for number, line in enumerate(lines, 1) if line.strip()]
     errors = [(number, why) for number, why in parsed if isinstance(why, str)]
     problems = tuple(problem for _, problem in parsed if isinstance(problem, CodingProblem))
     numbers = {problem.name: number for number, problem in parsed if isinstance(problem, CodingProblem)}
@@ -67,7 +67,7 @@ def languages_of(problems: Sequence[CodingProblem]) -> list[str]:
     return [name for name in LANGUAGES if any(problem.language == name for problem in problems)]
 
 
-def _problem(line: str) -> CodingProblem | str:
+def _parse_problem(line: str) -> CodingProblem | str:
     """Parse a line of JSON. Returns the problem, or an error message if the line is invalid."""
     try:
         values = json.loads(line)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from valkyrie.code_eval.sandbox_script import Isolation, SandboxStep, script
+from valkyrie.code_eval.sandbox_script import Isolation, SandboxStep, build_script
 from valkyrie.processes.child import signal_group
 
 TOOLS = ("unshare", "setpriv", "prlimit", "pivot_root", "mount", "umount", "sh")
@@ -85,7 +85,7 @@ def run_steps(
         isolation = choose_isolation() if isolated else None
         python = sandbox_python()
         python_folder = None if python is None or python[0].startswith("/usr") else python[0]
-        text = script(steps, inputs, root, isolation, visible_folders(), python_folder)
+        text = build_script(steps, inputs, root, isolation, visible_folders(), python_folder)
         return _watch([*_namespace_command(isolation), "sh", "-c", text], steps, "/" if isolated else str(inputs))
 
 
@@ -187,7 +187,7 @@ def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> lis
                 start_new_session=True,
             )
         try:
-            return _Watch(process, our_end, steps).results()
+            return _ScriptWatcher(process, our_end, steps).results()
         finally:
             signal_group(process.pid, signal.SIGKILL)
             assert process.stdout is not None
@@ -195,7 +195,7 @@ def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> lis
             process.wait()
 
 
-class _Watch:
+class _ScriptWatcher:
     """Follows a running script: collects its output and the results of its finished steps."""
 
     def __init__(self, process: subprocess.Popen[bytes], our_end: socket.socket, steps: Sequence[SandboxStep]) -> None:
@@ -221,7 +221,7 @@ class _Watch:
                 exceeded = "time" if time.monotonic() >= self.deadline else None
                 exceeded = "output" if len(self.output) > OUTPUT_BYTES else exceeded
                 if self.in_step and exceeded:
-                    return [*self.done, self._end(137, exceeded)]
+                    return [*self.done, self._step_result(137, exceeded)]
                 if exceeded or not selector.get_map():
                     output = " ".join(_text(self.output).split())[-300:]
                     raise SandboxError(
@@ -235,11 +235,11 @@ class _Watch:
             self.deadline = self.step_start + self.steps[len(self.done)].time_s
             self.script_socket.send(b"go\n")
             return False
-        self.done.append(self._end(int(line), None))
+        self.done.append(self._step_result(int(line), None))
         self.in_step, self.deadline = False, time.monotonic() + _SETUP_S
         return not self.done[-1].ok or len(self.done) == len(self.steps)
 
-    def _end(self, status: int, limit: str | None) -> SandboxStepResult:
+    def _step_result(self, status: int, limit: str | None) -> SandboxStepResult:
         limit = "time" if status == 128 + signal.SIGXCPU else limit
         return SandboxStepResult(status, _text(self.output), time.monotonic() - self.step_start, limit)
 

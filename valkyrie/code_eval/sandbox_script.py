@@ -53,7 +53,7 @@ class Isolation:
     limits_processes: bool
 
 
-def script(
+def build_script(
     steps: Sequence[SandboxStep],
     inputs: Path,
     root: Path,
@@ -78,7 +78,7 @@ def script(
     else:
         lines += _enter_new_root(inputs, root, isolation, folders, python)
     for step in steps:
-        command = shlex.join(_within_limits(step, isolation))
+        command = shlex.join(_limited_command(step, isolation))
         lines += ["echo begins >&3", "read -r go <&3", "status=0", f"{command} 3<&- || status=$?", "echo $status >&3"]
         lines += ["[ $status = 0 ] || exit 0"]
     return "\n".join(lines) + "\n"
@@ -91,15 +91,15 @@ def _enter_new_root(
     r, bind = shlex.quote(str(root)), "--bind" if isolation.user is not None else "--rbind"
     lines = ["echo 1000 > /proc/self/oom_score_adj || true"]
     lines += [f"mount -t tmpfs -o size=4m,nr_inodes=1k,mode=755,nosuid,nodev none {r}", f"cd {r}"]
-    shown = [(folder, folder.lstrip("/")) for folder in folders]
-    shown += [] if python is None else [(python, "python")]
-    for folder, place in shown:
-        source, target = shlex.quote(folder), shlex.quote(place)
+    mounts = [(folder, folder.lstrip("/")) for folder in folders]
+    mounts += [] if python is None else [(python, "python")]
+    for folder, mount_point in mounts:
+        source, target = shlex.quote(folder), shlex.quote(mount_point)
         if Path(folder).is_symlink() and python != folder:
             lines.append(f"ln -s {shlex.quote(str(Path(folder).readlink()))} {target}")
             continue
-        make = f"mkdir -p {target}" if Path(folder).is_dir() else f"mkdir -p $(dirname {target}); : > {target}"
-        lines += [make, f"mount {bind} {source} {target}"]
+        make_target = f"mkdir -p {target}" if Path(folder).is_dir() else f"mkdir -p $(dirname {target}); : > {target}"
+        lines += [make_target, f"mount {bind} {source} {target}"]
         lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}/{target}"]
     lines += ["mkdir dev old proc box", "ln -s box tmp"]
     for device in _DEVICES:
@@ -110,14 +110,14 @@ def _enter_new_root(
         lines += [f"chown -R {isolation.user}:{isolation.user} box"]
     else:
         lines += [f"{_FORBID_USER_NAMESPACES} || true"]
-    own_proc = isolation.user is not None and isolation.nested
-    lines += ["mount -t proc -o nosuid,nodev,noexec none proc" if own_proc else "mount --rbind /proc proc"]
+    mounts_proc = isolation.user is not None and isolation.nested
+    lines += ["mount -t proc -o nosuid,nodev,noexec none proc" if mounts_proc else "mount --rbind /proc proc"]
     lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}", "pivot_root . old", "cd /box", "umount -l /old"]
-    lines += [] if own_proc else ["umount -l /proc"]  # umount itself needs /proc
+    lines += [] if mounts_proc else ["umount -l /proc"]  # umount itself needs /proc
     return [*lines, "export HOME=/box TMPDIR=/box"]
 
 
-def _within_limits(step: SandboxStep, isolation: Isolation | None) -> list[str]:
+def _limited_command(step: SandboxStep, isolation: Isolation | None) -> list[str]:
     """Return a step's command with its limits and without privileges."""
     cpu = max(1, round(step.time_s + 0.5))
     limits = [f"--cpu={cpu}:{cpu + 1}", f"--as={step.memory_mib << 20}", f"--fsize={step.file_mib << 20}"]
@@ -125,12 +125,14 @@ def _within_limits(step: SandboxStep, isolation: Isolation | None) -> list[str]:
     if isolation is None:
         return ["prlimit", *limits, *step.command]
     limits += [f"--nproc={step.processes if isolation.limits_processes else 4096}"]
-    drop = ["setpriv", "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all", "prlimit", *limits, *step.command]
+    command = ["prlimit", *limits, *step.command]
+    unprivileged_command = ["setpriv", "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all", *command]
     if isolation.user is None:
-        return drop
+        return unprivileged_command
     user = str(isolation.user)
-    become = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--no-new-privs"]
+    switch_user = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--no-new-privs"]
     if not isolation.nested:
-        return [*become, "--inh-caps=-all", "--bounding-set=-all", "prlimit", *limits, *step.command]
-    inside = f"{_FORBID_USER_NAMESPACES}; mount -t tmpfs -o ro,size=4k none /proc; exec {shlex.join(drop)}"
-    return [*become, "unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside]
+        return [*switch_user, "--inh-caps=-all", "--bounding-set=-all", *command]
+    mount_empty_proc = "mount -t tmpfs -o ro,size=4k none /proc"
+    inner_script = f"{_FORBID_USER_NAMESPACES}; {mount_empty_proc}; exec {shlex.join(unprivileged_command)}"
+    return [*switch_user, "unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inner_script]

@@ -109,7 +109,7 @@ class OptimizerConfig:
         """
         import jax
 
-        rate = learning_rate(self, training.steps)
+        rate = learning_rate_schedule(self, training.steps)
         rules, labels = self.rules(rate), jax.tree.map(_label, specs, is_leaf=is_parameter)
         if unknown := [str(group) for group in rules if group not in _RULE_GROUPS]:
             text = (
@@ -233,7 +233,7 @@ def convert_old_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key in field_names}
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Return the schedule for a run of `steps` steps: linear warm-up to the peak, then decay to `final_ratio` of it."""
     import optax
 
@@ -257,7 +257,9 @@ def rate_rises_if_extended(config: OptimizerConfig, steps: int, extended_steps: 
     """
     import numpy as np
 
-    extended, finished = (np.asarray(learning_rate(config, length)(steps)) for length in (extended_steps, steps))
+    extended, finished = (
+        np.asarray(learning_rate_schedule(config, length)(steps)) for length in (extended_steps, steps)
+    )
     return bool(extended > finished * (1 + 1e-6))  # both are float32
 
 

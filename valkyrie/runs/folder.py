@@ -24,7 +24,7 @@ from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.extensions import check_modules
 from valkyrie.hardware.chips import add_shipped_figures
-from valkyrie.optim import OptimizerConfig, convert_old_settings, learning_rate
+from valkyrie.optim import OptimizerConfig, convert_old_settings, learning_rate_schedule
 from valkyrie.paths import disk_errors, unused_path, write_atomic
 from valkyrie.problems import first_line, suggest
 from valkyrie.processes.locks import WRITER
@@ -272,7 +272,7 @@ def describe_schedule_change(run: Run, folder: Path, step: int) -> str | None:
     before = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OptimizerConfig), known))
     assert isinstance(before, OptimizerConfig)
     length, was = config.optimizer.decay_steps or config.steps, before.decay_steps or saved.steps
-    rates: list[Any] = [learning_rate(o, n)(step) for o, n in ((config.optimizer, length), (before, was))]
+    rates: list[Any] = [learning_rate_schedule(o, n)(step) for o, n in ((config.optimizer, length), (before, was))]
     new, old = map(float, rates)
     if length == was or abs(new - old) <= 0.01 * old:
         return None

@@ -34,15 +34,15 @@ class PuzzleLosses(NamedTuple):
         answer: mean cross-entropy of labelled cells, in nats.
         halt: binary cross-entropy of halting, in nats. 0 without labelled cells.
         exact: whether there are labelled cells and all of them are right.
-        cells: share of labelled cells that are right.
-        labelled: number of labelled cells.
+        cell_accuracy: share of labelled cells that are right.
+        labelled_cells: number of labelled cells.
     """
 
     answer: jax.Array
     halt: jax.Array
     exact: jax.Array
-    cells: jax.Array
-    labelled: jax.Array
+    cell_accuracy: jax.Array
+    labelled_cells: jax.Array
 
 
 def puzzle_losses(answers: Any, labels: jax.Array) -> PuzzleLosses:
@@ -56,14 +56,14 @@ def puzzle_losses(answers: Any, labels: jax.Array) -> PuzzleLosses:
 
     from valkyrie.ops.stablemax import stablemax_cross_entropy
 
-    counted = labels >= 0
-    labelled = counted.sum(-1)
-    right = (counted & (answers.logits.argmax(-1) == labels)).sum(-1)
-    has_labels, least = labelled > 0, jnp.maximum(labelled, 1)
-    exact = has_labels & (right == labelled)
-    nats = stablemax_cross_entropy(answers.logits, labels).sum(-1) / least
+    is_labelled = labels >= 0
+    labelled_cells = is_labelled.sum(-1)
+    correct = (is_labelled & (answers.logits.argmax(-1) == labels)).sum(-1)
+    has_labels, divisor = labelled_cells > 0, jnp.maximum(labelled_cells, 1)
+    exact = has_labels & (correct == labelled_cells)
+    nats = stablemax_cross_entropy(answers.logits, labels).sum(-1) / divisor
     halt = jax.nn.softplus(answers.halt_logits) - answers.halt_logits * exact
-    return PuzzleLosses(nats, jnp.where(has_labels, halt, 0.0), exact, right / least, labelled)
+    return PuzzleLosses(nats, jnp.where(has_labels, halt, 0.0), exact, correct / divisor, labelled_cells)
 
 
 @dataclass
@@ -165,11 +165,11 @@ class Config(Task):
         objective = losses.answer.sum() + 0.5 * losses.halt.sum()
         sums = {
             "loss": objective,
-            "weight": (losses.labelled > 0).sum(dtype=jnp.float32),
+            "weight": (losses.labelled_cells > 0).sum(dtype=jnp.float32),
             "answer_loss": losses.answer.sum(),
             "exact": losses.exact.sum(dtype=jnp.float32),
-            "cells": losses.cells.sum(),
-            "labelled": losses.labelled.sum(dtype=jnp.float32),
+            "cells": losses.cell_accuracy.sum(),
+            "labelled": losses.labelled_cells.sum(dtype=jnp.float32),
             "last_steps": last_steps.sum(dtype=jnp.float32),
             "finished": (last_steps > 0).sum(dtype=jnp.float32),
         }
@@ -207,26 +207,26 @@ class Config(Task):
         x = module.embed(batch["inputs"], batch["puzzles"], shard=shard)
 
         def step(carried: tuple[Any, jax.Array], number: jax.Array) -> tuple[Any, None]:
-            states, first = carried
+            states, halting_step = carried
             answers = module(states, x, shard=shard)
             return (
                 answers.states,
-                jnp.minimum(first, jnp.where(answers.halt_logits > 0, number, config.max_steps)),
+                jnp.minimum(halting_step, jnp.where(answers.halt_logits > 0, number, config.max_steps)),
             ), None
 
         start = module.initial_states(count, cells, shard=shard), jnp.full((count,), config.max_steps, jnp.int32)
         numbers = jnp.arange(1, config.max_steps, dtype=jnp.int32)
-        (states, first), _ = jax.lax.scan(step, start, numbers)
+        (states, halting_step), _ = jax.lax.scan(step, start, numbers)
         answers = module(states, x, shard=shard)
         losses = puzzle_losses(answers, batch["labels"])
-        counted = losses.labelled > 0
+        counted = losses.labelled_cells > 0
         weights = counted.astype(jnp.float32)
         return {
             "weight": weights.sum(),
             "loss": (weights * (losses.answer + 0.5 * losses.halt)).sum(),
             "exact": (weights * losses.exact).sum(),
-            "cells": (weights * losses.cells).sum(),
-            "steps": (weights * first).sum(),
+            "cells": (weights * losses.cell_accuracy).sum(),
+            "steps": (weights * halting_step).sum(),
         }
 
     def evaluation(self, sums: dict[str, float]) -> dict[str, float]:
@@ -252,10 +252,10 @@ def _halted(config: trm.Config, halt_logits: jax.Array, steps: jax.Array, key: j
     import jax
     import jax.numpy as jnp
 
-    last = steps >= config.max_steps
+    at_limit = steps >= config.max_steps
     if config.max_steps == 1:
-        return last
+        return at_limit
     explore_key, least_key = jax.random.split(key)
     explores = jax.random.bernoulli(explore_key, config.exploration, steps.shape)
-    least = jax.random.randint(least_key, steps.shape, 2, config.max_steps + 1)
-    return (last | (halt_logits > 0)) & (steps >= jnp.where(explores, least, 0))
+    min_steps = jax.random.randint(least_key, steps.shape, 2, config.max_steps + 1)
+    return (at_limit | (halt_logits > 0)) & (steps >= jnp.where(explores, min_steps, 0))

@@ -21,7 +21,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.models.assembly import Assembly
 from valkyrie.models.layers import Checkpoint
 from valkyrie.ops.linear import Numerics
-from valkyrie.optim import Training, is_parameter, learning_rate, make_optimizer
+from valkyrie.optim import Training, is_parameter, learning_rate_schedule, make_optimizer
 from valkyrie.parallel.partition import GradientSum, Memory
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
@@ -56,7 +56,7 @@ class StepProgram:
         self.groups = jax.tree.map(lambda spec: spec.group, specs, is_leaf=is_parameter)
         training = Training(config.steps, config.precision.compute.value, matrix_stack_sharding(self.shard))
         self.optimizer = make_optimizer(config.optimizer, specs, training)
-        self.schedule = learning_rate(config.optimizer, config.steps)
+        self.schedule = learning_rate_schedule(config.optimizer, config.steps)
         self._keep_ema = config.optimizer.ema_decay is not None
         assert not self.carry or self.layout.microbatches == 1, "refused by Run.problems"
         if isinstance(mesh, jax.sharding.Mesh):

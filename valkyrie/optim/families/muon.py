@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from valkyrie.axes import LAYERS, PARAMETER_GROUPS, Parameter
-from valkyrie.optim import NOT_AVERAGED, OptimizerConfig, Training, is_parameter, learning_rate, scale_schedule
+from valkyrie.optim import NOT_AVERAGED, OptimizerConfig, Training, is_parameter, learning_rate_schedule, scale_schedule
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _ADAMW_GROUPS = [name for name in PARAMETER_GROUPS if name not in ("matrix", *NO
 """The groups that AdamW updates."""
 
 
-def _groups() -> dict[str, AdamGroup]:
+def _default_groups() -> dict[str, AdamGroup]:
     return {
         "embedding": AdamGroup(0.3, beta2=0.995, weight_decay=0.001),
         "unembedding": AdamGroup(0.008, beta2=0.96, weight_decay=0.01),
@@ -69,7 +69,7 @@ class Config(OptimizerConfig):
     momentum_end: float = 0.90
     momentum_warmup: int = 400
     beta2: float | None = 0.9
-    groups: dict[str, AdamGroup] = field(default_factory=_groups)
+    groups: dict[str, AdamGroup] = field(default_factory=_default_groups)
 
     def transformation(self, specs: Any, training: Training) -> optax.GradientTransformation:
         import jax
@@ -78,7 +78,7 @@ class Config(OptimizerConfig):
 
         from valkyrie.optim.muon import Recipe, muon
 
-        schedule = learning_rate(self, training.steps)
+        schedule = learning_rate_schedule(self, training.steps)
         length = self.decay_steps or training.steps
 
         def decay(step: Any) -> Any:

@@ -49,8 +49,8 @@ class PuzzleSplit:
         group_indices: the first puzzle of each group, then the number of puzzles, [groups + 1].
         vocab_size: cell values are below this.
         identifiers: identifiers are below this.
-        ignored: the label of cells that do not count in the loss, or None.
-        blank: the identifier of padding.
+        ignored_label: the label of cells that do not count in the loss, or None.
+        blank_identifier: the identifier of padding.
     """
 
     inputs: np.ndarray
@@ -60,8 +60,8 @@ class PuzzleSplit:
     group_indices: np.ndarray
     vocab_size: int
     identifiers: int
-    ignored: int | None
-    blank: int
+    ignored_label: int | None
+    blank_identifier: int
 
     @property
     def cells(self) -> int:
@@ -112,7 +112,7 @@ def open_puzzles(path: Path, name: str, side: int | None = None) -> PreparedPuzz
         ours, theirs = getattr(train, attribute), getattr(validation, attribute)
         if ours != theirs:
             raise ValueError(f"{path}: {key} is {ours} in train/{METADATA}, but {theirs} in test/{METADATA}.")
-    return PreparedPuzzles(path.resolve(), name, _content(path), train, validation, side)
+    return PreparedPuzzles(path.resolve(), name, _content_hash(path), train, validation, side)
 
 
 def _open_split(path: Path) -> PuzzleSplit:
@@ -135,8 +135,8 @@ def _open_split(path: Path) -> PuzzleSplit:
         **arrays,
         vocab_size=metadata.vocab_size,
         identifiers=metadata.num_puzzle_identifiers,
-        ignored=metadata.ignore_label_id,
-        blank=metadata.blank_identifier_id,
+        ignored_label=metadata.ignore_label_id,
+        blank_identifier=metadata.blank_identifier_id,
     )
     _check_indices(split, path)
     return split
@@ -188,7 +188,7 @@ def _is_index(starts: np.ndarray, count: int, last: int) -> bool:
     return rises and int(starts[0]) == 0 and int(starts[-1]) == last
 
 
-def _content(path: Path) -> str:
+def _content_hash(path: Path) -> str:
     """Return a hash of the puzzles, computed from the size and the first 64 MiB of each file."""
     total = hashlib.sha256()
     for folder in FOLDERS.values():

@@ -29,9 +29,9 @@ def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) ->
     rows = np.arange(count)
     for cells in order.T:
         bits = _bits(solutions[rows, cells])
-        without = givens.copy()
-        without[rows, cells] = 0
-        masks = _masks(without, side)
+        trial_givens = givens.copy()
+        trial_givens[rows, cells] = 0
+        masks = _masks(trial_givens, side)
         masks[rows, cells] &= ~bits
         candidates = np.flatnonzero((givens > 0).sum(1) > clues)
         removable = candidates[_search(masks[candidates], side, at_most=1)[0] == 0]
@@ -119,43 +119,43 @@ def _fill_forced_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndar
     single = _is_single(masks)
     certain = np.where(single, masks, 0)
     sound, excluded, full = np.ones(len(masks), bool), np.zeros_like(masks), (1 << side) - 1
-    for unit in _units(certain, side):
-        once, twice = _once_and_twice(unit)
+    for unit_type in _unit_types(certain, side):
+        once, twice = _once_and_twice(unit_type)
         sound &= ~twice.any((1, 2))
-        excluded |= _broadcast_to_cells(once, unit, side)
+        excluded |= _broadcast_to_cells(once, unit_type, side)
     masks = np.where(single, masks, masks & ~excluded)
     hidden = np.zeros_like(masks)
-    for unit in _units(masks, side):
-        once, twice = _once_and_twice(unit)
+    for unit_type in _unit_types(masks, side):
+        once, twice = _once_and_twice(unit_type)
         sound &= ((once | twice) == full).all((1, 2))
-        hidden |= _broadcast_to_cells(once & ~twice, unit, side)
+        hidden |= _broadcast_to_cells(once & ~twice, unit_type, side)
     hidden &= masks
     masks = np.where(hidden > 0, hidden, masks)
     sound &= (masks > 0).all(1) & (_is_single(hidden) | (hidden == 0)).all(1)
     return masks, sound
 
 
-class _Unit(NamedTuple):
+class _UnitType(NamedTuple):
     """All units of one type: the rows, the columns or the boxes of the grids.
 
-    `cells` has the masks as [grid, band, row in band, stack, column in stack]. The two axes `within` index the cells of
-    a unit.
+    `cells` has the masks as [grid, band, row in band, stack, column in stack]. `cell_axes` are the two axes that index
+    the cells of a unit.
     """
 
     cells: np.ndarray
-    within: tuple[int, int]
+    cell_axes: tuple[int, int]
 
 
-def _units(masks: np.ndarray, side: int) -> list[_Unit]:
+def _unit_types(masks: np.ndarray, side: int) -> list[_UnitType]:
     """Return the units of each type: rows, columns and boxes."""
     box = int(side**0.5)
     cells = masks.reshape(-1, box, box, box, box)
-    return [_Unit(cells, within) for within in ((3, 4), (1, 2), (2, 4))]
+    return [_UnitType(cells, cell_axes) for cell_axes in ((3, 4), (1, 2), (2, 4))]
 
 
-def _once_and_twice(unit: _Unit) -> tuple[np.ndarray, np.ndarray]:
+def _once_and_twice(unit_type: _UnitType) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each unit, the digits possible in at least one cell, and those possible in at least two."""
-    cells = np.moveaxis(unit.cells, unit.within, (0, 1))
+    cells = np.moveaxis(unit_type.cells, unit_type.cell_axes, (0, 1))
     cells = cells.reshape(-1, *cells.shape[2:])
     once, twice = np.zeros_like(cells[0]), np.zeros_like(cells[0])
     for cell in cells:
@@ -164,10 +164,10 @@ def _once_and_twice(unit: _Unit) -> tuple[np.ndarray, np.ndarray]:
     return once, twice
 
 
-def _broadcast_to_cells(values: np.ndarray, unit: _Unit, side: int) -> np.ndarray:
+def _broadcast_to_cells(values: np.ndarray, unit_type: _UnitType, side: int) -> np.ndarray:
     """Broadcast a value of each unit to all cells of the unit."""
-    wide = np.expand_dims(values, unit.within)
-    return np.broadcast_to(wide, unit.cells.shape).reshape(-1, side * side)
+    wide = np.expand_dims(values, unit_type.cell_axes)
+    return np.broadcast_to(wide, unit_type.cells.shape).reshape(-1, side * side)
 
 
 def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -212,15 +212,15 @@ def _digits(masks: np.ndarray) -> np.ndarray:
 
 def _renumber_digits(grids: np.ndarray, side: int) -> np.ndarray:
     """Return the grids with their digits renumbered in order of first appearance."""
-    names = np.zeros((len(grids), side + 1), np.uint8)
+    new_digits = np.zeros((len(grids), side + 1), np.uint8)
     used = np.zeros(len(grids), np.uint8)
     out = np.zeros(grids.shape, np.uint8)
     rows = np.arange(len(grids))
     for i, cell in enumerate(grids.T):
-        new = (cell > 0) & (names[rows, cell] == 0)
-        used = used + new.astype(np.uint8)
-        names[rows[new], cell[new]] = used[new]
-        out[:, i] = names[rows, cell]
+        is_new = (cell > 0) & (new_digits[rows, cell] == 0)
+        used = used + is_new.astype(np.uint8)
+        new_digits[rows[is_new], cell[is_new]] = used[is_new]
+        out[:, i] = new_digits[rows, cell]
     return out
 
 

@@ -18,7 +18,7 @@ from valkyrie.data.sources.puzzles.symmetries import draw_symmetries
 
 NO_LABEL = -100
 """The label of a cell that does not count in the loss."""
-_ENDLESS = 2**31 - 1
+_ENDLESS_LENGTH = 2**31 - 1
 
 
 class _PuzzleSampler:
@@ -30,7 +30,7 @@ class _PuzzleSampler:
         self._orders: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
-        return _ENDLESS if self._endless else -(-len(self._split.inputs) // self._batch)
+        return _ENDLESS_LENGTH if self._endless else -(-len(self._split.inputs) // self._batch)
 
     def __getitem__(self, index: int) -> Batch:
         return self._training_batch(index) if self._endless else self._evaluation_batch(index)
@@ -54,15 +54,15 @@ class _PuzzleSampler:
         puzzles = np.searchsorted(split.puzzle_indices, examples, side="right") - 1
         batch = self._as_batch(split.inputs[examples], split.labels[examples], split.puzzle_identifiers[puzzles])
         missing = len(rows) - len(examples)
-        padding = {"inputs": 0, "labels": NO_LABEL, "puzzles": split.blank}
-        wide = {name: [(0, missing)] + [(0, 0)] * (array.ndim - 1) for name, array in batch.items()}
-        return {name: np.pad(batch[name], wide[name], constant_values=padding[name]) for name in batch}
+        padding = {"inputs": 0, "labels": NO_LABEL, "puzzles": split.blank_identifier}
+        pad_widths = {name: [(0, missing)] + [(0, 0)] * (array.ndim - 1) for name, array in batch.items()}
+        return {name: np.pad(batch[name], pad_widths[name], constant_values=padding[name]) for name in batch}
 
     def _as_batch(self, inputs: np.ndarray, labels: np.ndarray, puzzles: np.ndarray) -> Batch:
-        counted = labels.astype(np.int32)
-        if self._split.ignored is not None:
-            counted = np.where(counted == self._split.ignored, np.int32(NO_LABEL), counted)
-        return {"inputs": inputs.astype(np.int32), "labels": counted, "puzzles": puzzles.astype(np.int32)}
+        masked_labels = labels.astype(np.int32)
+        if self._split.ignored_label is not None:
+            masked_labels = np.where(masked_labels == self._split.ignored_label, np.int32(NO_LABEL), masked_labels)
+        return {"inputs": inputs.astype(np.int32), "labels": masked_labels, "puzzles": puzzles.astype(np.int32)}
 
     def _order(self, epoch: int) -> np.ndarray:
         """Return the random order of the groups in an epoch. Caches it for the next batches."""
@@ -105,5 +105,5 @@ class PuzzleLoader(IndexedLoader[PuzzlePosition]):
 
 def _random_member(rng: np.random.Generator, starts: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     """Return a random index in each of the selected ranges. Range i is `starts[i]` up to `starts[i + 1]`."""
-    first, after = starts[ranges], starts[ranges + 1]
-    return first + (rng.random(len(ranges)) * (after - first)).astype(np.int64)
+    start, stop = starts[ranges], starts[ranges + 1]
+    return start + (rng.random(len(ranges)) * (stop - start)).astype(np.int64)

@@ -20,7 +20,7 @@ from valkyrie.paths import write_atomic
 
 _ALGORITHM_VERSION = 1
 """Part of the cache key. Increase it whenever the same settings would give different puzzles."""
-_AT_ONCE = 1000
+_PUZZLES_AT_ONCE = 1000
 
 
 def prepare_sudoku(config: sudoku.Config, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
@@ -80,7 +80,7 @@ def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, 
         say(f"generating and caching {total:,} Sudoku puzzles: {duration} on one core")
     givens, solutions = np.zeros((0, config.side**2), np.int64), np.zeros((0, config.side**2), np.int64)
     while len(givens) < total:
-        puzzles = generate(rng, min(_AT_ONCE, 2 * (total - len(givens)) + 50), config.side, config.clues)
+        puzzles = generate(rng, min(_PUZZLES_AT_ONCE, 2 * (total - len(givens)) + 50), config.side, config.clues)
         hard = puzzles.guesses >= config.guesses
         givens = np.concatenate([givens, puzzles.givens[hard]])
         solutions = np.concatenate([solutions, puzzles.solutions[hard]])

@@ -45,5 +45,5 @@ def _lines(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
     """Return a random order of rows for each grid: shuffled bands, and shuffled rows within each band."""
     box = int(side**0.5)
     bands = rng.random((count, box)).argsort(1)
-    within = rng.random((count, box, box)).argsort(2)
-    return (bands[:, :, None] * box + within).reshape(count, side)
+    rows_in_band = rng.random((count, box, box)).argsort(2)
+    return (bands[:, :, None] * box + rows_in_band).reshape(count, side)

@@ -67,7 +67,7 @@ class PuzzleTable:
             )
         return kind
 
-    def read(self, rating: int) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, min_rating: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the questions and answers with at least this rating, each [puzzles, cells].
 
         Raises ValueError, with the line, for invalid rows.
@@ -77,28 +77,28 @@ class PuzzleTable:
         if self.alphabet is not Alphabet.maze:
             values[ord(".")] = values[ord("0")]
         texts: tuple[list[str], list[str]] = [], []
-        for number, question, answer, rated in self._rows():
+        for number, question, answer, rating in self._rows():
             for name, text, selected in zip(("question", "answer"), (question, answer), texts, strict=True):
                 if len(text) != self.cells or not text.isascii():
                     raise ValueError(
                         f"{self.path} line {number}: the {name} has {len(text)} cells, but the first puzzle has "
                         f"{self.cells}."
                     )
-                if int(rated) >= rating:
+                if int(rating) >= min_rating:
                     selected.append(text)
         if not texts[0]:
             raise ValueError(
-                f"data.sudoku.guesses={rating}: {self.path} has no puzzle with a rating this high. Use a lower value, "
-                "or data.sudoku.guesses=0 for all puzzles."
+                f"data.sudoku.guesses={min_rating}: {self.path} has no puzzle with a rating this high. Use a lower "
+                "value, or data.sudoku.guesses=0 for all puzzles."
             )
         questions, answers = (
             values[np.frombuffer("".join(t).encode(), np.uint8)].reshape(-1, self.cells) for t in texts
         )
         wrong = np.flatnonzero((questions == 0).any(1) | (answers == 0).any(1))
         if wrong.size:
-            rated = " of those with a high enough rating" if rating else ""
+            selection = " of those with a high enough rating" if min_rating else ""
             raise ValueError(
-                f"{self.path}: puzzle {wrong[0] + 1}{rated} has a character that is not in {self.alphabet.value!r}."
+                f"{self.path}: puzzle {wrong[0] + 1}{selection} has a character that is not in {self.alphabet.value!r}."
             )
         return questions, answers
 
@@ -110,10 +110,12 @@ class PuzzleTable:
             if missing:
                 raise ValueError(f"{self.path} has no column {', '.join(missing)}. Required: {', '.join(COLUMNS[1:])}.")
             for row in reader:
-                rated = row["rating"] or ""
-                if not rated.strip().lstrip("-").isdigit():
-                    raise ValueError(f"{self.path} line {reader.line_num}: the rating {rated!r} is not a whole number.")
-                yield reader.line_num, row["question"] or "", row["answer"] or "", rated
+                rating = row["rating"] or ""
+                if not rating.strip().lstrip("-").isdigit():
+                    raise ValueError(
+                        f"{self.path} line {reader.line_num}: the rating {rating!r} is not a whole number."
+                    )
+                yield reader.line_num, row["question"] or "", row["answer"] or "", rating
 
 
 def find_tables(folder: Path) -> dict[str, PuzzleTable] | None:
