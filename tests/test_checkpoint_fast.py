@@ -208,7 +208,7 @@ def test_all_processes_use_the_newest_common_checkpoint(tmp_path: Path, capfd: p
         assert tiers.restore(abstract(make_state(0))).step == 4
     assert os.listdir(process_folder(tmp_path)) == ["4"], "the later one is not common, and is saved anew"
     with closing(open_both_tiers(tmp_path, OneOfTwo([3]))) as tiers:
-        assert tiers.newest(abstract(make_state(0))) is None
+        assert tiers.try_restore(abstract(make_state(0))) is None
     assert "on all processes" in capfd.readouterr().err
 
 
@@ -216,7 +216,7 @@ def test_a_new_run_with_the_same_name_ignores_older_fast_checkpoints(tmp_path: P
     save(tmp_path, fast=(4,))
     shutil.rmtree(tmp_path / "run")
     with closing(open_both_tiers(tmp_path)) as tiers:
-        assert tiers.newest(abstract(make_state(0))) is None
+        assert tiers.try_restore(abstract(make_state(0))) is None
 
 
 def test_the_best_checkpoints_are_kept_in_addition_to_the_newest(tmp_path: Path):

@@ -21,8 +21,8 @@ from valkyrie.cli.convert import main
 from valkyrie.config.arguments import load_run, parse_run
 from valkyrie.config.run import Run
 from valkyrie.convert.architectures import model_settings, to_config_json
-from valkyrie.convert.load import from_folder
-from valkyrie.convert.save import to_folder
+from valkyrie.convert.load import import_folder
+from valkyrie.convert.save import export_run
 from valkyrie.data.tokenizer_json import train_tokenizer
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.train.program import StepProgram
@@ -68,11 +68,11 @@ def restored(folder: Path, *overrides: str) -> tuple[Run, StepProgram, Any]:
     state = checkpoints.restore(program.abstract_state).state
     checkpoints.close()
     assert state.optimizer is None
-    return run, program, state.averaged
+    return run, program, state.eval_parameters
 
 
 def made(folder: Path, runs: Path, *overrides: str) -> Path:
-    return from_folder(folder, None, "bytes", [f"runs={runs}", "mesh=1x1x1", *overrides], say=lambda line: None)
+    return import_folder(folder, None, "bytes", [f"runs={runs}", "mesh=1x1x1", *overrides], say=lambda line: None)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,7 +85,7 @@ def test_logits_equal_those_of_transformers_and_the_round_trip_is_exact(case, tm
     logits = jax.jit(program.assembly.module(parameters).logits)(jnp.asarray(tokens, jnp.int32))
     np.testing.assert_allclose(logits, expected, rtol=2e-5, atol=2e-6)
 
-    back = to_folder(folder, tmp_path / "back", say=lambda line: None)
+    back = export_run(folder, tmp_path / "back", say=lambda line: None)
     before, after = tensors_in(source), tensors_in(back)
     assert before.keys() == after.keys()
     for name, value in before.items():
@@ -97,7 +97,7 @@ def test_gpt2_names_without_a_prefix_survive_the_round_trip(tmp_path):
     source = published(tmp_path / "model", "gpt2")
     short = {name.removeprefix("transformer."): value for name, value in tensors_in(source).items()}
     save_file(short | {"h.0.attn.bias": np.ones((1, 1, 64, 64), np.float32)}, source / "model.safetensors")
-    back = to_folder(made(source, tmp_path / "runs"), tmp_path / "back", say=lambda line: None)
+    back = export_run(made(source, tmp_path / "runs"), tmp_path / "back", say=lambda line: None)
     after = tensors_in(back)
     assert after.keys() == short.keys()
     for name, value in short.items():
@@ -108,7 +108,7 @@ def test_bfloat16_and_several_files_and_the_tokenizer_survive_the_round_trip(tmp
     source = published(tmp_path / "model", "llama", ml_dtypes.bfloat16)
     (source / "tokenizer_config.json").write_text('{"a": 1}')
     folder = made(source, tmp_path / "runs")
-    back = to_folder(folder, tmp_path / "back", file_bytes=20_000, say=lambda line: None)
+    back = export_run(folder, tmp_path / "back", file_bytes=20_000, say=lambda line: None)
     index = json.loads((back / "model.safetensors.index.json").read_text())
     files = sorted({*index["weight_map"].values()})
     assert len(files) > 2 and files == sorted(path.name for path in back.glob("*.safetensors"))
@@ -116,7 +116,7 @@ def test_bfloat16_and_several_files_and_the_tokenizer_survive_the_round_trip(tmp
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors_in(source).values())
     assert (back / "tokenizer_config.json").read_text() == '{"a": 1}'
     again = made(back, tmp_path / "again")
-    wide = to_folder(again, tmp_path / "wide", dtype="float32", say=lambda line: None)
+    wide = export_run(again, tmp_path / "wide", dtype="float32", say=lambda line: None)
     for name, value in tensors_in(source).items():
         assert tensors_in(back)[name].dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(tensors_in(back)[name], value, err_msg=name)
@@ -155,7 +155,7 @@ def test_a_converted_run_trains_on_another_mesh_and_is_exported(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "from step 0" in done.stdout and "so far" not in done.stdout
-    back = to_folder(folder, tmp_path / "back", say=lambda line: None)
+    back = export_run(folder, tmp_path / "back", say=lambda line: None)
     before, after = tensors_in(tmp_path / "model"), tensors_in(back)
     assert before.keys() == after.keys()
     assert all(value.shape == after[name].shape for name, value in before.items())

@@ -15,7 +15,7 @@ from machines import needs_libtpu
 from runs import SINGLE, TINY, command, start_training
 from valkyrie.problems import ProblemCode
 from valkyrie.train import devices
-from valkyrie.train.devices import Devices, acquire_devices, missing_devices
+from valkyrie.train.devices import Devices, acquire_devices, machine_problems
 
 
 def stand_in(size: int = 2, kind: str = "TPU v4", platform: str = "tpu") -> list[SimpleNamespace]:
@@ -158,13 +158,13 @@ def test_the_error_for_a_missing_platform_in_the_environment_names_it(
 def test_a_tpu_requested_by_the_environment_is_looked_for_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     monkeypatch.setattr(devices, "count_accelerators", lambda: 0)
-    (problem,) = missing_devices(some_run("mesh=1x1x1"))
+    (problem,) = machine_problems(some_run("mesh=1x1x1"))
     assert (problem.code, problem.key, problem.value) == (ProblemCode.missing, "JAX_PLATFORMS", "tpu")
 
 
 def test_the_error_for_a_flag_that_would_abort_xla_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_nonsense=3 --xla_dump_to=x")
-    (problem,) = missing_devices(some_run("mesh=1x1x1"))
+    (problem,) = machine_problems(some_run("mesh=1x1x1"))
     assert (problem.code, problem.key) == (ProblemCode.unknown_name, "XLA_FLAGS") and "--xla_nonsense," in str(problem)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=x")
-    assert missing_devices(some_run("mesh=1x1x1")) == []
+    assert machine_problems(some_run("mesh=1x1x1")) == []

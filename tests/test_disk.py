@@ -165,7 +165,7 @@ def test_records_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path):
     note = tracker.log({"loss": 2.0}, 2)
     assert note is not None and "kept in memory" in note
     assert tracker.log({"loss": 3.0}, 3) is None
-    assert tracker.lost is not None and "last 2 records" in tracker.lost
+    assert tracker.lost_records_note is not None and "last 2 records" in tracker.lost_records_note
     tracker._file = disk
     assert "written again" in str(tracker.log({"loss": 4.0}, 4))
     tracker.close()

@@ -87,7 +87,7 @@ def test_estimated_memory_equals_that_of_mode_show(model: str) -> None:
 def test_zero1_shards_only_arrays_that_a_data_axis_divides() -> None:
     run = parse_run(["model=gpt_tiny", "mesh=3x2x2", "partition=dp", "partition.zero1=true", "batch=96", "mode=show"])
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
-    estimate = MemoryEstimator(run, layout_arrays([run])).under(run.config.remat).optimizer.item()
+    estimate = MemoryEstimator(run, layout_arrays([run])).estimate(run.config.remat).optimizer.item()
     assert estimate == pytest.approx(expected_memory(run, program.abstract_state).optimizer, rel=1e-3)
 
 
@@ -407,7 +407,7 @@ def test_heads_below_128_are_padded_on_a_tpu_and_not_on_a_gpu() -> None:
         narrow, wide = (estimated_seconds(*size, f"target={target}", *heads[dim])["mixing"] for dim in (64, 128))
         assert narrow / wide == pytest.approx(ratio, rel=0.01)
         runs = [shared_run("mode=compile", "model=gpt_1b", *size, f"target={target}", *heads[dim]) for dim in heads]
-        saved = [saved_bytes(run, load_remat("minimal_with_context")).on_device for run in runs]
+        saved = [saved_bytes(run, load_remat("minimal_with_context")).device_total for run in runs]
         assert (saved[0] > 1.2 * saved[1]) == (ratio > 1)
 
 

@@ -261,7 +261,7 @@ def test_sharded_parameters_generate_the_same_text() -> None:
         BYTES,
         temperature=0.0,
         top_k=None,
-        everywhere=lambda tokens: jax.lax.with_sharding_constraint(tokens, replicated),
+        replicate=lambda tokens: jax.lax.with_sharding_constraint(tokens, replicated),
     )
     texts = complete(jax.tree.map(split, parameters), PROMPTS, tokens=16, batch=5, seed=0)
     assert texts == completed("s5_tiny", 5, tokens=16)

@@ -100,7 +100,7 @@ def test_live_goodput_equals_that_of_the_file(tmp_path: Path, monkeypatch: pytes
     spent = {"restore": 2.0}
     ledger = Ledger(tmp_path, 1995.0, spent)
     clock.now += 1
-    ledger.prepared(300)
+    ledger.count_setup(300)
     assert spent == {"restore": 2.0, "setup": 4.0}
     for step in range(301, 500):
         clock.now += 0.1
@@ -121,14 +121,14 @@ def test_live_goodput_equals_that_of_the_file(tmp_path: Path, monkeypatch: pytes
 
 def test_only_process_0_writes_goodput(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, 0.0, {}, write=False)
-    ledger.prepared(0)
+    ledger.count_setup(0)
     ledger.write(1)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_deleted_run_folder_does_not_end_the_training(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "gone", 0.0, {})
-    ledger.prepared(0)
+    ledger.count_setup(0)
     assert ledger.goodput().seconds.keys() == KINDS.keys()
 
 
@@ -249,5 +249,5 @@ def test_only_idle_devices_count_as_waiting_for_data() -> None:
         time.sleep(0.3)
     meter.step_finished()
     meter.close()
-    assert 0.05 < meter.spent["data"] <= meter.steps[0] < 1
-    assert meter.rates()["data_wait"] == pytest.approx(meter.spent["data"] / meter.steps[0])
+    assert 0.05 < meter.spent["data"] <= meter.step_times[0] < 1
+    assert meter.rates()["data_wait"] == pytest.approx(meter.spent["data"] / meter.step_times[0])

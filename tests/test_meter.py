@@ -52,8 +52,8 @@ def test_a_pause_is_not_part_of_a_step(clock: Clock) -> None:
     meter.start()
     steps(meter, clock, 1.0, 1.0, paused=7.0)
     steps(meter, clock, 2.0)
-    assert meter.first == pytest.approx(1.0)
-    assert meter.steps == pytest.approx([1.0, 2.0])
+    assert meter.first_step_s == pytest.approx(1.0)
+    assert meter.step_times == pytest.approx([1.0, 2.0])
 
 
 def test_what_happens_before_the_start_is_not_timed(clock: Clock) -> None:
@@ -62,7 +62,7 @@ def test_what_happens_before_the_start_is_not_timed(clock: Clock) -> None:
         clock.now += 1000.0
     meter.start()
     steps(meter, clock, 1.0)
-    assert meter.first == pytest.approx(1.0)
+    assert meter.first_step_s == pytest.approx(1.0)
 
 
 def test_p90_is_the_smallest_time_that_90_percent_of_steps_do_not_exceed(clock: Clock) -> None:

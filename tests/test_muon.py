@@ -143,7 +143,7 @@ def test_the_estimate_counts_the_state_and_products_of_muon():
 def test_the_estimated_memory_equals_that_of_the_arrays():
     arguments = ("mesh=2x2x2", "partition=fsdp", "optimizer=muon", "optimizer.beta2=null", "target=v5e-8")
     run = small_run("nanochat_tiny", *arguments)
-    (estimate,) = MemoryEstimator(run, layout_arrays([run])).under(run.config.remat).optimizer
+    (estimate,) = MemoryEstimator(run, layout_arrays([run])).estimate(run.config.remat).optimizer
     state = expected_memory(run, StepProgram(run, abstract_mesh(run.config.mesh)).abstract_state)
     assert math.isclose(estimate, state.optimizer, rel_tol=1e-2)
 

@@ -58,7 +58,7 @@ def test_mode_show_and_the_estimate_count_one_moment(folder: Path) -> None:
     program = StepProgram(run, abstract_mesh(run.config.mesh))
     shown = expected_memory(run, program.abstract_state).optimizer
     layouts = stack_runs([run])
-    (bytes_,) = MemoryEstimator(run, layouts).under(run.config.remat).optimizer
+    (bytes_,) = MemoryEstimator(run, layouts).estimate(run.config.remat).optimizer
     assert shown == pytest.approx(bytes_, rel=1e-3)
     lion, adamw = (estimate_runs([run], Efficiency())[0] for run in (run, compose_run(*SMALL, "target=v5e-8")))
     assert lion["optimizer"] / adamw["optimizer"] == pytest.approx(20 / 28)

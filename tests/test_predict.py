@@ -305,7 +305,7 @@ def test_a_jitted_function_is_predicted_unchanged(tmp_path: Path):
 def test_a_function_slightly_over_the_memory_is_compiled_again(monkeypatch: pytest.MonkeyPatch):
     limit = "xla_tpu_max_hbm_size_mib"
     more = train_options.Option(limit, "12000", train_options.TO_FIT)
-    monkeypatch.setattr(train_options, "add_saving_options", lambda options: [more])
+    monkeypatch.setattr(train_options, "add_memory_saving_options", lambda options: [more])
     slice = valkyrie.slice("v5e-8")
     rows = NamedSharding(slice.mesh((8,), ("data",)), PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((8 * 2**17, 16384), jnp.bfloat16, sharding=rows)  # 4 GiB, and as much of the result

@@ -185,8 +185,8 @@ def test_a_batch_is_placed_by_its_sharding(partition: str, rows: int, columns: i
     mesh = {"dp": "2x1x1", "fsdp": "2x2x1", "2d_tp": "1x2x2", "sp": "4x1x1"}[partition]
     run = compose_run(*TINY, f"mesh={mesh}", f"partition={partition}")
     program = StepProgram(run, build_mesh(run.config.mesh, jax.devices()))
-    assert program.places == list(range(8))
-    batch = program.task.random_batch(8, 16, 20, 0, program.places)
+    assert program.local_rows == list(range(8))
+    batch = program.task.random_batch(8, 16, 20, 0, program.local_rows)
     placed = program.place(batch)
     for name, array in placed.items():
         np.testing.assert_array_equal(np.asarray(array), batch[name])

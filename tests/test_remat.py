@@ -85,7 +85,7 @@ def long_run(model: str) -> Run:
 def test_reported_saved_bytes_equal_those_of_the_forward_pass(model: str, remat: str):
     run = long_run(model).changed(remat=load_remat(remat))
     expected = saved_bytes(run)
-    assert forward_output_bytes(run, "tpu") == (expected.on_device, expected.on_host), expected
+    assert forward_output_bytes(run, "tpu") == (expected.device_total, expected.host_total), expected
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -98,7 +98,9 @@ def test_every_activation_that_a_model_declares_is_named_in_its_step(model: str)
 def test_saving_an_activation_takes_the_reported_bytes():
     run = small_run("valkyrie_tiny", "remat=full")
     for name, (size, _) in recomputed_activations(run).items():
-        assert saved_bytes(run, remat=RematConfig("full", [name])).on_device - saved_bytes(run).on_device == size, name
+        assert (
+            saved_bytes(run, remat=RematConfig("full", [name])).device_total - saved_bytes(run).device_total == size
+        ), name
 
 
 def test_save_and_offload_lists_extend_a_policy():
@@ -178,8 +180,12 @@ def test_every_policy_reports_its_bytes():
     run = small_run("gpt_tiny", "remat.save=[out]")
     saved_by_policy = {name: saved_bytes(run, remat) for name, remat in legal_remats(run).items()}
     assert {*saved_by_policy} == {*REMATS}  # `out` alone is save_out_proj
-    assert saved_by_policy["offload"].on_device == 0 < saved_by_policy["offload"].on_host
-    assert saved_by_policy["full"].on_device < saved_by_policy["dots"].on_device < saved_by_policy["none"].on_device
+    assert saved_by_policy["offload"].device_total == 0 < saved_by_policy["offload"].host_total
+    assert (
+        saved_by_policy["full"].device_total
+        < saved_by_policy["dots"].device_total
+        < saved_by_policy["none"].device_total
+    )
 
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])

@@ -21,7 +21,7 @@ from valkyrie.host_memory import free_memory
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train import room
-from valkyrie.train.devices import Devices, missing_devices
+from valkyrie.train.devices import Devices, machine_problems
 from valkyrie.train.memory import (
     ExpectedMemory,
     MemoryEstimator,
@@ -186,10 +186,10 @@ def test_the_command_refuses_before_it_makes_a_folder(
 def test_more_simulated_devices_than_the_cores_support_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     run = compose_run("mesh=10x10x10", "partition=dp", "batch=1000")
-    (problem,) = missing_devices(run)
+    (problem,) = machine_problems(run)
     assert (problem.code, problem.size) == (ProblemCode.device_count, 1000) and "2 CPU cores" in str(problem)
-    assert missing_devices(run.changed(force=True)) == []
-    assert missing_devices(compose_run("mesh=8x8x1", "partition=dp", "batch=64")) == []
+    assert machine_problems(run.changed(force=True)) == []
+    assert machine_problems(compose_run("mesh=8x8x1", "partition=dp", "batch=64")) == []
 
 
 def test_the_memory_estimate_of_a_tpu_has_its_past_error():
@@ -224,7 +224,7 @@ def test_the_memory_estimate_counts_gathered_weights_and_loss_or_gradients():
     def activations(*overrides: str) -> tuple[float, float]:
         run = compose_run("model=gpt_tiny", "mesh=2x2x1", "batch=8", "seq=64", "remat=full", *overrides)
         memory = MemoryEstimator(run, layout_arrays([run]))
-        return memory.under(run.config.remat).activations.item(), memory.gathered.item()
+        return memory.estimate(run.config.remat).activations.item(), memory.gathered_bytes.item()
 
     simulated, _ = activations("partition=fsdp", "target=cpu4")
     on_tpu, gathered = activations("partition=fsdp", "target=v5e-4")

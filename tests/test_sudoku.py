@@ -18,7 +18,7 @@ from valkyrie.data.sources.puzzles.loader import NO_LABEL
 from valkyrie.data.sources.puzzles.prepare import write_folder
 from valkyrie.data.sources.puzzles.symmetries import draw_symmetries
 from valkyrie.problems import ProblemCode
-from valkyrie.train.prepare import refuse_other_data
+from valkyrie.train.prepare import refuse_unsuitable_data
 
 HARD = "85...24..72......9..4.........1.7..23.5...9...4...........8..7..17..........36.4."
 """A published puzzle that a solver cannot complete without guesses."""
@@ -176,7 +176,7 @@ REFUSED = {
 
 
 def prepared(run: Run) -> Dataset:
-    refuse_other_data(run)
+    refuse_unsuitable_data(run)
     return run.config.data.open("none")
 
 
@@ -217,7 +217,7 @@ def test_puzzles_need_a_puzzle_model():
         (("model=gpt_tiny", "data=sudoku"), "data=parquet_stream"),
     ):
         with pytest.raises(ValueError, match=words):
-            refuse_other_data(compose_run(*settings))
+            refuse_unsuitable_data(compose_run(*settings))
     generating = Run.from_config(compose_config("model=trm_tiny", "mode=generate"))
     assert (ProblemCode.unsupported, "mode") in [(problem.code, problem.key) for problem in generating.problems()]
     mlp = Run.from_config(compose_config("model=trm_mlp", "seq=16"))

@@ -366,7 +366,7 @@ def test_a_training_reports_to_the_run_of_its_trial_in_the_sweeps_group(tmp_path
     run_id = wandb_run_id(TrackingConfig(), tmp_path, OK.key)
     config = TrackingConfig(wandb=WandbMode.offline, group="laptop", id=run_id)
     tracker = Tracker(config, tmp_path, run_name="run", fields=wandb_config(encode(OK.about), {}), group="m-cpu8")
-    tracker.summary({"step_s": 0.5, "tokens_per_second": 4.0, "mfu": None})
+    tracker.write_summary({"step_s": 0.5, "tokens_per_second": 4.0, "mfu": None})
     tracker.close()
     log = wandb_log(tmp_path)
     assert log["run"].run_id == run_id

@@ -29,7 +29,7 @@ def test_records_are_written_line_by_line(tmp_path: Path) -> None:
     run_tracker = tracker(tmp_path)
     run_tracker.log({"loss": 2.5}, 1)
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]
-    run_tracker.summary({"steps": 1})
+    run_tracker.write_summary({"steps": 1})
     run_tracker.close()
     assert read_metrics(tmp_path / "metrics.jsonl")[-1] == {"summary": {"steps": 1}}
 
@@ -94,7 +94,7 @@ def test_the_summary_overrides_the_last_step_with_the_same_keys(tmp_path: Path) 
     run_tracker.log({"tokens_per_second": 55.0, "loss": 2.0}, 1)
     run_tracker.log({"tokens_per_second": 66.0, "loss": 1.0}, 3)
     run_tracker.log({"eval_loss": 1.5}, 3)
-    run_tracker.summary({"tokens_per_second": 7.0, "step_s": 0.5, "compile_s": None})
+    run_tracker.write_summary({"tokens_per_second": 7.0, "step_s": 0.5, "compile_s": None})
     run_tracker.close()
     log = wandb_log(tmp_path)
     assert [(entry["_step"], entry["tokens_per_second"]) for entry in log["history"]] == [(1, 55.0), (3, 66.0)]
@@ -116,7 +116,7 @@ def test_a_wandb_failure_is_reported_and_disables_wandb(tmp_path: Path, monkeypa
         and "metrics.jsonl" in run_tracker.note
     )
     run_tracker.log({"loss": 1.0}, 1)
-    run_tracker.summary({})
+    run_tracker.write_summary({})
     run_tracker.close()
     assert read_metrics(tmp_path / "metrics.jsonl")[0] == {"step": 1, "loss": 1.0}
 

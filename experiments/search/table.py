@@ -48,7 +48,7 @@ def main() -> None:
     for key, pairs in alike.items():
         rows = [row for row, _ in pairs]
         layouts = stack_runs([run for _, run in pairs])
-        need = MemoryEstimator(pairs[0][1], layouts).under(pairs[0][1].config.remat).total
+        need = MemoryEstimator(pairs[0][1], layouts).estimate(pairs[0][1].config.remat).total
         needs[rows[0]["space"]] += zip(rows, map(float, need), strict=True)
         if key in known:
             compiled = [row for row in rows if row["step_s"]]

@@ -6,7 +6,7 @@
 
 from valkyrie.checkpoint.config import CheckpointConfig, FastConfig
 from valkyrie.checkpoint.contents import CheckpointInfo
-from valkyrie.checkpoint.location import checkpoint_root, has_saved, latest_step, saved_steps
+from valkyrie.checkpoint.location import checkpoint_root, is_resumable, latest_step, saved_steps
 from valkyrie.checkpoint.tier import NotSavedError
 from valkyrie.checkpoint.tiers import Checkpoints, stored_checkpoints
 
@@ -17,7 +17,7 @@ __all__ = [
     "FastConfig",
     "NotSavedError",
     "checkpoint_root",
-    "has_saved",
+    "is_resumable",
     "latest_step",
     "saved_steps",
     "stored_checkpoints",

@@ -128,12 +128,14 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> Mapping[str, tuple[int, .
     return {name: tuple(array.shape) for name, array in flatten(parameters).items()}
 
 
-def refuse_other_model(path: Any, saved: Mapping[str, tuple[int, ...]], built: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError, naming the first differing parameter, if the saved and the built shapes differ."""
+def refuse_other_model(
+    path: Any, saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise ValueError, naming the first differing parameter, if the saved and the expected shapes differ."""
     problems = [
-        f"{name} is {saved.get(name, 'missing')} in the checkpoint and {built.get(name, 'missing')} in the model"
-        for name in sorted({*built, *saved})
-        if saved.get(name) != built.get(name)
+        f"{name} is {saved.get(name, 'missing')} in the checkpoint and {expected.get(name, 'missing')} in the model"
+        for name in sorted({*expected, *saved})
+        if saved.get(name) != expected.get(name)
     ]
     if problems:
         raise ValueError(

@@ -20,7 +20,7 @@ _CONTENTS = {METADATA, CHECKSUMS, "state", "data", "about"}
 """Files and folders in a checkpoint. A damaged checkpoint still has at least one of them."""
 
 
-class Durable(Tier):
+class DurableTier(Tier):
     """The durable checkpoints of one run folder. They can be restored under any mesh, partition and process count."""
 
     label = "durable"
@@ -36,9 +36,9 @@ class Durable(Tier):
             _check_folder(path, run_folder=folder)
         super().__init__(
             path if in_bucket(path) else path.resolve(),
-            cleans=team.is_leader,
+            cleans_up=team.is_leader,
             info=replace(info, tier="durable"),
-            together=team.count > 1,
+            multiprocess=team.count > 1,
         )
 
     def _open(self) -> Any:
@@ -66,7 +66,7 @@ class Durable(Tier):
 
         return args.StandardRestore(wanted)
 
-    def sound_step(self) -> int:
+    def newest_undamaged_step(self) -> int:
         """Return the step of the newest undamaged checkpoint. Raises ValueError, listing the damage, if there is none.
 
         Prints a note for each newer, damaged checkpoint and, unless read-only, moves it aside so that its step can be

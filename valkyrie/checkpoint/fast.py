@@ -23,7 +23,7 @@ from valkyrie.paths import disk_errors
 _FULL_DISK = "checkpoint.fast.folder=DIR, or turn fast checkpoints off: checkpoint.fast.every=null"
 
 
-class Fast(Tier):
+class FastTier(Tier):
     """The fast checkpoints of one process. Saving does not wait for other processes.
 
     Only a run with the same shards of the same arrays on each process can restore them.
@@ -36,7 +36,7 @@ class Fast(Tier):
         self._keep, self._index = config.keep, index
         with disk_errors(path, alternative=_FULL_DISK):
             path.mkdir(parents=True, exist_ok=True)
-        super().__init__(path.resolve(), cleans=True, info=replace(info, tier="fast", process=index))
+        super().__init__(path.resolve(), cleans_up=True, info=replace(info, tier="fast", process=index))
 
     def _open(self) -> Any:
         """Return a manager restricted to this process: it writes everything and joins no barrier with others."""
@@ -75,28 +75,28 @@ class Fast(Tier):
 
         return args.PyTreeRestore(wanted, restore_args=construct_restore_args(wanted))
 
-    def _describe(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
-        return replace(super()._describe(arrays), shards=local_shards(arrays))
+    def _make_info(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
+        return replace(super()._make_info(arrays), shards=local_shards(arrays))
 
     def restorable_steps(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
         """Return the steps that this process can restore as `wanted`, newest first, and why it cannot restore others.
 
         The second list has one reason for each step that cannot be restored. Deletes damaged checkpoints.
         """
-        steps, refused, shards = [], [], local_shards(wanted)
+        steps, reasons, shards = [], [], local_shards(wanted)
         for step in sorted(self._manager.all_steps(), reverse=True):
             info, damage = inspect(self.folder_of(step))
             if info is None or damage is not None:
                 print(f"Deleting the damaged fast checkpoint at step {step} in {self.path}: {damage}", file=sys.stderr)
-                refused.append(f"the checkpoint at step {step} is damaged")
+                reasons.append(f"the checkpoint at step {step} is damaged")
                 self._delete(step)
             elif _covers(info.shards, shards):
                 steps.append(step)
             else:
-                refused.append(f"the checkpoint at step {step} has another layout or model")
-        return steps, refused
+                reasons.append(f"the checkpoint at step {step} has another layout or model")
+        return steps, reasons
 
-    def forget_after(self, step: int) -> None:
+    def delete_after(self, step: int) -> None:
         """Delete the checkpoints of later steps. The run continues from `step` and will save them again."""
         self._delete(*(other for other in steps_in(self.path) if other > step))
 

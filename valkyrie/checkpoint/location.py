@@ -120,7 +120,7 @@ def record_root(run_folder: Path, folder: str | None) -> None:
         write_atomic(pointer, f"{configured}\n")
 
 
-def has_saved(run_folder: Path) -> bool:
+def is_resumable(run_folder: Path) -> bool:
     """Return whether a run folder can be resumed, judging only by this disk: buckets are not queried."""
     return any((run_folder / name).is_file() for name in (POINTER, IDENTITY)) or bool(saved_steps(run_folder))
 
@@ -135,7 +135,7 @@ def saved_steps(run_folder: Path) -> list[int]:
     return steps_in(checkpoint_root(run_folder))
 
 
-def folders_in(root: Any) -> list[int]:
+def all_steps_in(root: Any) -> list[int]:
     """Return the steps of the checkpoint folders directly in a folder or bucket, oldest first.
 
     On a disk, includes incomplete folders, for example of an interrupted copy. They are never saves in progress, which

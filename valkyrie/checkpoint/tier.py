@@ -35,14 +35,14 @@ class Tier(ABC):
     interrupted save is never mistaken for a checkpoint. Every checkpoint has checksums of its files.
     """
 
-    def __init__(self, path: Any, *, cleans: bool, info: CheckpointInfo, together: bool = False) -> None:
+    def __init__(self, path: Any, *, cleans_up: bool, info: CheckpointInfo, multiprocess: bool = False) -> None:
         """Open the checkpoint folder.
 
         Args:
             path: The folder or bucket.
-            cleans: Whether this process removes the remains of a failed save.
+            cleans_up: Whether this process removes the remains of a failed save.
             info: Metadata of the run, stored in every checkpoint.
-            together: Whether each checkpoint is written by several processes, which wait for each other. If a save
+            multiprocess: Whether each checkpoint is written by several processes, which wait for each other. If a save
                 fails on one of them, that process raises NotSavedError and the whole run is aborted, because the others
                 would wait forever.
 
@@ -53,7 +53,8 @@ class Tier(ABC):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         _drop_late_callbacks()
         _reported_errors()
-        self.path, self._cleans, self._info, self._together, self._broken = path, cleans, info, together, False
+        self.path, self._info, self._broken = path, info, False
+        self._cleans_up, self._multiprocess = cleans_up, multiprocess
         with bucket_errors(path):
             self._manager = self._open()
             self.last_saved: int | None = self._manager.latest_step()
@@ -73,7 +74,7 @@ class Tier(ABC):
     def _read_args(self, wanted: Any) -> Any:
         """Return the Orbax arguments that read arrays with the shapes and shardings of `wanted`."""
 
-    def _describe(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
+    def _make_info(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
         """Return the metadata for a checkpoint of these arrays, with the current time."""
         return replace(
             self._info, saved=time.strftime("%Y-%m-%d %H:%M:%S %z"), parameters=parameter_shapes(arrays["parameters"])
@@ -103,7 +104,7 @@ class Tier(ABC):
         from orbax.checkpoint import args
 
         arrays = state_arrays(state)
-        info = replace(self._describe(arrays), step=step).as_json()
+        info = replace(self._make_info(arrays), step=step).as_json()
         content = args.Composite(
             state=self._state_args(arrays), data=args.JsonSave(dict(data)), about=args.JsonSave(dict(info))
         )
@@ -140,7 +141,7 @@ class Tier(ABC):
     def wait(self) -> str | None:
         """Wait until the current save is on disk. Returns the error message if it failed, or None."""
         try:
-            while self._together and self._manager.is_saving_in_progress():
+            while self._multiprocess and self._manager.is_saving_in_progress():
                 self._raise_reported()
                 time.sleep(_POLL_S)
             self._manager.wait_until_finished()
@@ -152,7 +153,7 @@ class Tier(ABC):
         """Return the error message of a save that has failed, or None. Does not wait for a save in progress."""
         if not self._manager.is_saving_in_progress():
             return self.wait()
-        if self._together:
+        if self._multiprocess:
             try:
                 self._raise_reported()
             except Exception as error:  # as in save
@@ -178,7 +179,7 @@ class Tier(ABC):
             print(self._recover(error), file=sys.stderr)
             self._manager.close()
 
-    def _unfinished(self) -> list[Path]:
+    def _unfinished_folders(self) -> list[Path]:
         """Return the folders of unfinished saves. Empty for a bucket, where Orbax itself tracks them."""
         return [] if in_bucket(self.path) else list(self.path.glob("*.orbax-checkpoint-tmp*"))
 
@@ -187,18 +188,18 @@ class Tier(ABC):
 
         Orbax calls this in its own thread.
         """
-        for unfinished in self._unfinished():
+        for unfinished in self._unfinished_folders():
             write_checksums(unfinished, excluded=(METADATA,))
 
     def _recover(self, error: Exception) -> str:
         """Remove the remains of a failed save, reopen Orbax for the next save, and return the error message.
 
-        With `together`, only raises NotSavedError.
+        With `multiprocess`, only raises NotSavedError.
         """
         step = self.last_saved
         name = f"The {self.label} checkpoint at step {step}"
         failure = f"{name} could not be saved in {self.path} ({error_reason(error)})"
-        if self._together:
+        if self._multiprocess:
             self._broken = True
             raise NotSavedError(
                 f"{failure}. All processes stop. Start them again to continue from the previous checkpoint, if there "
@@ -207,7 +208,7 @@ class Tier(ABC):
         _reported_errors().clear()  # they hold the arrays that were not written
         with contextlib.suppress(Exception):  # it raises the same error again
             self._manager.close()
-        for unfinished in self._unfinished() if self._cleans else ():
+        for unfinished in self._unfinished_folders() if self._cleans_up else ():
             shutil.rmtree(unfinished, ignore_errors=True)
         self.last_saved, newest = None, "earlier checkpoints cannot be listed"
         with contextlib.suppress(Exception):  # an unreachable bucket raises many kinds of errors
@@ -245,11 +246,11 @@ def _reported_errors() -> list[tuple[str, Exception]]:
 @cache
 def _drop_late_callbacks() -> None:
     """Silence the error "Event loop is closed", which the remaining writes of a failed save raise."""
-    before = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
         error = unraisable.exc_value
         if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            before(unraisable)
+            previous_hook(unraisable)
 
     sys.unraisablehook = hook

@@ -20,9 +20,9 @@ from valkyrie.checkpoint.contents import (
     refuse_other_tokenizer,
     state_arrays,
 )
-from valkyrie.checkpoint.durable import Durable
-from valkyrie.checkpoint.fast import Fast, fast_folder
-from valkyrie.checkpoint.location import IDENTITY, checkpoint_root, folders_in, in_bucket
+from valkyrie.checkpoint.durable import DurableTier
+from valkyrie.checkpoint.fast import FastTier, fast_folder
+from valkyrie.checkpoint.location import IDENTITY, all_steps_in, checkpoint_root, in_bucket
 from valkyrie.checksums import CHECKSUMS
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
@@ -63,14 +63,14 @@ class Checkpoints:
     ) -> None:
         self._team, self._read_only, self._complete = team, read_only, False
         self._info = info = info or CheckpointInfo({})
-        self.durable = Durable(folder, config, read_only=read_only, team=team, info=info)
-        self.fast: Fast | None = None
+        self.durable = DurableTier(folder, config, read_only=read_only, team=team, info=info)
+        self.fast: FastTier | None = None
         if config.fast.every is None and not read_only and team.is_leader:
             (folder / IDENTITY).unlink(missing_ok=True)  # older fast checkpoints become stale from here on
         if config.fast.every is not None and not read_only:
             identity = team.broadcast_from_leader("run identity", lambda: _identity(folder))
             path = fast_folder(config.fast, folder, identity)
-            self.fast = Fast(path / f"process-{team.index}", config.fast, team.index, info=info)
+            self.fast = FastTier(path / f"process-{team.index}", config.fast, team.index, info=info)
 
     @property
     def last_durable_step(self) -> int | None:
@@ -94,15 +94,17 @@ class Checkpoints:
         return None if self.fast is None else self.fast.save(step, state, data)
 
     def restore(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored:
-        """Restore a checkpoint like `newest`, but raise ValueError instead of returning None."""
-        restored = self.newest(abstract_state, changed=changed)
+        """Restore a checkpoint like `try_restore`, but raise ValueError instead of returning None."""
+        restored = self.try_restore(abstract_state, changed=changed)
         if restored is None:
             raise ValueError(
                 f"{self.durable.path} has no finished checkpoint. Start the run again, or resume another run."
             )
         return restored
 
-    def newest(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored | None:
+    def try_restore(
+        self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None
+    ) -> Restored | None:
         """Restore the newest undamaged checkpoint of any tier that all processes can read. None if there is none.
 
         Unless read-only, moves newer, damaged durable checkpoints aside and deletes fast checkpoints of later steps.
@@ -115,7 +117,7 @@ class Checkpoints:
         """
         wanted = state_arrays(abstract_state)
         fast, reason = self._newest_common_fast(wanted)
-        durable = self._newest_sound_durable(needed=fast is None)
+        durable = self._newest_undamaged_durable(needed=fast is None)
         restored = None
         if self.fast is not None and fast is not None and (durable is None or fast > durable):
             arrays, data = self.fast.read(fast, wanted)
@@ -127,7 +129,7 @@ class Checkpoints:
         elif reason and self._team.is_leader:
             print(f"Starting at step 0: there is no durable checkpoint yet{reason}", file=sys.stderr)
         if self.fast is not None:
-            self.fast.forget_after(0 if restored is None else restored.step)
+            self.fast.delete_after(0 if restored is None else restored.step)
         return restored
 
     def _read_durable(
@@ -150,7 +152,7 @@ class Checkpoints:
         source = f"the durable checkpoint at step {step} in {self.durable.path}{reason}"
         return Restored(step, abstract_state._replace(**arrays), data, source)
 
-    def _newest_sound_durable(self, *, needed: bool) -> int | None:
+    def _newest_undamaged_durable(self, *, needed: bool) -> int | None:
         """Return the step of the newest undamaged durable checkpoint, or None. Process 0 checks the files for all.
 
         If all are damaged, raises ValueError if one is `needed`, else moves them aside and returns None.
@@ -158,7 +160,7 @@ class Checkpoints:
         if self._team.broadcast_from_leader("durable checkpoint", lambda: self.last_durable_step) is None:
             return None
         try:
-            step = self._team.broadcast_from_leader("sound checkpoint", self.durable.sound_step)
+            step = self._team.broadcast_from_leader("sound checkpoint", self.durable.newest_undamaged_step)
         except ValueError as error:
             if needed:
                 raise ValueError(
@@ -235,11 +237,11 @@ class StoredCheckpoint(NamedTuple):
 def stored_checkpoints(folder: Path, config: CheckpointConfig) -> list[StoredCheckpoint]:
     """Return the checkpoints of a run, sorted by step: durable ones, and those in this host's fast folder."""
     root = checkpoint_root(folder)
-    stored = [_examine("durable", root / str(step)) for step in folders_in(root)]
+    stored = [_examine("durable", root / str(step)) for step in all_steps_in(root)]
     if (folder / IDENTITY).is_file():
         fast = fast_folder(config.fast, folder, _identity(folder))
         for path in sorted(fast.glob("process-*")):
-            stored += [_examine(f"fast {path.name.replace('-', ' ')}", path / str(step)) for step in folders_in(path)]
+            stored += [_examine(f"fast {path.name.replace('-', ' ')}", path / str(step)) for step in all_steps_in(path)]
     return sorted(stored, key=lambda checkpoint: checkpoint.step)
 
 

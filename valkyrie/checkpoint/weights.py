@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from valkyrie.checkpoint.durable import Durable
+from valkyrie.checkpoint.durable import DurableTier
 from valkyrie.checkpoint.location import in_bucket
 
-_CHUNK = 64 * 2**20
+_CHUNK_BYTES = 64 * 2**20
 """Bytes of an array chunk on disk. A device of another mesh reads only the chunks that overlap its shard."""
 
 
-class WeightsTier(Durable):
+class WeightsTier(DurableTier):
     """A durable tier that saves parameters only, with at most one gigabyte in flight to disk."""
 
     def _open(self) -> Any:
@@ -30,7 +30,9 @@ class WeightsTier(Durable):
         import jax
         import orbax.checkpoint as ocp
 
-        return ocp.args.PyTreeSave(tree, save_args=jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK), tree))
+        return ocp.args.PyTreeSave(
+            tree, save_args=jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+        )
 
 
 def read_array(path: Any, field: str, name: str) -> Any:

@@ -66,12 +66,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _convert_from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     from valkyrie.config.mistakes import refuse_typos
-    from valkyrie.convert.load import from_folder
+    from valkyrie.convert.load import import_folder
     from valkyrie.runs.folder import resume_command
 
     began = time.perf_counter()
     refuse_typos(overrides, multirun=False)
-    folder = from_folder(arguments.folder.expanduser(), arguments.name, arguments.tokenizer, overrides)
+    folder = import_folder(arguments.folder.expanduser(), arguments.name, arguments.tokenizer, overrides)
     print(f"wrote {folder} in {time.perf_counter() - began:.1f} s")
     command = resume_command(folder)
     print(f'next: {command} mode=generate prompt="class "')
@@ -79,7 +79,7 @@ def _convert_from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) ->
 
 
 def _convert_to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from valkyrie.convert.save import to_folder
+    from valkyrie.convert.save import export_run
     from valkyrie.runs.folder import find_run
 
     began = time.perf_counter()
@@ -87,7 +87,7 @@ def _convert_to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> N
         raise ValueError(f"{overrides[0]}: to-hf does not take settings. Leave it out.")
     if not arguments.file_gb > 0:
         raise ValueError(f"--file-gb {arguments.file_gb:g}: must be above 0, such as 5.")
-    folder = to_folder(
+    folder = export_run(
         find_run(arguments.runs, arguments.trained),
         arguments.folder.expanduser(),
         step=arguments.step,

@@ -71,10 +71,10 @@ class Architecture:
         bias: Attention projections that always have a bias.
         biases_key: Key that adds a bias to all attention projections if true, or None if there is no such key.
         qk_norm: Whether queries and keys are normalized.
-        windows: Whether layers can have a sliding window.
+        supports_windows: Whether layers can have a sliding window.
         family: Model family that implements the architecture.
-        sizes: Keys of the model's sizes, by model setting.
-        activation: Key of the nonlinearity.
+        size_keys: Keys of the model's sizes, by model setting.
+        activation_key: Key of the nonlinearity.
         activations: Nonlinearity for each supported value of that key. If several values map to the same nonlinearity,
             exporting writes the first.
         epsilon: Key and default of the norms' epsilon.
@@ -88,9 +88,9 @@ class Architecture:
     bias: Bias = Bias.none
     biases_key: str | None = None
     qk_norm: bool = False
-    windows: bool = False
+    supports_windows: bool = False
     family: str = "gpt"
-    sizes: Mapping[str, str] = field(
+    size_keys: Mapping[str, str] = field(
         default_factory=lambda: {
             "vocab_size": "vocab_size",
             "embed": "hidden_size",
@@ -100,7 +100,7 @@ class Architecture:
             "context": "max_position_embeddings",
         }
     )
-    activation: str = "hidden_act"
+    activation_key: str = "hidden_act"
     activations: Mapping[str, Nonlinearity] = field(
         default_factory=lambda: {
             "silu": Nonlinearity.swiglu,
@@ -121,21 +121,21 @@ class Architecture:
 
 LLAMA, MISTRAL, QWEN2, QWEN3, GPT2 = (
     Architecture("LlamaForCausalLM", "llama", biases_key="attention_bias"),
-    Architecture("MistralForCausalLM", "mistral", windows=True),
-    Architecture("Qwen2ForCausalLM", "qwen2", windows=True, bias=Bias.qkv),
-    Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, windows=True, biases_key="attention_bias"),
+    Architecture("MistralForCausalLM", "mistral", supports_windows=True),
+    Architecture("Qwen2ForCausalLM", "qwen2", supports_windows=True, bias=Bias.qkv),
+    Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, supports_windows=True, biases_key="attention_bias"),
     Architecture(
         "GPT2LMHeadModel",
         "gpt2",
         family="gpt2",
-        sizes={
+        size_keys={
             "vocab_size": "vocab_size",
             "embed": "n_embd",
             "layers": "n_layer",
             "attention.heads": "n_head",
             "context": "n_positions",
         },
-        activation="activation_function",
+        activation_key="activation_function",
         activations={"gelu_new": Nonlinearity.gelu, "gelu_pytorch_tanh": Nonlinearity.gelu, "relu": Nonlinearity.relu},
         epsilon=("layer_norm_epsilon", 1e-5),
         tied=True,
@@ -165,12 +165,12 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
     Raises ValueError with the keys that have an unsupported value.
     """
     architecture = find_architecture(config)
-    if wrong := [key for key in architecture.sizes.values() if type(config.get(key)) is not int or config[key] < 1]:
+    if wrong := [key for key in architecture.size_keys.values() if type(config.get(key)) is not int or config[key] < 1]:
         values = ", ".join(f"{key}={config.get(key)!r}" for key in wrong)
         raise ValueError(f"config.json: {values} must be whole numbers of at least 1 for {architecture.name}.")
     decode(_KeyTypes, dict(config), "config.json")  # raises ValueError for a value of the wrong type
     refusals = _unsupported_values(architecture, config)
-    sizes = {setting: config[key] for setting, key in architecture.sizes.items()}
+    sizes = {setting: config[key] for setting, key in architecture.size_keys.items()}
     embed, heads = sizes["embed"], sizes["attention.heads"]
     architecture_settings: dict[str, Setting] = {}
     if architecture.is_gpt2:
@@ -217,8 +217,8 @@ def to_config_json(model: Stack) -> dict[str, object]:
         )
     name = next(name for name, activation in architecture.activations.items() if activation is model.feed_forward)
     config: dict[str, object] = {"architectures": [architecture.name], "model_type": architecture.model_type}
-    config |= {key: get_value(model, setting) for setting, key in architecture.sizes.items()}
-    config |= {architecture.activation: name, architecture.epsilon[0]: model.norm_epsilon}
+    config |= {key: get_value(model, setting) for setting, key in architecture.size_keys.items()}
+    config |= {architecture.activation_key: name, architecture.epsilon[0]: model.norm_epsilon}
     config["tie_word_embeddings"] = model.tie_embeddings
     if architecture.is_gpt2:
         return config | {"n_inner": None if model.mlp == 4 * model.embed else model.mlp}
@@ -235,11 +235,11 @@ def to_config_json(model: Stack) -> dict[str, object]:
         config[architecture.biases_key] = attention.bias is Bias.all
     if architecture is LLAMA:
         config["mlp_bias"] = False
-    return {**config, **(_window_entries(architecture, model) if architecture.windows else {})}
+    return {**config, **(_window_entries(architecture, model) if architecture.supports_windows else {})}
 
 
 def _activation(architecture: Architecture, config: Mapping[str, Any]) -> str:
-    return str(config.get(architecture.activation, "gelu_new" if architecture.is_gpt2 else None))
+    return str(config.get(architecture.activation_key, "gelu_new" if architecture.is_gpt2 else None))
 
 
 def _unsupported_values(architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
@@ -249,7 +249,9 @@ def _unsupported_values(architecture: Architecture, config: Mapping[str, Any]) -
         refusals.append("quantization_config: only float32, bfloat16 and float16 weights are supported")
     activation = _activation(architecture, config)
     if activation not in architecture.activations:
-        refusals.append(f"{architecture.activation}={activation} is not one of {', '.join(architecture.activations)}")
+        refusals.append(
+            f"{architecture.activation_key}={activation} is not one of {', '.join(architecture.activations)}"
+        )
     for key, value in architecture.fixed.items():
         if bool(config.get(key, value)) != value:
             refusals.append(f"{key}={override_text(not value)} is not supported")
@@ -258,7 +260,7 @@ def _unsupported_values(architecture: Architecture, config: Mapping[str, Any]) -
         refusals.append(
             f"rms_norm_eps={epsilon:g} is not supported with query and key norms, only {_QK_NORM_EPSILON:g} is"
         )
-    embed, heads = architecture.sizes["embed"], architecture.sizes["attention.heads"]
+    embed, heads = architecture.size_keys["embed"], architecture.size_keys["attention.heads"]
     if not config.get("head_dim") and config[embed] % max(config[heads], 1):
         refusals.append(
             f"{embed}={config[embed]} is not a multiple of {heads}={config[heads]}, and there is no head_dim"
@@ -289,7 +291,9 @@ _ROPE_STRETCH_KEYS = {
 def _rope_scaling(stretch: RopeStretch) -> Mapping[str, object] | None:
     if stretch.factor == 1:
         return None
-    return {"rope_type": "llama3"} | {theirs: getattr(stretch, ours) for theirs, ours in _ROPE_STRETCH_KEYS.items()}
+    return {"rope_type": "llama3"} | {
+        rope_key: getattr(stretch, field_name) for rope_key, field_name in _ROPE_STRETCH_KEYS.items()
+    }
 
 
 def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[str]]:
@@ -304,7 +308,10 @@ def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[
     if rope_type == "llama3" and (missing := [name for name in _ROPE_STRETCH_KEYS if name not in rope]):
         refusals.append(f"{key} lacks {', '.join(missing)}, required by rope_type=llama3")
     elif rope_type == "llama3":
-        settings |= {f"attention.rope_stretch.{ours}": rope[theirs] for theirs, ours in _ROPE_STRETCH_KEYS.items()}
+        settings |= {
+            f"attention.rope_stretch.{field_name}": rope[rope_key]
+            for rope_key, field_name in _ROPE_STRETCH_KEYS.items()
+        }
     elif rope_type != "default":
         refusals.append(f"{key}.rope_type={rope_type} is not supported, only default and llama3 are")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -316,7 +323,7 @@ def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[
 def _window_settings(architecture: Architecture, config: Mapping[str, Any]) -> tuple[list[int | None], list[str]]:
     """Return the window of each layer (a single one if all are equal), and a message for each unsupported value."""
     window, layers = config.get("sliding_window"), config["num_hidden_layers"]
-    if not architecture.windows or window is None or not config.get("use_sliding_window", True):
+    if not architecture.supports_windows or window is None or not config.get("use_sliding_window", True):
         return [None], []
     types = config.get("layer_types")
     if types is None:

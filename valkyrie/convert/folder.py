@@ -67,17 +67,18 @@ class Weights:
         return np.result_type(*(DTYPES[self.dtypes[name]] for name in names))
 
     def check_tensors(
-        self, expected: Mapping[str, tuple[int, ...]], derived: tuple[str, ...], architecture: str
+        self, expected: Mapping[str, tuple[int, ...]], ignored_suffixes: tuple[str, ...], architecture: str
     ) -> None:
         """Raise ValueError unless the tensors have the expected names and shapes, and supported dtypes.
 
-        Additional tensors are allowed if their names end in one of `derived`. `architecture` is named in the message.
+        Additional tensors are allowed if their names end in one of `ignored_suffixes`. `architecture` is the name in
+        the message.
         """
         missing = [name for name in expected if name not in self.shapes]
         misshapen = [
             f"{n} is {list(self.shapes[n])}, not {list(s)}" for n, s in expected.items() if s != self.shapes.get(n, s)
         ]
-        unexpected = [name for name in self.shapes if name not in expected and not name.endswith(derived)]
+        unexpected = [name for name in self.shapes if name not in expected and not name.endswith(ignored_suffixes)]
         unsupported = [
             f"{name} is {dtype}" for name, dtype in self.dtypes.items() if dtype not in DTYPES and name in expected
         ]

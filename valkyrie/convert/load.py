@@ -18,7 +18,7 @@ from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.convert.architectures import Setting, find_architecture, model_settings
 from valkyrie.convert.folder import CONFIG, Weights, copy_other_files, describe_tensors
-from valkyrie.convert.names import DERIVED, GPT2_PREFIX, TensorSlice, tensor_slices
+from valkyrie.convert.names import DERIVED_SUFFIXES, GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer import load_tokenizer, tokenizer_identity, vocab_size_of
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors, write_atomic
@@ -36,7 +36,7 @@ _MAX_SEQ = 2048
 """Upper limit of the default `seq`, in tokens. Many models support longer contexts than fit on a laptop."""
 
 
-def from_folder(
+def import_folder(
     folder: Path,
     name: str | None,
     tokenizer: str | None,
@@ -64,7 +64,7 @@ def from_folder(
     by_parameter = tensor_slices(run.model, prefix)
     expected = {piece.name: piece.tensor_shape for parts in by_parameter.values() for piece in parts}
     tied = (_UNEMBEDDING,) if run.model.tie_embeddings else ()
-    weights.check_tensors(expected, (*DERIVED, *tied), architecture.name)
+    weights.check_tensors(expected, (*DERIVED_SUFFIXES, *tied), architecture.name)
     if run.model.tie_embeddings:
         _check_tied(weights, by_parameter["embedding"][0].name)
     target = run_folder(run)

@@ -83,7 +83,7 @@ GPT2_LAYER |= {
 GPT2_PREFIX = "transformer."
 """Prefix of these names in files saved with the output head."""
 
-DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Suffixes of tensors in older files that can be computed from config.json, and are therefore ignored."""
 
 
@@ -145,16 +145,16 @@ def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]
     """
     by_parameter: dict[str, list[TensorSlice]] = {}
     layers = dict(_layer_numbers(model))
-    outside, per_layer = (GPT2_TOP_LEVEL, GPT2_LAYER) if model.family == "gpt2" else (TOP_LEVEL, LAYER)
+    top_level, per_layer = (GPT2_TOP_LEVEL, GPT2_LAYER) if model.family == "gpt2" else (TOP_LEVEL, LAYER)
     for name, parameter in model.parameters().items():
-        if name in outside:
-            location, shape = outside[name], parameter.shape
+        if name in top_level:
+            location, shape = top_level[name], parameter.shape
             rows = model.vocab_size if parameter.axes[0] == "vocab" else shape[0]
             tensor = location.name if location.name.startswith("lm_head.") else prefix + location.name
             by_parameter[name] = [TensorSlice(name, None, tensor, location, shape, rows)]
             continue
-        segment, block, rest = name.split(".", 2)
-        location, numbers = per_layer[rest], layers[f"{segment}.{block}"]
+        segment, block, name_in_layer = name.split(".", 2)
+        location, numbers = per_layer[name_in_layer], layers[f"{segment}.{block}"]
         shape = parameter.shape[1:]
         by_parameter[name] = [
             TensorSlice(name, i, prefix + location.name.format(number), location, shape, shape[0])

@@ -14,7 +14,7 @@ import numpy as np
 
 from valkyrie.checkpoint import checkpoint_root
 from valkyrie.checkpoint.contents import PARAMETERS_ONLY, newest_undamaged, read_info
-from valkyrie.checkpoint.location import folders_in
+from valkyrie.checkpoint.location import all_steps_in
 from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import load_run
 from valkyrie.config.run import Run
@@ -31,8 +31,8 @@ DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 """Supported dtypes of written weights, by name."""
 
 
-def to_folder(
-    trained: Path,
+def export_run(
+    run_folder: Path,
     folder: Path,
     *,
     step: int | None = None,
@@ -45,23 +45,23 @@ def to_folder(
     Raises ValueError if the checkpoint does not exist, the model cannot be converted, or `folder` is not empty.
 
     Args:
-        trained: the run folder. Its averaged parameters are written if it has them.
+        run_folder: the run folder. Its averaged parameters are written if it has them.
         folder: the folder to write.
         step: step of the checkpoint, or None for the newest.
         dtype: dtype of the weights. None for the original dtype if the run was converted from a folder, else float32.
         file_bytes: approximate maximum bytes of a file.
         say: called with a progress message.
     """
-    run = load_run(trained, [])
+    run = load_run(run_folder, [])
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder. Use {OTHER_FOLDER}.")
-    config = _merge_config(trained, run, dtype)  # refuses models that cannot be converted
+    config = _merge_config(run_folder, run, dtype)  # refuses models that cannot be converted
     weights_dtype = DTYPES_BY_NAME[str(config["dtype"])]
     assert isinstance(run.model, Stack)
-    step, path = _find_checkpoint(trained, step)  # last, because it reads the whole checkpoint
+    step, path = _find_checkpoint(run_folder, step)  # last, because it reads the whole checkpoint
     field = "ema" if _has_average(run, path) else "parameters"
     by_name: dict[str, list[TensorSlice]] = {}
-    for parts in tensor_slices(run.model, _tensor_prefix(trained, run)).values():
+    for parts in tensor_slices(run.model, _tensor_prefix(run_folder, run)).values():
         for piece in parts:
             by_name.setdefault(piece.name, []).append(piece)
     shapes = {name: slices[0].tensor_shape for name, slices in by_name.items()}
@@ -71,7 +71,7 @@ def to_folder(
         with disk_errors(folder, OTHER_FOLDER):
             folder.mkdir(parents=True, exist_ok=True)
         write_folder(folder, config, shapes, weights_dtype, lambda name: reader.read(by_name[name]), file_bytes)
-        _copy_tokenizer(trained, run, folder)
+        _copy_tokenizer(run_folder, run, folder)
     return folder
 
 
@@ -115,25 +115,27 @@ def _select_layer(array: np.ndarray, piece: TensorSlice) -> np.ndarray:
     return array if piece.layer is None else array[piece.layer]
 
 
-def _tensor_prefix(trained: Path, run: Run) -> str:
+def _tensor_prefix(run_folder: Path, run: Run) -> str:
     """Return the prefix of GPT-2's tensor names, as in the original folder if there is one. Empty for other models."""
-    prefix = trained / ORIGINALS / PREFIX_FILE
+    prefix = run_folder / ORIGINALS / PREFIX_FILE
     if run.model.family != "gpt2":
         return ""
     return prefix.read_text() if prefix.is_file() else GPT2_PREFIX
 
 
-def _find_checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
+def _find_checkpoint(run_folder: Path, step: int | None) -> tuple[int, Any]:
     """Return a checkpoint's step and path: that of `step`, or the newest undamaged one if it is None.
 
     Prints a note for each newer, damaged checkpoint. Raises ValueError if there is no such undamaged checkpoint.
     """
-    root = checkpoint_root(trained)
-    steps = folders_in(root)
+    root = checkpoint_root(run_folder)
+    steps = all_steps_in(root)
     if not steps:
-        raise ValueError(f"{trained} has no finished checkpoint. Use the folder of a trained run.")
+        raise ValueError(f"{run_folder} has no finished checkpoint. Use the folder of a trained run.")
     if step is not None and step not in steps:
-        raise ValueError(f"--step {step}: {trained} has no such checkpoint. Use one of {', '.join(map(str, steps))}.")
+        raise ValueError(
+            f"--step {step}: {run_folder} has no such checkpoint. Use one of {', '.join(map(str, steps))}."
+        )
     undamaged, damages = newest_undamaged(root, steps if step is None else [step])
     if undamaged is None:
         remedy = "There is no other checkpoint." if step is None else "Use another --step."
@@ -147,9 +149,9 @@ def _has_average(run: Run, path: Any) -> bool:
     return run.config.optimizer.ema_decay is not None and read_info(path).holds != PARAMETERS_ONLY
 
 
-def _merge_config(trained: Path, run: Run, dtype: str | None) -> Mapping[str, object]:
+def _merge_config(run_folder: Path, run: Run, dtype: str | None) -> Mapping[str, object]:
     """Return the contents of config.json: the original ones, if any, updated with the current settings."""
-    original = trained / ORIGINALS / CONFIG
+    original = run_folder / ORIGINALS / CONFIG
     old = json.loads(original.read_bytes()) if original.is_file() else {}
     old_dtype = old.get("dtype") or old.get("torch_dtype") or "float32"
     assert isinstance(run.model, Stack)
@@ -160,10 +162,10 @@ def _merge_config(trained: Path, run: Run, dtype: str | None) -> Mapping[str, ob
     return old | new | {"dtype": dtype or (old_dtype if old_dtype in DTYPES_BY_NAME else "float32")}
 
 
-def _copy_tokenizer(trained: Path, run: Run, folder: Path) -> None:
+def _copy_tokenizer(run_folder: Path, run: Run, folder: Path) -> None:
     """Copy the original tokenizer files, or else the tokenizer that the run was trained with."""
-    if (trained / ORIGINALS).is_dir():
-        copy_other_files(trained / ORIGINALS, folder, OTHER_FOLDER)
+    if (run_folder / ORIGINALS).is_dir():
+        copy_other_files(run_folder / ORIGINALS, folder, OTHER_FOLDER)
     elif (file := json_path(run.tokenizer)) is not None:
         with disk_errors(folder, OTHER_FOLDER):
             shutil.copyfile(file, folder / "tokenizer.json")

@@ -21,7 +21,7 @@ from valkyrie.data.config import DataCheck
 from valkyrie.doctor.findings import FAILS, OK, WARNING, CheckContext, CheckResults
 from valkyrie.paths import cache_problem, cache_root, disk_errors, error_reason
 from valkyrie.runs.wandb_writer import WandbMode, resolve_mode
-from valkyrie.train.prepare import refuse_other_data
+from valkyrie.train.prepare import refuse_unsuitable_data
 from valkyrie.units import count_text, memory_text
 
 CLOCK_S = 2.0
@@ -166,7 +166,7 @@ def check_compile_cache(_: CheckContext) -> CheckResults:
 
 def check_data(context: CheckContext) -> CheckResults:
     """Check that the training data exists and is enough for a batch."""
-    refuse_other_data(context.run)
+    refuse_unsuitable_data(context.run)
     result = _data_check(context.run)
     yield WARNING if result.advice else OK, result.text, result.advice or ""
 

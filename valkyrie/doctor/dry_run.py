@@ -84,7 +84,7 @@ def _run_steps(
     for step in range(steps):
         watchdog.step(step + 1)
         rows = program.task.random_batch(
-            config.batch, config.seq, run.model.vocab_size, config.seed + step, program.places
+            config.batch, config.seq, run.model.vocab_size, config.seed + step, program.local_rows
         )
         batch = program.place(rows)
         start = time.perf_counter()

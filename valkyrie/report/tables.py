@@ -87,7 +87,7 @@ def training_table(rows: Sequence[Row]) -> TextTable:
         [row.trial.name, f"{row.trial.results.steps or 0:,}", long_duration(goodput.wall_s)]
         + ["" if goodput.share is None else share_text(goodput.share), str(goodput.restarts)]
         + ["" if row.data_wait is None else share_text(row.data_wait)]
-        + [decimal_bytes_text(sum(row.sent.values())) if row.sent else "nothing", goodput.rest()]
+        + [decimal_bytes_text(sum(row.sent.values())) if row.sent else "nothing", goodput.describe_other_time()]
         for row, goodput in trainings
     ]
     return TextTable("How training runs spent their time", heads, body)

@@ -31,9 +31,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "loss": "{:.4f}".format,
 }
 """Formatter of each unit. `bytes` is memory in powers of two, `sent` is bytes over a link in powers of ten."""
-WORDS = ("text", "layout")
+TEXT_UNITS = ("text", "layout")
 """Units of text columns. In the HTML report, a `layout` opens the details of that layout."""
-TIMED = ("speed", "seconds")
+TIME_UNITS = ("speed", "seconds")
 """Units of time and speed. Such values are marked if the devices are simulated."""
 
 
@@ -50,7 +50,7 @@ class Column(Generic[R]):
         wandb: Key at W&B, or None to use `name`.
         scale: Factor that converts a value to the unit used at W&B.
         unknown: Text on a terminal for an unknown value.
-        least: Minimum width on a terminal, where longer cells wrap. None if cells must not wrap.
+        min_width: Minimum width on a terminal, where longer cells wrap. None if cells must not wrap.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Column(Generic[R]):
     wandb: str | None = None
     scale: float = 1.0
     unknown: str = ""
-    least: int | None = None
+    min_width: int | None = None
 
     @property
     def is_number(self) -> bool:
         """Whether values are numbers, which are aligned to the right."""
-        return self.unit not in WORDS
+        return self.unit not in TEXT_UNITS
 
     @property
     def key(self) -> str:
@@ -101,9 +101,9 @@ def terminal_table(
         table.add_column(
             column.label,
             justify="right" if column.is_number else "left",
-            overflow="fold" if column.least else overflow,
-            no_wrap=column.least is None,
-            min_width=column.least,
+            overflow="fold" if column.min_width else overflow,
+            no_wrap=column.min_width is None,
+            min_width=column.min_width,
         )
     for row in rows:
         table.add_row(*(Text(printable(column.text(row))) for column in columns), style=style(row))
@@ -113,8 +113,8 @@ def terminal_table(
 def terminal_line(columns: Sequence[Column[R]], row: R | None = None) -> str:
     """Return a row, or the headings if `row` is None, as a line of a table that is printed line by line.
 
-    Pads cells to the column's `least`, except in the last column.
+    Pads cells to the column's `min_width`, except in the last column.
     """
     cells = [(column, column.label if row is None else column.text(row)) for column in columns]
-    padded = [text.rjust(c.least or 0) if c.is_number else text.ljust(c.least or 0) for c, text in cells[:-1]]
+    padded = [text.rjust(c.min_width or 0) if c.is_number else text.ljust(c.min_width or 0) for c, text in cells[:-1]]
     return "  ".join([*padded, cells[-1][1]])

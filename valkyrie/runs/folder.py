@@ -18,7 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.checkpoint import has_saved, latest_step
+from valkyrie.checkpoint import is_resumable, latest_step
 from valkyrie.checkpoint.location import FOLDER
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run, RunConfig
@@ -60,7 +60,7 @@ _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-
 
 def find_run(runs: Path, resume: str) -> Path:
     """Find the run folder of `resume`: `latest`, a name under `runs`, or a path. Raises ValueError if there is none."""
-    candidates = sorted((f for f in runs.glob("*") if has_saved(f)), key=_last_saved)
+    candidates = sorted((f for f in runs.glob("*") if is_resumable(f)), key=_last_save_time)
     if resume == "latest":
         if not candidates:
             raise ValueError(
@@ -69,10 +69,10 @@ def find_run(runs: Path, resume: str) -> Path:
             )
         return candidates[-1]
     for folder in (runs / resume, Path(resume)):
-        if has_saved(folder):
+        if is_resumable(folder):
             return folder
     for folder in Path(resume).absolute().parents:
-        if Path(resume).exists() and has_saved(folder):
+        if Path(resume).exists() and is_resumable(folder):
             raise ValueError(f"resume={resume} is inside a run folder. Use resume={folder}.")
     known = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
     names = {f.name.lower(): f.name for f in candidates}
@@ -83,7 +83,7 @@ def find_run(runs: Path, resume: str) -> Path:
     )
 
 
-def _last_saved(folder: Path) -> float:
+def _last_save_time(folder: Path) -> float:
     """Return the time of a run's last save: that of its checkpoint folder, or of the run folder if that is missing."""
     checkpoints = folder / FOLDER
     return (checkpoints if checkpoints.exists() else folder).stat().st_mtime
@@ -109,8 +109,8 @@ def run_folder(run: Run) -> Path:
                 f"name={name} is a nested folder, but resume=latest only searches directly under runs={runs}. Use "
                 f"runs={parent} name={last}, or name={name.strip('/').replace('/', '-')}."
             )
-        is_trained = not uses_run_folder and latest_step(runs / name) is not None
-        folder = runs / (f"{name}-{mode}" if is_trained else name)
+        needs_separate_folder = not uses_run_folder and latest_step(runs / name) is not None
+        folder = runs / (f"{name}-{mode}" if needs_separate_folder else name)
         if _has_other_files(folder):
             raise ValueError(
                 f"name={name}: {folder} contains files but no {RUN}, so it is not a run folder. Use another name."
@@ -141,7 +141,7 @@ def claim_run_folder(run: Run, folder: Path) -> Path:
 
 def _has_other_files(folder: Path) -> bool:
     """Return whether a folder has files but is not a run folder."""
-    if not folder.is_dir() or any((folder / name).exists() for name in (RUN, WRITER)) or has_saved(folder):
+    if not folder.is_dir() or any((folder / name).exists() for name in (RUN, WRITER)) or is_resumable(folder):
         return False
     return any(not entry.name.startswith(".") for entry in folder.iterdir())
 

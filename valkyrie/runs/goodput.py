@@ -43,7 +43,7 @@ _PLANNED = (FINISHED, STOPPED)
 _INTERVAL_SHARE, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.01, 1.0, 60.0
 """Interval between two lines: a share of the time since the start, but at least a second and at most a minute."""
 _MIN_LISTED_SHARE = 0.005
-"""Smallest share of the wall time that `Goodput.rest` lists."""
+"""Smallest share of the wall time that `Goodput.describe_other_time` lists."""
 
 
 class Point(NamedTuple):
@@ -69,12 +69,12 @@ class Start:
     end: str | None = None
 
     @property
-    def ended(self) -> float:
+    def end_time(self) -> float:
         """Unix time of the last point."""
         return self.points[-1].time if self.points else self.began
 
     @property
-    def planned(self) -> bool:
+    def ended_as_planned(self) -> bool:
         """Whether the start finished the run or was stopped by the user."""
         return self.end in _PLANNED
 
@@ -114,10 +114,10 @@ class Goodput(NamedTuple):
         if self.share is None:
             return "goodput: not known yet"
         restarts = [f"{self.restarts} restart{'s' * (self.restarts > 1)}"] if self.restarts else []
-        rest = [f"other time: {rest}"] if (rest := self.rest()) else []
+        rest = [f"other time: {rest}"] if (rest := self.describe_other_time()) else []
         return "; ".join([f"goodput {share_text(self.share)} of {long_duration(self.wall_s)}", *restarts, *rest])
 
-    def rest(self) -> str:
+    def describe_other_time(self) -> str:
         """Describe the kinds of time other than steps, with their shares of the wall time, largest first."""
         shares = [(s / self.wall_s, KINDS[kind]) for kind, s in self.seconds.items() if kind != "steps" and s]
         return ", ".join(
@@ -125,7 +125,7 @@ class Goodput(NamedTuple):
         )
 
 
-def goodput(starts: Sequence[Start]) -> Goodput | None:
+def compute_goodput(starts: Sequence[Start]) -> Goodput | None:
     """Sum the wall time of a run by kind, over all its starts. Returns None if there are no starts.
 
     If a step was repeated, only its last execution counts as `steps`. The time between a planned end and the next start
@@ -142,17 +142,17 @@ def goodput(starts: Sequence[Start]) -> Goodput | None:
         redone = 0.0 if first_repeated_step is None else start.steps_after(first_repeated_step)
         for kind, spent in (spent_by_kind | {"steps": spent_by_kind["steps"] - redone, "redone": redone}).items():
             seconds[kind] += spent
-        seconds["other"] += max(start.ended - start.began - sum(spent_by_kind.values()), 0.0)
+        seconds["other"] += max(start.end_time - start.began - sum(spent_by_kind.values()), 0.0)
     for before, after in itertools.pairwise(starts):
-        if not before.planned:
-            seconds["down"] += max(after.began - before.ended, 0.0)
-    restarts = sum(not before.planned for before in starts[:-1])
+        if not before.ended_as_planned:
+            seconds["down"] += max(after.began - before.end_time, 0.0)
+    restarts = sum(not before.ended_as_planned for before in starts[:-1])
     return Goodput(sum(seconds.values()), seconds, restarts)
 
 
 def read_goodput(folder: Path) -> Goodput | None:
     """Read the goodput of the run in a folder. Returns None if it has no record."""
-    return goodput(read_starts(folder / FILE))
+    return compute_goodput(read_starts(folder / FILE))
 
 
 def read_starts(file: Path) -> list[Start]:
@@ -177,7 +177,7 @@ class Ledger:
     Args:
         folder: The run folder.
         began: Unix time of this start.
-        spent: Seconds spent so far by kind, which the caller updates. `prepared` adds to its `setup`.
+        spent: Seconds spent so far by kind, which the caller updates. `count_setup` adds to its `setup`.
         write: Whether to read and write the file. False on processes other than the leader, which then know only this
             start.
     """
@@ -192,7 +192,7 @@ class Ledger:
             cut_torn_line(self._file)
         self._append({"start": round(began, 3)})
 
-    def prepared(self, step: int) -> None:
+    def count_setup(self, step: int) -> None:
         """Count all time that has no kind yet as setup, and write a line.
 
         `step` is the step from which the run continues. May be called several times before the first step.
@@ -204,7 +204,7 @@ class Ledger:
         self.goodput()
 
     @contextlib.contextmanager
-    def refusals(self) -> Iterator[None]:
+    def record_refusal(self) -> Iterator[None]:
         """Record this start as stopped if the code in this context raises ValueError or OSError.
 
         These are usually mistakes of the user. The next start then does not count as a restart.
@@ -238,7 +238,7 @@ class Ledger:
         now = self._point()
         # The sum over earlier starts is computed once: it only depends on the step from which this start continues.
         if self._earlier_sum is None:
-            so_far = goodput([*self._earlier, Start(self._began, [now])])
+            so_far = compute_goodput([*self._earlier, Start(self._began, [now])])
             assert so_far is not None
             self._earlier_sum = now, so_far
         before, earlier_sum = self._earlier_sum

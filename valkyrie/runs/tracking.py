@@ -13,7 +13,7 @@ from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, wandb_summary
 
 
-def profile_window(window: str) -> tuple[int, int]:
+def parse_profile_window(window: str) -> tuple[int, int]:
     """Parse a range of steps such as `100-105` to its first and last step. Raises ProblemError if it is malformed."""
     first, dash, last = window.partition("-")
     if not (dash and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
@@ -25,7 +25,7 @@ def profile_window(window: str) -> tuple[int, int]:
 def profile_problems(window: str | None, steps: int) -> list[Problem]:
     """Return the problems of `profile=window` in a run of `steps` steps. There are none if `window` is None."""
     try:
-        last = 0 if window is None else profile_window(window)[1]
+        last = 0 if window is None else parse_profile_window(window)[1]
     except ProblemError as error:
         return [*error.problems]
     text = f"profile={window}: the last step to trace must be at most steps={steps}."
@@ -101,7 +101,7 @@ class Tracker:
             self._open_step = step
         return line
 
-    def summary(self, values: Mapping[str, object]) -> None:
+    def write_summary(self, values: Mapping[str, object]) -> None:
         """Record values of the whole run, in W&B's summary and as a JSON line without a step.
 
         First closes the last step at W&B. If it were closed later, its values would replace those of the summary.
@@ -114,7 +114,7 @@ class Tracker:
             self._wandb.summary.update(wandb_summary(values))
 
     @property
-    def lost(self) -> str | None:
+    def lost_records_note(self) -> str | None:
         """A line to print about records that were never written, or None if all were."""
         lines = self._unwritten.count(b"\n")
         records = "the last record" if lines == 1 else f"the last {lines} records"

@@ -169,7 +169,7 @@ class SearchAnswer:
 def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
     """Return the columns of an answer's table. Slices, costs and budgets appear only if they were requested."""
     column, rows = Column[RankedLayout], answer.best
-    slices = column("slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), least=8)
+    slices = column("slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), min_width=8)
     cost = [
         column("hours", "hours", "amount", lambda r: r.hours, unknown="?"),
         column("dollars", "dollars", "amount", lambda r: r.dollars, unknown="?"),
@@ -177,9 +177,9 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
     head = f"billion\ntokens for\n${number_text(answer.budget_usd or 0.0)}"
     budget = column("tokens", head, "amount", lambda r: r.tokens_for_budget and r.tokens_for_budget / 1e9, unknown="?")
     return [
-        column("place", "#", "count", lambda r: rows.index(r) + 1, least=0),
+        column("place", "#", "count", lambda r: rows.index(r) + 1, min_width=0),
         *([slices] if len(answer.targets) > 1 else []),
-        column("layout", "layout", "text", lambda r: " ".join(r.overrides[1:]), least=16),
+        column("layout", "layout", "text", lambda r: " ".join(r.overrides[1:]), min_width=16),
         column("step_s", "step", "seconds", lambda r: r.step_s),
         column("interval", "interval", "range", lambda r: r.interval),
         column("memory", "peak", "bytes", lambda r: r.memory, unknown="?"),
@@ -187,6 +187,6 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
         column("mfu", "MFU", "percent", lambda r: r.mfu, unknown="?"),
         *(cost if answer.tokens is not None else []),
         *([budget] if answer.budget_usd is not None else []),
-        column("bottleneck", "bound by", "text", lambda r: r.bottleneck, least=0),
-        column("stage", "by", "text", lambda r: r.stage.value, least=0),
+        column("bottleneck", "bound by", "text", lambda r: r.bottleneck, min_width=0),
+        column("stage", "by", "text", lambda r: r.stage.value, min_width=0),
     ]

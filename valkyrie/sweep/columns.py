@@ -26,7 +26,7 @@ _ALL = (
     _Column("stage", "stage", "text", lambda r: r.trial.stage),
     _Column("status", "status", "text", lambda r: r.trial.status.value),
     _Column("outcome", "status", "text", lambda r: r.status, "status of the trial"),
-    _Column("result", "result", "text", lambda r: r.verdict, least=0),
+    _Column("result", "result", "text", lambda r: r.verdict, min_width=0),
     _Column("simulated", "simulated", "text", lambda r: r.group.simulated),
     _Column(
         "seen",
@@ -42,7 +42,7 @@ _ALL = (
     _Column("seq", "seq", "count", lambda r: r.work.seq),
     _Column("precision", "precision", "text", lambda r: r.work.precision),
     _Column("varied", "varied", "text", lambda r: " ".join(r.work.varied)),
-    _Column("settings", "varied", "text", lambda r: r.settings, least=6),
+    _Column("settings", "varied", "text", lambda r: r.settings, min_width=6),
     _Column("work", "workload", "text", lambda r: r.work.label),
     _Column("parameters", "parameters", "count", lambda r: r.trial.results.parameters),
     _Column("layout", "layout", "text", lambda r: r.layout),

@@ -23,7 +23,7 @@ from valkyrie.sweep.names import folder_name, trial_key, trial_name
 from valkyrie.sweep.results import OUTCOME
 from valkyrie.sweep.tracking import wandb_run_id
 from valkyrie.sweep.trial import Status, Trial, TrialResult
-from valkyrie.train.devices import missing_devices
+from valkyrie.train.devices import machine_problems
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _missing_requirements(run: Run) -> list[str]:
     if needs is Needs.compiler:
         missing = get_platform(run.config.target.platform).missing_compiler(run.config.target)
         return [missing] if missing else []
-    return [str(problem) for problem in missing_devices(run)] if needs is Needs.devices else []
+    return [str(problem) for problem in machine_problems(run)] if needs is Needs.devices else []
 
 
 def _predictor_digest(run: Run) -> str:

@@ -43,7 +43,7 @@ class Progress:
         state: Newest train state. In `on_metrics` it is usually one step ahead of the metrics.
         facts: Other entries of the summary, such as `compile_s` and the rates of code evaluations.
         evaluation: Newest value of every evaluation metric.
-        evaluated: Step of the last evaluation, or None.
+        evaluation_step: Step of the last evaluation, or None.
         stopping: Whether the training saves and ends after this step.
         end: How the training ended (`goodput.FINISHED`, `STOPPED` or `PREEMPTED`), or None while it runs.
     """
@@ -58,7 +58,7 @@ class Progress:
     state: TrainState
     facts: dict[str, object]
     evaluation: dict[str, float] = field(default_factory=dict)
-    evaluated: int | None = None
+    evaluation_step: int | None = None
     stopping: bool = False
     end: str | None = None
 
@@ -190,8 +190,8 @@ class Evaluate(Callback):
     def on_step(self, progress: Progress) -> None:
         with progress.meter.paused("evaluation"):
             batches = progress.program.run.config.eval_batches
-            progress.evaluation.update(self.evaluator(progress.state.averaged, batches))
-        progress.evaluated = progress.step
+            progress.evaluation.update(self.evaluator(progress.state.eval_parameters, batches))
+        progress.evaluation_step = progress.step
         progress.log(progress.evaluation)
         progress.screen.say(f"step {progress.step}: {progress.program.task.describe(progress.evaluation)}")
 
@@ -229,7 +229,7 @@ class Save(Callback):
     def on_step(self, progress: Progress) -> None:
         # The fast checkpoint comes first: a preemption may leave no time for the durable one.
         step, state, position = progress.step, progress.state, self.loader.state()
-        metrics = progress.evaluation if progress.evaluated == step else None
+        metrics = progress.evaluation if progress.evaluation_step == step else None
         progress.ledger.write(step)  # makes the time of repeated steps exact if a restart continues from here
         with progress.meter.paused("save"):
             if self._is_fast_due(progress):
@@ -244,7 +244,7 @@ class Save(Callback):
             if self.checkpoints.last_durable_step != progress.step:
                 failed = self.checkpoints.save(progress.step, progress.state, self.loader.state())
                 if failed := failed or self.checkpoints.wait():
-                    self.unsaved = f"{failed} {self._how_to_continue(progress.tracker.folder)}"
+                    self.unsaved = f"{failed} {self._resume_advice(progress.tracker.folder)}"
 
     def _is_fast_due(self, progress: Progress) -> bool:
         every = progress.program.run.config.checkpoint.fast.every
@@ -254,7 +254,7 @@ class Save(Callback):
         every = progress.program.run.config.checkpoint.every
         return progress.stopping or progress.finished or progress.is_multiple_of(every)
 
-    def _how_to_continue(self, folder: Path) -> str:
+    def _resume_advice(self, folder: Path) -> str:
         """Return advice for the case that the last state could not be saved."""
         fast_tier, resume = self.checkpoints.fast, resume_command(folder)
         if fast_tier is not None and fast_tier.last_saved is not None:
@@ -280,7 +280,7 @@ class Sample(Callback):
 
     def on_step(self, progress: Progress) -> None:
         with progress.meter.paused("evaluation"):
-            text = self.evaluator.sample(progress.state.averaged)
+            text = self.evaluator.sample(progress.state.eval_parameters)
         progress.log({"sample": text})
         progress.screen.say(f"step {progress.step}, sample: {escape(text)}")
 
@@ -301,7 +301,7 @@ class EvaluateCode(Callback):
     def on_step(self, progress: Progress) -> None:
         with progress.meter.paused("evaluation"):
             folder = progress.tracker.folder
-            rates, line = self.evaluation(progress.state.averaged, progress.step, folder, self.stopped)
+            rates, line = self.evaluation(progress.state.eval_parameters, progress.step, folder, self.stopped)
         progress.facts |= rates
         if rates:
             progress.log(rates)

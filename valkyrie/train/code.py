@@ -38,7 +38,7 @@ class CodeEvaluation:
             tokenizer,
             temperature=self.config.temperature,
             top_k=self.config.top_k,
-            everywhere=lambda x: x if self._device is not None else jax.lax.with_sharding_constraint(x, replicated),
+            replicate=lambda x: x if self._device is not None else jax.lax.with_sharding_constraint(x, replicated),
         )
         self.results: list[CompletionResult] = []
         """Results of the last completions, grouped by problem."""
@@ -120,7 +120,7 @@ def describe(rates: dict[str, float]) -> str:
     return "; ".join(parts)
 
 
-def table(results: Sequence[CompletionResult], evaluation: CodeEvaluation) -> Table:
+def results_table(results: Sequence[CompletionResult], evaluation: CodeEvaluation) -> Table:
     """Return the table of compile and pass counts by language and difficulty."""
     result = Table()
     for column in ("language", "difficulty", "problems", "samples", "compile", "pass", "problems solved"):

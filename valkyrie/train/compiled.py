@@ -25,13 +25,13 @@ class StepExecutable(NamedTuple):
 
     Args:
         advance: The function (state, batch) -> (state, metrics).
-        program: The compiled program.
+        compiled: The compiled program.
         compile_s: Seconds to compile.
         hbm_gib: Peak memory per device in GiB, or None if unknown.
     """
 
     advance: Any
-    program: jax.stages.Compiled
+    compiled: jax.stages.Compiled
     compile_s: float
     hbm_gib: float | None
 
@@ -42,7 +42,7 @@ class StepExecutable(NamedTuple):
         """
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
-            return sum_communication(traffic(parse(serialised_module(self.program)), axes))
+            return sum_communication(traffic(parse(serialised_module(self.compiled)), axes))
         except Exception as error:  # the format changes between versions of XLA; that must not end a training run
             say(f"the bytes sent by a step could not be read ({type(error).__name__}: {first_line(error)})")
             return None

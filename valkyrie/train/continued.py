@@ -78,7 +78,7 @@ def save_text(text: Text, path: Path, *, writes: bool = True) -> None:
     leaves = [np.asarray(process_allgather(leaf, tiled=True)) for leaf in jax.tree.leaves(text.state)]
     if not writes:
         return
-    arrays, content = {str(i): _builtin_dtype(leaf) for i, leaf in enumerate(leaves)}, io.BytesIO()
+    arrays, content = {str(i): _as_builtin_dtype(leaf) for i, leaf in enumerate(leaves)}, io.BytesIO()
     np.savez(content, allow_pickle=False, **{_METADATA: np.array(json.dumps(metadata)), **arrays})
     with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
@@ -121,6 +121,6 @@ def pad_state(state: Any, template: Any) -> Any:
     return jax.tree.map(grow, state, template)
 
 
-def _builtin_dtype(array: np.ndarray) -> np.ndarray:
+def _as_builtin_dtype(array: np.ndarray) -> np.ndarray:
     """View an array of an extension dtype, such as bfloat16, as unsigned integers, which `np.savez` can store."""
     return array if array.dtype.isbuiltin else array.view(f"u{array.dtype.itemsize}")

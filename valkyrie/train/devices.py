@@ -45,7 +45,7 @@ class Devices:
         return len(self.devices) / (1 if self.chip is None else self.chip.devices)
 
     @property
-    def sharing_memory(self) -> int:
+    def devices_per_memory(self) -> int:
         """Number of devices that share a memory: all if they are simulated in the host's memory, else 1."""
         return len(self.devices) if self.simulated else 1
 
@@ -63,7 +63,7 @@ class Devices:
         return f"{count} x {self.devices[0].device_kind}"
 
 
-def missing_devices(run: Run) -> list[Problem]:
+def machine_problems(run: Run) -> list[Problem]:
     """Return problems with the environment variables or, only if there are none, with the machine's devices."""
     return environment_problems() or device_problems(run)
 
@@ -161,7 +161,7 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
 
 def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Team = ALONE) -> Devices:
     """Configure JAX and return the run's devices. Raises ValueError if this machine lacks them."""
-    refuse(missing_devices(run))
+    refuse(machine_problems(run))
     configure_jax(run, say)
     return acquire_devices(run, team)
 

@@ -17,8 +17,8 @@ from valkyrie.train.program import StepProgram
 class Evaluator:
     """Evaluates parameters on the validation split of a dataset."""
 
-    def __init__(self, program: StepProgram, prepared: Dataset, tokenizer: Tokenizer | None) -> None:
-        self._program, self._prepared, self._tokenizer = program, prepared, tokenizer
+    def __init__(self, program: StepProgram, dataset: Dataset, tokenizer: Tokenizer | None) -> None:
+        self._program, self._dataset, self._tokenizer = program, dataset, tokenizer
         references = program.task.references(tokenizer, program.run.model.vocab_rows)
         replicated = program.shard.sharding(())
         self._references = jax.tree.map(lambda x: jax.device_put(x, replicated), references)
@@ -27,7 +27,7 @@ class Evaluator:
         """Return the task's metrics over the first `batches` batches of the validation split, or over all if None."""
         program = self._program
         sums: list[dict[str, jax.Array]] = []
-        with program.loader(self._prepared, "validation") as loader:
+        with program.loader(self._dataset, "validation") as loader:
             for number, batch in enumerate(loader):
                 if batches is not None and number >= batches:
                     break

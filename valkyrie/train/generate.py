@@ -93,7 +93,7 @@ def continuation(program: StepProgram, parameters: Any, tokenizer: Tokenizer, te
     )
 
 
-_CHUNK = 16
+_CHUNK_TOKENS = 16
 """Tokens between two checks for finished texts."""
 
 
@@ -110,9 +110,9 @@ class Completer:
         *,
         temperature: float,
         top_k: int | None,
-        everywhere: Callable[[jax.Array], jax.Array] = lambda tokens: tokens,
+        replicate: Callable[[jax.Array], jax.Array] = lambda tokens: tokens,
     ) -> None:
-        """`everywhere` replicates the sampled tokens over the mesh, so that every process can read them."""
+        """`replicate` replicates the sampled tokens over the mesh, so that every process can read them."""
         vocab_size, self._tokenizer = tokenizer.vocab_size, tokenizer
 
         def advance(
@@ -135,7 +135,7 @@ class Completer:
 
             columns = (prompts.T, first + jnp.arange(prompts.shape[1]))
             (state, token), sampled = jax.lax.scan(read_token, (state, token), columns)
-            return state, token, everywhere(sampled.T)
+            return state, token, replicate(sampled.T)
 
         self._advance = jax.jit(advance, donate_argnums=1)
         self._start = jax.jit(
@@ -166,7 +166,7 @@ class Completer:
             stopped: Returns whether to abandon the sampling.
         """
         ids = [[self._tokenizer.bos_id, *map(int, self._tokenizer.encode_ordinary(prompt))] for prompt in prompts]
-        length = -(-(max(map(len, ids), default=0) + tokens - 1) // _CHUNK) * _CHUNK
+        length = -(-(max(map(len, ids), default=0) + tokens - 1) // _CHUNK_TOKENS) * _CHUNK_TOKENS
         keys = jax.vmap(lambda number: jax.random.fold_in(jax.random.key(seed), number))(np.arange(len(ids)))
         texts: list[str] = []
         for first in range(0, len(ids), batch):
@@ -183,14 +183,14 @@ class Completer:
     def _sample_texts(
         self, parameters: Any, ids: Sequence[Sequence[int]], keys: jax.Array, length: int, tokens: int
     ) -> Iterator[list[tuple[str, bool]]]:
-        """Yield (text so far, whether it is complete) for each prompt, after every `_CHUNK` of `length` steps."""
+        """Yield each prompt's text so far and whether it is complete, after every `_CHUNK_TOKENS` of `length` steps."""
         prompts = np.full((len(ids), length), -1, np.int32)
         for row, prompt in enumerate(ids):
             prompts[row, : len(prompt)] = prompt
         sampled = np.zeros_like(prompts)
         state, token = self._start(parameters, len(ids), length), jnp.zeros(len(ids), jnp.int32)
-        for first in range(0, length, _CHUNK):
-            end = first + _CHUNK
+        for first in range(0, length, _CHUNK_TOKENS):
+            end = first + _CHUNK_TOKENS
             state, token, new = self._advance(parameters, state, token, prompts[:, first:end], keys, np.int32(first))
             sampled[:, first:end] = np.asarray(new)
             yield [

@@ -66,12 +66,12 @@ class SavedBytes:
     host: dict[str, int]
 
     @property
-    def on_device(self) -> int:
+    def device_total(self) -> int:
         """Bytes saved in device memory."""
         return sum(self.device.values())
 
     @property
-    def on_host(self) -> int:
+    def host_total(self) -> int:
         """Bytes saved in host memory."""
         return sum(self.host.values())
 
@@ -103,7 +103,7 @@ class MemoryEstimator:
     def __init__(self, run: Run, layouts: Candidates) -> None:
         self.run, self.layouts = run, layouts
 
-    def under(self, remat: RematConfig) -> ExpectedMemory[np.ndarray]:
+    def estimate(self, remat: RematConfig) -> ExpectedMemory[np.ndarray]:
         """Return the device memory under a remat policy. Omits arrays that the partition keeps in host memory."""
         partition, (parameters, gradients, moments, average) = self.layouts.partition, self._array_bytes
         on_device = partition.parameter_memory is Memory.device
@@ -115,7 +115,7 @@ class MemoryEstimator:
             activations=self._activations(remat, gradients),
         )
 
-    def saved(self, remat: RematConfig) -> dict[ActivationLocation, dict[str, np.ndarray]]:
+    def saved_by_location(self, remat: RematConfig) -> dict[ActivationLocation, dict[str, np.ndarray]]:
         """Return the bytes saved for the backward pass, by location and activation name (`UNNAMED` if it has none)."""
         sizes: dict[ActivationLocation, dict[str, np.ndarray]] = {location: {} for location in ActivationLocation}
         for activation, bytes_ in self.activations:
@@ -132,7 +132,7 @@ class MemoryEstimator:
         ]
 
     @cached_property
-    def gathered(self) -> np.ndarray:
+    def gathered_bytes(self) -> np.ndarray:
         """Bytes per device of one layer's gathered weights and of their gradients before the reduction."""
         layouts, total, policy = self.layouts, np.zeros(len(self.layouts)), self.run.config.precision
         itemsize = policy.compute.itemsize + policy.reduction.itemsize
@@ -165,22 +165,22 @@ class MemoryEstimator:
             if saved_location(activation, remat) is ActivationLocation.device:
                 saved = saved + bytes_
                 unnamed = unnamed + (bytes_ if activation.name is None else 0.0)
-        loss, group = self._working_sets
+        logits, group = self._working_sets
         platform = get_platform(self.run.config.target.platform)
-        return platform.activation_bytes(saved, unnamed, loss, group, gradients, self.gathered)
+        return platform.activation_bytes(saved, unnamed, logits, group, gradients, self.gathered_bytes)
 
     @cached_property
     def _working_sets(self) -> tuple[np.ndarray, np.ndarray]:
-        """(loss, group): bytes of the logits in memory at once, and of the activations of one group of blocks."""
+        """Bytes of the logits in memory at once, and bytes of the activations of one group of blocks."""
         layouts, model, microbatches = self.layouts, self.run.model, self.layouts.microbatches
-        loss, group, is_pipelined = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
+        logits, group, is_pipelined = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
         for activation in model.working_activations():
             bytes_ = self._bytes(activation)
-            group, loss = (group + bytes_, loss) if activation.positions is None else (group, loss + bytes_)
+            group, logits = (group + bytes_, logits) if activation.positions is None else (group, logits + bytes_)
         if is_pipelined.any():  # the first stage holds the residual stream of all microbatches
             stream = next(activation for activation in model.saved_activations() if activation.name == BLOCK_INPUT)
             group = group + np.where(is_pipelined, microbatches * self._bytes(replace(stream, count=1)), 0.0)
-        return loss / layouts.stages * np.where(is_pipelined & (not layouts.alternates), microbatches, 1), group
+        return logits / layouts.stages * np.where(is_pipelined & (not layouts.alternates), microbatches, 1), group
 
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
         """Return the bytes per device of an activation's arrays for one microbatch, as if one stage had all layers."""
@@ -219,7 +219,7 @@ def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = N
     The size of the optimizer state comes from `abstract_state`, which has shapes and shardings. Arrays that the
     partition keeps in host memory are omitted.
     """
-    memory = MemoryEstimator(run, layout_arrays([run])).under(remat or run.config.remat)
+    memory = MemoryEstimator(run, layout_arrays([run])).estimate(remat or run.config.remat)
     on_device = run.layout.partition.optimizer_memory is Memory.device
     parts = {name: int(bytes_.item()) for name, bytes_ in vars(memory).items()}
     return ExpectedMemory(**parts | {"optimizer": _shard_bytes(abstract_state.optimizer) if on_device else 0})
@@ -234,7 +234,7 @@ def _shard_bytes(abstract: Any) -> int:
 
 def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
     """Return the bytes that a run saves for the backward pass under `remat`, or under its own policy if None."""
-    saved = MemoryEstimator(run, layout_arrays([run])).saved(remat or run.config.remat)
+    saved = MemoryEstimator(run, layout_arrays([run])).saved_by_location(remat or run.config.remat)
     locations = saved[ActivationLocation.device], saved[ActivationLocation.host]
     return SavedBytes(
         *({name: size for name, n in by_name.items() if (size := int(n.item()))} for by_name in locations)

@@ -16,7 +16,7 @@ TimeKind = Literal["setup", "compile", "restore", "save", "evaluation", "other"]
 
 
 class Meter:
-    """Measures step times in seconds: `first` is the first step, which includes warm-up, and `steps` are the others.
+    """Measures step times in seconds: `first_step_s` is the first, which includes warm-up; `step_times` are the others.
 
     `spent` is the total seconds by kind: `steps`, `data` (waiting for a batch), and the kinds passed to `paused`.
     """
@@ -24,10 +24,10 @@ class Meter:
     def __init__(self, tokens: int, chips: float | int, flops: float, peak_flops: float | None) -> None:
         """`tokens` and `flops` are totals per step. `peak_flops` is the FLOP/s of all chips, or None if unknown."""
         self.tokens, self.chips, self.flops, self.peak_flops = tokens, chips, flops, peak_flops
-        self.first: float | None = None
-        self.steps: list[float] = []
-        self.waits: list[float] = []
-        """Seconds of each of `steps` during which the devices waited for its batch."""
+        self.first_step_s: float | None = None
+        self.step_times: list[float] = []
+        self.data_waits: list[float] = []
+        """Seconds of each of `step_times` during which the devices waited for the batch."""
         self.spent: defaultdict[str, float] = defaultdict(float)
         self._since = time.perf_counter()
         self._paused, self._waited = 0.0, 0.0
@@ -44,11 +44,11 @@ class Meter:
         now = time.perf_counter()
         duration, wait = now - self._since - self._paused, self._waited
         self._since, self._paused, self._waited = now, 0.0, 0.0
-        if self.first is None:
-            self.first = duration
+        if self.first_step_s is None:
+            self.first_step_s = duration
         else:
-            self.steps.append(duration)
-            self.waits.append(wait)
+            self.step_times.append(duration)
+            self.data_waits.append(wait)
         self.spent["steps"] += duration - wait
         self.spent["data"] += wait
         return duration
@@ -97,7 +97,7 @@ class Meter:
         `data_wait` is the share of these steps' time during which the devices waited for a batch. All values are None
         until the second step has finished. `mfu` is also None if the peak FLOP/s is unknown.
         """
-        recent = self.steps[-window:] if window else self.steps
+        recent = self.step_times[-window:] if window else self.step_times
         if not recent:
             return dict.fromkeys(("step_s", "tokens_per_second", "tokens_per_second_per_chip", "mfu", "data_wait"))
         median = statistics.median(recent)
@@ -108,11 +108,11 @@ class Meter:
             "tokens_per_second": rate,
             "tokens_per_second_per_chip": rate / self.chips,
             "mfu": mfu,
-            "data_wait": sum(self.waits[-len(recent) :]) / sum(recent),
+            "data_wait": sum(self.data_waits[-len(recent) :]) / sum(recent),
         }
 
     def summary(self) -> dict[str, float | None]:
         """Return the time of the first step, the 90th percentile of the other step times, and `rates()`."""
-        ordered = sorted(self.steps)
+        ordered = sorted(self.step_times)
         p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)] if ordered else None
-        return {"first_step_s": self.first, "step_p90_s": p90, **self.rates()}
+        return {"first_step_s": self.first_step_s, "step_p90_s": p90, **self.rates()}

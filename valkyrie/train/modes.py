@@ -132,7 +132,7 @@ def code_eval(run: Run) -> int:
         refuse_without_judge(run, team)
         tokenizer, console, devices = load_run_tokenizer(run), make_console(), prepare_devices(run, _to_stderr, team)
         program, step, parameters = restore(run, devices, folder, team)
-        from valkyrie.train.code import CodeEvaluation, table
+        from valkyrie.train.code import CodeEvaluation, results_table
 
         evaluation = CodeEvaluation(program, tokenizer)
         if not console.is_terminal:
@@ -141,7 +141,7 @@ def code_eval(run: Run) -> int:
             rates, line = evaluation(parameters, step, folder)
         if team.is_leader:
             if rates:
-                console.print(table(evaluation.results, evaluation))
+                console.print(results_table(evaluation.results, evaluation))
             console.print(f"{folder.name} at {line}", highlight=False, markup=False)
         if rates:
             console.print(f"every completion: {folder / CODE_EVAL_FILE}", markup=False)

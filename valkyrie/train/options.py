@@ -59,7 +59,7 @@ def collect_options(chip: ChipConfig | None, computed: dict[str, str]) -> list[O
     return options
 
 
-def add_saving_options(options: Sequence[Option]) -> list[Option]:
+def add_memory_saving_options(options: Sequence[Option]) -> list[Option]:
     """Add the options that save memory, except those that the user set."""
     set_by_user = {option.name for option in options if option.set_by == USER}
     saving = {name: value for name, value in SAVING_MEMORY.items() if name not in set_by_user}

@@ -10,7 +10,7 @@ from valkyrie.data.config import source_names
 from valkyrie.problems import refuse
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import changed_settings, find_run, saved_run
-from valkyrie.train.devices import acquire_devices, configure_jax, missing_devices
+from valkyrie.train.devices import acquire_devices, configure_jax, machine_problems
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,8 +35,8 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
     Raises ValueError if this machine lacks the devices or cannot judge code that the run evaluates, or if the model
     does not match the data or the tokenizer.
     """
-    refuse(missing_devices(run))
-    refuse_other_data(run)
+    refuse(machine_problems(run))
+    refuse_unsuitable_data(run)
     if run.config.mode.name == "train" and run.config.code_eval_every is not None:
         refuse_without_judge(run, team)
     tokenizer = load_run_tokenizer(run) if run.task.is_text else None
@@ -50,7 +50,7 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
     return Inputs(devices, data, tokenizer)
 
 
-def refuse_other_data(run: Run) -> None:
+def refuse_unsuitable_data(run: Run) -> None:
     """Raise ValueError if the data is not of the kind that the task needs, or does not suit the model."""
     task, data = run.task, run.config.data
     if task.data_kind != data.kind:
@@ -139,4 +139,4 @@ def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tup
         closing(Checkpoints(folder, config, read_only=True, team=team, info=info)) as checkpoints,
     ):
         restored = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))
-    return program, restored.step, restored.state.averaged
+    return program, restored.step, restored.state.eval_parameters

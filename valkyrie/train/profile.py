@@ -16,12 +16,12 @@ import jax
 
 from valkyrie.problems import first_line
 from valkyrie.processes.team import ALONE, Team
-from valkyrie.runs.tracking import profile_window
+from valkyrie.runs.tracking import parse_profile_window
 
 FOLDER = "profile"
 """Subfolder of a run folder that xprof and TensorBoard open."""
 _XPLANE = ".xplane.pb"
-_KINDS = (_XPLANE, ".trace.json.gz")
+_SUFFIXES = (_XPLANE, ".trace.json.gz")
 """Suffixes of the files that the profiler writes on each host: for xprof, and for ui.perfetto.dev."""
 
 
@@ -47,7 +47,7 @@ class ProfileWindow:
     """
 
     def __init__(self, steps: str | None, folder: Path, *, team: Team = ALONE) -> None:
-        self._steps = profile_window(steps) if steps is not None else None
+        self._steps = parse_profile_window(steps) if steps is not None else None
         self._folder, self._team = folder / FOLDER, team
         self._trace: contextlib.ExitStack | None = None
         self._name = ""
@@ -108,9 +108,9 @@ class ProfileWindow:
         target.mkdir(parents=True, exist_ok=True)
         host = socket.gethostname().partition(".")[0]
         name = f"{host}-{self._team.index}" if self._team.count > 1 else host
-        for kind in _KINDS:
-            for file in temporary.rglob(f"*{kind}"):
-                shutil.move(file, target / f"{name}{kind}")
+        for suffix in _SUFFIXES:
+            for file in temporary.rglob(f"*{suffix}"):
+                shutil.move(file, target / f"{name}{suffix}")
 
 
 def _failure_message(error: Exception) -> str:

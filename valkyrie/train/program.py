@@ -103,7 +103,7 @@ class StepProgram:
         """The jitted function (state, batch) -> (state, metrics). The state is donated, except under `debug=nans`."""
 
         def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-            with self._precision():
+            with self._matmul_precision():
                 return train_step(self, state, batch)
 
         # JAX itself ignores `donate_argnums` under `jax_debug_nans`, so that it can repeat the step.
@@ -116,7 +116,7 @@ class StepProgram:
         """The jitted function (parameters, batch, references) -> sums over the batch. See `Task.references`."""
 
         def evaluate(parameters: Any, batch: dict[str, jax.Array], references: Any) -> dict[str, jax.Array]:
-            with self._precision():
+            with self._matmul_precision():
                 return eval_step(self, parameters, batch, references)
 
         return jax.jit(evaluate, compiler_options=self.compiler_options)
@@ -147,7 +147,7 @@ class StepProgram:
         assert isinstance(self.mesh, jax.sharding.Mesh)
         return self.mesh.devices.flat[0]
 
-    def loader(self, prepared: Dataset, split: str) -> Loader[Any]:
+    def loader(self, dataset: Dataset, split: str) -> Loader[Any]:
         """Return a loader of this process's rows of each batch.
 
         The split `train` repeats without end, in an order set by `Run.order_seed`. `validation` is read once, in file
@@ -157,17 +157,17 @@ class StepProgram:
 
         config, training = self.run.config, split == "train"
         return make_loader(
-            prepared,
+            dataset,
             split,
             batch=config.batch,
             seq=config.seq,
             seed=self.run.order_seed if training else 0,
             repeat=training,
-            places=self.places,
+            places=self.local_rows,
         )
 
     @cached_property
-    def places(self) -> list[int]:
+    def local_rows(self) -> list[int]:
         """Rows of the global batch that are placed on devices of this process, in order."""
         return sorted(
             {
@@ -179,14 +179,14 @@ class StepProgram:
         )
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Return the global arrays of a batch on the mesh, from the rows that this process has (`places`)."""
+        """Return the global arrays of a batch on the mesh, from the rows that this process has (`local_rows`)."""
         return {name: self._place_array(array, batch[name]) for name, array in self.abstract_batch.items()}
 
     def _place_array(self, array: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "an array of the batch has dimensions"
             start, stop, _ = index[0].indices(array.shape[0])
-            first = bisect.bisect_left(self.places, start)
+            first = bisect.bisect_left(self.local_rows, start)
             return rows[(slice(first, first + stop - start), *index[1:])]
 
         return jax.make_array_from_callback(array.shape, array.sharding, part)
@@ -238,7 +238,7 @@ class StepProgram:
         sizes = zip(spec.shape, parts, spec.axes, strict=True)
         return math.prod(size // part for size, part, axis in sizes if axis != "layers")
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+    def _matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which matrix products use full float32, not TF32 or bfloat16, under a float32 policy."""
         is_float32 = self.run.config.precision.compute is DType.float32
         return jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext()

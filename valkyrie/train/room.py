@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CPU_ESTIMATE_FACTOR = 2.0
 """Factor by which simulated devices may exceed the estimate: a step of valkyrie_tiny at seq=4096 took 18 GiB, not 9."""
 
-_ON_A_SLICE = "Use `mode=compile target=v5p-64` to check whether it fits on a slice."
+_SLICE_ADVICE = "Use `mode=compile target=v5p-64` to check whether it fits on a slice."
 
 
 class DoesNotFit(ValueError):
@@ -45,11 +45,11 @@ def check_room(
     activations too. It is passed to `say`, and omitted if that is None.
     """
     run = program.run
-    available = _available(devices)
+    available = _available_bytes(devices)
     if available is None:
         return
     estimate = expected_memory(run, program.abstract_state)
-    count = devices.sharing_memory
+    count = devices.devices_per_memory
     known_bytes, expected_bytes = count * _known_bytes(estimate, training), count * estimate.total
     memory_note = _describe_memory(devices, available)
     if known_bytes > available and not run.config.force:
@@ -85,15 +85,15 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
         size = allocated_bytes(str(error))
         requested = "" if size is None else f" while allocating {memory_text(size)}"
         program = StepProgram(run, abstract_mesh(run.config.mesh), backend=devices.platform)
-        available = _available(devices)
+        available = _available_bytes(devices)
         memory_note = "" if available is None else f"; {_describe_memory(devices, available)}"
-        suggestion = _suggest_lighter(program, available or 0, devices.sharing_memory)
+        suggestion = _suggest_lighter(program, available or 0, devices.devices_per_memory)
         raise DoesNotFit(
             f"{run.model.name} under {run.layout.name} ran out of memory{requested}{memory_note}. {suggestion}"
         ) from None
 
 
-def _available(devices: Devices) -> int | None:
+def _available_bytes(devices: Devices) -> int | None:
     """Return the bytes of one device's memory, or of the host's free memory if simulated. None if unknown."""
     if devices.simulated:
         return free_memory()
@@ -106,7 +106,7 @@ def _available(devices: Devices) -> int | None:
 
 def _describe_memory(devices: Devices, available: int) -> str:
     if devices.simulated:
-        count = devices.sharing_memory
+        count = devices.devices_per_memory
         shared = f", which its {count} simulated devices share" if count > 1 else ""
         return f"this machine has {gib(available)} of memory free{shared}"
     return f"a {devices.devices[0].device_kind} has {gib(available)}"
@@ -121,7 +121,7 @@ def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool)
     """Suggest a partition or a model that fits. Without `training`, suggest a larger machine or mesh."""
     from valkyrie.train.program import StepProgram
 
-    count = devices.sharing_memory
+    count = devices.devices_per_memory
 
     def size(other: Run) -> int:
         program = StepProgram(other, abstract_mesh(other.config.mesh), backend="cpu")
@@ -129,8 +129,8 @@ def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool)
 
     if not training:
         if devices.simulated:
-            return f"Use a machine with more memory. {_ON_A_SLICE}"
-        return f"Use a mesh with more devices, or the mesh that the model was trained on. {_ON_A_SLICE}"
+            return f"Use a machine with more memory. {_SLICE_ADVICE}"
+        return f"Use a mesh with more devices, or the mesh that the model was trained on. {_SLICE_ADVICE}"
     suggestions, current = [], size(run)
     fsdp = run.changed(partition=read_config("partition", "fsdp", PartitionConfig))
     if run.config.partition.name != "fsdp" and not fsdp.problems() and size(fsdp) <= available:
@@ -141,7 +141,7 @@ def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool)
     if fitting:
         suggestions.append(f"model={max(fitting)[-1]}")
     advice = f"Use {' or '.join(suggestions)}. " if suggestions else ""
-    return f"{advice}{_ON_A_SLICE}"
+    return f"{advice}{_SLICE_ADVICE}"
 
 
 def _family_sizes(run: Run) -> dict[str, int]:
@@ -168,4 +168,4 @@ def _suggest_lighter(program: StepProgram, available: int, count: int) -> str:
                 suggestions.append(f"{change} (about {memory_text(size)})")
                 break
     advice = f"{', '.join(suggestions)} or a smaller model" if suggestions else "a smaller batch=, seq= or model="
-    return f"Use {advice}. {_ON_A_SLICE}"
+    return f"Use {advice}. {_SLICE_ADVICE}"

@@ -76,15 +76,15 @@ def _axes_without_rule(layout: Layout, parameters: Iterable[Parameter]) -> list[
     """
     mesh_axes = {axis for axis, role in layout.roles.items() if role.kind is RoleKind.MP1}
     matrices = [spec for spec in parameters if spec.group == "matrix"] if mesh_axes else []
-    not_counted = {None, LAYERS, "embed"}
-    ruled = {axis.removesuffix("?") for axis in layout.partition.parameters} - not_counted
-    whole = [
+    ignored_axes = {None, LAYERS, "embed"}
+    axes_with_rule = {axis.removesuffix("?") for axis in layout.partition.parameters} - ignored_axes
+    unsplit = [
         spec
         for spec in matrices
-        if ruled.isdisjoint(spec.axes) and mesh_axes.isdisjoint(chain(*layout.stored_axes(spec.axes)))
+        if axes_with_rule.isdisjoint(spec.axes) and mesh_axes.isdisjoint(chain(*layout.stored_axes(spec.axes)))
     ]
     return list(
-        dict.fromkeys(axis for spec in whole for axis in spec.axes if axis is not None and axis not in not_counted)
+        dict.fromkeys(axis for spec in unsplit for axis in spec.axes if axis is not None and axis not in ignored_axes)
     )
 
 
@@ -144,8 +144,8 @@ def _print_remats(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
     estimator = MemoryEstimator(run, layout_arrays([run]))
     rows = []
     for name, remat in legal_remats(run).items():
-        saved, activations = saved_bytes(run, remat), int(estimator.under(remat).activations.item())
-        rows.append((name, saved.on_device, saved.on_host, memory.total - memory.activations + activations))
+        saved, activations = saved_bytes(run, remat), int(estimator.estimate(remat).activations.item())
+        rows.append((name, saved.device_total, saved.host_total, memory.total - memory.activations + activations))
     for name, *sizes in sorted(rows, key=lambda row: (-row[1], row[2])):
         style = "bold" if name == run.config.remat.label else None
         table.add_row(name, *(f"{size / GIB:.3f}" for size in sizes), style=style)

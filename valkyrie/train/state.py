@@ -39,7 +39,7 @@ class TrainState(NamedTuple):
     carry: Any = None
 
     @property
-    def averaged(self) -> Any:
+    def eval_parameters(self) -> Any:
         """The parameters to evaluate and to sample from: the average if there is one."""
         return self.parameters if self.ema is None else self.ema
 
@@ -81,25 +81,25 @@ def state_shardings(
     Arrays that the partition keeps in host memory have the memory kind `pinned_host`.
     """
     layout, specs = shard.layout, assembly.specs
-    host = {Memory.host: "pinned_host", Memory.device: None}
-    on_parameters = host[layout.partition.parameter_memory]
-    on_optimizer = host[layout.partition.optimizer_memory]
+    memory_kinds = {Memory.host: "pinned_host", Memory.device: None}
+    parameter_memory_kind = memory_kinds[layout.partition.parameter_memory]
+    optimizer_memory_kind = memory_kinds[layout.partition.optimizer_memory]
     replicated = NamedSharding(shard.mesh, PartitionSpec())  # pyright: ignore[reportArgumentType] - abstract meshes work too
 
-    def of_parameter(path: Any, leaf: Any) -> NamedSharding:
-        return shard.sharding(layout.stored_axes(specs[leaf_name(path)].axes), on_parameters)
+    def parameter_sharding(path: Any, leaf: Any) -> NamedSharding:
+        return shard.sharding(layout.stored_axes(specs[leaf_name(path)].axes), parameter_memory_kind)
 
-    def of_optimizer(path: Any, leaf: Any) -> NamedSharding:
+    def optimizer_sharding(path: Any, leaf: Any) -> NamedSharding:
         name = _matching_parameter(leaf_name(path), specs)
         if name is None or leaf.shape != specs[name].shape:
             return replicated
-        return shard.sharding(layout.optimizer_axes(specs[name].axes, specs[name].shape), on_optimizer)
+        return shard.sharding(layout.optimizer_axes(specs[name].axes, specs[name].shape), optimizer_memory_kind)
 
-    parameters = jax.tree_util.tree_map_with_path(of_parameter, abstract.parameters)
+    parameters = jax.tree_util.tree_map_with_path(parameter_sharding, abstract.parameters)
     return TrainState(
         step=replicated,
         parameters=parameters,
-        optimizer=jax.tree_util.tree_map_with_path(of_optimizer, abstract.optimizer),
+        optimizer=jax.tree_util.tree_map_with_path(optimizer_sharding, abstract.optimizer),
         ema=None if abstract.ema is None else parameters,
         key=replicated,
         carry={name: shard.sharding(layout.activation_axes(array.axes)) for name, array in carry.items()} or None,

@@ -85,13 +85,13 @@ class FitResult:
     @property
     def parameters(self) -> Any:
         """The parameters to use: the average, if the run has one."""
-        return self.state.averaged
+        return self.state.eval_parameters
 
 
 def fit(
     run: Run,
     devices: Devices,
-    prepared: Dataset,
+    dataset: Dataset,
     tokenizer: Tokenizer | None,
     folder: Path,
     console: Console,
@@ -104,7 +104,7 @@ def fit(
     Args:
         run: A run without problems (`Run.problems`).
         devices: Devices to train on.
-        prepared: Prepared data.
+        dataset: The prepared data.
         tokenizer: Tokenizer of the data, or None if the data is not text.
         folder: The run folder, from `run_folder`. If another training run has created it since, a new one is used.
         console: Where progress is printed.
@@ -125,15 +125,15 @@ def fit(
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_oom(run, devices))
         # The loader may refuse the data, so it comes before the run folder is created.
-        loader = stack.enter_context(program.loader(prepared, "train"))
+        loader = stack.enter_context(program.loader(dataset, "train"))
         claimed = team.broadcast_from_leader("claimed run folder", lambda: str(claim_run_folder(run, folder)))
         folder = Path(claimed)
         checkpoints = stack.enter_context(_open_run_folder(program, folder, team))
-        meter = stack.enter_context(contextlib.closing(_meter(run, devices)))
+        meter = stack.enter_context(contextlib.closing(_make_meter(run, devices)))
         ledger = Ledger(folder, began, meter.spent, write=team.is_leader)
-        with meter.paused("setup" if checkpoints.last_step is None else "restore"), ledger.refusals():
+        with meter.paused("setup" if checkpoints.last_step is None else "restore"), ledger.record_refusal():
             start, state = _restore_or_init(program, checkpoints, loader, folder, console)
-        ledger.prepared(start)  # records the restored step before the compile, which may crash
+        ledger.count_setup(start)  # records the restored step before the compile, which may crash
         # A run that has no step to do keeps its record, so that the next one does not report `steps` as changed.
         if team.is_leader and (start < config.steps or not (folder / RUN).is_file()):
             write_run_files(run, folder)
@@ -142,7 +142,7 @@ def fit(
         with meter.paused("compile"):
             step = compile_step(program) if start < config.steps else None
         window = stack.enter_context(ProfileWindow(config.profile, folder, team=team))
-        tracker = _tracker(run, devices, folder, start, write=team.is_leader)
+        tracker = _make_tracker(run, devices, folder, start, write=team.is_leader)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
         interrupt = Interrupt(multiprocess=team.count > 1)
@@ -154,7 +154,7 @@ def fit(
         progress.warn(tracker.note)
         screen.say(_opening_line(start, config.steps, None if step is None else step.compile_s))
         progress.warn(window.missed_warning(start))
-        evaluator, save = Evaluator(program, prepared, tokenizer), Save(checkpoints, loader)
+        evaluator, save = Evaluator(program, dataset, tokenizer), Save(checkpoints, loader)
         # The order matters: metrics are checked before a state is saved, evaluations come before the save because
         # `keep_best` needs them, and the slow samples and code evaluations come after it.
         callbacks = [RefuseDivergence(checkpoints), Profile(window), Evaluate(evaluator), save, Sample(evaluator)]
@@ -162,12 +162,12 @@ def fit(
             callbacks.append(EvaluateCode(CodeEvaluation(program, tokenizer), lambda: interrupt.requested))
         callbacks.append(Log())
         stack.callback(lambda: ledger.write(progress.step, progress.end))
-        ledger.prepared(start)  # counts what came after the compile as setup
+        ledger.count_setup(start)  # counts what came after the compile as setup
         _train_steps(progress, step, loader, callbacks, interrupt, watchdog)
         stopped = progress.stopping and not progress.finished  # a signal during the last step stops nothing
         progress.end = FINISHED if not stopped else PREEMPTED if interrupt.preempted else STOPPED
-        tracker.summary(summary := progress.summary())
-        progress.warn(tracker.lost)
+        tracker.write_summary(summary := progress.summary())
+        progress.warn(tracker.lost_records_note)
         if save.unsaved:
             raise NotSavedError(save.unsaved)
         if progress.finished:
@@ -258,7 +258,7 @@ def _record_program(progress: Progress, compiled: StepExecutable) -> None:
         if progress.tracker.writes:
             if (traffic := compiled.traffic(progress.program.mesh, progress.warn)) is not None:
                 progress.facts[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.by_label}
-            progress.tracker.summary(progress.facts)
+            progress.tracker.write_summary(progress.facts)
 
 
 def _restore_or_init(
@@ -270,7 +270,7 @@ def _restore_or_init(
     run, prints the step, the settings that changed, and any jump of the learning rate.
     """
     run, changed = program.run, changed_settings(program.run, folder)
-    restored = checkpoints.newest(program.abstract_state, changed=changed)
+    restored = checkpoints.try_restore(program.abstract_state, changed=changed)
     if restored is None:
         return 0, program.init(run.config.seed)
     step, state, data, source = restored
@@ -293,14 +293,14 @@ def _opening_line(start: int, steps: int, compile_s: float | None) -> str:
     return f"compiled the step in {compile_s:.1f} s; training steps {start + 1} to {steps}"
 
 
-def _meter(run: Run, devices: Devices) -> Meter:
+def _make_meter(run: Run, devices: Devices) -> Meter:
     tokens = run.config.batch * run.config.seq
     chips = devices.chips
     peak = None if devices.chip is None else devices.chip.peak_flops(run.config.precision.compute)
     return Meter(tokens, chips, run.step_flops, None if peak is None else peak * chips)
 
 
-def _tracker(run: Run, devices: Devices, folder: Path, start: int, *, write: bool) -> Tracker:
+def _make_tracker(run: Run, devices: Devices, folder: Path, start: int, *, write: bool) -> Tracker:
     """Return the tracker. The config of its W&B run has the layout, devices, peak FLOP/s and all settings."""
     chip = devices.chip
     fields = encode(run.layout_record()) | {

@@ -170,14 +170,14 @@ def compile_within_memory(
     If the TPU compiler refuses a program that needs at most `MAX_EXCESS` times the available memory, compiles it again
     with options that save memory. If the program still does not fit, raises the first error. Other errors are raised.
     """
-    from valkyrie.train.options import add_saving_options
+    from valkyrie.train.options import add_memory_saving_options
 
     try:
         return compile(), options
     except Exception as error:
         shortage = parse_shortage(str(error))
         needed, usable = shortage.needed, shortage.usable
-        saving = add_saving_options(options)
+        saving = add_memory_saving_options(options)
         if (
             not platform.memory_limit_option
             or saving == options

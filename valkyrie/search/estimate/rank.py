@@ -137,7 +137,7 @@ def rank(run: Run, space: LayoutSpace) -> Ranking:
         step_estimator = StepEstimator(work, group.candidates, chip, efficiency, collective_model(chip, efficiency))
         memory_estimator = MemoryEstimator(run, group.candidates)
         estimates += [
-            GroupEstimates(group, remat, step_estimator.estimate(remat), memory_estimator.under(remat))
+            GroupEstimates(group, remat, step_estimator.estimate(remat), memory_estimator.estimate(remat))
             for remat in group.remats
         ]
     return Ranking(space, estimates)

@@ -29,7 +29,7 @@ from valkyrie.search.compile.executable import program_memory, step_memory
 from valkyrie.search.compile.prediction import CompileStatus, CompileTimes, MeasuredStep, Measurement
 from valkyrie.search.measure.profile import collective_times
 from valkyrie.train.devices import Devices
-from valkyrie.train.prepare import refuse_other_data
+from valkyrie.train.prepare import refuse_unsuitable_data
 from valkyrie.train.program import StepProgram, serialised_module
 from valkyrie.train.room import DoesNotFit, check_room
 
@@ -116,10 +116,12 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
     """Provide endless batches on the devices: the same random tokens every time, or the batches of the run's loader."""
     config = run.config
     if settings_for(MeasureMode, config.mode).data is MeasuredData.random:
-        batch = program.task.random_batch(config.batch, config.seq, run.model.vocab_size, config.seed, program.places)
+        batch = program.task.random_batch(
+            config.batch, config.seq, run.model.vocab_size, config.seed, program.local_rows
+        )
         yield itertools.repeat(program.place(batch))
         return
-    refuse_other_data(run)
+    refuse_unsuitable_data(run)
     with program.loader(run.config.data.open(run.tokenizer), "train") as loader:
         yield map(program.place, loader)
 

@@ -25,10 +25,10 @@ from valkyrie.train.screen import make_console
 from valkyrie.units import count_text, duration, parse_seconds
 
 _COLUMNS: tuple[Column[Attempt], ...] = (
-    Column("step_s", "step", "seconds", lambda a: a.step_s, least=10),
-    Column("change", "change", "change", lambda a: None if a.verdict is Verdict.same else a.change, least=9),
-    Column("peak", "peak", "bytes", lambda a: a.peak, least=10),
-    Column("verdict", "", "text", lambda a: "" if a.verdict is Verdict.start else a.verdict.value, least=12),
+    Column("step_s", "step", "seconds", lambda a: a.step_s, min_width=10),
+    Column("change", "change", "change", lambda a: None if a.verdict is Verdict.same else a.change, min_width=9),
+    Column("peak", "peak", "bytes", lambda a: a.peak, min_width=10),
+    Column("verdict", "", "text", lambda a: "" if a.verdict is Verdict.start else a.verdict.value, min_width=12),
     Column("options", "option", "text", lambda a: _describe_options(a.options)),
 )
 """Columns of the table of attempts. The options come last, because they are long."""
