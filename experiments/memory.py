@@ -73,7 +73,7 @@ def main() -> None:
 def compare(run: Run, needed: int | None) -> dict[str, Any]:
     """Return the memory of a step in bytes, estimated and from the compiler. Compiles only if `needed` is None."""
     began = time.perf_counter()
-    devices = get_platform(run.config.target.platform).compile_devices(run.config.target, run.config.mesh.size)
+    devices = get_platform(run.config.target.platform).devices_to_compile_for(run.config.target, run.config.mesh.size)
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend="tpu")
     expected = expected_memory(run, program.abstract_state)
     if needed is None:

@@ -33,7 +33,7 @@ needs_libtpu = pytest.mark.skipif(
 
 def compile_devices(target: TargetConfig) -> list[Any]:
     """Return the compile-only devices of a slice."""
-    return get_platform(target.platform).compile_devices(target, target.devices or 1)
+    return get_platform(target.platform).devices_to_compile_for(target, target.devices or 1)
 
 
 CHIPS = {

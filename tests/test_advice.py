@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from helpers import MODELS, compose_run
 from valkyrie.config.run import Run
-from valkyrie.parallel.mesh import parse_mesh, resized
+from valkyrie.parallel.mesh import parse_mesh, resize_axis
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_group
 from valkyrie.problems import Identity
@@ -24,7 +24,7 @@ def problems_of(run: Run) -> set[Identity]:
 
 def applied(run: Run, key: str, value: int) -> Run:
     if "." not in key and key not in ("batch", "seq"):
-        return run.changed(mesh=resized(run.config.mesh, key, value))
+        return run.changed(mesh=resize_axis(run.config.mesh, key, value))
     config = with_value(run.config, key, value)
     return Run(config, config.model)
 

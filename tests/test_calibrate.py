@@ -19,7 +19,7 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.report.records import read_rows
 from valkyrie.runs.folder import RUN
 from valkyrie.search.calibrate import mode as calibrate
-from valkyrie.search.calibrate.mode import FITTED, fit_calibration
+from valkyrie.search.calibrate.mode import FITTED_CONSTANTS, fit_calibration
 from valkyrie.search.calibrate.replay_fit import fit_replays
 from valkyrie.search.compile.correction import MIN_RUNS, step_interval, target_correction
 from valkyrie.search.compile.show import describe_range
@@ -282,5 +282,5 @@ def test_fewer_trials_than_constants_are_refused(
     sweep = saved_sweep(tmp_path / "sweep", trials((32,), truth)[:1])
     assert command("mode=calibrate", f"paths={sweep}", f"runs={tmp_path}", "name=found") == 2
     error = capfd.readouterr().err
-    assert "v5e: 1 " in error and f" {len(FITTED)} " in error and "paths=" in error
+    assert "v5e: 1 " in error and f" {len(FITTED_CONSTANTS)} " in error and "paths=" in error
     assert not (tmp_path / "found").exists()

@@ -28,7 +28,7 @@ def network(shape, **more) -> tuple[LinkModel, np.ndarray]:
 
 def seconds_of_links(traffic: LinkTraffic, kind: str) -> float:
     """Return the seconds to send the bytes at the full bandwidth of the links."""
-    share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
+    share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.DEFAULT_ICI_EFFICIENCY)
     return (traffic.seconds - traffic.latency) * share
 
 

@@ -257,7 +257,7 @@ def test_estimates_100000_layouts_per_second() -> None:
 
 def test_the_idle_time_of_a_pipeline_follows_its_formula() -> None:
     run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "partition=pp", "remat=full")
-    piped = [entry for entry in ranking if int(entry.group.candidates.stages[entry.number]) > 1]
+    piped = [entry for entry in ranking if int(entry.group.candidates.stages[entry.index]) > 1]
     schedules = set()
     for entry in piped:
         pipeline = entry.run(run).layout.pipeline

@@ -9,7 +9,7 @@ import pytest
 
 from valkyrie.compiled.flops import product_flops
 from valkyrie.compiled.groups import permute_pairs, replica_groups
-from valkyrie.compiled.hbm import hbm_bytes, is_elementwise
+from valkyrie.compiled.hbm import hbm_bytes, is_bandwidth_bound
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.compiled.loops import constant_value, trip_count
 from valkyrie.train.program import serialised_module
@@ -287,5 +287,5 @@ def test_a_fusion_moves_the_bytes_it_accesses_not_all_of_its_operands():
 
 def test_operations_that_move_data_between_lanes_are_not_elementwise():
     at = parse(FUSED).instructions
-    assert is_elementwise(at["plain"]) and is_elementwise(at["in_place"])
-    assert not is_elementwise(at["turned"])
+    assert is_bandwidth_bound(at["plain"]) and is_bandwidth_bound(at["in_place"])
+    assert not is_bandwidth_bound(at["turned"])

@@ -129,7 +129,7 @@ def test_the_bubble_is_the_idle_fraction_of_a_stage(pipeline: Pipeline, bubble: 
     """A stage is busy in some turns and idle in others. A forward pass takes 1/3 of a turn and a backward pass 2/3."""
     work = pipeline.rounds * pipeline.microbatches
     turns = pipeline.forward_turns
-    if pipeline.alternates:
+    if pipeline.is_1f1b:
         half = pipeline.stages - 1
         assert pipeline.turns == half + pipeline.microbatches + half
         assert 3 * turns == half * 1 + pipeline.microbatches * 3 + half * 2

@@ -138,7 +138,7 @@ def test_a_described_placement_matches_the_device_positions(shape: list[int], wr
         first = np.moveaxis(cells, dimension, -1).reshape(-1, axes[axis])[0]
         block = {(0,) * len(shape)}
         for factor in placed.factors:
-            at = "abc".index(factor.on)
+            at = "abc".index(factor.physical_axis)
             steps = [tuple(i * factor.stride * (k == at) for k in range(len(shape))) for i in range(factor.size)]
             block = {tuple(a + b for a, b in zip(p, q, strict=True)) for p in block for q in steps}
             assert factor.ring == (wrap and factor.size * factor.stride == shape[at] > 2)

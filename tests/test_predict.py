@@ -260,7 +260,7 @@ def test_a_function_on_this_machines_devices_is_refused():
 def test_places_without_libtpu_equal_those_of_its_devices(name: str, shape: tuple[int, ...]):
     slice = valkyrie.slice(name)
     mesh = slice.mesh(shape, ("a", "b"))
-    assert device_positions(mesh) == slice.places(shape, ("a", "b"))
+    assert device_positions(mesh) == slice.positions(shape, ("a", "b"))
 
 
 @needs_libtpu

@@ -49,7 +49,7 @@ def played(module: Module) -> Replay:
 
 
 def gather_seconds() -> float:
-    share = assumptions.ICI_EFFICIENCY_OTHERWISE
+    share = assumptions.DEFAULT_ICI_EFFICIENCY
     return assumptions.COLLECTIVE_START_S + 2e-6 + 3 * BYTES / (2 * 45e9) / share
 
 

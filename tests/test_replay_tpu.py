@@ -58,7 +58,7 @@ def use_of(done: Replay, kind: str) -> Any:
 
 
 def links(kind: str) -> float:
-    return LINK * assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
+    return LINK * assumptions.ICI_EFFICIENCY.get(kind, assumptions.DEFAULT_ICI_EFFICIENCY)
 
 
 @pytest.mark.parametrize("axis", ["x", "y", "z"])

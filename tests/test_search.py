@@ -382,7 +382,7 @@ def test_explicit_settings_are_not_varied() -> None:
     layouts = list(rank(request.run, request.space()))
     assert {entry.group.candidates.partition.name for entry in layouts} == {"fsdp"}
     assert {entry.remat.name for entry in layouts} == {"dots"}
-    assert {int(entry.group.candidates.microbatches[entry.number]) for entry in layouts} == {2}
+    assert {int(entry.group.candidates.microbatches[entry.index]) for entry in layouts} == {2}
 
 
 def test_a_mesh_in_the_command_is_the_only_one() -> None:
@@ -432,7 +432,7 @@ def test_zero1_is_tried_only_if_it_changes_the_layout() -> None:
 
 def test_an_explicit_pipeline_schedule_is_not_varied() -> None:
     request = make_request("partition.schedule=1f1b")
-    piped = [entry for entry in rank(request.run, request.space()) if entry.group.candidates.stages[entry.number] > 1]
+    piped = [entry for entry in rank(request.run, request.space()) if entry.group.candidates.stages[entry.index] > 1]
     assert piped and all("partition.schedule=1f1b" in entry.candidate.overrides for entry in piped)
 
 

@@ -24,7 +24,7 @@ def program_of(run: Run) -> str:
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.train.program import StepProgram
 
-    devices = get_platform(run.config.target.platform).compile_devices(run.config.target, run.config.mesh.size)
+    devices = get_platform(run.config.target.platform).devices_to_compile_for(run.config.target, run.config.mesh.size)
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend=devices[0].platform)
     limit = jax.config.values["jax_traceback_in_locations_limit"]
     jax.config.update("jax_traceback_in_locations_limit", 0)  # otherwise kernels include source paths and lines

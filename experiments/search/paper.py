@@ -65,7 +65,7 @@ def estimate(model: Sequence[str], layout: Layout) -> float:
     space = parse_request(run).space()
     for one in rank(run, space).for_partition(layout.partition):
         sizes = one.group.candidates.sizes
-        if all(int(sizes[axis][one.number]) == n for axis, n in layout.sizes.items()):
+        if all(int(sizes[axis][one.index]) == n for axis, n in layout.sizes.items()):
             return one.step_s
     raise ValueError(f"{layout} is no legal layout")
 

@@ -24,7 +24,7 @@ from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.paths import write_atomic
 from valkyrie.search.estimate.efficiency import Efficiency
-from valkyrie.search.estimate.fit import FITTED, TimedLayouts, cross_validate, fit_constants, timed_layouts
+from valkyrie.search.estimate.fit import FITTED_CONSTANTS, TimedLayouts, cross_validate, fit_constants, timed_layouts
 from valkyrie.search.estimate.runs import stack_runs
 from valkyrie.search.shortlist import FILE, estimate_errors
 from valkyrie.train.memory import MemoryEstimator
@@ -41,7 +41,7 @@ def main() -> None:
         run = parse_run(row["overrides"])
         alike[repr((row["space"], run.config.partition, run.config.remat))].append((row, run))
     known = {key: compiled_of(pairs) for key, pairs in alike.items() if any(row["step_s"] for row, _ in pairs)}
-    names = FITTED if asked.fit else ()
+    names = FITTED_CONSTANTS if asked.fit else ()
     estimates = {id(one): e for one, e in cross_validate(list(known.values()), Efficiency(), names)}
     steps: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
     needs: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)

@@ -72,7 +72,7 @@ class CollectiveUse:
         """Fields that identify this use."""
         return (self.kind, self.mesh_axes, self.torus_axes, self.op_name, self.source)
 
-    def blank(self) -> CollectiveUse:
+    def copy_without_totals(self) -> CollectiveUse:
         """Return a copy with calls, bytes and seconds set to zero."""
         return replace(self, calls=0.0, bytes_sent=0.0, bytes_by_torus_axis={}, busy_s=0.0, exposed_s=0.0)
 
@@ -121,7 +121,7 @@ class Collective:
         """The mesh axes as text, such as `x,y`."""
         return ",".join(self.mesh_axes)
 
-    def use(self, torus_axes: tuple[str, ...] = ()) -> CollectiveUse:
+    def empty_use(self, torus_axes: tuple[str, ...] = ()) -> CollectiveUse:
         """Return an empty `CollectiveUse` for this collective, to which calls, bytes and seconds are added."""
         return CollectiveUse(self.kind, self.mesh_axes, torus_axes, self.op_name, self.source)
 
@@ -157,7 +157,7 @@ def slice_mask(slices: Sequence[int], partitions: int) -> np.ndarray | None:
     return mask if partitions < len(mask) else None
 
 
-class Collectives:
+class CollectiveReader:
     """Parses the collectives of a module.
 
     Groups refer to the devices of one slice, because collectives between slices go through the host's runtime. `slices`
@@ -180,27 +180,28 @@ class Collectives:
         self._cache: dict[str, Collective] = {}
         self._algorithms: dict[tuple[str, bytes], Mapping[str, Any]] | None = None
 
-    def read(self, instruction: Instruction, kind: str | None = None, within: Instruction | None = None) -> Collective:
+    def read(self, instruction: Instruction, kind: str | None = None, caller: Instruction | None = None) -> Collective:
         """Parse a collective instruction.
 
         Args:
             instruction: The collective.
             kind: Kind to use instead of the opcode's, for a fusion that changes it (`fused_kind`).
-            within: Surrounding operation. Provides `op_name` and `source` if the instruction has none.
+            caller: Operation whose computation contains the instruction. Provides `op_name` and `source` if the
+                instruction has no `op_name`.
         """
         key = f"{instruction.name}/{kind}"
         if key not in self._cache:
-            self._cache[key] = self._read(instruction, kind or collective_kind(instruction.opcode), within)
+            self._cache[key] = self._read(instruction, kind or collective_kind(instruction.opcode), caller)
         return self._cache[key]
 
-    def _read(self, instruction: Instruction, kind: str, within: Instruction | None) -> Collective:
+    def _read(self, instruction: Instruction, kind: str, caller: Instruction | None) -> Collective:
         operand_bytes = float(
             sum(o.shape.bytes for o in instruction.operands if o.shape.elements != 1 or len(o.shape.dims))
         )
         operand_bytes = operand_bytes or float(sum(o.shape.bytes for o in instruction.operands))
         op_name, source = cause(instruction)
-        if within is not None and not op_name:
-            op_name, source = cause(within)
+        if caller is not None and not op_name:
+            op_name, source = cause(caller)
         if kind == "collective-permute":
             pairs = permute_pairs(instruction)
             sent = operand_bytes if len(pairs) else 0.0
@@ -227,13 +228,13 @@ class Collectives:
         if self._algorithms is None:
             self._algorithms = {}
             instructions = (i for c in self._module.computations for i in c.instructions if collective_kind(i.opcode))
-            naming = [i for i in instructions if "collective_algorithm_config" in i.config]
-            for i in sorted(naming, key=lambda i: i.config["collective_algorithm_config"].get("emitter", "")):
+            with_algorithm = [i for i in instructions if "collective_algorithm_config" in i.config]
+            for i in sorted(with_algorithm, key=lambda i: i.config["collective_algorithm_config"].get("emitter", "")):
                 for groups in replica_groups(i, self._module.partitions):
                     self._algorithms.setdefault((collective_kind(i.opcode), groups.tobytes()), i.config)
         return self._algorithms
 
-    def between_slices(self, instruction: Instruction) -> Collective:
+    def read_between_slices(self, instruction: Instruction) -> Collective:
         """Parse a `send` to the host's runtime, which executes a collective between slices."""
         attributes = instruction.attributes
         kind = _RUNTIME_KINDS.get(attributes.get("_xla_megascale_transfer_type", ""), "collective-permute")
@@ -272,11 +273,11 @@ def cause(instruction: Instruction) -> tuple[str, str]:
         return instruction.op_name, instruction.source
     queue, seen = list(instruction.operands), 0
     while queue and seen < 16:
-        before = queue.pop(0)
+        producer = queue.pop(0)
         seen += 1
-        if before.op_name:
-            return before.op_name, before.source
-        queue += before.operands
+        if producer.op_name:
+            return producer.op_name, producer.source
+        queue += producer.operands
     return "", instruction.source
 
 
@@ -325,14 +326,14 @@ def traffic(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
         module: The compiled program.
         mesh_axes: Names and sizes of the mesh axes, slowest varying first over the program's devices.
     """
-    reader = Collectives(module, mesh_axes)
+    reader = CollectiveReader(module, mesh_axes)
     uses: dict[tuple[object, ...], CollectiveUse] = {}
     _collect(module.entry, 1.0, reader, uses)
     return sorted(uses.values(), key=lambda use: -use.bytes_sent)
 
 
 def _collect(
-    computation: Computation, times: float, reader: Collectives, uses: dict[tuple[object, ...], CollectiveUse]
+    computation: Computation, times: float, reader: CollectiveReader, uses: dict[tuple[object, ...], CollectiveUse]
 ) -> None:
     for instruction in computation.instructions:
         if instruction.opcode == "while":
@@ -342,7 +343,7 @@ def _collect(
             for branch in instruction.called:
                 _collect(branch, times / len(instruction.called), reader, uses)
         elif is_between_slices(instruction):
-            _add(reader.between_slices(instruction), times, uses)
+            _add(reader.read_between_slices(instruction), times, uses)
         elif collective_kind(instruction.opcode):
             _add(reader.read(instruction), times, uses)
         elif instruction.opcode in ("fusion", "call", "async-start"):
@@ -356,7 +357,7 @@ def _collect(
 
 
 def _add(collective: Collective, times: float, uses: dict[tuple[object, ...], CollectiveUse]) -> None:
-    use = collective.use()
+    use = collective.empty_use()
     use = uses.setdefault(use.key, use)
     use.calls += times
     use.bytes_sent += times * collective.bytes_sent

@@ -157,10 +157,10 @@ def _read_proto(path: Path, raw: bytes) -> tuple[Module, int | None, ProgramMemo
         ) from None
     if module.replicas > 1:
         raise ValueError(_replicas_message(path, module.replicas))
-    if module.assigned is None:
+    if module.assigned_devices is None:
         groups = (group for i in module.instructions.values() for group in _device_groups(i) if group.size)
         module.partitions = max((int(group.max()) + 1 for group in groups), default=1)
-    return module, module.assigned, memory
+    return module, module.assigned_devices, memory
 
 
 def _replicas_message(path: Path, replicas: int) -> str:

@@ -8,8 +8,19 @@ _SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that overwrite a part of their first operand, with the index of the operand that has the new values."""
 _PASS_THROUGH = {"bitcast", "copy", "convert", "reshape"}
-_LANES = {"copy", "transpose", "reverse", "concatenate", "sort", "gather", "scatter", "iota", "dot", "convolution"}
-"""Operations that cost more than their memory traffic: they move data between lanes or multiply matrices."""
+_NOT_BANDWIDTH_BOUND = {
+    "copy",
+    "transpose",
+    "reverse",
+    "concatenate",
+    "sort",
+    "gather",
+    "scatter",
+    "iota",
+    "dot",
+    "convolution",
+}
+"""Operations that take longer than their memory traffic: they move data between lanes or multiply matrices."""
 
 
 def hbm_bytes(instruction: Instruction) -> float:
@@ -28,11 +39,14 @@ def hbm_bytes(instruction: Instruction) -> float:
     return sum(_bytes_in_hbm(o.shape) for o in instruction.operands) + _bytes_in_hbm(instruction.shape)
 
 
-def is_elementwise(instruction: Instruction) -> bool:
-    """Return whether an operation is elementwise or a reduction, and therefore bound by memory bandwidth."""
+def is_bandwidth_bound(instruction: Instruction) -> bool:
+    """Return whether an operation's time is bound by memory bandwidth, as for elementwise operations and reductions.
+
+    False if the operation, or one in its fusion, multiplies matrices or moves data between lanes.
+    """
     if instruction.opcode == "fusion":
-        return all(is_elementwise(i) for i in instruction.called[0].instructions)
-    return instruction.opcode not in _LANES
+        return all(is_bandwidth_bound(i) for i in instruction.called[0].instructions)
+    return instruction.opcode not in _NOT_BANDWIDTH_BOUND
 
 
 def _bytes_in_hbm(array: Shape, part: Shape | None = None) -> float:
@@ -43,9 +57,9 @@ def _bytes_in_hbm(array: Shape, part: Shape | None = None) -> float:
 
 
 def _fusion_bytes(fusion: Instruction) -> float:
-    inside = fusion.called[0]
-    read = sum(_bytes_read(fusion.operands[n].shape, parameter) for n, parameter in inside.parameters.items())
-    return read + _bytes_written(fusion, inside)
+    body = fusion.called[0]
+    read = sum(_bytes_read(fusion.operands[n].shape, parameter) for n, parameter in body.parameters.items())
+    return read + _bytes_written(fusion, body)
 
 
 def _users(computation: Computation) -> dict[Instruction, list[Instruction]]:
@@ -56,20 +70,20 @@ def _users(computation: Computation) -> dict[Instruction, list[Instruction]]:
     return users
 
 
-def _bytes_read(outside: Shape, parameter: Instruction) -> float:
+def _bytes_read(operand_shape: Shape, parameter: Instruction) -> float:
     """Return the bytes that a fusion reads from one operand, following its uses in the fusion and in nested fusions."""
-    whole = _bytes_in_hbm(outside)
-    if outside.parts or not whole:
+    whole = _bytes_in_hbm(operand_shape)
+    if operand_shape.parts or not whole:
         return whole
     users = _users(parameter.computation)
     total = 0.0
     for value in _aliases(parameter, users):
         for user in users.get(value, []):
             if user.opcode in _SLICES and user.operands[0] is value:
-                total += _bytes_in_hbm(outside, user.shape)
+                total += _bytes_in_hbm(operand_shape, user.shape)
             elif user.opcode == "fusion":
                 inner = user.called[0].parameters
-                total += sum(_bytes_read(outside, inner[n]) for n, o in enumerate(user.operands) if o is value)
+                total += sum(_bytes_read(operand_shape, inner[n]) for n, o in enumerate(user.operands) if o is value)
             elif not (user.opcode in _UPDATES and user.operands[0] is value) and user.opcode not in _PASS_THROUGH:
                 return whole
     return min(total, whole)
@@ -82,8 +96,8 @@ def _aliases(value: Instruction, users: dict[Instruction, list[Instruction]]) ->
     return aliases
 
 
-def _bytes_written(fusion: Instruction, inside: Computation) -> float:
-    root = inside.root
+def _bytes_written(fusion: Instruction, body: Computation) -> float:
+    root = body.root
     if root is None:
         return _bytes_in_hbm(fusion.shape)
     roots = root.operands if root.opcode == "tuple" else [root]

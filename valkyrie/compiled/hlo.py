@@ -183,7 +183,7 @@ class Module:
     Args:
         partitions: Number of devices that it was compiled for, 1 if unknown.
         scheduled: Whether instructions are in execution order.
-        assigned: Number of devices in its device assignment, or None if it has none.
+        assigned_devices: Number of devices in its device assignment, or None if it has none.
         replicas: Number of replicas (`jax.pmap`).
     """
 
@@ -192,7 +192,7 @@ class Module:
     computations: list[Computation]
     partitions: int
     scheduled: bool
-    assigned: int | None = None
+    assigned_devices: int | None = None
     replicas: int = 1
 
     @cached_property
@@ -246,7 +246,7 @@ class _Reader:
             computations=list(computations.values()),
             partitions=max(message.device_assignment.partitions, 1),
             scheduled=bool(order),
-            assigned=message.device_assignment.partitions or None,
+            assigned_devices=message.device_assignment.partitions or None,
             replicas=max(message.device_assignment.replicas, 1),
         )
 

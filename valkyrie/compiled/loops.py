@@ -148,11 +148,11 @@ def _element(whole: Instruction, index: int) -> Instruction | None:
     if whole.opcode == "optimization-barrier":
         return _element(whole.operands[0], index)
     if whole.opcode == "while":
-        return _element(whole.operands[0], index) if _unchanged(whole, index) else None
+        return _element(whole.operands[0], index) if _is_loop_invariant(whole, index) else None
     if whole.opcode == "parameter":
         loop = _enclosing_loop(whole)
         if loop is not None:
-            return _element(loop.operands[0], index) if _unchanged(loop, index) else None
+            return _element(loop.operands[0], index) if _is_loop_invariant(loop, index) else None
         caller = _caller(whole.computation)
         if caller is not None and caller.opcode in ("fusion", "call"):
             return _element(caller.operands[whole.message.parameter_number], index)
@@ -162,7 +162,7 @@ def _element(whole: Instruction, index: int) -> Instruction | None:
     return None
 
 
-def _unchanged(loop: Instruction, index: int) -> bool:
+def _is_loop_invariant(loop: Instruction, index: int) -> bool:
     body = condition_and_body(loop)[1]
     if body.root is None or body.root.opcode != "tuple":
         return False

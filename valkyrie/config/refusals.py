@@ -19,7 +19,7 @@ from valkyrie.config.modes import MODES
 from valkyrie.data.config import SOURCES
 from valkyrie.foreign_errors import WrongValue, is_recursive_interpolation, missing_key, wrong_value
 from valkyrie.hardware.chips import known_chips
-from valkyrie.hardware.slices import shortened
+from valkyrie.hardware.slices import shorten
 from valkyrie.paths import config_names
 from valkyrie.problems import Problem, ProblemCode, first_line, suggest
 from valkyrie.trees import flatten
@@ -216,5 +216,5 @@ def integer_size_problems(values: Mapping[str, object]) -> list[Problem]:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > largest:
                 details = {"bound": f"most {largest}" if number > 0 else f"least {-largest}"}
-                problems.append(Problem(ProblemCode.too_large, key, shortened(str(number)), details=details))
+                problems.append(Problem(ProblemCode.too_large, key, shorten(str(number)), details=details))
     return problems

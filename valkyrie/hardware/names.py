@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.platforms import platforms
-from valkyrie.hardware.slices import SliceShape, is_twisted_name, nearest_hint, parse_shape, shortened
+from valkyrie.hardware.slices import SliceShape, is_twisted_name, nearest_hint, parse_shape, shorten
 from valkyrie.hardware.target import ChipConfig, TargetConfig, make_slice, simulated_target
 from valkyrie.problems import suggest
 
@@ -36,7 +36,7 @@ def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), fil
     """
     if devices := re.fullmatch(r"cpu([1-9][0-9]*)", name):
         if len(devices[1]) > 4 or int(devices[1]) > MAX_SIMULATED:
-            raise ValueError(f"target={shortened(name)}: at most {MAX_SIMULATED} CPU devices can be simulated.")
+            raise ValueError(f"target={shorten(name)}: at most {MAX_SIMULATED} CPU devices can be simulated.")
         return simulated_target(int(devices[1]))
     match = _NAME.fullmatch(name)
     prefix, separator, size = match.groups() if match else (name, "", "")

@@ -228,7 +228,7 @@ def is_twisted_name(topology: str | None) -> bool:
     return (topology or "").endswith(TWISTED)
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Shorten a long text, such as a number of hundreds of digits, to its start and length."""
     return text if len(text) <= 40 else f"{text[:12]}... ({len(text)} characters)"
 

@@ -9,7 +9,7 @@ COLLECTIVE_START_S = 5e-6
 8 us, including 3 us for hops (a worked problem in the sharding chapter of the scaling book)."""
 
 ICI_EFFICIENCY = {"all-reduce": 0.65}
-ICI_EFFICIENCY_OTHERWISE = 0.9
+DEFAULT_ICI_EFFICIENCY = 0.9
 """Share of `ici_link_gbs` that large transfers reach, by collective, and for all others. All-gathers: 0.82 for 34 MB
 over 4 v5e chips (scaling-book), 0.99 on tpu7x (tpu-recipes). All-reduce, which also adds: 235.8 GB/s of 4 x 90 for
 0.6 GB on 16x16 v6e (tpu-recipes, psum)."""

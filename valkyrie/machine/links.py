@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-_DONE = 1e-12
+_NEGLIGIBLE_S = 1e-12
 """Latency and work below this count as zero, in seconds."""
 
 
@@ -40,18 +40,18 @@ class Transfer:
     @property
     def finished(self) -> bool:
         """Whether all bytes have arrived."""
-        return self.latency <= _DONE and self._remaining_s <= _DONE
+        return self.latency <= _NEGLIGIBLE_S and self._remaining_s <= _NEGLIGIBLE_S
 
     def advance(self, seconds: float, rate: float) -> None:
         """Advance the transfer; `rate` is its speed as a share of its speed without others."""
-        if self.latency > _DONE:
+        if self.latency > _NEGLIGIBLE_S:
             self.latency = max(self.latency - seconds, 0.0)
         else:
             self._remaining_s -= seconds * rate
 
     def remaining(self, rate: float) -> float:
         """Return the seconds until its latency ends, or until its bytes have arrived at this rate."""
-        if self.latency > _DONE:
+        if self.latency > _NEGLIGIBLE_S:
             return self.latency
         return max(self._remaining_s, 0.0) / rate if rate > 0 else float("inf")
 
@@ -106,7 +106,7 @@ def _fair_rates(transfers: list[Transfer]) -> list[float]:
 
     All speeds rise together; a transfer stops rising once one of its links is full.
     """
-    moving = [i for i, t in enumerate(transfers) if t.latency <= _DONE]
+    moving = [i for i, t in enumerate(transfers) if t.latency <= _NEGLIGIBLE_S]
     rates = [0.0] * len(transfers)
     if len(moving) == 1:
         rates[moving[0]] = 1.0

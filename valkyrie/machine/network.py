@@ -148,7 +148,7 @@ class LinkModel:
         slices = len(np.unique(self._torus.slices(groups[0])))
         if slices > 1:
             return self._across_slices(kind, groups, full_bytes, slices)
-        return _at_achieved_rate(kind, self._within_slice(kind, groups, full_bytes, algorithm))
+        return _apply_efficiency(kind, self._within_slice(kind, groups, full_bytes, algorithm))
 
     def permute(self, pairs: np.ndarray, message_bytes: float) -> LinkTraffic:
         """Return the cost of simultaneous messages of `message_bytes` between (source, target) pairs."""
@@ -166,7 +166,7 @@ class LinkModel:
             by_axis[DCN] = message_bytes
             latency += assumptions.DCN_LATENCY_S
         traffic = LinkTraffic(latency + max(busy.values(), default=0.0), latency, busy, message_bytes, by_axis)
-        return _at_achieved_rate("collective-permute", traffic)
+        return _apply_efficiency("collective-permute", traffic)
 
     def between_slices(self, kind: str, input_bytes: float, slices: int) -> LinkTraffic:
         """Return the cost of a collective between slices. Each group has one device of each slice.
@@ -194,7 +194,7 @@ class LinkModel:
         hops = 0.0
         for phase in phases:
             for axis, (seconds, sent) in phase.loads.items():
-                for link in _links(axis):
+                for link in _directions(axis):
                     busy[link] = busy.get(link, 0.0) + passes * seconds
                 by_axis[axis] = by_axis.get(axis, 0.0) + passes * sent
             hops += passes * phase.hops
@@ -205,21 +205,21 @@ class LinkModel:
     def _across_slices(self, kind: str, groups: np.ndarray, full: float, slices: int) -> LinkTraffic:
         """Return the cost of a scatter within slices, an exchange over the network, and a gather within slices."""
         members = groups.shape[1]
-        inside = members // slices
+        slice_members = members // slices
         order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")
-        local = np.take_along_axis(groups, order, axis=1).reshape(-1, inside)
-        sent = payload(kind, full / inside if kind != "all-to-all" else full, slices)
-        within = LinkTraffic()
-        if inside > 1:
-            within = _at_achieved_rate(kind, self._within_slice(kind, local, full, None))
+        local = np.take_along_axis(groups, order, axis=1).reshape(-1, slice_members)
+        sent = payload(kind, full / slice_members if kind != "all-to-all" else full, slices)
+        inner_traffic = LinkTraffic()
+        if slice_members > 1:
+            inner_traffic = _apply_efficiency(kind, self._within_slice(kind, local, full, None))
         between_s = sent / self._dcn
-        latency = within.latency + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
+        latency = inner_traffic.latency + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
         return LinkTraffic(
-            seconds=within.seconds + latency - within.latency + between_s,
+            seconds=inner_traffic.seconds + latency - inner_traffic.latency + between_s,
             latency=latency,
-            busy=within.busy | {DCN: between_s},
-            bytes_sent=within.bytes_sent + sent,
-            bytes_by_axis=within.bytes_by_axis | {DCN: sent},
+            busy=inner_traffic.busy | {DCN: between_s},
+            bytes_sent=inner_traffic.bytes_sent + sent,
+            bytes_by_axis=inner_traffic.bytes_by_axis | {DCN: sent},
         )
 
     def _all_to_all(self, groups: np.ndarray, full: float) -> LinkTraffic:
@@ -277,7 +277,7 @@ class LinkModel:
         """Return the seconds of the busiest link, by axis and direction, for messages of `message_bytes`."""
         busy = {}
         for axis, crossings in by_axis.items():
-            up, down = _links(axis)
+            up, down = _directions(axis)
             busy |= {
                 up: crossings.up * message_bytes / self._rate(axis),
                 down: crossings.down * message_bytes / self._rate(axis),
@@ -296,17 +296,17 @@ class _Phase:
     hops: float
 
 
-def _links(axis: str) -> tuple[str, str]:
+def _directions(axis: str) -> tuple[str, str]:
     """Return the two directions of an axis, which carry messages independently."""
     return f"{axis}+", f"{axis}-"
 
 
-def _at_achieved_rate(kind: str, traffic: LinkTraffic) -> LinkTraffic:
+def _apply_efficiency(kind: str, traffic: LinkTraffic) -> LinkTraffic:
     """Divide transfer times by the share of the ICI bandwidth that is reached in practice (`ICI_EFFICIENCY`).
 
     The latency, and `busy` of the network between slices, do not change.
     """
-    efficiency = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
+    efficiency = assumptions.ICI_EFFICIENCY.get(kind, assumptions.DEFAULT_ICI_EFFICIENCY)
     busy = {axis: seconds / (1.0 if axis == DCN else efficiency) for axis, seconds in traffic.busy.items()}
     transfer = (traffic.seconds - traffic.latency) / efficiency
     return replace(traffic, seconds=traffic.latency + transfer, busy=busy)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from valkyrie.compiled.flops import product_flops
-from valkyrie.compiled.hbm import hbm_bytes, is_elementwise
+from valkyrie.compiled.hbm import hbm_bytes, is_bandwidth_bound
 from valkyrie.compiled.hlo import HBM, HOST, Computation, Instruction
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine import assumptions
@@ -107,7 +107,7 @@ class OpCosts:
         traffic_s = hbm_bytes(instruction) / (self._hbm * assumptions.HBM_EFFICIENCY)
         if instruction.cycles is not None:
             seconds = instruction.cycles / self._clock
-            if not flops and is_elementwise(instruction):
+            if not flops and is_bandwidth_bound(instruction):
                 seconds = min(seconds, max(traffic_s, seconds * assumptions.ELEMENTWISE_FLOOR))
             kind = PartKind.memory if traffic_s > seconds / 2 else PartKind.compute
             return OpCost(PartKind.matmul if flops else kind, seconds, flops)

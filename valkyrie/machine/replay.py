@@ -13,7 +13,7 @@ from valkyrie.compiled.collectives import (
     ASYNC_START,
     FUSED,
     Collective,
-    Collectives,
+    CollectiveReader,
     CollectiveUse,
     cause,
     collective_kind,
@@ -123,9 +123,9 @@ class _Totals:
         cost.calls += calls
         cost.seconds += seconds
 
-    def use(self, collective: Collective, torus_axes: tuple[str, ...]) -> CollectiveUse:
+    def get_use(self, collective: Collective, torus_axes: tuple[str, ...]) -> CollectiveUse:
         """Return the record of a collective, created when it first runs."""
-        new = collective.use(torus_axes)
+        new = collective.empty_use(torus_axes)
         return self.uses.setdefault(new.key, new)
 
     def add(self, other: _Totals, times: int, start: float, name: str) -> None:
@@ -138,7 +138,7 @@ class _Totals:
         for cost in other.costs.values():
             self.spend(cost.kind, times * cost.seconds, cost.op_name, cost.source, times * cost.calls, cost.mesh_axes)
         for key, use in other.uses.items():
-            self.uses.setdefault(key, use.blank()).add(use, times)
+            self.uses.setdefault(key, use.copy_without_totals()).add(use, times)
         for run in sorted({0, times - 1}):
             shift = start + run * other.duration
             self.spans += [
@@ -155,14 +155,14 @@ class _Replayer:
     def __init__(self, module: Module, machine: Machine) -> None:
         self._module = module
         slices = [position.slice for position in machine.positions]
-        self._collectives = Collectives(module, machine.mesh_axes, slices)
+        self._collectives = CollectiveReader(module, machine.mesh_axes, slices)
         self._network = LinkModel(machine, slice_mask(slices, module.partitions))
         self._ops = OpCosts(machine.chip)
         self._links = Links()
         self._started: dict[Instruction | int, Transfer] = {}
         self._sends: dict[str, Transfer] = {}
         self._totals = _Totals()
-        self._alone: dict[Computation, _Totals] = {}
+        self._isolated_totals: dict[Computation, _Totals] = {}
         self._notes: dict[str, None] = {}
 
     def play(self) -> Replay:
@@ -229,7 +229,7 @@ class _Replayer:
             self._wait(self._begin_transfer(instruction.name, collective))
             return
         for i in starts:
-            collective = self._collectives.read(i, within=instruction)
+            collective = self._collectives.read(i, caller=instruction)
             self._started[i.message.channel_id] = self._begin_transfer(instruction.name, collective)
         if instruction.cycles is not None:
             self._compute(instruction)
@@ -253,7 +253,7 @@ class _Replayer:
         inner = [i for c in instruction.called for i in inner_collectives(c)]
         if collective_kind(opcode) or inner:
             collective = self._collectives.read(
-                instruction if collective_kind(opcode) else inner[0], within=instruction
+                instruction if collective_kind(opcode) else inner[0], caller=instruction
             )
             self._started[instruction] = self._begin_transfer(instruction.name, collective)
             return
@@ -281,7 +281,9 @@ class _Replayer:
         """
         key = instruction.attributes.get("_xla_host_transfer_rendezvous", instruction.name)
         if is_between_slices(instruction):
-            self._sends[key] = self._begin_transfer(instruction.name, self._collectives.between_slices(instruction))
+            self._sends[key] = self._begin_transfer(
+                instruction.name, self._collectives.read_between_slices(instruction)
+            )
         elif instruction.opcode == "recv-done":
             received = instruction.operands[0]
             transfer = self._sends.pop(received.attributes.get("_xla_host_transfer_rendezvous", ""), None)
@@ -306,7 +308,7 @@ class _Replayer:
                 totals.spend(PartKind.copies, waited, "wait for a copy between memories", "")
             return
         traffic = self._network.traffic(collective)
-        use = totals.use(collective, tuple(traffic.bytes_by_axis))
+        use = totals.get_use(collective, tuple(traffic.bytes_by_axis))
         use.calls += 1
         use.bytes_sent += traffic.bytes_sent or collective.bytes_sent
         use.busy_s += duration
@@ -349,15 +351,15 @@ class _Replayer:
 
     def _replay_alone(self, body: Computation) -> _Totals:
         """Replay a computation once, without transfers from outside in flight, and return its totals."""
-        if body not in self._alone:
+        if body not in self._isolated_totals:
             totals, links = self._totals, self._links
             self._totals, self._links = _Totals(), Links()
             self._run(body)
             self._totals.duration = self._links.now
             self._totals.sending_s += self._links.sending_s
-            self._alone[body] = self._totals
+            self._isolated_totals[body] = self._totals
             self._totals, self._links = totals, links
-        return self._alone[body]
+        return self._isolated_totals[body]
 
     def _longest_branch(self, instruction: Instruction) -> None:
         """Replay all branches of a conditional, and add the longest to the step."""

@@ -64,12 +64,12 @@ def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[TraceEvent]:
             label = _label(track) + (f" ({lane + 1})" if lane else "")
             names.setdefault(label, track)
             events.append(_event(span, list(names).index(label)))
-    head: list[TraceEvent] = [{"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": title}}]
+    metadata: list[TraceEvent] = [{"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": title}}]
     for tid, (name, track) in enumerate(names.items()):
         axes = {} if track in (COMPUTE, COPIES) else {"mesh_axes": track}
-        head.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name, **axes}})
-        head.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
-    return head + events
+        metadata.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name, **axes}})
+        metadata.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+    return metadata + events
 
 
 def _event(span: TimelineSpan, tid: int) -> TraceEvent:

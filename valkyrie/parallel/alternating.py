@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from valkyrie.axes import BATCH, LayerFunction, LossHead, Shard
 from valkyrie.parallel.pipeline import (
     SEND_SCOPE,
-    InStage,
+    MakeStageShard,
     constrain_rows,
     fold_in_keys,
     gather_stages,
@@ -32,7 +32,7 @@ from valkyrie.precision import ACCUMULATOR
 def run_1f1b(
     pipeline: Pipeline,
     mesh: Any,
-    in_stage: InStage,
+    make_stage_shard: MakeStageShard,
     shard: Shard,
     f: LayerFunction,
     layers: Any,
@@ -49,7 +49,7 @@ def run_1f1b(
     Args:
         pipeline: The 1F1B pipeline.
         mesh: Mesh that has the pipeline's axis.
-        in_stage: Returns the `Shard` within a stage.
+        make_stage_shard: Returns the `Shard` within a stage.
         shard: The `Shard` outside of the stages. Used by `head` if nothing is differentiated.
         f: Applies one layer, as in `Shard.repeat`.
         layers: Parameters, stacked on a leading axis.
@@ -62,12 +62,12 @@ def run_1f1b(
     @jax.custom_vjp
     def apply(*leaves: Any) -> Any:
         layers, x, rows, parameters, head_rows = jax.tree.unflatten(structure, leaves)
-        return head.f(parameters, run_pipeline(pipeline, mesh, in_stage, f, layers, x, rows), head_rows, shard)
+        return head.f(parameters, run_pipeline(pipeline, mesh, make_stage_shard, f, layers, x, rows), head_rows, shard)
 
     def forward(*primals: Any) -> tuple[Any, Any]:
         has_gradient = jax.tree.unflatten(structure, [primal.perturbed for primal in primals])
         arguments = jax.tree.unflatten(structure, [primal.value for primal in primals])
-        stage = _Stage(pipeline, in_stage, f, head, jax.tree.leaves(has_gradient[2]))
+        stage = _Stage(pipeline, make_stage_shard, f, head, jax.tree.leaves(has_gradient[2]))
         stage_spec, replicated_spec = PartitionSpec(pipeline.axis), PartitionSpec()
         run = jax.shard_map(
             stage.run,
@@ -96,23 +96,23 @@ class _StageState(NamedTuple):
         waiting: Stream that enters the first layer, by microbatch. On the first stage, the gradient of an entry
             replaces it when the microbatch finishes its backward pass.
         received: Stream from the previous stage.
-        returned: Gradient of the stream, from the next stage.
+        received_gradient: Gradient of the stream, from the next stage.
         inputs: Inputs of this stage's layers, of shape (slot, layer, ...). Microbatch m uses slot
             m % `stored_microbatches`.
-        layers: Gradients of the floating-point leaves of the layers, summed over the microbatches so far.
-        rows: Gradients of the differentiable leaves of `rows` (the per-sequence inputs of every layer, see
+        layer_gradients: Gradients of the floating-point leaves of the layers, summed over the microbatches so far.
+        row_gradients: Gradients of the differentiable leaves of `rows` (the per-sequence inputs of every layer, see
             `Shard.repeat`), by microbatch.
-        head: Gradients of the parameters of the head, summed over the microbatches so far.
+        head_gradients: Gradients of the parameters of the head, summed over the microbatches so far.
         sums: Sums that the head returns, such as the loss, over the microbatches so far.
     """
 
     waiting: Any
     received: Any
-    returned: Any
+    received_gradient: Any
     inputs: Any
-    layers: list[jax.Array]
-    rows: list[jax.Array]
-    head: Any
+    layer_gradients: list[jax.Array]
+    row_gradients: list[jax.Array]
+    head_gradients: Any
     sums: Any
 
 
@@ -125,10 +125,15 @@ class _Stage:
     """
 
     def __init__(
-        self, pipeline: Pipeline, in_stage: InStage, f: LayerFunction, head: LossHead, has_gradient: list[bool]
+        self,
+        pipeline: Pipeline,
+        make_stage_shard: MakeStageShard,
+        f: LayerFunction,
+        head: LossHead,
+        has_gradient: list[bool],
     ) -> None:
         """`has_gradient`: Whether each leaf of the rows has a gradient."""
-        self._pipeline, self._in_stage, self._f, self._head = pipeline, in_stage, f, head
+        self._pipeline, self._make_stage_shard, self._f, self._head = pipeline, make_stage_shard, f, head
         self._has_gradient = has_gradient
 
     def run(self, layers: Any, x: Any, rows: Any, parameters: Any, head_rows: Any) -> tuple[Any, Any]:
@@ -138,22 +143,22 @@ class _Stage:
         """
         pipeline = self._pipeline
         stages, count, axis = pipeline.stages, pipeline.microbatches, pipeline.axis
-        self._shard, self._stage_index = self._in_stage(), jax.lax.axis_index(axis)
+        self._shard, self._stage_index = self._make_stage_shard(), jax.lax.axis_index(axis)
         self._layers, self._parameters = layers, parameters
         self._head_rows = jax.tree.map(self._split_microbatches, head_rows)
         self._rows = jax.tree.map(self._gather_rows, jax.tree.map(self._split_microbatches, rows))
-        turns = self._start(jax.tree.map(self._gather_rows, jax.tree.map(self._split_microbatches, x)))
-        turns, _ = jax.lax.scan(lambda turns, t: (self._forward(turns, t)[0], None), turns, jnp.arange(stages - 1))
-        turns, by_row = jax.lax.scan(self._turn, turns, jnp.arange(stages - 1, stages - 1 + count))
-        zeros, last_turns = _zeros_like(turns.returned), jnp.arange(stages - 1 + count, pipeline.turns)
-        turns, _ = jax.lax.scan(lambda turns, t: (self._backward(turns, zeros, t), None), turns, last_turns)
+        state = self._start(jax.tree.map(self._gather_rows, jax.tree.map(self._split_microbatches, x)))
+        state, _ = jax.lax.scan(lambda state, t: (self._forward(state, t)[0], None), state, jnp.arange(stages - 1))
+        state, by_row = jax.lax.scan(self._turn, state, jnp.arange(stages - 1, stages - 1 + count))
+        zeros, last_turns = _zeros_like(state.received_gradient), jnp.arange(stages - 1 + count, pipeline.turns)
+        state, _ = jax.lax.scan(lambda state, t: (self._backward(state, zeros, t), None), state, last_turns)
         is_first = self._stage_index == 0
-        stream_gradients = [self._scatter_rows(jnp.where(is_first, g, 0)) for g in jax.tree.leaves(turns.waiting)]
-        next_row_gradient, next_layer_gradient = iter(turns.rows), iter(turns.layers)
+        stream_gradients = [self._scatter_rows(jnp.where(is_first, g, 0)) for g in jax.tree.leaves(state.waiting)]
+        next_row_gradient, next_layer_gradient = iter(state.row_gradients), iter(state.layer_gradients)
         row_gradients = [self._scatter_rows(next(next_row_gradient)) if has else None for has in self._has_gradient]
         layer_gradients = [next(next_layer_gradient) if _is_float(leaf) else None for leaf in jax.tree.leaves(layers)]
-        parameter_gradients = jax.lax.psum(jax.tree.leaves(turns.head), axis)
-        values = jax.lax.psum(turns.sums, axis), jax.tree.map(self._join_microbatches, by_row)
+        parameter_gradients = jax.lax.psum(jax.tree.leaves(state.head_gradients), axis)
+        values = jax.lax.psum(state.sums, axis), jax.tree.map(self._join_microbatches, by_row)
         return values, (layer_gradients, stream_gradients, row_gradients, parameter_gradients)
 
     def _start(self, waiting: Any) -> _StageState:
@@ -175,9 +180,9 @@ class _Stage:
             _zeros_like(sums),
         )
 
-    def _turn(self, turns: _StageState, t: jax.Array) -> tuple[_StageState, Any]:
+    def _turn(self, state: _StageState, t: jax.Array) -> tuple[_StageState, Any]:
         """Run a turn with both passes. Returns the new state, and the values of `head` for each row."""
-        turns, leaving = self._forward(turns, t)
+        state, leaving = self._forward(state, t)
         microbatch = t - (self._pipeline.stages - 1)
         is_last = self._stage_index == self._pipeline.stages - 1
         own_rows = jax.tree.map(lambda x: self._scatter_microbatch(jnp.where(is_last, x, 0)), leaving)
@@ -189,10 +194,12 @@ class _Stage:
         (first, *other_leaves), structure = jax.tree.flatten((sums, row_values))
         cotangents = jax.tree.unflatten(structure, [jnp.ones_like(first), *map(jnp.zeros_like, other_leaves)])
         parameter_gradients, stream_gradient = vjp(cotangents)
-        turns = turns._replace(head=_add_trees(turns.head, parameter_gradients), sums=_add_trees(turns.sums, sums))
-        return self._backward(turns, jax.tree.map(self._gather_microbatch, stream_gradient), t), row_values
+        state = state._replace(
+            head_gradients=_add_trees(state.head_gradients, parameter_gradients), sums=_add_trees(state.sums, sums)
+        )
+        return self._backward(state, jax.tree.map(self._gather_microbatch, stream_gradient), t), row_values
 
-    def _forward(self, turns: _StageState, t: jax.Array) -> tuple[_StageState, Any]:
+    def _forward(self, state: _StageState, t: jax.Array) -> tuple[_StageState, Any]:
         """Run a microbatch forward. Returns the new state and the stream that leaves this stage."""
         number = t - self._stage_index
         microbatch, valid = self._clip_microbatch(number)
@@ -201,12 +208,12 @@ class _Stage:
         def body(x: Any, layer: Any) -> tuple[Any, Any]:
             return self._f(x, layer, rows, self._shard), x
 
-        entering = where_tree(self._stage_index == 0, index_tree(turns.waiting, microbatch), turns.received)
+        entering = where_tree(self._stage_index == 0, index_tree(state.waiting, microbatch), state.received)
         leaving, inputs = jax.lax.scan(body, entering, fold_in_keys(self._layers, microbatch))
-        inputs = update_slot(turns.inputs, inputs, microbatch % self._pipeline.stored_microbatches, valid)
-        return turns._replace(inputs=inputs, received=self._exchange(leaving, 1)), leaving
+        inputs = update_slot(state.inputs, inputs, microbatch % self._pipeline.stored_microbatches, valid)
+        return state._replace(inputs=inputs, received=self._exchange(leaving, 1)), leaving
 
-    def _backward(self, turns: _StageState, head_gradient: Any, t: jax.Array) -> _StageState:
+    def _backward(self, state: _StageState, head_gradient: Any, t: jax.Array) -> _StageState:
         """Run a microbatch backward. Returns the new state. Only the last stage uses `head_gradient`."""
         stages = self._pipeline.stages
         number = t - 2 * (stages - 1) + self._stage_index
@@ -227,16 +234,18 @@ class _Stage:
             g, layer_gradients, more_row_gradients = vjp(g)
             return (g, _add_trees(row_gradients, more_row_gradients)), layer_gradients
 
-        g = where_tree(self._stage_index == stages - 1, head_gradient, turns.returned)
-        inputs = index_tree(turns.inputs, microbatch % self._pipeline.stored_microbatches)
+        g = where_tree(self._stage_index == stages - 1, head_gradient, state.received_gradient)
+        inputs = index_tree(state.inputs, microbatch % self._pipeline.stored_microbatches)
         start, scanned = (g, _zero_sums(differentiable)), (fold_in_keys(self._layers, microbatch), inputs)
         (g, row_gradients), stacked_gradients = jax.lax.scan(body, start, scanned, reverse=True)
-        earlier_row_gradients = index_tree(turns.rows, microbatch)
-        return turns._replace(
-            waiting=update_slot(turns.waiting, g, microbatch, valid & (self._stage_index == 0)),
-            returned=self._exchange(g, -1),
-            layers=_add_trees(turns.layers, stacked_gradients, valid),
-            rows=update_slot(turns.rows, _add_trees(earlier_row_gradients, row_gradients), microbatch, valid),
+        earlier_row_gradients = index_tree(state.row_gradients, microbatch)
+        return state._replace(
+            waiting=update_slot(state.waiting, g, microbatch, valid & (self._stage_index == 0)),
+            received_gradient=self._exchange(g, -1),
+            layer_gradients=_add_trees(state.layer_gradients, stacked_gradients, valid),
+            row_gradients=update_slot(
+                state.row_gradients, _add_trees(earlier_row_gradients, row_gradients), microbatch, valid
+            ),
         )
 
     def _clip_microbatch(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -28,14 +28,14 @@ class Factor(NamedTuple):
     """A factor of a mesh axis, placed on a physical axis.
 
     Args:
-        on: Name of the physical axis.
+        physical_axis: Name of the physical axis.
         size: Number of positions of the factor.
         stride: Distance from one position to the next.
         length: Number of positions of the physical axis.
         ring: Whether the positions form a ring around the physical axis.
     """
 
-    on: str
+    physical_axis: str
     size: int
     stride: int
     length: int
@@ -47,15 +47,15 @@ class Factor(NamedTuple):
 
         A ring uses two links and a line one. `stride` rings or lines share them.
         """
-        return (2 if self.ring else 1) / self.stride if self.on in TORUS_AXES else 0.0
+        return (2 if self.ring else 1) / self.stride if self.physical_axis in TORUS_AXES else 0.0
 
     @property
     def hops(self) -> float:
         """Hops to reach all positions, using both directions of a ring."""
-        return self.size * self.stride / (2 if self.ring else 1) if self.on in TORUS_AXES else 0.0
+        return self.size * self.stride / (2 if self.ring else 1) if self.physical_axis in TORUS_AXES else 0.0
 
     def __str__(self) -> str:
-        whole = self.on if self.size == self.length else f"{self.on}*{self.size}"
+        whole = self.physical_axis if self.size == self.length else f"{self.physical_axis}*{self.size}"
         return whole if self.stride == 1 else f"{whole} by {self.stride}"
 
 
@@ -71,19 +71,19 @@ class AxisPlacement:
     straight: bool = True
 
     @property
-    def torus(self) -> tuple[Factor, ...]:
+    def torus_factors(self) -> tuple[Factor, ...]:
         """The factors on torus axes. Their traffic uses the links between chips."""
-        return tuple(factor for factor in self.factors if factor.on in TORUS_AXES)
+        return tuple(factor for factor in self.factors if factor.physical_axis in TORUS_AXES)
 
     @property
     def ring(self) -> bool:
         """Whether the devices form a ring along each of its torus axes. False if it is not on the torus."""
-        return bool(self.torus) and self.straight and all(factor.ring for factor in self.torus)
+        return bool(self.torus_factors) and self.straight and all(factor.ring for factor in self.torus_factors)
 
     @property
     def links(self) -> float:
         """One-way links per chip that a collective over the axis uses. 0 if it is not on the torus."""
-        if not self.torus:
+        if not self.torus_factors:
             return 0.0
         return sum((factor.links for factor in self.factors), 0.0) if self.straight else 1.0
 
@@ -100,21 +100,23 @@ class AxisPlacement:
     @property
     def outer(self) -> int:
         """Number of slices or hosts that the axis spans."""
-        return math.prod(factor.size for factor in self.factors if factor.on == DCN)
+        return math.prod(factor.size for factor in self.factors if factor.physical_axis == DCN)
 
     def __str__(self) -> str:
         """Describe size and placement, such as `4 on torus b (ring, 2 links)`."""
         parts = []
-        if self.torus:
-            shape = "ring" if self.ring else "line" if len(self.torus) == 1 else "no ring"
-            if any(factor.ring for factor in self.torus) and not self.ring:
-                shape = f"ring on {','.join(factor.on for factor in self.torus if factor.ring)} only"
+        if self.torus_factors:
+            shape = "ring" if self.ring else "line" if len(self.torus_factors) == 1 else "no ring"
+            if any(factor.ring for factor in self.torus_factors) and not self.ring:
+                shape = f"ring on {','.join(factor.physical_axis for factor in self.torus_factors if factor.ring)} only"
             links = f"{self.links:.3g} link{'s' * (self.links != 1)}"
-            factor_text = ",".join(str(factor) if self.straight else factor.on for factor in self.torus)
+            factor_text = ",".join(
+                str(factor) if self.straight else factor.physical_axis for factor in self.torus_factors
+            )
             parts.append(f"torus {factor_text} ({f'{shape}, {links}' if self.straight else 'scattered, 1 link'})")
-        if any(factor.on == CORE for factor in self.factors):
+        if any(factor.physical_axis == CORE for factor in self.factors):
             parts.append("the cores of a chip")
-        if any(factor.on == DCN for factor in self.factors):
+        if any(factor.physical_axis == DCN for factor in self.factors):
             parts.append("dcn")
         return f"{self.size} on {' and '.join(parts) or 'one device'}"
 
@@ -155,12 +157,12 @@ def physical_axes(topology: Topology) -> list[tuple[str, int, bool]]:
     return [(DCN, topology.slices, False), *torus, (CORE, topology.devices_per_chip, False)]
 
 
-def make_factor(on: str, size: int, stride: int, length: int, wrap: bool) -> Factor:
+def make_factor(physical_axis: str, size: int, stride: int, length: int, wrap: bool) -> Factor:
     """Return a factor. It is a ring if it spans a physical axis that wraps.
 
     Two chips are never a ring, because they have only one link between them.
     """
-    return Factor(on, size, stride, length, wrap and size * stride == length and length > 2)
+    return Factor(physical_axis, size, stride, length, wrap and size * stride == length and length > 2)
 
 
 def close_rings(factors: Sequence[Factor], topology: Topology) -> tuple[Factor, ...]:
@@ -171,12 +173,12 @@ def close_rings(factors: Sequence[Factor], topology: Topology) -> tuple[Factor, 
     """
     if not topology.twisted:
         return tuple(factors)
-    cover = {TORUS_AXES.index(f.on): (f.size, f.stride) for f in factors if f.ring}
-    return tuple(f._replace(ring=f.ring and topology.closes(TORUS_AXES.index(f.on), cover)) for f in factors)
+    cover = {TORUS_AXES.index(f.physical_axis): (f.size, f.stride) for f in factors if f.ring}
+    return tuple(f._replace(ring=f.ring and topology.closes(TORUS_AXES.index(f.physical_axis), cover)) for f in factors)
 
 
 @cache
-def undominated_placements(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
+def undominated_placements(sizes: tuple[int, ...], topology: Topology, has_torus: bool) -> tuple[Placement, ...]:
     """Return the Pareto-optimal placements of mesh axes on one slice.
 
     Drops every placement for which another one is at least as good for each mesh axis, in `links`, `ring_links`,
@@ -185,11 +187,11 @@ def undominated_placements(sizes: tuple[int, ...], topology: Topology, torus: bo
     Args:
         sizes: Sizes of the mesh axes.
         topology: The slice.
-        torus: Whether a torus joins the chips. Otherwise, a switch joins the devices of each host.
+        has_torus: Whether a torus joins the chips. Otherwise, a switch joins the devices of each host.
     """
     order = sorted(range(len(sizes)), key=lambda axis: -sizes[axis])
     position_in_order = {axis: number for number, axis in enumerate(order)}
-    sorted_placements = _sorted_placements(tuple(sizes[axis] for axis in order), topology, torus)
+    sorted_placements = _sorted_placements(tuple(sizes[axis] for axis in order), topology, has_torus)
     return tuple(
         Placement(
             tuple((order[axis], factor) for axis, factor in placement.factors),
@@ -200,22 +202,24 @@ def undominated_placements(sizes: tuple[int, ...], topology: Topology, torus: bo
 
 
 @cache
-def _sorted_placements(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
+def _sorted_placements(sizes: tuple[int, ...], topology: Topology, has_torus: bool) -> tuple[Placement, ...]:
     """Return the placements for sizes in descending order. Cached, so that all other orders share the result."""
-    physical = physical_axes(topology)[1:] if torus else [(HOST, topology.devices, False)]
+    physical = physical_axes(topology)[1:] if has_torus else [(HOST, topology.devices, False)]
     best_placements: dict[tuple[float, ...], Placement] = {}
     for number, filling in enumerate(iterate_fillings(tuple(length for _, length, _ in physical), sizes, MAX_FACTORS)):
         if number == MAX_PLACEMENTS:
             break
         axes = tuple(
             AxisPlacement(size, _torus_factors(i, filling, physical, topology))
-            if torus
+            if has_torus
             else AxisPlacement(size, _host_factors(i, filling, topology))
             for i, size in enumerate(sizes)
         )
         score = tuple(x for axis in axes for x in (axis.links, axis.ring_links, -axis.outer, -axis.hops))
         if score not in best_placements:
-            best_placements[score] = Placement(tuple(factor for on_axis in filling for factor in on_axis), axes)
+            best_placements[score] = Placement(
+                tuple(factor for axis_factors in filling for factor in axis_factors), axes
+            )
     undominated = []
     for score, placement in sorted(best_placements.items(), key=lambda item: -sum(item[0])):
         if not any(all(a >= b for a, b in zip(other, score, strict=True)) for other, _ in undominated):
@@ -231,11 +235,11 @@ def _torus_factors(
     axis: int, filling: Filling, physical: Sequence[tuple[str, int, bool]], topology: Topology
 ) -> tuple[Factor, ...]:
     factors = []
-    for (on, length, wrap), on_axis in zip(physical, filling, strict=True):
+    for (physical_axis, length, wrap), axis_factors in zip(physical, filling, strict=True):
         stride = 1
-        for other, size in reversed(on_axis):
+        for other, size in reversed(axis_factors):
             if other == axis:
-                factors.append(make_factor(on, size, stride, length, wrap))
+                factors.append(make_factor(physical_axis, size, stride, length, wrap))
             stride *= size
     return close_rings(factors, topology)
 

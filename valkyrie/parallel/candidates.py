@@ -86,7 +86,7 @@ class Candidates:
 
     @cached_property
     def _cache(self) -> dict[tuple[object, ...], np.ndarray]:
-        """Results of `parts` and `split`, which estimates request many times."""
+        """Results of `parts` and `count_parts`, which estimates request many times."""
         return {}
 
     def _cached(self, key: tuple[object, ...], compute: Callable[[], np.ndarray]) -> np.ndarray:
@@ -131,7 +131,7 @@ class Candidates:
         data_axes = dict.fromkeys([*self.parameters.get(LAYERS, ()), *self.activations[BATCH]])
         return find_zero1_axes(data_axes, map(self.stored_axes, axes))
 
-    def split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
+    def count_parts(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         """Return the number of parts of a logical axis of this length.
 
         If `Arrays.sharded_like` maps the axis to another one, and both have the same rule, the axis is split only over
@@ -142,9 +142,9 @@ class Candidates:
             kind: `stored` or `used` for parameters, `active` for activations.
             length: Length of the logical axis.
         """
-        return self._cached((logical, kind, length), lambda: self._split(logical, kind, length))
+        return self._cached((logical, kind, length), lambda: self._count_parts(logical, kind, length))
 
-    def _split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
+    def _count_parts(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         if logical is None:
             return np.ones(len(self), np.int64)
         axes = {"stored": self.stored_axes, "used": self.used_axes, "active": self.activations.__getitem__}[kind](
@@ -162,23 +162,23 @@ class Candidates:
             divisible_parts = np.where(length % more_parts == 0, more_parts, divisible_parts)
         return divisible_parts
 
-    def shard(self, spec: Parameter, kind: str) -> np.ndarray:
+    def shard_elements(self, spec: Parameter, kind: str) -> np.ndarray:
         """Return the number of elements of a parameter on one device, for `kind` `stored` or `used`."""
         elements = np.full(len(self), float(spec.size))
         for axis, length in zip(spec.axes, spec.shape, strict=True):
-            elements = elements / (self.stages if axis == LAYERS else self.split(axis, kind, length))
+            elements = elements / (self.stages if axis == LAYERS else self.count_parts(axis, kind, length))
         return elements
 
-    def state_shard(self, spec: Parameter) -> np.ndarray:
+    def state_shard_elements(self, spec: Parameter) -> np.ndarray:
         """Return the number of elements of a parameter for which one device stores the optimizer state.
 
         Like `Layout.optimizer_axes`, ZeRO-1 splits the state over each data axis that does not split the parameter,
         along the first dimension that is divisible by the axis.
         """
-        elements = self.shard(spec, "stored")
+        elements = self.shard_elements(spec, "stored")
         if not self.partition.zero1:
             return elements
-        splits = [self.split(axis, "stored", n) for axis, n in zip(spec.axes, spec.shape, strict=True)]
+        splits = [self.count_parts(axis, "stored", n) for axis, n in zip(spec.axes, spec.shape, strict=True)]
         for size in (self.sizes[axis] for axis in self.zero1_axes(spec.axes)):
             is_unsplit = np.ones(len(self), bool)
             for i, (axis, length) in enumerate(zip(spec.axes, spec.shape, strict=True)):
@@ -194,11 +194,11 @@ class Candidates:
         for check in size_checks(self, self.arrays, batch, seq):
             p = check.problem
             problem = Problem(p.code, partition=p.partition, axes=p.axes, size=p.size)
-            masks[problem] = masks.get(problem, np.zeros(len(self), bool)) | check.wrong
+            masks[problem] = masks.get(problem, np.zeros(len(self), bool)) | check.has_problem
         return masks
 
     @property
-    def alternates(self) -> bool:
+    def is_1f1b(self) -> bool:
         """Whether backward passes of microbatches start before all forward passes are finished (1f1b)."""
         return self.partition.schedule is PipelineSchedule["1f1b"]
 
@@ -209,8 +209,6 @@ class Candidates:
         This is `Pipeline.stored_microbatches` divided by the rounds, because each round runs only a part of the layers.
         """
         stages, microbatches = self.stages, self.microbatches
-        if self.alternates:
-            stored = np.minimum(2 * stages - 1, microbatches)
-        else:
-            stored = self.rounds * microbatches + stages - 1
+        forward_turns = self.rounds * microbatches + stages - 1
+        stored = np.minimum(2 * stages - 1, microbatches) if self.is_1f1b else forward_turns
         return np.where(stages > 1, stored / self.rounds, 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis
 from valkyrie.checksums import digest
-from valkyrie.parallel.mesh import MeshConfig, resized
+from valkyrie.parallel.mesh import MeshConfig, resize_axis
 from valkyrie.parallel.partition import (
     Memory,
     PartitionConfig,
@@ -19,8 +19,8 @@ from valkyrie.parallel.partition import (
     resolve_rules,
     roles,
 )
-from valkyrie.parallel.problems import Nearest, add_advice, layout_problems
-from valkyrie.parallel.remat import EVERYTHING, RematConfig
+from valkyrie.parallel.problems import FindNearest, add_advice, layout_problems
+from valkyrie.parallel.remat import SAVE_EVERYTHING, RematConfig
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.problems import Problem, check_range
 
@@ -55,7 +55,7 @@ class Layout:
             parts.append(self.pipeline.label)
         if self.microbatches > 1:
             parts.append(f"mb{self.microbatches}")
-        if self.remat.label != EVERYTHING.name:
+        if self.remat.label != SAVE_EVERYTHING.name:
             parts.append(f"remat_{self.remat.label}")
         return "-".join(parts)
 
@@ -160,14 +160,15 @@ class Layout:
         """Return the number of parts into which these mesh axes split an array."""
         return math.prod(self.mesh.axes[axis] for axis in mesh_axes)
 
-    def split(self, logical: str, kind: str, length: int) -> int:
+    def count_parts(self, logical: str, kind: str, length: int) -> int:
         """Return the number of parts of a logical axis of parameters (`kind` `stored`) or activations (`active`).
 
-        `length` is ignored: this method has the arguments of `Candidates.split`, so that `size_checks` can call either.
+        `length` is ignored: this method has the arguments of `Candidates.count_parts`, so that `size_checks` can call
+        either.
         """
         return self.parts((self.activations if kind == "active" else self.parameters)[logical])
 
-    def sizes(self, mesh_axes: Sequence[str]) -> str:
+    def format_axes(self, mesh_axes: Sequence[str]) -> str:
         """Format mesh axes with their sizes: `x=4·y=2`."""
         return "·".join(f"{axis}={self.mesh.axes[axis]}" for axis in mesh_axes)
 
@@ -204,7 +205,7 @@ def make_layout(
     batch: int,
     seq: int,
     known_axes: Collection[str],
-    nearest: Nearest | None = None,
+    nearest: FindNearest | None = None,
     advise: bool = True,
 ) -> tuple[Layout | None, list[Problem]]:
     """Return the layout of a model's arrays, or None if the mesh or `microbatches` is invalid, and all problems.
@@ -218,7 +219,7 @@ def make_layout(
         batch: Sequences of the global batch.
         seq: Tokens of a sequence.
         known_axes: Logical axes of all models, for which a partition may have rules.
-        nearest: Searches legal values of a problem's config key (`Nearest`). None: suggest the nearest multiples.
+        nearest: Searches legal values of a problem's config key (`FindNearest`). None: suggest the nearest multiples.
         advise: Whether to search for legal values, which takes longer than finding the problems.
     """
     if problems := mesh.problems() + check_range("microbatches", microbatches, least=1):
@@ -236,7 +237,7 @@ def make_layout(
         """Return the sizes up to 64 of the problem's mesh axis that remove the problem and cause no other."""
         (axis,), other_problems = problem.mesh_axes, identities - {problem.identity}
         divisors = [n for n in range(1, 65) if problem.size % n == 0]
-        return [n for n in divisors if {p.identity for p in layout_on(resized(mesh, axis, n))[1]} <= other_problems]
+        return [n for n in divisors if {p.identity for p in layout_on(resize_axis(mesh, axis, n))[1]} <= other_problems]
 
     return layout, list(dict.fromkeys(add_advice(problem, nearest, legal_sizes) for problem in problems))
 
@@ -261,7 +262,7 @@ def derive_layout(
     partition: PartitionConfig,
     arrays: Arrays,
     microbatches: int = 1,
-    remat: RematConfig = EVERYTHING,
+    remat: RematConfig = SAVE_EVERYTHING,
     *,
     known_axes: Collection[str],
 ) -> tuple[Layout, list[Problem]]:
@@ -290,7 +291,7 @@ def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
             while rule == rules[leading] and any(n % layout.parts(new_rule) for n in sizes):
                 new_rule = new_rule[:-1]
             if new_rule != rule:
-                parts, unsplit = layout.parts(rule), layout.sizes(rule[len(new_rule) :])
+                parts, unsplit = layout.parts(rule), layout.format_axes(rule[len(new_rule) :])
                 indivisible = ", ".join(str(n) for n in sorted(sizes) if n % parts)
                 notes.append(
                     f"{axis} ({indivisible}) is replicated over {unsplit}, unlike {leading}, because its size is not "

@@ -64,7 +64,7 @@ class MeshConfig:
         return problems
 
 
-def resized(mesh: MeshConfig, axis: str, size: int) -> MeshConfig:
+def resize_axis(mesh: MeshConfig, axis: str, size: int) -> MeshConfig:
     """Return a copy of a mesh with another size of one axis, and no placement. The name stays the same."""
     if axis == SLICE_AXIS:
         return replace(mesh, slices=size, placement=None)

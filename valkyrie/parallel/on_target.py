@@ -17,26 +17,26 @@ def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
     if problems or target.devices is None:
         return problems
     if target.devices != mesh.size:
-        text = _wrong_size(target, mesh)
+        text = _wrong_size_message(target, mesh)
         return [Problem(ProblemCode.device_count, "mesh", mesh.name, text, size=mesh.size, parts=target.devices)]
     if mesh.slices > 1 == target.slices and target.topology and mesh.placement is None:
         text = (
             f"mesh={mesh.name} spans {mesh.slices} slices, joined by the data-centre network, but "
             f"target={target.describe()} is a single slice.{_slices_hint(target, mesh)} For one slice, use a mesh "
-            f"such as mesh={_torus_mesh(target)}."
+            f"such as mesh={_torus_mesh_name(target)}."
         )
         return [Problem(ProblemCode.slice_count, "mesh", mesh.name, text, size=mesh.slices, parts=1)]
     if 1 < target.slices != mesh.slices and mesh.placement is None:
         text = (
             f"target.slices={target.slices}: the data-centre network joins slices, but no axis of mesh={mesh.name} "
-            f"spans them. Use mesh={target.slices}s{_torus_mesh(target)}, "
+            f"spans them. Use mesh={target.slices}s{_torus_mesh_name(target)}, "
             "or set mesh.placement."
         )
         return [Problem(ProblemCode.slice_count, "target.slices", target.slices, text, size=mesh.slices)]
     return []
 
 
-def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
+def _wrong_size_message(target: TargetConfig, mesh: MeshConfig) -> str:
     """Return the message for a mesh and a target with different numbers of devices. Suggests a matching target."""
     chips, per_chip = (target.chips or 0) * target.slices, target.chip.devices if target.chip else 1
     noun = "chips" if target.chip and per_chip == 1 else "devices"
@@ -46,7 +46,7 @@ def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
     if target.slices > 1 and not target.topology and (single := target.resized(target.devices or 0)):
         target_size += f", as target={single.name} has"  # without a torus, a network joins all hosts anyway
     slice_prefix = f"{target.slices}s" if target.slices > 1 else ""
-    mesh_hint = f", such as mesh={slice_prefix}{_torus_mesh(target)}" if target.chip and target.topology else ""
+    mesh_hint = f", such as mesh={slice_prefix}{_torus_mesh_name(target)}" if target.chip and target.topology else ""
     resized = target.resized(mesh.size)
     nearest = " and ".join(f"target={other.describe()}" for other in target.nearest(mesh.size))
     fitting_hint = f" No slice has {mesh.size} {noun}; the nearest are {nearest}." if nearest else ""
@@ -71,7 +71,7 @@ def _slices_hint(target: TargetConfig, mesh: MeshConfig) -> str:
     return f" {mesh.slices} slices of {slice_size} devices are target={resized.name} target.slices={mesh.slices}."
 
 
-def _torus_mesh(target: TargetConfig) -> str:
+def _torus_mesh_name(target: TargetConfig) -> str:
     """Return the name of a mesh with the axes of the target's torus, then the devices of a chip if it has several."""
     shape = list(parse_shape(target.topology) or (target.chips or 1,))
     if target.chip and target.chip.devices > 1:

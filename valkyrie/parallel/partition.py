@@ -101,7 +101,7 @@ def resolve_rules(
     Each of the model's logical axes gets a rule. Rules for logical axes of other models (`other_axes`) are ignored.
     """
     problems: list[Problem] = []
-    roles = _roles_on(partition, mesh, problems)
+    roles = _resolve_roles(partition, mesh, problems)
     parameter_axes = [axis for axis in axes if axis not in (BATCH, SEQ)]
     activation_axes = [axis for axis in axes if axis != LAYERS]
     resolved: list[Rules] = []
@@ -141,12 +141,12 @@ def _unknown_axes(
         )
 
 
-def _roles_on(partition: PartitionConfig, mesh: MeshConfig, problems: list[Problem]) -> Mapping[str, list[str]]:
+def _resolve_roles(partition: PartitionConfig, mesh: MeshConfig, problems: list[Problem]) -> Mapping[str, list[str]]:
     if mesh.names is None or not partition.roles:
         return partition.roles
-    slice_axes = [a for a in mesh.axes if a != "s"]
+    inner_axes = [a for a in mesh.axes if a != "s"]
     axes_by_role: dict[str, list[str]] = {role: [] for role in partition.roles}
-    for axis, name in zip(slice_axes, mesh.names, strict=True):
+    for axis, name in zip(inner_axes, mesh.names, strict=True):
         role = ROLE_SYNONYMS.get(name, name)
         if role in axes_by_role:
             axes_by_role[role].append(axis)

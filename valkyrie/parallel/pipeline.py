@@ -24,12 +24,12 @@ from valkyrie.precision import ACCUMULATOR
 SEND_SCOPE = "sent_on"
 """Named scope of the permutes that send microbatches between stages."""
 
-InStage = Callable[[], Shard]
+MakeStageShard = Callable[[], Shard]
 """Returns the `Shard` within a stage. Called where the pipeline's axis is manual."""
 
 
 def run_pipeline(
-    pipeline: Pipeline, mesh: Any, in_stage: InStage, f: LayerFunction, layers: Any, x: Any, rows: Any
+    pipeline: Pipeline, mesh: Any, make_stage_shard: MakeStageShard, f: LayerFunction, layers: Any, x: Any, rows: Any
 ) -> Any:
     """Apply `f` once per layer, in stages along the pipeline's axis. Returns the stream after the last layer.
 
@@ -45,8 +45,8 @@ def run_pipeline(
         return f(x, jax.tree.map(_cast_float, layer, dtypes), rows, shard)
 
     def run_stage(layers: Any, x: Any, rows: Any) -> Any:
-        shard, stage_index = in_stage(), jax.lax.axis_index(pipeline.axis)
-        rows = _microbatches(pipeline, shard, rows)
+        shard, stage_index = make_stage_shard(), jax.lax.axis_index(pipeline.axis)
+        rows = _gather_microbatches(pipeline, shard, rows)
         layer_groups = _deal_layers(pipeline, layers, stage_index)
         last = pipeline.rounds * pipeline.microbatches - 1
 
@@ -62,7 +62,7 @@ def run_pipeline(
             leaving = scan_layers(apply_layer, stage_layers, entering, index_tree(rows, microbatch), shard)
             return (waiting, _send_to_next(pipeline, leaving)), None
 
-        waiting = _microbatches(pipeline, shard, x)
+        waiting = _gather_microbatches(pipeline, shard, x)
         start, turns = (waiting, index_tree(waiting, 0)), jnp.arange(pipeline.forward_turns)
         (waiting, received), _ = jax.lax.scan(turn, start, turns)
         waiting = update_slot(waiting, received, last % pipeline.microbatches, True)
@@ -94,7 +94,7 @@ def _saves_all_but_copies(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in ("convert_element_type", "sharding_constraint")
 
 
-def _microbatches(pipeline: Pipeline, shard: Shard, tree: Any) -> Any:
+def _gather_microbatches(pipeline: Pipeline, shard: Shard, tree: Any) -> Any:
     """Gather arrays (rows of a stage, ...) to (microbatch, rows, ...) on every stage.
 
     Each device of the other axes gets rows in all microbatches: (stage, device, row) becomes (device, microbatch, row).
@@ -186,13 +186,13 @@ def _pairs(targets: Any) -> list[tuple[int, int]]:
     return [(stage, int(target)) for stage, target in enumerate(targets)]
 
 
-def update_slot(waiting: Any, new: Any, slot: Any, valid: Any) -> Any:
+def update_slot(tree: Any, new: Any, slot: Any, valid: Any) -> Any:
     """Write `new` into index `slot` of the first dimension of arrays, if `valid`."""
 
     def update(x: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(x, jnp.where(valid, new, index_tree(x, slot)), slot, 0)
 
-    return jax.tree.map(update, waiting, new)
+    return jax.tree.map(update, tree, new)
 
 
 def constrain_rows(shard: Shard, x: jax.Array, dimension: int) -> jax.Array:

@@ -52,7 +52,7 @@ def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: 
             mistakes.append(f"the factors of {axis} multiply to {math.prod(factors)}, not {axes[axis]}")
     if not mistakes:
         return []
-    details = {"wrong": "; ".join(mistakes), "mesh": mesh, "sizes": _sizes(axes)}
+    details = {"wrong": "; ".join(mistakes), "mesh": mesh, "sizes": _format_sizes(axes)}
     return [Problem(ProblemCode.placement, "mesh.placement", ",".join(placement), details=details)]
 
 
@@ -66,26 +66,26 @@ def arrange(ordered: np.ndarray, placement: Sequence[str], axes: Mapping[str, in
 
 def describe_placement(mesh: Any, topology: Topology) -> dict[str, AxisPlacement]:
     """Return the placement of each axis of a `jax.sharding.Mesh` on the torus, from its devices' coordinates."""
-    positions = _positions(mesh.devices, topology)
-    return _describe_positions(positions, list(mesh.axis_names), topology)
+    indices = _device_indices(mesh.devices, topology)
+    return _describe_indices(indices, list(mesh.axis_names), topology)
 
 
 def describe_entries(placement: Sequence[str], axes: Mapping[str, int], topology: Topology) -> dict[str, AxisPlacement]:
     """Return the placement of each mesh axis on the torus from `mesh.placement`, without devices."""
     import numpy as np
 
-    return _describe_positions(arrange(np.arange(topology.devices), placement, axes), list(axes), topology)
+    return _describe_indices(arrange(np.arange(topology.devices), placement, axes), list(axes), topology)
 
 
-def describe_places(
-    places: Sequence[Position], axes: Mapping[str, int], topology: Topology
+def describe_positions(
+    positions: Sequence[Position], axes: Mapping[str, int], topology: Topology
 ) -> dict[str, AxisPlacement]:
-    """Return the placement of each mesh axis on the torus. `places`: positions of the mesh's devices in order."""
+    """Return the placement of each mesh axis on the torus. `positions`: Positions of the mesh's devices in order."""
     import numpy as np
 
-    coords = np.array([[p.slice, *p.coords[: len(topology.shape)], p.core] for p in places])
-    positions = np.ravel_multi_index(tuple(coords.T), _lengths(topology)).reshape(list(axes.values()))
-    return _describe_positions(np.asarray(positions), list(axes), topology)
+    coords = np.array([[p.slice, *p.coords[: len(topology.shape)], p.core] for p in positions])
+    indices = np.ravel_multi_index(tuple(coords.T), _lengths(topology)).reshape(list(axes.values()))
+    return _describe_indices(np.asarray(indices), list(axes), topology)
 
 
 def find_placement(mesh: Any, topology: Topology) -> list[str] | None:
@@ -96,8 +96,8 @@ def find_placement(mesh: Any, topology: Topology) -> list[str] | None:
     """
     import numpy as np
 
-    positions, names = _positions(mesh.devices, topology), list(mesh.axis_names)
-    index = np.stack(np.unravel_index(np.argsort(positions, axis=None), positions.shape), axis=-1)
+    indices, names = _device_indices(mesh.devices, topology), list(mesh.axis_names)
+    index = np.stack(np.unravel_index(np.argsort(indices, axis=None), indices.shape), axis=-1)
     weight = np.ones(len(names), int)
     stride, factors = 1, []
     while stride < len(index):
@@ -111,9 +111,9 @@ def find_placement(mesh: Any, topology: Topology) -> list[str] | None:
         factors.append((names[axis], factor))
         weight[axis] *= factor
         stride *= factor
-    axes = dict(zip(names, positions.shape, strict=True))
+    axes = dict(zip(names, indices.shape, strict=True))
     entries = placement_entries(factors[::-1], axes)
-    if placement_problems(entries, axes, "") or (arrange(np.arange(len(index)), entries, axes) != positions).any():
+    if placement_problems(entries, axes, "") or (arrange(np.arange(len(index)), entries, axes) != indices).any():
         return None
     return entries
 
@@ -126,7 +126,8 @@ def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
     """
     if math.prod(axes.values()) != topology.devices:
         raise ValueError(
-            f"a mesh of {_sizes(axes)} has {math.prod(axes.values())} devices, but the topology has {topology.devices}."
+            f"a mesh of {_format_sizes(axes)} has {math.prod(axes.values())} devices, but the topology has "
+            f"{topology.devices}."
         )
     has_slice_axis = topology.slices > 1 and axes.get(SLICE_AXIS) == topology.slices
     inner_axes = {axis: size for axis, size in axes.items() if size > 1 and not (has_slice_axis and axis == SLICE_AXIS)}
@@ -150,31 +151,31 @@ def _lengths(topology: Topology) -> tuple[int, ...]:
     return tuple(length for _, length, _ in physical_axes(topology))
 
 
-def _positions(devices: np.ndarray, topology: Topology) -> np.ndarray:
-    """Return the index of each device in physical order. Devices without coordinates are ordered by id."""
+def _device_indices(devices: np.ndarray, topology: Topology) -> np.ndarray:
+    """Return the index of each of a mesh's devices in physical order. Devices without coordinates are ordered by id."""
     import numpy as np
 
     flat = list(devices.flat)
     if len(flat) != topology.devices:
         raise ValueError(f"the mesh has {len(flat)} devices, but the topology has {topology.devices}.")
     if getattr(flat[0], "coords", None) is None:
-        places = np.argsort(np.argsort([device.id for device in flat]))
+        indices = np.argsort(np.argsort([device.id for device in flat]))
     else:
         axes = len(topology.shape)
         positions = [(getattr(d, "slice_index", 0) or 0, *d.coords[:axes], d.core_on_chip) for d in flat]
         coords = np.asarray(positions) - np.min(positions, axis=0)
-        places = np.ravel_multi_index(tuple(coords.T), _lengths(topology))
-    return np.asarray(places).reshape(devices.shape)
+        indices = np.ravel_multi_index(tuple(coords.T), _lengths(topology))
+    return np.asarray(indices).reshape(devices.shape)
 
 
-def _describe_positions(positions: np.ndarray, names: Sequence[str], topology: Topology) -> dict[str, AxisPlacement]:
+def _describe_indices(indices: np.ndarray, names: Sequence[str], topology: Topology) -> dict[str, AxisPlacement]:
     import numpy as np
 
     physical = physical_axes(topology)
-    coordinates = np.unravel_index(positions, _lengths(topology))
+    coordinates = np.unravel_index(indices, _lengths(topology))
     described = {}
     for dimension, axis in enumerate(names):
-        size = positions.shape[dimension]
+        size = indices.shape[dimension]
         factors: list[Factor] = []
         straight, covered_size = True, 1
         for (physical_axis, length, wrap), coordinate in zip(physical, coordinates, strict=True):
@@ -211,5 +212,5 @@ def _progressions(values: np.ndarray) -> list[tuple[int, int]] | None:
     return digits
 
 
-def _sizes(axes: Mapping[str, int]) -> str:
+def _format_sizes(axes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in axes.items())

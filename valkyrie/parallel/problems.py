@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from valkyrie.parallel.candidates import Candidates
     from valkyrie.parallel.layout import Layout
 
-Nearest = Callable[[Problem], list[int]]
+FindNearest = Callable[[Problem], list[int]]
 """Returns the values of a problem's key that remove the problem and cause no other, nearest to the current value."""
 
 
@@ -33,14 +33,14 @@ def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:
     return not any(n % problem.parts for n in sizes or [value])
 
 
-def add_advice(problem: Problem, nearest: Nearest | None, sizes: Callable[[Problem], list[int]]) -> Problem:
+def add_advice(problem: Problem, nearest: FindNearest | None, find_sizes: Callable[[Problem], list[int]]) -> Problem:
     """Return a problem with values of its config key and sizes of its mesh axis that remove it.
 
     Args:
         problem: Problem of a layout. Returned unchanged unless it is about divisibility.
         nearest: Searches values of the problem's key, or None to suggest the nearest multiples.
-        sizes: Searches sizes of the problem's mesh axis. Used only if there is exactly one such axis, and the key is
-            neither the batch nor the sequence length.
+        find_sizes: Searches sizes of the problem's mesh axis. Used only if there is exactly one such axis, and the key
+            is neither the batch nor the sequence length.
     """
     if problem.code not in INDIVISIBLE:
         return problem
@@ -51,10 +51,10 @@ def add_advice(problem: Problem, nearest: Nearest | None, sizes: Callable[[Probl
         values = [lower, lower + problem.parts] if lower else [problem.parts]
     if problem.key in (BATCH, SEQ) or len(problem.mesh_axes) != 1:
         return replace(problem, nearest=tuple(values))
-    return replace(problem, nearest=tuple(values), legal_sizes=tuple(sizes(problem)))
+    return replace(problem, nearest=tuple(values), legal_sizes=tuple(find_sizes(problem)))
 
 
-def nearest_legal(value: int, parts: int, legal: Callable[[int], bool], least: int = 1) -> list[int]:
+def nearest_legal(value: int, parts: int, is_legal: Callable[[int], bool], least: int = 1) -> list[int]:
     """Return the nearest legal value below `value` and the nearest one above it, if they are found.
 
     Tries values within 32 of `value`, and 16 multiples of `parts`, `64 * parts` and `128 * parts` on each side.
@@ -62,12 +62,12 @@ def nearest_legal(value: int, parts: int, legal: Callable[[int], bool], least: i
     # Sizes may be half of their key, or rounded up to a multiple of 128, so multiples of `parts` alone miss some.
     coarse = [unit * (value // unit + i) for unit in (parts, 64 * parts, 128 * parts) for i in range(-16, 18)]
     near = sorted({*coarse, *range(value - 32, value + 33)})
-    below = (n for n in reversed(near) if least <= n < value and legal(n))
-    above = (n for n in near if n > value and legal(n))
+    below = (n for n in reversed(near) if least <= n < value and is_legal(n))
+    above = (n for n in near if n > value and is_legal(n))
     return [n for n in (next(below, None), next(above, None)) if n is not None]
 
 
-Sizes = Any
+PerLayout = Any
 """An int or bool for one layout, or an array with one entry per layout."""
 
 
@@ -77,14 +77,14 @@ class SizeCheck:
 
     Args:
         problem: The problem, without sizes of mesh axes.
-        wrong: Whether each layout has the problem.
+        has_problem: Whether each layout has the problem.
         parts: For each layout, the required divisor of the size, or the minimum number of microbatches. 0 for problems
             without such a number.
     """
 
     problem: Problem
-    wrong: Sizes
-    parts: Sizes
+    has_problem: PerLayout
+    parts: PerLayout
 
 
 def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: int) -> Iterator[SizeCheck]:
@@ -92,19 +92,24 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
     partition, microbatches, rounds = layouts.partition, layouts.microbatches, layouts.partition.rounds
     batch_axes, seq_axes = layouts.activations[BATCH], layouts.activations[SEQ]
     layer_axes = layouts.parameters.get(LAYERS, ())
-    stages, in_sequence = layouts.parts(layer_axes), layouts.parts(seq_axes)
+    stages, seq_parts = layouts.parts(layer_axes), layouts.parts(seq_axes)
     shards = layouts.parts([axis for axis in batch_axes if axis not in layer_axes])
 
     def check(
-        code: ProblemCode, key: str | None, rule: Sequence[str], wrong: Sizes, parts: Sizes = 0, **fields: Any
+        code: ProblemCode,
+        key: str | None,
+        rule: Sequence[str],
+        has_problem: PerLayout,
+        parts: PerLayout = 0,
+        **fields: Any,
     ) -> SizeCheck:
         problem = Problem(code, key, partition=partition.name, mesh_axes=tuple(rule), **fields)
-        return SizeCheck(problem, wrong, parts)
+        return SizeCheck(problem, has_problem, parts)
 
     # Stages and microbatches both split the rows of a device. Under 1f1b, stages share the losses of each microbatch,
     # otherwise those of the whole batch.
-    alternates = partition.schedule is PipelineSchedule["1f1b"]
-    rows = shards * (stages * microbatches if alternates else _least_common_multiple(stages, microbatches))
+    is_1f1b = partition.schedule is PipelineSchedule["1f1b"]
+    rows = shards * (stages * microbatches if is_1f1b else _least_common_multiple(stages, microbatches))
     details = {"microbatch_count": microbatches, "stage_axes": layer_axes}
     code = ProblemCode.batch_not_divisible
     yield check(code, BATCH, batch_axes, batch % rows != 0, rows, size=batch, details=details)
@@ -114,17 +119,17 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
         yield check(code, key, layer_axes, microbatches < stages, stages, value=microbatches)
     if not arrays.stack_lengths:
         yield check(ProblemCode.no_stack, None, layer_axes, stages > 1)
-    yield check(ProblemCode.seq_not_divisible, SEQ, seq_axes, seq % in_sequence != 0, in_sequence, size=seq)
+    yield check(ProblemCode.seq_not_divisible, SEQ, seq_axes, seq % seq_parts != 0, seq_parts, size=seq)
     for repeats in dict.fromkeys(arrays.stack_lengths) if circular else ():
         group_count = stages * rounds
-        wrong = (repeats % stages == 0) & (repeats % group_count != 0) & (stages > 1)
+        has_problem = (repeats % stages == 0) & (repeats % group_count != 0) & (stages > 1)
         fields = {"axes": (LAYERS,), "size": repeats, "details": {"rounds": rounds}}
-        yield check(ProblemCode.rounds_not_divisible, "model.layers", layer_axes, wrong, group_count, **fields)
+        yield check(ProblemCode.rounds_not_divisible, "model.layers", layer_axes, has_problem, group_count, **fields)
     for (logical, size, key, rule), (kinds, names) in _split_dimensions(layouts, arrays).items():
-        kind_parts = [layouts.split(logical, kind, size) for kind in dict.fromkeys(kinds)]
-        wrong = (size % kind_parts[0] != 0) | (size % kind_parts[-1] != 0)
+        kind_parts = [layouts.count_parts(logical, kind, size) for kind in dict.fromkeys(kinds)]
+        has_problem = (size % kind_parts[0] != 0) | (size % kind_parts[-1] != 0)
         fields = {"axes": (logical,), "size": size, "names": tuple(names)}
-        yield check(ProblemCode.not_divisible, key, rule, wrong, kind_parts[0], **fields)
+        yield check(ProblemCode.not_divisible, key, rule, has_problem, kind_parts[0], **fields)
 
 
 def _split_dimensions(
@@ -147,7 +152,7 @@ def _split_dimensions(
     return dimensions
 
 
-def _least_common_multiple(a: Sizes, b: Sizes) -> Sizes:
+def _least_common_multiple(a: PerLayout, b: PerLayout) -> PerLayout:
     if isinstance(a, int) and isinstance(b, int):
         return math.lcm(a, b)
     import numpy as np
@@ -159,7 +164,7 @@ def layout_problems(layout: Layout, arrays: Arrays, batch: int, seq: int) -> lis
     """Return all problems of a layout for a model's arrays and a global batch of `batch` sequences of `seq` tokens."""
     size_problems: dict[ProblemCode, list[Problem]] = defaultdict(list)
     for check in size_checks(layout, arrays, batch, seq):
-        if check.wrong:
+        if check.has_problem:
             split_axes = [axis for axis in check.problem.mesh_axes if layout.mesh.axes[axis] > 1]
             size_problems[check.problem.code].append(_with_mesh_axes(layout, check.problem, split_axes, check.parts))
     idle = [axis for axis, role in layout.roles.items() if role.kind is RoleKind.idle]
@@ -188,12 +193,12 @@ def _pipeline_problems(
         return []
     schedule, rounds, problems, code = partition.schedule.value, partition.rounds, [], ProblemCode
 
-    def on_stages(code: ProblemCode, key: str, **fields: Any) -> Problem:
+    def stage_problem(code: ProblemCode, key: str, **fields: Any) -> Problem:
         return _with_mesh_axes(layout, Problem(code, key, partition=partition.name, **fields), [pipeline.axis])
 
     if other_axes := [axis for axis in layout.parameters[LAYERS] if layout.mesh.axes[axis] > 1][1:]:
-        details = {"also": layout.sizes(other_axes)}
-        problems.append(on_stages(code.several_stage_axes, "partition.parameters.layers", details=details))
+        details = {"also": layout.format_axes(other_axes)}
+        problems.append(stage_problem(code.several_stage_axes, "partition.parameters.layers", details=details))
     for kind, rules, expected_axis in (
         ("parameters", layout.parameters, LAYERS),
         ("activations", layout.activations, BATCH),
@@ -202,14 +207,16 @@ def _pipeline_problems(
             logical for logical, axes in rules.items() if pipeline.axis in axes and logical != expected_axis
         ):
             details = {"kind": kind}
-            problems.append(on_stages(code.stage_axis_shared, f"partition.{kind}", axes=other_logical, details=details))
+            problems.append(
+                stage_problem(code.stage_axis_shared, f"partition.{kind}", axes=other_logical, details=details)
+            )
     problems += size_problems[code.no_stack]
     if rounds < 1 or (rounds == 1) == (schedule == "circular"):
         problems.append(Problem(code.wrong_rounds, "partition.rounds", rounds, details={"schedule": schedule}))
     problems += size_problems[code.too_few_microbatches]
-    if pipeline.alternates and len(arrays.stack_lengths) > 1:
-        problems.append(on_stages(code.several_stacks, "partition.schedule", size=len(arrays.stack_lengths)))
-    if pipeline.alternates and (layout.remat.save or layout.remat.offload):
+    if pipeline.is_1f1b and len(arrays.stack_lengths) > 1:
+        problems.append(stage_problem(code.several_stacks, "partition.schedule", size=len(arrays.stack_lengths)))
+    if pipeline.is_1f1b and (layout.remat.save or layout.remat.offload):
         problems.append(Problem(code.remat_with_1f1b, "remat", layout.remat.label))
     return problems + size_problems[code.rounds_not_divisible]
 

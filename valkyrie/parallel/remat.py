@@ -95,7 +95,7 @@ class RematConfig:
         return problems
 
 
-EVERYTHING = RematConfig("none", [ALL])
+SAVE_EVERYTHING = RematConfig("none", [ALL])
 """Saves all activations; nothing is recomputed."""
 
 

@@ -60,7 +60,7 @@ class Pipeline:
         return {"gpipe": "", "1f1b": "1f1b", "circular": f"circular{self.rounds}"}[self.schedule.value]
 
     @property
-    def alternates(self) -> bool:
+    def is_1f1b(self) -> bool:
         """Whether backward passes of microbatches start before all forward passes are finished (1f1b)."""
         return self.schedule is PipelineSchedule["1f1b"]
 
@@ -95,6 +95,6 @@ class Pipeline:
         forward and a backward pass) at the same time, so a microbatch returns to the first stage 2 (stages - 1) turns
         after it left. Stages that do not wait for each other would store only `stages` microbatches.
         """
-        if self.alternates:
+        if self.is_1f1b:
             return min(2 * self.stages - 1, self.microbatches)
         return self.forward_turns

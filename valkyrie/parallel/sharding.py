@@ -126,13 +126,13 @@ class MeshShard:
         pipeline = self.layout.pipeline
         if pipeline is None:
             return apply_head(head, scan_layers(f, layers, x, rows, self), self)
-        if head is not None and pipeline.alternates:
-            return run_1f1b(pipeline, self.mesh, self._in_stage, self, f, layers, x, rows, head)
+        if head is not None and pipeline.is_1f1b:
+            return run_1f1b(pipeline, self.mesh, self._make_stage_shard, self, f, layers, x, rows, head)
         if self.layout.remat.keeps_everything:
             f = save_without_copies(f)
-        return apply_head(head, run_pipeline(pipeline, self.mesh, self._in_stage, f, layers, x, rows), self)
+        return apply_head(head, run_pipeline(pipeline, self.mesh, self._make_stage_shard, f, layers, x, rows), self)
 
-    def _in_stage(self) -> MeshShard:
+    def _make_stage_shard(self) -> MeshShard:
         """Return the `Shard` for use within a stage. Call it inside `jax.shard_map` over the pipeline's axis."""
         mesh = jax.sharding.get_abstract_mesh()
         return MeshShard(self.layout.stage_layout, mesh, self.backend, self._gradient_sum)

@@ -48,10 +48,10 @@ class Slice(TargetConfig):
                 value, list | tuple, 'mesh takes lists of sizes and names, such as mesh((4, 2), ("data", "model"))'
             )
         axes = self.axes(shape, names, placement)
-        devices = get_platform(self.platform).compile_devices(self, math.prod(shape))
+        devices = get_platform(self.platform).devices_to_compile_for(self, math.prod(shape))
         return placed_mesh(axes, devices, placement, self.slices)
 
-    def places(self, shape: Sequence[int], names: Sequence[str]) -> tuple[Position, ...]:
+    def positions(self, shape: Sequence[int], names: Sequence[str]) -> tuple[Position, ...]:
         """Return the positions of a mesh's devices, flattened in row-major order. Needs no libtpu."""
         grid = placed_grid(self.axes(shape, names, None), list_device_stubs(self), slices=self.slices)
         return tuple(Position(d.slice_index, tuple(d.coords), d.core_on_chip) for d in grid.flat)

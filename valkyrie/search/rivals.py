@@ -61,7 +61,7 @@ def _matches_torus(layout: EstimatedLayout) -> bool:
 
     This is the rule of arXiv 2304.01433, section 2.7.
     """
-    sizes = [int(layout.group.candidates.sizes[axis][layout.number]) for axis in ("x", "y", "z")]
+    sizes = [int(layout.group.candidates.sizes[axis][layout.index]) for axis in ("x", "y", "z")]
     return sorted(sizes) == sorted(parse_shape(layout.group.target.topology) or ()) and sizes[2] == min(sizes)
 
 

@@ -140,7 +140,9 @@ class MemoryEstimator:
             data_axes = [m for axis in spec.axes for m in layouts.gathered_axes(axis)]
             if LAYERS in spec.axes and data_axes:
                 layers = spec.shape[spec.axes.index(LAYERS)] / layouts.stages
-                total = total + itemsize * (layouts.shard(spec, "used") / layers) * (layouts.parts(data_axes) > 1)
+                total = total + itemsize * (layouts.shard_elements(spec, "used") / layers) * (
+                    layouts.parts(data_axes) > 1
+                )
         return total
 
     @cached_property
@@ -149,11 +151,11 @@ class MemoryEstimator:
         layouts, config = self.layouts, self.run.config
         parameters, reduced_gradients, accumulated, moments, average = (np.zeros(len(layouts)) for _ in range(5))
         for spec in self.run.model.parameters().values():
-            elements = layouts.shard(spec, "stored")
+            elements = layouts.shard_elements(spec, "stored")
             parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
             reduced_gradients += elements * config.precision.reduction.itemsize
             accumulated += elements * ACCUMULATOR.itemsize
-            moments += config.optimizer.state_bytes(spec) * layouts.state_shard(spec)
+            moments += config.optimizer.state_bytes(spec) * layouts.state_shard_elements(spec)
             average += elements * ACCUMULATOR.itemsize * (config.optimizer.ema_decay is not None)
         gradients = np.minimum(parameters, reduced_gradients) + np.where(layouts.microbatches > 1, accumulated, 0)
         return parameters, gradients, moments, average
@@ -180,7 +182,7 @@ class MemoryEstimator:
         if is_pipelined.any():  # the first stage holds the residual stream of all microbatches
             stream = next(activation for activation in model.saved_activations() if activation.name == BLOCK_INPUT)
             group = group + np.where(is_pipelined, microbatches * self._bytes(replace(stream, count=1)), 0.0)
-        return logits / layouts.stages * np.where(is_pipelined & (not layouts.alternates), microbatches, 1), group
+        return logits / layouts.stages * np.where(is_pipelined & (not layouts.is_1f1b), microbatches, 1), group
 
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
         """Return the bytes per device of an activation's arrays for one microbatch, as if one stage had all layers."""
@@ -191,7 +193,7 @@ class MemoryEstimator:
             positions = np.minimum(positions, activation.positions)
         elements = config.batch / layouts.microbatches / layouts.parts(layouts.activations[BATCH]) * positions
         for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):
-            elements = elements * length / layouts.split(axis, "active", length)
+            elements = elements * length / layouts.count_parts(axis, "active", length)
         if activation.name is not None:
             elements = elements * padding(activation.tensor.shape, get_platform(config.target.platform).lanes)
         return activation.count * elements * (4 if activation.float32 else config.precision.compute.itemsize)
@@ -250,7 +252,7 @@ def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
     """
     layout, remat = run.layout, run.config.remat
     # 1F1B always saves layer inputs only, whatever remat says.
-    if layout.pipeline is not None and layout.pipeline.alternates:
+    if layout.pipeline is not None and layout.pipeline.is_1f1b:
         return {}
     sizes: dict[str, float] = defaultdict(float)
     needed: dict[str, dict[str, None]] = defaultdict(dict)

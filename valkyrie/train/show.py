@@ -16,7 +16,7 @@ from valkyrie.hardware.target import usable_hbm
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import RoleKind
-from valkyrie.parallel.remat import EVERYTHING
+from valkyrie.parallel.remat import SAVE_EVERYTHING
 from valkyrie.train.memory import (
     ExpectedMemory,
     MemoryEstimator,
@@ -43,7 +43,7 @@ def show_run(run: Run, console: Console) -> None:
     table.add_column("bytes/device", justify="right", no_wrap=True)
     for name, spec in parameters.items():
         itemsize = 4 if spec.float32 else run.config.precision.parameter.itemsize
-        size = int(shards.shard(spec, "stored").item()) * itemsize
+        size = int(shards.shard_elements(spec, "stored").item()) * itemsize
         table.add_row(name, describe_split(spec, layout.stored_axes(spec.axes)), f"{size:,}")
     console.print(table, soft_wrap=False)
     count = sum(spec.size for spec in parameters.values())
@@ -150,7 +150,7 @@ def _print_remats(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
         style = "bold" if name == run.config.remat.label else None
         table.add_row(name, *(f"{size / GIB:.3f}" for size in sizes), style=style)
     console.print(table, soft_wrap=False)
-    listed = ", ".join(f"{name} {size / GIB:.3f}" for name, size in saved_bytes(run, EVERYTHING).device.items())
+    listed = ", ".join(f"{name} {size / GIB:.3f}" for name, size in saved_bytes(run, SAVE_EVERYTHING).device.items())
     console.print(f"saved size of each activation, GiB per device, all blocks: {listed}", markup=False)
 
 

@@ -99,7 +99,7 @@ class Platform(ABC):
         return {"JAX_PLATFORMS": "cpu"}
 
     @abstractmethod
-    def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
+    def devices_to_compile_for(self, target: TargetConfig, size: int) -> list[Any]:
         """Return at least `size` JAX devices to compile for. Raises ValueError if this machine cannot."""
 
     def usable_memory(self, chip: ChipConfig) -> int | None:

@@ -21,7 +21,7 @@ class Cpu(Platform):
     )
     scan = "sequential"
 
-    def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
+    def devices_to_compile_for(self, target: TargetConfig, size: int) -> list[Any]:
         """Return `size` simulated devices. Call it before anything else initialises a JAX backend."""
         os.environ["JAX_PLATFORMS"] = "cpu"
         import jax

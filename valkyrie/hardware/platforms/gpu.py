@@ -31,7 +31,7 @@ class Gpu(Platform):
         """Return no variables, so that GPUs stay visible: XLA compiles only for visible ones."""
         return {}
 
-    def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
+    def devices_to_compile_for(self, target: TargetConfig, size: int) -> list[Any]:
         """Return the GPUs of this machine. Raises ValueError if there are fewer than `size`."""
         import jax
 

@@ -8,7 +8,7 @@ from valkyrie.hardware.platforms.cpu import Cpu
 class AnyPlatform(Cpu):
     """The accelerators of this machine, or simulated CPU devices if it has none.
 
-    Ahead-of-time compiles (`compile_devices`) always target simulated CPU devices.
+    Ahead-of-time compiles (`devices_to_compile_for`) always target simulated CPU devices.
     """
 
     name = "any"

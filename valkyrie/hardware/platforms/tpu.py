@@ -60,7 +60,7 @@ class Tpu(Platform):
             "`uv sync --extra tpu` in the clone; no TPU is needed."
         )
 
-    def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
+    def devices_to_compile_for(self, target: TargetConfig, size: int) -> list[Any]:
         """Return the devices of a slice to compile for, as libtpu describes them.
 
         They have `coords`, `core_on_chip`, `process_index`, and `slice_index` if there are several slices. Raises

@@ -28,7 +28,7 @@ from valkyrie.report.records import find_sweeps, read_rows
 from valkyrie.runs.folder import RUN, run_folder, saved_run, write_run_files
 from valkyrie.search.calibrate.replay_fit import ReplayFit, fit_replays, percent_errors, round_digits
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
-from valkyrie.search.estimate.fit import FITTED, cross_validate, fit_constants, timed_layouts
+from valkyrie.search.estimate.fit import FITTED_CONSTANTS, cross_validate, fit_constants, timed_layouts
 from valkyrie.search.folder import ANSWER_FILE
 from valkyrie.sweep.rows import Row
 from valkyrie.train.screen import make_console
@@ -100,12 +100,14 @@ def calibrate_mode(run: Run) -> int:
             f"target whose chip is known (conf/target/chip). {_PATHS_HINT}"
         )
     console.print(f"using {sum(map(len, by_chip.values()))} of {len(rows)} trials")
-    too_few = [_too_few_message(chip, len(pairs)) for chip, pairs in by_chip.items() if len(pairs) < len(FITTED)]
+    too_few = [
+        _too_few_message(chip, len(pairs)) for chip, pairs in by_chip.items() if len(pairs) < len(FITTED_CONSTANTS)
+    ]
     if len(too_few) == len(by_chip):
         raise ValueError("\n".join(too_few))
     for sentence in too_few:
         console.print(sentence, style="yellow", markup=False, soft_wrap=True)
-    calibrations = [fit_calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED)]
+    calibrations = [fit_calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED_CONSTANTS)]
     folder = run_folder(run)
     write_run_files(run, folder)
     for result in calibrations:
@@ -150,8 +152,9 @@ def _check_path(path: Path) -> None:
 def _too_few_message(chip: str, count: int) -> str:
     trials = f"{count} trial{'s are' if count > 1 else ' is'}"
     return (
-        f"{chip}: {trials} too few to fit {len(FITTED)} constants. Use at least {len(FITTED)} trials, best of several "
-        "models and batches: add folders to paths=, or let mode=search compile more layouts (mode.compiles=12)."
+        f"{chip}: {trials} too few to fit {len(FITTED_CONSTANTS)} constants. Use at least {len(FITTED_CONSTANTS)} "
+        "trials, best of several models and batches: add folders to paths=, "
+        "or let mode=search compile more layouts (mode.compiles=12)."
     )
 
 
@@ -180,16 +183,16 @@ def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
     errors = np.concatenate([layouts.step_s / layouts.estimate(before) for layouts in timed])
     left_out = None
     if len(counts) > 1:
-        estimates = cross_validate(timed, before, FITTED)
+        estimates = cross_validate(timed, before, FITTED_CONSTANTS)
         left_out = np.concatenate([layouts.step_s / estimate for layouts, estimate in estimates])
-    after = fit_constants(timed, before, FITTED)
+    after = fit_constants(timed, before, FITTED_CONSTANTS)
     return Calibration(chip, counts, before, after, errors, left_out, *fit_replays(pairs))
 
 
 def experiment_yaml(result: Calibration) -> str:
     """Return an experiment config that sets the fitted constants. Comments describe the trials and the errors."""
     comments = [f"# {line}" for line in describe(result)]
-    constants = [f"      {name}: {round_digits(getattr(result.after, name)):g}" for name in FITTED]
+    constants = [f"      {name}: {round_digits(getattr(result.after, name)):g}" for name in FITTED_CONSTANTS]
     name = CALIBRATED_FILE.format(chip=result.chip.name)
     use = f"# Copy this file to FOLDER/experiment/{name} and write --config-dir FOLDER +experiment={Path(name).stem}."
     lines = ["# @package _global_", use, *comments, "target:", "  chip:", f"    calibrated: {result.chip.name}"]
@@ -237,7 +240,7 @@ def _describe_estimates(result: Calibration) -> list[str]:
 
 def as_json(result: Calibration) -> dict[str, Any]:
     """Return the content of `calibrate.json` for one chip."""
-    record: dict[str, Any] = {"chip": result.chip.name, "families": result.families, "fitted": list(FITTED)}
+    record: dict[str, Any] = {"chip": result.chip.name, "families": result.families, "fitted": list(FITTED_CONSTANTS)}
     record |= {
         "before": asdict(result.before),
         "after": asdict(result.after),
@@ -252,7 +255,7 @@ def show(result: Calibration, file: Path, console: Console) -> None:
     table = Table(title=f"constants of {result.chip.name}", title_justify="left", header_style="bold", box=SIMPLE)
     for name in ("constant", "before", "fitted"):
         table.add_column(name, justify="left" if name == "constant" else "right")
-    for name in FITTED:
+    for name in FITTED_CONSTANTS:
         table.add_row(
             name, *(f"{round_digits(getattr(constants, name)):g}" for constants in (result.before, result.after))
         )

@@ -73,7 +73,7 @@ def _compile_run(folder: Path, ignore_cache: bool) -> CompileOutcome:
     run = Run.from_config(saved_config(folder))
     try:
         target = run.config.target
-        devices = get_platform(target.platform).compile_devices(target, run.config.mesh.size)
+        devices = get_platform(target.platform).devices_to_compile_for(target, run.config.mesh.size)
     except ValueError as error:
         return CompileOutcome(CompileStatus.refused, str(error))
     from valkyrie.train.options import OptionRefused

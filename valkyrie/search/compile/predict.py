@@ -157,7 +157,7 @@ def predict_file(
     """
     dumped, work = read_dumped(path), work or ProgramWork()
     chip = target.chip
-    positions = target.places(list(axes.values()), list(axes))
+    positions = target.positions(list(axes.values()), list(axes))
     assert chip is not None and chip.clock_ghz is not None
     if places is not None:
         if sorted(places) != sorted(positions):

@@ -44,10 +44,18 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "outside": (0.4, 1.0),
 }
 """Lower and upper bound of each constant."""
-FITTED = ("products", "float32_passes", "passes_kept", "hidden_weights", "hidden_gradients", "gathers", "sums")
+FITTED_CONSTANTS = (
+    "products",
+    "float32_passes",
+    "passes_kept",
+    "hidden_weights",
+    "hidden_gradients",
+    "gathers",
+    "sums",
+)
 """Constants to fit: those that affect steps compiled for a TPU."""
 _LOGARITHMIC = ("half_rate_flops", "launch_s")
-PULL = 0.2
+PENALTY_WEIGHT = 0.2
 """Weight of the penalty on a constant's distance from its default, relative to its range.
 
 The relative error of a layout has weight 1.
@@ -105,7 +113,7 @@ def fit_constants(timed: Sequence[TimedLayouts], start: Efficiency, names: Seque
         rows = [
             np.log(layouts.estimate(efficiency) / layouts.step_s) / counts[layouts.family] ** 0.25 for layouts in timed
         ]
-        return np.concatenate([*rows, PULL * (x - default) / (high - low)])
+        return np.concatenate([*rows, PENALTY_WEIGHT * (x - default) / (high - low)])
 
     initial = np.clip(default, low + 1e-6 * (high - low), high - 1e-6 * (high - low))
     solution = least_squares(errors, initial, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-3)

@@ -37,7 +37,7 @@ def axis_links(
     link_rate = (chip.ici_link_gbs or 0.0) * 1e9 / chip.devices if torus else (chip.switch_gbs or 1.0) * 1e9
     for index, name in enumerate(names):
         column = [axes[index] for axes in placements]
-        link_counts = [max(axis.links, least_links) if axis.torus else 0.0 for axis in column]
+        link_counts = [max(axis.links, least_links) if axis.torus_factors else 0.0 for axis in column]
         rates, ring_rates = (
             np.array([link_rate * (n or assumptions.CORE_LINKS) if torus else link_rate for n in counts])
             for counts in (link_counts, [axis.ring_links for axis in column])
@@ -61,14 +61,14 @@ def slice_axis_links(count: int, target: TargetConfig) -> AxisLinks:
 def host_axis_links(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, AxisLinks]:
     """Return the links of mesh axes on hosts that connect their devices by a switch. The last axis varies fastest."""
     devices_per_host = int(np.prod(chip.host_bounds or [1]))
-    inside, outside = (chip.switch_gbs or 1.0) * 1e9, (chip.dcn_gbs_per_host or 1.0) * 1e9 / devices_per_host
+    switch_rate, host_rate = (chip.switch_gbs or 1.0) * 1e9, (chip.dcn_gbs_per_host or 1.0) * 1e9 / devices_per_host
     links_by_axis, stride = {}, np.ones(len(next(iter(sizes.values()))))
     for axis in reversed(list(sizes)):
         size = sizes[axis]
         inner = np.clip(devices_per_host / stride, 1, size)
-        near = np.full(len(size), inside)
+        inner_rate = np.full(len(size), switch_rate)
         links_by_axis[axis] = AxisLinks(
-            inner, near, size / inner, np.full(len(size), outside), np.zeros(len(size)), near
+            inner, inner_rate, size / inner, np.full(len(size), host_rate), np.zeros(len(size)), inner_rate
         )
         stride = stride * size
     return {axis: links_by_axis[axis] for axis in sizes}

@@ -72,30 +72,30 @@ class CollectiveModel:
         seconds = np.zeros(len(layouts))
         for axis in axes:
             links, size = layouts.links[axis], layouts.sizes[axis]
-            near, far = sent / (links.inner_rate * self.gathers), sent / (links.outer_rate * self.outside)
+            inner_s, outer_s = sent / (links.inner_rate * self.gathers), sent / (links.outer_rate * self.outside)
             start = self.start_s + np.where(links.outer > 1, self.outer_start_s, 0.0)
-            seconds += np.where(size > 1, start + np.where(links.outer > 1, far, near), 0.0)
+            seconds += np.where(size > 1, start + np.where(links.outer > 1, outer_s, inner_s), 0.0)
         return seconds
 
     def _seconds(
         self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, share: float, one_ring: bool = False
     ) -> np.ndarray:
         inner, outer = np.ones(len(layouts)), np.ones(len(layouts))
-        rate, slow, hops = np.zeros(len(layouts)), np.full(len(layouts), np.inf), np.zeros(len(layouts))
+        rate, outer_rate, hops = np.zeros(len(layouts)), np.full(len(layouts), np.inf), np.zeros(len(layouts))
         for axis in axes:
             links = layouts.links[axis]
             inner, outer = inner * links.inner, outer * links.outer
             axis_rate = np.where(links.inner > 1, links.ring_rate if one_ring else links.inner_rate, 0.0)
             rate = rate + axis_rate if self.adds_up and not one_ring else np.maximum(rate, axis_rate)
-            slow = np.where(links.outer > 1, np.minimum(slow, links.outer_rate), slow)
+            outer_rate = np.where(links.outer > 1, np.minimum(outer_rate, links.outer_rate), outer_rate)
             hops = hops + links.hops
         members = inner * outer
         latency = self.start_s * (members > 1) + hops * self.hop_s + self.outer_start_s * np.log2(outer)
-        near = np.where(inner > 1, full * (inner - 1) / inner / np.maximum(rate * share, 1.0), 0.0)
+        inner_s = np.where(inner > 1, full * (inner - 1) / inner / np.maximum(rate * share, 1.0), 0.0)
         if self.adds_up:
-            return near + full / inner * (outer - 1) / outer / (slow * self.outside) + latency
-        ring = np.minimum(np.where(inner > 1, rate * share, np.inf), slow * self.outside * inner)
-        return np.where(outer > 1, full * (members - 1) / members / ring, near) + latency
+            return inner_s + full / inner * (outer - 1) / outer / (outer_rate * self.outside) + latency
+        ring = np.minimum(np.where(inner > 1, rate * share, np.inf), outer_rate * self.outside * inner)
+        return np.where(outer > 1, full * (members - 1) / members / ring, inner_s) + latency
 
 
 def collective_model(chip: ChipConfig, efficiency: Efficiency) -> CollectiveModel:

@@ -21,10 +21,13 @@ from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
 
 @dataclass(frozen=True)
 class EstimatedLayout:
-    """One layout of a group, with the estimated step times and memory of the whole group. `number` is its index."""
+    """One layout of a group, with the estimated step times and memory of the whole group.
+
+    `index` is the position of the layout in the group.
+    """
 
     group: LayoutGroup
-    number: int
+    index: int
     remat: RematConfig
     times: EstimatedTimes
     memory: ExpectedMemory[np.ndarray]
@@ -32,17 +35,17 @@ class EstimatedLayout:
     @property
     def step_s(self) -> float:
         """Seconds per step."""
-        return float(self.times.step_s[self.number])
+        return float(self.times.step_s[self.index])
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds per step by part."""
-        return {name: float(seconds[self.number]) for name, seconds in self.times.parts.items()}
+        return {name: float(seconds[self.index]) for name, seconds in self.times.parts.items()}
 
     @property
     def bytes(self) -> int:
         """Peak bytes per device."""
-        return int(self.memory.total[self.number])
+        return int(self.memory.total[self.index])
 
     @property
     def fits(self) -> bool:
@@ -53,11 +56,11 @@ class EstimatedLayout:
     @cached_property
     def candidate(self) -> Candidate:
         """The layout without its estimate. Identifies the same layout in other rankings."""
-        return self.group.candidate(self.number, self.remat)
+        return self.group.candidate(self.index, self.remat)
 
     def run(self, run: Run) -> Run:
         """Return a run of this layout, with all other settings of `run`."""
-        return self.group.run(self.number, self.remat, run)
+        return self.group.run(self.index, self.remat, run)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from valkyrie.models.attention import Attention
 from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import Layout
-from valkyrie.parallel.placement import describe_entries, describe_places
+from valkyrie.parallel.placement import describe_entries, describe_positions
 from valkyrie.parallel.slice import Slice
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.links import MIN_LINKS, axis_links, host_axis_links
@@ -119,4 +119,4 @@ def axis_placements(target: TargetConfig, layout: Layout) -> dict[str, AxisPlace
     topology = build_topology(target)
     if placement is not None:
         return describe_entries(placement, axes, topology)
-    return describe_places(Slice.from_target(target).places(list(axes.values()), list(axes)), axes, topology)
+    return describe_positions(Slice.from_target(target).positions(list(axes.values()), list(axes)), axes, topology)

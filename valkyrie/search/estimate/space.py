@@ -21,7 +21,7 @@ from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.parallel.axis_links import Placement, undominated_placements
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import layout_with_problems
-from valkyrie.parallel.mesh import MeshConfig, parse_mesh, resized
+from valkyrie.parallel.mesh import MeshConfig, parse_mesh, resize_axis
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, RoleKind, Rules, resolve_rules, roles
 from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.remat import RematConfig
@@ -223,7 +223,7 @@ def _mesh_independent_problems(
     mesh = parse_mesh(f"{target.slices}s1x1x1x1" if target.slices > 1 else "1x1x1x1")
     axis = next((axis for axis in mesh.axes if axis in stages and axis != SLICE_AXIS), None)
     if axis is not None and (partition.schedule, partition.rounds) != (PipelineSchedule.gpipe, 1):
-        mesh = resized(mesh, axis, 2)  # the problems of a schedule appear with two stages
+        mesh = resize_axis(mesh, axis, 2)  # the problems of a schedule appear with two stages
     batch, seq = run.config.batch, run.config.seq
     _, problems = layout_with_problems(mesh, partition, run.arrays, mesh.size, remat, batch, seq, known_axes())
     return [problem for problem in problems if problem.code not in INDIVISIBLE]

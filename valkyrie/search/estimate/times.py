@@ -75,7 +75,7 @@ class StepEstimator:
         self.rows = work.tokens / (layouts.parts(layouts.activations[BATCH]) * layouts.parts(layouts.activations[SEQ]))
         self.rows = self.rows / layouts.microbatches
         """Tokens per device and microbatch."""
-        self.share = work.passes / layouts.stages
+        self.layer_share = work.passes / layouts.stages
         """Share of the model's layers that a device runs, times the passes through the stack of layers per step."""
 
     def estimate(self, remat: RematConfig) -> EstimatedTimes:
@@ -83,21 +83,21 @@ class StepEstimator:
         layouts, e = self.layouts, self.efficiency
         m, stages = layouts.microbatches, layouts.stages
         is_recomputed = [product.is_recomputed(remat) for product in self.work.products]
-        products = self.share * _sum_arrays(
+        products = self.layer_share * _sum_arrays(
             (1 + BACKWARD + a) * s for a, s in zip(is_recomputed, self._product_seconds, strict=True)
         )
         mixing, (moved, to_host) = self._mixing_seconds(remat), self._moved_bytes(remat)
-        moving = moved / self.hbm * self.share
+        moving = moved / self.hbm * self.layer_share
         computing = products + mixing + moving
         launches = [(1 + BACKWARD + a) * p.count for a, p in zip(is_recomputed, self.work.products, strict=True)]
-        launching = e.launch_s * sum(launches) * self.share
+        launching = e.launch_s * sum(launches) * self.layer_share
         activations = self._activation_collectives(remat, is_recomputed)
         gathered, summed = self._weight_gathers, self._gradient_sums
         waiting = {
             "activations": _exposed_seconds(activations, computing, e.hidden_activations),
             "weights": _exposed_seconds(gathered, computing, e.hidden_weights),
             "gradients": _exposed_seconds(summed / m, computing, e.hidden_gradients),
-            "host": _exposed_seconds(2 * to_host * self.share / self.host, computing, e.hidden_host),
+            "host": _exposed_seconds(2 * to_host * self.layer_share / self.host, computing, e.hidden_host),
         }
         stage_s = computing + waiting["activations"] + waiting["weights"]
         parts = {name: m * seconds for name, seconds in {"products": products, "mixing": mixing}.items()}
@@ -121,9 +121,9 @@ class StepEstimator:
     def _forward_seconds(self, product: Product) -> np.ndarray:
         k, n = float(product.k), float(product.n)
         for axis, length in product.input_axes:
-            k = k / self.layouts.split(axis, "used", length)
+            k = k / self.layouts.count_parts(axis, "used", length)
         for axis, length in product.output_axes:
-            n = n / self.layouts.split(axis, "used", length)
+            n = n / self.layouts.count_parts(axis, "used", length)
         passes = self.efficiency.float32_passes if product.float32 else 1.0
         return product.components * passes * self._matmul_seconds(self.rows, np.asarray(k), np.asarray(n))
 
@@ -143,7 +143,7 @@ class StepEstimator:
         """
         model = self.work.run.model
         rows = self.rows / self._loss_shards() / (self.layouts.stages if self.layouts.shares_loss else 1)
-        n = model.vocab_rows / self.layouts.split("vocab", "used", model.vocab_rows)
+        n = model.vocab_rows / self.layouts.count_parts("vocab", "used", model.vocab_rows)
         k = np.full(len(self.layouts), float(self.work.embed))
         logits = 4.0 * 2 * rows * n / self.hbm
         return (1 + BACKWARD) * self._matmul_seconds(rows, k, np.asarray(n)) + self.efficiency.logits_passes * logits
@@ -164,7 +164,7 @@ class StepEstimator:
         )
         scores = _sum_arrays((1 + BACKWARD + a) * n for a, n in zip(is_recomputed, self._scores, strict=True))
         moved = self.work.itemsize * self.efficiency.scores_passes * scores
-        return self.share * (flops / (self.peak * self.efficiency.mixing) + moved / self.hbm)
+        return self.layer_share * (flops / (self.peak * self.efficiency.mixing) + moved / self.hbm)
 
     @cached_property
     def _mixing_flops(self) -> list[np.ndarray]:
@@ -198,7 +198,7 @@ class StepEstimator:
         for activation, count in self.work.activations:
             elements = activation.count * count * self.rows
             for axis, length in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
-                elements = elements * length / self.layouts.split(axis, "active", length)
+                elements = elements * length / self.layouts.count_parts(axis, "active", length)
             elements = elements * padding(activation.tensor.shape, self.work.lanes)
             bytes_by_activation.append(elements * (4 if activation.float32 else self.work.itemsize))
         return bytes_by_activation
@@ -212,13 +212,13 @@ class StepEstimator:
         for mixing, exchange_s in zip(self.work.mixing, self._mixing_collectives, strict=True):
             passes = 2 + (remat.location(mixing.name) is ActivationLocation.nowhere)
             seconds = seconds + mixing.count * passes * exchange_s
-        return seconds * self.share + self._table_collectives
+        return seconds * self.layer_share + self._table_collectives
 
     @cached_property
     def _product_collectives(self) -> list[tuple[np.ndarray, ...]]:
         operands, collectives = set[tuple[object, ...]](), []
         for product in self.work.products:
-            seconds = self._collectives_around(product, product.operand_key not in operands)
+            seconds = self._matmul_collectives(product, product.operand_key not in operands)
             operands.add(product.operand_key)
             collectives.append(tuple(product.count * part for part in seconds))
         return collectives
@@ -227,7 +227,7 @@ class StepEstimator:
     def _mixing_collectives(self) -> list[np.ndarray]:
         return [self._sequence_exchange(mixing) for mixing in self.work.mixing]
 
-    def _collectives_around(self, product: Product, first: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _matmul_collectives(self, product: Product, gathers_operand: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the seconds of the collectives of a matmul: forward, backward, and gathering its operand again.
 
         If the forward pass reduce-scatters the result, the backward pass gathers the gradient of the result: once, or
@@ -235,7 +235,7 @@ class StepEstimator:
         parameter also needs the gathered operand. The third value is the time to gather it again (0 without windowed
         einsums), which callers add unless recomputing the forward pass gathers it anyway.
 
-        `first` is True if no earlier matmul has gathered the same operand.
+        `gathers_operand` is True if no earlier matmul has gathered the same operand.
         """
         layouts, network = self.layouts, self.network
         inputs = [(a, n, layouts.activations[a], layouts.used_axes(a)) for a, n in product.input_axes]
@@ -243,10 +243,10 @@ class StepEstimator:
         width = 4 if product.float32 else self.work.itemsize
         operand_bytes = self.rows * width * product.components
         for axis, n, _, _ in inputs:
-            operand_bytes = operand_bytes * n / layouts.split(axis, "used", n)
+            operand_bytes = operand_bytes * n / layouts.count_parts(axis, "used", n)
         result_bytes = self.rows * width * product.components
         for axis, n, _, _ in outputs:
-            result_bytes = result_bytes * n / layouts.split(axis, "used", n)
+            result_bytes = result_bytes * n / layouts.count_parts(axis, "used", n)
         gathered = [m for _, _, active, used in inputs for m in active if m not in used]
         summed = [m for _, _, _, used in inputs for m in used]
         scattered = [m for _, _, active, used in outputs for m in active if m in summed]
@@ -260,17 +260,17 @@ class StepEstimator:
         windowed = self.efficiency.windowed
         backward = (1 + windowed) * network.gather(layouts, scattered, result_bytes, one_ring=True)
         regather = np.zeros(len(layouts))
-        if first:
+        if gathers_operand:
             gather = network.gather(layouts, gathered, operand_bytes, one_ring=True)
             forward, regather = forward + gather, windowed * gather
-        if first or self.efficiency.apart > 0:
+        if gathers_operand or self.efficiency.apart > 0:
             backward = backward + network.sum(layouts, back_summed, operand_bytes)
             backward = backward + network.scatter(layouts, back_scattered, operand_bytes, one_ring=True)
         for axes, other in ((product.input_axes, result_bytes), (product.output_axes, operand_bytes)):
             backward = backward + sum(self._batch_gathers(axis, other) for axis, _ in axes)
         return forward, backward, regather
 
-    def _batch_gathers(self, logical: str, other: np.ndarray) -> np.ndarray:
+    def _batch_gathers(self, logical: str, other_bytes: np.ndarray) -> np.ndarray:
         """Return the seconds of gathering whole batches to compute a parameter's gradient.
 
         The gradient is the matmul of two factors: the operand and the gradient of the result. If an axis of the
@@ -280,13 +280,13 @@ class StepEstimator:
 
         Args:
             logical: A logical axis of the parameter.
-            other: Bytes per device of the factor that does not have this axis.
+            other_bytes: Bytes per device of the factor that does not have this axis.
         """
         layouts, stored = self.layouts, self.layouts.stored_axes(logical)
         data = tuple(axis for axis in stored if axis in layouts.data_axes)
         parts = layouts.parts(data)
         is_split_twice = (parts > 1) & (layouts.parts(layouts.used_axes(logical)) > 1)
-        seconds = self.network.gather(layouts, data, other * parts)
+        seconds = self.network.gather(layouts, data, other_bytes * parts)
         return np.where(is_split_twice, self.efficiency.whole_batches * seconds, 0.0)
 
     def _sequence_exchange(self, mixing: Mixing) -> np.ndarray:
@@ -296,7 +296,7 @@ class StepEstimator:
         for activation, positions in mixing.neighbours:
             width = activation.count * (4 if activation.float32 else self.work.itemsize)
             for axis, n in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
-                width = width * n / layouts.split(axis, "active", n)
+                width = width * n / layouts.count_parts(axis, "active", n)
             per_position = width * self.rows / (seq / layouts.parts(axes))
             if positions is None:
                 seconds += self.network.gather(layouts, axes, per_position * seq)
@@ -323,7 +323,9 @@ class StepEstimator:
         for spec in self.work.parameters.values():
             axes = self._gathered_axes(spec)
             if axes:
-                seconds += 2 * self.network.gather(self.layouts, axes, self.layouts.shard(spec, "used") * itemsize)
+                seconds += 2 * self.network.gather(
+                    self.layouts, axes, self.layouts.shard_elements(spec, "used") * itemsize
+                )
         return seconds
 
     @cached_property
@@ -341,7 +343,7 @@ class StepEstimator:
             # Data axes that split the parameter are left out: the reduce-scatter covers them, or (experts) the shard
             # has received the tokens of all devices.
             summed_axes = tuple(axis for axis in layouts.data_axes if axis not in stored)
-            bytes_ = self.layouts.shard(spec, "used") * itemsize
+            bytes_ = self.layouts.shard_elements(spec, "used") * itemsize
             seconds += self.network.scatter(layouts, split, bytes_)
             scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
             reduce = self.network.scatter if scattered else self.network.sum
@@ -359,13 +361,13 @@ class StepEstimator:
         backward pass repeats this. Gradients of parameters outside the layers are summed over the stages.
         """
         layouts, axes = self.layouts, self.layouts.parameters.get(LAYERS, ())
-        width = self.work.embed / layouts.split("embed", "active", self.work.embed)
+        width = self.work.embed / layouts.count_parts("embed", "active", self.work.embed)
         stream = self.rows * layouts.microbatches * width * self.work.itemsize
         seconds = 4 * (layouts.stages - 1) * self.network.exchange(layouts, axes, stream / layouts.stages)
         itemsize = self.work.run.config.precision.reduction.itemsize
         outside_layers = [spec for spec in self.work.parameters.values() if LAYERS not in spec.axes]
         return seconds + self.network.sum(
-            layouts, axes, itemsize * _sum_arrays(self.layouts.shard(spec, "used") for spec in outside_layers)
+            layouts, axes, itemsize * _sum_arrays(self.layouts.shard_elements(spec, "used") for spec in outside_layers)
         )
 
     @cached_property
@@ -374,7 +376,7 @@ class StepEstimator:
         seconds = np.zeros(len(self.layouts))
         if self.layouts.partition.zero1:
             for spec in self.work.parameters.values():
-                bytes_ = 4 * self.layouts.shard(spec, "used") / self.layouts.parts(self._gathered_axes(spec))
+                bytes_ = 4 * self.layouts.shard_elements(spec, "used") / self.layouts.parts(self._gathered_axes(spec))
                 seconds += self.network.gather(self.layouts, self.layouts.zero1_axes(spec.axes), bytes_, one_ring=True)
         return seconds
 
@@ -388,7 +390,7 @@ class StepEstimator:
         Summed over the rounds of a circular schedule.
         """
         layouts = self.layouts
-        width = self.work.embed / layouts.split("embed", "active", self.work.embed)
+        width = self.work.embed / layouts.count_parts("embed", "active", self.work.embed)
         bytes_, axes = self.rows * width * self.work.itemsize, layouts.parameters.get(LAYERS, ())
         if layouts.sends_parts:
             split = (*axes, *layouts.data_axes, *layouts.activations["embed"])
@@ -405,7 +407,7 @@ class StepEstimator:
         config = self.work.run.config.optimizer
         bytes_ = np.zeros(len(self.layouts))
         for spec in self.work.parameters.values():
-            bytes_ += config.update_bytes(spec) * self.layouts.state_shard(spec)
+            bytes_ += config.update_bytes(spec) * self.layouts.state_shard_elements(spec)
         flops = config.update_flops(self.work.parameters.values(), self.layouts.devices)
         return bytes_ / self.hbm + flops / (self.peak * self.efficiency.products)
 
@@ -414,12 +416,12 @@ def _sum_arrays(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return functools.reduce(np.add, arrays)
 
 
-def _exposed_seconds(sent: np.ndarray, computing: np.ndarray, hidden: float) -> np.ndarray:
-    """Return the exposed part of `sent` seconds of communication.
+def _exposed_seconds(communication_s: np.ndarray, compute_s: np.ndarray, hidden_share: float) -> np.ndarray:
+    """Return the exposed part of `communication_s` seconds of communication.
 
-    The overlapped part is at most the share `hidden` of it, and at most the `computing` seconds of compute.
+    The overlapped part is at most the share `hidden_share` of it, and at most `compute_s` seconds.
     """
-    return np.maximum((1 - hidden) * sent, sent - computing)
+    return np.maximum((1 - hidden_share) * communication_s, communication_s - compute_s)
 
 
 def _tile_utilisation(length: np.ndarray, tile: float) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from valkyrie.compiled.collectives import Collective, Collectives, collective_kind, fused_kind, inner_collectives
+from valkyrie.compiled.collectives import Collective, CollectiveReader, collective_kind, fused_kind, inner_collectives
 from valkyrie.compiled.communication import CollectiveTime, CollectiveTrace
 from valkyrie.compiled.hlo import Instruction, Module
 from valkyrie.problems import first_line
@@ -101,7 +101,7 @@ _STATS = {"hlo_op", "hlo_module", "device_ordinal", "run_id"}
 
 def collectives_by_operation(module: Module, mesh_axes: dict[str, int]) -> dict[str, Collective]:
     """Return the collectives that cross mesh axes, by name of the operation that executes, starts or ends them."""
-    reader = Collectives(module, mesh_axes)
+    reader = CollectiveReader(module, mesh_axes)
     collectives: dict[str, Collective] = {}
     for name, instruction in module.instructions.items():
         started = _find_collective(instruction)
